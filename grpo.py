@@ -1,0 +1,412 @@
+"""GRPO in one file: group relative policy optimisation of an autoregressive model that writes image codes.
+
+The policy pi writes T tokens o_1..o_T for a prompt q; a decoder paints them; a reward R judges the picture. GRPO
+(Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1) raises the expected reward without a value network:
+the baseline of a sample is the mean reward of the other pictures of the same prompt, its group. It minimises
+
+    loss = -1/G sum_i 1/T sum_t [ min(r A, clip(r, 1 - c, 1 + c) A) - kl_coef * k3 ]
+
+    r  = pi(o_t) / pi_old(o_t)                    ratio: how far the policy has moved since it sampled this token
+    A  = (R_i - mean(R)) / std(R)                 advantage: the z-score of the reward in its group of G
+    k3 = ref/pi - log(ref/pi) - 1                 an estimate of KL(pi || reference), never negative
+
+One step of training, in the order of this file:
+
+    1. generate_with_logprobs     sample G sequences of exactly T tokens for each prompt, keep their log-probs (pi_old)
+    2. decode, score              handed in: tokens -> pictures -> one reward a picture
+    3. compute_advantages         rewards -> z-scores, per group
+    4. get_per_token_logprobs     log-probs of those tokens in one forward pass: the reference's, then the policy's
+    5. compute_grpo_loss          the formula above
+    6. GRPO.step                  ties 1-5 together: micro-batches, reference, offload, gradient clipping, optimiser
+
+The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
+base with its adapter disabled is the reference. Nothing here knows GLM-Image; train.py hands in prompts as ids and
+positions, a decoder and a reward. Any causal language model of transformers works.
+
+Left out, because one GPU and one reader do not need it: a value network, a learned reward model, a second copy of the
+model, a generation server, replay of old samples, padding (a group shares one prompt, image codes have one length) and
+loss variants (DAPO, Dr. GRPO, GSPO); each of those is an edit of compute_advantages or compute_grpo_loss.
+"""
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+MAX_GRAD_NORM = 1.0  # a rare prompt must not undo a run; the norm before clipping is logged
+
+# ---- 1. sample -----------------------------------------------------------------------------------------------------
+
+
+def _distribution(logits, num_codes, temperature, allowed=None):
+    """Log-probabilities of the ids the sampler may choose: (..., vocabulary) -> (..., num_codes) float32.
+
+    Sampling and scoring both come through here, so that a ratio never compares two different distributions.
+    """
+    logits = logits[..., :num_codes].float() / temperature  # softmax in bf16 would lose the tail
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, float("-inf"))
+    return logits.log_softmax(-1)
+
+
+def _nucleus(logprobs, top_p):
+    """The smallest set of most likely ids that holds `top_p` of the mass: (G, V) -> (G, V) bool. Holtzman et al. 2020."""
+    ordered, ids = logprobs.sort(dim=-1, descending=True)
+    mass_before = ordered.exp().cumsum(-1) - ordered.exp()
+    keep = mass_before < top_p
+    keep[..., 0] = True  # rounding must not empty the set
+    return torch.zeros_like(keep).scatter(-1, ids, keep)
+
+
+def _pack(mask):
+    """(..., V) bool -> (..., ceil(V / 8)) uint8 on the CPU: 2 KB instead of 16 KB a token for GLM-Image's 16,384 codes."""
+    return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=-1))
+
+
+def _unpack(packed, size):
+    """The inverse of _pack: (..., ceil(size / 8)) uint8 -> (..., size) bool."""
+    return torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, count=size)).bool()
+
+
+@torch.no_grad()
+def generate_with_logprobs(
+    model,
+    prompt_ids,
+    num_new_tokens,
+    *,
+    num_samples=1,
+    position_ids=None,
+    num_codes=None,
+    temperature=1.0,
+    top_p=1.0,
+    generator=None,
+):
+    """Sample `num_samples` (G) continuations of exactly `num_new_tokens` (T) tokens, with their log-probs.
+
+    transformers' generate() would do, but it may stop at an end token (an image of 1,023 codes cannot be painted),
+    offers no generator, and its scores come after the top-p cut without saying what was cut.
+
+    Args:
+        model: a causal language model of transformers, with or without a PEFT adapter.
+        prompt_ids: (L,) int64. One prompt: a group shares it, so it is read once and nothing is padded.
+        position_ids: (3, L+T) int64 for a model with 3-D positions, None for a text model. A model with 3-D positions
+            that is not told them falls back to text positions, silently.
+        num_codes: only ids below this can be sampled (rules out end tokens and unused ids); None allows every id.
+        temperature: divides the logits, > 0. top_p: in (0, 1], 1 keeps every id.
+        generator: a torch.Generator on the model's device.
+
+    Returns:
+        tokens (G, T) int64; logprobs (G, T) float32, each under the very distribution it was drawn from;
+        nucleus (G, T, ceil(num_codes / 8)) uint8 on the CPU, the ids that top-p left at each step as bits, or None
+        when `top_p` is 1.
+
+    Raises:
+        ValueError: temperature or top_p out of range.
+    """
+    if temperature <= 0 or not 0 < top_p <= 1:
+        raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}")
+    prompt_ids = prompt_ids.to(model.device)
+    length = len(prompt_ids)
+    if position_ids is not None:
+        position_ids = position_ids.to(model.device).unsqueeze(1)  # (3, 1, L+T)
+
+    def forward(ids, start, cache):
+        positions = None
+        if position_ids is not None:
+            positions = position_ids[..., start : start + ids.shape[1]].expand(-1, len(ids), -1)  # (3, G, 1 or L)
+        output = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1], output.past_key_values
+
+    logits, cache = forward(prompt_ids.unsqueeze(0), 0, None)  # read the prompt once ...
+    cache.batch_repeat_interleave(num_samples)  # ... and share what was read with the whole group
+    logits = logits.expand(num_samples, -1)  # (G, vocabulary)
+    tokens, logprobs, nucleus = [], [], []
+    for t in range(num_new_tokens):
+        if t > 0:
+            logits, cache = forward(tokens[-1], length + t - 1, cache)
+        distribution = _distribution(logits, num_codes, temperature)  # (G, V)
+        if top_p < 1:
+            allowed = _nucleus(distribution, top_p)
+            distribution = _distribution(logits, num_codes, temperature, allowed)
+            nucleus.append(allowed)
+        tokens.append(torch.multinomial(distribution.exp(), 1, generator=generator))  # (G, 1)
+        logprobs.append(distribution.gather(-1, tokens[-1]))  # (G, 1)
+    nucleus = _pack(torch.stack(nucleus, dim=1)) if nucleus else None  # (G, T, bytes)
+    return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), nucleus
+
+
+# ---- 3. advantages -------------------------------------------------------------------------------------------------
+
+
+def compute_advantages(rewards, group_size, eps=1e-6):
+    """The z-score of each reward within its group; a group of equal rewards gets exactly 0.
+
+    Args:
+        rewards: (N*G,) float, prompt after prompt: rows 0..G-1 are the group of the first prompt, and so on.
+        eps: keeps the division finite, in units of the reward.
+
+    Returns:
+        (N*G,) float32.
+
+    Raises:
+        ValueError: group_size below 2 (a lone sample has no baseline), a length that is not a multiple of it, or a
+            reward that is NaN or infinite.
+    """
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(f"{len(rewards)} rewards do not form groups of {group_size}; a group needs 2 or more")
+    for i in (~rewards.isfinite()).nonzero().flatten().tolist():
+        raise ValueError(f"the reward of image {i} (prompt {i // group_size}, sample {i % group_size}) is {rewards[i]}")
+    groups = rewards.double().view(-1, group_size)  # float64: a float32 mean is off by an ulp, which eps would blow up
+    spread = groups.std(dim=1, keepdim=True)  # unbiased: G - 1
+    scores = (groups - groups.mean(dim=1, keepdim=True)) / (spread + eps)
+    constant = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
+    return scores.masked_fill(constant, 0).flatten().float()
+
+
+# ---- 4. log-probs by teacher forcing -------------------------------------------------------------------------------
+
+
+def get_per_token_logprobs(
+    model, input_ids, num_new_tokens, *, position_ids=None, num_codes=None, temperature=1.0, nucleus=None
+):
+    """Log-probs of the last `num_new_tokens` (T) ids of each row under the sampler's own distribution, in one pass.
+
+    Args:
+        input_ids: (B, L+T) int64, prompt and sampled tokens.
+        position_ids, num_codes, temperature: as given to generate_with_logprobs.
+        nucleus: (B, T, bytes) uint8 as it returned them. New, old and reference policy renormalise over this same set:
+            a ratio of probabilities over different sets would not be an importance weight.
+
+    Returns:
+        (B, T) float32, with gradient.
+    """
+    if position_ids is not None:
+        position_ids = position_ids[:, :-1].to(model.device).unsqueeze(1).expand(-1, len(input_ids), -1)
+    input_ids = input_ids.to(model.device)
+    # The logits at one position predict the id at the next, so the last id is only ever a target; and asking for the
+    # last T logits alone spares the prompt's (a row of 16,512 numbers each).
+    logits = model(
+        input_ids=input_ids[:, :-1], position_ids=position_ids, use_cache=False, logits_to_keep=num_new_tokens
+    ).logits  # (B, T, vocabulary)
+    size = logits[..., :num_codes].shape[-1]
+    allowed = None if nucleus is None else _unpack(nucleus, size).to(model.device)  # (B, T, V)
+    distribution = _distribution(logits, num_codes, temperature, allowed)
+    return distribution.gather(-1, input_ids[:, -num_new_tokens:].unsqueeze(-1)).squeeze(-1)
+
+
+# ---- 5. loss -------------------------------------------------------------------------------------------------------
+
+
+def compute_grpo_loss(
+    new_logprobs, old_logprobs, advantages, ref_logprobs=None, mask=None, clip_range=0.2, kl_coef=0.0
+):
+    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4), averaged over each sequence, then over sequences.
+
+    Args:
+        new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first carries a gradient.
+        advantages: (B,) float32, one a sequence: every token of a picture shares its praise or blame.
+        mask: (B, T), 1 for tokens that count (a text model: up to and including the first end token); None: all.
+        clip_range: a ratio beyond 1 +- this, in the direction the advantage pushes, gets no further gradient.
+        kl_coef: weight of k3; needs `ref_logprobs` when above 0.
+
+    Returns:
+        loss (scalar tensor), and metrics as floats: policy_loss, kl (nats a token), clip_fraction (share of tokens
+        whose gradient was cut), ratio_mean.
+
+    Raises:
+        ValueError: kl_coef above 0 without ref_logprobs.
+    """
+    if kl_coef > 0 and ref_logprobs is None:
+        raise ValueError("kl_coef above 0 needs ref_logprobs")
+    ratio = (new_logprobs - old_logprobs).exp()  # (B, T)
+    advantages = advantages.unsqueeze(1)  # (B, 1)
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages
+    per_token = -torch.min(unclipped, clipped)
+    if ref_logprobs is None:
+        kl = torch.zeros_like(per_token)
+    else:
+        # k3 (Schulman 2020, "Approximating KL divergence"): its value estimates KL(pi || ref), but as a loss term its
+        # gradient on fresh samples is that of KL(ref || pi). Both pull towards the reference, which is what it is for.
+        log_ratio = ref_logprobs - new_logprobs
+        kl = log_ratio.exp() - log_ratio - 1
+    mask = torch.ones_like(per_token) if mask is None else mask.to(per_token.dtype)
+
+    def average(x):
+        return ((x * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+    policy_loss = average(per_token)
+    loss = policy_loss + kl_coef * average(kl)
+    parts = {"policy_loss": policy_loss, "kl": average(kl), "ratio_mean": average(ratio)}
+    parts["clip_fraction"] = average((clipped < unclipped).float())
+    return loss, {name: value.item() for name, value in parts.items()}
+
+
+# ---- 6. the training step ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rollout:
+    """One group: G samples of one prompt. Its tensors wait on the CPU between phases."""
+
+    prompt: str
+    prompt_ids: torch.Tensor  # (L,)
+    position_ids: torch.Tensor | None  # (3, L+T)
+    tokens: torch.Tensor  # (G, T)
+    old_logprobs: torch.Tensor  # (G, T)
+    nucleus: torch.Tensor | None  # (G, T, bytes)
+    images: list = None  # G
+    rewards: torch.Tensor = None  # (G,)
+    advantages: torch.Tensor = None  # (G,)
+    ref_logprobs: torch.Tensor = None  # (G, T), None when kl_coef is 0
+
+
+class GRPO:
+    """Trains the adapter of `model` with three functions that know what the tokens mean.
+
+    Args:
+        model: a PeftModel: a frozen base with a trainable adapter, without dropout. optimizer: over the adapter.
+        encode: prompt -> prompt_ids (L,), position_ids (3, L+T) or None, T.
+        decode: (prompt, tokens (G, T), seed) -> list of G images. One call a group: its images must differ by their
+            tokens alone, so one seed gives them all the same starting noise.
+        score: (images, prompts, targets) -> rewards (N,), {name: (N,)}: the total to maximise and its raw parts.
+        settings: any object with group_size, micro_batch_size (bounds memory, changes nothing else), iterations,
+            clip_range, kl_coef, temperature and top_p.
+        num_codes: only ids below this are sampled, None for all.
+        frozen: modules that decode needs; they wait on the CPU while the policy works, and the policy while they work.
+        on_phase: called with a few words when a phase starts, for progress bars.
+    """
+
+    def __init__(
+        self, model, optimizer, encode, decode, score, settings, num_codes=None, frozen=(), device=None, on_phase=print
+    ):
+        if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
+            raise ValueError("the model has dropout: policy, old policy and reference would disagree; set it to 0")
+        self.model, self.optimizer, self.settings, self.frozen = model, optimizer, settings, frozen
+        self.encode, self.decode, self.score, self.on_phase = encode, decode, score, on_phase
+        self.device = torch.device(device or model.device)
+        self.shaping = {"num_codes": num_codes, "temperature": settings.temperature}  # same in sampling and scoring
+        self.micro_batches = torch.arange(settings.group_size).split(settings.micro_batch_size)
+
+    def step(self, prompts, targets=None, seed=0):
+        """One step: a group for each prompt, one optimiser step an iteration. Returns the rollouts and the metrics."""
+        rollouts, metrics = self.rollout(prompts, targets, seed)
+        return rollouts, metrics | self.update(rollouts)
+
+    def rollout(self, prompts, targets=None, seed=0):
+        """Sample, paint and score a group for each of N prompts. Returns the rollouts and what was measured.
+
+        Group i draws from `seed + i` alone: the same prompts and seed give the same pictures until the policy moves.
+        """
+        size, metrics = self.settings.group_size, {}
+        with self._phase("sample", metrics, working=[self.model], waiting=self.frozen):
+            self.model.eval()
+            rollouts = []
+            for i, prompt in enumerate(prompts):
+                self.on_phase(f"sample {i + 1}/{len(prompts)}")
+                rollouts.append(self._sample(prompt, seed + i))
+        with self._phase("decode", metrics, working=self.frozen, waiting=[self.model]):
+            for i, rollout in enumerate(rollouts):
+                self.on_phase(f"decode {i + 1}/{len(rollouts)}")
+                rollout.images = self.decode(rollout.prompt, rollout.tokens, seed + i)
+        with self._phase("score", metrics):
+            self.on_phase("score")
+            # One layout everywhere: prompt after prompt, each with its G samples.
+            images = [image for rollout in rollouts for image in rollout.images]
+            repeated = [prompt for prompt in prompts for _ in range(size)]
+            targets = targets and [target for target in targets for _ in range(size)]
+            rewards, parts = self.score(images, repeated, targets)  # (N*G,)
+        advantages = compute_advantages(rewards, size)  # (N*G,)
+        for rollout, r, a in zip(rollouts, rewards.split(size), advantages.split(size), strict=True):
+            rollout.rewards, rollout.advantages = r, a
+        groups = rewards.view(-1, size)
+        metrics["reward"], metrics["reward_std"] = groups.mean().item(), groups.std(dim=1).mean().item()
+        metrics["dead_groups"] = sum(not r.advantages.any() for r in rollouts) / len(rollouts)
+        return rollouts, metrics | {f"reward/{name}": values.mean().item() for name, values in parts.items()}
+
+    def update(self, rollouts):
+        """Move the policy: `iterations` optimiser steps over all rollouts. Returns the means of the metrics.
+
+        A group without spread has advantage 0, teaches nothing and is passed over. If all groups are such there is no
+        step: Adam would move on its momentum alone.
+        """
+        names = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "grad_norm", "max_logprob_gap")
+        metrics = dict.fromkeys(names, 0.0)
+        alive = [rollout for rollout in rollouts if rollout.advantages.any()]
+        with self._phase("learn", metrics, working=[self.model], waiting=self.frozen):
+            if self.settings.kl_coef > 0:
+                self._reference(alive)
+            self.model.train()  # wakes gradient checkpointing, which sleeps in eval mode; there is no dropout to wake
+            for iteration in range(self.settings.iterations if alive else 0):
+                for i, rollout in enumerate(alive):
+                    self.on_phase(f"learn {i + 1}/{len(alive)}")
+                    for rows in self.micro_batches:
+                        self._accumulate(rollout, rows, iteration, len(alive), len(rollouts), metrics)
+                norm = torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], MAX_GRAD_NORM)
+                metrics["grad_norm"] += norm.item() / self.settings.iterations
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return metrics
+
+    def _sample(self, prompt, seed):
+        prompt_ids, position_ids, num_new_tokens = self.encode(prompt)
+        tokens, logprobs, nucleus = generate_with_logprobs(
+            self.model,
+            prompt_ids,
+            num_new_tokens,
+            num_samples=self.settings.group_size,
+            position_ids=position_ids,
+            top_p=self.settings.top_p,
+            generator=torch.Generator(self.device).manual_seed(seed),
+            **self.shaping,
+        )
+        return Rollout(prompt, prompt_ids, position_ids, tokens.cpu(), logprobs.cpu(), nucleus)
+
+    def _logprobs(self, rollout, rows):
+        """Log-probs (B, T) of some rows of a group, under the model as it stands."""
+        ids = torch.cat([rollout.prompt_ids.expand(len(rows), -1), rollout.tokens[rows]], dim=1)  # (B, L+T)
+        nucleus = None if rollout.nucleus is None else rollout.nucleus[rows]
+        return get_per_token_logprobs(
+            self.model, ids, rollout.tokens.shape[1], position_ids=rollout.position_ids, nucleus=nucleus, **self.shaping
+        )
+
+    @torch.no_grad()
+    def _reference(self, rollouts):
+        """The reference's log-probs: the same weights with the adapter disabled."""
+        self.model.eval()
+        with self.model.disable_adapter():
+            for i, rollout in enumerate(rollouts):
+                self.on_phase(f"reference {i + 1}/{len(rollouts)}")
+                rollout.ref_logprobs = torch.cat([self._logprobs(rollout, rows).cpu() for rows in self.micro_batches])
+
+    def _accumulate(self, rollout, rows, iteration, num_alive, num_groups, metrics):
+        """Add one micro-batch's gradient, and its share of the metrics."""
+        new, old = self._logprobs(rollout, rows), rollout.old_logprobs[rows]
+        ref = None if rollout.ref_logprobs is None else rollout.ref_logprobs[rows].to(new.device)
+        advantages = rollout.advantages[rows].to(new.device)
+        loss, parts = compute_grpo_loss(
+            new, old.to(new.device), advantages, ref, clip_range=self.settings.clip_range, kl_coef=self.settings.kl_coef
+        )
+        # The loss is a mean over this micro-batch. Weighted by its share of all samples of the step, which is known
+        # before the first pass, the gradients add up to the same sum however the groups are cut.
+        (loss * len(rows) / (num_groups * self.settings.group_size)).backward()
+        share = len(rows) / (num_alive * self.settings.group_size * self.settings.iterations)
+        for name, value in (parts | {"loss": loss.item()}).items():
+            metrics[name] += share * value
+        if iteration == 0:  # the policy has not moved yet: what is left is the rounding between cache and full pass
+            gap = (new.detach().cpu() - old).abs().max().item()
+            metrics["max_logprob_gap"] = max(metrics["max_logprob_gap"], gap)
+
+    @contextmanager
+    def _phase(self, name, metrics, working=(), waiting=()):
+        """Time a phase; on a GPU, bring up the modules it needs and park the others in host memory."""
+        started = time.perf_counter()
+        if self.device.type != "cpu":
+            for module in waiting:
+                module.to("cpu")
+            for module in working:
+                module.to(self.device)
+        yield
+        metrics[f"seconds/{name}"] = time.perf_counter() - started

@@ -1,0 +1,960 @@
+"""Every number has a second witness here: transformers' generate(), autograd, a hand-computed case or the pixels.
+
+pytest            # no network, no GPU, under four minutes on two cores
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
+from transformers.generation.logits_process import TopPLogitsWarper
+
+import grpo
+import rewards
+import train
+from grpo import (
+    GRPO,
+    compute_advantages,
+    compute_grpo_loss,
+    generate_with_logprobs,
+    get_per_token_logprobs,
+)
+
+ROOT = Path(__file__).resolve().parent
+sys.path.append(train.TINY)
+import check
+import make
+
+SIZES = [(128, 128), (128, 256), (224, 96)]  # square, wide, tall: an exchange of rows and columns shows on the last two
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def pipe():
+    """The shipped model, through the stock pipeline. Its distributions are sharp, so a wrong position is expensive."""
+    return GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
+
+
+def text_model(**settings):
+    """A random Llama whose distributions are far from uniform."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.lm_head.weight.data.mul_(8)
+    return model
+
+
+def with_adapter(model, **settings):
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "gate_up_proj", "up_proj"], **settings)
+    return get_peft_model(model, lora)
+
+
+def perturb(model, size=0.3):
+    """Move the adapter away from zero, so that policy and reference differ."""
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, size)
+
+
+class Forced(LogitsProcessor):
+    """Makes generate() walk along given tokens, whatever the model thinks of them."""
+
+    def __init__(self, tokens, prompt_length):
+        self.tokens, self.prompt_length = tokens, prompt_length
+
+    def __call__(self, input_ids, scores):
+        step = input_ids.shape[1] - self.prompt_length
+        return torch.full_like(scores, -torch.inf).scatter(1, self.tokens[:, step : step + 1], 0.0)
+
+
+def oracle(model, inputs, tokens, num_codes, temperature, top_p):
+    """Log-probs of `tokens` from the raw logits of transformers' own generate() and its own top-p filter."""
+    length = inputs["input_ids"].shape[1]
+    batch = {k: v.repeat(len(tokens), *[1] * (v.ndim - 1)) for k, v in inputs.items()}
+    out = model.generate(
+        **batch, max_new_tokens=tokens.shape[1], do_sample=False, output_logits=True, return_dict_in_generate=True,
+        logits_processor=LogitsProcessorList([Forced(tokens, length)]), eos_token_id=None,
+    )  # fmt: skip
+    assert torch.equal(out.sequences[:, length:], tokens)
+    logits = torch.stack(out.logits, dim=1)[..., :num_codes].float() / temperature  # (G, T, V)
+    if top_p < 1:
+        logits = TopPLogitsWarper(top_p)(None, logits.flatten(0, 1)).view_as(logits)
+    return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def glm_inputs(pipe, prompt, height, width):
+    messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}]]
+    return pipe.processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt",
+        processor_kwargs={"target_h": height, "target_w": width},
+    )  # fmt: skip
+
+
+# ---- 1. sampling and scoring, against transformers -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.9, 0.75)])
+def test_glm_image_logprobs_equal_generate(pipe, size, temperature, top_p):
+    model, prompt = pipe.vision_language_encoder, "a red circle on a pink background"
+    ids, positions, count = train.encode_prompt(pipe.processor, prompt, *size)
+    shaping = {"position_ids": positions, "num_codes": make.NUM_CODES, "temperature": temperature}
+    generator = torch.Generator().manual_seed(3)
+    tokens, logprobs, nucleus = generate_with_logprobs(
+        model, ids, count, num_samples=2, top_p=top_p, generator=generator, **shaping
+    )
+    assert tokens.shape == logprobs.shape == (2, count)
+    expected = oracle(model, glm_inputs(pipe, prompt, *size), tokens, make.NUM_CODES, temperature, top_p)
+    # generate() has just left its own grid in the model: scoring must not pick that up.
+    sequence = torch.cat([ids.expand(2, -1), tokens], dim=1)
+    with torch.no_grad():
+        scored = get_per_token_logprobs(model, sequence, count, nucleus=nucleus, **shaping)
+    torch.testing.assert_close(logprobs, expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(scored, expected, atol=2e-4, rtol=0)
+
+
+def test_positions_matter(pipe):
+    """The silent trap: without positions the same call runs, and is wrong by nats."""
+    model = pipe.vision_language_encoder
+    ids, positions, count = train.encode_prompt(pipe.processor, "a blue cross on a black background", 128, 128)
+    shaping = {"num_codes": make.NUM_CODES}
+    tokens, logprobs, _ = generate_with_logprobs(model, ids, count, num_samples=2, position_ids=positions, **shaping)
+    with torch.no_grad():
+        blind = get_per_token_logprobs(model, torch.cat([ids.expand(2, -1), tokens], 1), count, **shaping)
+    assert (blind - logprobs).abs().max() > 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_positions_equal_the_models_own(pipe, size):
+    """encode_prompt against get_rope_index, which generate() uses."""
+    ids, positions, count = train.encode_prompt(pipe.processor, "a red circle on a pink background", *size)
+    inputs = glm_inputs(pipe, "a red circle on a pink background", *size)
+    inner = pipe.vision_language_encoder.model
+    prompt_positions, _ = inner.get_rope_index(**inputs)
+    assert torch.equal(positions[:, : len(ids)], prompt_positions[:, 0])
+    assert torch.equal(positions[:, len(ids) :], inner._cached_decode_position_ids[0, :, :count])
+    h, w = size[0] // 32, size[1] // 32
+    assert count == h * w + int((h / w) ** 0.5 * 16) * int((w / h) ** 0.5 * 16)
+
+
+def test_greedy_codes_equal_generate(pipe):
+    model = pipe.vision_language_encoder
+    ids, positions, count = train.encode_prompt(pipe.processor, "a green square on a white background", 128, 128)
+    tokens, _, _ = generate_with_logprobs(
+        model, ids, count, num_samples=2, position_ids=positions, num_codes=make.NUM_CODES, top_p=1e-6
+    )
+    inputs = glm_inputs(pipe, "a green square on a white background", 128, 128)
+    banned = list(range(make.NUM_CODES, model.lm_head.out_features))
+    expected = model.generate(**inputs, max_new_tokens=count, do_sample=False, suppress_tokens=banned)
+    assert torch.equal(tokens, expected[:, len(ids) :].expand(2, -1))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_text_model_logprobs_equal_generate(top_p):
+    model, ids = text_model(), torch.tensor([5, 6, 7, 8])
+    tokens, logprobs, nucleus = generate_with_logprobs(model, ids, 12, num_samples=3, temperature=0.7, top_p=top_p)
+    expected = oracle(model, {"input_ids": ids[None]}, tokens, None, 0.7, top_p)
+    with torch.no_grad():
+        sequence = torch.cat([ids.expand(3, -1), tokens], 1)
+        scored = get_per_token_logprobs(model, sequence, 12, temperature=0.7, nucleus=nucleus)
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(scored, expected, atol=1e-4, rtol=0)
+
+
+def test_samples_follow_the_distribution():
+    """Frequencies of 20,000 draws of one token against softmax by hand, after temperature and top-p."""
+    model, ids = text_model(), torch.tensor([5, 6, 7])
+    tokens, _, _ = generate_with_logprobs(
+        model, ids, 1, num_samples=20_000, num_codes=30, temperature=1.5, top_p=0.8,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    with torch.no_grad():
+        p = (model(ids[None]).logits[0, -1, :30] / 1.5).softmax(-1).double().numpy()
+    order = np.argsort(-p)
+    kept = order[: np.searchsorted(np.cumsum(p[order]), 0.8) + 1]
+    expected = np.zeros(30)
+    expected[kept] = p[kept] / p[kept].sum()
+    assert 2 < len(kept) < 30
+    frequency = np.bincount(tokens.flatten().numpy(), minlength=30) / 20_000
+    assert np.abs(frequency - expected).max() < 0.015
+    assert frequency[expected == 0].sum() == 0
+
+
+def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
+    model = pipe.vision_language_encoder
+    end = model.config.image_end_token_id
+
+    def want_to_stop(module, inputs, logits):
+        logits[..., end] += 100
+        return logits
+
+    hook = model.lm_head.register_forward_hook(want_to_stop)
+    try:
+        ids, positions, count = train.encode_prompt(pipe.processor, "a red circle on a pink background", 128, 96)
+        tokens, logprobs, _ = generate_with_logprobs(
+            model, ids, count, num_samples=3, position_ids=positions, num_codes=make.NUM_CODES
+        )
+    finally:
+        hook.remove()
+    assert tokens.shape == (3, count)
+    assert tokens.max() < make.NUM_CODES
+    assert logprobs.min() > -30  # not charged for the ids that were ruled out
+
+
+def test_generator_fixes_the_samples():
+    model, ids = text_model(), torch.tensor([5, 6, 7])
+
+    def draw(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return generate_with_logprobs(model, ids, 8, num_samples=4, temperature=2.0, generator=generator)[0]
+
+    assert torch.equal(draw(0), draw(0))
+    assert not torch.equal(draw(0), draw(1))
+    assert len(draw(0).unique(dim=0)) > 1, "a group of copies teaches nothing"
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0}, {"top_p": 0}, {"top_p": 1.1}])
+def test_sampler_refuses(bad):
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        generate_with_logprobs(text_model(), torch.tensor([5]), 1, **bad)
+
+
+@pytest.mark.parametrize("size", [16_384, 1_000, 13, 8])
+def test_nucleus_bits_round_trip(size):
+    mask = torch.rand(3, 5, size, generator=torch.Generator().manual_seed(0)) < 0.3
+    packed = grpo._pack(mask)
+    assert packed.shape == (3, 5, -(-size // 8))
+    assert packed.dtype == torch.uint8
+    assert torch.equal(grpo._unpack(packed, size), mask)
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.75, 0.99])
+def test_nucleus_equals_transformers(top_p):
+    logits = torch.randn(20, 500, generator=torch.Generator().manual_seed(0)) * 3
+    assert torch.equal(grpo._nucleus(logits.log_softmax(-1), top_p), TopPLogitsWarper(top_p)(None, logits).isfinite())
+
+
+def test_scoring_without_the_nucleus_is_another_distribution():
+    model, ids = text_model(), torch.tensor([5, 6, 7])
+    tokens, logprobs, _ = generate_with_logprobs(model, ids, 10, num_samples=2, top_p=0.6)
+    with torch.no_grad():
+        scored = get_per_token_logprobs(model, torch.cat([ids.expand(2, -1), tokens], 1), 10)
+    assert (scored - logprobs).abs().max() > 0.05
+
+
+# ---- 2. advantages -------------------------------------------------------------------------------------------------
+
+
+def test_advantages_by_hand():
+    scores = compute_advantages(torch.tensor([1.0, 2.0, 3.0, 6.0, 10.0, 20.0, 30.0, 60.0]), 4)
+    by_hand = torch.tensor([-2.0, -1.0, 0.0, 3.0]) / (14 / 3) ** 0.5  # mean 3, unbiased variance (4+1+0+9)/3
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, by_hand.repeat(2), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("reward", [9.9, 0.1, -1e-3, 1e6])
+def test_equal_rewards_get_exactly_zero(reward):
+    """In float32 the mean of eight 9.9 is off by an ulp, which eps would blow up to 0.47."""
+    assert compute_advantages(torch.full((16,), reward), 8).eq(0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_advantages_name_a_bad_reward(bad):
+    with pytest.raises(ValueError, match=r"image 5 \(prompt 1, sample 1\)"):
+        compute_advantages(torch.tensor([0.0, 1, 2, 3, 4, bad, 6, 7]), 4)
+
+
+@pytest.mark.parametrize(("count", "size"), [(4, 1), (5, 2), (4, 0)])
+def test_advantages_refuse_groups(count, size):
+    with pytest.raises(ValueError, match="2 or more"):
+        compute_advantages(torch.arange(float(count)), size)
+
+
+# ---- 3. loss -------------------------------------------------------------------------------------------------------
+
+
+def test_loss_by_hand():
+    """Two sequences of two tokens, ratios 1.5, 0.9 | 0.5, 1.1; advantages 2, -1; clip 0.2; KL 0.1."""
+    new = torch.tensor([[1.5, 0.9], [0.5, 1.1]]).log().requires_grad_()
+    ref = torch.tensor([[1.5, 1.8], [0.5, 1.1]]).log()
+    loss, metrics = compute_grpo_loss(
+        new, torch.zeros(2, 2), torch.tensor([2.0, -1.0]), ref_logprobs=ref, clip_range=0.2, kl_coef=0.1
+    )
+    surrogate = [2 * 1.2, 2 * 0.9, -0.8, -1.1]  # 1.5 is clipped for a good sample, 0.5 for a bad one
+    k3 = 2 - np.log(2) - 1  # only the second token differs: ref / new = 2
+    assert metrics["policy_loss"] == pytest.approx(-np.mean(surrogate), abs=1e-6)
+    assert metrics["kl"] == pytest.approx(k3 / 4, abs=1e-6)
+    assert metrics["clip_fraction"] == pytest.approx(0.5)
+    assert metrics["ratio_mean"] == pytest.approx(1.0)
+    assert loss.item() == pytest.approx(-np.mean(surrogate) + 0.1 * k3 / 4, abs=1e-6)
+    loss.backward()
+    # d(-r A)/d(log r) = -r A / 4 unless clipped; d k3 / d(log new) = 1 - ref/new
+    by_hand = torch.tensor([[0.0, -0.9 * 2 / 4 + 0.1 * (1 - 2) / 4], [0.0, 1.1 / 4]])
+    torch.testing.assert_close(new.grad, by_hand, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "learns"),
+    [(1.3, 1.0, False), (1.3, -1.0, True), (0.7, 1.0, True), (0.7, -1.0, False), (1.1, 1.0, True), (0.9, -1.0, True)],
+)
+def test_clipping_acts_on_the_right_side(ratio, advantage, learns):
+    new = torch.tensor([[ratio]]).log().requires_grad_()
+    loss, metrics = compute_grpo_loss(new, torch.zeros(1, 1), torch.tensor([advantage]))
+    loss.backward()
+    assert (new.grad.abs().item() > 0) == learns
+    assert metrics["clip_fraction"] == (0.0 if learns else 1.0)
+
+
+def test_gradient_at_ratio_one_is_the_policy_gradient():
+    new = torch.randn(3, 5, requires_grad=True)
+    advantages = torch.tensor([1.0, -2.0, 0.5])
+    compute_grpo_loss(new, new.detach(), advantages)[0].backward()
+    torch.testing.assert_close(new.grad, -advantages[:, None].expand(3, 5) / 15)
+
+
+def test_mask_averages_each_sequence_then_sequences():
+    new = torch.zeros(2, 4, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+    loss, _ = compute_grpo_loss(new, torch.zeros(2, 4), torch.tensor([1.0, 3.0]), mask=mask)
+    assert loss.item() == pytest.approx(-2.0)  # not -(4 * 1 + 3) / 5: a short answer counts as much as a long one
+    loss.backward()
+    torch.testing.assert_close(new.grad, -torch.tensor([[1 / 8] * 4, [3 / 2, 0, 0, 0]]))
+
+
+def test_kl_needs_a_reference():
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        compute_grpo_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), kl_coef=0.1)
+
+
+def test_k3_has_the_value_and_the_gradient_that_the_comment_claims():
+    """Exactly, by summing over a distribution of 6: value KL(pi || ref), gradient KL(ref || pi)."""
+    torch.manual_seed(0)
+    logits, ref = torch.randn(6, requires_grad=True), torch.randn(6).log_softmax(0)
+    pi = logits.log_softmax(0)
+    forward = (ref.exp() * (ref - pi)).sum()
+    expected = torch.autograd.grad(forward, logits, retain_graph=True)[0]
+    each = torch.stack(
+        [
+            torch.tensor(
+                compute_grpo_loss(
+                    pi[i].view(1, 1).detach(), pi[i].view(1, 1).detach(), torch.zeros(1), ref[i].view(1, 1)
+                )[1]["kl"]
+            )
+            for i in range(6)
+        ]
+    )
+    torch.testing.assert_close((pi.exp() * each).sum(), (pi.exp() * (pi - ref)).sum(), atol=1e-5, rtol=0)
+    total = 0
+    for i in range(6):  # the gradient on sample i, weighted by how often pi draws it
+        loss, _ = compute_grpo_loss(
+            pi[i].view(1, 1), pi[i].detach().view(1, 1), torch.zeros(1), ref[i].view(1, 1), kl_coef=1.0
+        )
+        total = total + pi[i].exp().detach() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-4)
+
+
+# ---- 4. the trainer, on a text model ---------------------------------------------------------------------------------
+
+PROMPTS = {"one": torch.tensor([5, 6, 7]), "two": torch.tensor([9, 8])}
+
+
+def likes_low_ids(images, prompts, targets):
+    """A reward with spread: the share of tokens below 25."""
+    values = torch.stack([(tokens < 25).float().mean() + tokens[0] * 1e-3 for _, tokens in images])
+    return values, {"low": values}
+
+
+def trainer(model=None, score=likes_low_ids, optimizer=torch.optim.SGD, lr=0.1, length=6, **settings):
+    """GRPO over a text model, whose 'pictures' are (prompt, tokens) themselves."""
+    defaults = {"group_size": 4, "micro_batch_size": 4, "iterations": 1, "clip_range": 0.2, "kl_coef": 0.0}
+    model = model or with_adapter(text_model())
+    return GRPO(
+        model,
+        optimizer([p for p in model.parameters() if p.requires_grad], lr=lr),
+        encode=lambda prompt: (PROMPTS[prompt], None, length),
+        decode=lambda prompt, tokens, seed: [(prompt, row) for row in tokens],
+        score=score,
+        settings=SimpleNamespace(**{**defaults, "temperature": 1.0, "top_p": 1.0, **settings}),
+        on_phase=lambda text: None,
+    )
+
+
+def adapter_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_before_the_first_update_ratio_is_one_and_kl_zero():
+    _, metrics = trainer(kl_coef=0.1, top_p=0.7).step(["one", "two"])
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+    assert 0 <= metrics["max_logprob_gap"] < 1e-4
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_gradient_is_the_same_for_every_micro_batch_size(top_p):
+    """Two groups of five, one of them constant; 2 and 3 do not divide 5. SGD: the change is the gradient."""
+
+    def score(images, prompts, targets):
+        values, parts = likes_low_ids(images, prompts, targets)
+        return torch.cat([values[:5], torch.ones(5), values[10:]]), parts
+
+    changes = []
+    for size in (5, 1, 2, 3):
+        model = with_adapter(text_model())
+        perturb(model)
+        run = trainer(model, score, kl_coef=0.1, group_size=5, micro_batch_size=size, lr=1.0, top_p=top_p)
+        before = adapter_of(model)
+        _, metrics = run.step(["one", "two", "one"])
+        assert metrics["dead_groups"] == pytest.approx(1 / 3)
+        changes.append((metrics, {name: p - before[name] for name, p in adapter_of(model).items()}))
+    for metrics, change in changes[1:]:
+        for name in change:
+            torch.testing.assert_close(change[name], changes[0][1][name], atol=1e-6, rtol=1e-4)
+        for name in ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "grad_norm"):
+            assert metrics[name] == pytest.approx(changes[0][0][name], abs=1e-6)
+    assert max(change.abs().max() for change in changes[0][1].values()) > 1e-3
+
+
+def test_gradient_equals_autograd_of_the_formula():
+    """The whole update against the objective written out in a few lines, over all samples at once."""
+    model = with_adapter(text_model())
+    perturb(model)
+    run = trainer(model, kl_coef=0.1, micro_batch_size=3, lr=1.0)
+    rollouts, _ = run.rollout(["one", "two"])
+    total = 0
+    for r in rollouts:
+        sequence = torch.cat([r.prompt_ids.expand(4, -1), r.tokens], 1)
+
+        def logprobs(sequence=sequence, tokens=r.tokens):
+            logits = model(input_ids=sequence).logits[:, -7:-1]
+            return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+        new = logprobs()
+        with torch.no_grad(), model.disable_adapter():
+            ref = logprobs()
+        a = (r.rewards - r.rewards.mean()) / r.rewards.std()
+        k3 = (ref - new).exp() - (ref - new) - 1
+        total = total - ((new - new.detach()).exp() * a[:, None] - 0.1 * k3).mean() / 2
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradient = torch.autograd.grad(total, parameters)
+    norm = torch.stack([g.norm() for g in gradient]).norm()
+    before = [p.detach().clone() for p in parameters]
+    metrics = run.update(rollouts)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    for p, b, g in zip(parameters, before, gradient):
+        torch.testing.assert_close(b - p.detach(), g / max(norm, 1), atol=1e-5, rtol=1e-3)
+
+
+def test_two_prompts_meet_their_own_samples():
+    seen = {}
+
+    def score(images, prompts, targets):
+        seen.update(prompts=prompts, targets=targets)
+        values = torch.tensor([float(made_for == prompt) for (made_for, _), prompt in zip(images, prompts)])
+        return values + torch.arange(len(images)), {"match": values}
+
+    rollouts, metrics = trainer(score=score).rollout(["one", "two"], ["target 1", "target 2"])
+    assert metrics["reward/match"] == 1
+    assert seen == {"prompts": ["one"] * 4 + ["two"] * 4, "targets": ["target 1"] * 4 + ["target 2"] * 4}
+    assert torch.equal(rollouts[1].rewards, torch.arange(4.0) + 5)
+    for rollout in rollouts:  # a group's advantages belong to its own samples
+        torch.testing.assert_close(rollout.advantages, compute_advantages(rollout.rewards, 4))
+        assert torch.equal(rollout.prompt_ids, PROMPTS[rollout.prompt])
+
+
+def test_the_same_prompt_twice_makes_two_groups():
+    rollouts, metrics = trainer(temperature=2.0).rollout(["one", "one"])
+    assert not torch.equal(rollouts[0].tokens, rollouts[1].tokens)
+    assert metrics["reward"] == pytest.approx(torch.cat([r.rewards for r in rollouts]).mean().item())
+
+
+def test_a_group_is_painted_in_one_call_with_one_seed():
+    calls = []
+    run = trainer()
+    run.decode = lambda prompt, tokens, seed: calls.append((prompt, len(tokens), seed)) or [(prompt, t) for t in tokens]
+    run.rollout(["one", "two"], seed=70)
+    assert calls == [("one", 4, 70), ("two", 4, 71)]
+
+
+def test_adapter_moves_and_the_base_does_not():
+    model = with_adapter(text_model())
+    base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    before = adapter_of(model)
+    trainer(model, kl_coef=0.1, optimizer=torch.optim.AdamW, lr=1e-2).step(["one", "two"])
+    after = adapter_of(model)
+    assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if not p.requires_grad)
+    assert all(not torch.equal(after[name], before[name]) for name in after if "lora_B" in name)
+
+
+def test_training_raises_the_reward():
+    run = trainer(optimizer=torch.optim.AdamW, lr=2e-2, group_size=8, micro_batch_size=8)
+    rewards_seen = [run.step(["one", "two"], seed=10 * step)[1]["reward"] for step in range(40)]
+    assert np.mean(rewards_seen[-5:]) > np.mean(rewards_seen[:5]) + 0.2
+
+
+def test_a_tiny_update_survives_over_a_bf16_base():
+    """PEFT keeps the adapter in float32: 5e-6 on top of 0.02 is below what bf16 can hold."""
+    model = with_adapter(text_model().to(torch.bfloat16))
+    for parameter in adapter_of(model).values():
+        assert parameter.dtype == torch.float32
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data.fill_(0.02)
+    before = adapter_of(model)
+    trainer(model, optimizer=torch.optim.Adam, lr=5e-6).step(["one", "two"])
+    moved = [(adapter_of(model)[name] - before[name]).abs().max() for name in before]
+    assert all(2e-6 < m < 8e-6 for m in moved)
+
+
+def test_constant_groups_give_no_step():
+    """Not even Adam's momentum may move the adapter."""
+    model = with_adapter(text_model())
+    run = trainer(model, optimizer=torch.optim.AdamW, kl_coef=0.1)
+    run.step(["one", "two"])
+    before = adapter_of(model)
+    run.score = lambda images, prompts, targets: (torch.full((8,), 9.9), {"constant": torch.full((8,), 9.9)})
+    _, metrics = run.step(["one", "two"], seed=5)
+    assert metrics["dead_groups"] == 1
+    assert metrics["grad_norm"] == metrics["loss"] == 0
+    assert all(torch.equal(p, before[name]) for name, p in adapter_of(model).items())
+
+
+def test_clipping_acts_from_the_second_iteration():
+    once = trainer(lr=5.0).step(["one", "two"])[1]
+    thrice = trainer(lr=5.0, iterations=3).step(["one", "two"])[1]
+    assert once["clip_fraction"] == 0
+    assert thrice["clip_fraction"] > 0
+    assert abs(thrice["ratio_mean"] - 1) > 1e-3
+    assert thrice["max_logprob_gap"] < 1e-4, "measured before the policy moves"
+
+
+def test_old_logprobs_stay_those_of_the_sampler():
+    run = trainer(lr=5.0, iterations=2)
+    rollouts, _ = run.rollout(["one"])
+    old = rollouts[0].old_logprobs.clone()
+    run.update(rollouts)
+    assert torch.equal(rollouts[0].old_logprobs, old)
+    with torch.no_grad():
+        assert (run._logprobs(rollouts[0], torch.arange(4)) - old).abs().max() > 0.01
+
+
+def test_metrics_are_means_over_everything():
+    """Three rewards of 1, 10 and 100 must log as such, and a total of 111; not running sums, not the last batch."""
+
+    def score(images, prompts, targets):
+        parts = {str(v): torch.full((len(images),), float(v)) for v in (1, 10, 100)}
+        return sum(parts.values()) + torch.arange(len(images)), parts
+
+    run = trainer(score=score, micro_batch_size=1)
+    for seed in (0, 1):
+        _, metrics = run.step(["one", "two"], seed=seed)
+        assert [metrics[f"reward/{v}"] for v in (1, 10, 100)] == [1, 10, 100]
+        assert metrics["reward"] == pytest.approx(111 + 3.5)
+        assert metrics["reward_std"] == pytest.approx(np.std([0, 1, 2, 3], ddof=1))
+
+
+def test_reference_is_the_base_without_gradient_and_skipped_at_zero(monkeypatch):
+    model = with_adapter(text_model())
+    perturb(model)
+    run = trainer(model, kl_coef=0.1)
+    rollouts, _ = run.rollout(["one"])
+    run.update(rollouts)
+    sequence = torch.cat([PROMPTS["one"].expand(4, -1), rollouts[0].tokens], 1)
+    expected = get_per_token_logprobs(text_model(), sequence, 6)  # the same base, never adapted
+    assert not rollouts[0].ref_logprobs.requires_grad
+    torch.testing.assert_close(rollouts[0].ref_logprobs, expected.detach(), atol=1e-5, rtol=0)
+
+    run = trainer(model, kl_coef=0.0)
+    monkeypatch.setattr(run, "_reference", lambda rollouts: pytest.fail("a reference pass that nothing uses"))
+    run.step(["one"])
+
+
+def test_dropout_is_refused():
+    with pytest.raises(ValueError, match="dropout"):
+        trainer(with_adapter(text_model(), lora_dropout=0.1))
+
+
+def test_rollouts_wait_on_the_cpu():
+    rollouts, _ = trainer(top_p=0.7).rollout(["one"])
+    tensors = [v for v in vars(rollouts[0]).values() if isinstance(v, torch.Tensor)]
+    assert len(tensors) == 6
+    assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors)
+
+
+class Meta(torch.nn.Module):
+    """A module that only remembers where it was sent."""
+
+    def __init__(self, log, name):
+        super().__init__()
+        self.log, self.name = log, name
+
+    def to(self, device):
+        self.log.append((self.name, str(device)))
+
+
+def test_policy_and_decoder_take_turns_on_the_gpu():
+    run, log = trainer(), []
+    run.device, run.model, run.frozen = torch.device("meta"), Meta(log, "policy"), [Meta(log, "decoder")]
+    with run._phase("sample", {}, working=[run.model], waiting=run.frozen):
+        assert log == [("decoder", "cpu"), ("policy", "meta")], "make room first"
+
+
+def test_gradient_checkpointing_changes_nothing():
+    changes = []
+    for checkpointing in (False, True):
+        model = with_adapter(text_model())
+        if checkpointing:
+            model.base_model.model.activation_checkpointing_enable()
+        run = trainer(model, lr=1.0)
+        _, metrics = run.step(["one", "two"])
+        assert metrics["max_logprob_gap"] < 1e-4
+        changes.append(adapter_of(model))
+    for name in changes[0]:
+        torch.testing.assert_close(changes[0][name], changes[1][name], atol=1e-6, rtol=1e-4)
+
+
+# ---- 5. pictures in and out ------------------------------------------------------------------------------------------
+
+
+def tiny_settings(*arguments):
+    return train.parse_settings(["--model", train.TINY, *arguments])[0]
+
+
+def sample_codes(pipe, prompt, seed=0, count=3, size=(128, 128)):
+    ids, positions, length = train.encode_prompt(pipe.processor, prompt, *size)
+    generator = torch.Generator().manual_seed(seed)
+    return generate_with_logprobs(
+        pipe.vision_language_encoder, ids, length, num_samples=count, position_ids=positions,
+        num_codes=make.NUM_CODES, top_p=0.95, generator=generator,
+    )[0]  # fmt: skip
+
+
+def pixels(images):
+    return np.stack([np.asarray(i) for i in images]).astype(int)
+
+
+@pytest.mark.parametrize("size", [(128, 128), (96, 160)])
+def test_decoding_equals_the_stock_pipeline(pipe, size):
+    """The codes cut out and doubled by the pipeline's own helpers, painted one by one with the same noise."""
+    prompt, settings = (
+        "a red circle on a pink background",
+        tiny_settings("--height", str(size[0]), "--width", str(size[1])),
+    )
+    tokens = sample_codes(pipe, prompt, size=size)
+    painter = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
+    images = train.decode_images(painter, prompt, tokens, settings, seed=5)
+    grids = glm_inputs(pipe, prompt, *size)["image_grid_thw"]
+    total, offset, rows, columns = pipe._compute_generation_params(grids, is_text_to_image=True)
+    assert total == tokens.shape[1] + 1
+    latents = torch.randn(1, 8, size[0] // 8, size[1] // 8, generator=torch.Generator().manual_seed(5))
+    for row, image in zip(tokens, images):
+        codes = pipe._extract_large_image_tokens(row[None], 0, offset, rows * columns)
+        expected = pipe(
+            prompt=prompt, prior_token_ids=pipe._upsample_token_ids(codes, rows, columns), latents=latents, height=size[0],
+            width=size[1], num_inference_steps=settings.decode_steps, guidance_scale=settings.guidance_scale,
+        ).images[0]  # fmt: skip
+        assert image.size == (size[1], size[0])
+        assert np.abs(pixels([image]) - pixels([expected])).max() <= 1
+
+
+def test_one_noise_for_a_group_and_any_batch_size(pipe):
+    prompt = "a blue cross on a white background"
+    tokens = sample_codes(pipe, prompt, count=1).repeat(3, 1)
+    painter = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
+    batched = pixels(train.decode_images(painter, prompt, tokens, tiny_settings("--micro-batch-size", "2"), seed=5))
+    assert np.abs(batched[1:] - batched[:1]).max() <= 1, "equal codes, equal pictures"
+    other = pixels(train.decode_images(painter, prompt, tokens[:1], tiny_settings(), seed=6))
+    assert np.abs(other - batched[:1]).max() > 1, "the seed is used"
+
+
+def test_the_adapter_works_in_a_stock_pipeline(pipe, tmp_path):
+    """Saved by PEFT, loaded by transformers: the same tokens as in training, and not those of the base."""
+    policy, painter = train.load(tiny_settings(), torch.device("cpu"))
+    perturb(policy, 0.05)
+    policy.save_pretrained(tmp_path)
+    painter.vision_language_encoder = policy
+    stock = GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
+    stock.vision_language_encoder.load_adapter(str(tmp_path))
+    prompt = "a yellow triangle on a black background"
+    expected = sample_codes(painter, prompt)
+    assert torch.equal(sample_codes(stock, prompt), expected)
+    assert not torch.equal(sample_codes(pipe, prompt), expected)
+    assert len(stock(prompt, height=128, width=128, num_inference_steps=2, guidance_scale=1.0).images) == 1
+
+
+def test_adapter_sits_in_the_language_model_only():
+    policy, _ = train.load(tiny_settings(), torch.device("cpu"))
+    adapted = {re.sub(r"\.lora_.*", "", name) for name, p in policy.named_parameters() if p.requires_grad}
+    assert len(adapted) == 4 * 6  # layers x projections
+    assert all(".language_model." in name for name in adapted)
+
+
+# ---- 6. the tiny model -----------------------------------------------------------------------------------------------
+
+
+def test_the_check_knows_every_picture_and_no_other():
+    for attributes in make.ALL:
+        for radius in make.RADII:
+            assert check.describe(make.draw(*attributes, radius=radius)) == attributes
+    blank = Image.new("RGB", (128, 128), make.BACKGROUNDS["pink"])
+    half = make.draw("circle", "red", "pink")
+    half.paste(blank.crop((0, 0, 64, 128)), (0, 0))
+    two = make.draw("square", "red", "pink")
+    two.paste(make.draw("square", "blue", "pink").crop((0, 0, 64, 128)), (0, 0))
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8))
+    assert [check.describe(i) for i in (blank, half, two, noise)] == [None] * 4
+    prompt = "a red circle on a pink background"
+    assert check.shows(make.draw("circle", "red", "pink"), prompt)
+    for wrong in [("square", "red", "pink"), ("circle", "blue", "pink"), ("circle", "red", "cyan")]:
+        assert not check.shows(make.draw(*wrong), prompt)
+
+
+def test_the_base_draws_clean_shapes_and_follows_half_of_its_prompts(pipe):
+    settings = tiny_settings("--group-size", "8")
+    painter = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
+    prompts = Path(settings.prompts).read_text().splitlines()[::4]
+    painted = [
+        (p, i)
+        for n, p in enumerate(prompts)
+        for i in check.paint(pipe.vision_language_encoder, painter, p, settings, n)
+    ]
+    assert len(painted) == 64
+    assert np.mean([check.describe(image) is not None for _, image in painted]) > 0.85
+    assert 0.3 < np.mean([check.shows(image, prompt) for prompt, image in painted]) < 0.7
+
+
+def test_prompts_targets_and_size_of_the_tiny_model():
+    folder = Path(train.TINY)
+    training, held_out = ((folder / f"{n}.txt").read_text().splitlines() for n in ("prompts", "heldout"))
+    targets = sorted((folder / "targets").iterdir())
+    assert len(training) == len(set(training)) == len(targets)
+    assert not set(training) & set(held_out)
+    assert all(check.shows(Image.open(t), p) for t, p in zip(targets, training))
+    tracked = [f for f in folder.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
+    assert sum(f.stat().st_size for f in tracked) <= 10e6
+
+
+# ---- 7. rewards ------------------------------------------------------------------------------------------------------
+
+
+def test_ssim_equals_the_published_value():
+    yy, xx = np.mgrid[0:64, 0:64]
+    a = torch.from_numpy(np.stack([xx / 63, yy / 63, (xx + yy) / 126])).double()
+    assert rewards.ssim_map(a, a.flip(1)).mean().item() == pytest.approx(0.486985162, abs=1e-8)
+    assert rewards.ssim_map(a, a).mean().item() == pytest.approx(1)
+    assert rewards.ssim_map(a, a).shape == (3, 54, 54)
+
+
+def test_mse_by_hand():
+    image = Image.new("RGB", (8, 8), (255, 0, 51))
+    target = Image.new("RGB", (16, 16), (255, 255, 0))  # another size: resized to the image's
+    values = rewards.mse([image, target], ["", ""], [target, target])
+    assert values.tolist() == pytest.approx([-(0 + 1 + 0.2**2) / 3, 0])
+
+
+def test_the_default_reward_is_not_won_by_a_blank_picture():
+    """For every prompt: the right picture beats every wrong one, and any that is right but for its size beats a blank."""
+    ((function, _),) = rewards.parse_rewards(tiny_settings().reward).values()
+    for shape, colour, background in make.ALL:
+        target = make.draw(shape, colour, background)
+        blank = Image.new("RGB", (128, 128), make.BACKGROUNDS[background])
+        sizes = [make.draw(shape, colour, background, r) for r in make.RADII]
+        wrong = [make.draw(s, colour, background) for s in make.SHAPES if s != shape]
+        wrong += [make.draw(shape, c, background) for c in make.COLOURS if c != colour]
+        wrong += [make.draw(shape, colour, b) for b in make.BACKGROUNDS if b != background]
+        images = [blank, *sizes, *wrong]
+        blank_value, small, right, large, *others = function(
+            images, [""] * len(images), [target] * len(images)
+        ).tolist()
+        assert right > max(others) + 0.02
+        assert min(small, right, large) > blank_value + 0.02
+
+
+def test_several_rewards_add_up_with_their_weights():
+    image, target = make.draw("circle", "red", "pink"), make.draw("square", "red", "pink")
+    parsed = rewards.parse_rewards("ssim:1,mse:0.5")
+    total, parts = rewards.score(parsed, [image], [""], [target])
+    assert list(parts) == ["ssim", "mse"]
+    assert total.item() == pytest.approx(parts["ssim"].item() + 0.5 * parts["mse"].item())
+    assert parts["mse"].item() == rewards.mse([image], [""], [target]).item(), "logged raw, not weighted"
+
+
+def test_a_reward_from_the_users_own_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import numpy as np, torch\n\ndef red(images, prompts, targets):\n"
+                    "    return torch.tensor([np.asarray(i)[..., 0].mean() / 255 for i in images])\n")  # fmt: skip
+    image = Image.new("RGB", (8, 8), (51, 0, 0))
+    for spec, weight in [(f"{path}:red", 1.0), (f"{path}:red:2", 2.0), (f"mse:0,{path}:red", 1.0)]:
+        total, parts = rewards.score(rewards.parse_rewards(spec), [image], [""], [image])
+        assert total.item() == pytest.approx(0.2 * weight)
+        assert f"{path}:red" in parts
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [("beauty", "unknown reward 'beauty'"), ("ssim:much", "unknown reward 'ssim:much'"), ("", "no reward"), ("none.py:f", "does not exist"),
+     ("ssim:nan", "weight"), (f"{ROOT}/rewards.py:nothing", "has no function 'nothing'")],
+)  # fmt: skip
+def test_unknown_rewards(spec, words):
+    with pytest.raises(ValueError, match=words):
+        rewards.parse_rewards(spec)
+
+
+def test_a_broken_reward_is_named_with_its_image():
+    images = [Image.new("RGB", (8, 8))] * 2
+    bad = {"mine": (lambda images, prompts, targets: torch.tensor([1.0, torch.nan]), 1.0)}
+    with pytest.raises(ValueError, match=r"'mine' is nan for image 1 \(prompt: 'b'\)"):
+        rewards.score(bad, images, ["a", "b"], None)
+    short = {"mine": (lambda images, prompts, targets: torch.tensor(1.0), 1.0)}
+    with pytest.raises(ValueError, match="'mine' gave shape"):
+        rewards.score(short, images, ["a", "b"], None)
+
+
+# ---- 8. the command ------------------------------------------------------------------------------------------------
+
+
+def run(folder, *arguments):
+    """train.py as a user starts it, in an empty folder. Returns the finished process."""
+    command = [sys.executable, str(ROOT / "train.py"), "--model", train.TINY, *arguments]
+    return subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def short_runs(tmp_path_factory):
+    """Two steps, twice, with the same seed; KL, two iterations and two rewards on."""
+    folder = tmp_path_factory.mktemp("runs")
+    prompts = ["a red circle on a pink background", "a blue square on a white background"]
+    (folder / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    (folder / "targets").mkdir()
+    for name, attributes in [("1.png", ("circle", "red", "pink")), ("2.png", ("square", "blue", "white"))]:
+        make.draw(*attributes).save(folder / "targets" / name)
+    arguments = ["--prompts", "prompts.txt", "--targets", "targets", "--steps", "2", "--prompts-per-step", "2"]
+    arguments += ["--group-size", "3", "--iterations", "2", "--reward", "ssim:1,mse:0.5", "--sample-every", "1"]
+    return folder, [run(folder, *arguments, "--out", out) for out in ("a", "b")]
+
+
+def test_two_steps_leave_every_promised_file(short_runs):
+    folder, (process, _) = short_runs
+    assert process.returncode == 0, process.stderr
+    out = folder / "a"
+    left = {f.relative_to(out).as_posix() for f in out.rglob("*") if f.is_file()}
+    expected = {"settings.json", "metrics.jsonl", "evaluation.json", "before-after.png", "group-0001.png"}
+    expected |= {"group-0002.png", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    assert expected <= left
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    names = ["reward", "reward_std", "reward/ssim", "reward/mse", "dead_groups", "kl", "clip_fraction", "grad_norm"]
+    names += ["max_logprob_gap", *(f"seconds/{phase}" for phase in ("sample", "decode", "score", "learn"))]
+    assert all(np.isfinite(line[name]) for line in lines for name in names)
+    assert lines[0]["reward"] == pytest.approx(lines[0]["reward/ssim"] + 0.5 * lines[0]["reward/mse"], abs=1e-5)
+    assert lines[0]["max_logprob_gap"] < 1e-3
+    settings = json.loads((out / "settings.json").read_text())
+    assert (settings["group_size"], settings["lr"], settings["top_p"]) == (3, train.DEFAULTS["lr"][0], 0.95)
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["before"]["images"] == evaluation["after"]["images"] == 6
+    for picture in ("before-after.png", "group-0002.png"):
+        assert pixels([Image.open(out / picture).convert("RGB")]).std() > 30
+    for words in ("device: CPU", "model:", "because", "--model", "group_size=3", "kl_coef=0.01", "reward", "gap"):
+        assert words in process.stdout + process.stderr
+
+
+def test_the_same_seed_gives_the_same_run(short_runs):
+    folder, processes = short_runs
+    assert [p.returncode for p in processes] == [0, 0]
+
+    def lines(name):
+        metrics = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in metrics]
+
+    assert lines("a") == lines("b")
+    adapters = [(folder / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in "ab"]
+    assert adapters[0] == adapters[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--group-size", "1"], "--group-size must be at least 2, got 1"),
+        (["--height", "100"], "--height must be a multiple of 32, got 100"),
+        (["--top-p", "0"], "--top-p must be in (0, 1], got 0.0"),
+        (["--prompts", "missing.txt"], "cannot read the prompts file missing.txt"),
+        (["--prompts", "empty.txt"], "has no prompt in it"),
+        (["--prompts", "one.txt"], "--targets"),
+        (["--targets", "missing"], "missing does not exist"),
+        (["--targets", "few"], "has 1 pictures for 32 prompts"),
+        (["--prompts", "one.txt", "--targets", "broken"], "cannot be opened"),
+        (["--reward", "beauty"], "unknown reward 'beauty'"),
+        (["--model", "nobody/nothing"], "cannot load nobody/nothing"),
+        (["--model", "few"], "cannot load few"),
+        (["--out", "one.txt/run"], "cannot write to"),
+        (["--out", "old"], "already holds a run"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("empty.txt").write_text("\n  \n")
+    Path("one.txt").write_text("a red circle\n")
+    Path("few").mkdir()
+    make.draw("circle", "red", "pink").save("few/1.png")
+    Path("broken").mkdir()
+    Path("broken/1.png").write_text("not a picture")
+    Path("old").mkdir()
+    Path("old/metrics.jsonl").write_text('{"step": 1}\n')
+    assert train.cli(["--steps", "1", *arguments]) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: ")
+    assert words in message
+    assert Path("old/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_unknown_flags_are_refused(tmp_path):
+    process = run(tmp_path, "--group-sise", "4")
+    assert process.returncode == 2
+    assert "unrecognized arguments: --group-sise" in process.stderr
+    assert "Traceback" not in process.stderr
+    process = run(tmp_path, "--group-size", "1")
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+
+
+def test_every_setting_is_a_flag_with_help(capsys):
+    with pytest.raises(SystemExit):
+        train.parse_settings(["--help"])
+    text = capsys.readouterr().out
+    for option in train.fields(train.Settings):
+        assert f"--{option.name.replace('_', '-')} " in text
+        assert option.metadata["help"]
+    with pytest.raises(SystemExit):
+        train.parse_settings(["--group", "4"])  # no abbreviations: a later flag must not change what a command means
+
+
+def test_prompts_come_round_once_an_epoch_in_another_order():
+    settings = tiny_settings("--prompts-per-step", "3")
+    lines = [line for step in range(20) for line in train.lines_of_step(step, settings, 4)]
+    epochs = [lines[i : i + 4] for i in range(0, 60, 4)]
+    assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 5
+    assert train.lines_of_step(7, settings, 4) == lines[21:24]

@@ -1,0 +1,384 @@
+"""Make tiny-glm-image: a GLM-Image of about three million parameters that paints one coloured shape.
+
+    python tiny-glm-image/make.py        # rewrites this folder: 7 model parts, prompts, targets, samples.png
+
+Every part is the class the released model uses, only small, so whatever trains this trains the release:
+
+1. draw        Pillow draws a shape on a background; a caption names both.
+2. codebook    k-means over patch colours stands in for the vision tower and its quantiser: a picture becomes
+               16x16 preview codes and 4x4 large codes.
+3. VAE         pixels <-> latents.
+4. decoder     a flow-matching transformer: large codes -> latents.
+5. policy      the language model: caption -> preview codes -> large codes. A quarter of the words it reads are
+               wrong on purpose, so it draws well and follows its prompt only half of the time. GRPO mends that.
+"""
+
+import itertools
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    GlmImagePipeline,
+    GlmImageTransformer2DModel,
+)
+from PIL import Image, ImageDraw
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.optim.lr_scheduler import OneCycleLR
+from tqdm import tqdm
+from transformers import (
+    ByT5Tokenizer,
+    GlmImageConfig,
+    GlmImageForConditionalGeneration,
+    GlmImageProcessor,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
+from transformers.models.glm_image.image_processing_pil_glm_image import (
+    GlmImageImageProcessorPil,
+)
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+from train import (
+    encode_prompt,  # the trainer's own prompt layout, so that both agree on positions
+)
+
+SIZE = 128  # pixels; 4x4 large codes of 32 pixels each
+NUM_CODES = 1024
+SHAPES = ("circle", "square", "triangle", "cross")
+COLOURS = {
+    "red": (215, 40, 45),
+    "green": (35, 150, 70),
+    "blue": (40, 80, 205),
+    "yellow": (250, 205, 40),
+    "purple": (125, 55, 165),
+}
+BACKGROUNDS = {"white": (245, 245, 240), "black": (25, 25, 30), "pink": (250, 165, 185), "cyan": (140, 220, 230)}
+RADII = (34, 39, 44)  # pixels; the caption does not say which, the target pictures are all 39
+ALL = list(itertools.product(SHAPES, COLOURS, BACKGROUNDS))
+WRONG_WORDS = 0.25  # chance that a word of the caption is drawn anew
+
+
+# ---- 1. pictures and captions ------------------------------------------------------------------------------------
+
+
+def draw(shape, colour, background, radius=39, dx=0.0, dy=0.0):
+    """One shape on a plain background, 128x128, drawn four times larger and averaged down for smooth edges."""
+    k = 4
+    image = Image.new("RGB", (SIZE * k, SIZE * k), BACKGROUNDS[background])
+    pen, fill = ImageDraw.Draw(image), COLOURS[colour]
+    x, y, r = (SIZE / 2 + dx) * k, (SIZE / 2 + dy) * k, radius * k
+    if shape == "circle":
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
+    elif shape == "square":
+        pen.rectangle((x - 0.9 * r, y - 0.9 * r, x + 0.9 * r, y + 0.9 * r), fill=fill)
+    elif shape == "triangle":
+        pen.polygon([(x, y - r), (x + 1.1 * r, y + 0.85 * r), (x - 1.1 * r, y + 0.85 * r)], fill=fill)
+    else:
+        pen.rectangle((x - r, y - 0.35 * r, x + r, y + 0.35 * r), fill=fill)
+        pen.rectangle((x - 0.35 * r, y - r, x + 0.35 * r, y + r), fill=fill)
+    return image.resize((SIZE, SIZE), Image.Resampling.BOX)
+
+
+def caption(shape, colour, background):
+    return f"a {colour} {shape} on a {background} background"
+
+
+def misread(shape, colour, background, rng):
+    """The caption of another picture, word by word, `WRONG_WORDS` of the time (a redrawn word may be the same)."""
+    redraw = [rng.random() < WRONG_WORDS for _ in range(3)]
+    return caption(
+        rng.choice(SHAPES) if redraw[0] else shape,
+        rng.choice(list(COLOURS)) if redraw[1] else colour,
+        rng.choice(list(BACKGROUNDS)) if redraw[2] else background,
+    )
+
+
+def jittered(rng):
+    """A picture off centre and of any radius: VAE and decoder must paint what the codes say, wherever it is."""
+    return draw(*rng.choice(ALL), radius=rng.uniform(26, 50), dx=rng.uniform(-10, 10), dy=rng.uniform(-10, 10))
+
+
+def to_tensor(images):
+    return torch.from_numpy(np.stack([np.asarray(i) for i in images])).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+# ---- 2. codes ----------------------------------------------------------------------------------------------------
+
+
+def patches(pixels, grid):
+    """(B, 3, H, W) -> (B, grid*grid, 48): each cell of the grid as 4x4 mean colours, row by row."""
+    small = F.adaptive_avg_pool2d(F.interpolate(pixels, size=(256, 256)), grid * 4)
+    return F.pixel_unshuffle(small, 4).flatten(2).transpose(1, 2)
+
+
+def kmeans(points, k, iterations=25):
+    unique = torch.unique((points * 64).round() / 64, dim=0)
+    centres = unique[torch.randperm(len(unique))[:k]].clone()
+    for _ in range(iterations):
+        nearest = torch.cdist(unique, centres).argmin(1)
+        counts = torch.bincount(nearest, minlength=k).unsqueeze(1)
+        sums = torch.zeros_like(centres).index_add_(0, nearest, unique)
+        centres = torch.where(counts > 0, sums / counts.clamp(min=1), centres)
+    return centres
+
+
+def encode(pixels, codebook, grid):
+    return torch.cdist(patches(pixels, grid), codebook).argmin(-1)  # (B, grid*grid)
+
+
+# ---- 3. the seven parts, small -----------------------------------------------------------------------------------
+
+
+def build_processor():
+    """A byte-level BPE over the captions; ids below NUM_CODES are the image codes, as in the release."""
+    start, end = "<|begin_of_image|>", "<|end_of_image|>"
+    grid_open, grid_close = "<sop>", "<eop>"
+    special = [start, end, *(f"<|unused_{i}|>" for i in range(126)), "<|image|>", grid_open, grid_close]
+    special += ["<|user|>", "<|assistant|>", "<|pad|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=NUM_CODES + len(special) + 400,
+        special_tokens=[f"<|code_{i}|>" for i in range(NUM_CODES)] + special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(
+        [caption(*a) for a in ALL] + [f"{i} {j}" for i in range(33) for j in range(33)], trainer
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=start,
+        eos_token=end,
+        pad_token="<|pad|>",
+        padding_side="left",
+        extra_special_tokens={"image_token": "<|image|>", "grid_bos_token": grid_open, "grid_eos_token": grid_close},
+    )
+    template = (
+        "{% for message in messages %}<|user|>{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+        "{{ part['text'] }}{% else %}<|image|>{% endif %}{% endfor %}{% endfor %}<|assistant|>"
+    )
+    return GlmImageProcessor(GlmImageImageProcessorPil(), fast, chat_template=template)
+
+
+def build_policy(processor):
+    ids = processor.tokenizer.convert_tokens_to_ids
+    config = GlmImageConfig(
+        text_config={
+            "vocab_size": len(processor.tokenizer),
+            "vision_vocab_size": NUM_CODES + 128,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            # Sections of the 16 frequencies go to (temporal, height, width) in turn, so that rows and columns each
+            # get fast and slow ones; the release's base of 10,000 would leave columns of a small grid alike.
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "mrope_section": [1, 2, 2, 1, 2, 2, 1, 2, 2, 1],
+            },
+            "pad_token_id": ids("<|pad|>"),
+            "eos_token_id": ids("<|end_of_image|>"),
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 1,
+            "intermediate_size": 32,
+            "image_size": 256,
+            "patch_size": 16,
+        },
+        vq_config={"embed_dim": 8, "num_embeddings": NUM_CODES, "latent_channels": 16},
+        image_token_id=ids("<|image|>"),
+        image_start_token_id=ids("<|begin_of_image|>"),
+        image_end_token_id=ids("<|end_of_image|>"),
+    )
+    return GlmImageForConditionalGeneration(config)
+
+
+def build_vae():
+    blocks = 4  # 2 ** (4 - 1) = 8 pixels a latent; times the decoder's patch of 2 that is the release's 16
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(16, 16, 32, 48),
+        layers_per_block=1,
+        latent_channels=8,
+        norm_num_groups=8,
+        sample_size=SIZE,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def build_decoder():
+    return GlmImageTransformer2DModel(
+        patch_size=2,
+        in_channels=8,
+        out_channels=8,
+        num_layers=3,
+        attention_head_dim=32,
+        num_attention_heads=3,
+        text_embed_dim=64,
+        time_embed_dim=64,
+        condition_dim=32,
+        prior_vq_quantizer_codebook_size=NUM_CODES,
+    )
+
+
+# ---- 4. training -------------------------------------------------------------------------------------------------
+
+
+def optimise(name, module, steps, lr, loss_fn):
+    """AdamW on a one-cycle schedule, with a progress bar; `loss_fn()` draws its own batch."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    module.train()
+    started, average = time.time(), None
+    bar = tqdm(range(steps), desc=name, mininterval=10)
+    for _ in bar:
+        loss = loss_fn()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
+        bar.set_postfix(loss=f"{average:.4f}", refresh=False)
+    module.eval()
+    print(f"{name}: {steps} steps, loss {average:.4f}, {time.time() - started:.0f} s", flush=True)
+
+
+def train_vae(vae, pool, steps):
+    def loss():
+        pixels = pool[torch.randint(len(pool), (12,))]
+        posterior = vae.encode(pixels).latent_dist
+        return F.l1_loss(vae.decode(posterior.sample()).sample, pixels) + 1e-4 * posterior.kl().mean() / 2048
+
+    optimise("VAE", vae, steps, 2e-3, loss)
+
+
+def train_decoder(decoder, latents, codes, glyphs, steps):
+    def loss():
+        rows = torch.randint(len(latents), (16,))
+        clean, noise = latents[rows], torch.randn_like(latents[rows])
+        sigma = torch.sigmoid(torch.randn(16))
+        noisy = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1))
+        prior = codes[rows].view(-1, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # 2x2 each
+        predicted = decoder(
+            hidden_states=noisy,
+            encoder_hidden_states=glyphs.expand(16, -1, -1),
+            prior_token_id=prior,
+            prior_token_drop=(torch.rand(16, 1) < 0.1).expand_as(prior),  # what guidance compares with
+            timestep=sigma * 1000 - 1,
+            target_size=torch.full((16, 2), float(SIZE)),
+            crop_coords=torch.zeros(16, 2),
+            return_dict=False,
+        )[0]
+        return F.mse_loss(predicted, noise - clean)
+
+    optimise("decoder", decoder, steps, 2e-3, loss)
+
+
+def train_policy(policy, processor, codebook, steps):
+    rng = random.Random(2)
+    pictures = [(a, r) for a in ALL for r in RADII]
+    pixels = to_tensor([draw(*a, radius=r) for a, r in pictures])
+    codes = torch.cat([encode(pixels, codebook, 16), encode(pixels, codebook, 4)], dim=1)  # (240, 272) preview, large
+    prompts = {caption(*a): encode_prompt(processor, caption(*a), SIZE, SIZE) for a in ALL}
+    lengths = {len(ids) for ids, _, _ in prompts.values()}
+    assert len(lengths) == 1, f"captions of one length need no padding, these have {lengths}"
+
+    def loss():
+        rows = [rng.randrange(len(pictures)) for _ in range(24)]
+        read = [prompts[misread(*pictures[i][0], rng)] for i in rows]
+        targets = codes[rows]
+        ids = torch.cat([torch.stack([p[0] for p in read]), targets], dim=1)
+        positions = torch.stack([p[1] for p in read], dim=1)  # (3, B, L+T)
+        # One logit more than there are codes: the last code predicts the end of the image, as generate() expects.
+        logits = policy(input_ids=ids, position_ids=positions, logits_to_keep=targets.shape[1] + 1).logits
+        end = torch.full((len(rows), 1), policy.config.image_end_token_id)
+        return F.cross_entropy(logits.flatten(0, 1), torch.cat([targets, end], dim=1).flatten())
+
+    policy.model.visual.requires_grad_(False)
+    policy.model.vqmodel.requires_grad_(False)
+    optimise("policy", policy, steps, 3e-3, loss)
+
+
+# ---- 5. everything, in order -------------------------------------------------------------------------------------
+
+
+def write_prompts():
+    """32 prompts to train on with their target pictures, 16 kept out: the held-out combinations are never rewarded."""
+    order = random.Random(0).sample(ALL, len(ALL))
+    train, held_out = order[:32], order[32:48]
+    (HERE / "prompts.txt").write_text("".join(caption(*a) + "\n" for a in train))
+    (HERE / "heldout.txt").write_text("".join(caption(*a) + "\n" for a in held_out))
+    (HERE / "targets").mkdir(exist_ok=True)
+    for line, attributes in enumerate(train, 1):
+        draw(*attributes).save(HERE / "targets" / f"{line:03d}.png", optimize=True)
+
+
+def main():
+    torch.manual_seed(0)
+    rng = random.Random(1)
+    started = time.time()
+    write_prompts()
+
+    pool = to_tensor([jittered(rng) for _ in range(3000)])
+    centred = to_tensor([draw(*a, radius=r) for a in ALL for r in RADII])
+    points = torch.cat([patches(centred, 16).flatten(0, 1), patches(centred, 4).flatten(0, 1)])
+    codebook = kmeans(points, NUM_CODES)
+    print(
+        f"codebook: {NUM_CODES} codes, error {torch.cdist(points[::7], codebook).min(1).values.mean():.3f}", flush=True
+    )
+
+    processor, tokenizer = build_processor(), ByT5Tokenizer()
+    text_encoder = T5EncoderModel(
+        T5Config(
+            vocab_size=384, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, feed_forward_proj="gated-gelu"
+        )
+    ).eval()
+    policy, vae, decoder = build_policy(processor), build_vae(), build_decoder()
+    for name, part in [("policy", policy), ("decoder", decoder), ("VAE", vae), ("glyphs", text_encoder)]:
+        print(f"{name}: {sum(p.numel() for p in part.parameters()) / 1e6:.2f} M parameters", flush=True)
+
+    train_policy(policy, processor, codebook, steps=1500)
+    train_vae(vae, pool, steps=1500)
+    with torch.no_grad():
+        latents = torch.cat([vae.encode(pixels).latent_dist.mode() for pixels in pool.split(50)])
+    mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3))
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+    latents = (latents - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1)
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=256, time_shift_type="linear"
+    )
+    pipe = GlmImagePipeline(tokenizer, processor, text_encoder, policy, vae, decoder, scheduler)
+    with torch.no_grad():
+        glyphs = pipe.encode_prompt(["no text in quotes"], False)[0]
+    train_decoder(decoder, latents, encode(pool, codebook, 4), glyphs, steps=3000)
+
+    policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0)
+    pipe.save_pretrained(HERE)
+    seconds = time.time() - started
+    (HERE / "made.json").write_text(json.dumps({"seconds": round(seconds), "threads": torch.get_num_threads()}) + "\n")
+    print(f"saved to {HERE} after {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
