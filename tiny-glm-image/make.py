@@ -1,6 +1,6 @@
 """Make tiny-glm-image: a GLM-Image of about three million parameters that paints one coloured shape.
 
-    python tiny-glm-image/make.py        # rewrites this folder: 7 model parts, prompts, targets, samples.png
+    python tiny-glm-image/make.py        # rewrites this folder: seven model parts, prompts, targets
 
 Every part is the class the released model uses, only small, so whatever trains this trains the release:
 
@@ -14,7 +14,6 @@ Every part is the class the released model uses, only small, so whatever trains 
 """
 
 import itertools
-import json
 import random
 import sys
 import time
@@ -71,12 +70,12 @@ WRONG_WORDS = 0.25  # chance that a word of the caption is drawn anew
 # ---- 1. pictures and captions ------------------------------------------------------------------------------------
 
 
-def draw(shape, colour, background, radius=39, dx=0.0, dy=0.0):
+def draw(shape, colour, background, radius=39):
     """One shape on a plain background, 128x128, drawn four times larger and averaged down for smooth edges."""
     k = 4
     image = Image.new("RGB", (SIZE * k, SIZE * k), BACKGROUNDS[background])
     pen, fill = ImageDraw.Draw(image), COLOURS[colour]
-    x, y, r = (SIZE / 2 + dx) * k, (SIZE / 2 + dy) * k, radius * k
+    x, y, r = SIZE / 2 * k, SIZE / 2 * k, radius * k
     if shape == "circle":
         pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
     elif shape == "square":
@@ -101,11 +100,6 @@ def misread(shape, colour, background, rng):
         rng.choice(list(COLOURS)) if redraw[1] else colour,
         rng.choice(list(BACKGROUNDS)) if redraw[2] else background,
     )
-
-
-def jittered(rng):
-    """A picture off centre and of any radius: VAE and decoder must paint what the codes say, wherever it is."""
-    return draw(*rng.choice(ALL), radius=rng.uniform(26, 50), dx=rng.uniform(-10, 10), dy=rng.uniform(-10, 10))
 
 
 def to_tensor(images):
@@ -264,11 +258,11 @@ def optimise(name, module, steps, lr, loss_fn):
     print(f"{name}: {steps} steps, loss {average:.4f}, {time.time() - started:.0f} s", flush=True)
 
 
-def train_vae(vae, pool, steps):
+def train_vae(vae, pixels, steps):
     def loss():
-        pixels = pool[torch.randint(len(pool), (12,))]
-        posterior = vae.encode(pixels).latent_dist
-        return F.l1_loss(vae.decode(posterior.sample()).sample, pixels) + 1e-4 * posterior.kl().mean() / 2048
+        batch = pixels[torch.randint(len(pixels), (12,))]
+        posterior = vae.encode(batch).latent_dist
+        return F.l1_loss(vae.decode(posterior.sample()).sample, batch) + 1e-4 * posterior.kl().mean() / 2048
 
     optimise("VAE", vae, steps, 2e-3, loss)
 
@@ -295,11 +289,8 @@ def train_decoder(decoder, latents, codes, glyphs, steps):
     optimise("decoder", decoder, steps, 2e-3, loss)
 
 
-def train_policy(policy, processor, codebook, steps):
+def train_policy(policy, processor, pictures, codes, steps):
     rng = random.Random(2)
-    pictures = [(a, r) for a in ALL for r in RADII]
-    pixels = to_tensor([draw(*a, radius=r) for a, r in pictures])
-    codes = torch.cat([encode(pixels, codebook, 16), encode(pixels, codebook, 4)], dim=1)  # (240, 272) preview, large
     prompts = {caption(*a): encode_prompt(processor, caption(*a), SIZE, SIZE) for a in ALL}
     lengths = {len(ids) for ids, _, _ in prompts.values()}
     assert len(lengths) == 1, f"captions of one length need no padding, these have {lengths}"
@@ -335,49 +326,39 @@ def write_prompts():
 
 
 def main():
-    torch.manual_seed(0)
-    rng = random.Random(1)
     started = time.time()
+    torch.manual_seed(0)
     write_prompts()
-
-    pool = to_tensor([jittered(rng) for _ in range(3000)])
-    centred = to_tensor([draw(*a, radius=r) for a in ALL for r in RADII])
-    points = torch.cat([patches(centred, 16).flatten(0, 1), patches(centred, 4).flatten(0, 1)])
-    codebook = kmeans(points, NUM_CODES)
-    print(
-        f"codebook: {NUM_CODES} codes, error {torch.cdist(points[::7], codebook).min(1).values.mean():.3f}", flush=True
-    )
+    pictures = [(attributes, radius) for attributes in ALL for radius in RADII]
+    pixels = to_tensor([draw(*attributes, radius=radius) for attributes, radius in pictures])  # (240, 3, 128, 128)
+    codebook = kmeans(torch.cat([patches(pixels, grid).flatten(0, 1) for grid in (16, 4)]), NUM_CODES)
+    preview, large = encode(pixels, codebook, 16), encode(pixels, codebook, 4)  # (240, 256), (240, 16)
+    print(f"{len(pictures)} pictures, {len(torch.cat([preview, large], dim=1).unique(dim=0))} differ as codes")
 
     processor, tokenizer = build_processor(), ByT5Tokenizer()
-    text_encoder = T5EncoderModel(
-        T5Config(
-            vocab_size=384, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, feed_forward_proj="gated-gelu"
-        )
-    ).eval()
+    glyphs = T5Config(vocab_size=384, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4)
+    text_encoder = T5EncoderModel(glyphs).eval()
     policy, vae, decoder = build_policy(processor), build_vae(), build_decoder()
     for name, part in [("policy", policy), ("decoder", decoder), ("VAE", vae), ("glyphs", text_encoder)]:
         print(f"{name}: {sum(p.numel() for p in part.parameters()) / 1e6:.2f} M parameters", flush=True)
 
-    train_policy(policy, processor, codebook, steps=1500)
-    train_vae(vae, pool, steps=1500)
+    train_vae(vae, pixels, steps=1200)
     with torch.no_grad():
-        latents = torch.cat([vae.encode(pixels).latent_dist.mode() for pixels in pool.split(50)])
-    mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3))
-    vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
-    latents = (latents - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1)
+        latents = torch.cat([vae.encode(batch).latent_dist.mode() for batch in pixels.split(40)])
+    mean, std = latents.mean((0, 2, 3), keepdim=True), latents.std((0, 2, 3), keepdim=True)
+    vae.register_to_config(latents_mean=mean.flatten().tolist(), latents_std=std.flatten().tolist())
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=256, time_shift_type="linear"
     )
     pipe = GlmImagePipeline(tokenizer, processor, text_encoder, policy, vae, decoder, scheduler)
     with torch.no_grad():
-        glyphs = pipe.encode_prompt(["no text in quotes"], False)[0]
-    train_decoder(decoder, latents, encode(pool, codebook, 4), glyphs, steps=3000)
+        no_text = pipe.encode_prompt("no text in quotes", do_classifier_free_guidance=False)[0]
+    train_decoder(decoder, (latents - mean) / std, large, no_text, steps=7000)
+    train_policy(policy, processor, pictures, torch.cat([preview, large], dim=1), steps=1300)
 
     policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0)
     pipe.save_pretrained(HERE)
-    seconds = time.time() - started
-    (HERE / "made.json").write_text(json.dumps({"seconds": round(seconds), "threads": torch.get_num_threads()}) + "\n")
-    print(f"saved to {HERE} after {seconds:.0f} s")
+    print(f"saved to {HERE} after {time.time() - started:.0f} s on {torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":
