@@ -591,6 +591,23 @@ def test_metrics_are_means_over_everything():
         assert metrics["reward_std"] == pytest.approx(np.std([0, 1, 2, 3], ddof=1))
 
 
+def test_combined_rewards_make_the_advantages_and_raw_ones_the_log():
+    """Image 1 of the first group has no reward at all; the rest are judged by the combination, not by the total."""
+    raw = torch.tensor([1.0, math.nan, 3.0, 5.0, 0.0, 0.0, 0.0, 8.0])
+    run = trainer(score=lambda images, prompts, targets: (raw, {"raw": raw}))
+    run.combine = lambda parts: -parts["raw"] ** 2
+    rollouts, metrics = run.rollout(["one", "two"])
+    expected = [compute_advantages(-(group**2), 4) for group in raw.split(4)]
+    assert all(torch.equal(r.advantages, e) for r, e in zip(rollouts, expected))
+    assert rollouts[0].advantages[1] == 0 and rollouts[0].advantages[0] > 0
+    assert metrics["unscored"] == 1
+    assert metrics["reward"] == metrics["reward/raw"] == pytest.approx(17 / 7)
+    assert metrics["reward_std"] == metrics["reward_std/raw"] == pytest.approx((2.0 + 4.0) / 2)
+    run.score = lambda images, prompts, targets: (raw * math.nan, {"raw": raw * math.nan})
+    _, metrics = run.step(["one", "two"])
+    assert (metrics["reward"], metrics["reward/raw"], metrics["unscored"], metrics["dead_groups"]) == (None, None, 8, 1)
+
+
 def test_reference_is_the_base_without_gradient_and_skipped_at_zero(monkeypatch):
     model = with_adapter(text_model())
     perturb(model)
@@ -791,8 +808,9 @@ def test_mse_by_hand():
 
 
 def test_the_default_reward_is_not_won_by_a_blank_picture():
-    """For every prompt: the right picture beats every wrong one, and any that is right but for its size beats a blank."""
-    ((function, _),) = rewards.parse_rewards(tiny_settings().reward).values()
+    """For every prompt: right beats every wrong picture, and right but for its size beats a blank; however combined."""
+    parsed = rewards.parse_rewards(tiny_settings().reward)
+    weights = {name: weight for name, (_, weight) in parsed.items()}
     for shape, colour, background in make.ALL:
         target = make.draw(shape, colour, background)
         blank = Image.new("RGB", (128, 128), make.BACKGROUNDS[background])
@@ -801,11 +819,11 @@ def test_the_default_reward_is_not_won_by_a_blank_picture():
         wrong += [make.draw(shape, c, background) for c in make.COLOURS if c != colour]
         wrong += [make.draw(shape, colour, b) for b in make.BACKGROUNDS if b != background]
         images = [blank, *sizes, *wrong]
-        blank_value, small, right, large, *others = function(
-            images, [""] * len(images), [target] * len(images)
-        ).tolist()
-        assert right > max(others) + 0.02
-        assert min(small, right, large) > blank_value + 0.02
+        _, parts = rewards.score(parsed, images, [""] * len(images), [target] * len(images))
+        for how in ("sum", "zscore"):
+            empty, small, right, large, *others = rewards.combine(parts, weights, len(images), how).tolist()
+            assert right > max(others) + 0.05
+            assert min(small, large) > empty + 0.004
 
 
 def test_several_rewards_add_up_with_their_weights():
@@ -1437,7 +1455,7 @@ def test_two_steps_leave_every_promised_file(short_runs):
     assert before["images"] == after["images"] == 6
     for picture in ("before-after.png", "group-000002.png"):
         assert pixels([Image.open(out / picture).convert("RGB")]).std() > 30
-    for words in ("device: CPU", "model:", "because", "--model", "group_size=3", "kl_coef=0.01", "reward", "gap"):
+    for words in ("device: CPU", "model:", "because", "--model", "group_size=3", "kl_coef=0.3", "reward", "gap"):
         assert words in process.stdout + process.stderr
 
 

@@ -34,15 +34,16 @@ from rewards import RewardError, combine, parse_rewards, score
 
 TINY, RELEASE = str(Path(__file__).resolve().parent / "tiny-glm-image"), "zai-org/GLM-Image"
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]  # in the language model only
-EVAL_PROMPTS = 16  # an evaluation paints a group for each of the first lines of the prompts file
+EVAL_PROMPTS = 8  # an evaluation paints a group for each of the first lines of the prompts file
 EVAL_SEED = 2**62  # beyond the seeds of all training steps
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 
 # Settings whose best value depends on the model. Everything else has one default, in Settings.
 #                       tiny    GLM-Image
 DEFAULTS = {
-    "steps":            (60,    200),
-    "lr":               (2e-3,  5e-5),  # an adapter of a small model needs, and bears, larger steps
+    "steps":            (48,    200),
+    "lr":               (1e-3,  5e-5),  # an adapter of a small model needs, and bears, larger steps,
+    "kl_coef":          (0.3,   0.01),  # but then takes a strong leash to keep its pictures whole
     "height":           (128,   512),  # pixels; at 1024 GLM-Image writes 1,280 codes a picture, at 512 it writes 512
     "width":            (128,   512),
     "temperature":      (1.0,   0.9),  # GLM-Image: its own sampler, so that what is trained is what is deployed
@@ -71,7 +72,7 @@ def at_least(minimum):
 
 
 def above(minimum):
-    return (lambda value: value > minimum), f"be above {minimum}"
+    return (lambda value: minimum < value < float("inf")), f"be above {minimum}"
 
 
 TRACKERS = (lambda value: value in ("none", "tensorboard", "wandb")), "be none, tensorboard or wandb"
@@ -85,7 +86,7 @@ class Settings:
     model: str = option(None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
     prompts: str = option(f"{TINY}/prompts.txt", "text file, one prompt a line")
     targets: str = option(None, "folder with one picture a prompt, sorted by name (default: tiny's, for its prompts)")
-    reward: str = option("ssim:1,mse:2", "rewards with weights, or my_file.py:function, which runs that file")
+    reward: str = option("ssim:1,mse:1", "rewards with weights, or my_file.py:function, which runs that file")
     combine: str = option(None, "sum: add rewards; zscore: add their z-scores (default: zscore for several)", *COMBINE)
     group_size: int = option(4, "pictures sampled for a prompt and compared with one another", *at_least(2))
     prompts_per_step: int = option(4, "groups in a step", *at_least(1))
@@ -96,7 +97,7 @@ class Settings:
     iterations: int = option(1, "optimiser steps on each step's pictures; clipping acts above 1", *at_least(1))
     lr: float = option(None, "AdamW's learning rate", *above(0))
     clip_range: float = option(0.2, "how far a ratio may leave 1 before its gradient is cut", *above(0))
-    kl_coef: float = option(0.01, "weight of the KL penalty towards the model before training", *at_least(0))
+    kl_coef: float = option(None, "weight of the KL penalty towards the model before training", *at_least(0))
     lora_rank: int = option(16, "rank of the adapter", *at_least(1))
     temperature: float = option(None, "divides the logits, in sampling and in scoring", *above(0))
     top_p: float = option(None, "sample from the likeliest codes that hold this share", *SHARE)
@@ -576,7 +577,8 @@ def main(arguments=None):
     try:
         run.train()
     except torch.OutOfMemoryError:
-        run.save()
+        if run.settings.iterations == 1:  # else the step may be half made, and the last checkpoint stands
+            run.save()
         raise UserError(
             f"out of GPU memory while at '{run.bar.desc}'; lower --micro-batch-size, or --height and --width, or "
             f"--group-size; --resume {run.out} goes on (with another --micro-batch-size if you like)"
