@@ -9,6 +9,7 @@ sampled codes into pictures, and leaves numbers, pictures, checkpoints and the a
 
 import argparse
 import json
+import math
 import os
 import pickle
 import random
@@ -35,6 +36,7 @@ from rewards import RewardError, combine, parse_rewards, score
 TINY, RELEASE = str(Path(__file__).resolve().parent / "tiny-glm-image"), "zai-org/GLM-Image"
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]  # in the language model only
 EVAL_PROMPTS = 8  # an evaluation paints a group for each of the first lines of the prompts file
+SHOWN = 4  # prompts, and pictures of each, in before-after.png
 EVAL_SEED = 2**62  # beyond the seeds of all training steps
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 
@@ -372,17 +374,18 @@ def corrupt(folder, error):
     return UserError(f"cannot read the checkpoint {folder} ({reason}); delete that folder to go on from the one before")
 
 
-def save_before_after(out, evaluations, prompts):
-    """The first picture of each evaluation prompt: same prompt, seed and noise, before training and after."""
+def save_before_after(out, before, after):
+    """Groups of the first prompts, before training and after: same prompts, seeds and noise, side by side."""
     rows = []
-    for label, record in (
-        ("before training", evaluations[0]),
-        (f"after {evaluations[-1]['step']} steps", evaluations[-1]),
-    ):
-        pictures = sorted((out / "evaluation" / f"{record['step']:06d}").glob("*.png"))[:8]
-        captions = [f"{reward:.3f}  {prompt}" for reward, prompt in zip(record["first_rewards"], prompts)]
-        rows.append((label, [(Image.open(path), text) for path, text in zip(pictures, captions)]))
-    save_grid(out / "before-after.png", rows, "one picture a prompt with its reward; same prompts, seeds and noise")
+    for i, (prompt, _) in enumerate(after["shown"]):
+        cells = []
+        for label, record in (("before", before), ("after", after)):
+            files = sorted((out / "evaluation" / f"{record['step']:06d}").glob(f"{i + 1}-*.png"))
+            captions = [f"{label}, {show(reward)}" for reward in record["shown"][i][1]]
+            cells += [(Image.open(file), caption) for file, caption in zip(files, captions, strict=True)]
+        rows.append((prompt, cells))
+    title = f"before training, and with the same prompts, seeds and noise after {after['step']} steps; rewards below"
+    save_grid(out / "before-after.png", rows, title, cell=112)
 
 
 def open_tracker(settings, out):
@@ -479,7 +482,7 @@ class Run:
             num_codes=painter.transformer.config.prior_vq_quantizer_codebook_size,
             frozen=[painter.text_encoder, painter.transformer, painter.vae],
             device=device,
-            on_phase=self.bar.set_description_str,
+            on_phase=lambda text: self.bar.set_description_str(text, refresh=sys.stderr.isatty()),
         )
         self.stopping = False
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -512,10 +515,13 @@ class Run:
         record |= {"images": count * self.settings.group_size, "prompts": count}
         folder = self.out / "evaluation" / f"{self.step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
-        for i, rollout in enumerate(rollouts):
-            rollout.images[0].save(folder / f"{i + 1:03d}.png")
+        shown = []
+        for i, rollout in enumerate(rollouts[:SHOWN]):
+            for j, image in enumerate(rollout.images[:SHOWN]):
+                image.save(folder / f"{i + 1}-{j + 1}.png")
+            shown.append((rollout.prompt, [None if math.isnan(r) else r for r in rollout.rewards[:SHOWN].tolist()]))
         self.log({f"evaluation/{k}": v for k, v in record.items()})
-        self.evaluations.append({"step": self.step, **record, "first_rewards": [r.rewards[0].item() for r in rollouts]})
+        self.evaluations.append({"step": self.step, **record, "shown": shown})
         append(self.out / "evaluation.jsonl", self.evaluations[-1])
         self.bar.write(
             f"evaluation after {self.step} steps: mean reward {show(metrics['reward'])} on {record['images']} images "
@@ -568,7 +574,7 @@ class Run:
             self.bar.write(f"saved; go on with: python train.py --resume {self.out}")
         if self.evaluations[-1]["step"] != self.step:
             self.evaluate()
-        save_before_after(self.out, self.evaluations, self.prompts)
+        save_before_after(self.out, self.evaluations[0], self.evaluations[-1])
 
 
 def main(arguments=None):
@@ -600,6 +606,8 @@ def cli(arguments=None):
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the first step: there is nothing to save yet
+        return 130
     return 0
 
 
