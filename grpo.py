@@ -2,12 +2,12 @@
 
 The policy pi writes T tokens o_1..o_T for a prompt q; a decoder paints them; a reward R judges the picture. GRPO
 (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1) raises the expected reward without a value network:
-the baseline of a sample is the mean reward of the other pictures of the same prompt, its group. It minimises
+the baseline of a sample is the mean reward of its group, all G pictures of the same prompt. It minimises
 
     loss = -1/G sum_i 1/T sum_t [ min(r A, clip(r, 1 - c, 1 + c) A) - kl_coef * k3 ]
 
     r  = pi(o_t) / pi_old(o_t)                    ratio: how far the policy has moved since it sampled this token
-    A  = (R_i - mean(R)) / std(R)                 advantage: the z-score of the reward in its group of G
+    A  = (R_i - mean(R)) / (std(R) + eps)         advantage: the z-score of the reward in its group of G
     k3 = ref/pi - log(ref/pi) - 1                 an estimate of KL(pi || reference), never negative
 
 One step of training, in the order of this file:
@@ -40,7 +40,7 @@ MAX_GRAD_NORM = 1.0  # a rare prompt must not undo a run; the norm before clippi
 # ---- 1. sample -----------------------------------------------------------------------------------------------------
 
 
-def _distribution(logits, num_codes, temperature, allowed=None):
+def _log_distribution(logits, num_codes, temperature, allowed=None):
     """Log-probabilities of the ids the sampler may choose: (..., vocabulary) -> (..., num_codes) float32.
 
     Sampling and scoring both come through here, so that a ratio never compares two different distributions.
@@ -122,13 +122,13 @@ def generate_with_logprobs(
         if t == 0:  # the prompt was read once; from here on every sample of the group shares what was read
             cache.batch_repeat_interleave(num_samples)
             logits = logits.expand(num_samples, -1)
-        distribution = _distribution(logits, num_codes, temperature)  # (G, V)
+        logp = _log_distribution(logits, num_codes, temperature)  # (G, V)
         if top_p < 1:
-            nucleus.append(_nucleus(distribution, top_p))
-            distribution = _distribution(logits, num_codes, temperature, nucleus[-1])
-        ids, start = torch.multinomial(distribution.exp(), 1, generator=generator), len(prompt_ids) + t  # (G, 1)
+            nucleus.append(_nucleus(logp, top_p))
+            logp = _log_distribution(logits, num_codes, temperature, nucleus[-1])
+        ids, start = torch.multinomial(logp.exp(), 1, generator=generator), len(prompt_ids) + t  # (G, 1)
         tokens.append(ids)
-        logprobs.append(distribution.gather(-1, ids))
+        logprobs.append(logp.gather(-1, ids))
     nucleus = _pack(torch.stack(nucleus, dim=1)) if nucleus else None  # (G, T, bytes)
     return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), nucleus
 
@@ -194,8 +194,8 @@ def get_per_token_logprobs(
     ).logits  # (B, T, vocabulary)
     size = logits[..., :num_codes].shape[-1]
     allowed = None if nucleus is None else _unpack(nucleus, size).to(model.device)  # (B, T, V)
-    distribution = _distribution(logits, num_codes, temperature, allowed)
-    return distribution.gather(-1, input_ids[:, -num_new_tokens:].unsqueeze(-1)).squeeze(-1)
+    logp = _log_distribution(logits, num_codes, temperature, allowed)
+    return logp.gather(-1, input_ids[:, -num_new_tokens:].unsqueeze(-1)).squeeze(-1)
 
 
 # ---- 5. loss -------------------------------------------------------------------------------------------------------
@@ -281,6 +281,7 @@ class GRPO:
         settings: any object with group_size, micro_batch_size (bounds memory, changes nothing else), iterations,
             clip_range, kl_coef, temperature and top_p.
         num_codes: only ids below this are sampled, None for all.
+        device: where to compute; None: where the model is.
         frozen: modules that decode needs; they wait on the CPU while the policy works, and the policy while they work.
         on_phase: called with a few words when a phase starts, for progress bars.
     """
@@ -361,7 +362,8 @@ class GRPO:
                 for _, rollout in self._each("learn", alive):
                     for rows in self.micro_batches:
                         self._accumulate(rollout, rows, iteration, len(alive), len(rollouts), metrics)
-                norm = torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], MAX_GRAD_NORM)
+                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+                norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
                 if norm.isfinite():
                     metrics["grad_norm"] += norm.item() / self.settings.iterations
                     self.optimizer.step()
@@ -416,7 +418,7 @@ class GRPO:
             metrics[name] += share * value
         if iteration == 0:  # the policy has not moved yet: what is left is the rounding between cache and full pass
             gap = (new.detach().cpu() - old).abs().max().item()
-            metrics["max_logprob_gap"] = max(metrics["max_logprob_gap"], gap)
+            metrics["max_logprob_gap"] = float(np.maximum(metrics["max_logprob_gap"], gap))  # unlike max(), keeps a NaN
 
     def _each(self, name, items):
         """enumerate() that tells on_phase how far it is."""

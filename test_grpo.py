@@ -1455,7 +1455,16 @@ def test_two_steps_leave_every_promised_file(short_runs):
     assert before["images"] == after["images"] == 6
     for picture in ("before-after.png", "group-000002.png"):
         assert pixels([Image.open(out / picture).convert("RGB")]).std() > 30
-    for words in ("device: CPU", "model:", "as --model says", "chooses another", "group_size=3", "kl_coef=0.3", "reward", "gap"):
+    for words in (
+        "device: CPU",
+        "model:",
+        "as --model says",
+        "chooses another",
+        "group_size=3",
+        "kl_coef=0.3",
+        "reward",
+        "gap",
+    ):
         assert words in process.stdout + process.stderr
 
 
@@ -1485,6 +1494,7 @@ def test_the_same_seed_gives_the_same_run(short_runs):
         (["--targets", "few"], "has 1 pictures for 32 prompts"),
         (["--prompts", "one.txt", "--targets", "broken"], "cannot be opened"),
         (["--reward", "beauty"], "unknown reward 'beauty'"),
+        (["--seed", str(2**32)], "--seed must be in 0..2**32-1"),
         (["--model", "nobody/nothing"], "cannot load nobody/nothing"),
         (["--model", "few"], "cannot load few"),
         (["--out", "one.txt/run"], "cannot write to"),
@@ -1500,7 +1510,7 @@ def test_user_errors_are_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys,
     make.draw("circle", "red", "pink").save("few/1.png")
     Path("broken").mkdir()
     Path("broken/1.png").write_text("not a picture")
-    Path("old").mkdir()
+    Path("old/checkpoints/000001").mkdir(parents=True)
     Path("old/metrics.jsonl").write_text('{"step": 1}\n')
     assert train.cli(["--steps", "1", *arguments]) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]

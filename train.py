@@ -79,6 +79,7 @@ def above(minimum):
 
 TRACKERS = (lambda value: value in ("none", "tensorboard", "wandb")), "be none, tensorboard or wandb"
 COMBINE = (lambda value: value in ("sum", "zscore")), "be sum or zscore"
+SEED = (lambda value: 0 <= value < 2**32), "be in 0..2**32-1"
 SHARE = (lambda value: 0 < value <= 1), "be in (0, 1]"
 MULTIPLE_OF_32 = (lambda value: value > 0 and value % 32 == 0), "be a multiple of 32"
 
@@ -93,7 +94,7 @@ class Settings:
     group_size: int = option(4, "pictures sampled for a prompt and compared with one another", *at_least(2))
     prompts_per_step: int = option(4, "groups in a step", *at_least(1))
     micro_batch_size: int = option(
-        4, "sequences in a pass; bounds memory, changes nothing else", *at_least(1), free=True
+        4, "sequences in a pass; bounds memory, results differ by rounding only", *at_least(1), free=True
     )
     steps: int = option(None, "training steps; 0 evaluates only", *at_least(0), free=True)
     iterations: int = option(1, "optimiser steps on each step's pictures; clipping acts above 1", *at_least(1))
@@ -107,7 +108,7 @@ class Settings:
     width: int = option(None, "width of the pictures in pixels", *MULTIPLE_OF_32)
     decode_steps: int = option(None, "denoising steps of the decoder", *at_least(1))
     guidance_scale: float = option(None, "decoder's guidance; above 1 doubles its cost", *at_least(1))
-    seed: int = option(0, "fixes prompts, samples and noise", *at_least(0))
+    seed: int = option(0, "fixes prompts, samples and noise", *SEED)
     out: str = option(None, "folder for everything the run leaves (default: the next free runs/N)", free=True)
     resume: str = option(None, "go on with the run in this folder, from its newest checkpoint", free=True)
     sample_every: int = option(10, "steps between pictures of a group", *at_least(1), free=True)
@@ -153,7 +154,9 @@ def parse_settings(arguments=None):
 def resumed_settings(given):
     """The settings of the run in `--resume`, with those flags that do not change what the run computes."""
     folder = Path(given["resume"])
-    _, _, saved = read_checkpoint(folder)
+    _, step, saved = read_checkpoint(folder)
+    if 0 < given.get("steps", step) < step:
+        raise UserError(f"--steps {given['steps']} is less than the {step} steps already made")
     fixed = {f.name for f in fields(Settings) if not f.metadata["free"]}
     changed = [
         f"--{n.replace('_', '-')} {v} (was {saved[n]})" for n, v in given.items() if n in fixed and v != saved[n]
@@ -193,7 +196,7 @@ def make_out_folder(settings):
             number += 1
         settings.out = f"runs/{number}"
     out = Path(settings.out)
-    if settings.resume is None and (out / "metrics.jsonl").exists():
+    if settings.resume is None and checkpoints(out):
         raise UserError(f"{out} already holds a run; choose another --out, or go on with it: --resume {out}")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -337,12 +340,14 @@ def save_checkpoint(out, step, policy, optimizer, settings, best=None):
     Nothing else is needed to go on: the prompts and all random draws of a step are functions of the seed and the step.
     """
     final, beside = out / "checkpoints" / f"{step:06d}", out / "checkpoints" / ".unfinished"
-    if final.exists():
-        return
     shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    (beside / "state.json").write_text(json.dumps({"step": step, "settings": asdict(settings)}))
+    if final.exists():  # resumed from here; only the settings may be new, a larger --steps for one
+        os.replace(beside / "state.json", final / "state.json")
+        return
     policy.save_pretrained(beside)
     torch.save(optimizer.state_dict(), beside / "optimizer.pt")
-    (beside / "state.json").write_text(json.dumps({"step": step, "settings": asdict(settings)}))
     os.replace(beside, final)
     for old in checkpoints(out)[: -settings.keep]:
         if old.name != f"{best:06d}":
@@ -465,9 +470,8 @@ class Run:
         self.step = 0
         if settings.resume is not None:
             folder, self.step, _ = read_checkpoint(self.out)
+            self.policy.to(device)  # the optimiser's state follows its parameters: both must be where training happens
             restore(folder, self.policy, self.optimizer)
-            if 0 < settings.steps < self.step:
-                raise UserError(f"--steps {settings.steps} is less than the {self.step} steps already made")
         rewind(self.out / "metrics.jsonl", self.step)
         self.evaluations = rewind(self.out / "evaluation.jsonl", self.step)
         self.bar = tqdm(total=settings.steps, initial=self.step, unit="step", dynamic_ncols=True)
@@ -482,9 +486,9 @@ class Run:
             num_codes=painter.transformer.config.prior_vq_quantizer_codebook_size,
             frozen=[painter.text_encoder, painter.transformer, painter.vae],
             device=device,
-            on_phase=lambda text: self.bar.set_description_str(text, refresh=sys.stderr.isatty()),
+            on_phase=self.on_phase,
         )
-        self.stopping = False
+        self.stopping = self.announced = False
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.on_signal)
 
@@ -492,7 +496,12 @@ class Run:
         self.stopping = True
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        self.bar.write("asked to stop: finishing this step, saving, then a last evaluation; once more ends at once")
+
+    def on_phase(self, text):
+        if self.stopping and not self.announced:  # not in the handler, which may have interrupted a write
+            self.announced = True
+            self.bar.write("asked to stop: finishing this step, saving, then a last evaluation; once more ends at once")
+        self.bar.set_description_str(text, refresh=sys.stderr.isatty())
 
     def save(self):
         rated = [record for record in self.evaluations if record["reward"] is not None]
@@ -552,27 +561,32 @@ class Run:
         self.bar.write(report(self.step, metrics, settings))
         return metrics
 
+    def due(self):
+        """Whether this step gets an evaluation that it has not had."""
+        every = self.settings.eval_every
+        done = bool(self.evaluations) and self.evaluations[-1]["step"] == self.step
+        return not done and (self.step == 0 or (every > 0 and self.step % every == 0))
+
     def train(self):
         settings, skipped = self.settings, 0
-        if settings.steps == 0 or not self.evaluations:
-            self.evaluate()
         if settings.steps == 0:
-            return
+            return self.evaluate()
         self.save()
-        while self.step < settings.steps and not self.stopping:
+        while not self.stopping:
+            if self.due():
+                self.evaluate()
+            if self.step >= settings.steps:
+                break
             skipped = skipped + 1 if self.train_step()["skipped"] else 0
             if skipped == MAX_SKIPPED:
-                raise UserError(f"{skipped} steps in a row had no finite gradient; lower --lr and --resume {self.out}")
-            due = settings.eval_every and self.step % settings.eval_every == 0 and self.step < settings.steps
-            if due or self.step % settings.save_every == 0:
+                raise UserError(f"{skipped} steps in a row had no finite gradient; start anew with a lower --lr")
+            if self.step % settings.save_every == 0 or self.due():
                 self.save()
-            if due:
-                self.evaluate()
         self.save()
         self.policy.save_pretrained(self.out / "adapter")
         if self.stopping:
             self.bar.write(f"saved; go on with: python train.py --resume {self.out}")
-        if self.evaluations[-1]["step"] != self.step:
+        if not self.evaluations or self.evaluations[-1]["step"] != self.step:
             self.evaluate()
         save_before_after(self.out, self.evaluations[0], self.evaluations[-1])
 
@@ -596,7 +610,7 @@ def main(arguments=None):
         raise UserError(f"cannot write to {run.out}: {error}") from None
     finally:
         run.bar.close()
-    print(f"{run.step} steps, {time.time() - started:.0f} s; adapter, numbers and pictures are in {run.out}")
+    print(f"{run.step} steps, {time.time() - started:.0f} s; what it leaves is in {run.out}")
 
 
 def cli(arguments=None):

@@ -10,7 +10,7 @@ Every part is the class the released model uses, only small, so whatever trains 
 3. VAE         pixels <-> latents.
 4. decoder     a flow-matching transformer: large codes -> latents.
 5. policy      the language model: caption -> preview codes -> large codes. A quarter of the words it reads are
-               wrong on purpose, so it draws well and follows its prompt only half of the time. GRPO mends that.
+               wrong on purpose, so it draws well and follows its prompt only some of the time. GRPO mends that.
 """
 
 import itertools
