@@ -345,6 +345,7 @@ def save_checkpoint(out, step, policy, optimizer, settings, best=None):
     (beside / "state.json").write_text(json.dumps({"step": step, "settings": asdict(settings)}))
     if final.exists():  # resumed from here; only the settings may be new, a larger --steps for one
         os.replace(beside / "state.json", final / "state.json")
+        beside.rmdir()
         return
     policy.save_pretrained(beside)
     torch.save(optimizer.state_dict(), beside / "optimizer.pt")
