@@ -277,9 +277,7 @@ def load(settings, device):
         pipe.vision_language_encoder.activation_checkpointing_enable()  # recompute activations instead of keeping them
     set_seed(settings.seed)  # the adapter's start
     lora = peft.LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=LORA_TARGETS)
-    policy = peft.get_peft_model(
-        pipe.vision_language_encoder, lora
-    )  # PEFT keeps the adapter in float32 over a bf16 base
+    policy = peft.get_peft_model(pipe.vision_language_encoder, lora)  # the adapter stays float32 over a bf16 base
     painter = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
     painter.set_progress_bar_config(disable=True)
     return policy, painter
@@ -562,11 +560,13 @@ class Run:
         self.bar.write(report(self.step, metrics, settings))
         return metrics
 
+    def evaluated(self):
+        return bool(self.evaluations) and self.evaluations[-1]["step"] == self.step
+
     def due(self):
         """Whether this step gets an evaluation that it has not had."""
         every = self.settings.eval_every
-        done = bool(self.evaluations) and self.evaluations[-1]["step"] == self.step
-        return not done and (self.step == 0 or (every > 0 and self.step % every == 0))
+        return not self.evaluated() and (self.step == 0 or (every > 0 and self.step % every == 0))
 
     def train(self):
         settings, skipped = self.settings, 0
@@ -587,7 +587,7 @@ class Run:
         self.policy.save_pretrained(self.out / "adapter")
         if self.stopping:
             self.bar.write(f"saved; go on with: python train.py --resume {self.out}")
-        if not self.evaluations or self.evaluations[-1]["step"] != self.step:
+        if not self.evaluated():
             self.evaluate()
         save_before_after(self.out, self.evaluations[0], self.evaluations[-1])
 
