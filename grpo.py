@@ -17,23 +17,30 @@ One step of training, in the order of this file:
     3. compute_advantages         rewards -> z-scores, per group
     4. get_per_token_logprobs     log-probs of those tokens in one forward pass: the reference's, then the policy's
     5. compute_grpo_loss          the formula above
-    6. GRPO.step                  ties 1-5 together: micro-batches, reference, offload, gradient clipping, optimiser
+    6. GRPO.step                  ties 1-5 together: micro-batches, reference, offload, ranks, clipping, optimiser
+    7. GraphedModel               step 1 again, faster on a GPU; the numbers are those of the plain loop
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
 base with its adapter disabled is the reference. Nothing here knows GLM-Image; train.py hands in prompts as ids and
 positions, a decoder and a reward. Any causal language model of transformers works.
 
-Left out, because one GPU and one reader do not need it: a value network, a learned reward model, a second copy of the
-model, a generation server, replay of old samples, padding (a group shares one prompt, image codes have one length) and
-loss variants (DAPO, Dr. GRPO, GSPO); each of those is an edit of compute_advantages or compute_grpo_loss.
+Left out, because one reader does not need it: a value network, a learned reward model, a second copy of the model, a
+generation server, replay of old samples, padding (a group shares one prompt, image codes have one length) and loss
+variants (DAPO, Dr. GRPO, GSPO); each of those is an edit of compute_advantages or compute_grpo_loss.
 """
 
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 MAX_GRAD_NORM = 1.0  # a rare prompt must not undo a run; the norm before clipping is logged
 
@@ -61,13 +68,27 @@ def _nucleus(logprobs, top_p):
 
 
 def _pack(mask):
-    """(..., V) bool -> (..., ceil(V / 8)) uint8 on the CPU: 2 KB instead of 16 KB a token for GLM-Image's 16,384 codes."""
-    return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=-1))
+    """(..., V) bool -> (..., ceil(V / 8)) uint8: 2 KB instead of 16 KB a token for GLM-Image's 16,384 codes."""
+    bits = pad(mask, (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8)).byte()  # (..., bytes, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(-1, dtype=torch.uint8)
 
 
 def _unpack(packed, size):
     """The inverse of _pack: (..., ceil(size / 8)) uint8 -> (..., size) bool."""
-    return torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, count=size)).bool()
+    bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+    return bits.bool().flatten(-2)[..., :size]
+
+
+def _draw(logits, num_codes, temperature, top_p, generator):
+    """One id a row: logits (G, vocabulary) -> ids (G, 1), their log-probs (G, 1), the nucleus (G, bytes) or None."""
+    logp, nucleus = _log_distribution(logits, num_codes, temperature), None  # (G, V)
+    if top_p < 1:
+        nucleus = _nucleus(logp, top_p)  # (G, V)
+        logp = _log_distribution(logits, num_codes, temperature, nucleus)
+    # The winner of a race of exponential clocks with rates p is a draw from p. torch.multinomial runs the same race, but
+    # first asks the GPU whether p is valid: the CPU would wait for every token instead of working ahead.
+    ids = (logp.exp() / torch.empty_like(logp).exponential_(generator=generator)).argmax(-1, keepdim=True)  # (G, 1)
+    return ids, logp.gather(-1, ids), None if nucleus is None else _pack(nucleus)
 
 
 def _positions(position_ids, start, stop, batch):
@@ -94,7 +115,7 @@ def generate_with_logprobs(
     offers no generator, and its scores come after the top-p cut without saying what was cut.
 
     Args:
-        model: a causal language model of transformers, with or without a PEFT adapter.
+        model: a causal language model of transformers, with or without a PEFT adapter; or a GraphedModel of one.
         prompt_ids: (L,) int64. One prompt: a group shares it, so it is read once and nothing is padded.
         position_ids: (3, L+T) int64 for a model with 3-D positions, None for a text model. A model with 3-D positions
             that is not told them falls back to text positions, silently.
@@ -122,14 +143,12 @@ def generate_with_logprobs(
         if t == 0:  # the prompt was read once; from here on every sample of the group shares what was read
             cache.batch_repeat_interleave(num_samples)
             logits = logits.expand(num_samples, -1)
-        logp = _log_distribution(logits, num_codes, temperature)  # (G, V)
-        if top_p < 1:
-            nucleus.append(_nucleus(logp, top_p))
-            logp = _log_distribution(logits, num_codes, temperature, nucleus[-1])
-        ids, start = torch.multinomial(logp.exp(), 1, generator=generator), len(prompt_ids) + t  # (G, 1)
+        ids, logp, kept = _draw(logits, num_codes, temperature, top_p, generator)  # (G, 1), (G, 1), (G, bytes)
+        start = len(prompt_ids) + t
         tokens.append(ids)
-        logprobs.append(logp.gather(-1, ids))
-    nucleus = _pack(torch.stack(nucleus, dim=1)) if nucleus else None  # (G, T, bytes)
+        logprobs.append(logp)
+        nucleus.append(kept)
+    nucleus = None if top_p == 1 else torch.stack(nucleus, dim=1).cpu()  # (G, T, bytes)
     return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), nucleus
 
 
@@ -185,7 +204,8 @@ def get_per_token_logprobs(
     input_ids = input_ids.to(model.device)
     position_ids = None if position_ids is None else position_ids.to(model.device)
     # The logits at one position predict the id at the next, so the last id is only ever a target; and asking for the
-    # last T logits alone spares the prompt's (a row of 16,512 numbers each).
+    # last T logits alone spares the prompt's (a row of 16,512 numbers each). Cutting these T into slices would not lower
+    # the peak of a training pass: with activation checkpointing that is the backward pass of one layer.
     logits = model(
         input_ids=input_ids[:, :-1],
         position_ids=_positions(position_ids, 0, -1, len(input_ids)),
@@ -193,7 +213,7 @@ def get_per_token_logprobs(
         logits_to_keep=num_new_tokens,
     ).logits  # (B, T, vocabulary)
     size = logits[..., :num_codes].shape[-1]
-    allowed = None if nucleus is None else _unpack(nucleus, size).to(model.device)  # (B, T, V)
+    allowed = None if nucleus is None else _unpack(nucleus.to(model.device), size)  # (B, T, V)
     logp = _log_distribution(logits, num_codes, temperature, allowed)
     return logp.gather(-1, input_ids[:, -num_new_tokens:].unsqueeze(-1)).squeeze(-1)
 
@@ -268,6 +288,88 @@ def _mean_and_spread(values, group_size):
     return mean, sum(spreads) / len(spreads) if spreads else None
 
 
+class RankError(RuntimeError):
+    """What stopped one rank, raised on all of them."""
+
+
+def gather(value):
+    """The values of all ranks, in order; a list of one without torch.distributed.
+
+    A rank that fails gathers a RankError, which all ranks then raise: nobody waits for a rank that has gone.
+    """
+    values = [value]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:
+            raise RankError("another rank has gone without a word: killed, or its machine ran out of memory; look further up") from error
+    for error in values:
+        if isinstance(error, RankError):
+            raise error
+    return values
+
+
+def average_gradients(parameters):
+    """Replace each gradient by its mean over the ranks, so that all take the same step and stay equal."""
+    if not dist.is_initialized():
+        return
+    gather(None)  # a rank that failed on the way here says so now; in all_reduce the others would wait for it
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]  # None: only dead groups here
+    flat = torch.cat([gradient.flatten() for gradient in gradients])  # one message instead of hundreds
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = gradient.view_as(parameter)
+
+
+def _merge(metrics, add=()):
+    """One dict for all ranks: entries named in `add` are shares of a mean; of the others the largest counts."""
+    records = gather(metrics)
+    combined = {name: [record[name] for record in records] for name in metrics}
+    # numpy's max, unlike Python's, keeps a NaN
+    return {name: sum(values) if name in add else float(np.max(values)) for name, values in combined.items()}
+
+
+def _reward_metrics(results, group_size):
+    """Means and spreads over what every rank got: (rewards (N*G,), {name: (N*G,)}, advantages (N*G,)) each."""
+    rewards, parts, advantages = zip(*results, strict=True)
+    rewards, metrics = torch.cat(rewards), {}
+    metrics["reward"], metrics["reward_std"] = _mean_and_spread(rewards, group_size)
+    for name in parts[0]:
+        values = torch.cat([part[name] for part in parts])
+        metrics[f"reward/{name}"], metrics[f"reward_std/{name}"] = _mean_and_spread(values, group_size)
+    alive = torch.cat(advantages).view(-1, group_size).any(dim=1)
+    metrics["dead_groups"] = (~alive).double().mean().item()
+    metrics["unscored"] = int(rewards.isnan().sum())
+    return metrics
+
+
+class HostWeights:
+    """The frozen weights of a module at home in host memory; up() copies them to the device, down() drops that copy.
+
+    Nothing is copied back, for frozen weights do not change. Their home is page-locked memory, which a GPU reads by
+    itself and at the full speed of its bus. What is trained is small, and stays on the device with its optimiser state.
+    """
+
+    def __init__(self, module, device):
+        self.device = device
+        tensors = [*module.parameters(), *module.buffers()]
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device) if tensor.requires_grad else tensor.data.pin_memory()
+        self.frozen, self.is_up = [(tensor, tensor.data) for tensor in tensors if not tensor.requires_grad], False
+
+    def up(self):
+        for tensor, home in [] if self.is_up else self.frozen:
+            tensor.data = home.to(self.device, non_blocking=True, copy=True)
+        self.is_up = True
+
+    def down(self):
+        for tensor, home in self.frozen:
+            tensor.data = home
+        self.is_up = False
+
+
 class GRPO:
     """Trains the adapter of `model` with three functions that know what the tokens mean.
 
@@ -282,8 +384,13 @@ class GRPO:
             clip_range, kl_coef, temperature and top_p.
         num_codes: only ids below this are sampled, None for all.
         device: where to compute; None: where the model is.
-        frozen: modules that decode needs; they wait on the CPU while the policy works, and the policy while they work.
+        frozen: modules that decode needs.
+        offload: the policy and `frozen` take turns on the device, for a GPU that cannot hold both.
+        graphed: a GraphedModel of `model` to sample with, for speed.
         on_phase: called with a few words when a phase starts, for progress bars.
+
+    With torch.distributed every rank brings its own prompts, as many as the others; gradients and metrics are means over
+    all, so N ranks with P prompts each make the step of one process with N*P. Ranks start from equal adapters.
     """
 
     def __init__(
@@ -299,21 +406,33 @@ class GRPO:
         num_codes=None,
         frozen=(),
         device=None,
+        offload=False,
+        graphed=None,
         on_phase=print,
     ):
         if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
             raise ValueError("the model has dropout: policy, old policy and reference would disagree; set it to 0")
         self.model, self.optimizer, self.settings, self.frozen = model, optimizer, settings, frozen
         self.encode, self.decode, self.score, self.combine = encode, decode, score, combine
-        self.on_phase = on_phase
+        self.graphed, self.on_phase = graphed, on_phase
         self.device = torch.device(device or model.device)
+        self.homes = {}
+        for module in (*frozen, model):
+            if module is not model:
+                module.requires_grad_(False)
+            if offload:
+                self.homes[module] = HostWeights(module, self.device)
+            else:
+                module.to(self.device)
         self.shaping = {"num_codes": num_codes, "temperature": settings.temperature}  # same in sampling and scoring
         self.micro_batches = torch.arange(settings.group_size).split(settings.micro_batch_size)
 
     def step(self, prompts, targets=None, seed=0):
         """One step: a group for each prompt, one optimiser step an iteration. Returns the rollouts and the metrics."""
         rollouts, metrics = self.rollout(prompts, targets, seed)
-        return rollouts, metrics | self.update(rollouts)
+        learned = self.update(rollouts)
+        both = metrics.keys() & learned.keys()  # seconds spent moving weights
+        return rollouts, metrics | learned | {name: metrics[name] + learned[name] for name in both}
 
     def rollout(self, prompts, targets=None, seed=0):
         """Sample, paint and score a group for each of N prompts. Returns the rollouts and what was measured.
@@ -321,11 +440,11 @@ class GRPO:
         Group i draws from `seed + i` alone: the same prompts and seed give the same pictures until the policy moves.
         """
         size, metrics, rollouts = self.settings.group_size, {}, []
-        with self._phase("sample", metrics, working=[self.model], waiting=self.frozen):
+        with self._phase("sample", metrics, working=[self.model]):
             self.model.eval()
             for i, prompt in self._each("sample", prompts):
                 rollouts.append(self._sample(prompt, seed + i))
-        with self._phase("decode", metrics, working=self.frozen, waiting=[self.model]):
+        with self._phase("decode", metrics, working=self.frozen):
             for i, rollout in self._each("decode", rollouts):
                 rollout.images = self.decode(rollout.prompt, rollout.tokens, seed + i)
         with self._phase("score", metrics):
@@ -338,12 +457,7 @@ class GRPO:
         advantages = compute_advantages(self.combine(parts) if self.combine else rewards, size)  # (N*G,)
         for rollout, r, a in zip(rollouts, rewards.split(size), advantages.split(size), strict=True):
             rollout.rewards, rollout.advantages = r, a
-        metrics["reward"], metrics["reward_std"] = _mean_and_spread(rewards, size)
-        for name, values in parts.items():
-            metrics[f"reward/{name}"], metrics[f"reward_std/{name}"] = _mean_and_spread(values, size)
-        metrics["dead_groups"] = sum(not r.advantages.any() for r in rollouts) / len(rollouts)
-        metrics["unscored"] = int(rewards.isnan().sum())
-        return rollouts, metrics
+        return rollouts, _merge(metrics) | _reward_metrics(gather((rewards, parts, advantages)), size)
 
     def update(self, rollouts):
         """Move the policy: `iterations` optimiser steps over all rollouts. Returns the means of the metrics.
@@ -351,18 +465,21 @@ class GRPO:
         A group without spread has advantage 0, teaches nothing and is passed over. If all groups are such there is no
         step: Adam would move on its momentum alone.
         """
-        names = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "grad_norm", "max_logprob_gap", "skipped")
-        metrics = dict.fromkeys(names, 0.0)
+        means = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean")
+        metrics = dict.fromkeys((*means, "grad_norm", "max_logprob_gap", "skipped"), 0.0)
         alive = [rollout for rollout in rollouts if rollout.advantages.any()]
-        with self._phase("learn", metrics, working=[self.model], waiting=self.frozen):
-            if self.settings.kl_coef > 0:
+        num_alive = sum(gather(len(alive)))  # over all ranks
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.settings.kl_coef > 0:
+            with self._phase("reference", metrics, working=[self.model]):
                 self._reference(alive)
+        with self._phase("update", metrics, working=[self.model]):
             self.model.train()  # wakes gradient checkpointing, which sleeps in eval mode; there is no dropout to wake
-            for iteration in range(self.settings.iterations if alive else 0):
-                for _, rollout in self._each("learn", alive):
+            for iteration in range(self.settings.iterations if num_alive else 0):
+                for _, rollout in self._each("update", alive):
                     for rows in self.micro_batches:
-                        self._accumulate(rollout, rows, iteration, len(alive), len(rollouts), metrics)
-                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+                        self._accumulate(rollout, rows, iteration, num_alive, len(rollouts), metrics)
+                average_gradients(parameters)
                 norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
                 if norm.isfinite():
                     metrics["grad_norm"] += norm.item() / self.settings.iterations
@@ -370,12 +487,14 @@ class GRPO:
                 else:  # one NaN stepped upon would be in every weight for good
                     metrics["skipped"] += 1
                 self.optimizer.zero_grad()
-        return metrics
+        return _merge(metrics, add=means)
 
     def _sample(self, prompt, seed):
         prompt_ids, position_ids, num_new_tokens = self.encode(prompt)
+        if self.graphed is not None:
+            self.graphed.reserve(len(prompt_ids) + num_new_tokens)
         tokens, logprobs, nucleus = generate_with_logprobs(
-            self.model,
+            self.graphed or self.model,
             prompt_ids,
             num_new_tokens,
             num_samples=self.settings.group_size,
@@ -427,13 +546,143 @@ class GRPO:
             yield i, item
 
     @contextmanager
-    def _phase(self, name, metrics, working=(), waiting=()):
-        """Time a phase; on a GPU, bring up the modules it needs and park the others in host memory."""
-        started = time.perf_counter()
-        if self.device.type != "cpu":
-            for module in waiting:
-                module.to("cpu")
-            for module in working:
-                module.to(self.device)
+    def _phase(self, name, metrics, working=()):
+        """Measure a phase: seconds and, on a GPU, peak memory. When offloading, fetch the weights it needs first."""
+        if self.homes and working:
+            with self._phase("move", metrics):
+                self._fetch(working)
+        cuda, started = self.device.type == "cuda", time.perf_counter()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
         yield
-        metrics[f"seconds/{name}"] = time.perf_counter() - started
+        if cuda:
+            torch.cuda.synchronize(self.device)  # the clock would else stop while the GPU is still at work
+            if name != "move":
+                metrics[f"gpu_gb/{name}"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+        metrics[f"seconds/{name}"] = metrics.get(f"seconds/{name}", 0) + time.perf_counter() - started
+
+    def _fetch(self, working):
+        """Bring some modules up, after all others went down to make room."""
+        for module, weights in self.homes.items():
+            if module not in working:
+                weights.down()
+        if self.graphed is not None and self.model not in working:
+            self.graphed.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # memory cut into pieces for one model does not fit the other's
+        for module in working:
+            self.homes[module].up()
+
+
+# ---- 7. the sampler again, faster on a GPU ---------------------------------------------------------------------------
+
+
+def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
+    """Attention of one new token: query heads that share a key-value head become the rows of one query.
+
+    query (B, H, 1, D), key and value (B, K, S, D), mask (B, 1, 1, S) -> (B, 1, H, D). transformers does the same, but
+    not while compiling: there it copies the cache H / K times (16, for GLM-Image) for every token.
+    """
+    if query.shape[2] > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    rows = query.view(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, K, H / K, D)
+    output = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(query.shape).transpose(1, 2), None
+
+
+AttentionInterface.register("grouped", _grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+class GraphedModel:
+    """Stands in for the model in generate_with_logprobs: the same numbers, sooner, on a GPU.
+
+    A step of one token has to read all weights once, which is the time it cannot beat. The plain loop takes several times
+    as long, because Python launches some thousand small kernels a token one by one. Here the step is captured as one CUDA
+    graph and replayed: a single launch. A graph repeats the same kernels on the same addresses, so everything a step
+    reads or writes stays in place: the ids, their positions and a key-value cache of fixed size, whose unused end is
+    masked. The adapter stays attached: merged into bfloat16 weights most of its update would be rounded away.
+
+    Args:
+        model: what generate_with_logprobs takes, on its device whenever it is called. On a CPU there is no graph.
+        compile: let torch.compile fuse the small kernels first. It takes a minute or more, once, and a C compiler.
+    """
+
+    ROOM = 256  # the cache grows in steps, for each new size is captured, and compiled, anew
+
+    def __init__(self, model, compile=False):
+        self.model, self.size, self.cache, self.graph = model, 0, None, None
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter lives in its layers
+        if compile:
+            base.set_attn_implementation("grouped")
+        self.forward = torch.compile(base.forward, dynamic=False) if compile else base.forward
+
+    @property
+    def device(self):
+        return self.model.device
+
+    def reserve(self, num_tokens):
+        """Make room for a prompt and what will be sampled; to be called before the first token."""
+        if num_tokens > self.size:
+            self.size = -(-num_tokens // self.ROOM) * self.ROOM
+            self.cache = self.graph = None
+
+    def release(self):
+        """Forget the graph, because the weights it reads are about to leave the device."""
+        self.graph = self.logits = None
+
+    def __call__(self, input_ids, position_ids, past_key_values, **options):
+        """One call of the plain loop, with its own arguments: the prompt as it is, a single token in the fixed places."""
+        if past_key_values is None:
+            return self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=None, **options)
+        if past_key_values is not self.cache:
+            self._start(past_key_values, input_ids, position_ids)
+        self.ids.copy_(input_ids)
+        if position_ids is not None:
+            self.positions.copy_(position_ids)
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
+        return SimpleNamespace(past_key_values=self.cache, logits=self.logits)
+
+    def _step(self):
+        self.logits = self.forward(
+            input_ids=self.ids,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits  # (G, 1, vocabulary)
+
+    def _start(self, prompt_cache, ids, positions):
+        """Take over what the prompt left in its own, growing cache, and capture the step if that has not been done."""
+        num_samples, length = ids.shape[0], prompt_cache.get_seq_length()
+        if self.cache is None or self.cache.layers[0].keys.shape[0] != num_samples:
+            self.cache, self.graph = StaticCache(self.model.config, max_cache_len=self.size), None
+            self.ids, self.positions = ids.clone(), None if positions is None else positions.clone()
+        self.cache.reset()
+        for i, layer in enumerate(prompt_cache.layers):
+            self.cache.update(layer.keys, layer.values, i)
+        if self.graph is None and self.device.type == "cuda":
+            self._capture(length)
+
+    def _capture(self, length):
+        """Record a step. It is first run in earnest, on a side stream, for what happens once: compilation, workspaces."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step()
+                self._rewind(length)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        self.graph = graph
+        self._rewind(length)
+
+    def _rewind(self, length):
+        """Back to the end of the prompt: what the trial steps wrote beyond it will be written over."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(length)

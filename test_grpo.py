@@ -3,6 +3,7 @@
 pytest            # no network, no GPU, under four minutes on two cores
 """
 
+import copy
 import importlib.util
 import json
 import math
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 import types
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +28,8 @@ import torch
 from diffusers import GlmImagePipeline
 from peft import LoraConfig, get_peft_model
 from PIL import Image, ImageDraw, ImageFont
+from safetensors.torch import load_file
+from torch._inductor.exc import InductorError
 from transformers import (
     CLIPConfig,
     CLIPModel,
@@ -44,6 +48,7 @@ import rewards
 import train
 from grpo import (
     GRPO,
+    GraphedModel,
     compute_advantages,
     compute_grpo_loss,
     generate_with_logprobs,
@@ -401,7 +406,7 @@ def likes_low_ids(images, prompts, targets):
     return values, {"low": values}
 
 
-def trainer(model=None, score=likes_low_ids, optimizer=torch.optim.SGD, lr=0.1, length=6, **settings):
+def trainer(model=None, score=likes_low_ids, optimizer=torch.optim.SGD, lr=0.1, length=6, extras=None, **settings):
     """GRPO over a text model, whose 'pictures' are (prompt, tokens) themselves."""
     defaults = {"group_size": 4, "micro_batch_size": 4, "iterations": 1, "clip_range": 0.2, "kl_coef": 0.0}
     model = model or with_adapter(text_model())
@@ -413,6 +418,7 @@ def trainer(model=None, score=likes_low_ids, optimizer=torch.optim.SGD, lr=0.1, 
         score=score,
         settings=SimpleNamespace(**{**defaults, "temperature": 1.0, "top_p": 1.0, **settings}),
         on_phase=lambda text: None,
+        **(extras or {}),
     )
 
 
@@ -636,22 +642,44 @@ def test_rollouts_wait_on_the_cpu():
     assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors)
 
 
-class Meta(torch.nn.Module):
-    """A module that only remembers where it was sent."""
+def test_policy_and_decoder_take_turns_on_the_gpu(monkeypatch):
+    """With the CPU as the 'GPU', and a copy as pinned memory, the coming and going of weights can be watched."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    resident, decoder = trainer(kl_coef=0.1), torch.nn.Linear(3, 3)
+    resident.step(["one", "two"])
+    run = trainer(kl_coef=0.1, extras={"frozen": [decoder], "offload": True})
+    policy_home, decoder_home = run.homes[run.model], run.homes[decoder]
+    homes = [(home, home.clone()) for weights in (policy_home, decoder_home) for _, home in weights.frozen]
+    adapter_places = [p.data_ptr() for p in run.model.parameters() if p.requires_grad]
+    seen = set()
 
-    def __init__(self, log, name):
-        super().__init__()
-        self.log, self.name = log, name
+    def watch(name):
+        original = getattr(run, name)
 
-    def to(self, device):
-        self.log.append((self.name, str(device)))
+        def watched(*arguments):
+            for weights in (policy_home, decoder_home):
+                assert all((t.data_ptr() == home.data_ptr()) != weights.is_up for t, home in weights.frozen)
+            seen.add((name, policy_home.is_up, decoder_home.is_up))
+            return original(*arguments)
 
+        monkeypatch.setattr(run, name, watched)
 
-def test_policy_and_decoder_take_turns_on_the_gpu():
-    run, log = trainer(), []
-    run.device, run.model, run.frozen = torch.device("meta"), Meta(log, "policy"), [Meta(log, "decoder")]
-    with run._phase("sample", {}, working=[run.model], waiting=run.frozen):
-        assert log == [("decoder", "cpu"), ("policy", "meta")], "make room first"
+    for name in ("_sample", "decode", "_reference", "_accumulate"):
+        watch(name)
+    _, metrics = run.step(["one", "two"])
+    assert seen == {
+        ("_sample", True, False),
+        ("decode", False, True),
+        ("_reference", True, False),
+        ("_accumulate", True, False),
+    }
+    assert metrics["seconds/move"] > 0
+    assert not any(p.requires_grad for p in decoder.parameters())
+    assert all(torch.equal(home, before) for home, before in homes), "frozen weights never change, nor come back"
+    assert [p.data_ptr() for p in run.model.parameters() if p.requires_grad] == adapter_places, "what is trained stays"
+    assert len(policy_home.frozen) + len(adapter_places) == len([*run.model.parameters(), *run.model.buffers()])
+    expected = adapter_of(resident.model)
+    assert all(torch.equal(p, expected[name]) for name, p in adapter_of(run.model).items())
 
 
 def test_gradient_checkpointing_changes_nothing():
@@ -666,6 +694,100 @@ def test_gradient_checkpointing_changes_nothing():
         changes.append(adapter_of(model))
     for name in changes[0]:
         torch.testing.assert_close(changes[0][name], changes[1][name], atol=1e-6, rtol=1e-4)
+
+
+# ---- the sampler, faster ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled_at_once(monkeypatch):
+    """torch.compile without code generation: the step is traced, whole, which is what could go wrong here."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_graphed_model_samples_what_the_plain_loop_samples(pipe, compile, compiled_at_once, monkeypatch):
+    """One fixed cache for prompts of several lengths and pictures of several sizes; for the last it has to grow."""
+    monkeypatch.setattr(GraphedModel, "ROOM", 32)
+    model = with_adapter(copy.deepcopy(pipe.vision_language_encoder))
+    perturb(model, 0.05)
+    graphed, codes = GraphedModel(model, compile), pipe.transformer.config.prior_vq_quantizer_codebook_size
+    cases = [("a blue cross on a white background", (32, 32)), ("a red circle", (32, 64)), ("a ring", (192, 192))]
+    for seed, (prompt, size) in enumerate(cases):
+        ids, positions, length = train.encode_prompt(pipe.processor, prompt, *size)
+        graphed.reserve(len(ids) + length)
+        assert graphed.size % graphed.ROOM == 0 and graphed.size >= len(ids) + length
+        plain, fast = [
+            generate_with_logprobs(
+                stand_in, ids, length, num_samples=3, position_ids=positions, num_codes=codes, temperature=0.9, top_p=0.9,
+                generator=torch.Generator().manual_seed(seed),
+            )
+            for stand_in in (model, graphed)
+        ]  # fmt: skip
+        assert torch.equal(plain[0], fast[0])
+        torch.testing.assert_close(plain[1], fast[1], atol=1e-4, rtol=0)
+        assert torch.equal(plain[2], fast[2])
+        assert len(plain[0].unique(dim=0)) > 1
+
+
+def test_graphed_model_follows_the_adapter_and_the_size_of_the_group():
+    model = with_adapter(text_model())
+    graphed = GraphedModel(model)
+    graphed.reserve(10)
+    for size, group in ((0.0, 2), (0.3, 2), (0.6, 5)):
+        perturb(model, size)
+        plain, fast = [
+            generate_with_logprobs(
+                m, PROMPTS["one"], 6, num_samples=group, generator=torch.Generator().manual_seed(1)
+            )
+            for m in (model, graphed)
+        ]  # fmt: skip
+        assert torch.equal(plain[0], fast[0])
+        torch.testing.assert_close(plain[1], fast[1], atol=1e-5, rtol=0)
+
+
+def test_graphed_model_in_bfloat16_differs_by_rounding(pipe):
+    model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16))
+    perturb(model, 0.05)
+    ids, positions, length = train.encode_prompt(pipe.processor, "a red circle", 64, 64)
+    shaping = {"position_ids": positions, "num_codes": 512, "temperature": 1.0}
+    graphed = GraphedModel(model)
+    graphed.reserve(len(ids) + length)
+    tokens, logprobs, _ = generate_with_logprobs(graphed, ids, length, num_samples=4, **shaping)
+    with torch.no_grad():
+        again = get_per_token_logprobs(model, torch.cat([ids.expand(4, -1), tokens], 1), length, **shaping)
+    assert (logprobs - again).abs().mean() < 0.02
+    assert (logprobs - again).abs().max() < 0.5
+
+
+def test_grouped_attention_equals_repeated_heads():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 10, 16), torch.randn(2, 2, 10, 16)
+    mask = (torch.arange(10) < torch.tensor([4, 7])[:, None]).view(2, 1, 1, 10)
+    scores = (query @ key.repeat_interleave(4, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
+    expected = (scores.softmax(-1) @ value.repeat_interleave(4, 1)).transpose(1, 2)  # (2, 1, 8, 16)
+    output, _ = grpo._grouped_attention(None, query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(output, expected)
+
+
+def test_race_of_clocks_draws_what_multinomial_draws():
+    logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(0)) * 3
+    ids, logp, _ = grpo._draw(logits, 80, 0.7, 1.0, torch.Generator().manual_seed(3))
+    probabilities = (logits[:, :80] / 0.7).softmax(-1)
+    expected = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(ids, expected)
+    torch.testing.assert_close(logp, probabilities.log().gather(-1, expected))
+
+
+def test_step_with_the_graphed_model_equals_the_plain_step():
+    plain, fast = trainer(kl_coef=0.1), trainer(kl_coef=0.1)
+    fast.graphed = GraphedModel(fast.model)
+    for run in (plain, fast):
+        run.step(["one", "two"])
+        run.step(["two"], seed=5)
+    expected = adapter_of(plain.model)
+    for name, parameter in adapter_of(fast.model).items():
+        torch.testing.assert_close(parameter, expected[name], atol=1e-5, rtol=0)
 
 
 # ---- 5. pictures in and out ------------------------------------------------------------------------------------------
@@ -1444,7 +1566,10 @@ def test_two_steps_leave_every_promised_file(short_runs):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     names = ["reward", "reward_std", "reward/ssim", "reward/mse", "dead_groups", "kl", "clip_fraction", "grad_norm"]
-    names += ["max_logprob_gap", *(f"seconds/{phase}" for phase in ("sample", "decode", "score", "learn"))]
+    names += [
+        "max_logprob_gap",
+        *(f"seconds/{phase}" for phase in ("sample", "decode", "score", "reference", "update")),
+    ]
     assert all(np.isfinite(line[name]) for line in lines for name in names)
     assert lines[0]["reward"] == pytest.approx(lines[0]["reward/ssim"] + 0.5 * lines[0]["reward/mse"], abs=1e-5)
     assert lines[0]["max_logprob_gap"] < 1e-3
@@ -1677,7 +1802,15 @@ def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeyp
     monkeypatch.setattr(GRPO, "_accumulate", full)
     assert quick("--steps", "2", "--out", "run") == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    for words in ("out of GPU memory", "learn 1/1", "--micro-batch-size", "--height", "--group-size", "--resume run"):
+    for words in (
+        "out of GPU memory",
+        "update 1/1",
+        "--offload always",
+        "--micro-batch-size",
+        "--height",
+        "--group-size",
+        "--resume run",
+    ):
         assert words in message
     assert os.listdir("run/checkpoints") == ["000000"]
 
@@ -1817,3 +1950,127 @@ def test_twenty_kills_and_the_run_ends_as_if_there_were_none(quick, tmp_path):
     assert records("run/metrics.jsonl") == records("straight/metrics.jsonl")
     adapters = [Path(f"{run}/adapter/adapter_model.safetensors").read_bytes() for run in ("straight", "run")]
     assert adapters[0] == adapters[1]
+
+
+# ---- 11. several GPUs, and what a GPU needs ----------------------------------------------------------------------------
+
+
+def torchrun(*arguments, **options):
+    """train.py in two processes, which meet through gloo. The thread count is that of one process: so are the sums."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "train.py")]
+    process = subprocess.run(
+        [*command, *QUICK, "--height", "32", "--width", "32", *arguments],
+        check=False, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}, **options,
+    )  # fmt: skip
+    return process.returncode, process.stdout, process.stderr
+
+
+def adapter_file(folder):
+    return load_file(Path(folder) / "adapter" / "adapter_model.safetensors")
+
+
+def test_two_ranks_equal_one_process_with_twice_the_prompts(quick):
+    """Two groups each, so that the order of the sums differs; the seeds, the prompts and the metrics must not."""
+    settings = ["--steps", "2", "--iterations", "2", "--group-size", "3", "--lr", "1e-3", "--eval-every", "1"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert quick(*settings, "--height", "32", "--width", "32", "--prompts-per-step", "4", "--out", "one") == 0
+    finally:
+        torch.set_num_threads(threads)
+    code, output, errors = torchrun(*settings, "--prompts-per-step", "2", "--out", "two")
+    assert code == 0, errors
+    assert output.count("evaluation after 2 steps") == output.count("step 2/2") == 1, "one rank speaks"
+    one, two = adapter_file("one"), adapter_file("two")
+    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-6
+    assert max(weight.abs().max() for name, weight in two.items() if "lora_B" in name) > 1e-3, "and it has moved"
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        for expected, found in zip(records(f"one/{name}"), records(f"two/{name}"), strict=True):
+            assert expected.keys() == found.keys()
+            for key, value in expected.items():
+                assert found[key] == (value if key == "shown" else pytest.approx(value, abs=1e-5)), key
+    for picture in ("group-000001.png", "evaluation/000002/2-1.png"):
+        assert Path(f"one/{picture}").read_bytes() == Path(f"two/{picture}").read_bytes()
+    assert not Path("runs").exists()
+    assert resume("two", "--steps", "3") == 2, "half the ranks would make other steps"
+    assert resume("two", "--steps", "0") == 0, "but an evaluation is anybody's"
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_message(quick):
+    """The failure comes in the second step, on the rank that does not write; the other saves the first step."""
+    Path("mine.py").write_text(
+        "import os, torch\ncalls = []\ndef fussy(images, prompts, targets):\n    calls.append(1)\n"
+        "    if len(calls) > 3 and os.environ['RANK'] == '1':\n        raise KeyError('no such face')\n"
+        "    return torch.arange(len(images)).float()\n"
+    )
+    code, _, errors = torchrun("--reward", "mine.py:fussy", "--steps", "9", "--out", "run")
+    assert code != 0
+    message = next(line for line in errors.splitlines() if line.startswith("error: "))
+    for words in ("rank 1: reward 'mine.py:fussy' failed for prompt", "no such face", "--resume run"):
+        assert words in message
+    assert errors.count("error: rank") == 1
+    assert max(os.listdir("run/checkpoints")) == "000001"
+
+
+def test_a_rank_that_vanishes_does_not_leave_the_other_waiting(quick):
+    Path("mine.py").write_text(
+        "import os, signal, torch\ncalls = []\ndef fatal(images, prompts, targets):\n    calls.append(1)\n"
+        "    if len(calls) > 2 and os.environ['RANK'] == '1':\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return torch.arange(len(images)).float()\n"
+    )
+    code, _, errors = torchrun("--reward", "mine.py:fatal", "--steps", "9", "--out", "run")
+    assert code != 0
+    assert "error: another rank has gone without a word" in errors
+    assert os.listdir("run/checkpoints") == ["000000"]
+
+
+def test_shares_of_the_ranks_are_all_there_is(monkeypatch):
+    monkeypatch.setattr(train, "num_ranks", lambda: 3)
+    shares = []
+    for number in range(3):
+        monkeypatch.setattr(train, "rank", lambda number=number: number)
+        shares.append(list(train.share(8)))
+    assert shares == [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("choice", "free", "share", "expected"),
+    [
+        ("auto", 9.0, 1.0, False),  # 0.4 GB of weights and 8 GB to work in
+        ("auto", 8.3, 1.0, True),
+        ("auto", 40.0, 0.2, True),  # a cap counts like a smaller card
+        ("always", 40.0, 1.0, True),
+        ("never", 1.0, 1.0, False),
+    ],
+)
+def test_what_fits_stays_on_the_gpu(monkeypatch, capsys, choice, free, share, expected):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 1e9, 40e9))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    modules = [torch.nn.Linear(10_000, 10_000, bias=False, device="meta")]  # 0.4 GB
+    settings = SimpleNamespace(offload=choice)
+    assert train.take_turns(settings, torch.device("cuda", 0), modules) == expected
+    assert ("take turns" if expected else "both stay") in capsys.readouterr().out
+    assert not train.take_turns(settings, torch.device("cpu"), modules)
+
+
+def test_the_vision_tower_is_left_behind():
+    policy, painter = train.load(tiny_settings(), torch.device("cpu"))
+    assert not [name for name, _ in policy.named_parameters() if ".visual." in name or ".vqmodel." in name]
+    assert painter.vision_language_encoder is None
+
+
+def test_samplers_give_the_same_run(quick):
+    for sampler in ("plain", "graph"):
+        assert quick("--steps", "2", "--sampler", sampler, "--out", sampler) == 0
+    for plain, graph in zip(records("plain/metrics.jsonl"), records("graph/metrics.jsonl"), strict=True):
+        assert plain == {name: pytest.approx(value, abs=1e-4) for name, value in graph.items()}
+
+
+def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
+    def no_compiler(self, *arguments, **options):
+        raise InductorError(RuntimeError("Failed to find C compiler."), None)
+
+    monkeypatch.setattr(GraphedModel, "__call__", no_compiler)
+    assert quick("--steps", "1", "--sampler", "graph") == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "Failed to find C compiler" in message and "--sampler graph" in message

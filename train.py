@@ -1,6 +1,7 @@
-"""Train GLM-Image with GRPO on one GPU, or a tiny GLM-Image on a laptop.
+"""Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop.
 
     python train.py --group-size 4
+    torchrun --nproc-per-node 8 train.py --group-size 4
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/; --model chooses. The
 algorithm is in grpo.py and the rewards are in rewards.py. This file turns a prompt into token ids and positions, turns
@@ -21,16 +22,20 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import peft
 import torch
+import torch.distributed as dist
+import transformers
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors import SafetensorError
+from torch._dynamo.exc import TorchDynamoException
 from tqdm import tqdm
 from transformers import set_seed
 
-from grpo import GRPO
+from grpo import GRPO, GraphedModel, RankError, gather
 from rewards import RewardError, combine, parse_rewards, score
 
 TINY, RELEASE = str(Path(__file__).resolve().parent / "tiny-glm-image"), "zai-org/GLM-Image"
@@ -39,6 +44,8 @@ EVAL_PROMPTS = 8  # an evaluation paints a group for each of the first lines of 
 SHOWN = 4  # prompts, and pictures of each, in before-after.png
 EVAL_SEED = 2**62  # beyond the seeds of all training steps
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
+PHASES = ("sample", "move", "decode", "score", "reference", "update")  # of a step, as they are timed
+WORK_GB = 8  # GPU memory to leave beside the weights: four 1024x1024 sequences take 4 to 5 (benchmarks/memory.py)
 
 # Settings whose best value depends on the model. Everything else has one default, in Settings.
 #                       tiny    GLM-Image
@@ -77,6 +84,8 @@ def above(minimum):
     return (lambda value: minimum < value < float("inf")), f"be above {minimum}"
 
 
+OFFLOAD = (lambda value: value in ("auto", "always", "never")), "be auto, always or never"
+SAMPLERS = (lambda value: value in ("auto", "plain", "graph", "compile")), "be auto, plain, graph or compile"
 TRACKERS = (lambda value: value in ("none", "tensorboard", "wandb")), "be none, tensorboard or wandb"
 COMBINE = (lambda value: value in ("sum", "zscore")), "be sum or zscore"
 SEED = (lambda value: 0 <= value < 2**32), "be in 0..2**32-1"
@@ -92,7 +101,7 @@ class Settings:
     reward: str = option("ssim:1,mse:1", "rewards with weights, or my_file.py:function, which runs that file")
     combine: str = option(None, "sum: add rewards; zscore: add their z-scores (default: zscore for several)", *COMBINE)
     group_size: int = option(4, "pictures sampled for a prompt and compared with one another", *at_least(2))
-    prompts_per_step: int = option(4, "groups in a step", *at_least(1))
+    prompts_per_step: int = option(4, "groups in a step, on each GPU", *at_least(1))
     micro_batch_size: int = option(
         4, "sequences in a pass; bounds memory, results differ by rounding only", *at_least(1), free=True
     )
@@ -108,6 +117,12 @@ class Settings:
     width: int = option(None, "width of the pictures in pixels", *MULTIPLE_OF_32)
     decode_steps: int = option(None, "denoising steps of the decoder", *at_least(1))
     guidance_scale: float = option(None, "decoder's guidance; above 1 doubles its cost", *at_least(1))
+    offload: str = option(
+        "auto", "always: policy and decoder take turns on the GPU; auto: if they have to", *OFFLOAD, free=True
+    )
+    sampler: str = option(
+        "auto", "how a token is sampled: plain, graph or compile (auto: compile on a GPU)", *SAMPLERS, free=True
+    )
     seed: int = option(0, "fixes prompts, samples and noise", *SEED)
     out: str = option(None, "folder for everything the run leaves (default: the next free runs/N)", free=True)
     resume: str = option(None, "go on with the run in this folder, from its newest checkpoint", free=True)
@@ -154,7 +169,9 @@ def parse_settings(arguments=None):
 def resumed_settings(given):
     """The settings of the run in `--resume`, with those flags that do not change what the run computes."""
     folder = Path(given["resume"])
-    _, step, saved = read_checkpoint(folder)
+    _, step, ranks, saved = read_checkpoint(folder)
+    if ranks != num_ranks() and given.get("steps") != 0:  # the prompts of a step would be others
+        raise UserError(f"{folder} was made by {ranks} processes, this is {num_ranks()}; start as many with torchrun")
     if 0 < given.get("steps", step) < step:
         raise UserError(f"--steps {given['steps']} is less than the {step} steps already made")
     fixed = {f.name for f in fields(Settings) if not f.metadata["free"]}
@@ -190,6 +207,8 @@ def read_prompts(settings):
 
 
 def make_out_folder(settings):
+    if rank() > 0:
+        return Path(gather(None)[0])
     if settings.out is None:
         number = 1
         while Path(f"runs/{number}").exists():
@@ -204,7 +223,40 @@ def make_out_folder(settings):
             (out / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}; choose another --out") from None
+    gather(settings.out)
     return out
+
+
+# ---- several GPUs --------------------------------------------------------------------------------------------------
+
+
+def join_ranks():
+    """Meet the other processes that torchrun has started, if it has. Each takes a GPU; the first of them speaks."""
+    if not dist.is_torchelastic_launched():
+        return
+    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if 0 < count <= local:
+        raise UserError(f"this machine has {count} GPUs, so --nproc-per-node can be {count} at most")
+    if count:
+        torch.cuda.set_device(local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if count else "gloo")
+    if rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        transformers.utils.logging.disable_progress_bar()
+        diffusers.utils.logging.disable_progress_bar()
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def share(count):
+    """Which of `count` things this rank takes: a stretch of them, and all stretches together are all of them."""
+    return range(rank() * count // num_ranks(), (rank() + 1) * count // num_ranks())
 
 
 # ---- GLM-Image: prompts in, pictures out ---------------------------------------------------------------------------
@@ -273,14 +325,31 @@ def load(settings, device):
         raise UserError(
             f"cannot load {settings.model} ({reason}); give --model a folder with a GLM-Image pipeline, or {TINY}"
         ) from None
+    pipe.vision_language_encoder.model.visual = pipe.vision_language_encoder.model.vqmodel = None  # they read pictures
     if device.type == "cuda":
         pipe.vision_language_encoder.activation_checkpointing_enable()  # recompute activations instead of keeping them
+        pipe.vae.enable_slicing()  # one picture at a time: the VAE takes more memory than all the rest, and little time
     set_seed(settings.seed)  # the adapter's start
     lora = peft.LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=LORA_TARGETS)
     policy = peft.get_peft_model(pipe.vision_language_encoder, lora)  # the adapter stays float32 over a bf16 base
     painter = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
     painter.set_progress_bar_config(disable=True)
     return policy, painter
+
+
+def take_turns(settings, device, modules):
+    """Whether policy and decoder have to take turns on the GPU; printed, with the reason."""
+    if device.type == "cpu":
+        return False
+    weights = sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers())) / 1e9
+    free, total = torch.cuda.mem_get_info(device)
+    free = min(free, torch.cuda.get_per_process_memory_fraction(device) * total) / 1e9
+    offload = {"always": True, "never": False, "auto": weights + WORK_GB > free}[settings.offload]
+    print(
+        f"memory: {weights:.1f} GB of weights and {WORK_GB} GB to work in, {free:.1f} GB free on the GPU: policy and decoder "
+        f"{'take turns on it' if offload else 'both stay on it'} (--offload {settings.offload})"
+    )
+    return offload
 
 
 # ---- pictures to look at -------------------------------------------------------------------------------------------
@@ -340,7 +409,8 @@ def save_checkpoint(out, step, policy, optimizer, settings, best=None):
     final, beside = out / "checkpoints" / f"{step:06d}", out / "checkpoints" / ".unfinished"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    (beside / "state.json").write_text(json.dumps({"step": step, "settings": asdict(settings)}))
+    state = {"step": step, "ranks": num_ranks(), "settings": asdict(settings)}
+    (beside / "state.json").write_text(json.dumps(state))
     if final.exists():  # resumed from here; only the settings may be new, a larger --steps for one
         os.replace(beside / "state.json", final / "state.json")
         beside.rmdir()
@@ -354,13 +424,13 @@ def save_checkpoint(out, step, policy, optimizer, settings, best=None):
 
 
 def read_checkpoint(out):
-    """The newest checkpoint of a run: its folder, its step and the settings of the run."""
+    """The newest checkpoint of a run: its folder and step, and the number of processes and the settings of the run."""
     found = checkpoints(out)
     if not found:
         raise UserError(f"there is no checkpoint in {out} to resume")
     try:
         state = json.loads((found[-1] / "state.json").read_text())
-        return found[-1], state["step"], state["settings"]
+        return found[-1], state["step"], state["ranks"], state["settings"]
     except (OSError, ValueError, KeyError) as error:
         raise corrupt(found[-1], error) from None
 
@@ -414,14 +484,18 @@ def open_tracker(settings, out):
 
 
 def lines_of_step(step, settings, count):
-    """Which prompts a step trains on: every line once an epoch, reshuffled. A function of the seed, not of history."""
-    first = step * settings.prompts_per_step
-    epochs = [divmod(i, count) for i in range(first, first + settings.prompts_per_step)]
+    """Which prompts a step trains on: every line once an epoch, reshuffled. A function of the seed, not of history.
+
+    Each rank takes a stretch of the step's prompts.
+    """
+    groups = settings.prompts_per_step * num_ranks()
+    epochs = [divmod(step * groups + i, count) for i in share(groups)]
     return [random.Random(f"{settings.seed} {epoch}").sample(range(count), count)[i] for epoch, i in epochs]
 
 
 def seed_of_step(step, settings):
-    return (settings.seed * 1_000_003 + step) * 1_000  # group i adds i
+    """The seed of this rank's first group; those that follow count up, on through all ranks."""
+    return (settings.seed * 1_000_003 + step) * 1_000 + rank() * settings.prompts_per_step
 
 
 def show(value):
@@ -429,8 +503,9 @@ def show(value):
 
 
 def report(step, m, settings):
-    seconds = " ".join(f"{name} {m[f'seconds/{name}']:.1f}s" for name in ("sample", "decode", "score", "learn"))
-    memory = f" | {m['gpu_gb']:.1f} GB" if "gpu_gb" in m else ""
+    seconds = " ".join(f"{name} {m[f'seconds/{name}']:.1f}s" for name in PHASES if f"seconds/{name}" in m)
+    peaks = [m[f"gpu_gb/{name}"] for name in PHASES if f"gpu_gb/{name}" in m]
+    memory = f" | {max(peaks):.1f} GB" if peaks else ""
     parts = [f"{k[7:]} {show(v)} +- {show(m['reward_std/' + k[7:]])}" for k, v in m.items() if k.startswith("reward/")]
     trouble = f" | {m['unscored']} images without a reward" if m["unscored"] else ""
     trouble += " | SKIPPED: the gradient was not finite" if m["skipped"] else ""
@@ -456,24 +531,19 @@ class Run:
         settings.combine = settings.combine or ("zscore" if len(rewards) > 1 else "sum")
         weights = {name: weight for name, (_, weight) in rewards.items()}
         self.out = make_out_folder(settings)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        name += f", one of {num_ranks()}" if num_ranks() > 1 else ""
         print(f"device: {name}\nmodel: {settings.model}, {why}; --model FOLDER_OR_ID chooses another")
         print(textwrap.fill("settings: " + " ".join(f"{k}={v}" for k, v in asdict(settings).items()), 118))
         targets = "no targets" if self.targets is None else f"{len(self.targets)} targets"
         print(f"{len(self.prompts)} prompts, {targets}; everything the run leaves goes to {self.out}", flush=True)
-        self.tracker = open_tracker(settings, self.out)
+        self.tracker = open_tracker(settings, self.out) if rank() == 0 else None
         self.policy, painter = load(settings, device)
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0)
-        self.step = 0
-        if settings.resume is not None:
-            folder, self.step, _ = read_checkpoint(self.out)
-            self.policy.to(device)  # the optimiser's state follows its parameters: both must be where training happens
-            restore(folder, self.policy, self.optimizer)
-        rewind(self.out / "metrics.jsonl", self.step)
-        self.evaluations = rewind(self.out / "evaluation.jsonl", self.step)
-        self.bar = tqdm(total=settings.steps, initial=self.step, unit="step", dynamic_ncols=True)
+        frozen = [painter.text_encoder, painter.transformer, painter.vae]
+        sampler = settings.sampler if settings.sampler != "auto" else "compile" if device.type == "cuda" else "plain"
         self.trainer = GRPO(
             self.policy,
             self.optimizer,
@@ -483,18 +553,31 @@ class Run:
             settings=settings,
             combine=None if settings.combine == "sum" else lambda p: combine(p, weights, settings.group_size, "zscore"),
             num_codes=painter.transformer.config.prior_vq_quantizer_codebook_size,
-            frozen=[painter.text_encoder, painter.transformer, painter.vae],
+            frozen=frozen,
             device=device,
+            offload=take_turns(settings, device, [self.policy, *frozen]),
+            graphed=None if sampler == "plain" else GraphedModel(self.policy, compile=sampler == "compile"),
             on_phase=self.on_phase,
         )
+        self.step, self.evaluations = 0, []
+        if settings.resume is not None:  # after the trainer has moved the adapter: the optimiser's state follows it
+            folder, self.step, *_ = read_checkpoint(self.out)
+            restore(folder, self.policy, self.optimizer)
+        gather(None)  # all have read what the first now goes on writing
+        if rank() == 0:
+            rewind(self.out / "metrics.jsonl", self.step)
+            self.evaluations = rewind(self.out / "evaluation.jsonl", self.step)
+        self.evaluations = gather(self.evaluations)[0]
+        self.bar = tqdm(total=settings.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=rank() > 0)
         self.stopping = self.announced = False
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.on_signal)
 
     def on_signal(self, signum, frame):
         self.stopping = True
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        if num_ranks() == 1:  # torchrun passes on what the terminal has sent already
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
 
     def on_phase(self, text):
         if self.stopping and not self.announced:  # not in the handler, which may have interrupted a write
@@ -503,9 +586,16 @@ class Run:
         self.bar.set_description_str(text, refresh=sys.stderr.isatty())
 
     def save(self):
+        if rank() > 0:
+            return
         rated = [record for record in self.evaluations if record["reward"] is not None]
         best = max(rated, key=lambda record: record["reward"], default={"step": 0})
         save_checkpoint(self.out, self.step, self.policy, self.optimizer, self.settings, best["step"])
+
+    def save_if_whole(self):
+        """After a failure: with several iterations the step may be half made, and then the last checkpoint stands."""
+        if self.settings.iterations == 1:
+            self.save()
 
     def log(self, values, picture=None):
         if self.tracker is not None:
@@ -516,20 +606,26 @@ class Run:
 
     def evaluate(self):
         """The first prompts with seeds that training never uses: only the adapter makes these pictures differ."""
-        count = min(EVAL_PROMPTS, len(self.prompts))
-        set_seed(0)
-        rollouts, metrics = self.trainer.rollout(self.prompts[:count], self.targets and self.targets[:count], EVAL_SEED)
+        count = max(min(EVAL_PROMPTS, len(self.prompts)), num_ranks())
+        lines, start = [i % len(self.prompts) for i in share(count)], share(count).start
+        set_seed(start)
+        rollouts, metrics = self.trainer.rollout(
+            [self.prompts[i] for i in lines], self.targets and [self.targets[i] for i in lines], EVAL_SEED + start
+        )
+        mine = [(r.prompt, r.images[:SHOWN], r.rewards[:SHOWN].tolist()) for r in rollouts[: max(SHOWN - start, 0)]]
+        shown = [group for groups in gather(mine) for group in groups]
         record = {k: v for k, v in metrics.items() if k.startswith("reward")}
         record |= {"images": count * self.settings.group_size, "prompts": count}
+        groups = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards in shown]
+        self.evaluations.append({"step": self.step, **record, "shown": groups})
+        if rank() > 0:
+            return
         folder = self.out / "evaluation" / f"{self.step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
-        shown = []
-        for i, rollout in enumerate(rollouts[:SHOWN]):
-            for j, image in enumerate(rollout.images[:SHOWN]):
+        for i, (_, images, _) in enumerate(shown):
+            for j, image in enumerate(images):
                 image.save(folder / f"{i + 1}-{j + 1}.png")
-            shown.append((rollout.prompt, [None if math.isnan(r) else r for r in rollout.rewards[:SHOWN].tolist()]))
         self.log({f"evaluation/{k}": v for k, v in record.items()})
-        self.evaluations.append({"step": self.step, **record, "shown": shown})
         append(self.out / "evaluation.jsonl", self.evaluations[-1])
         self.bar.write(
             f"evaluation after {self.step} steps: mean reward {show(metrics['reward'])} on {record['images']} images "
@@ -546,8 +642,8 @@ class Run:
             seed_of_step(self.step, settings),
         )
         self.step += 1
-        if torch.cuda.is_available():
-            metrics["gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        if rank() > 0:
+            return metrics
         append(self.out / "metrics.jsonl", {"step": self.step, **metrics})
         picture = None
         if self.step % settings.sample_every == 0 or self.step in (1, settings.steps) or self.stopping:
@@ -573,7 +669,10 @@ class Run:
         if settings.steps == 0:
             return self.evaluate()
         self.save()
-        while not self.stopping:
+        while True:
+            self.stopping = any(gather(self.stopping))  # together, or the others would wait for the one that stopped
+            if self.stopping:
+                break
             if self.due():
                 self.evaluate()
             if self.step >= settings.steps:
@@ -584,12 +683,15 @@ class Run:
             if self.step % settings.save_every == 0 or self.due():
                 self.save()
         self.save()
-        self.policy.save_pretrained(self.out / "adapter")
+        if rank() == 0:
+            self.policy.save_pretrained(self.out / "adapter")
         if self.stopping:
-            self.bar.write(f"saved; go on with: python train.py --resume {self.out}")
+            command = "python" if num_ranks() == 1 else f"torchrun --nproc-per-node {num_ranks()}"
+            self.bar.write(f"saved; go on with: {command} train.py --resume {self.out}")
         if not self.evaluated():
             self.evaluate()
-        save_before_after(self.out, self.evaluations[0], self.evaluations[-1])
+        if rank() == 0:
+            save_before_after(self.out, self.evaluations[0], self.evaluations[-1])
 
 
 def main(arguments=None):
@@ -598,15 +700,22 @@ def main(arguments=None):
     try:
         run.train()
     except torch.OutOfMemoryError:
-        if run.settings.iterations == 1:  # else the step may be half made, and the last checkpoint stands
-            run.save()
+        run.save_if_whole()
         raise UserError(
-            f"out of GPU memory while at '{run.bar.desc}'; lower --micro-batch-size, or --height and --width, or "
-            f"--group-size; --resume {run.out} goes on (with another --micro-batch-size if you like)"
+            f"out of GPU memory while at '{run.bar.desc}'; try --offload always, lower --micro-batch-size, or --height and "
+            f"--width, or --group-size; --resume {run.out} goes on (with another --offload or --micro-batch-size if you like)"
         ) from None
     except RewardError as error:
         run.save()
         raise UserError(f"{error}; mend it and go on with --resume {run.out}") from None
+    except TorchDynamoException as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"torch.compile failed ({reason}); --sampler graph does without, --sampler plain also without a graph"
+        ) from None
+    except RankError:
+        run.save_if_whole()
+        raise
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write to {run.out}: {error}") from None
     finally:
@@ -615,11 +724,16 @@ def main(arguments=None):
 
 
 def cli(arguments=None):
-    """main(), with what the user can mend as one line and exit code 2."""
+    """main(), with what the user can mend as one line and exit code 2, whichever rank it happened on."""
     try:
-        main(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        try:
+            join_ranks()
+            main(arguments)
+        except UserError as error:
+            gather(RankError(f"rank {rank()}: {error}" if rank() else str(error)))  # raised here too
+    except RankError as error:
+        if rank() == 0 or error.__cause__ is not None:
+            print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the first step: there is nothing to save yet
         return 130
