@@ -303,7 +303,9 @@ def gather(value):
         try:
             dist.all_gather_object(values, value)
         except RuntimeError as error:
-            raise RankError("another rank has gone without a word: killed, or its machine ran out of memory; look further up") from error
+            raise RankError(
+                "another rank has gone without a word: killed, or its machine ran out of memory; look further up"
+            ) from error
     for error in values:
         if isinstance(error, RankError):
             raise error

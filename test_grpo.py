@@ -56,6 +56,7 @@ from grpo import (
 )
 
 ROOT = Path(__file__).resolve().parent
+CPU = torch.device("cpu")
 sys.path.append(train.TINY)
 import check
 import make
@@ -846,7 +847,7 @@ def test_one_noise_for_a_group_and_any_batch_size(pipe):
 
 def test_the_adapter_works_in_a_stock_pipeline(pipe, tmp_path):
     """Saved by PEFT, loaded by transformers: the same tokens as in training, and not those of the base."""
-    policy, painter = train.load(tiny_settings(), torch.device("cpu"))
+    policy, painter = train.split(train.load(tiny_settings(), CPU), tiny_settings(), CPU)
     perturb(policy, 0.05)
     policy.save_pretrained(tmp_path)
     painter.vision_language_encoder = policy
@@ -860,7 +861,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, tmp_path):
 
 
 def test_adapter_sits_in_the_language_model_only():
-    policy, _ = train.load(tiny_settings(), torch.device("cpu"))
+    policy, _ = train.split(train.load(tiny_settings(), CPU), tiny_settings(), CPU)
     adapted = {re.sub(r"\.lora_.*", "", name) for name, p in policy.named_parameters() if p.requires_grad}
     assert len(adapted) == 4 * 6  # layers x projections
     assert all(".language_model." in name for name in adapted)
@@ -2054,7 +2055,7 @@ def test_what_fits_stays_on_the_gpu(monkeypatch, capsys, choice, free, share, ex
 
 
 def test_the_vision_tower_is_left_behind():
-    policy, painter = train.load(tiny_settings(), torch.device("cpu"))
+    policy, painter = train.split(train.load(tiny_settings(), CPU), tiny_settings(), CPU)
     assert not [name for name, _ in policy.named_parameters() if ".visual." in name or ".vqmodel." in name]
     assert painter.vision_language_encoder is None
 

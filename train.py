@@ -316,15 +316,19 @@ def decode_images(pipe, prompt, tokens, settings, seed):
 
 
 def load(settings, device):
-    """The stock pipeline, split: the policy with a fresh adapter, and a pipeline of everything else that paints."""
+    """The stock pipeline, on the CPU: its weights are mapped from the files, so that several processes share them."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        pipe = GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True)
+        return GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"cannot load {settings.model} ({reason}); give --model a folder with a GLM-Image pipeline, or {TINY}"
         ) from None
+
+
+def split(pipe, settings, device):
+    """The policy with a fresh adapter, and a pipeline of everything else that paints."""
     pipe.vision_language_encoder.model.visual = pipe.vision_language_encoder.model.vqmodel = None  # they read pictures
     if device.type == "cuda":
         pipe.vision_language_encoder.activation_checkpointing_enable()  # recompute activations instead of keeping them
@@ -539,7 +543,7 @@ class Run:
         targets = "no targets" if self.targets is None else f"{len(self.targets)} targets"
         print(f"{len(self.prompts)} prompts, {targets}; everything the run leaves goes to {self.out}", flush=True)
         self.tracker = open_tracker(settings, self.out) if rank() == 0 else None
-        self.policy, painter = load(settings, device)
+        self.policy, painter = split(load(settings, device), settings, device)
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0)
         frozen = [painter.text_encoder, painter.transformer, painter.vae]

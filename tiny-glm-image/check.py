@@ -88,7 +88,7 @@ def main():
     parser.add_argument("--sheet", default="check.png", help="where to save some of the pictures (default: check.png)")
     options = parser.parse_args()
     settings, _ = train.parse_settings(["--model", train.TINY, "--group-size", str(options.samples)])
-    policy, painter = train.load(settings, torch.device("cpu"))
+    policy, painter = train.split(train.load(settings, torch.device("cpu")), settings, torch.device("cpu"))
     if options.adapter:
         policy.load_adapter(options.adapter, "trained")
         policy.set_adapter("trained")
