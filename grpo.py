@@ -17,8 +17,11 @@ One step of training, in the order of this file:
     3. compute_advantages         rewards -> z-scores, per group
     4. get_per_token_logprobs     log-probs of those tokens in one forward pass: the reference's, then the policy's
     5. compute_grpo_loss          the formula above
-    6. GRPO.step                  ties 1-5 together: micro-batches, reference, offload, ranks, clipping, optimiser
-    7. GraphedModel               step 1 again, faster on a GPU; the numbers are those of the plain loop
+    6. GRPO.step                  ties 1-5 together: micro-batches, reference, gradient clipping, optimiser
+
+What follows it changes no number, and can be skipped at first: HostWeights (7) lets a policy and a decoder that do not fit
+on a GPU together take turns, gather and average_gradients (8) make one step of several GPUs, GraphedModel (9) is a faster
+stand-in for the model in 1.
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
 base with its adapter disabled is the reference. Nothing here knows GLM-Image; train.py hands in prompts as ids and
@@ -44,7 +47,7 @@ from transformers.masking_utils import sdpa_mask
 
 MAX_GRAD_NORM = 1.0  # a rare prompt must not undo a run; the norm before clipping is logged
 
-# ---- 1. sample -----------------------------------------------------------------------------------------------------
+# ---- 1. sample ------------------------------------------------------------------------------------------------------
 
 
 def _log_distribution(logits, num_codes, temperature, allowed=None):
@@ -152,7 +155,7 @@ def generate_with_logprobs(
     return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), nucleus
 
 
-# ---- 3. advantages -------------------------------------------------------------------------------------------------
+# ---- 3. advantages --------------------------------------------------------------------------------------------------
 
 
 def compute_advantages(rewards, group_size, eps=1e-6):
@@ -184,7 +187,7 @@ def compute_advantages(rewards, group_size, eps=1e-6):
     return (centred / (spread + eps)).masked_fill(highest == lowest, 0).flatten().float()
 
 
-# ---- 4. log-probs by teacher forcing -------------------------------------------------------------------------------
+# ---- 4. log-probs by teacher forcing --------------------------------------------------------------------------------
 
 
 def get_per_token_logprobs(
@@ -218,7 +221,7 @@ def get_per_token_logprobs(
     return logp.gather(-1, input_ids[:, -num_new_tokens:].unsqueeze(-1)).squeeze(-1)
 
 
-# ---- 5. loss -------------------------------------------------------------------------------------------------------
+# ---- 5. loss --------------------------------------------------------------------------------------------------------
 
 
 def compute_grpo_loss(
@@ -261,7 +264,7 @@ def compute_grpo_loss(
     return policy_loss + kl_coef * kl, {name: value.item() for name, value in metrics.items()}
 
 
-# ---- 6. the training step ------------------------------------------------------------------------------------------
+# ---- 6. the training step -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -288,51 +291,6 @@ def _mean_and_spread(values, group_size):
     return mean, sum(spreads) / len(spreads) if spreads else None
 
 
-class RankError(RuntimeError):
-    """What stopped one rank, raised on all of them."""
-
-
-def gather(value):
-    """The values of all ranks, in order; a list of one without torch.distributed.
-
-    A rank that fails gathers a RankError, which all ranks then raise: nobody waits for a rank that has gone.
-    """
-    values = [value]
-    if dist.is_initialized():
-        values = [None] * dist.get_world_size()
-        try:
-            dist.all_gather_object(values, value)
-        except RuntimeError as error:
-            raise RankError(
-                "another rank has gone without a word: killed, or its machine ran out of memory; look further up"
-            ) from error
-    for error in values:
-        if isinstance(error, RankError):
-            raise error
-    return values
-
-
-def average_gradients(parameters):
-    """Replace each gradient by its mean over the ranks, so that all take the same step and stay equal."""
-    if not dist.is_initialized():
-        return
-    gather(None)  # a rank that failed on the way here says so now; in all_reduce the others would wait for it
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]  # None: only dead groups here
-    flat = torch.cat([gradient.flatten() for gradient in gradients])  # one message instead of hundreds
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = gradient.view_as(parameter)
-
-
-def _merge(metrics, add=()):
-    """One dict for all ranks: entries named in `add` are shares of a mean; of the others the largest counts."""
-    records = gather(metrics)
-    combined = {name: [record[name] for record in records] for name in metrics}
-    # numpy's max, unlike Python's, keeps a NaN
-    return {name: sum(values) if name in add else float(np.max(values)) for name, values in combined.items()}
-
-
 def _reward_metrics(results, group_size):
     """Means and spreads over what every rank got: (rewards (N*G,), {name: (N*G,)}, advantages (N*G,)) each."""
     rewards, parts, advantages = zip(*results, strict=True)
@@ -345,31 +303,6 @@ def _reward_metrics(results, group_size):
     metrics["dead_groups"] = (~alive).double().mean().item()
     metrics["unscored"] = int(rewards.isnan().sum())
     return metrics
-
-
-class HostWeights:
-    """The frozen weights of a module at home in host memory; up() copies them to the device, down() drops that copy.
-
-    Nothing is copied back, for frozen weights do not change. Their home is page-locked memory, which a GPU reads by
-    itself and at the full speed of its bus. What is trained is small, and stays on the device with its optimiser state.
-    """
-
-    def __init__(self, module, device):
-        self.device = device
-        tensors = [*module.parameters(), *module.buffers()]
-        for tensor in tensors:
-            tensor.data = tensor.data.to(device) if tensor.requires_grad else tensor.data.pin_memory()
-        self.frozen, self.is_up = [(tensor, tensor.data) for tensor in tensors if not tensor.requires_grad], False
-
-    def up(self):
-        for tensor, home in [] if self.is_up else self.frozen:
-            tensor.data = home.to(self.device, non_blocking=True, copy=True)
-        self.is_up = True
-
-    def down(self):
-        for tensor, home in self.frozen:
-            tensor.data = home
-        self.is_up = False
 
 
 class GRPO:
@@ -418,14 +351,11 @@ class GRPO:
         self.encode, self.decode, self.score, self.combine = encode, decode, score, combine
         self.graphed, self.on_phase = graphed, on_phase
         self.device = torch.device(device or model.device)
-        self.homes = {}
-        for module in (*frozen, model):
-            if module is not model:
-                module.requires_grad_(False)
-            if offload:
-                self.homes[module] = HostWeights(module, self.device)
-            else:
-                module.to(self.device)
+        for module in frozen:
+            module.requires_grad_(False)
+        self.homes = {module: HostWeights(module, self.device) for module in (model, *frozen) if offload}
+        for module in () if offload else (model, *frozen):
+            module.to(self.device)
         self.shaping = {"num_codes": num_codes, "temperature": settings.temperature}  # same in sampling and scoring
         self.micro_batches = torch.arange(settings.group_size).split(settings.micro_batch_size)
 
@@ -576,7 +506,85 @@ class GRPO:
             self.homes[module].up()
 
 
-# ---- 7. the sampler again, faster on a GPU ---------------------------------------------------------------------------
+# ---- 7. memory: frozen weights that come and go ---------------------------------------------------------------------
+
+
+class HostWeights:
+    """The frozen weights of a module at home in host memory; up() copies them to the device, down() drops that copy.
+
+    Nothing is copied back, for frozen weights do not change. Their home is page-locked memory, which a GPU reads by
+    itself and at the full speed of its bus. What is trained is small, and stays on the device with its optimiser state.
+    """
+
+    def __init__(self, module, device):
+        self.device = device
+        tensors = [*module.parameters(), *module.buffers()]
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device) if tensor.requires_grad else tensor.data.pin_memory()
+        self.frozen, self.is_up = [(tensor, tensor.data) for tensor in tensors if not tensor.requires_grad], False
+
+    def up(self):
+        """Copy the weights to the device, unless they are there."""
+        for tensor, home in [] if self.is_up else self.frozen:
+            tensor.data = home.to(self.device, non_blocking=True, copy=True)
+        self.is_up = True
+
+    def down(self):
+        """Back to the home; the copy on the device is dropped."""
+        for tensor, home in self.frozen:
+            tensor.data = home
+        self.is_up = False
+
+
+# ---- 8. several GPUs ------------------------------------------------------------------------------------------------
+
+
+class RankError(RuntimeError):
+    """What stopped one rank, raised on all of them."""
+
+
+def gather(value):
+    """The values of all ranks, in order; a list of one without torch.distributed.
+
+    A rank that fails gathers a RankError, which all ranks then raise: nobody waits for a rank that has gone.
+    """
+    values = [value]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:
+            raise RankError(
+                "another rank has gone without a word: killed, or its machine ran out of memory; look further up"
+            ) from error
+    for error in values:
+        if isinstance(error, RankError):
+            raise error
+    return values
+
+
+def average_gradients(parameters):
+    """Replace each gradient by its mean over the ranks, so that all take the same step and stay equal."""
+    if not dist.is_initialized():
+        return
+    gather(None)  # a rank that failed on the way here says so now; in all_reduce the others would wait for it
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]  # None: only dead groups here
+    flat = torch.cat([gradient.flatten() for gradient in gradients])  # one message instead of hundreds
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = gradient.view_as(parameter)
+
+
+def _merge(metrics, add=()):
+    """One dict for all ranks: entries named in `add` are shares of a mean; of the others the largest counts."""
+    records = gather(metrics)
+    combined = {name: [record[name] for record in records] for name in metrics}
+    # numpy's max, unlike Python's, keeps a NaN
+    return {name: sum(values) if name in add else float(np.max(values)) for name, values in combined.items()}
+
+
+# ---- 9. speed: the sampler again, as one CUDA graph -----------------------------------------------------------------
 
 
 def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):

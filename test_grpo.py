@@ -64,7 +64,7 @@ import make
 SIZES = [(128, 128), (128, 256), (224, 96)]  # square, wide, tall: an exchange of rows and columns shows on the last two
 
 
-# ---- models --------------------------------------------------------------------------------------------------------
+# ---- models ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +133,7 @@ def glm_inputs(pipe, prompt, height, width):
     )  # fmt: skip
 
 
-# ---- 1. sampling and scoring, against transformers -----------------------------------------------------------------
+# ---- 1. sampling and scoring, against transformers ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -285,7 +285,7 @@ def test_scoring_without_the_nucleus_is_another_distribution():
     assert (scored - logprobs).abs().max() > 0.05
 
 
-# ---- 2. advantages -------------------------------------------------------------------------------------------------
+# ---- 2. advantages --------------------------------------------------------------------------------------------------
 
 
 def test_advantages_by_hand():
@@ -313,7 +313,7 @@ def test_advantages_refuse_groups(count, size):
         compute_advantages(torch.arange(float(count)), size)
 
 
-# ---- 3. loss -------------------------------------------------------------------------------------------------------
+# ---- 3. loss --------------------------------------------------------------------------------------------------------
 
 
 def test_loss_by_hand():
@@ -396,7 +396,7 @@ def test_k3_has_the_value_and_the_gradient_that_the_comment_claims():
     torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-4)
 
 
-# ---- 4. the trainer, on a text model ---------------------------------------------------------------------------------
+# ---- 4. the trainer, on a text model --------------------------------------------------------------------------------
 
 PROMPTS = {"one": torch.tensor([5, 6, 7]), "two": torch.tensor([9, 8])}
 
@@ -697,7 +697,7 @@ def test_gradient_checkpointing_changes_nothing():
         torch.testing.assert_close(changes[0][name], changes[1][name], atol=1e-6, rtol=1e-4)
 
 
-# ---- the sampler, faster ---------------------------------------------------------------------------------------------
+# ---- the sampler, faster --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -791,7 +791,7 @@ def test_step_with_the_graphed_model_equals_the_plain_step():
         torch.testing.assert_close(parameter, expected[name], atol=1e-5, rtol=0)
 
 
-# ---- 5. pictures in and out ------------------------------------------------------------------------------------------
+# ---- 5. pictures in and out -----------------------------------------------------------------------------------------
 
 
 def tiny_settings(*arguments):
@@ -867,7 +867,7 @@ def test_adapter_sits_in_the_language_model_only():
     assert all(".language_model." in name for name in adapted)
 
 
-# ---- 6. the tiny model -----------------------------------------------------------------------------------------------
+# ---- 6. the tiny model ----------------------------------------------------------------------------------------------
 
 
 def test_the_check_knows_every_picture_and_no_other():
@@ -912,7 +912,7 @@ def test_prompts_targets_and_size_of_the_tiny_model():
     assert sum(f.stat().st_size for f in tracked) <= 10e6
 
 
-# ---- 7. rewards ------------------------------------------------------------------------------------------------------
+# ---- 7. rewards -----------------------------------------------------------------------------------------------------
 
 
 def test_ssim_equals_the_published_value():
@@ -985,7 +985,7 @@ def test_a_reward_of_the_wrong_shape_is_named():
         rewards.score(short, [Image.new("RGB", (8, 8))] * 2, ["a", "b"], None)
 
 
-# ---- 8. rewards with models: likeness ----------------------------------------------------------------------------------------------
+# ---- 8. rewards with models: likeness -------------------------------------------------------------------------------
 
 NAN = math.nan
 
@@ -1080,7 +1080,7 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     same(total, parts[name].tolist())
 
 
-# ---- text in the picture -----------------------------------------------------------------------------------------------
+# ---- text in the picture --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1208,7 +1208,7 @@ def test_text_reads_chinese(text):
     same(text(images, ["写着「中山」的招牌", "写着'日中'的招牌", "写着「中日」的招牌"], None), [1, 1, 0.5])
 
 
-# ---- CLIP and its relatives --------------------------------------------------------------------------------------------
+# ---- CLIP and its relatives -----------------------------------------------------------------------------------------
 
 
 WORDS = {"<|startoftext|>": 0, "<|endoftext|>": 1} | {letter + end: i for i, (letter, end) in enumerate(
@@ -1328,7 +1328,7 @@ def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
         assert torch.is_grad_enabled()
 
 
-# ---- several rewards ---------------------------------------------------------------------------------------------------
+# ---- several rewards ------------------------------------------------------------------------------------------------
 
 
 def test_combine_by_sum():
@@ -1408,7 +1408,7 @@ def test_a_reward_that_raises_is_named_with_its_prompt():
         rewards.score({"mine": (hungry, 1.0)}, noise(2), ["a", "b"], None)
 
 
-# ---- the command line --------------------------------------------------------------------------------------------------
+# ---- the command line -----------------------------------------------------------------------------------------------
 
 
 def test_the_recipe_offline(tmp_path, monkeypatch, text):
@@ -1533,7 +1533,7 @@ def test_models_load_once_when_named(monkeypatch):
     assert made == [{"model": "hub/id"}] and parsed["clip"] == (len, 2)
 
 
-# ---- 9. the command ------------------------------------------------------------------------------------------------
+# ---- 9. the command -------------------------------------------------------------------------------------------------
 
 
 def run(folder, *arguments):
@@ -1674,7 +1674,7 @@ def test_prompts_come_round_once_an_epoch_in_another_order():
     assert train.lines_of_step(7, settings, 4) == lines[21:24]
 
 
-# ---- 10. runs that survive --------------------------------------------------------------------------------------------
+# ---- 10. runs that survive ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1953,7 +1953,7 @@ def test_twenty_kills_and_the_run_ends_as_if_there_were_none(quick, tmp_path):
     assert adapters[0] == adapters[1]
 
 
-# ---- 11. several GPUs, and what a GPU needs ----------------------------------------------------------------------------
+# ---- 11. several GPUs, and what a GPU needs -------------------------------------------------------------------------
 
 
 def torchrun(*arguments, **options):
@@ -2075,3 +2075,52 @@ def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
     assert quick("--steps", "1", "--sampler", "graph") == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert "Failed to find C compiler" in message and "--sampler graph" in message
+
+
+# ---- 12. benchmarks -------------------------------------------------------------------------------------------------
+
+
+def benchmark(name, *arguments):
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=200, env=environment)
+
+
+def test_benchmark_of_a_step(tmp_path):
+    """The tiny model on the CPU: every phase is timed, the plain recipe too, and the two samplers agree."""
+    arguments = ["--sizes", "32", "--groups", "2", "3", "--steps", "1", "--json", str(tmp_path / "report.json")]
+    process = benchmark("glm_image.py", "--tiny", *arguments)
+    assert process.returncode == 0, process.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["check"]["tokens_before_the_first_difference"] == report["check"]["tokens"] == 4 * 128
+    assert report["check"]["max_logprob_difference_there"] < 1e-4
+    assert report["floor_ms_a_token"] > 0
+    assert [(case["size"], case["group_size"], case["tokens"]) for case in report["cases"]] == [
+        (32, 2, 257),
+        (32, 3, 257),
+    ]
+    for case in report["cases"]:
+        assert all(case[f"seconds/{phase}"] > 0 for phase in ("sample", "decode", "score", "reference", "update"))
+        plain = case["group_size"] * (case["plain_sample_seconds"] + case["plain_decode_seconds"])
+        ours = case["seconds/sample"] + case["seconds/decode"]
+        assert case["plain_over_ours"] == pytest.approx(plain / ours)
+        assert case["tokens_per_second"] == pytest.approx(case["group_size"] * 257 / case["seconds/sample"])
+    assert "x floor" in process.stdout
+
+
+def test_benchmark_at_full_size_needs_a_gpu():
+    if not torch.cuda.is_available():
+        process = benchmark("glm_image.py")
+        assert process.returncode == 2
+        assert process.stderr.strip().splitlines()[-1].endswith("the full size needs a CUDA GPU; --tiny runs on a CPU")
+
+
+def test_memory_at_full_size_is_computed_without_a_gpu():
+    """The weights against their number: 8.85 B and 0.07 B of the policy (glm-image's own sizes), two bytes each."""
+    process = benchmark("memory.py", "--sizes", "512", "--groups", "4", "--micro-batch-sizes", "1")
+    assert process.returncode == 0, process.stderr
+    weights, *_, row = process.stdout.strip().splitlines()
+    assert weights.startswith("policy 17.8 GB, adapter with its optimiser state 0.57 GB, decoder 15.1 GB")
+    sample, decode, reference, update, one_token, turns, both = map(float, row.split()[3:])
+    assert 18.4 < sample <= update == one_token == turns < both
+    assert 15.7 < decode < turns and reference < update

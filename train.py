@@ -68,7 +68,7 @@ class UserError(Exception):
     """Something the user can mend: shown as one line, exit code 2."""
 
 
-# ---- settings ------------------------------------------------------------------------------------------------------
+# ---- settings -------------------------------------------------------------------------------------------------------
 
 
 def option(default, help, ok=lambda value: True, rule="", free=False):
@@ -227,7 +227,7 @@ def make_out_folder(settings):
     return out
 
 
-# ---- several GPUs --------------------------------------------------------------------------------------------------
+# ---- several GPUs ---------------------------------------------------------------------------------------------------
 
 
 def join_ranks():
@@ -259,7 +259,7 @@ def share(count):
     return range(rank() * count // num_ranks(), (rank() + 1) * count // num_ranks())
 
 
-# ---- GLM-Image: prompts in, pictures out ---------------------------------------------------------------------------
+# ---- GLM-Image: prompts in, pictures out ----------------------------------------------------------------------------
 
 
 def encode_prompt(processor, prompt, height, width):
@@ -356,7 +356,7 @@ def take_turns(settings, device, modules):
     return offload
 
 
-# ---- pictures to look at -------------------------------------------------------------------------------------------
+# ---- pictures to look at --------------------------------------------------------------------------------------------
 
 
 def save_grid(path, rows, title, cell=192):
@@ -377,7 +377,7 @@ def save_grid(path, rows, title, cell=192):
     return sheet
 
 
-# ---- what a run leaves, and how it goes on -------------------------------------------------------------------------
+# ---- what a run leaves, and how it goes on --------------------------------------------------------------------------
 
 
 def append(path, record):
@@ -484,7 +484,7 @@ def open_tracker(settings, out):
     return tracker
 
 
-# ---- the run -------------------------------------------------------------------------------------------------------
+# ---- the run --------------------------------------------------------------------------------------------------------
 
 
 def lines_of_step(step, settings, count):
