@@ -683,6 +683,13 @@ def test_policy_and_decoder_take_turns_on_the_gpu(monkeypatch):
     assert all(torch.equal(p, expected[name]) for name, p in adapter_of(run.model).items())
 
 
+def test_seconds_of_moving_add_up_over_a_step(monkeypatch):
+    run = trainer()
+    monkeypatch.setattr(run, "rollout", lambda *arguments: ([], {"seconds/move": 1.0, "seconds/sample": 2.0}))
+    monkeypatch.setattr(run, "update", lambda rollouts: {"seconds/move": 10.0, "loss": 3.0})
+    assert run.step([])[1] == {"seconds/move": 11.0, "seconds/sample": 2.0, "loss": 3.0}
+
+
 def test_gradient_checkpointing_changes_nothing():
     changes = []
     for checkpointing in (False, True):
@@ -833,6 +840,20 @@ def test_decoding_equals_the_stock_pipeline(pipe, size):
         ).images[0]  # fmt: skip
         assert image.size == (size[1], size[0])
         assert np.abs(pixels([image]) - pixels([expected])).max() <= 1
+
+
+@pytest.mark.parametrize(("guidance", "passes"), [("1.0", 2 * 3), ("1.5", 2 * 3 * 2)])
+def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, passes):
+    painter = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
+    settings = tiny_settings("--guidance-scale", guidance, "--decode-steps", "3", "--micro-batch-size", "2")
+    settings.height = settings.width = 32
+    calls = []
+    hook = painter.transformer.register_forward_pre_hook(lambda *arguments: calls.append(1))
+    try:
+        assert len(train.decode_images(painter, "a ring", torch.zeros(4, 257, dtype=torch.long), settings, 0)) == 4
+    finally:
+        hook.remove()
+    assert len(calls) == passes
 
 
 def test_one_noise_for_a_group_and_any_batch_size(pipe):
