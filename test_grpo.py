@@ -2034,6 +2034,20 @@ def test_a_rank_that_fails_ends_the_run_with_its_message(quick):
     assert max(os.listdir("run/checkpoints")) == "000001"
 
 
+def test_ranks_stop_together(quick):
+    """Only the second is told to stop, in its first step."""
+    Path("mine.py").write_text(
+        "import os, signal, torch\ncalls = []\ndef enough(images, prompts, targets):\n    calls.append(1)\n"
+        "    if len(calls) == 3 and os.environ['RANK'] == '1':\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return torch.arange(len(images)).float()\n"
+    )
+    code, output, errors = torchrun("--reward", "mine.py:enough", "--steps", "3", "--out", "run")
+    assert code == 0, errors
+    assert "saved; go on with: torchrun --nproc-per-node 2 train.py --resume run" in output
+    assert max(os.listdir("run/checkpoints")) == "000001"
+    assert [r["step"] for r in records("run/evaluation.jsonl")] == [0, 1]
+
+
 def test_a_rank_that_vanishes_does_not_leave_the_other_waiting(quick):
     Path("mine.py").write_text(
         "import os, signal, torch\ncalls = []\ndef fatal(images, prompts, targets):\n    calls.append(1)\n"

@@ -733,6 +733,7 @@ def cli(arguments=None):
         try:
             join_ranks()
             main(arguments)
+            gather(None)  # the first has the most to write; who leaves early would break the connection
         except UserError as error:
             gather(RankError(f"rank {rank()}: {error}" if rank() else str(error)))  # raised here too
     except RankError as error:
@@ -741,6 +742,9 @@ def cli(arguments=None):
         return 2
     except KeyboardInterrupt:  # before the first step: there is nothing to save yet
         return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 
