@@ -1,0 +1,325 @@
+"""Time our training step against that of TRL's GRPOTrainer: the same work, on one CPU thread.
+
+    pip install trl datasets
+    python benchmarks/against_trl.py [--steps 10] [--json FILE]
+
+Both train a LoRA adapter of the same random Llama with the same prompts, reward, number of new tokens, KL penalty, AdamW
+and micro-batch (one group). Before the clock starts, log-probs, loss and gradient on the same samples are compared.
+Steps alternate, so that a machine that is busy for a while slows both. TRL's step is what runs between its on_step_begin
+and on_step_end: all of its work on a batch, from sampling to the optimiser, without loading data and logging.
+
+TRL has its defaults, save for what would make it slower here (gradient checkpointing, bfloat16) or another algorithm
+(loss_type "dapo", a KL term times the ratio). It then needs no pass for the log-probs of the old policy. Where the work
+differs all the same:
+
+- TRL reads the prompt once a sample, ours once a group.
+- TRL's head computes the logits in the forward pass and again in the backward pass, which spares the memory to keep them,
+  on a CPU for the prompt's positions too; in the policy's pass it also computes every token's entropy, a metric.
+- Ours keeps the log-prob of each token as it is sampled; TRL takes pi_old from the policy's pass.
+- Of several prompts a step, TRL samples all groups as one batch, ours one group after the other.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import peft
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
+
+from grpo import GRPO, compute_advantages, compute_grpo_loss, get_per_token_logprobs
+
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    print(f"this compares with TRL, which is not installed ({error}): pip install trl datasets", file=sys.stderr)
+    sys.exit(2)
+
+# Large enough that matrices, not Python, take most of the time; sampling is about 60% of our step.
+MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": LORA_TARGETS}
+PROMPT_TOKENS, NEW_TOKENS = 64, 128
+LR, KL_COEF, CLIP_RANGE = 1e-4, 0.05, 0.2
+WARM_UP = 2  # steps that are not counted
+TOLERANCE = 1e-5
+
+
+def parse_options():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each (default: 10)")
+    parser.add_argument("--group-size", type=int, default=8, help="samples a prompt (default: 8)")
+    parser.add_argument("--prompts-per-step", type=int, default=1, help="groups in a step (default: 1)")
+    parser.add_argument("--json", type=Path, help="file for settings, versions and every timing")
+    options = parser.parse_args()
+    if options.steps < 2 or options.group_size < 2 or options.prompts_per_step < 1:
+        parser.error("at least 2 steps, groups of 2 and 1 prompt a step")
+    return options
+
+
+def build_model():
+    transformers.set_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**MODEL, bos_token_id=None, eos_token_id=None))
+
+
+def build_lora():
+    return peft.LoraConfig(**LORA, init_lora_weights=False)  # peft's start is 0, which would leave little to compare
+
+
+def build_tokenizer():
+    """One word for each id of the model. The end token is beyond them, so no sequence can end early."""
+    size = MODEL["vocab_size"]
+    words = {f"w{i}": i for i in range(size)} | {"<end>": size}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+
+
+def draw_prompts(count):
+    ids = torch.randint(MODEL["vocab_size"], (count, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    return [" ".join(f"w{i}" for i in row) for row in ids.tolist()]
+
+
+def reward(ids):
+    """The share of odd ids: next to no work, and hardly ever equal within a group, which we would pass over."""
+    if len(ids) != NEW_TOKENS:
+        raise RuntimeError(f"a sample of {len(ids)} tokens instead of {NEW_TOKENS}: the comparison is void")
+    return sum(i % 2 for i in ids) / len(ids)
+
+
+# ---- the two trainers ----------------------------------------------------------------------------------------------
+
+
+class TimedTRL(GRPOTrainer):
+    """GRPOTrainer that notes in `seconds` how long its phases took; `update` is what is left of the step."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seconds = {}
+
+    def _timed(self, phase, function, *args, **kwargs):
+        started = time.perf_counter()
+        result = function(*args, **kwargs)
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+        return result
+
+    def _generate_single_turn(self, *args, **kwargs):
+        return self._timed("sample", super()._generate_single_turn, *args, **kwargs)
+
+    def _calculate_rewards(self, *args, **kwargs):
+        return self._timed("score", super()._calculate_rewards, *args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        if torch.is_grad_enabled():
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return self._timed("reference", super()._get_per_token_logps_and_entropies, *args, **kwargs)
+
+
+def build_trl(options, prompts, tokenizer, folder):
+    config = GRPOConfig(
+        output_dir=folder,
+        max_steps=WARM_UP + options.steps,
+        num_generations=options.group_size,
+        per_device_train_batch_size=options.group_size,
+        gradient_accumulation_steps=options.prompts_per_step,  # it samples for all of them at once
+        max_completion_length=NEW_TOKENS,
+        temperature=1.0,
+        top_p=1.0,
+        beta=KL_COEF,
+        use_bias_correction_kl=False,
+        epsilon=CLIP_RANGE,
+        loss_type="grpo",
+        num_iterations=1,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        shuffle_dataset=False,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        logging_strategy="no",
+        report_to="none",
+        save_strategy="no",
+    )
+    return TimedTRL(
+        model=build_model(),
+        reward_funcs=lambda completion_ids, **_: [reward(ids) for ids in completion_ids],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        peft_config=build_lora(),
+    )
+
+
+def build_ours(options, tokenizer, weights):
+    model = peft.get_peft_model(build_model(), build_lora())
+    model.load_state_dict(weights)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    settings = SimpleNamespace(
+        group_size=options.group_size,
+        micro_batch_size=options.group_size,
+        iterations=1,
+        clip_range=CLIP_RANGE,
+        kl_coef=KL_COEF,
+        temperature=1.0,
+        top_p=1.0,
+    )
+    return GRPO(
+        model,
+        torch.optim.AdamW(trainable, lr=LR, weight_decay=0.0),
+        encode=lambda prompt: (torch.tensor(tokenizer(prompt)["input_ids"]), None, NEW_TOKENS),
+        decode=lambda prompt, tokens, seed: tokens.tolist(),
+        score=lambda samples, prompts, targets: (torch.tensor([reward(ids) for ids in samples]), {}),
+        settings=settings,
+        on_phase=lambda text: None,
+    )
+
+
+# ---- the check -----------------------------------------------------------------------------------------------------
+
+
+def objective_of_trl(trl, ids, advantages):
+    """Log-probs of policy and reference for the last NEW_TOKENS of each row, and the loss."""
+    prompts, samples = ids.split([PROMPT_TOKENS, NEW_TOKENS], dim=1)
+    arguments = trl.model, ids, torch.ones_like(ids), NEW_TOKENS
+    with torch.no_grad(), trl.model.disable_adapter():
+        reference, _, _ = trl._get_per_token_logps_and_entropies(*arguments)
+    policy, _, _ = trl._get_per_token_logps_and_entropies(*arguments)
+    inputs = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts)}
+    inputs |= {"completion_ids": samples, "completion_mask": torch.ones_like(samples)}
+    inputs |= {"advantages": advantages, "ref_per_token_logps": reference}
+    return policy, reference, trl.compute_loss(trl.model, inputs)
+
+
+def objective_of_ours(ours, ids, advantages):
+    """The same three from grpo.py."""
+    with torch.no_grad(), ours.model.disable_adapter():
+        reference = get_per_token_logprobs(ours.model, ids, NEW_TOKENS)
+    policy = get_per_token_logprobs(ours.model, ids, NEW_TOKENS)
+    old, coefficients = policy.detach(), {"clip_range": CLIP_RANGE, "kl_coef": KL_COEF}
+    loss, _ = compute_grpo_loss(policy, old, advantages, reference, **coefficients)
+    return policy, reference, loss
+
+
+def compare(trl, ours, group_size):
+    """How far the two are apart on the same samples; for the gradient, as a share of its largest entry."""
+    ids = torch.randint(MODEL["vocab_size"], (group_size, PROMPT_TOKENS + NEW_TOKENS))
+    advantages = compute_advantages(torch.tensor([reward(row[PROMPT_TOKENS:]) for row in ids.tolist()]), group_size)
+    names, results = ("log-probs", "reference", "loss", "gradient"), []
+    for trainer, objective in ((trl, objective_of_trl), (ours, objective_of_ours)):
+        trainer.model.eval()  # in training TRL divides the loss by the number of micro-batches, not known yet
+        *logprobs, loss = objective(trainer, ids, advantages)
+        adapter = [p for p in trainer.model.parameters() if p.requires_grad]
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, adapter)])
+        results.append([*logprobs, loss, gradient])
+    differences = {name: (x - y).abs().max().item() for name, x, y in zip(names, *results, strict=True)}
+    differences["gradient"] /= gradient.abs().max().item()
+    return differences
+
+
+# ---- the clock -----------------------------------------------------------------------------------------------------
+
+
+class Alternate(TrainerCallback):
+    """Times each step of TRL, and after it a step of ours on the same prompts."""
+
+    def __init__(self, trl, ours, prompts, count):
+        self.trl, self.ours, self.prompts, self.count = trl, ours, prompts, count
+        self.timings = {"TRL": [], "ours": []}  # a dict a step: seconds of the step and of its phases
+
+    def on_step_begin(self, *_, **__):
+        self.trl.seconds.clear()
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):
+        step = time.perf_counter() - self.started
+        phases = dict(self.trl.seconds)
+        self.timings["TRL"].append({"step": step, **phases, "update": step - sum(phases.values())})
+        first = (state.global_step - 1) * self.count
+        started = time.perf_counter()
+        _, metrics = self.ours.step(self.prompts[first : first + self.count], seed=first)
+        step = time.perf_counter() - started
+        if metrics["dead_groups"] or metrics["skipped"]:
+            raise RuntimeError("our step passed over a group: the comparison is void")
+        phases = {name.removeprefix("seconds/"): s for name, s in metrics.items() if name.startswith("seconds/")}
+        self.timings["ours"].append({"step": step, **phases})
+
+
+def median(steps, phase):
+    return statistics.median(step[phase] for step in steps)
+
+
+def median_and_quartiles(steps, phase):
+    if phase not in steps[0]:
+        return ""
+    low, middle, high = statistics.quantiles([step[phase] for step in steps], n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
+
+
+def print_table(timings):
+    """Medians with their quartiles, of the whole step and of every phase of a millisecond or more."""
+    print(f"\n{'seconds':12}{'TRL':>24}{'ours':>24}{'TRL / ours':>14}")
+    for phase in dict.fromkeys(phase for steps in timings.values() for phase in steps[0]):
+        medians = [median(steps, phase) for steps in timings.values() if phase in steps[0]]
+        if max(medians) >= 1e-3:
+            cells = "".join(f"{median_and_quartiles(steps, phase):>24}" for steps in timings.values())
+            print(f"{phase:12}{cells}" + (f"{medians[0] / medians[1]:14.2f}" if len(medians) == 2 else ""))
+
+
+def main():
+    options = parse_options()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore", FutureWarning)  # of names that TRL and transformers still use
+    tokenizer = build_tokenizer()
+    prompts = draw_prompts((WARM_UP + options.steps) * options.prompts_per_step)
+    with tempfile.TemporaryDirectory() as folder:
+        trl = build_trl(options, prompts, tokenizer, folder)
+        ours = build_ours(options, tokenizer, trl.model.state_dict())
+        differences = compare(trl, ours, options.group_size)
+        print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()))
+        if max(differences.values()) > TOLERANCE:
+            sys.exit(f"the two do not compute the same thing (tolerance {TOLERANCE}): no timing")
+        alternate = Alternate(trl, ours, prompts, options.prompts_per_step)
+        trl.add_callback(alternate)
+        trl.remove_callback(PrinterCallback)
+        trl.train()
+    timings = {name: steps[WARM_UP:] for name, steps in alternate.timings.items()}
+    print_table(timings)
+    ratio = median(timings["TRL"], "step") / median(timings["ours"], "step")
+    print(f"\na step of TRL takes {ratio:.2f} times as long as ours")
+    if options.json:
+        settings = {"group_size": options.group_size, "prompts_per_step": options.prompts_per_step, "threads": 1}
+        settings |= {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "model": MODEL, "lora": LORA}
+        settings |= {"lr": LR, "kl_coef": KL_COEF, "warm_up": WARM_UP}
+        packages = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
+        versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
+        results = {"settings": settings, "versions": versions, "differences": differences, "ratio": ratio}
+        options.json.write_text(json.dumps(results | {"timings": timings}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
