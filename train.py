@@ -434,7 +434,7 @@ def read_checkpoint(out):
         raise UserError(f"there is no checkpoint in {out} to resume")
     try:
         state = json.loads((found[-1] / "state.json").read_text())
-        return found[-1], state["step"], state["ranks"], state["settings"]
+        return found[-1], state["step"], state.get("ranks", 1), state["settings"]
     except (OSError, ValueError, KeyError) as error:
         raise corrupt(found[-1], error) from None
 
@@ -674,8 +674,8 @@ class Run:
             return self.evaluate()
         self.save()
         while True:
-            self.stopping = any(gather(self.stopping))  # together, or the others would wait for the one that stopped
-            if self.stopping:
+            if any(gather(self.stopping)):  # together, or the others would wait for the one that stopped
+                self.stopping = True
                 break
             if self.due():
                 self.evaluate()
