@@ -20,8 +20,8 @@ One step of training, in the order of this file:
     6. GRPO.step                  ties 1-5 together: micro-batches, reference, gradient clipping, optimiser
 
 What follows it changes no number, and can be skipped at first: HostWeights (7) lets a policy and a decoder that do not fit
-on a GPU together take turns, gather and average_gradients (8) make one step of several GPUs, GraphedModel (9) is a faster
-stand-in for the model in 1.
+on a GPU together take turns, gather and average_gradients (8) make one step of several GPUs, FastSampler (9) does 1 for
+all groups of a step at once.
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
 base with its adapter disabled is the reference. Nothing here knows GLM-Image; train.py hands in prompts as ids and
@@ -35,13 +35,17 @@ variants (DAPO, Dr. GRPO, GSPO); each of those is an edit of compute_advantages 
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    StaticCache,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -55,7 +59,9 @@ def _log_distribution(logits, num_codes, temperature, allowed=None):
 
     Sampling and scoring both come through here, so that a ratio never compares two different distributions.
     """
-    logits = logits[..., :num_codes].float() / temperature  # softmax in bf16 would lose the tail
+    logits = logits[..., :num_codes].float()  # softmax in bf16 would lose the tail
+    if temperature != 1:  # the largest tensor of a step: no copy for nothing
+        logits = logits / temperature
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     return logits.log_softmax(-1)
@@ -82,15 +88,20 @@ def _unpack(packed, size):
     return bits.bool().flatten(-2)[..., :size]
 
 
-def _draw(logits, num_codes, temperature, top_p, generator):
-    """One id a row: logits (G, vocabulary) -> ids (G, 1), their log-probs (G, 1), the nucleus (G, bytes) or None."""
-    logp, nucleus = _log_distribution(logits, num_codes, temperature), None  # (G, V)
+def _draw(logits, num_codes, temperature, top_p, generators):
+    """One id a row: logits (N*G, vocabulary) -> ids (N*G, 1), log-probs (N*G, 1), nucleus (N*G, bytes) or None.
+
+    Each of the N groups draws from a generator of its own, so its ids do not depend on who is sampled beside it.
+    """
+    logp, nucleus = _log_distribution(logits, num_codes, temperature), None  # (N*G, V)
     if top_p < 1:
-        nucleus = _nucleus(logp, top_p)  # (G, V)
+        nucleus = _nucleus(logp, top_p)  # (N*G, V)
         logp = _log_distribution(logits, num_codes, temperature, nucleus)
     # The winner of a race of exponential clocks with rates p is a draw from p. torch.multinomial runs the same race, but
     # first asks the GPU whether p is valid: the CPU would wait for every token instead of working ahead.
-    ids = (logp.exp() / torch.empty_like(logp).exponential_(generator=generator)).argmax(-1, keepdim=True)  # (G, 1)
+    groups = zip(logp.chunk(len(generators)), generators, strict=True)
+    clocks = torch.cat([torch.empty_like(group).exponential_(generator=generator) for group, generator in groups])
+    ids = (logp.exp() / clocks).argmax(-1, keepdim=True)  # (N*G, 1)
     return ids, logp.gather(-1, ids), None if nucleus is None else _pack(nucleus)
 
 
@@ -118,7 +129,7 @@ def generate_with_logprobs(
     offers no generator, and its scores come after the top-p cut without saying what was cut.
 
     Args:
-        model: a causal language model of transformers, with or without a PEFT adapter; or a GraphedModel of one.
+        model: a causal language model of transformers, with or without a PEFT adapter.
         prompt_ids: (L,) int64. One prompt: a group shares it, so it is read once and nothing is padded.
         position_ids: (3, L+T) int64 for a model with 3-D positions, None for a text model. A model with 3-D positions
             that is not told them falls back to text positions, silently.
@@ -146,7 +157,7 @@ def generate_with_logprobs(
         if t == 0:  # the prompt was read once; from here on every sample of the group shares what was read
             cache.batch_repeat_interleave(num_samples)
             logits = logits.expand(num_samples, -1)
-        ids, logp, kept = _draw(logits, num_codes, temperature, top_p, generator)  # (G, 1), (G, 1), (G, bytes)
+        ids, logp, kept = _draw(logits, num_codes, temperature, top_p, [generator])  # (G, 1), (G, 1), (G, bytes)
         start = len(prompt_ids) + t
         tokens.append(ids)
         logprobs.append(logp)
@@ -321,7 +332,7 @@ class GRPO:
         device: where to compute; None: where the model is.
         frozen: modules that decode needs.
         offload: the policy and `frozen` take turns on the device, for a GPU that cannot hold both.
-        graphed: a GraphedModel of `model` to sample with, for speed.
+        sampler: a FastSampler of `model`; None: generate_with_logprobs, group by group.
         on_phase: called with a few words when a phase starts, for progress bars.
 
     With torch.distributed every rank brings its own prompts, as many as the others; gradients and metrics are means over
@@ -342,14 +353,14 @@ class GRPO:
         frozen=(),
         device=None,
         offload=False,
-        graphed=None,
+        sampler=None,
         on_phase=print,
     ):
         if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
             raise ValueError("the model has dropout: policy, old policy and reference would disagree; set it to 0")
         self.model, self.optimizer, self.settings, self.frozen = model, optimizer, settings, frozen
         self.encode, self.decode, self.score, self.combine = encode, decode, score, combine
-        self.graphed, self.on_phase = graphed, on_phase
+        self.sampler, self.on_phase = sampler, on_phase
         self.device = torch.device(device or model.device)
         for module in frozen:
             module.requires_grad_(False)
@@ -371,11 +382,10 @@ class GRPO:
 
         Group i draws from `seed + i` alone: the same prompts and seed give the same pictures until the policy moves.
         """
-        size, metrics, rollouts = self.settings.group_size, {}, []
+        size, metrics = self.settings.group_size, {}
         with self._phase("sample", metrics, working=[self.model]):
             self.model.eval()
-            for i, prompt in self._each("sample", prompts):
-                rollouts.append(self._sample(prompt, seed + i))
+            rollouts = self._sample(prompts, seed)
         with self._phase("decode", metrics, working=self.frozen):
             for i, rollout in self._each("decode", rollouts):
                 rollout.images = self.decode(rollout.prompt, rollout.tokens, seed + i)
@@ -421,21 +431,31 @@ class GRPO:
                 self.optimizer.zero_grad()
         return _merge(metrics, add=means)
 
-    def _sample(self, prompt, seed):
-        prompt_ids, position_ids, num_new_tokens = self.encode(prompt)
-        if self.graphed is not None:
-            self.graphed.reserve(len(prompt_ids) + num_new_tokens)
-        tokens, logprobs, nucleus = generate_with_logprobs(
-            self.graphed or self.model,
-            prompt_ids,
-            num_new_tokens,
-            num_samples=self.settings.group_size,
-            position_ids=position_ids,
-            top_p=self.settings.top_p,
-            generator=torch.Generator(self.device).manual_seed(seed),
-            **self.shaping,
-        )
-        return Rollout(prompt, prompt_ids, position_ids, tokens.cpu(), logprobs.cpu(), nucleus)
+    def _sample(self, prompts, seed):
+        """A rollout for each prompt, without pictures yet."""
+        size, shaping = self.settings.group_size, {"top_p": self.settings.top_p, **self.shaping}
+        groups, rollouts = [(prompt, *self.encode(prompt)) for prompt in prompts], []
+        at_once = 1 if self.sampler is None else self.sampler.groups
+        for i, batch in self._each("sample", [groups[i : i + at_once] for i in range(0, len(groups), at_once)]):
+            _, prompt_ids, position_ids, lengths = zip(*batch, strict=True)
+            generators = [torch.Generator(self.device).manual_seed(seed + i * at_once + j) for j in range(len(batch))]
+            if self.sampler is None:
+                sampled = generate_with_logprobs(
+                    self.model,
+                    prompt_ids[0],
+                    lengths[0],
+                    num_samples=size,
+                    position_ids=position_ids[0],
+                    generator=generators[0],
+                    **shaping,
+                )
+            else:
+                sampled = self.sampler(prompt_ids, position_ids, lengths[0], size, generators, **shaping)
+            tokens, logprobs, nucleus = (None if x is None else x.cpu().split(size) for x in sampled)
+            for j, (prompt, ids, positions, _) in enumerate(batch):
+                kept = None if nucleus is None else nucleus[j]
+                rollouts.append(Rollout(prompt, ids, positions, tokens[j], logprobs[j], kept))
+        return rollouts
 
     def _logprobs(self, rollout, rows):
         """Log-probs (B, T) of some rows of a group, under the model as it stands."""
@@ -498,8 +518,8 @@ class GRPO:
         for module, weights in self.homes.items():
             if module not in working:
                 weights.down()
-        if self.graphed is not None and self.model not in working:
-            self.graphed.release()
+        if self.sampler is not None and self.model not in working:
+            self.sampler.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory cut into pieces for one model does not fit the other's
         for module in working:
@@ -604,78 +624,142 @@ AttentionInterface.register("grouped", _grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
-class GraphedModel:
-    """Stands in for the model in generate_with_logprobs: the same numbers, sooner, on a GPU.
+class FastSampler:
+    """generate_with_logprobs for all groups of a step at once: the same numbers, up to rounding, sooner.
 
-    A step of one token has to read all weights once, which is the time it cannot beat. The plain loop takes several times
-    as long, because Python launches some thousand small kernels a token one by one. Here the step is captured as one CUDA
-    graph and replayed: a single launch. A graph repeats the same kernels on the same addresses, so everything a step
-    reads or writes stays in place: the ids, their positions and a key-value cache of fixed size, whose unused end is
-    masked. The adapter stays attached: merged into bfloat16 weights most of its update would be rounded away.
+    A step of one token has to read all weights once, which is the time it cannot beat, for one sequence as for many. So all
+    groups go side by side: shorter prompts are padded on the left, and the padding is masked. What the plain loop loses on
+    a GPU besides is the time in which Python launches some thousand small kernels a token, one by one. There the step is
+    captured as one CUDA graph and replayed: a single launch. A graph repeats the same kernels on the same addresses, so all
+    that a step reads or writes stays in place: ids, positions, mask, and a key-value cache of fixed size, whose unused end
+    is masked. The adapter stays attached: merged into bfloat16 weights most of its update would be rounded away.
 
     Args:
-        model: what generate_with_logprobs takes, on its device whenever it is called. On a CPU there is no graph.
+        model: as for generate_with_logprobs, with attention over all positions.
+        groups: how many groups are sampled at once; fewer are filled up, for each new shape is captured anew.
         compile: let torch.compile fuse the small kernels first. It takes a minute or more, once, and a C compiler.
+        fixed: use the cache of fixed size, as always on a GPU and to compile. A growing one gives a CPU less to read.
     """
 
-    ROOM = 256  # the cache grows in steps, for each new size is captured, and compiled, anew
+    ROOM = 256  # the fixed cache is a multiple of this many tokens, so that few are too small for the next prompts
 
-    def __init__(self, model, compile=False):
-        self.model, self.size, self.cache, self.graph = model, 0, None, None
+    def __init__(self, model, groups, compile=False, fixed=False):
+        self.model, self.groups, self.cache, self.graph, self.size = model, groups, None, None, 0
+        self.fixed = fixed or compile
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter lives in its layers
         if compile:
             base.set_attn_implementation("grouped")
         self.forward = torch.compile(base.forward, dynamic=False) if compile else base.forward
 
-    @property
-    def device(self):
-        return self.model.device
-
-    def reserve(self, num_tokens):
-        """Make room for a prompt and what will be sampled; to be called before the first token."""
-        if num_tokens > self.size:
-            self.size = -(-num_tokens // self.ROOM) * self.ROOM
-            self.cache = self.graph = None
-
     def release(self):
         """Forget the graph, because the weights it reads are about to leave the device."""
         self.graph = self.logits = None
 
-    def __call__(self, input_ids, position_ids, past_key_values, **options):
-        """One call of the plain loop, with its own arguments: the prompt as it is, a single token in the fixed places."""
-        if past_key_values is None:
-            return self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=None, **options)
-        if past_key_values is not self.cache:
-            self._start(past_key_values, input_ids, position_ids)
-        self.ids.copy_(input_ids)
-        if position_ids is not None:
-            self.positions.copy_(position_ids)
-        if self.graph is None:
-            self._step()
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt_ids,
+        position_ids,
+        num_new_tokens,
+        num_samples,
+        generators,
+        num_codes=None,
+        temperature=1.0,
+        top_p=1.0,
+    ):
+        """Sample a group for each of N prompts, at most `groups`.
+
+        Args:
+            prompt_ids: N of (L,) int64, of any lengths. position_ids: N of (3, L+T) int64, or of None for a text model.
+            generators: N torch.Generators on the model's device.
+            num_new_tokens (T), num_samples (G), num_codes, temperature, top_p: as for generate_with_logprobs.
+
+        Returns:
+            tokens (N*G, T), logprobs (N*G, T), nucleus (N*G, T, bytes) or None, as generate_with_logprobs does.
+        """
+        count, fill = len(prompt_ids) * num_samples, self.groups - len(prompt_ids)
+        prompt_ids, position_ids = [*prompt_ids, *[prompt_ids[-1]] * fill], [*position_ids, *[position_ids[-1]] * fill]
+        logits, positions = self._start(prompt_ids, position_ids, num_new_tokens, num_samples)
+        tokens, logprobs, nucleus = [], [], []
+        for t in range(num_new_tokens):
+            if t > 0:
+                logits = self._next(tokens[-1], positions[..., t - 1 : t])
+            ids, logp, kept = _draw(logits[:count], num_codes, temperature, top_p, generators)
+            tokens.append(ids)
+            logprobs.append(logp)
+            nucleus.append(kept)
+        nucleus = None if top_p == 1 else torch.stack(nucleus, dim=1)
+        return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), nucleus
+
+    def _start(self, prompt_ids, position_ids, num_new_tokens, num_samples):
+        """Read the prompts one by one, set their caches side by side, each num_samples times, and capture the step.
+
+        Returns the logits of the first token (groups*G, vocabulary) and the positions of all tokens to come.
+        """
+        device, longest = self.model.device, max(map(len, prompt_ids))
+        self.fixed |= device.type == "cuda"
+        logits, caches, positions = [], [], []
+        for ids, given in zip(prompt_ids, position_ids, strict=True):
+            where = torch.arange(len(ids) + num_new_tokens) if given is None else given  # (L+T,) or (3, L+T)
+            read = where[..., : len(ids)].unsqueeze(-2).to(device)
+            output = self.model(
+                input_ids=ids.unsqueeze(0).to(device), position_ids=read, use_cache=True, logits_to_keep=1
+            )
+            logits.append(output.logits[:, -1])
+            caches.append(output.past_key_values.layers)
+            positions.append(where[..., len(ids) :])
+        padding = torch.tensor([longest - len(ids) for ids in prompt_ids], device=device).repeat_interleave(num_samples)
+        self._make_room(longest + num_new_tokens, len(padding), positions[0], device)
+        for i, layers in enumerate(zip(*caches, strict=True)):
+            both = [[pad(x, (0, 0, longest - x.shape[2], 0)) for x in (layer.keys, layer.values)] for layer in layers]
+            keys, values = (torch.cat(x).repeat_interleave(num_samples, 0) for x in zip(*both, strict=True))
+            self.cache.update(keys, values, i)
+        self.mask.copy_(torch.arange(self.size, device=device) >= padding.unsqueeze(1))
+        self.padded = len({len(ids) for ids in prompt_ids}) > 1
+        if self.graph is None and device.type == "cuda":
+            self._capture(longest)
+        positions = torch.stack(positions, dim=-2).repeat_interleave(num_samples, -2).to(device)  # (..., groups*G, T)
+        return torch.cat(logits).repeat_interleave(num_samples, 0), positions
+
+    def _make_room(self, length, rows, positions, device):
+        """The places of everything that a step reads or writes; fixed ones are kept as long as they suffice."""
+        if self.fixed and self.cache is not None and length <= self.size and rows == len(self.ids):
+            self.cache.reset()
+            return
+        self.graph, self.size = None, max(self.size, -(-length // self.ROOM) * self.ROOM)
+        if self.fixed:
+            self.cache = StaticCache(self.model.config, max_cache_len=self.size)
         else:
-            self.graph.replay()
-        return SimpleNamespace(past_key_values=self.cache, logits=self.logits)
+            self.cache = DynamicCache(config=self.model.config)
+        self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.positions = torch.zeros(*positions.shape[:-1], rows, 1, dtype=torch.long, device=device)
+        self.mask = torch.ones(rows, self.size, dtype=torch.bool, device=device)
 
     def _step(self):
         self.logits = self.forward(
             input_ids=self.ids,
+            attention_mask=self._attention_mask(),
             position_ids=self.positions,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
-        ).logits  # (G, 1, vocabulary)
+        ).logits[:, -1]  # (groups*G, vocabulary)
 
-    def _start(self, prompt_cache, ids, positions):
-        """Take over what the prompt left in its own, growing cache, and capture the step if that has not been done."""
-        num_samples, length = ids.shape[0], prompt_cache.get_seq_length()
-        if self.cache is None or self.cache.layers[0].keys.shape[0] != num_samples:
-            self.cache, self.graph = StaticCache(self.model.config, max_cache_len=self.size), None
-            self.ids, self.positions = ids.clone(), None if positions is None else positions.clone()
-        self.cache.reset()
-        for i, layer in enumerate(prompt_cache.layers):
-            self.cache.update(layer.keys, layer.values, i)
-        if self.graph is None and self.device.type == "cuda":
-            self._capture(length)
+    def _attention_mask(self):
+        """The fixed cache is masked whole, and hides its unused end itself; the growing one as far as it goes, if at all."""
+        if self.fixed:
+            return self.mask
+        return self.mask[:, : self.cache.get_seq_length() + 1] if self.padded else None
+
+    def _next(self, ids, positions):
+        """The logits of the next token, after the ids (N*G, 1) of the last, at their positions (..., groups*G, 1)."""
+        self.ids[: len(ids)].copy_(ids)
+        self.positions.copy_(positions)
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
+        return self.logits
 
     def _capture(self, length):
         """Record a step. It is first run in earnest, on a side stream, for what happens once: compilation, workspaces."""
@@ -693,6 +777,6 @@ class GraphedModel:
         self._rewind(length)
 
     def _rewind(self, length):
-        """Back to the end of the prompt: what the trial steps wrote beyond it will be written over."""
+        """Back to the end of the prompts: what the trial steps wrote beyond it will be written over."""
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(length)

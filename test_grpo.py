@@ -35,10 +35,12 @@ from transformers import (
     CLIPModel,
     CLIPProcessor,
     CLIPTokenizer,
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    StaticCache,
 )
 from transformers.generation.logits_process import TopPLogitsWarper
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -48,7 +50,7 @@ import rewards
 import train
 from grpo import (
     GRPO,
-    GraphedModel,
+    FastSampler,
     compute_advantages,
     compute_grpo_loss,
     generate_with_logprobs,
@@ -713,57 +715,64 @@ def compiled_at_once(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_graphed_model_samples_what_the_plain_loop_samples(pipe, compile, compiled_at_once, monkeypatch):
-    """One fixed cache for prompts of several lengths and pictures of several sizes; for the last it has to grow."""
-    monkeypatch.setattr(GraphedModel, "ROOM", 32)
+def both_ways(model, sampler, prompts, length, group, **shaping):
+    """What the plain loop samples prompt by prompt, and what the FastSampler does for all at once, from equal seeds."""
+    seeds = range(len(prompts))
+    one_by_one = [
+        generate_with_logprobs(
+            model, ids, length, num_samples=group, position_ids=positions,
+            generator=torch.Generator().manual_seed(seed), **shaping,
+        )
+        for seed, (ids, positions) in zip(seeds, prompts)
+    ]  # fmt: skip
+    plain = [None if parts[0] is None else torch.cat(parts) for parts in zip(*one_by_one)]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return plain, sampler(*zip(*prompts), length, group, generators, **shaping)
+
+
+@pytest.mark.parametrize("kind", ["growing", "fixed", "compile"])
+def test_fast_sampler_equals_the_plain_loop(pipe, kind, compiled_at_once, monkeypatch):
+    """Prompts of several lengths side by side; then fewer of them, and larger pictures, for which the cache must grow."""
+    monkeypatch.setattr(FastSampler, "ROOM", 32)
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder))
     perturb(model, 0.05)
-    graphed, codes = GraphedModel(model, compile), pipe.transformer.config.prior_vq_quantizer_codebook_size
-    cases = [("a blue cross on a white background", (32, 32)), ("a red circle", (32, 64)), ("a ring", (192, 192))]
-    for seed, (prompt, size) in enumerate(cases):
-        ids, positions, length = train.encode_prompt(pipe.processor, prompt, *size)
-        graphed.reserve(len(ids) + length)
-        assert graphed.size % graphed.ROOM == 0 and graphed.size >= len(ids) + length
-        plain, fast = [
-            generate_with_logprobs(
-                stand_in, ids, length, num_samples=3, position_ids=positions, num_codes=codes, temperature=0.9, top_p=0.9,
-                generator=torch.Generator().manual_seed(seed),
-            )
-            for stand_in in (model, graphed)
-        ]  # fmt: skip
+    sampler = FastSampler(model, 3, compile=kind == "compile", fixed=kind == "fixed")
+    shaping = {"num_codes": pipe.transformer.config.prior_vq_quantizer_codebook_size, "temperature": 0.9, "top_p": 0.9}
+    texts = ["a ring", "a blue cross on a white background", "a red circle on pink"]
+    for count, size in ((3, (32, 64)), (1, (160, 160))):
+        encoded = [train.encode_prompt(pipe.processor, text, *size) for text in texts[:count]]
+        prompts, length = [(ids, positions) for ids, positions, _ in encoded], encoded[0][2]
+        plain, fast = both_ways(model, sampler, prompts, length, 2, **shaping)
         assert torch.equal(plain[0], fast[0])
         torch.testing.assert_close(plain[1], fast[1], atol=1e-4, rtol=0)
         assert torch.equal(plain[2], fast[2])
-        assert len(plain[0].unique(dim=0)) > 1
+        assert len(plain[0].unique(dim=0)) == 2 * count
+        assert isinstance(sampler.cache, DynamicCache if kind == "growing" else StaticCache)
 
 
-def test_graphed_model_follows_the_adapter_and_the_size_of_the_group():
+@pytest.mark.parametrize("fixed", [False, True])
+def test_fast_sampler_follows_the_adapter_and_the_size_of_the_group(fixed):
     model = with_adapter(text_model())
-    graphed = GraphedModel(model)
-    graphed.reserve(10)
+    sampler, prompts = FastSampler(model, 2, fixed=fixed), [(ids, None) for ids in PROMPTS.values()]
     for size, group in ((0.0, 2), (0.3, 2), (0.6, 5)):
         perturb(model, size)
-        plain, fast = [
-            generate_with_logprobs(
-                m, PROMPTS["one"], 6, num_samples=group, generator=torch.Generator().manual_seed(1)
-            )
-            for m in (model, graphed)
-        ]  # fmt: skip
+        plain, fast = both_ways(model, sampler, prompts, 6, group)
         assert torch.equal(plain[0], fast[0])
         torch.testing.assert_close(plain[1], fast[1], atol=1e-5, rtol=0)
+        assert fast[2] is None
 
 
-def test_graphed_model_in_bfloat16_differs_by_rounding(pipe):
+def test_fast_sampler_in_bfloat16_differs_by_rounding(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16))
     perturb(model, 0.05)
     ids, positions, length = train.encode_prompt(pipe.processor, "a red circle", 64, 64)
-    shaping = {"position_ids": positions, "num_codes": 512, "temperature": 1.0}
-    graphed = GraphedModel(model)
-    graphed.reserve(len(ids) + length)
-    tokens, logprobs, _ = generate_with_logprobs(graphed, ids, length, num_samples=4, **shaping)
+    shaping = {"num_codes": make.NUM_CODES, "temperature": 1.0}
+    tokens, logprobs, _ = FastSampler(model, 1, fixed=True)(
+        [ids], [positions], length, 4, [torch.Generator()], **shaping
+    )
     with torch.no_grad():
-        again = get_per_token_logprobs(model, torch.cat([ids.expand(4, -1), tokens], 1), length, **shaping)
+        sequences = torch.cat([ids.expand(4, -1), tokens], 1)
+        again = get_per_token_logprobs(model, sequences, length, position_ids=positions, **shaping)
     assert (logprobs - again).abs().mean() < 0.02
     assert (logprobs - again).abs().max() < 0.5
 
@@ -780,19 +789,21 @@ def test_grouped_attention_equals_repeated_heads():
 
 def test_race_of_clocks_draws_what_multinomial_draws():
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(0)) * 3
-    ids, logp, _ = grpo._draw(logits, 80, 0.7, 1.0, torch.Generator().manual_seed(3))
+    ids, logp, _ = grpo._draw(logits, 80, 0.7, 1.0, [torch.Generator().manual_seed(3)])
     probabilities = (logits[:, :80] / 0.7).softmax(-1)
     expected = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(3))
     assert torch.equal(ids, expected)
     torch.testing.assert_close(logp, probabilities.log().gather(-1, expected))
 
 
-def test_step_with_the_graphed_model_equals_the_plain_step():
+def test_step_with_the_fast_sampler_equals_the_plain_step():
+    """Three groups, two at a time: the last one is filled up."""
     plain, fast = trainer(kl_coef=0.1), trainer(kl_coef=0.1)
-    fast.graphed = GraphedModel(fast.model)
+    fast.sampler = FastSampler(fast.model, 2)
     for run in (plain, fast):
-        run.step(["one", "two"])
-        run.step(["two"], seed=5)
+        run.step(["one", "two", "one"])
+        rollouts, _ = run.step(["two"], seed=5)
+        assert len(rollouts) == 1 and rollouts[0].tokens.shape == (4, 6)
     expected = adapter_of(plain.model)
     for name, parameter in adapter_of(fast.model).items():
         torch.testing.assert_close(parameter, expected[name], atol=1e-5, rtol=0)
@@ -2096,20 +2107,20 @@ def test_the_vision_tower_is_left_behind():
 
 
 def test_samplers_give_the_same_run(quick):
-    for sampler in ("plain", "graph"):
+    for sampler in ("plain", "fast"):
         assert quick("--steps", "2", "--sampler", sampler, "--out", sampler) == 0
-    for plain, graph in zip(records("plain/metrics.jsonl"), records("graph/metrics.jsonl"), strict=True):
-        assert plain == {name: pytest.approx(value, abs=1e-4) for name, value in graph.items()}
+    for plain, fast in zip(records("plain/metrics.jsonl"), records("fast/metrics.jsonl"), strict=True):
+        assert plain == {name: pytest.approx(value, abs=1e-4) for name, value in fast.items()}
 
 
 def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
     def no_compiler(self, *arguments, **options):
         raise InductorError(RuntimeError("Failed to find C compiler."), None)
 
-    monkeypatch.setattr(GraphedModel, "__call__", no_compiler)
-    assert quick("--steps", "1", "--sampler", "graph") == 2
+    monkeypatch.setattr(FastSampler, "__call__", no_compiler)
+    assert quick("--steps", "1", "--sampler", "fast") == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "Failed to find C compiler" in message and "--sampler graph" in message
+    assert "Failed to find C compiler" in message and "--sampler fast" in message
 
 
 # ---- 12. benchmarks -------------------------------------------------------------------------------------------------

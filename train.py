@@ -35,7 +35,7 @@ from torch._dynamo.exc import TorchDynamoException
 from tqdm import tqdm
 from transformers import set_seed
 
-from grpo import GRPO, GraphedModel, RankError, gather
+from grpo import GRPO, FastSampler, RankError, gather
 from rewards import RewardError, combine, parse_rewards, score
 
 TINY, RELEASE = str(Path(__file__).resolve().parent / "tiny-glm-image"), "zai-org/GLM-Image"
@@ -85,7 +85,7 @@ def above(minimum):
 
 
 OFFLOAD = (lambda value: value in ("auto", "always", "never")), "be auto, always or never"
-SAMPLERS = (lambda value: value in ("auto", "plain", "graph", "compile")), "be auto, plain, graph or compile"
+SAMPLERS = (lambda value: value in ("auto", "plain", "fast", "compile")), "be auto, plain, fast or compile"
 TRACKERS = (lambda value: value in ("none", "tensorboard", "wandb")), "be none, tensorboard or wandb"
 COMBINE = (lambda value: value in ("sum", "zscore")), "be sum or zscore"
 SEED = (lambda value: 0 <= value < 2**32), "be in 0..2**32-1"
@@ -121,7 +121,7 @@ class Settings:
         "auto", "always: policy and decoder take turns on the GPU; auto: if they have to", *OFFLOAD, free=True
     )
     sampler: str = option(
-        "auto", "how a token is sampled: plain, graph or compile (auto: compile on a GPU)", *SAMPLERS, free=True
+        "auto", "plain: group by group; fast: all at once; compile: compiled too (auto: on a GPU)", *SAMPLERS, free=True
     )
     seed: int = option(0, "fixes prompts, samples and noise", *SEED)
     out: str = option(None, "folder for everything the run leaves (default: the next free runs/N)", free=True)
@@ -547,7 +547,7 @@ class Run:
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0)
         frozen = [painter.text_encoder, painter.transformer, painter.vae]
-        sampler = settings.sampler if settings.sampler != "auto" else "compile" if device.type == "cuda" else "plain"
+        sampler = settings.sampler if settings.sampler != "auto" else "compile" if device.type == "cuda" else "fast"
         self.trainer = GRPO(
             self.policy,
             self.optimizer,
@@ -560,7 +560,9 @@ class Run:
             frozen=frozen,
             device=device,
             offload=take_turns(settings, device, [self.policy, *frozen]),
-            graphed=None if sampler == "plain" else GraphedModel(self.policy, compile=sampler == "compile"),
+            sampler=None
+            if sampler == "plain"
+            else FastSampler(self.policy, settings.prompts_per_step, sampler == "compile"),
             on_phase=self.on_phase,
         )
         self.step, self.evaluations = 0, []
@@ -714,9 +716,7 @@ def main(arguments=None):
         raise UserError(f"{error}; mend it and go on with --resume {run.out}") from None
     except TorchDynamoException as error:
         reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"torch.compile failed ({reason}); --sampler graph does without, --sampler plain also without a graph"
-        ) from None
+        raise UserError(f"torch.compile failed ({reason}); --sampler fast does without") from None
     except RankError:
         run.save_if_whole()
         raise

@@ -16,7 +16,6 @@ differs all the same:
 - TRL's head computes the logits in the forward pass and again in the backward pass, which spares the memory to keep them,
   on a CPU for the prompt's positions too; in the policy's pass it also computes every token's entropy, a metric.
 - Ours keeps the log-prob of each token as it is sampled; TRL takes pi_old from the policy's pass.
-- Of several prompts a step, TRL samples all groups as one batch, ours one group after the other.
 """
 
 import argparse
@@ -40,7 +39,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
-from grpo import GRPO, compute_advantages, compute_grpo_loss, get_per_token_logprobs
+from grpo import (
+    GRPO,
+    FastSampler,
+    compute_advantages,
+    compute_grpo_loss,
+    get_per_token_logprobs,
+)
 
 try:
     from datasets import Dataset
@@ -69,8 +74,8 @@ TOLERANCE = 1e-5
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each (default: 10)")
-    parser.add_argument("--group-size", type=int, default=8, help="samples a prompt (default: 8)")
-    parser.add_argument("--prompts-per-step", type=int, default=1, help="groups in a step (default: 1)")
+    parser.add_argument("--group-size", type=int, default=4, help="samples a prompt (default: 4)")
+    parser.add_argument("--prompts-per-step", type=int, default=4, help="groups in a step (default: 4)")
     parser.add_argument("--json", type=Path, help="file for settings, versions and every timing")
     options = parser.parse_args()
     if options.steps < 2 or options.group_size < 2 or options.prompts_per_step < 1:
@@ -194,6 +199,7 @@ def build_ours(options, tokenizer, weights):
         decode=lambda prompt, tokens, seed: tokens.tolist(),
         score=lambda samples, prompts, targets: (torch.tensor([reward(ids) for ids in samples]), {}),
         settings=settings,
+        sampler=FastSampler(model, options.prompts_per_step),
         on_phase=lambda text: None,
     )
 

@@ -32,11 +32,11 @@ from transformers import (
 )
 
 import train
-from grpo import GRPO, GraphedModel, generate_with_logprobs
+from grpo import GRPO, FastSampler, generate_with_logprobs
 from rewards import parse_rewards, score
 
-PROMPTS = ["a red circle on a pink background", "a blue cross on a white background"]
-CHECKED = 128  # tokens compared between the plain loop and the graphed step
+PROMPTS = Path(train.TINY, "prompts.txt").read_text().splitlines()
+CHECKED = 128  # tokens compared between the plain loop and the FastSampler
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -130,12 +130,13 @@ def prepare(trainer, modules):
 
 def measure_step(trainer, settings, steps):
     """One step to warm up (it compiles and captures), then the median of some, by phase."""
+    prompts = PROMPTS[: settings.prompts_per_step]
     trainer.settings, trainer.micro_batches = (
         settings,
         torch.arange(settings.group_size).split(settings.micro_batch_size),
     )
-    first, _ = seconds(lambda: trainer.step(PROMPTS[:1]), trainer.device)
-    records = [trainer.step(PROMPTS[:1], seed=i + 1)[1] for i in range(steps)]
+    first, _ = seconds(lambda: trainer.step(prompts), trainer.device)
+    records = [trainer.step(prompts, seed=100 * (i + 1))[1] for i in range(steps)]
     case = {name: statistics.median(r[name] for r in records) for name in records[0] if name.startswith("seconds/")}
     case |= {name: max(r[name] for r in records) for name in records[0] if name.startswith("gpu_gb/")}
     return case | {"first_step_seconds": first, "max_logprob_gap": max(r["max_logprob_gap"] for r in records)}
@@ -182,19 +183,16 @@ def measure_compiled_decoder(trainer, painter, settings):
 
 
 def check_sampler(trainer):
-    """The graphed step against the plain loop, same seed: until the first other token, do the log-probs agree?"""
+    """The FastSampler against the plain loop, same seed: until the first other token, do the log-probs agree?"""
     prepare(trainer, [trainer.model])
     trainer.model.eval()
     ids, positions, length = trainer.encode(PROMPTS[0])
-    count = min(length, CHECKED)
-    trainer.graphed.reserve(len(ids) + length)
-    (plain, expected, _), (tokens, logprobs, _) = [
-        generate_with_logprobs(
-            model, ids, count, num_samples=4, position_ids=positions, top_p=trainer.settings.top_p,
-            generator=torch.Generator(trainer.device).manual_seed(0), **trainer.shaping,
-        )
-        for model in (trainer.model, trainer.graphed)
-    ]  # fmt: skip
+    count, shaping = min(length, CHECKED), {"top_p": trainer.settings.top_p, **trainer.shaping}
+    generators = [torch.Generator(trainer.device).manual_seed(0) for _ in range(2)]
+    plain, expected, _ = generate_with_logprobs(
+        trainer.model, ids, count, num_samples=4, position_ids=positions, generator=generators[0], **shaping
+    )
+    tokens, logprobs, _ = trainer.sampler([ids], [positions], count, 4, generators[1:], **shaping)
     same = (plain == tokens).cumprod(dim=1).bool()  # (4, count): up to the first difference the inputs are equal too
     return {
         "tokens": same.numel(),
@@ -207,13 +205,14 @@ def check_sampler(trainer):
 
 
 def with_ratios(case, floor):
-    """Tokens a second, share of the floor, and the plain recipe over ours for sampling and decoding a group."""
-    sample, decode, group = case["seconds/sample"], case["seconds/decode"], case["group_size"]
-    plain = group * (case["plain_sample_seconds"] + case["plain_decode_seconds"])
+    """Tokens a second, share of the floor, and the plain recipe over ours for sampling and decoding the pictures of a step."""
+    sample, decode = case["seconds/sample"], case["seconds/decode"]
+    pictures = case["group_size"] * case["prompts_per_step"]
+    plain = pictures * (case["plain_sample_seconds"] + case["plain_decode_seconds"])
     return case | {
-        "tokens_per_second": group * case["tokens"] / sample,
+        "tokens_per_second": pictures * case["tokens"] / sample,
         "times_the_floor": sample / (case["tokens"] * floor),
-        "plain_group_seconds": plain,
+        "plain_seconds": plain,
         "plain_over_ours": plain / (sample + decode),
     }
 
@@ -225,7 +224,7 @@ def table(cases):
         [
             f"{c['size']}", f"{c['group_size']}",
             *(f"{c[f'seconds/{p}']:.2f}" if f"seconds/{p}" in c else "-" for p in phases),
-            f"{c['tokens_per_second']:.0f}", f"{c['times_the_floor']:.2f}", f"{c['plain_group_seconds']:.1f}",
+            f"{c['tokens_per_second']:.0f}", f"{c['times_the_floor']:.2f}", f"{c['plain_seconds']:.1f}",
             f"{c['plain_over_ours']:.2f}",
         ]
         for c in cases
@@ -243,8 +242,9 @@ def arguments():
     parser.add_argument("--tiny", action="store_true", help="the tiny model, on a CPU as well")
     parser.add_argument("--sizes", type=int, nargs="+", help="pixels, square (default: 512 1024; tiny: 64 128)")
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
+    parser.add_argument("--prompts-per-step", type=int, default=1, help="groups, sampled side by side (default: 1)")
     parser.add_argument("--micro-batch-size", type=int, default=4, help="as for train.py (default: 4)")
-    parser.add_argument("--sampler", default="auto", choices=["auto", "plain", "graph", "compile"])
+    parser.add_argument("--sampler", default="auto", choices=["auto", "plain", "fast", "compile"])
     parser.add_argument("--offload", default="auto", choices=["auto", "always", "never"])
     parser.add_argument("--cap-gb", type=float, help="hold the run under this much GPU memory, in 10^9 bytes")
     parser.add_argument("--steps", type=int, default=2, help="measured steps a case, after one to warm up (default: 2)")
@@ -267,7 +267,7 @@ def main():
         "--micro-batch-size",
         f"{options.micro_batch_size}",
     ]
-    flags += ["--offload", options.offload, "--kl-coef", "0.01"]
+    flags += ["--offload", options.offload, "--kl-coef", "0.01", "--prompts-per-step", f"{options.prompts_per_step}"]
 
     def settings_of(size, group):
         return train.parse_settings([*flags, "--height", f"{size}", "--width", f"{size}", "--group-size", f"{group}"])[
@@ -278,7 +278,7 @@ def main():
     current = settings_of(sizes[0], options.groups[0])
     policy, painter = train.split(pipeline(options.tiny, device), current, device)
     frozen = [painter.text_encoder, painter.transformer, painter.vae]
-    sampler = options.sampler if options.sampler != "auto" else "compile" if device.type == "cuda" else "graph"
+    sampler = options.sampler if options.sampler != "auto" else "compile" if device.type == "cuda" else "fast"
     rewards = parse_rewards("ssim:1,mse:1")
 
     def judge(images, prompts, targets):
@@ -297,7 +297,7 @@ def main():
         frozen=frozen,
         device=device,
         offload=train.take_turns(current, device, [policy, *frozen]),
-        graphed=None if sampler == "plain" else GraphedModel(policy, compile=sampler == "compile"),
+        sampler=None if sampler == "plain" else FastSampler(policy, options.prompts_per_step, sampler == "compile"),
         on_phase=lambda text: print(
             f"\r{current.height} px, group of {current.group_size}: {text}".ljust(60), end="", file=sys.stderr
         ),
@@ -316,14 +316,20 @@ def main():
         "floor_ms_a_token": 1e3 * read / bandwidth,
         "cases": [],
     }
-    if trainer.graphed is not None:
+    if trainer.sampler is not None:
         report["check"] = check_sampler(trainer)
     for size in sizes:
         current = settings_of(size, options.groups[0])
         plain = measure_plain(trainer, painter, current)
         for group in options.groups:
             current = settings_of(size, group)
-            case = {"size": size, "group_size": group, "tokens": trainer.encode(PROMPTS[0])[2], **plain}
+            case = {
+                "size": size,
+                "group_size": group,
+                "prompts_per_step": options.prompts_per_step,
+                "tokens": trainer.encode(PROMPTS[0])[2],
+                **plain,
+            }
             case |= measure_step(trainer, current, options.steps)
             report["cases"].append(with_ratios(case, read / bandwidth))
     if device.type == "cuda":

@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from benchmarks.glm_image import pipeline
-from grpo import GraphedModel, generate_with_logprobs, get_per_token_logprobs
+from grpo import FastSampler, _draw, get_per_token_logprobs
 
 META = torch.device("meta")
 PROMPT, GLYPHS = 60, 16  # tokens; both are small beside a picture's
+PROMPTS_PER_STEP = 4  # train.py's default: that many groups are sampled side by side
 CODES, BLOCK = 16_384, 512  # the allocator of CUDA rounds up to blocks of this many bytes
 
 
@@ -100,20 +101,21 @@ def peaks(policy, painters, size, group, micro_batch):
     length = 256 + grid**2
     positions = torch.zeros(3, PROMPT + length, dtype=torch.long, device=META)
     shaping = {"position_ids": positions, "num_codes": CODES, "temperature": 0.9}
-    graphed, found = GraphedModel(policy), {}
+    sampler, found = FastSampler(policy, PROMPTS_PER_STEP, fixed=True), {}
 
     @contextmanager
     def phase(name):
         """What the phase before left behind, the cache of the sampler, is counted too."""
         with content_free(), Alive([policy, *painters]) as alive:
             yield
-        found[name] = (alive.peak + (cache_bytes(graphed) if name != "sample" else 0)) / 1e9
+        found[name] = (alive.peak + (cache_bytes(sampler) if name != "sample" else 0)) / 1e9
 
     with phase("sample"), torch.no_grad():
         policy.eval()
-        graphed.reserve(PROMPT + length)
-        prompt = torch.zeros(PROMPT, dtype=torch.long)
-        generate_with_logprobs(graphed, prompt, 3, num_samples=group, **shaping)
+        prompts = [torch.zeros(PROMPT, dtype=torch.long)] * PROMPTS_PER_STEP
+        logits, where = sampler._start(prompts, [positions] * PROMPTS_PER_STEP, length, group)
+        ids, _, _ = _draw(logits, CODES, 0.9, 0.75, [None] * PROMPTS_PER_STEP)
+        sampler._next(ids, where[..., :1])  # the tokens after it find everything in place
     with phase("decode"), torch.no_grad():
         latents = torch.zeros(micro_batch, 16, size // 8, size // 8, dtype=torch.float32)
         two = torch.zeros(micro_batch, 2)
@@ -136,8 +138,8 @@ def peaks(policy, painters, size, group, micro_batch):
     return found
 
 
-def cache_bytes(graphed):
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in graphed.cache.layers)
+def cache_bytes(sampler):
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in sampler.cache.layers)
 
 
 def main():
