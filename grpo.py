@@ -166,6 +166,8 @@ def generate_with_logprobs(
     return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), nucleus
 
 
+# ---- 2. decode and score: handed in by the caller, see GRPO ---------------------------------------------------------
+
 # ---- 3. advantages --------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +363,7 @@ class GRPO:
         self.model, self.optimizer, self.settings, self.frozen = model, optimizer, settings, frozen
         self.encode, self.decode, self.score, self.combine = encode, decode, score, combine
         self.sampler, self.on_phase = sampler, on_phase
+        self.half_made = False  # whether a step has moved the policy and is not over: a bad moment to save
         self.device = torch.device(device or model.device)
         for module in frozen:
             module.requires_grad_(False)
@@ -374,6 +377,7 @@ class GRPO:
         """One step: a group for each prompt, one optimiser step an iteration. Returns the rollouts and the metrics."""
         rollouts, metrics = self.rollout(prompts, targets, seed)
         learned = self.update(rollouts)
+        self.half_made = False
         both = metrics.keys() & learned.keys()  # seconds spent moving weights
         return rollouts, metrics | learned | {name: metrics[name] + learned[name] for name in both}
 
@@ -425,6 +429,7 @@ class GRPO:
                 norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
                 if norm.isfinite():
                     metrics["grad_norm"] += norm.item() / self.settings.iterations
+                    self.half_made = True
                     self.optimizer.step()
                 else:  # one NaN stepped upon would be in every weight for good
                     metrics["skipped"] += 1
@@ -645,15 +650,15 @@ class FastSampler:
 
     def __init__(self, model, groups, compile=False, fixed=False):
         self.model, self.groups, self.cache, self.graph, self.size = model, groups, None, None, 0
-        self.fixed = fixed or compile
+        self.fixed, self.side = fixed or compile, None
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter lives in its layers
         if compile:
-            base.set_attn_implementation("grouped")
+            base.config.get_text_config()._attn_implementation = "grouped"
         self.forward = torch.compile(base.forward, dynamic=False) if compile else base.forward
 
     def release(self):
-        """Forget the graph, because the weights it reads are about to leave the device."""
-        self.graph = self.logits = None
+        """Forget the graph, because the weights it reads are about to leave the device, and free the cache."""
+        self.graph = self.logits = self.cache = None
 
     @torch.no_grad()
     def __call__(
@@ -746,7 +751,7 @@ class FastSampler:
         ).logits[:, -1]  # (groups*G, vocabulary)
 
     def _attention_mask(self):
-        """The fixed cache is masked whole, and hides its unused end itself; the growing one as far as it goes, if at all."""
+        """Of the fixed cache all, it hides its unused end itself; the growing one needs a mask if prompts differ in length."""
         if self.fixed:
             return self.mask
         return self.mask[:, : self.cache.get_seq_length() + 1] if self.padded else None
@@ -763,15 +768,17 @@ class FastSampler:
 
     def _capture(self, length):
         """Record a step. It is first run in earnest, on a side stream, for what happens once: compilation, workspaces."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self.side = self.side or torch.cuda.Stream()  # one for all captures: each would keep a workspace for good
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
             for _ in range(3):
                 self._step()
                 self._rewind(length)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self.side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(
+            graph, stream=self.side, capture_error_mode="thread_local"
+        ):  # NCCL has threads of its own
             self._step()
         self.graph = graph
         self._rewind(length)

@@ -736,6 +736,8 @@ def test_fast_sampler_equals_the_plain_loop(pipe, kind, compiled_at_once, monkey
     monkeypatch.setattr(FastSampler, "ROOM", 32)
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder))
     perturb(model, 0.05)
+    model.get_base_model().activation_checkpointing_enable()  # as on a GPU; it sleeps in eval mode
+    model.eval()
     sampler = FastSampler(model, 3, compile=kind == "compile", fixed=kind == "fixed")
     shaping = {"num_codes": pipe.transformer.config.prior_vq_quantizer_codebook_size, "temperature": 0.9, "top_p": 0.9}
     texts = ["a ring", "a blue cross on a white background", "a red circle on pink"]
@@ -748,6 +750,8 @@ def test_fast_sampler_equals_the_plain_loop(pipe, kind, compiled_at_once, monkey
         assert torch.equal(plain[2], fast[2])
         assert len(plain[0].unique(dim=0)) == 2 * count
         assert isinstance(sampler.cache, DynamicCache if kind == "growing" else StaticCache)
+    attention = model.get_base_model().model.language_model.layers[0].self_attn.config._attn_implementation
+    assert (attention == "grouped") == (kind == "compile")
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -2083,7 +2087,7 @@ def test_shares_of_the_ranks_are_all_there_is(monkeypatch):
 @pytest.mark.parametrize(
     ("choice", "free", "share", "expected"),
     [
-        ("auto", 9.0, 1.0, False),  # 0.4 GB of weights and 8 GB to work in
+        ("auto", 9.0, 1.0, False),  # 0.4 GB of weights and 8.2 GB to work in
         ("auto", 8.3, 1.0, True),
         ("auto", 40.0, 0.2, True),  # a cap counts like a smaller card
         ("always", 40.0, 1.0, True),
@@ -2094,10 +2098,27 @@ def test_what_fits_stays_on_the_gpu(monkeypatch, capsys, choice, free, share, ex
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 1e9, 40e9))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
     modules = [torch.nn.Linear(10_000, 10_000, bias=False, device="meta")]  # 0.4 GB
-    settings = SimpleNamespace(offload=choice)
+    settings = tiny_settings("--offload", choice, "--height", "1024", "--width", "1024")
     assert train.take_turns(settings, torch.device("cuda", 0), modules) == expected
     assert ("take turns" if expected else "both stay") in capsys.readouterr().out
-    assert not train.take_turns(settings, torch.device("cpu"), modules)
+    assert not train.take_turns(settings, CPU, modules)
+
+
+def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80e9, 80e9))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    monkeypatch.setattr(train, "gather", lambda value: [value, 1e9])
+    assert train.take_turns(tiny_settings(), torch.device("cuda", 0), [])
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "micro_batch", "peak"), [(1024, 4, 4, 5.2), (512, 4, 1, 1.3), (1024, 16, 8, 12.4)]
+)
+def test_memory_to_work_in_covers_what_was_computed(size, group, micro_batch, peak):
+    """`peak`: what benchmarks/memory.py says of both staying, less the weights: update or decoding, with the cache."""
+    arguments = ["--height", f"{size}", "--width", f"{size}", "--group-size", f"{group}"]
+    work = train.working_memory(tiny_settings(*arguments, "--micro-batch-size", f"{micro_batch}"))
+    assert peak < work / 1e9 < peak + 4
 
 
 def test_the_vision_tower_is_left_behind():
@@ -2108,7 +2129,7 @@ def test_the_vision_tower_is_left_behind():
 
 def test_samplers_give_the_same_run(quick):
     for sampler in ("plain", "fast"):
-        assert quick("--steps", "2", "--sampler", sampler, "--out", sampler) == 0
+        assert quick("--steps", "1", "--sampler", sampler, "--out", sampler) == 0
     for plain, fast in zip(records("plain/metrics.jsonl"), records("fast/metrics.jsonl"), strict=True):
         assert plain == {name: pytest.approx(value, abs=1e-4) for name, value in fast.items()}
 
@@ -2170,3 +2191,10 @@ def test_memory_at_full_size_is_computed_without_a_gpu():
     sample, decode, reference, update, one_token, turns, both = map(float, row.split()[3:])
     assert 18.4 < sample <= update == one_token == turns < both
     assert 15.7 < decode < turns and reference < update
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="TRL is installed")
+def test_benchmark_against_trl_says_what_it_needs():
+    process = benchmark("against_trl.py")
+    assert process.returncode == 2
+    assert "pip install trl datasets" in process.stderr.strip().splitlines()[-1]

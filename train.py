@@ -45,7 +45,6 @@ SHOWN = 4  # prompts, and pictures of each, in before-after.png
 EVAL_SEED = 2**62  # beyond the seeds of all training steps
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 PHASES = ("sample", "move", "decode", "score", "reference", "update")  # of a step, as they are timed
-WORK_GB = 8  # GPU memory to leave beside the weights: four 1024x1024 sequences take 4 to 5 (benchmarks/memory.py)
 
 # Settings whose best value depends on the model. Everything else has one default, in Settings.
 #                       tiny    GLM-Image
@@ -103,7 +102,10 @@ class Settings:
     group_size: int = option(4, "pictures sampled for a prompt and compared with one another", *at_least(2))
     prompts_per_step: int = option(4, "groups in a step, on each GPU", *at_least(1))
     micro_batch_size: int = option(
-        4, "sequences in a pass; bounds memory, results differ by rounding only", *at_least(1), free=True
+        4,
+        "sequences in a pass, pictures painted at a time; bounds memory, results differ by rounding only",
+        *at_least(1),
+        free=True,
     )
     steps: int = option(None, "training steps; 0 evaluates only", *at_least(0), free=True)
     iterations: int = option(1, "optimiser steps on each step's pictures; clipping acts above 1", *at_least(1))
@@ -121,7 +123,10 @@ class Settings:
         "auto", "always: policy and decoder take turns on the GPU; auto: if they have to", *OFFLOAD, free=True
     )
     sampler: str = option(
-        "auto", "plain: group by group; fast: all at once; compile: compiled too (auto: on a GPU)", *SAMPLERS, free=True
+        "auto",
+        "plain: group by group; fast: all at once; compile: compiled too; auto: compile on a GPU, fast on a CPU",
+        *SAMPLERS,
+        free=True,
     )
     seed: int = option(0, "fixes prompts, samples and noise", *SEED)
     out: str = option(None, "folder for everything the run leaves (default: the next free runs/N)", free=True)
@@ -246,6 +251,12 @@ def join_ranks():
         diffusers.utils.logging.disable_progress_bar()
 
 
+def leave_ranks(together):
+    """Close the connection, which waits for the others. Where one of them is lost, ending the process has to do."""
+    if dist.is_initialized() and together:
+        dist.destroy_process_group()
+
+
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -341,17 +352,30 @@ def split(pipe, settings, device):
     return policy, painter
 
 
+def working_memory(settings):
+    """Bytes to leave beside GLM-Image's weights, from what benchmarks/memory.py computes.
+
+    41 KB a token for the cache of all sequences that are sampled side by side, 0.8 MB a token for those in a training pass,
+    and 3 GB for the VAE's activations or, at other times, for gaps between tensors.
+    """
+    tokens = 320 + settings.height * settings.width // 32**2  # prompt, preview and picture
+    sampled = settings.prompts_per_step * settings.group_size
+    return (sampled * 41e3 + settings.micro_batch_size * 0.8e6) * tokens + 3e9
+
+
 def take_turns(settings, device, modules):
-    """Whether policy and decoder have to take turns on the GPU; printed, with the reason."""
+    """Whether policy and decoder have to take turns on the GPU; printed, with the reason. All ranks decide alike."""
     if device.type == "cpu":
         return False
-    weights = sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers())) / 1e9
+    torch.cuda.empty_cache()  # reward models have been there and back
+    weights = sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers()))
     free, total = torch.cuda.mem_get_info(device)
-    free = min(free, torch.cuda.get_per_process_memory_fraction(device) * total) / 1e9
-    offload = {"always": True, "never": False, "auto": weights + WORK_GB > free}[settings.offload]
+    free = min(gather(min(free, torch.cuda.get_per_process_memory_fraction(device) * total)))
+    work = working_memory(settings)
+    offload = {"always": True, "never": False, "auto": weights + work > free}[settings.offload]
     print(
-        f"memory: {weights:.1f} GB of weights and {WORK_GB} GB to work in, {free:.1f} GB free on the GPU: policy and decoder "
-        f"{'take turns on it' if offload else 'both stay on it'} (--offload {settings.offload})"
+        f"memory: {weights / 1e9:.1f} GB of weights and {work / 1e9:.1f} GB to work in, {free / 1e9:.1f} GB free on the GPU: "
+        f"policy and decoder {'take turns on it' if offload else 'both stay on it'} (--offload {settings.offload})"
     )
     return offload
 
@@ -442,7 +466,7 @@ def read_checkpoint(out):
 def restore(folder, policy, optimizer):
     try:
         peft.set_peft_model_state_dict(policy, peft.load_peft_weights(folder, device="cpu"))
-        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         raise corrupt(folder, error) from None
 
@@ -599,8 +623,8 @@ class Run:
         save_checkpoint(self.out, self.step, self.policy, self.optimizer, self.settings, best["step"])
 
     def save_if_whole(self):
-        """After a failure: with several iterations the step may be half made, and then the last checkpoint stands."""
-        if self.settings.iterations == 1:
+        """After a failure: if the policy has moved already, the step is half made, and the last checkpoint stands."""
+        if not self.trainer.half_made:
             self.save()
 
     def log(self, values, picture=None):
@@ -702,7 +726,13 @@ class Run:
 
 def main(arguments=None):
     started = time.time()
-    run = Run(*parse_settings(arguments))
+    try:
+        run = Run(*parse_settings(arguments))
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"no memory for the weights ({reason}); --offload always needs least on the GPU, --offload never on the host"
+        ) from None
     try:
         run.train()
     except torch.OutOfMemoryError:
@@ -737,14 +767,14 @@ def cli(arguments=None):
         except UserError as error:
             gather(RankError(f"rank {rank()}: {error}" if rank() else str(error)))  # raised here too
     except RankError as error:
-        if rank() == 0 or error.__cause__ is not None:
+        lost = error.__cause__ is not None  # then nobody else may be there to say so, nor to take leave of
+        if rank() == 0 or lost:
             print(f"error: {error}", file=sys.stderr)
+        leave_ranks(together=not lost)
         return 2
     except KeyboardInterrupt:  # before the first step: there is nothing to save yet
         return 130
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    leave_ranks(together=True)
     return 0
 
 

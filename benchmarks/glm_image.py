@@ -76,7 +76,11 @@ def build(make, device):
     with torch.device(device):
         module = make()
     torch.set_default_dtype(torch.float32)
-    return module.eval() if device.type == "meta" else module.eval().to("cpu")
+    if device.type == "meta":
+        return module.eval()
+    module = module.eval().to("cpu")
+    torch.cuda.empty_cache()  # what it leaves there would count as taken
+    return module
 
 
 def pipeline(tiny, device):
@@ -161,8 +165,11 @@ def measure_plain(trainer, painter, settings):
                 min_new_tokens=count, max_new_tokens=count, suppress_tokens=unused,
             )  # fmt: skip
 
+    attention = policy.get_base_model().config.get_text_config()
+    ours, attention._attn_implementation = attention._attn_implementation, "sdpa"  # transformers' own
     generate(8)  # warms up
     sample, sequence = seconds(lambda: generate(length), device)
+    attention._attn_implementation = ours
     prepare(trainer, trainer.frozen)
     decode, _ = seconds(lambda: trainer.decode(PROMPTS[0], sequence[:, -length:].cpu(), 0), device)
     return {"plain_sample_seconds": sample, "plain_decode_seconds": decode}
@@ -332,15 +339,24 @@ def main():
             }
             case |= measure_step(trainer, current, options.steps)
             report["cases"].append(with_ratios(case, read / bandwidth))
+            write(report, options.json)  # whatever fails later, what was measured stays
     if device.type == "cuda":
-        report["decoder"] = measure_compiled_decoder(trainer, painter, current)
         report["pinned_host_gb"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / 1e9
     report["peak_host_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     print("\r".ljust(60), file=sys.stderr)
     print(table(report["cases"]))
+    if device.type == "cuda":
+        try:
+            report["decoder"] = measure_compiled_decoder(trainer, painter, current)
+        except RuntimeError as error:
+            report["decoder"] = f"failed: {error}"
     print(*(f"{name}: {value}" for name, value in report.items() if name not in ("cases", "options")), sep="\n")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write(report, options.json)
+
+
+def write(report, path):
+    if path:
+        path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def build():
 
 
 def peaks(policy, painters, size, group, micro_batch):
-    """Gigabytes beside the weights at the peak of each phase."""
+    """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which stays if nothing moves."""
     _, decoder, vae = painters
     grid = size // 32
     length = 256 + grid**2
@@ -105,10 +105,9 @@ def peaks(policy, painters, size, group, micro_batch):
 
     @contextmanager
     def phase(name):
-        """What the phase before left behind, the cache of the sampler, is counted too."""
         with content_free(), Alive([policy, *painters]) as alive:
             yield
-        found[name] = (alive.peak + (cache_bytes(sampler) if name != "sample" else 0)) / 1e9
+        found[name] = alive.peak / 1e9
 
     with phase("sample"), torch.no_grad():
         policy.eval()
@@ -135,11 +134,8 @@ def peaks(policy, painters, size, group, micro_batch):
             policy.train()
             get_per_token_logprobs(policy, ids, scored, nucleus=nucleus[:, -scored:], **shaping).sum().backward()
         policy.zero_grad()
-    return found
-
-
-def cache_bytes(sampler):
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in sampler.cache.layers)
+    cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in sampler.cache.layers)
+    return found, cache / 1e9
 
 
 def main():
@@ -165,9 +161,9 @@ def main():
     for size in options.sizes:
         for group in options.groups:
             for micro_batch in options.micro_batch_sizes:
-                work = peaks(policy, painters, size, group, micro_batch)
+                work, cache = peaks(policy, painters, size, group, micro_batch)
                 turns = [work[n] + adapter + (painter if n == "decode" else base) for n in names]
-                both = max(work.values()) + adapter + painter + base
+                both = max(work["sample"], cache + max(work.values())) + adapter + painter + base
                 cells = "".join(f"{value:>14.1f}" for value in [*turns, max(turns)])
                 print(f"{size:>5}{group:>6}{micro_batch:>12}{cells}{both:>8.1f}")
 
