@@ -1,6 +1,6 @@
 """Every number has a second witness here: transformers' generate(), autograd, a hand-computed case or the pixels.
 
-pytest            # no network, no GPU, under four minutes on two cores
+pytest            # no network, no GPU, nine minutes on two cores
 """
 
 import copy
@@ -1877,19 +1877,21 @@ def test_a_full_disk_ends_in_a_clear_line(quick, tmp_path):
     assert resume("run", "--steps", "2") == 0
 
 
-@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "state.json", "adapter_config.json"])
-def test_a_corrupt_checkpoint_is_named(quick, capsys, file):
+def test_a_corrupt_checkpoint_is_named(quick, capsys):
     assert quick("--steps", "1", "--save-every", "1", "--out", "run") == 0
-    path = Path("run/checkpoints/000001") / file
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    code = resume("run", "--steps", "2")
-    if file == "adapter_config.json":  # restoring reads the weights alone
-        assert code == 0
-    else:
-        assert code == 2
-        assert "cannot read the checkpoint run/checkpoints/000001" in capsys.readouterr().err
-        shutil.rmtree("run/checkpoints/000001")
-        assert resume("run", "--steps", "2") == 0
+    for file in ("adapter_model.safetensors", "optimizer.pt", "state.json"):
+        shutil.copytree("run", "copy")
+        path = Path("copy/checkpoints/000001") / file
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        assert resume("copy", "--steps", "2") == 2
+        assert "cannot read the checkpoint copy/checkpoints/000001" in capsys.readouterr().err
+        shutil.rmtree("copy")
+    Path("run/checkpoints/000001/adapter_config.json").write_text("{")  # restoring reads the weights alone
+    shutil.copytree("run/checkpoints/000001", "run/checkpoints/000002")
+    Path("run/checkpoints/000002/optimizer.pt").write_bytes(b"")
+    assert resume("run", "--steps", "2") == 2
+    shutil.rmtree("run/checkpoints/000002")
+    assert resume("run", "--steps", "2") == 0, "from the one before, as the message says"
 
 
 def test_prompts_of_every_kind_work(quick):
@@ -2189,8 +2191,9 @@ def test_memory_at_full_size_is_computed_without_a_gpu():
     weights, *_, row = process.stdout.strip().splitlines()
     assert weights.startswith("policy 17.8 GB, adapter with its optimiser state 0.57 GB, decoder 15.1 GB")
     sample, decode, reference, update, one_token, turns, both = map(float, row.split()[3:])
-    assert 18.4 < sample <= update == one_token == turns < both
-    assert 15.7 < decode < turns and reference < update
+    assert update == one_token, "the logits are no part of the peak"
+    assert 18.4 < update and 15.7 < decode
+    assert turns == max(sample, decode, reference, update) < both
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="TRL is installed")
