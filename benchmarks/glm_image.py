@@ -259,30 +259,33 @@ def arguments():
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
         parser.error("the full size needs a CUDA GPU; --tiny runs on a CPU")
+    if options.json and not options.json.resolve().parent.is_dir():
+        parser.error(f"there is no folder {options.json.parent} to write to")
     return options
+
+
+def settings_of(options, size, group):
+    """train.py's own settings and defaults for one case."""
+    flags = {
+        "model": train.TINY if options.tiny else "released sizes",
+        "height": size,
+        "width": size,
+        "group-size": group,
+    }
+    flags |= {"prompts-per-step": options.prompts_per_step, "micro-batch-size": options.micro_batch_size}
+    flags |= {"offload": options.offload, "kl-coef": 0.01}
+    return train.parse_settings([word for name, value in flags.items() for word in (f"--{name}", str(value))])[0]
 
 
 def main():
     options = arguments()
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not options.tiny else torch.device("cpu")
-    if options.cap_gb:
+    if options.cap_gb and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(options.cap_gb * 1e9 / total, 1.0), device)
-    flags = [
-        "--model",
-        train.TINY if options.tiny else "released sizes",
-        "--micro-batch-size",
-        f"{options.micro_batch_size}",
-    ]
-    flags += ["--offload", options.offload, "--kl-coef", "0.01", "--prompts-per-step", f"{options.prompts_per_step}"]
-
-    def settings_of(size, group):
-        return train.parse_settings([*flags, "--height", f"{size}", "--width", f"{size}", "--group-size", f"{group}"])[
-            0
-        ]
-
     sizes = options.sizes or ([64, 128] if options.tiny else [512, 1024])
-    current = settings_of(sizes[0], options.groups[0])
+    current = settings_of(options, sizes[0], options.groups[0])
+    largest = settings_of(options, max(sizes), max(options.groups))
     policy, painter = train.split(pipeline(options.tiny, device), current, device)
     frozen = [painter.text_encoder, painter.transformer, painter.vae]
     sampler = options.sampler if options.sampler != "auto" else "compile" if device.type == "cuda" else "fast"
@@ -303,7 +306,7 @@ def main():
         num_codes=painter.transformer.config.prior_vq_quantizer_codebook_size,
         frozen=frozen,
         device=device,
-        offload=train.take_turns(current, device, [policy, *frozen]),
+        offload=train.take_turns(largest, device, [policy, *frozen]),
         sampler=None if sampler == "plain" else FastSampler(policy, options.prompts_per_step, sampler == "compile"),
         on_phase=lambda text: print(
             f"\r{current.height} px, group of {current.group_size}: {text}".ljust(60), end="", file=sys.stderr
@@ -326,10 +329,10 @@ def main():
     if trainer.sampler is not None:
         report["check"] = check_sampler(trainer)
     for size in sizes:
-        current = settings_of(size, options.groups[0])
+        current = settings_of(options, size, options.groups[0])
         plain = measure_plain(trainer, painter, current)
         for group in options.groups:
-            current = settings_of(size, group)
+            current = settings_of(options, size, group)
             case = {
                 "size": size,
                 "group_size": group,
