@@ -1852,6 +1852,23 @@ def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeyp
     assert os.listdir("run/checkpoints") == ["000000"]
 
 
+@pytest.mark.parametrize(("iteration", "saved"), [(0, "000001"), (1, "000000")])
+def test_a_half_made_step_is_not_saved(quick, monkeypatch, iteration, saved):
+    """Memory runs out in the second step: before the policy has moved the first step is saved, after it nothing is."""
+    original = GRPO._accumulate
+
+    def full(self, rollout, rows, number, *rest):
+        if finished and number == iteration:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        original(self, rollout, rows, number, *rest)
+
+    finished, step = [], GRPO.step
+    monkeypatch.setattr(GRPO, "_accumulate", full)
+    monkeypatch.setattr(GRPO, "step", lambda self, *given: (step(self, *given), finished.append(1))[0])
+    assert quick("--steps", "3", "--iterations", "2", "--out", "run") == 2
+    assert max(os.listdir("run/checkpoints")) == saved
+
+
 def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
     Path("mine.py").write_text(
         "import shutil, torch\ncalls = []\ndef vandal(images, prompts, targets):\n    calls.append(1)\n"
