@@ -1,6 +1,6 @@
 """Every number has a second witness here: transformers' generate(), autograd, a hand-computed case or the pixels.
 
-pytest            # no network, no GPU, nine minutes on two cores
+pytest            # no network, no GPU, under ten minutes on two cores
 """
 
 import copy
