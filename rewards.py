@@ -1,8 +1,8 @@
 """Rewards: functions that look at pictures and say how good they are.
 
-A reward is `f(images, prompts, targets) -> float tensor (N,)`: higher is better, NaN is "does not apply". `images` are N
-PIL images, `prompts` the N prompts they were painted for, `targets` N PIL images they should resemble (None where there
-is none), or None. Register yours with @reward, or keep it in a file of your own and name it on the command line:
+A reward is `f(images, prompts, targets) -> float tensor (N,)`: higher is better, NaN is "does not apply". It gets N PIL
+images, the N prompts they were painted for, and N PIL images they should resemble (None where there is none), or None.
+Add yours to REWARDS near the end of this file, or keep it in a file of your own and name it on the command line:
 
     python train.py --reward lpips:0.4,ssim:0.2,text:0.3,aesthetic:0.1    # a weight left out is 1
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust
@@ -13,36 +13,25 @@ is none), or None. Register yours with @reward, or keep it in a file of your own
     clip, pickscore, hps       fit to the prompt: CLIP, and two CLIPs tuned to people's choices
     aesthetic                  how pretty people find it, whatever the prompt
 
-Models load once, when named; the table MODELS says from where. A folder given in their place holds all files of its row:
-for aesthetic, those of the CLIP model with aesthetic-model.pth among them.
+Models load once, when named, from where REWARDS says. A folder given instead holds all the files of that row together.
 """
 
 import functools
-import importlib.util
 import math
 import re
+import runpy
 import unicodedata
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch.nn import ParameterList
 from transformers import CLIPModel, CLIPProcessor
 from transformers.utils import cached_file
 
 from grpo import compute_advantages
-
-REWARDS = {}
-
-
-def reward(function):
-    """Register a reward under its own name."""
-    REWARDS[function.__name__] = function
-    return function
-
 
 # ---- likeness to a target ------------------------------------------------------------------------------------------
 
@@ -51,19 +40,13 @@ class NoTargets(ValueError):
     """A reward compares with target pictures and there are none."""
 
 
-class RewardError(ValueError):
-    """A reward failed, or is not a number one can learn from; the message names it and the prompt."""
-
-
 def to_tensor(image, size=None):
     """A PIL image as (3, height, width) float32 in 0..1, resized to `size` (width, height) if it differs."""
-    image = image.convert("RGB")
-    if size is not None and image.size != size:
-        image = image.resize(size, Image.Resampling.LANCZOS)
+    image = image.convert("RGB").resize(size or image.size, Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
-def compare(name, measure, images, targets):
+def against_targets(name, measure, images, targets):
     """`measure` of each image and its target, as tensors of the image's size: (N,), NaN where the target is None."""
     if targets is None:
         raise NoTargets(f"reward '{name}' compares with target pictures: give a folder of them with --targets")
@@ -71,16 +54,14 @@ def compare(name, measure, images, targets):
     return torch.tensor([math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs])
 
 
-@reward
 def mse(images, prompts, targets):
     """Negative mean squared error, pixels in 0..1: 0 for a perfect copy, -1 at worst."""
-    return compare("mse", lambda a, b: -(a - b).square().mean(), images, targets)
+    return against_targets("mse", lambda a, b: -(a - b).square().mean(), images, targets)
 
 
-@reward
 def ssim(images, prompts, targets):
     """Structural similarity in -1..1, 1 for a perfect copy (Wang et al. 2004, eq. 13): see ssim_map."""
-    return compare("ssim", lambda a, b: ssim_map(a, b).mean(), images, targets)
+    return against_targets("ssim", lambda a, b: ssim_map(a, b).mean(), images, targets)
 
 
 def ssim_map(a, b):
@@ -90,22 +71,17 @@ def ssim_map(a, b):
     judged by its mean alone, so a blank picture scores on the background and nowhere else.
     """
     x = torch.arange(11, dtype=a.dtype) - 5
-    window = (-(x**2) / (2 * 1.5**2)).exp()
-    window = window / window.sum()
-
-    def blur(image):
-        image = F.conv2d(image.unsqueeze(1), window.view(1, 1, 11, 1))
-        return F.conv2d(image, window.view(1, 1, 1, 11)).squeeze(1)
-
-    mean_a, mean_b = blur(a), blur(b)
-    var_a, var_b, covariance = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2, blur(a * b) - mean_a * mean_b
+    window = (-(x**2) / (2 * 1.5**2)).softmax(0).expand(3, 1, 1, 11)
+    maps = torch.stack([a, b, a * a, b * b, a * b])  # (5, 3, H, W), blurred along rows, then along columns
+    mean_a, mean_b, mean_aa, mean_bb, mean_ab = F.conv2d(F.conv2d(maps, window, groups=3), window.mT, groups=3)
+    var_a, var_b, covariance = mean_aa - mean_a**2, mean_bb - mean_b**2, mean_ab - mean_a * mean_b
     c1, c2 = 0.01**2, 0.03**2  # the paper's K1, K2 for a range of 1
     luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
     return luminance * (2 * covariance + c2) / (var_a + var_b + c2)
 
 
 @contextmanager
-def working(model):
+def lend_gpu(model):
     """Lends the GPU, if there is one, to a model while it scores: policy and decoder need the memory."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -116,40 +92,37 @@ def working(model):
         model.to("cpu")
 
 
+# Written out, for the usual packages need torchvision and use nothing of it but five convolutions of AlexNet.
 class Lpips(torch.nn.Module):
-    """Negative LPIPS 0.1, 0 for a perfect copy (Zhang et al. 2018, eq. 1). Needs sides of 32 pixels or more.
-
-    Written out, for the usual packages need torchvision and use nothing of it but five convolutions of AlexNet.
-    """
+    """Negative LPIPS 0.1, 0 for a perfect copy (Zhang et al. 2018, eq. 1). Needs sides of 32 pixels or more."""
 
     def __init__(self, alexnet, heads):
         super().__init__()
-        alexnet, heads = _state_dict(alexnet, "alexnet-owt-7be5be79.pth"), _state_dict(heads, "alex.pth")
-        self.kernels = ParameterList(alexnet[f"features.{n}.weight"] for n in (0, 3, 6, 8, 10))
-        self.biases = ParameterList(alexnet[f"features.{n}.bias"] for n in (0, 3, 6, 8, 10))
-        self.heads = ParameterList(heads[f"lin{n}.model.1.weight"] for n in range(5))  # (1, channels, 1, 1)
+        alexnet, heads = _weights(alexnet, "alexnet-owt-7be5be79.pth"), _weights(heads, "alex.pth")
+        self.kernels = torch.nn.ParameterList(alexnet[f"features.{n}.weight"] for n in (0, 3, 6, 8, 10))
+        self.biases = torch.nn.ParameterList(alexnet[f"features.{n}.bias"] for n in (0, 3, 6, 8, 10))
+        self.heads = torch.nn.ParameterList(heads[f"lin{n}.model.1.weight"] for n in range(5))  # (1, channels, 1, 1)
 
     def forward(self, images, prompts, targets):
-        with working(self) as device:
-            return compare("lpips", lambda a, b: -self.distance(a.to(device), b.to(device)), images, targets)
+        with lend_gpu(self) as device:
+            return against_targets("lpips", lambda a, b: -self.distance(a.to(device), b.to(device)), images, targets)
 
     def distance(self, a, b):
-        """(3, H, W) and (3, H, W), values in 0..1 -> scalar, 0 or more: weighted differences of unit-length features."""
+        """(3, H, W) and (3, H, W), values in 0..1 -> scalar, 0 or more: weighted differences of unit features."""
         shift, scale = torch.tensor([[-0.030, -0.088, -0.188], [0.458, 0.448, 0.450]]).to(a).view(2, 3, 1, 1)
         x, total = (torch.stack([a, b]) * 2 - 1 - shift) / scale, 0
         for n, (kernel, bias, head) in enumerate(zip(self.kernels, self.biases, self.heads, strict=True)):
-            if n in (1, 2):
-                x = F.max_pool2d(x, 3, stride=2)
+            x = F.max_pool2d(x, 3, stride=2) if n in (1, 2) else x
             x = F.conv2d(x, kernel, bias, stride=(4, 1, 1, 1, 1)[n], padding=(2, 2, 1, 1, 1)[n]).relu()  # (2, C, h, w)
             unit = x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)
             total += F.conv2d((unit[:1] - unit[1:]).square(), head).mean()
         return total
 
 
-def _state_dict(source, file):
+def _weights(source, file):
     if source.startswith("https://"):
         return torch.hub.load_state_dict_from_url(source, map_location="cpu", check_hash=True, weights_only=True)
-    return torch.load(Path(source) / file, map_location="cpu", weights_only=True)
+    return torch.load(cached_file(source, file), map_location="cpu", weights_only=True)
 
 
 # ---- text in the picture -------------------------------------------------------------------------------------------
@@ -190,8 +163,7 @@ class Text:
     def __init__(self):
         from rapidocr import RapidOCR
 
-        # Three times faster than the defaults.
-        fast = {"Global.use_cls": False, "Det.limit_type": "max", "Det.limit_side_len": 736}
+        fast = {"Global.use_cls": False, "Det.limit_type": "max", "Det.limit_side_len": 736}  # three times faster
         fast |= {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
         self.ocr = RapidOCR(params={"Global.log_level": "error", **fast})
         self.ocr(Image.new("RGB", (64, 64)))  # only a picture makes it load its models
@@ -201,12 +173,10 @@ class Text:
 
     def accuracy(self, image, strings):
         wanted = [letters_and_digits(string) for string in strings]
-        length = sum(map(len, wanted))
-        if length == 0:
+        if not any(wanted):
             return math.nan
-        lines = self.ocr(image.convert("RGB")).txts or ()  # top to bottom: a string may run over several
-        read = letters_and_digits("".join(lines))
-        return 1 - sum(infix_distance(string, read) for string in wanted) / length
+        read = letters_and_digits("".join(self.ocr(image.convert("RGB")).txts or ()))  # a string may run over lines
+        return 1 - sum(infix_distance(string, read) for string in wanted) / sum(map(len, wanted))
 
 
 # ---- CLIP and its relatives ----------------------------------------------------------------------------------------
@@ -230,14 +200,13 @@ class Clip:
         self.model, self.processor = _clip(model, processor)
 
     def __call__(self, images, prompts, targets):
-        pictures, texts = self.embed(images, prompts)
-        return (pictures * texts).sum(1)
+        return F.cosine_similarity(*self.embed(images, prompts))
 
     def embed(self, images, prompts):
         """Unit vectors of pictures and prompts, (N, D) both."""
         fit = {"padding": True, "truncation": True, "max_length": 77}
         inputs = self.processor(text=list(prompts), images=list(images), return_tensors="pt", **fit)
-        with working(self.model) as device:
+        with lend_gpu(self.model) as device:
             output = self.model(**inputs.to(device))
         return output.image_embeds.cpu(), output.text_embeds.cpu()
 
@@ -247,7 +216,7 @@ class Aesthetic(Clip):
 
     def __init__(self, clip, head):
         super().__init__(clip, clip)
-        weights = torch.load(cached_file(head, "aesthetic-model.pth"), map_location="cpu", weights_only=True)
+        weights = _weights(head, "aesthetic-model.pth")
         numbers = sorted({int(key.split(".")[1]) for key in weights})  # gaps: dropout, which only training has
         self.layers = [(weights[f"layers.{n}.weight"], weights[f"layers.{n}.bias"]) for n in numbers]
 
@@ -263,7 +232,9 @@ class Aesthetic(Clip):
 CLIP_L, CLIP_H = "openai/clip-vit-large-patch14", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 ALEXNET = "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
 LPIPS_HEADS = "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpips/weights/v0.1/alex.pth"
-MODELS = {  # name: what to make, and where its weights come from unless NAME=FOLDER says otherwise
+REWARDS = {  # name: a function, or what to make and where its weights come from unless NAME=FOLDER says otherwise
+    "mse": mse,
+    "ssim": ssim,
     "lpips": (Lpips, {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
     "text": (Text, {}),
     "clip": (Clip, {"model": CLIP_L, "processor": CLIP_L}),
@@ -276,114 +247,104 @@ MODELS = {  # name: what to make, and where its weights come from unless NAME=FO
 def parse_rewards(spec):
     """'ssim:1,clip=folder:0.5' or 'my_file.py:function:2' -> {name: (function, weight)}.
 
-    Raises:
-        ValueError: an unknown reward, one named twice, a weight that is not a number, a file or function that does not
-            exist, a package or weights that are missing.
+    Raises ValueError, in one line, for what is unknown, named twice, not a number or missing: file, package, weights.
     """
     rewards = {}
     for item in filter(None, (part.strip() for part in spec.split(","))):
-        *head, last = item.split(":")
-        try:
-            weight, source = (float(last), ":".join(head)) if head else (1.0, item)
-        except ValueError:
-            weight, source = 1.0, item
-        kind, _, folder = source.partition("=")
-        name = kind if kind in MODELS else source
+        source, weight = item, 1.0
+        with suppress(ValueError):  # what is no number belongs to the name
+            head, _, last = item.rpartition(":")
+            source, weight = head or item, float(last)
         if not math.isfinite(weight):
-            raise ValueError(f"the weight of reward {name!r} is {weight}")
+            raise ValueError(f"the weight of reward {source!r} is {weight}")
+        name, _, folder = source.partition("=")
+        if isinstance(REWARDS.get(name), tuple):  # only models take a folder
+            function = _load_model(name, folder)
+        else:
+            name, function = Path(source).name, REWARDS.get(source) or _load_from_file(source)
         if name in rewards:
             raise ValueError(f"reward {name!r} is named twice")
-        rewards[name] = (_load_model(name, folder) if name in MODELS else _load_function(name), weight)
+        rewards[name] = (function, weight)
     if not rewards:
-        raise ValueError(f"no reward in {spec!r}; known rewards: {', '.join(sorted(REWARDS | MODELS))}")
+        raise ValueError(f"no reward in {spec!r}; known rewards: {', '.join(sorted(REWARDS))}")
     return rewards
 
 
 def _load_model(name, folder):
-    make, sources = MODELS[name]
+    make, sources = REWARDS[name]
     if folder and not (sources and Path(folder).is_dir()):
         raise ValueError(f"reward '{name}' " + (f"finds no folder {folder}" if sources else "takes no folder"))
     try:
         return make(**{part: folder or source for part, source in sources.items()})
     except Exception as error:  # no network, half a download, weights of something else: mended alike
-        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         parts = " and ".join(f"the {part} of {source}" for part, source in sources.items())
         mend = f"put {parts} in a folder: --reward {name}=FOLDER" if parts else "pip install rapidocr onnxruntime"
         raise ValueError(f"cannot load reward '{name}' ({reason}); {mend}") from error
 
 
-def _load_function(name):
-    if name in REWARDS:
-        return REWARDS[name]
+def _load_from_file(name):
     path, _, function = name.rpartition(":")
     if not path.endswith(".py"):
-        known = ", ".join(sorted(REWARDS | MODELS))
-        raise ValueError(f"unknown reward {name!r}; known: {known}; your own: file.py:function, a weight after a colon")
+        raise ValueError(f"unknown reward {name!r}; known: {', '.join(sorted(REWARDS))}; your own: file.py:function")
     if not Path(path).is_file():
         raise ValueError(f"the reward file {path} does not exist")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(module_spec)
     try:
-        module_spec.loader.exec_module(module)
+        names = runpy.run_path(path)
     except (SyntaxError, ImportError) as error:
         raise ValueError(f"the reward file {path} cannot be loaded: {error}") from None
-    if not hasattr(module, function):
+    if function not in names:
         raise ValueError(f"{path} has no function {function!r}")
-    return getattr(module, function)
+    return names[function]
+
+
+class RewardError(ValueError):
+    """A reward failed, or is not a number one can learn from; the message names it and the prompts."""
 
 
 def score(rewards, images, prompts, targets):
-    """Judge every picture by every reward: their weighted sum (N,), see combine, and the raw values {name: (N,)}.
+    """What each reward says of each picture: the raw values, {name: (N,)}. Raises whatever call_reward raises."""
+    return {name: call_reward(name, function, images, prompts, targets) for name, (function, _) in rewards.items()}
 
-    Raises:
-        NoTargets: a reward compares with targets and there are none.
-        RewardError: a reward raised, is infinite, or is not one number a picture.
+
+def call_reward(name, function, images, prompts, targets):
+    """What a reward says of each picture: (N,) float32 on the CPU, NaN where it does not apply.
+
+    Raises NoTargets, or RewardError for a reward that raised, is infinite or is not one number a picture.
     """
-    parts = {}
-    for name, (function, _) in rewards.items():
-        values = _judge(name, function, images, prompts, targets)
-        if values.shape != (len(images),):
-            raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
-        for i in values.isinf().nonzero().flatten().tolist():
-            raise RewardError(f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompts[i]!r})")
-        parts[name] = values
-    return combine(parts, {name: weight for name, (_, weight) in rewards.items()}), parts
-
-
-def _judge(name, function, images, prompts, targets):
     try:
-        return torch.as_tensor(function(images, prompts, targets), dtype=torch.float32).cpu()
-    except (NoTargets, torch.OutOfMemoryError):
+        values = torch.as_tensor(function(images, prompts, targets), dtype=torch.float32).cpu()
+    except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
         raise
     except Exception as error:
-        about = f"prompt {prompts[0]!r}"
-        if len(images) > 1:  # a batch fails as a whole; judged alone, the culprit shows
-            for i in range(len(images)):
-                _judge(name, function, images[i : i + 1], prompts[i : i + 1], targets and targets[i : i + 1])
-            about = f"{len(images)} images together"
-        raise RewardError(f"reward '{name}' failed for {about}: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        names = [repr(prompt) for prompt in dict.fromkeys(prompts)]
+        which = "prompt" if len(names) == 1 else "prompts"
+        names[4:] = [f"and {len(names) - 4} more"] if len(names) > 4 else []
+        raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {reason}") from error
+    if values.shape != (len(images),):
+        raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
+    for i in values.isinf().nonzero().flatten().tolist():
+        raise RewardError(f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompts[i]!r})")
+    return values
 
 
-def combine(parts, weights, group_size=1, how="sum"):
-    """Several rewards as one: the weighted sum of those that apply to an image.
+def combine(raw_rewards, weights, group_size=1, how="sum"):
+    """Several rewards as one, (N,) float32: the weighted sum of those that apply, NaN for an image to which none does.
 
     Args:
-        parts: {name: (N,) float}, NaN where a reward does not apply; prompt after prompt, `group_size` images each.
+        raw_rewards: {name: (N,) float}, NaN where one does not apply; prompt after prompt, `group_size` images each.
         weights: {name: float}.
         how: "sum" adds the values as they are, so the reward with the largest spread rules; "zscore" first turns each
             into its z-score within its group (see compute_advantages), so that the weights alone decide.
 
-    Returns:
-        (N,) float32, NaN for an image to which no reward applies.
-
-    Raises:
-        ValueError: an unknown `how`, or values that do not form groups.
+    Raises ValueError for an unknown `how`, or values that do not form groups.
     """
     if how not in ("sum", "zscore"):
         raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")
-    values = torch.stack(list(parts.values()))  # (R, N)
+    values = torch.stack(list(raw_rewards.values()))  # (R, N)
     applies = ~values.isnan()
     if how == "zscore":
         values = torch.stack([compute_advantages(row, group_size) for row in values])
-    weight = torch.tensor([weights[name] for name in parts]).unsqueeze(1)  # (R, 1)
+    weight = torch.tensor([weights[name] for name in raw_rewards]).unsqueeze(1)  # (R, 1)
     return (weight * values).where(applies, 0).sum(0).where(applies.any(0), math.nan)

@@ -12,7 +12,6 @@ TRL has its defaults, save for what would make it slower here (gradient checkpoi
 (loss_type "dapo", a KL term times the ratio). It then needs no pass for the log-probs of the old policy. Where the work
 differs all the same:
 
-- TRL reads the prompt once a sample, ours once a group.
 - TRL's head computes the logits in the forward pass and again in the backward pass, which spares the memory to keep them,
   on a CPU for the prompt's positions too; in the policy's pass it also computes every token's entropy, a metric.
 - Ours keeps the log-prob of each token as it is sampled; TRL takes pi_old from the policy's pass.
@@ -26,6 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,13 +39,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
-from grpo import (
-    GRPO,
-    FastSampler,
-    compute_advantages,
-    compute_grpo_loss,
-    get_per_token_logprobs,
-)
+from grpo import GRPO, compute_advantages, compute_grpo_loss, get_per_token_logprobs
+from runtime.log import Clock
 
 try:
     from datasets import Dataset
@@ -55,14 +50,8 @@ except ImportError as error:
     sys.exit(2)
 
 # Large enough that matrices, not Python, take most of the time; sampling is about 60% of our step.
-MODEL = {
-    "vocab_size": 8192,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+MODEL = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
+MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": LORA_TARGETS}
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
@@ -117,31 +106,31 @@ def reward(ids):
 
 
 class TimedTRL(GRPOTrainer):
-    """GRPOTrainer that notes in `seconds` how long its phases took; `update` is what is left of the step."""
+    """GRPOTrainer that tells `phase` what it is at; its update is what is left of the step."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, phase, **kwargs):
         super().__init__(*args, **kwargs)
-        self.seconds = {}
-
-    def _timed(self, phase, function, *args, **kwargs):
-        started = time.perf_counter()
-        result = function(*args, **kwargs)
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
-        return result
+        self.phase = phase
 
     def _generate_single_turn(self, *args, **kwargs):
-        return self._timed("sample", super()._generate_single_turn, *args, **kwargs)
+        with self.phase("sample"):
+            return super()._generate_single_turn(*args, **kwargs)
 
     def _calculate_rewards(self, *args, **kwargs):
-        return self._timed("score", super()._calculate_rewards, *args, **kwargs)
+        with self.phase("score"):
+            return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        if torch.is_grad_enabled():
+        with nullcontext() if torch.is_grad_enabled() else self.phase("reference"):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        return self._timed("reference", super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
 
-def build_trl(options, prompts, tokenizer, folder):
+def build_trl(options, prompts, tokenizer, folder, clock):
+    as_ours = {"temperature": 1.0, "top_p": 1.0, "beta": KL_COEF, "epsilon": CLIP_RANGE, "num_iterations": 1}
+    as_ours |= {"learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 1.0, "shuffle_dataset": False}
+    same_algorithm = {"loss_type": "grpo", "use_bias_correction_kl": False}
+    faster_here = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False}
+    silent = {"disable_tqdm": True, "logging_strategy": "no", "report_to": "none", "save_strategy": "no"}
     config = GRPOConfig(
         output_dir=folder,
         max_steps=WARM_UP + options.steps,
@@ -149,25 +138,10 @@ def build_trl(options, prompts, tokenizer, folder):
         per_device_train_batch_size=options.group_size,
         gradient_accumulation_steps=options.prompts_per_step,  # it samples for all of them at once
         max_completion_length=NEW_TOKENS,
-        temperature=1.0,
-        top_p=1.0,
-        beta=KL_COEF,
-        use_bias_correction_kl=False,
-        epsilon=CLIP_RANGE,
-        loss_type="grpo",
-        num_iterations=1,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        shuffle_dataset=False,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        logging_strategy="no",
-        report_to="none",
-        save_strategy="no",
+        **as_ours,
+        **same_algorithm,
+        **faster_here,
+        **silent,
     )
     return TimedTRL(
         model=build_model(),
@@ -176,31 +150,24 @@ def build_trl(options, prompts, tokenizer, folder):
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
         peft_config=build_lora(),
+        phase=clock,
     )
 
 
-def build_ours(options, tokenizer, weights):
+def build_ours(options, tokenizer, weights, clock):
     model = peft.get_peft_model(build_model(), build_lora())
     model.load_state_dict(weights)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    settings = SimpleNamespace(
-        group_size=options.group_size,
-        micro_batch_size=options.group_size,
-        iterations=1,
-        clip_range=CLIP_RANGE,
-        kl_coef=KL_COEF,
-        temperature=1.0,
-        top_p=1.0,
-    )
+    settings = {"group_size": options.group_size, "micro_batch_size": options.group_size, "iterations": 1}
+    settings |= {"clip_range": CLIP_RANGE, "kl_coef": KL_COEF, "temperature": 1.0, "top_p": 1.0}
     return GRPO(
         model,
         torch.optim.AdamW(trainable, lr=LR, weight_decay=0.0),
         encode=lambda prompt: (torch.tensor(tokenizer(prompt)["input_ids"]), None, NEW_TOKENS),
         decode=lambda prompt, tokens, seed: tokens.tolist(),
         score=lambda samples, prompts, targets: (torch.tensor([reward(ids) for ids in samples]), {}),
-        settings=settings,
-        sampler=FastSampler(model, options.prompts_per_step),
-        on_phase=lambda text: None,
+        settings=SimpleNamespace(**settings),
+        phase=clock,
     )
 
 
@@ -252,47 +219,44 @@ def compare(trl, ours, group_size):
 class Alternate(TrainerCallback):
     """Times each step of TRL, and after it a step of ours on the same prompts."""
 
-    def __init__(self, trl, ours, prompts, count):
-        self.trl, self.ours, self.prompts, self.count = trl, ours, prompts, count
+    def __init__(self, ours, prompts, count, clock):
+        self.ours, self.prompts, self.count, self.clock = ours, prompts, count, clock
         self.timings = {"TRL": [], "ours": []}  # a dict a step: seconds of the step and of its phases
 
     def on_step_begin(self, *_, **__):
-        self.trl.seconds.clear()
         self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
-        step = time.perf_counter() - self.started
-        phases = dict(self.trl.seconds)
-        self.timings["TRL"].append({"step": step, **phases, "update": step - sum(phases.values())})
+        self.note("TRL")
         first = (state.global_step - 1) * self.count
-        started = time.perf_counter()
-        _, metrics = self.ours.step(self.prompts[first : first + self.count], seed=first)
-        step = time.perf_counter() - started
-        if metrics["dead_groups"] or metrics["skipped"]:
+        self.started = time.perf_counter()
+        rollouts, metrics = self.ours.step(self.prompts[first : first + self.count], seed=first)
+        self.note("ours")
+        if metrics["skipped"] or not all(rollout.advantages.any() for rollout in rollouts):
             raise RuntimeError("our step passed over a group: the comparison is void")
-        phases = {name.removeprefix("seconds/"): s for name, s in metrics.items() if name.startswith("seconds/")}
-        self.timings["ours"].append({"step": step, **phases})
+        self.clock.bar.update()
+
+    def note(self, name):
+        step = time.perf_counter() - self.started
+        phases = {phase.removeprefix("seconds/"): seconds for phase, seconds in self.clock.read().items()}
+        phases.setdefault("update", step - sum(phases.values()))
+        self.timings[name].append({"step": step, **phases})
 
 
 def median(steps, phase):
     return statistics.median(step[phase] for step in steps)
 
 
-def median_and_quartiles(steps, phase):
-    if phase not in steps[0]:
-        return ""
-    low, middle, high = statistics.quantiles([step[phase] for step in steps], n=4, method="inclusive")
-    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
-
-
 def print_table(timings):
     """Medians with their quartiles, of the whole step and of every phase of a millisecond or more."""
     print(f"\n{'seconds':12}{'TRL':>24}{'ours':>24}{'TRL / ours':>14}")
-    for phase in dict.fromkeys(phase for steps in timings.values() for phase in steps[0]):
-        medians = [median(steps, phase) for steps in timings.values() if phase in steps[0]]
-        if max(medians) >= 1e-3:
-            cells = "".join(f"{median_and_quartiles(steps, phase):>24}" for steps in timings.values())
-            print(f"{phase:12}{cells}" + (f"{medians[0] / medians[1]:14.2f}" if len(medians) == 2 else ""))
+    for phase in timings["TRL"][0]:  # ours has one more, decoding, which does nothing here
+        cells = ""
+        for steps in timings.values():
+            low, middle, high = statistics.quantiles([step[phase] for step in steps], n=4, method="inclusive")
+            cells += f"{middle:.3f} ({low:.3f}-{high:.3f})".rjust(24)
+        if middle >= 1e-3:
+            print(f"{phase:12}{cells}{median(timings['TRL'], phase) / median(timings['ours'], phase):14.2f}")
 
 
 def main():
@@ -303,16 +267,18 @@ def main():
     tokenizer = build_tokenizer()
     prompts = draw_prompts((WARM_UP + options.steps) * options.prompts_per_step)
     with tempfile.TemporaryDirectory() as folder:
-        trl = build_trl(options, prompts, tokenizer, folder)
-        ours = build_ours(options, tokenizer, trl.model.state_dict())
+        clock = Clock(torch.device("cpu"), WARM_UP + options.steps)
+        trl = build_trl(options, prompts, tokenizer, folder, clock)
+        ours = build_ours(options, tokenizer, trl.model.state_dict(), clock)
         differences = compare(trl, ours, options.group_size)
         print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()))
         if max(differences.values()) > TOLERANCE:
             sys.exit(f"the two do not compute the same thing (tolerance {TOLERANCE}): no timing")
-        alternate = Alternate(trl, ours, prompts, options.prompts_per_step)
+        alternate = Alternate(ours, prompts, options.prompts_per_step, clock)
         trl.add_callback(alternate)
         trl.remove_callback(PrinterCallback)
         trl.train()
+        clock.bar.close()
     timings = {name: steps[WARM_UP:] for name, steps in alternate.timings.items()}
     print_table(timings)
     ratio = median(timings["TRL"], "step") / median(timings["ours"], "step")

@@ -2,12 +2,14 @@
 
     python benchmarks/glm_image.py --json full.json                           # a GPU of 48 GB or more
     python benchmarks/glm_image.py --cap-gb 24 --micro-batch-size 2           # held under the memory of a 24 GB card
-    python benchmarks/glm_image.py --tiny                                     # the tiny model on a CPU, a minute
+    python benchmarks/glm_image.py --capture-only                             # the CUDA graph without torch.compile
+    python benchmarks/glm_image.py --tiny                                     # the tiny model on a CPU, a few minutes
 
 It builds the model with random weights in the released sizes, for time and memory do not depend on their values, and
-trains with the code of train.py. The plain recipe, in the same run and on the same settings, makes one generate() and
-one decode a picture. The floor of sampling is the time to read the weights once a token, at the speed that a large copy
-in the GPU's memory reaches here.
+trains with the code of train.py. The plain recipe, in the same run and on the same settings, is transformers' generate()
+for a group and one call of the pipeline that paints it; one by one, as the published trainer does it, is a generate() and
+a call for each picture. The floor of sampling is the time to read the weights once a token, at the speed that a large copy
+in the GPU's memory reaches here; 1.5 times the floor is an aim, not a result.
 """
 
 import argparse
@@ -15,7 +17,6 @@ import json
 import resource
 import statistics
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,12 +33,13 @@ from transformers import (
 )
 
 import train
-from grpo import GRPO, FastSampler, generate_with_logprobs
-from rewards import parse_rewards, score
+from grpo import generate_with_logprobs
+from rewards import mse, ssim
+from runtime import UserError
+from runtime.gpu import CapturedForward
+from runtime.log import Clock
 
 PROMPTS = Path(train.TINY, "prompts.txt").read_text().splitlines()
-CHECKED = 128  # tokens compared between the plain loop and the FastSampler
-
 
 # ---- the model ------------------------------------------------------------------------------------------------------
 
@@ -76,11 +78,7 @@ def build(make, device):
     with torch.device(device):
         module = make()
     torch.set_default_dtype(torch.float32)
-    if device.type == "meta":
-        return module.eval()
-    module = module.eval().to("cpu")
-    torch.cuda.empty_cache()  # what it leaves there would count as taken
-    return module
+    return module.eval() if device.type == "meta" else module.eval().to("cpu")
 
 
 def pipeline(tiny, device):
@@ -88,36 +86,30 @@ def pipeline(tiny, device):
     pipe = GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
     if tiny:
         return pipe
-    return GlmImagePipeline(
-        tokenizer=pipe.tokenizer,
-        processor=pipe.processor,
-        scheduler=pipe.scheduler,
-        vision_language_encoder=build(released_policy, device),
-        transformer=build(released_decoder, device),
-        text_encoder=build(released_text_encoder, device),
-        vae=build(released_vae, device),
-    )
+    sizes = {"vision_language_encoder": released_policy, "transformer": released_decoder}
+    sizes |= {"text_encoder": released_text_encoder, "vae": released_vae}
+    return GlmImagePipeline(**pipe.components | {name: build(make, device) for name, make in sizes.items()})
+
+
+def judge(images, prompts, targets):
+    """SSIM and MSE for the time they take; the reward is the order in the group, so that no group is without spread."""
+    blank = [Image.new("RGB", image.size, "gray") for image in images]
+    ssim(images, prompts, blank), mse(images, prompts, blank)
+    return torch.arange(len(images))
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def seconds(work, device):
-    """Run something and return what it took and what it returned."""
-    started = time.perf_counter()
-    result = work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started, result
-
-
-def copy_bandwidth(device):
+def copy_bandwidth(clock):
     """Bytes a second, read and written, of a copy far larger than any cache."""
-    source = torch.empty(2**31 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    best = min(seconds(lambda: target.copy_(source), device)[0] for _ in range(5))
-    return 2 * source.numel() / best
+    size, times = 2**31 if clock.device.type == "cuda" else 2**28, []
+    source, target = torch.empty(2, size, dtype=torch.uint8, device=clock.device)
+    for _ in range(6):  # the first warms up
+        with clock("copy"):
+            target.copy_(source)
+        times.append(clock.read()["seconds/copy"])
+    return 2 * size / min(times)
 
 
 def bytes_read_a_token(policy):
@@ -126,81 +118,79 @@ def bytes_read_a_token(policy):
     return sum(p.nbytes for p in policy.parameters()) - embedding.nbytes
 
 
-def prepare(trainer, modules):
-    """Bring the weights up that something outside of a step is about to use."""
-    if trainer.homes:
-        trainer._fetch(modules)
+def set_case(trainer, settings, forward):
+    """The same trainer for another size and group; what it compiled and captured is forgotten."""
+    vars(trainer.settings).update(vars(settings))
+    trainer.micro_batches = torch.arange(settings.group_size).split(settings.micro_batch_size)
+    trainer.phase.bar.set_postfix_str(f"{settings.height} px, group of {settings.group_size}")
+    if forward != "model":
+        torch.compiler.reset()  # it gives up after eight shapes
+        trainer.forward = CapturedForward(trainer.model, trainer.encode("")[2], compile=forward == "compiled")
 
 
-def measure_step(trainer, settings, steps):
-    """One step to warm up (it compiles and captures), then the median of some, by phase."""
-    prompts = PROMPTS[: settings.prompts_per_step]
-    trainer.settings, trainer.micro_batches = (
-        settings,
-        torch.arange(settings.group_size).split(settings.micro_batch_size),
-    )
-    first, _ = seconds(lambda: trainer.step(prompts), trainer.device)
-    records = [trainer.step(prompts, seed=100 * (i + 1))[1] for i in range(steps)]
-    case = {name: statistics.median(r[name] for r in records) for name in records[0] if name.startswith("seconds/")}
-    case |= {name: max(r[name] for r in records) for name in records[0] if name.startswith("gpu_gb/")}
-    return case | {"first_step_seconds": first, "max_logprob_gap": max(r["max_logprob_gap"] for r in records)}
-
-
-def measure_plain(trainer, painter, settings):
-    """The plain recipe for one picture: transformers' generate(), then one picture decoded."""
-    policy, device, codes = trainer.model, trainer.device, trainer.shaping["num_codes"]
-    prepare(trainer, [policy])
-    policy.eval()
-    inputs = painter.processor.apply_chat_template(
-        [[{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}]], tokenize=True, return_dict=True,
+def measure_plain(trainer, processor, count):
+    """The plain recipe for `count` pictures of a prompt: transformers' generate(), then the pipeline, once for all."""
+    policy, settings, (_, _, length) = trainer.model, trainer.settings, trainer.encode(PROMPTS[0])
+    # Copies of the prompt: with num_return_sequences generate() mixes up the grids of preview and picture.
+    inputs = processor.apply_chat_template(
+        [[{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}]] * count, tokenize=True, return_dict=True,
         return_tensors="pt", processor_kwargs={"target_h": settings.height, "target_w": settings.width},
-    ).to(device)  # fmt: skip
-    _, _, length = trainer.encode(PROMPTS[0])
-    unused = list(range(codes, policy.get_base_model().lm_head.out_features))  # else a random model ends pictures early
+    ).to(trainer.device)  # fmt: skip
+    base = policy.get_base_model()
+    unused = list(range(trainer.sampling_args["num_codes"], base.lm_head.out_features))  # or pictures end early
 
-    def generate(count):
+    def generate(tokens):
         with torch.no_grad():
             return policy.generate(
                 **inputs, do_sample=True, temperature=settings.temperature, top_p=settings.top_p, top_k=0,
-                min_new_tokens=count, max_new_tokens=count, suppress_tokens=unused,
-            )  # fmt: skip
+                min_new_tokens=tokens, max_new_tokens=tokens, suppress_tokens=unused,
+            )[:, -tokens:].cpu()  # fmt: skip
 
-    attention = policy.get_base_model().config.get_text_config()
-    ours, attention._attn_implementation = attention._attn_implementation, "sdpa"  # transformers' own
+    trainer.swap_in(policy)
+    policy.eval()
+    text, own = base.config.get_text_config(), base.config.get_text_config()._attn_implementation
+    text._attn_implementation = "sdpa"  # transformers' own
     generate(8)  # warms up
-    sample, sequence = seconds(lambda: generate(length), device)
-    attention._attn_implementation = ours
-    prepare(trainer, trainer.frozen)
-    decode, _ = seconds(lambda: trainer.decode(PROMPTS[0], sequence[:, -length:].cpu(), 0), device)
-    return {"plain_sample_seconds": sample, "plain_decode_seconds": decode}
+    with trainer.phase("sample"):
+        tokens = generate(length)
+    text._attn_implementation = own
+
+    trainer.swap_in(*trainer.decoder_modules)
+    trainer.decode(PROMPTS[0], tokens[:1], 0)  # warms up
+    micro_batch_size, settings.micro_batch_size = settings.micro_batch_size, count
+    with trainer.phase("decode"):
+        trainer.decode(PROMPTS[0], tokens, 0)
+    settings.micro_batch_size = micro_batch_size
+    return trainer.phase.read()
 
 
-def measure_compiled_decoder(trainer, painter, settings):
-    """Whether compiling the decoder's blocks pays within a run: a group decoded without, with the compilation, and after."""
-    _, _, length = trainer.encode(PROMPTS[0])
-    codes = torch.randint(trainer.shaping["num_codes"], (settings.group_size, length))
-    prepare(trainer, trainer.frozen)
-    without = [seconds(lambda: trainer.decode(PROMPTS[0], codes, 0), trainer.device)[0] for _ in range(2)][-1]
-    painter.transformer.compile_repeated_blocks(fullgraph=True)
-    first, after = [seconds(lambda: trainer.decode(PROMPTS[0], codes, 0), trainer.device)[0] for _ in range(2)]
-    for block in painter.transformer.transformer_blocks:
-        block._compiled_call_impl = None
-    pays = (first - after) / (without - after) if after < without else None
-    return {"seconds": without, "seconds_compiled": after, "first_seconds": first, "pays_after_groups": pays}
+def measure_step(trainer, steps):
+    """One step to warm up (it compiles and captures), then the median of some, by phase."""
+    prompts, records = PROMPTS[: trainer.settings.prompts_per_step], []
+    for i in range(1 + steps):
+        _, metrics = trainer.step(prompts, seed=100 * i)
+        records.append(trainer.phase.read() | {"max_logprob_gap": metrics["max_logprob_gap"]})
+        trainer.phase.bar.update()
+    first = sum(value for name, value in records.pop(0).items() if name.startswith("seconds/"))
+    case = {name: statistics.median(r[name] for r in records) for name in records[0] if name.startswith("seconds/")}
+    case |= {name: max(r[name] for r in records) for name in records[0] if name not in case}
+    return case | {"first_step_seconds": first}
 
 
 def check_sampler(trainer):
-    """The FastSampler against the plain loop, same seed: until the first other token, do the log-probs agree?"""
-    prepare(trainer, [trainer.model])
+    """The captured forward against the model's own, same seeds: until the first other token, do the log-probs agree?"""
+    trainer.swap_in(trainer.model)
     trainer.model.eval()
-    ids, positions, length = trainer.encode(PROMPTS[0])
-    count, shaping = min(length, CHECKED), {"top_p": trainer.settings.top_p, **trainer.shaping}
-    generators = [torch.Generator(trainer.device).manual_seed(0) for _ in range(2)]
-    plain, expected, _ = generate_with_logprobs(
-        trainer.model, ids, count, num_samples=4, position_ids=positions, generator=generators[0], **shaping
-    )
-    tokens, logprobs, _ = trainer.sampler([ids], [positions], count, 4, generators[1:], **shaping)
-    same = (plain == tokens).cumprod(dim=1).bool()  # (4, count): up to the first difference the inputs are equal too
+    prompts, positions, lengths = zip(*map(trainer.encode, PROMPTS[: trainer.settings.prompts_per_step]), strict=True)
+    (plain, expected, _), (tokens, logprobs, _) = (
+        generate_with_logprobs(
+            trainer.model, prompts, lengths[0], num_samples=trainer.settings.group_size, position_ids=positions,
+            top_p=trainer.settings.top_p, forward=forward, **trainer.sampling_args,
+            generators=[torch.Generator(trainer.device).manual_seed(i) for i in range(len(prompts))],
+        )
+        for forward in (None, trainer.forward)
+    )  # fmt: skip
+    same = (plain == tokens).cumprod(dim=1).bool()  # (N*G, T): up to the first difference the inputs are equal too
     return {
         "tokens": same.numel(),
         "tokens_before_the_first_difference": int(same.sum()),
@@ -208,158 +198,143 @@ def check_sampler(trainer):
     }
 
 
+def measure_compiled_decoder(trainer):
+    """Whether compiling the decoder's blocks pays within a run: a group decoded without, with the compilation, and after."""
+    _, transformer, _ = trainer.decoder_modules
+    codes = torch.randint(trainer.sampling_args["num_codes"], (trainer.settings.group_size, trainer.encode("")[2]))
+    trainer.swap_in(*trainer.decoder_modules)
+
+    def decode():
+        with trainer.phase("decode"):
+            trainer.decode(PROMPTS[0], codes, 0)
+        return trainer.phase.read()["seconds/decode"]
+
+    _, without = decode(), decode()
+    transformer.compile_repeated_blocks(fullgraph=True)
+    first, after = decode(), decode()
+    pays = (first - after) / (without - after) if after < without else None
+    return {"seconds": without, "seconds_compiled": after, "first_seconds": first, "pays_after_groups": pays}
+
+
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
 def with_ratios(case, floor):
-    """Tokens a second, share of the floor, and the plain recipe over ours for sampling and decoding the pictures of a step."""
-    sample, decode = case["seconds/sample"], case["seconds/decode"]
-    pictures = case["group_size"] * case["prompts_per_step"]
-    plain = pictures * (case["plain_sample_seconds"] + case["plain_decode_seconds"])
-    return case | {
-        "tokens_per_second": pictures * case["tokens"] / sample,
-        "times_the_floor": sample / (case["tokens"] * floor),
-        "plain_seconds": plain,
-        "plain_over_ours": plain / (sample + decode),
-    }
+    """Tokens a second, share of the floor, and what the plain recipes take for a step's pictures, also over ours."""
+    groups, pictures = case["prompts_per_step"], case["group_size"] * case["prompts_per_step"]
+    case["tokens_per_second"] = pictures * case["tokens"] / case["seconds/sample"]
+    case["times_the_floor"] = case["seconds/sample"] / (case["tokens"] * floor)
+    for recipe, times in (("plain", groups), ("one_by_one", pictures)):
+        plain, ours = (of["seconds/sample"] + of["seconds/decode"] for of in (case[recipe], case))
+        case |= {f"{recipe}_seconds": times * plain, f"{recipe}_over_ours": times * plain / ours}
+    return case
 
 
 def table(cases):
-    phases = [p for p in train.PHASES if any(f"seconds/{p}" in case for case in cases)]
-    names = ["size", "group", *phases, "tokens/s", "x floor", "plain s", "plain/ours"]
-    rows = [
-        [
-            f"{c['size']}", f"{c['group_size']}",
-            *(f"{c[f'seconds/{p}']:.2f}" if f"seconds/{p}" in c else "-" for p in phases),
-            f"{c['tokens_per_second']:.0f}", f"{c['times_the_floor']:.2f}", f"{c['plain_seconds']:.1f}",
-            f"{c['plain_over_ours']:.2f}",
-        ]
-        for c in cases
-    ]  # fmt: skip
-    if any(f"gpu_gb/{p}" in c for c in cases for p in phases):
-        names += ["peak GB: " + " ".join(p for p in phases if f"gpu_gb/{p}" in cases[0])]
-        for row, case in zip(rows, cases, strict=True):
-            row.append(" ".join(f"{case[f'gpu_gb/{p}']:.1f}" for p in phases if f"gpu_gb/{p}" in case))
-    widths = [max(len(row[i]) for row in [names, *rows]) for i in range(len(names))]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in [names, *rows])
-
-
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--tiny", action="store_true", help="the tiny model, on a CPU as well")
-    parser.add_argument("--sizes", type=int, nargs="+", help="pixels, square (default: 512 1024; tiny: 64 128)")
-    parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
-    parser.add_argument("--prompts-per-step", type=int, default=1, help="groups, sampled side by side (default: 1)")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="as for train.py (default: 4)")
-    parser.add_argument("--sampler", default="auto", choices=["auto", "plain", "fast", "compile"])
-    parser.add_argument("--offload", default="auto", choices=["auto", "always", "never"])
-    parser.add_argument("--cap-gb", type=float, help="hold the run under this much GPU memory, in 10^9 bytes")
-    parser.add_argument("--steps", type=int, default=2, help="measured steps a case, after one to warm up (default: 2)")
-    parser.add_argument("--json", type=Path, help="write everything to this file")
-    options = parser.parse_args()
-    if not options.tiny and not torch.cuda.is_available():
-        parser.error("the full size needs a CUDA GPU; --tiny runs on a CPU")
-    if options.json and not options.json.resolve().parent.is_dir():
-        parser.error(f"there is no folder {options.json.parent} to write to")
-    return options
-
-
-def settings_of(options, size, group):
-    """train.py's own settings and defaults for one case."""
-    flags = {
-        "model": train.TINY if options.tiny else "released sizes",
-        "height": size,
-        "width": size,
-        "group-size": group,
-    }
-    flags |= {"prompts-per-step": options.prompts_per_step, "micro-batch-size": options.micro_batch_size}
-    flags |= {"offload": options.offload, "kl-coef": 0.01}
-    return train.parse_settings([word for name, value in flags.items() for word in (f"--{name}", str(value))])[0]
-
-
-def main():
-    options = arguments()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() and not options.tiny else torch.device("cpu")
-    if options.cap_gb and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(options.cap_gb * 1e9 / total, 1.0), device)
-    sizes = options.sizes or ([64, 128] if options.tiny else [512, 1024])
-    current = settings_of(options, sizes[0], options.groups[0])
-    largest = settings_of(options, max(sizes), max(options.groups))
-    policy, painter = train.split(pipeline(options.tiny, device), current, device)
-    frozen = [painter.text_encoder, painter.transformer, painter.vae]
-    sampler = options.sampler if options.sampler != "auto" else "compile" if device.type == "cuda" else "fast"
-    rewards = parse_rewards("ssim:1,mse:1")
-
-    def judge(images, prompts, targets):
-        """SSIM and MSE for the time they take; maximised is the order in the group, so that no group is ever dead."""
-        blank = Image.new("RGB", images[0].size, "gray")
-        return torch.arange(len(images)).float(), score(rewards, images, prompts, [blank] * len(images))[1]
-
-    trainer = GRPO(
-        policy,
-        torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-6),
-        encode=lambda prompt: train.encode_prompt(painter.processor, prompt, current.height, current.width),
-        decode=lambda prompt, tokens, seed: train.decode_images(painter, prompt, tokens, current, seed),
-        score=judge,
-        settings=current,
-        num_codes=painter.transformer.config.prior_vq_quantizer_codebook_size,
-        frozen=frozen,
-        device=device,
-        offload=train.take_turns(largest, device, [policy, *frozen]),
-        sampler=None if sampler == "plain" else FastSampler(policy, options.prompts_per_step, sampler == "compile"),
-        on_phase=lambda text: print(
-            f"\r{current.height} px, group of {current.group_size}: {text}".ljust(60), end="", file=sys.stderr
-        ),
-    )
-    bandwidth, read = copy_bandwidth(device), bytes_read_a_token(policy)
-    report = {
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads",
-        "versions": {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")},
-        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
-        "sampler": sampler,
-        "offload": bool(trainer.homes),
-        "copy_gb_per_second": bandwidth / 1e9,
-        "gb_read_a_token": read / 1e9,
-        "floor_ms_a_token": 1e3 * read / bandwidth,
-        "cases": [],
-    }
-    if trainer.sampler is not None:
-        report["check"] = check_sampler(trainer)
-    for size in sizes:
-        current = settings_of(options, size, options.groups[0])
-        plain = measure_plain(trainer, painter, current)
-        for group in options.groups:
-            current = settings_of(options, size, group)
-            case = {
-                "size": size,
-                "group_size": group,
-                "prompts_per_step": options.prompts_per_step,
-                "tokens": trainer.encode(PROMPTS[0])[2],
-                **plain,
-            }
-            case |= measure_step(trainer, current, options.steps)
-            report["cases"].append(with_ratios(case, read / bandwidth))
-            write(report, options.json)  # whatever fails later, what was measured stays
-    if device.type == "cuda":
-        report["pinned_host_gb"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / 1e9
-    report["peak_host_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    print("\r".ljust(60), file=sys.stderr)
-    print(table(report["cases"]))
-    if device.type == "cuda":
-        try:
-            report["decoder"] = measure_compiled_decoder(trainer, painter, current)
-        except RuntimeError as error:
-            report["decoder"] = f"failed: {error}"
-    print(*(f"{name}: {value}" for name, value in report.items() if name not in ("cases", "options")), sep="\n")
-    write(report, options.json)
+    columns = {"size": "size", "group": "group_size"}
+    columns |= {key.removeprefix("seconds/"): key for key in cases[0] if key.startswith("seconds/")}
+    columns |= {"tokens/s": "tokens_per_second", "x floor": "times_the_floor"}
+    columns |= {"plain s": "plain_seconds", "plain/ours": "plain_over_ours"}
+    columns |= {"one by one s": "one_by_one_seconds", "one by one/ours": "one_by_one_over_ours"}
+    columns |= {key.removeprefix("gpu_gb/") + " GB": key for key in cases[0] if key.startswith("gpu_gb/")}
+    rows = [[f"{case[key]:.{2 * isinstance(case[key], float)}f}" for key in columns.values()] for case in cases]
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in [list(columns), *rows])
 
 
 def write(report, path):
     if path:
         path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def arguments():
+    """The command line, and what of it are flags of train.py."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.usage = "%(prog)s [options below] [flags of train.py, such as --micro-batch-size 2 --decode-steps 50]"
+    parser.add_argument("--tiny", action="store_true", help="the tiny model, on a CPU as well")
+    parser.add_argument("--sizes", type=int, nargs="+", help="pixels, square (default: 512 1024; tiny: 64 128)")
+    parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
+    parser.add_argument("--prompts-per-step", default="1", help="groups, sampled side by side (default: 1)")
+    parser.add_argument("--capture-only", action="store_true", help="capture the step of a token without compiling it")
+    parser.add_argument("--cap-gb", type=float, help="hold the run under this much GPU memory, in 10^9 bytes")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps a case, after one to warm up (default: 2)")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    options, flags = parser.parse_known_args()
+    options.sizes = options.sizes or ([64, 128] if options.tiny else [512, 1024])
+    if not options.tiny and not torch.cuda.is_available():
+        parser.error("the full size needs a CUDA GPU; --tiny runs on a CPU")
+    if options.json and not options.json.resolve().parent.is_dir():
+        parser.error(f"there is no folder {options.json.parent} to write to")
+    flags += ["--model", train.TINY if options.tiny else "released sizes", "--combine", "sum"]
+    flags += ["--prompts-per-step", options.prompts_per_step, *(["--compile", "no"] if options.capture_only else [])]
+
+    def settings(size, group):
+        return train.parse_settings([*flags, *f"--height {size} --width {size} --group-size {group}".split()])
+
+    try:
+        cases = [[settings(size, group) for group in options.groups] for size in options.sizes]
+        return options, cases, settings(max(options.sizes), max(options.groups))
+    except UserError as error:
+        parser.error(str(error))
+
+
+def main():
+    options, cases, largest = arguments()
+    cuda = torch.cuda.is_available() and not options.tiny
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if options.cap_gb and cuda:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(options.cap_gb * 1e9 / total, 1.0), device)
+    pipe = pipeline(options.tiny, device)
+    trainer = train.build_trainer(pipe, largest, {"order": (judge, 1.0)}, device)  # the largest decides on offloading
+    trainer.phase = Clock(device, len(options.sizes) * len(options.groups) * (1 + options.steps))
+    forward = "captured" if options.capture_only else "model" if trainer.forward is None else "compiled"
+    bandwidth, read = copy_bandwidth(trainer.phase), bytes_read_a_token(trainer.model)
+    report = {
+        "device": torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads",
+        "versions": {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")},
+        "arguments": sys.argv[1:],
+        "settings": vars(largest).copy(),
+        "forward": forward,
+        "offload": bool(trainer.pinned),
+        "copy_gb_per_second": bandwidth / 1e9,
+        "gb_read_a_token": read / 1e9,
+        "floor_ms_a_token": 1e3 * read / bandwidth,
+        "cases": [],
+    }
+    for of_size in cases:
+        set_case(trainer, of_size[0], forward)
+        one = measure_plain(trainer, pipe.processor, 1)
+        for settings in of_size:
+            set_case(trainer, settings, forward)
+            case = {
+                "size": settings.height,
+                "group_size": settings.group_size,
+                "prompts_per_step": settings.prompts_per_step,
+                "tokens": trainer.encode("")[2],
+                "one_by_one": one,
+                "plain": measure_plain(trainer, pipe.processor, settings.group_size),
+                **measure_step(trainer, options.steps),
+            }
+            report["cases"].append(with_ratios(case, read / bandwidth))
+            write(report, options.json)  # whatever fails later, what was measured stays
+            if forward != "model" and "check" not in report:
+                report["check"] = check_sampler(trainer)
+    if cuda:
+        report["pinned_host_gb"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / 1e9
+    report["peak_host_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    trainer.phase.bar.close()
+    print(table(report["cases"]))
+    if cuda:
+        try:
+            report["decoder"] = measure_compiled_decoder(trainer)
+        except RuntimeError as error:
+            report["decoder"] = f"failed: {error}"
+    print(*(f"{name}: {value}" for name, value in report.items() if name not in ("cases", "settings")), sep="\n")
+    write(report, options.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import argparse
 import sys
 import weakref
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -22,12 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from benchmarks.glm_image import pipeline
-from grpo import FastSampler, _draw, get_per_token_logprobs
+from decoder import gaussian_move, log_density
+from grpo import _sample_token, get_per_token_logprobs
+from runtime.gpu import CapturedForward
 
 META = torch.device("meta")
 PROMPT, GLYPHS = 60, 16  # tokens; both are small beside a picture's
-PROMPTS_PER_STEP = 4  # train.py's default: that many groups are sampled side by side
-CODES, BLOCK = 16_384, 512  # the allocator of CUDA rounds up to blocks of this many bytes
+BLOCK = 512  # the allocator of CUDA rounds up to blocks of this many bytes
 
 
 class Alive(TorchDispatchMode):
@@ -69,73 +72,86 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
     return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
 
-@contextmanager
-def content_free():
-    """The patches that operations without content need."""
-    original = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = attention
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with META:
-            yield
-    finally:
-        torch.nn.functional.scaled_dot_product_attention = original
-        torch.set_default_dtype(torch.float32)
-
-
 def gigabytes(modules):
     return sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers())) / 1e9
 
 
 def build():
-    """The policy with its adapter, and the decoder's parts, set up as train.py does for a GPU."""
-    settings, _ = train.parse_settings(["--model", "released sizes"])
-    policy, painter = train.split(pipeline(False, META), settings, torch.device("cuda"))
-    return policy, [painter.text_encoder, painter.transformer, painter.vae]
+    """The trainer of the released sizes, set up as train.py does it for a GPU."""
+    flags = ["--model", "released sizes", "--compile", "no", "--train", "both"]
+    pipe, settings = pipeline(False, META), train.parse_settings(flags)
+    pipe.vision_language_encoder.activation_checkpointing_enable()
+    pipe.vae.enable_slicing()
+    pipe.transformer.enable_gradient_checkpointing()
+    with patch("train.needs_offload", return_value=False):  # it asks the GPU
+        trainer = train.build_trainer(pipe, settings, {}, META)
+    with META:
+        return trainer, train.build_decoder(trainer, settings)
 
 
-def peaks(policy, painters, size, group, micro_batch):
+def peaks(trainer, painter, size, group, micro_batch):
     """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which stays if nothing moves."""
-    _, decoder, vae = painters
-    grid = size // 32
-    length = 256 + grid**2
-    positions = torch.zeros(3, PROMPT + length, dtype=torch.long, device=META)
-    shaping = {"position_ids": positions, "num_codes": CODES, "temperature": 0.9}
-    sampler, found = FastSampler(policy, PROMPTS_PER_STEP, fixed=True), {}
+    policy, settings, (_, decoder, vae) = trainer.model, trainer.settings, trainer.decoder_modules
+    codes, prompts, grid = trainer.sampling_args["num_codes"], settings.prompts_per_step, size // 32
+    rows, length = prompts * group, 256 + grid**2
+    forward, found = CapturedForward(policy, length, compile=False), {}
 
     @contextmanager
     def phase(name):
-        with content_free(), Alive([policy, *painters]) as alive:
+        alive = Alive([policy, *trainer.decoder_modules])
+        with META, alive, patch("torch.nn.functional.scaled_dot_product_attention", attention):
             yield
         found[name] = alive.peak / 1e9
 
+    def draw(output):
+        return _sample_token(output.logits[:, -1], codes, settings.temperature, settings.top_p, [None] * prompts)
+
     with phase("sample"), torch.no_grad():
-        policy.eval()
-        prompts = [torch.zeros(PROMPT, dtype=torch.long)] * PROMPTS_PER_STEP
-        logits, where = sampler._start(prompts, [positions] * PROMPTS_PER_STEP, length, group)
-        ids, _, _ = _draw(logits, CODES, 0.9, 0.75, [None] * PROMPTS_PER_STEP)
-        sampler._next(ids, where[..., :1])  # the tokens after it find everything in place
-    with phase("decode"), torch.no_grad():
-        latents = torch.zeros(micro_batch, 16, size // 8, size // 8, dtype=torch.float32)
-        two = torch.zeros(micro_batch, 2)
-        decoder(
-            hidden_states=latents.bfloat16(), encoder_hidden_states=torch.zeros(micro_batch, GLYPHS, 1472),
+        policy.eval()  # what follows is generate_with_logprobs, but of its tokens only the first two and the last
+        ids, positions = torch.zeros(rows, PROMPT, dtype=torch.long), torch.zeros(3, rows, PROMPT, dtype=torch.long)
+        output = policy(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1)
+        drawn = [draw(output)]
+        output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
+        drawn += [[torch.empty_like(x) for x in drawn[0]] for _ in range(length - 2)]
+        output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
+        drawn.append(draw(output))
+
+    def velocity():
+        return decoder(
+            torch.zeros(micro_batch, 16, size // 8, size // 8).bfloat16(),
+            encoder_hidden_states=torch.zeros(micro_batch, GLYPHS, 1472).bfloat16(),
             prior_token_id=torch.zeros(micro_batch, 4 * grid**2, dtype=torch.long),
-            prior_token_drop=torch.zeros(0, dtype=torch.long), timestep=torch.zeros(micro_batch), target_size=two,
-            crop_coords=two, kv_caches=GlmImageKVCache(num_layers=30),
-        )  # fmt: skip
-        vae.decode(latents.bfloat16())
+            prior_token_drop=torch.zeros(0, dtype=torch.long),
+            timestep=torch.zeros(micro_batch),
+            target_size=torch.zeros(micro_batch, 2).bfloat16(),
+            crop_coords=torch.zeros(micro_batch, 2).bfloat16(),
+            kv_caches=GlmImageKVCache(num_layers=30),
+        ).sample
+
+    with phase("decode"), torch.no_grad():
+        vae.decode(velocity())
+    with phase("decoder update"):  # guided: with and without the codes
+        for parameter in painter.optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        v, unguided = velocity(), velocity()
+        v = unguided + settings.guidance_scale * (v - unguided)
+        x = torch.zeros_like(v, dtype=torch.float32)
+        log_density(x, *gaussian_move(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
+    painter.model.zero_grad()
     ids = torch.zeros(micro_batch, PROMPT + length, dtype=torch.long, device=META)
-    nucleus = torch.zeros(micro_batch, length, CODES // 8, dtype=torch.uint8, device=META)
+    positions = torch.zeros(3, PROMPT + length, dtype=torch.long, device=META)
+    nucleus = torch.zeros(micro_batch, length, codes // 8, dtype=torch.uint8)  # on the CPU, as in a Rollout
+    inputs = {"position_ids": positions, **trainer.sampling_args}
     with phase("reference"), torch.no_grad(), policy.disable_adapter():
-        get_per_token_logprobs(policy, ids, length, nucleus=nucleus, **shaping)
+        get_per_token_logprobs(policy, ids, length, nucleus=nucleus, **inputs)
     for name, scored in (("update", length), ("of one token", 1)):
         with phase(name):
             policy.train()
-            get_per_token_logprobs(policy, ids, scored, nucleus=nucleus[:, -scored:], **shaping).sum().backward()
+            for parameter in trainer.optimizer.param_groups[0]["params"]:
+                parameter.grad = torch.zeros_like(parameter)  # that of the micro-batches before
+            get_per_token_logprobs(policy, ids, scored, nucleus=nucleus[:, -scored:], **inputs).sum().backward()
         policy.zero_grad()
-    cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in sampler.cache.layers)
-    return found, cache / 1e9
+    return found, sum(layer.keys.nbytes + layer.values.nbytes for layer in forward.cache.layers) / 1e9
 
 
 def main():
@@ -144,28 +160,33 @@ def main():
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
     options = parser.parse_args()
-    policy, painters = build()
-    trained = sum(p.nbytes for p in policy.parameters() if p.requires_grad) / 1e9
-    base, painter, adapter = gigabytes([policy]) - trained, gigabytes(painters), 3 * trained  # and the two of Adam
-    print(f"policy {base:.1f} GB, adapter with its optimiser state {adapter:.2f} GB, decoder {painter:.1f} GB")
-    print(
-        "Peaks in 10^9 bytes. Taking turns: policy or decoder on the GPU; both: neither moves. The update's peak is that"
+    trainer, second = build()
+    policy, painters = trainer.model, trainer.decoder_modules
+    trained, own = (
+        sum(p.nbytes for p in model.parameters() if p.requires_grad) / 1e9 for model in (policy, second.model)
     )
-    print("of a layer's backward pass: with the logits of one token in place of all it is the same.\n")
+    base, painter, adapter = (
+        gigabytes([policy]) - trained,
+        gigabytes(painters) - own,
+        3 * trained,
+    )  # and the two of Adam
+    print(
+        f"policy {base:.1f} GB, adapter with its optimiser state {adapter:.2f} GB, decoder {painter:.1f} GB, its own adapter "
+        f"{3 * own:.2f} GB\n"
+        "Peaks in 10^9 bytes. Taking turns: policy or decoder on the GPU; both: neither moves. The update's peak is that of\n"
+        "a layer's backward pass, beside the gradients so far: with the logits of one token in place of all it is the same.\n"
+        "Decoder update: with --train decoder or both, its turn on the GPU.\n"
+    )
     names = ["sample", "decode", "reference", "update", "of one token"]
-    print(
-        f"{'size':>5}{'group':>6}{'micro-batch':>12}"
-        + "".join(f"{n:>14}" for n in names)
-        + f"{'taking turns':>14}{'both':>8}"
-    )
-    for size in options.sizes:
-        for group in options.groups:
-            for micro_batch in options.micro_batch_sizes:
-                work, cache = peaks(policy, painters, size, group, micro_batch)
-                turns = [work[n] + adapter + (painter if n == "decode" else base) for n in names]
-                both = max(work["sample"], cache + max(work.values())) + adapter + painter + base
-                cells = "".join(f"{value:>14.1f}" for value in [*turns, max(turns)])
-                print(f"{size:>5}{group:>6}{micro_batch:>12}{cells}{both:>8.1f}")
+    header = "".join(f"{name:>14}" for name in [*names, "taking turns"])
+    print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}")
+    for size, group, micro_batch in product(options.sizes, options.groups, options.micro_batch_sizes):
+        work, cache = peaks(trainer, second, size, group, micro_batch)
+        learning = work.pop("decoder update") + adapter + 3 * own + painter
+        turns = [work[name] + adapter + (painter if name == "decode" else base) for name in names]
+        both = max(work["sample"], cache + max(work.values())) + adapter + painter + base
+        cells = "".join(f"{value:>14.1f}" for value in [*turns, max(turns)])
+        print(f"{size:>5}{group:>6}{micro_batch:>12}{cells}{both:>8.1f}{learning:>16.1f}")
 
 
 if __name__ == "__main__":

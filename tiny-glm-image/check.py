@@ -20,9 +20,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import make
 
 import train
-from grpo import generate_with_logprobs
+from runtime.pictures import save_grid
 
 MATCH = 0.85  # a shape counts from this overlap (intersection over union) with one of the shapes as drawn
+SEED = 10**9  # training uses smaller ones
 
 
 def nearest(colour, palette):
@@ -30,12 +31,12 @@ def nearest(colour, palette):
 
 
 def describe(image):
-    """(shape, colour, background) of a 128x128 picture, or None when it shows no clean shape.
+    """(shape, colour, background) of a picture, or None when it shows no clean shape.
 
     The corners give the background, what differs from it is the figure, and the figure's outline is compared with every
     shape at every radius the model was taught. Blank, broken or two-coloured figures overlap with none well enough.
     """
-    pixels = np.asarray(image.convert("RGB")).astype(int)
+    pixels = np.asarray(image.convert("RGB").resize((make.SIZE, make.SIZE))).astype(int)
     corners = np.concatenate([pixels[:8, :8].reshape(-1, 3), pixels[-8:, -8:].reshape(-1, 3)])
     background = np.median(corners, axis=0)
     figure = np.abs(pixels - background).sum(-1) > 120
@@ -59,56 +60,51 @@ def outlines():
     return [(mask(shape, radius), shape) for shape in make.SHAPES for radius in make.RADII]
 
 
-def shows(image, prompt):
-    """Whether the picture shows the shape, the colour and the background of 'a red circle on a pink background'."""
-    found = describe(image)
-    return found is not None and make.caption(*found) == prompt
+def shows(images, prompts, targets=None):
+    """A reward, see rewards.py: 1 where the picture shows what 'a red circle on a pink background' says, else 0.
+
+    NaN for prompts that are no such caption.
+    """
+    captions = {make.caption(*attributes) for attributes in make.ALL}
+    found = [describe(image) for image in images]
+    right = [float(words is not None and make.caption(*words) == p) for words, p in zip(found, prompts, strict=True)]
+    return torch.tensor([value if p in captions else float("nan") for value, p in zip(right, prompts, strict=True)])
 
 
-def paint(policy, painter, prompt, settings, seed):
-    prompt_ids, position_ids, count = train.encode_prompt(painter.processor, prompt, settings.height, settings.width)
-    tokens, _, _ = generate_with_logprobs(
-        policy,
-        prompt_ids,
-        count,
-        num_samples=settings.group_size,
-        position_ids=position_ids,
-        num_codes=make.NUM_CODES,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return train.decode_images(painter, prompt, tokens, settings, seed)
+def paint(samples, prompts, adapter=None):
+    """Rollouts of `samples` pictures for each prompt, by the shipped model or with an adapter; rewards: see shows."""
+    settings = train.parse_settings(["--model", train.TINY, "--group-size", str(samples), "--combine", "sum"])
+    device = torch.device("cpu")
+    trainer = train.build_trainer(train.load(settings, device), settings, {"shows": (shows, 1.0)}, device)
+    if adapter:
+        trainer.model.load_adapter(adapter, "trained")
+        trainer.model.set_adapter("trained")
+    groups = [prompts[i : i + 4] for i in range(0, len(prompts), 4)]
+    return [rollout for i, group in enumerate(groups) for rollout in trainer.rollout(group, seed=SEED + 4 * i)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--adapter", help="folder of a trained adapter")
-    parser.add_argument("--samples", type=int, default=8, help="pictures a prompt (default: 8)")
+    parser.add_argument("--samples", type=int, default=8, help="pictures a prompt, 2 or more (default: 8)")
     parser.add_argument("--sheet", default="check.png", help="where to save some of the pictures (default: check.png)")
     options = parser.parse_args()
-    settings, _ = train.parse_settings(["--model", train.TINY, "--group-size", str(options.samples)])
-    policy, painter = train.split(train.load(settings, torch.device("cpu")), settings, torch.device("cpu"))
-    if options.adapter:
-        policy.load_adapter(options.adapter, "trained")
-        policy.set_adapter("trained")
-    policy.eval()
+    torch.set_num_threads(1)  # see train.py
     rows = []
     for name in ("prompts", "heldout"):
-        prompts = (HERE / f"{name}.txt").read_text().splitlines()
-        right, words = 0, np.zeros(3, dtype=int)
-        for i, prompt in enumerate(prompts):
-            images = paint(policy, painter, prompt, settings, seed=10**9 + i)
-            for image in images:
-                right += shows(image, prompt)
+        rollouts = paint(options.samples, (HERE / f"{name}.txt").read_text().splitlines(), options.adapter)
+        right, words, total = 0, np.zeros(3, dtype=int), len(rollouts) * options.samples
+        for rollout in rollouts:
+            right += int(rollout.rewards.sum())
+            for image in rollout.images:
                 found = describe(image) or ("none", "none", "none")
-                words += [f" {word} " in f" {prompt} " for word in found]
-            cells = [(image, "right" if shows(image, prompt) else "wrong") for image in images[:8]]
-            rows += [(prompt, cells)] if i < 4 else []
-        total = len(prompts) * options.samples
+                words += [f" {word} " in f" {rollout.prompt} " for word in found]
+        for rollout in rollouts[:4]:
+            captions = ["right" if reward else "wrong" for reward in rollout.rewards.tolist()]
+            rows.append((rollout.prompt, list(zip(rollout.images, captions))[:8]))
         parts = ", ".join(f"{word} {n / total:.0%}" for word, n in zip(("shape", "colour", "background"), words))
         print(f"{name}.txt: {right}/{total} right = {right / total:.1%} ({parts})", flush=True)
-    train.save_grid(options.sheet, rows, "first four prompts of training, then of those kept out", cell=128)
+    save_grid(options.sheet, rows, "first four prompts of training, then of those kept out", cell=128)
 
 
 if __name__ == "__main__":

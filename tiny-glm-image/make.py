@@ -28,6 +28,7 @@ from diffusers import (
     GlmImagePipeline,
     GlmImageTransformer2DModel,
 )
+from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.optim.lr_scheduler import OneCycleLR
@@ -268,10 +269,14 @@ def train_vae(vae, pixels, steps):
 
 
 def train_decoder(decoder, latents, codes, glyphs, steps):
+    # The pipeline shifts the noise levels for the size of the picture, but tells the decoder the time before the shift.
+    mu = calculate_shift(latents.shape[-1] * latents.shape[-2] // decoder.config.patch_size**2)
+
     def loss():
         rows = torch.randint(len(latents), (16,))
         clean, noise = latents[rows], torch.randn_like(latents[rows])
         sigma = torch.sigmoid(torch.randn(16))
+        time = sigma / (sigma + mu * (1 - sigma))  # sigma = mu / (mu + 1 / time - 1)
         noisy = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1))
         prior = codes[rows].view(-1, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # 2x2 each
         predicted = decoder(
@@ -279,7 +284,7 @@ def train_decoder(decoder, latents, codes, glyphs, steps):
             encoder_hidden_states=glyphs.expand(16, -1, -1),
             prior_token_id=prior,
             prior_token_drop=(torch.rand(16, 1) < 0.1).expand_as(prior),  # what guidance compares with
-            timestep=sigma * 1000 - 1,
+            timestep=time * 1000 - 1,
             target_size=torch.full((16, 2), float(SIZE)),
             crop_coords=torch.zeros(16, 2),
             return_dict=False,
@@ -320,9 +325,10 @@ def write_prompts():
     train, held_out = order[:32], order[32:48]
     (HERE / "prompts.txt").write_text("".join(caption(*a) + "\n" for a in train))
     (HERE / "heldout.txt").write_text("".join(caption(*a) + "\n" for a in held_out))
-    (HERE / "targets").mkdir(exist_ok=True)
-    for line, attributes in enumerate(train, 1):
-        draw(*attributes).save(HERE / "targets" / f"{line:03d}.png", optimize=True)
+    for folder, pictures in (("targets", train), ("heldout-targets", held_out)):
+        (HERE / folder).mkdir(exist_ok=True)
+        for line, attributes in enumerate(pictures, 1):
+            draw(*attributes).save(HERE / folder / f"{line:03d}.png", optimize=True)
 
 
 def main():

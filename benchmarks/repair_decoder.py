@@ -1,0 +1,104 @@
+"""Repair a decoder that was rounded to a few bits, with decoder.py and the reward of looking like what the codes stand for.
+
+    python benchmarks/repair_decoder.py --bits 3        # --bits 32 leaves the decoder as it is
+
+A quantised GLM-Image is what small cards run, and its decoder pays for that in detail. Here the tiny model's decoder is
+rounded, each row of a matrix to 2^bits - 1 levels, and an adapter beside it is trained on the training captions. Judged is
+the SSIM of the stock sampler's pictures to the drawings that their codes were taken from, on captions held out.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tiny-glm-image")]
+
+import make
+import torch
+
+import rewards
+import train
+from runtime.pictures import save_grid
+
+CPU = torch.device("cpu")
+
+
+def round_weights(module, bits):
+    """Symmetric rounding of every matrix, with one scale a row."""
+    levels = 2 ** (bits - 1) - 1
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear) and bits < 32:
+            scale = layer.weight.data.abs().amax(1, keepdim=True).clamp(min=1e-12) / levels
+            layer.weight.data = (layer.weight.data / scale).round() * scale
+
+
+def drawings(file):
+    """Of every caption in a file: (caption, drawing, its large codes (1, 16)) in the three sizes that the model knows."""
+    pictures = [(attributes, radius) for attributes in make.ALL for radius in make.RADII]
+    pixels = make.to_tensor([make.draw(*attributes, radius=radius) for attributes, radius in pictures])
+    torch.manual_seed(0)  # as make.py does before it makes the codes
+    codebook = make.kmeans(torch.cat([make.patches(pixels, grid).flatten(0, 1) for grid in (16, 4)]), make.NUM_CODES)
+    codes = make.encode(pixels, codebook, 4)  # (240, 16)
+    wanted = set((ROOT / "tiny-glm-image" / file).read_text().splitlines())
+    found = [(make.caption(*attributes), make.draw(*attributes, radius=radius)) for attributes, radius in pictures]
+    return [(text, image, codes[i : i + 1]) for i, (text, image) in enumerate(found) if text in wanted]
+
+
+def judge(pipe, examples, settings):
+    """Mean SSIM of the stock sampler's pictures, and the pictures."""
+    images = [train.decode_images(pipe, text, codes, settings, seed=10**9)[0] for text, _, codes in examples]
+    return rewards.ssim(images, None, [drawing for _, drawing, _ in examples]).mean().item(), images
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--bits", type=int, default=3, help="of the decoder's matrices (default: 3)")
+    parser.add_argument("--steps", type=int, default=200, help="training steps of 64 pictures (default: 200)")
+    parser.add_argument("--lr", default="1e-3", help="learning rate (default: 1e-3)")
+    parser.add_argument("--kl-coef", default="0", help="weight of the KL penalty (default: 0)")
+    parser.add_argument("--iterations", default="1", help="optimiser steps on each step's pictures (default: 1)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sheet", help="where to save pictures before and after")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # see train.py
+    flags = ["--model", train.TINY, "--train", "decoder", "--group-size", "8", "--micro-batch-size", "8"]
+    flags += ["--decoder-lr", options.lr, "--kl-coef", options.kl_coef, "--iterations", options.iterations]
+    settings = train.parse_settings([*flags, "--combine", "sum", "--seed", str(options.seed)])
+    pipe = train.load(settings, CPU)
+    round_weights(pipe.transformer, options.bits)
+    trainer = train.build_trainer(pipe, settings, rewards.parse_rewards("ssim"), CPU)
+    decoder = train.build_decoder(trainer, settings)
+    training, held_out = drawings("prompts.txt"), drawings("heldout.txt")
+    before, pictures_before = judge(trainer.pipe, held_out, settings)
+    print(
+        f"{options.bits} bits, seed {options.seed}: SSIM {before:.4f} on {len(held_out)} held-out drawings", flush=True
+    )
+    started, chosen = time.time(), torch.Generator().manual_seed(options.seed)
+    for step in range(1, options.steps + 1):
+        examples = [training[i] for i in torch.randperm(len(training), generator=chosen)[:8].tolist()]
+        images = []
+        for i, (text, _, codes) in enumerate(examples):
+            images += decoder.paint(text, codes, seed=(options.seed * 1_000_003 + step) * 1_000 + i)
+        values, _ = decoder.judge(images, [text for text, *_ in examples], [drawing for _, drawing, _ in examples])
+        metrics = decoder.learn()
+        if step % 25 == 0 or step == options.steps:
+            after, pictures_after = judge(trainer.pipe, held_out, settings)
+            print(
+                f"step {step}: held out {after:.4f}, this step's paths {values.mean():.4f}, kl {metrics['decoder/kl']:.2g}, "
+                f"norm {metrics['decoder/grad_norm']:.2g}, {(time.time() - started) / step:.2f} s a step",
+                flush=True,
+            )
+    if options.sheet:
+        rows = []
+        for i in range(1, len(held_out), max(len(held_out) // 5, 1)):
+            images = (held_out[i][1], pictures_before[i], pictures_after[i])
+            rows.append((held_out[i][0], list(zip(images, ("drawn", "before", "after"), strict=True))))
+        save_grid(
+            options.sheet, rows, f"a decoder of {options.bits} bits, before and after {options.steps} steps", cell=128
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The second act: the diffusion decoder as a policy, trained by the very update of grpo.py: `train.py --train both`.
+
+A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S moves. At level s its latents are x = (1 - s)
+clean + s noise, and it predicts the velocity v = noise - clean: so clean = x - s v and noise = x + (1 - s) v. The stock
+sampler is an ODE, its next latents x + (s' - s) v leave nothing to choose. Draw every move but the last, whose noise would
+stay in the picture, from a Gaussian of the same level (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), a = --noise-level:
+
+    std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise
+
+and a path is a trajectory with probabilities, as a code sequence is: Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). The SDE
+of that paper, mean = x + (s' - s)(v + e^2 / (2 s) noise), std = e sqrt(s - s'), e = a sqrt(s / (1 - s)), learns as well but
+damages pictures of few moves.
+
+In the terms of grpo.py a move is a group of K rollouts whose tokens are the D numbers of the latents, each drawn from a
+Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes. (Flow-GRPO takes one ratio for all D,
+the mean of the log-probs: on fresh samples the gradient is the same, but its KL is too small by D, its ratio hardly moves.)
+
+Credit: each of the G code sequences of a prompt is painted K times from one starting noise. The codes get the mean reward of
+their K pictures, compared among the G; the decoder that of each picture, compared among the K of the same codes. In one
+flat group of G*K nearly all of the spread would be the codes'.
+"""
+
+import math
+from dataclasses import dataclass
+
+import peft
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from grpo import GRPO, compute_advantages
+
+LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]  # the attention of every block
+
+
+def gaussian_move(x, v, level, next_level, noise_level):
+    """Mean (K, C, H, W) and std (a number) of the next latents; without noise, to the last bit the stock scheduler's.
+
+    x: latents (K, C, H, W) float32. v: velocity, like x. level, next_level: of noise, in 0..1. noise_level: in 0..1.
+    """
+    std = next_level * math.sin(noise_level * math.pi / 2)
+    lost = next_level - math.sqrt(next_level**2 - std**2)  # of the predicted noise: what is drawn takes its place
+    return x + (next_level - level) * v - lost * (x + (1 - level) * v), std
+
+
+def log_density(x, mean, std):
+    """Log-density of each number of x under its Gaussian: (K, C, H, W) -> (K, D) float32."""
+    return (-((x - mean) ** 2) / (2 * std**2) - math.log(std) - math.log(2 * math.pi) / 2).flatten(1)
+
+
+@dataclass
+class Move:
+    """One move of K paintings of the same codes, a group for GRPO.update. Latents and log-probs wait on the CPU."""
+
+    latents: torch.Tensor  # (K, C, H, W)
+    next_latents: torch.Tensor  # (K, C, H, W)
+    old_logprobs: torch.Tensor  # (K, D)
+    levels: tuple  # of noise: before, after
+    calls: list  # what else the pipeline gave the transformer; twice with guidance: with and without the codes
+    advantages: torch.Tensor = None  # (K,)
+    ref_logprobs: torch.Tensor = None  # (K, D), None when kl_coef is 0
+
+
+class PathScheduler(FlowMatchEulerDiscreteScheduler):
+    """The stock scheduler, with its levels and times. While `moves` is a list it draws all moves but the last."""
+
+    moves = None
+
+    def step(self, model_output, timestep, sample, return_dict=True, **options):
+        if self.step_index is None:
+            self._init_step_index(timestep)
+        i, (level, next_level) = self.step_index, self.sigmas[self.step_index : self.step_index + 2].tolist()
+        if self.moves is None or next_level == 0:
+            self.calls = []
+            return super().step(model_output, timestep, sample, return_dict=return_dict, **options)
+        if i == 0:  # a batch begins
+            self.batch, self.generators = self.generators[: len(sample)], self.generators[len(sample) :]
+        x = sample.float()  # and so it stays: bfloat16 would round by more than the std of late moves
+        mean, std = gaussian_move(x, model_output.float(), level, next_level, self.noise_level)
+        noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in self.batch])
+        after = mean + std * noise.to(x.device)
+        self.moves.setdefault(i, []).append((x, after, log_density(after, mean, std), (level, next_level), self.calls))
+        self.calls, self._step_index = [], i + 1
+        return (after,)
+
+
+class DecoderGRPO(GRPO):
+    """Trains an adapter of the decoder's transformer. Takes over decode and score of `trainer`, the GRPO of the codes.
+
+    settings: as for GRPO, with group_size K, noise_level and guidance_scale. score: (images, prompts, targets) -> raw
+    rewards; total: (raw rewards, group size) -> rewards.
+    """
+
+    def __init__(self, trainer, pipe, settings, score, total):
+        self.scheduler = pipe.scheduler = PathScheduler.from_config(pipe.scheduler.config)
+        lora = peft.LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=LORA_TARGETS)
+        model = peft.get_peft_model(pipe.transformer, lora)  # injected into pipe.transformer, in float32
+        if trainer.device.type == "cuda":
+            pipe.transformer.enable_gradient_checkpointing()
+        adapter = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(adapter, lr=settings.decoder_lr, betas=(0.9, 0.99), weight_decay=0.0)
+        place = {"device": trainer.device, "offload": bool(trainer.pinned)}
+        super().__init__(model, optimizer, None, trainer.decode, score, settings, **place)
+        self.swap_in = lambda *modules: trainer.swap_in(*trainer.decoder_modules)
+        self.total, self.codes_per_prompt, self.pictures, self.moves = total, trainer.settings.group_size, [], []
+        trainer.decode, trainer.score = self.paint, self.judge
+        pipe.transformer.register_forward_pre_hook(self.keep_call, with_kwargs=True)
+
+    def keep_call(self, transformer, arguments, options):
+        if self.scheduler.moves is not None:  # all K paintings share codes, prompt and time: one row is enough
+            row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+            self.scheduler.calls = [*self.scheduler.calls, row]
+
+    def paint(self, prompt, tokens, seed):
+        """Paint each of G code sequences (G, T) K times, from one starting noise; returns one picture of each."""
+        scheduler, size = self.scheduler, self.settings.group_size
+        own = torch.Generator().manual_seed(seed + 2**61)  # the starting noise has the seed itself
+        for codes in tokens:
+            scheduler.moves, scheduler.calls, scheduler.noise_level = {}, [], self.settings.noise_level
+            seeds = torch.randint(2**62, (size,), generator=own).tolist()  # a painting's draws are its own in any batch
+            scheduler.generators = [torch.Generator().manual_seed(painting) for painting in seeds]
+            self.pictures += self.decode(prompt, codes.expand(size, -1), seed)
+            for batches in scheduler.moves.values():
+                *tensors, levels, calls = zip(*batches, strict=True)
+                self.moves.append(Move(*(torch.cat(rows).cpu() for rows in tensors), levels[0], calls[0]))
+            scheduler.moves = None
+        return self.pictures[-len(tokens) * size :: size]
+
+    def judge(self, images, prompts, targets):
+        """Score all pictures. The decoder's advantages compare those of the same codes; the codes get the means."""
+        size, (pictures, self.pictures) = self.settings.group_size, (self.pictures, [])
+        repeated = [prompt for prompt in prompts for _ in range(size)]
+        raw = self.score(pictures, repeated, targets and [target for target in targets for _ in range(size)])
+        advantages = compute_advantages(self.total(raw, size), size).split(size)  # of N*G code sequences, (K,) each
+        for i, move in enumerate(self.moves):
+            move.advantages = advantages[i * len(advantages) // len(self.moves)]
+        means = {name: values.view(-1, size).nanmean(1) for name, values in raw.items()}  # (N*G,)
+        return self.total(means, self.codes_per_prompt), means
+
+    def logprobs(self, move, rows):
+        """Log-probs (B, D) of the latents that were drawn, under the decoder as it stands, on the CPU."""
+        x, after, v = move.latents[rows].to(self.device), move.next_latents[rows].to(self.device), []
+        for call in move.calls:
+            call = {k: t.expand(len(rows), *t.shape[1:]) if isinstance(t, torch.Tensor) else t for k, t in call.items()}
+            v.append(self.model(**{**call, "hidden_states": x.to(self.model.dtype)})[0])
+        v = v[0] if len(v) == 1 else v[1] + self.settings.guidance_scale * (v[0] - v[1])  # as the pipeline guides
+        return log_density(after, *gaussian_move(x, v.float(), *move.levels, self.settings.noise_level)).cpu()
+
+    def learn(self):
+        """One update from all moves since the last one. Returns its metrics, named decoder/..."""
+        moves, self.moves = self.moves, []
+        return {f"decoder/{name}": value for name, value in self.update(moves).items()}

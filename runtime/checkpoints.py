@@ -1,0 +1,72 @@
+"""Checkpoints: adapter, optimiser, step and settings. A kill at any moment leaves the last complete one."""
+
+import json
+import os
+import pickle
+import shutil
+from contextlib import contextmanager
+
+import peft
+import torch
+from safetensors import SafetensorError
+
+from runtime import UserError, ranks
+
+
+def find(out):
+    """Complete checkpoints of a run, oldest first."""
+    return sorted((out / "checkpoints").glob("[0-9]*"))
+
+
+def save(out, step, halves, settings, best_step=0):
+    """Write beside and rename. `halves`: {folder: GRPO}, "" for the codes'. Of the older ones the newest `--keep-checkpoints` and that of the best evaluation stay.
+
+    Random states are not saved: the prompts and all random draws of a step are functions of the seed and the step.
+    """
+    final, unfinished = out / "checkpoints" / f"{step:06d}", out / "checkpoints" / ".unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    state = {"step": step, "ranks": ranks.count(), "settings": vars(settings)}
+    (unfinished / "state.json").write_text(json.dumps(state))
+    if final.exists():  # resumed from here; only the settings may be new, a larger --steps for one
+        os.replace(unfinished / "state.json", final / "state.json")
+        unfinished.rmdir()
+        return
+    for name, half in halves.items():
+        half.model.save_pretrained(unfinished / name)
+        torch.save(half.optimizer.state_dict(), unfinished / name / "optimizer.pt")
+    os.replace(unfinished, final)
+    for old in find(out)[: -settings.keep_checkpoints]:
+        if old.name != f"{best_step:06d}":
+            shutil.rmtree(old)
+
+
+def read_state(out):
+    """Of the newest checkpoint: its step, the number of ranks that made it, and the settings of the run."""
+    if not find(out):
+        raise UserError(f"there is no checkpoint in {out} to resume")
+    with naming(find(out)[-1]):
+        state = json.loads((find(out)[-1] / "state.json").read_text())
+        return state["step"], state["ranks"], state["settings"]
+
+
+def load(out, halves):
+    """The newest checkpoint, by way of the CPU onto whatever device adapters and optimisers are on. Returns its step."""
+    folder = find(out)[-1]
+    with naming(folder):
+        for name, half in halves.items():
+            peft.set_peft_model_state_dict(half.model, peft.load_peft_weights(folder / name, device="cpu"))
+            state = torch.load(folder / name / "optimizer.pt", map_location="cpu", weights_only=True)
+            half.optimizer.load_state_dict(state)
+    return read_state(out)[0]
+
+
+@contextmanager
+def naming(folder):
+    """Whatever cannot be read in a checkpoint, half a file for one, is the user's to mend."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().split("\n")[0]
+        mend = "delete that folder to go on from the one before"
+        raise UserError(f"cannot read the checkpoint {folder} ({reason}); {mend}") from None

@@ -1,0 +1,203 @@
+"""What a run leaves as it goes: numbers, pictures, a progress bar with a clock; and how a signal ends it in good order."""
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from accelerate import PartialState, tracking
+from tqdm import tqdm
+
+from runtime import UserError, format_number, ranks
+from runtime.card import write_card
+from runtime.pictures import save_before_after, save_curves, save_grid
+
+
+class Clock:
+    """clock("decode") measures a phase of a step, and shows it in the progress bar: see GRPO's `phase`."""
+
+    def __init__(self, device, total, done=0):
+        self.device, self.phase, self.timings = device, "", {}
+        self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=ranks.rank() > 0)
+
+    @contextmanager
+    def __call__(self, phase):
+        started, cuda, self.phase = time.perf_counter(), self.device.type == "cuda", phase
+        self.bar.set_description_str(phase, refresh=sys.stderr.isatty())
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        if cuda:
+            torch.cuda.synchronize(self.device)  # the clock would else stop while the GPU is still at work
+            peak = torch.cuda.max_memory_allocated(self.device) / 1e9
+            self.timings[f"gpu_gb/{phase}"] = max(peak, self.timings.get(f"gpu_gb/{phase}", 0))
+        name = f"seconds/{phase}"
+        self.timings[name] = self.timings.get(name, 0) + time.perf_counter() - started
+
+    def read(self):
+        """What was measured since the last time: seconds/PHASE and, on a GPU, gpu_gb/PHASE, its peak memory."""
+        timings, self.timings = self.timings, {}
+        return timings
+
+
+class Record:
+    """metrics.jsonl, evaluation.jsonl, pictures and a tracker in `out`. Only the first rank writes.
+
+    Of a run that is resumed after step `done`, later records are taken out first, and a line that a kill cut short.
+    """
+
+    def __init__(self, out, settings, device, done):
+        self.out, self.kind, self.writes = out, settings.log, ranks.rank() == 0
+        self.evaluations, metrics = read_jsonl(out / "evaluation.jsonl", done), read_jsonl(out / "metrics.jsonl", done)
+        self.clock, self.tracker = Clock(device, settings.steps, done), None
+        ranks.gather(None)  # all have read what the first now writes
+        if self.writes:
+            out.mkdir(parents=True, exist_ok=True)
+            if settings.steps > 0 or settings.resume is None:
+                (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
+            write_jsonl(out / "evaluation.jsonl", self.evaluations)
+            write_jsonl(out / "metrics.jsonl", metrics)
+            if self.kind != "none":
+                PartialState()
+                places = {"tensorboard": {"logging_dir": out}, "wandb": {"name": out.name, "dir": out}}
+                project = "tensorboard" if self.kind == "tensorboard" else "grpo-glm-image"
+                self.tracker = tracking.LOGGER_TYPE_TO_CLASS[self.kind](project, **places.get(self.kind, {}))
+                self.tracker.start()
+
+    def track(self, step, values):
+        if self.tracker is not None:
+            self.tracker.log({name: value for name, value in values.items() if value is not None}, step=step)
+
+    def step(self, step, metrics, line):
+        metrics = without_nan(metrics)
+        if self.writes:
+            append_jsonl(self.out / "metrics.jsonl", {"step": step, **metrics})
+        self.track(step, metrics)
+        self.clock.bar.set_postfix_str(f"reward {metrics['reward'] or 0:.3f}")
+        self.clock.bar.update()
+        self.clock.bar.write(line)
+
+    def group(self, step, rollout, totals):
+        """The pictures of one group, with their rewards."""
+        if self.writes:
+            cells = [
+                (image, f"reward {format_number(total)}") for image, total in zip(rollout.images, totals, strict=True)
+            ]
+            picture = save_grid(self.out / f"group-{step:06d}.png", [(rollout.prompt, cells)], f"step {step}")
+            layout = {"dataformats": "NHWC"} if self.kind == "tensorboard" else {}
+            if self.kind in ("tensorboard", "wandb"):
+                self.tracker.log_images({"group": np.asarray(picture)[None]}, step=step, **layout)
+
+            self.curves()
+
+    def evaluation(self, step, training, held_out):
+        """Of both: (metrics, [(prompt, pictures, their rewards)]), the latter for before-after.png."""
+        record, shown = {"step": step}, [*training[1], *held_out[1]]
+        for prefix, name, (metrics, _) in (("", "training", training), ("held_out/", "held-out", held_out)):
+            metrics = without_nan(metrics)
+            record |= {prefix + key: value for key, value in metrics.items()}
+            self.clock.bar.write(f"evaluation after {step} steps, {name} prompts: {summary(metrics)}")
+        self.track(step, {f"evaluation/{name}": value for name, value in record.items()})
+        record["shown"] = [(prompt, list(without_nan(dict(enumerate(r))).values())) for prompt, _, r in shown]
+        self.evaluations.append(record)
+        self.clock.read()
+        if self.writes:
+            folder = self.out / "evaluation" / f"{step:06d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for i, (_, images, _) in enumerate(shown):
+                for j, image in enumerate(images):
+                    image.save(folder / f"{i + 1}-{j + 1}.png")
+            append_jsonl(self.out / "evaluation.jsonl", record)
+            self.curves()
+
+    def curves(self):
+        save_curves(self.out / "reward.png", read_jsonl(self.out / "metrics.jsonl"), self.evaluations)
+
+    def best_step(self):
+        """The step whose adapter did best on prompts held out, or on those of training if no reward applied to them."""
+        name = "held_out/reward" if all(r["held_out/reward"] is not None for r in self.evaluations) else "reward"
+        rated = [record for record in self.evaluations if record[name] is not None]
+        return max(rated, key=lambda record: record[name], default={"step": 0})["step"]
+
+    def end(self, halves, settings):
+        """The adapter with its card, before-after.png, and the last lines: training and held-out prompts, before and after."""
+        before, after = self.evaluations[0], self.evaluations[-1]
+        for prefix, name in (("", "training"), ("held_out/", "held-out")):
+            sides = [
+                {k.removeprefix(prefix): v for k, v in side.items() if k.startswith(prefix)} for side in (before, after)
+            ]
+            self.clock.bar.write(f"{name} prompts, before -> after: {summary(*sides)}")
+        if self.writes:
+            picture = save_before_after(self.out, before, after)
+            if settings.train != "decoder":
+                halves[""].model.save_pretrained(self.out / "adapter")
+            if settings.train != "codes":
+                halves["decoder"].model.base_model.model.save_lora_adapter(self.out / "decoder-adapter")
+            for folder in self.out.glob("*adapter"):
+                picture.save(folder / "before-after.png")
+                write_card(folder / "README.md", settings, before, after, ranks.count())
+
+
+def summary(*records):
+    """'reward 0.692 -> 0.864, ssim ... (64 images: 16 prompts x 4)', of one record or of several."""
+    names = [name for name in records[0] if name == "reward" or name.startswith("reward/")]
+    names = names[:2] if len(names) == 2 else names
+    parts = [f"{n.removeprefix('reward/')} {' -> '.join(format_number(r[n]) for r in records)}" for n in names]
+    images, prompts = records[0]["images"], records[0]["prompts"]
+    return f"{', '.join(parts)} ({images} images: {prompts} prompts x {images // prompts})"
+
+
+def check_tracker(kind):
+    if kind != "none" and importlib.util.find_spec(kind) is None:
+        raise UserError(f"--log {kind} needs a package: pip install {kind}")
+
+
+def without_nan(metrics):
+    return {name: None if math.isnan(value) else value for name, value in metrics.items()}  # JSON has no NaN
+
+
+def append_jsonl(path, record):
+    with open(path, "a") as file:  # opened anew for each line: a folder that is gone is noticed at once
+        file.write(json.dumps(record) + "\n")
+
+
+def read_jsonl(path, last_step=math.inf):
+    """The records up to a step. A line cut short by a kill, and all after it, are left out."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return [record for record in records if record["step"] <= last_step]
+
+
+def write_jsonl(path, records):
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
+    os.replace(unfinished, path)
+
+
+class StopRequest:
+    """Ctrl-C or SIGTERM: finish the step, save, evaluate. Once more ends at once."""
+
+    def __init__(self):
+        self.received = False
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.receive)
+
+    def receive(self, signum, frame):
+        if not self.received:  # by os.write: print may have been interrupted by this very signal
+            os.write(
+                2, b"\nasked to stop: finishing this step, saving, then a last evaluation; once more ends at once\n"
+            )
+        self.received = True
+        if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,81 @@
+"""Pictures to look at: grids with captions."""
+
+import textwrap
+
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from runtime import format_number
+
+CURVES = {"step": ("mean of a step", "#aaaaaa"), "training": ("evaluation: training prompts", "#2060c0")}
+CURVES["held_out"] = ("evaluation: held-out prompts", "#d02030")
+
+
+def save_grid(path, rows, title, cell=192):
+    """Rows of pictures as one PNG: `rows` is a list of (label, [(image, caption), ...]). Returns the sheet."""
+    font, small = ImageFont.load_default(15), ImageFont.load_default(12)
+    width, height = cell + 8, cell + 60
+    sheet = Image.new("RGB", (max(len(cells) for _, cells in rows) * width + 8, len(rows) * height + 30), "white")
+    pen = ImageDraw.Draw(sheet)
+    pen.text((8, 6), title, "black", font)
+    for r, (label, cells) in enumerate(rows):
+        top = 30 + r * height
+        pen.text((8, top), textwrap.shorten(label, 120), "black", font)
+        for c, (image, caption) in enumerate(cells):
+            sheet.paste(ImageOps.contain(image, (cell, cell)), (8 + c * width, top + 20))
+            caption = textwrap.fill(textwrap.shorten(caption, 2 * cell // 7), cell // 7)
+            pen.multiline_text((8 + c * width, top + 22 + cell), caption, "black", small, spacing=2)
+    sheet.save(path)
+    return sheet
+
+
+def save_before_after(out, before, after):
+    """Groups of the first prompts, before training and after: same prompts, seeds and noise, side by side."""
+    rows = []
+    for i, (prompt, _) in enumerate(after["shown"]):
+        cells = []
+        for label, record in (("before", before), ("after", after)):
+            files = sorted((out / "evaluation" / f"{record['step']:06d}").glob(f"{i + 1}-*.png"))
+            captions = [f"{label}, {format_number(reward)}" for reward in record["shown"][i][1]]
+            cells += [(Image.open(file), caption) for file, caption in zip(files, captions, strict=True)]
+        rows.append((prompt, cells))
+    title = f"before training, and with the same prompts, seeds and noise after {after['step']} steps; rewards below"
+    return save_grid(out / "before-after.png", rows, title, cell=112)
+
+
+def save_curves(path, metrics, evaluations):
+    """A panel for each reward, over the steps: means of the steps in grey, evaluations in blue (training) and red (held out).
+
+    A reward that only judges has the evaluations alone.
+    """
+    names = dict.fromkeys(
+        n for record in (*evaluations, *metrics) for n in record if n == "reward" or n.startswith("reward/")
+    )
+    font, side, height = ImageFont.load_default(24), 640, 400  # drawn at twice the size, for smooth lines
+    sheet = Image.new("RGB", (min(len(names), 3) * side, -(-len(names) // 3) * height + 60), "white")
+    pen = ImageDraw.Draw(sheet)
+    for x, (text, colour) in enumerate(CURVES.values()):
+        pen.text((80 + 420 * x, 14), text, colour, font)
+    for i, name in enumerate(names):
+        left, top = i % 3 * side + 110, i // 3 * height + 110
+        records = {"step": metrics, "training": evaluations, "held_out": evaluations}
+        curves = {
+            kind: [(record["step"], record[key]) for record in records[kind] if record.get(key) is not None]
+            for kind, key in (("step", name), ("training", name), ("held_out", f"held_out/{name}"))
+        }
+        values = [value for points in curves.values() for _, value in points] or [0]
+        low, high = min(values), max(max(values), min(values) + 1e-6)
+        last = max([step for points in curves.values() for step, _ in points] or [1])
+        pen.text((left, top - 40), name.removeprefix("reward/"), "black", font)
+        pen.line([(left, top), (left, top + 240), (left + 500, top + 240)], "#999999", 2)
+        for value, y in ((high, top), (low, top + 240)):
+            pen.text((left - 10, y), f"{value:.3g}", "#666666", font, anchor="rm")
+        pen.text((left + 500, top + 250), f"step {last}", "#666666", font, anchor="rt")
+        for kind, points in curves.items():
+            colour = CURVES[kind][1]
+            places = [(left + 500 * s / max(last, 1), top + 240 * (high - v) / (high - low)) for s, v in points]
+            if not places:
+                continue
+            pen.line(places, colour, 3 if kind == "step" else 6, joint="curve")
+            for x, y in places if kind != "step" else ():
+                pen.ellipse((x - 8, y - 8, x + 8, y + 8), fill=colour)
+    sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(path)

@@ -1,0 +1,66 @@
+"""Several GPUs: torchrun starts one process (a rank) for each, with prompts of its own. If one fails, it ends them all."""
+
+import os
+import sys
+from datetime import timedelta
+
+import diffusers
+import torch
+import torch.distributed as dist
+import transformers
+
+from runtime import UserError
+
+
+def join():
+    """Meet the other processes that torchrun has started, if it has. Only the first rank prints and writes."""
+    if not dist.is_torchelastic_launched():
+        return
+    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if 0 < gpus <= local:
+        raise UserError(f"this machine has {gpus} GPUs, so --nproc-per-node can be {gpus} at most")
+    if gpus:
+        torch.cuda.set_device(local)
+    device = torch.device("cuda", local) if gpus else None
+    timeout = timedelta(minutes=10)  # a rank that has run out of memory must not keep the others waiting for longer
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=device, timeout=timeout)
+    if rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        transformers.utils.logging.disable_progress_bar()
+        diffusers.utils.logging.disable_progress_bar()
+
+
+def leave():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def count():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def stretch(total):
+    """Which of `total` things this rank takes: a stretch of them, and all stretches together are all of them."""
+    return range(rank() * total // count(), (rank() + 1) * total // count())
+
+
+def gather(value):
+    """The values of all ranks, in order."""
+    values = [value] * count()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def mean(metrics):
+    """{name: number or NaN} -> each metric's mean over those ranks that have it."""
+    if dist.is_initialized():
+        values = torch.tensor(list(metrics.values()), dtype=torch.float64)
+        sums = torch.stack([values.nan_to_num(0), (~values.isnan()).double()])  # (2, metrics)
+        dist.all_reduce(sums)
+        metrics = dict(zip(metrics, (sums[0] / sums[1]).tolist(), strict=True))
+    return metrics

@@ -1,0 +1,155 @@
+"""What the tests share: the shipped model, and runs of train.py that take a second, here and in other processes."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS, TINY = ROOT / "tests", ROOT / "tiny-glm-image"
+sys.path[:0] = [str(ROOT), str(TINY)]
+
+import pytest
+import torch
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests wherever they run
+if "OMP_NUM_THREADS" not in os.environ:
+    # Threads spin at the barriers of matrices this small: a second one gains nothing, and beside a busy program it
+    # makes everything ten times as long. The processes that tests start inherit this.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+from diffusers import GlmImagePipeline
+from make import draw
+
+import train
+
+CPU = torch.device("cpu")
+CODES = 4  # of a short picture: see shorten
+
+QUICK = ["--model", train.TINY, "--prompts", "prompts.txt", "--targets", "targets", "--height", "32", "--width", "32"]
+QUICK += ["--prompts-per-step", "1", "--group-size", "2", "--decode-steps", "1", "--sample-every", "100"]
+QUICK += ["--eval-prompts", "prompts.txt", "--eval-targets", "targets", "--eval-reward", "", "--eval-count", "1"]
+QUICK += ["--temperature", "2"]  # sharp as the shipped model is, two short pictures are often the same
+
+
+@pytest.fixture(scope="session")
+def pipe():
+    """The shipped model, in the stock pipeline. Its distributions are sharp, so a wrong position is expensive."""
+    return GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
+
+
+def tiny_settings(*arguments):
+    return train.parse_settings(["--model", train.TINY, *arguments])
+
+
+def shorten(setattr):
+    """Pictures of a few codes, for tests of files, signals and errors: a preview of 256 takes a second to write."""
+    encode = train.encode_prompt
+
+    def encode_prompt(*arguments):
+        ids, positions, _ = encode(*arguments)
+        return ids, positions[:, : len(ids) + CODES], CODES
+
+    setattr(train, "encode_prompt", encode_prompt)
+
+
+def write_prompts(folder):
+    """Two prompts with their targets."""
+    (folder / "prompts.txt").write_text("a red circle on a pink background\na blue cross on a white background\n")
+    (folder / "targets").mkdir()
+    draw("circle", "red", "pink").save(folder / "targets" / "1.png")
+    draw("cross", "blue", "white").save(folder / "targets" / "2.png")
+
+
+@pytest.fixture
+def quick(tmp_path, monkeypatch):
+    """Runs train.main on short pictures, in this process and in a folder with two prompts. Returns its exit code."""
+    monkeypatch.chdir(tmp_path)
+    write_prompts(tmp_path)
+    shorten(monkeypatch.setattr)
+    handlers = {number: signal.signal(number, unheard) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield lambda *arguments: train.main([*QUICK, *arguments])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def unheard(number, frame):
+    pytest.fail(f"signal {number} was for the run, which does not listen")
+
+
+def resume(folder, *arguments):
+    return train.main(["--resume", str(folder), *arguments])
+
+
+def write_reward(body):
+    """A reward of the user's own, mine.py:reward. `body` sees `call`, which counts its calls from 1, and the pictures.
+
+    The first call is the trial on a blank picture, the next two are the evaluations before training (of prompts
+    trained on and held out), then steps come.
+    """
+    code = "import os, shutil, signal\nimport torch\n\ncalls = []\n\ndef reward(images, prompts, targets):\n"
+    code += "    calls.append(1)\n    call = len(calls)\n"
+    code += "".join(f"    {line}\n" for line in body.splitlines())
+    Path("mine.py").write_text(code + "    return torch.arange(len(images)).float()\n")
+    return ["--reward", "mine.py:reward"]
+
+
+def records(path):
+    """The lines of a .jsonl without the seconds, which are never the same."""
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith("seconds")} for line in lines]
+
+
+def adapter_of(folder):
+    return (Path(folder) / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def steps_saved(folder):
+    return sorted(os.listdir(Path(folder) / "checkpoints"))
+
+
+# ---- other processes -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Copies of a process that has imported train.py: they start in a moment instead of five seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["conftest"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{TESTS}:{ROOT}:{TINY}")
+        forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture
+def start(processes, quick):
+    """Starts train.main on short pictures in a process of its own; what it prints goes to a file."""
+    started = []
+
+    def start(*arguments, output="output.txt", prepare=None, **environment):
+        job = (os.getcwd(), arguments, output, prepare, environment)
+        started.append(processes.Process(target=_in_child, args=job))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def _in_child(folder, arguments, output, prepare, environment):
+    os.chdir(folder)
+    os.environ.update(environment)
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    shorten(setattr)
+    if prepare is not None:
+        prepare()
+    sys.exit(train.main(arguments))

@@ -1,0 +1,160 @@
+"""The benchmarks run, and what they print follows from what they measure."""
+
+import importlib
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from conftest import CODES, CPU, shorten, tiny_settings
+
+import train
+from benchmarks import glm_image, memory
+from runtime.log import Clock
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a benchmark as a command; returns the lines that it printed."""
+
+    def run(module, *arguments):
+        monkeypatch.setattr(sys, "argv", ["benchmark", *map(str, arguments)])
+        module.main()
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+# ---- a step, by phase -----------------------------------------------------------------------------------------------
+
+
+def test_step_by_phase(run, tmp_path, monkeypatch):
+    """Every phase is timed, the plain recipes too, and the fixed cache gives the tokens of the growing one."""
+    shorten(monkeypatch.setattr)
+    file = tmp_path / "report.json"
+    flags = ["--tiny", "--capture-only", "--sizes", 32, "--groups", 2, 3, "--prompts-per-step", 2, "--steps", 1]
+    flags += ["--decode-steps", 1, "--temperature", 4]  # hot, or a wrong position would not show
+    names, _, row, *_ = run(glm_image, *flags, "--json", file)
+    report = json.loads(file.read_text())
+    assert report["forward"] == "captured" and report["settings"]["decode_steps"] == 1
+    assert report["check"]["tokens_before_the_first_difference"] == report["check"]["tokens"] == 4 * CODES
+    assert report["check"]["max_logprob_difference_there"] < 1e-4
+
+    assert [case["group_size"] for case in report["cases"]] == [2, 3]
+    case = report["cases"][1]
+    assert all(case[f"seconds/{phase}"] > 0 for phase in ("sample", "decode", "score", "reference", "update"))
+    assert case["max_logprob_gap"] < 1e-4, "NaN: no group had a spread"
+    ours, plain, one = (x["seconds/sample"] + x["seconds/decode"] for x in (case, case["plain"], case["one_by_one"]))
+    assert case["plain_over_ours"] == pytest.approx(2 * plain / ours)  # groups
+    assert case["one_by_one_over_ours"] == pytest.approx(6 * one / ours)  # pictures
+    assert case["tokens_per_second"] == pytest.approx(6 * CODES / case["seconds/sample"])
+    assert "plain/ours" in names and f"{case['plain_over_ours']:.2f}" in row.split()
+
+
+def test_plain_recipe(monkeypatch):
+    """It writes every picture at the positions that encode_prompt computes, and paints a group in one go."""
+    pipe = glm_image.pipeline(True, CPU)
+    trainer = train.build_trainer(pipe, tiny_settings("--height", "32", "--width", "64"), {}, CPU)
+    ids, positions, _ = trainer.encode(glm_image.PROMPTS[0])
+    shorten(monkeypatch.setattr)
+    trainer.phase, painted = Clock(CPU, 1), []
+    trainer.decode = lambda prompt, tokens, seed: painted.append((tokens.shape, trainer.settings.micro_batch_size))
+    timings = glm_image.measure_plain(trainer, pipe.processor, 6)
+    assert painted == [((1, CODES), 4), ((6, CODES), 6)] and timings["seconds/sample"] > 0  # the first warms up
+
+    cached = trainer.model.get_base_model().model._cached_decode_position_ids  # (6, 3, T + 1), with the end token's
+    assert (cached[:, :, :-1] == positions[:, len(ids) :]).all()
+
+
+@pytest.mark.parametrize("arguments, reason", [
+    ([], "the full size needs a CUDA GPU"),
+    (["--tiny", "--sizes", 33], "33"),
+    (["--tiny", "--json", "nowhere/report.json"], "no folder nowhere"),
+    (["--tiny", "--sampler", "fast"], "--sampler"),
+])  # fmt: skip
+def test_bad_flags(run, capsys, arguments, reason):
+    with pytest.raises(SystemExit) as exit:
+        run(glm_image, *arguments)
+    assert exit.value.code == 2 and reason in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_alive():
+    with torch.device("meta"), memory.Alive([]) as alive:
+        a = torch.zeros(256)  # 1,024 bytes
+        b = a + a  # another 1,024
+        del a
+        c = b.view(16, 16)[0], torch.zeros(1)  # nothing new, and a block of 512
+    assert (alive.now, alive.peak, len(c)) == (1536, 2048, 2)
+
+
+def test_memory_at_full_size(run, monkeypatch):
+    """Against what must be there, counted by hand from GLM-Image's sizes."""
+    found, peaks = [], memory.peaks
+    monkeypatch.setattr(memory, "peaks", lambda *case: found.append(peaks(*case)) or found[0])
+    weights, *_, row = run(memory, "--sizes", 512, "--groups", 4, "--micro-batch-sizes", 1)
+    expected = "policy 17.8 GB, adapter with its optimiser state 0.57 GB, decoder 15.1 GB, its own adapter 0.19 GB"
+    assert weights == expected  # 8.9 B and 7.5 B, two bytes each; the adapters 48 M and 16 M, twelve
+    work, cache = found[0]
+
+    layers, rows, heads, room, codes = (
+        40,
+        4 * 4,
+        2,
+        768,
+        16 * 16 + 256,
+    )  # 768: 60 of the prompt and the codes, rounded up
+    assert cache == pytest.approx(1e-9 * layers * 2 * rows * heads * room * 128 * 2)  # keys and values in bfloat16
+    nucleus = 1e-9 * rows * codes * 16_384
+    assert cache + nucleus < work["sample"] < cache + nucleus + 0.05
+
+    read, rank, mlp = 60 + codes - 1, 16, 2 * 13_696
+    per_layer = (4096 + 4096) * 2 + (4096 + 256) * 2 + (4096 + mlp) + (mlp // 2 + 4096)
+    gradients = 1e-9 * layers * rank * per_layer * 4
+    checkpoints = 1e-9 * layers * read * 4096 * 2
+    layer = 1e-9 * read * mlp * (2 + 2 + 4)  # of its widest matrix: output, gradient, and the adapter's, in float32
+    assert gradients + checkpoints + layer < work["update"] < gradients + checkpoints + 3 * layer
+    assert work["update"] == work["of one token"], "the logits are no part of the peak"
+
+    *turns, most, both, decoder_update = map(float, row.split()[3:])
+    assert most == max(turns) < both
+    assert decoder_update == pytest.approx(15.1 + 0.57 + 0.19 + work["decoder update"], abs=0.1)
+    assert turns[:3] == pytest.approx([18.4 + work["sample"], 15.7 + work["decode"], 18.4 + work["reference"]], abs=0.1)
+
+
+# ---- against TRL ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def against_trl(monkeypatch):
+    """The comparison with TRL, without TRL: its names are there, and empty."""
+    for name, contents in {"trl": ("GRPOConfig", "GRPOTrainer"), "datasets": ("Dataset",)}.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(dict.fromkeys(contents, object))
+    monkeypatch.delitem(sys.modules, "benchmarks.against_trl", raising=False)
+    yield importlib.import_module("benchmarks.against_trl")
+    del sys.modules["benchmarks.against_trl"]
+
+
+def test_our_half_of_the_comparison(against_trl):
+    """A step of ours, alternating with one of TRL in which nothing happens."""
+    options, clock = SimpleNamespace(group_size=2, prompts_per_step=1), Clock(CPU, 1)
+    weights = against_trl.peft.get_peft_model(against_trl.build_model(), against_trl.build_lora()).state_dict()
+    ours = against_trl.build_ours(options, against_trl.build_tokenizer(), weights, clock)
+    alternate = against_trl.Alternate(ours, against_trl.draw_prompts(1), 1, clock)
+    alternate.on_step_begin()
+    alternate.on_step_end(None, SimpleNamespace(global_step=1), None)
+    (nothing,), (step,) = alternate.timings["TRL"], alternate.timings["ours"]
+    assert nothing.keys() == {"step", "update"} and nothing["step"] == nothing["update"]
+    assert step.keys() == {"step", "sample", "decode", "score", "reference", "update"}
+    assert min(step.values()) > 0 and sum(step.values()) <= 2 * step["step"]  # the phases are parts of the step
+
+
+def test_against_trl_says_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "trl", None)  # as if it were not installed
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module("benchmarks.against_trl")
+    assert exit.value.code == 2 and capsys.readouterr().err.endswith("pip install trl datasets\n")

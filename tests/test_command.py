@@ -1,0 +1,416 @@
+"""The command line: what a run prints and leaves, what it refuses, which prompts and seeds a step takes, its numbers."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    CPU,
+    ROOT,
+    adapter_of,
+    records,
+    shorten,
+    tiny_settings,
+    write_prompts,
+)
+from make import draw
+from PIL import Image
+
+import train
+from grpo import compute_advantages
+from runtime import UserError, ranks
+from runtime.log import Clock
+
+NAN = math.nan
+SHAPES = [
+    "--reward",
+    "ssim:1",
+    "--eval-reward",
+    "",
+    "--prompts",
+    f"{train.TINY}/prompts.txt",
+]  # a reward that downloads nothing
+
+
+def command(folder, *arguments, environment=os.environ):
+    """train.py as a user starts it."""
+    words = [sys.executable, str(ROOT / "train.py"), *arguments]
+    return subprocess.run(words, check=False, cwd=folder, capture_output=True, text=True, timeout=200, env=environment)
+
+
+# ---- what a run leaves ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real_run(tmp_path_factory):
+    """The real thing: two steps on whole pictures of the default size, KL, two iterations and two rewards on."""
+    folder = tmp_path_factory.mktemp("real")
+    write_prompts(folder)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    process = command(
+        folder, "--model", train.TINY, "--prompts", "prompts.txt", "--targets", "targets", "--steps", "2",
+        "--prompts-per-step", "2", "--group-size", "3", "--iterations", "2", "--reward", "ssim:1,mse:0.5",
+        "--sample-every", "1", "--eval-count", "2", environment=environment,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    return folder, process
+
+
+def test_a_run_leaves_every_promised_file(real_run):
+    out = real_run[0] / "runs" / "1"
+    left = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()}
+    expected = {"settings.json", "metrics.jsonl", "evaluation.jsonl", "before-after.png", "group-000001.png"}
+    expected |= {"group-000002.png", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    expected |= {f"evaluation/{step}/{i}-{j}.png" for step in ("000000", "000002") for i in (1, 2) for j in (1, 2, 3)}
+    assert expected <= left
+    settings = json.loads((out / "settings.json").read_text())
+    assert (settings["group_size"], settings["lr"], settings["top_p"]) == (3, train.DEFAULTS["lr"][0], 0.95)
+    for picture in ("before-after.png", "group-000002.png", "evaluation/000000/1-1.png"):
+        assert np.asarray(Image.open(out / picture).convert("RGB")).std() > 30, "something is painted"
+
+
+def test_a_run_logs_every_step_and_evaluation(real_run):
+    out = real_run[0] / "runs" / "1"
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    names = ["loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "grad_norm", "max_logprob_gap", "skipped"]
+    names += ["reward", "reward_std", "reward/ssim", "reward/mse", "groups_without_spread", "unscored"]
+    names += [f"seconds/{phase}" for phase in ("sample", "decode", "score", "reference", "update")]
+    assert all(math.isfinite(line[name]) for line in lines for name in names)
+    for line in lines:  # the log is the weighted sum of raw rewards, though z-scores were maximised
+        assert line["reward"] == pytest.approx(line["reward/ssim"] + 0.5 * line["reward/mse"], abs=1e-5)
+        assert 0 < line["mean_logprob_gap"] <= line["max_logprob_gap"] < 1e-3
+        assert line["grad_norm"] > 0
+    before, after = records(out / "evaluation.jsonl")
+    assert (before["step"], after["step"]) == (0, 2)
+    assert before["images"] == after["images"] == 6 and before["prompts"] == 2
+    assert before["reward"] != after["reward"], "the adapter has moved"
+
+
+def test_a_run_says_what_it_does(real_run):
+    output = real_run[1].stdout + real_run[1].stderr
+    for words in (
+        "device: CPU, 1 threads", "--model FOLDER_OR_ID chooses another", "group_size=3", "kl_coef=0.3",
+        "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 16 held out; everything", "step 1/2 | reward",
+        "step 2/2", "sample", "evaluation after 0 steps, training prompts: reward", "(6 images: 2 prompts x 3)",
+        "evaluation after 2 steps, held-out prompts", "held-out prompts, before -> after: reward 0.",
+    ):  # fmt: skip
+        assert words in output
+    assert real_run[1].stdout.splitlines()[-1].endswith("what it leaves is in runs/1")
+
+
+def test_the_same_seed_gives_the_same_run(quick):
+    for out, seed in (("a", 0), ("b", 0), ("c", 1)):
+        assert quick("--steps", "2", "--seed", str(seed), "--out", out) == 0
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        assert records(f"a/{name}") == records(f"b/{name}")
+    assert records("a/metrics.jsonl") != records("c/metrics.jsonl")
+    assert adapter_of("a") == adapter_of("b") != adapter_of("c")
+
+
+def test_out_is_by_default_the_next_free_folder(quick):
+    Path("runs/2").mkdir(parents=True)
+    for _ in range(2):
+        assert quick("--steps", "0") == 0
+    assert sorted(os.listdir("runs")) == ["1", "2", "3"]
+    assert os.listdir("runs/2") == []
+
+
+def test_pictures_and_evaluations_come_when_asked_for(quick):
+    assert quick("--steps", "5", "--sample-every", "3", "--eval-every", "2", "--out", "run") == 0
+    groups = sorted(file.name for file in Path("run").glob("group-*"))
+    assert groups == ["group-000001.png", "group-000003.png", "group-000005.png"]
+    assert [record["step"] for record in records("run/evaluation.jsonl")] == [0, 2, 4, 5]
+
+
+def test_prompts_of_every_kind_work(quick):
+    prompts = [
+        "一只红色的圆 「你好」",
+        "вывеска “привет”",
+        "don't say \"hi\" or 'bye' or “so”, 「它」",
+        "a circle " * 400,
+    ]
+    Path("prompts.txt").write_text("\n\n".join(prompts) + "\n", encoding="utf-8")
+    for number in (3, 4):
+        shutil.copy("targets/1.png", f"targets/{number}.png")
+    assert quick("--steps", "2", "--prompts-per-step", "2", "--eval-count", "4", "--out", "run") == 0
+    assert records("run/evaluation.jsonl")[0]["prompts"] == 4
+
+
+def test_tensorboard_gets_numbers_and_pictures(quick):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert quick("--steps", "2", "--out", "run", "--log", "tensorboard") == 0
+    events = EventAccumulator("run/tensorboard")
+    events.Reload()
+    written = [record["reward"] for record in records("run/metrics.jsonl")]
+    assert [event.value for event in events.Scalars("reward")] == pytest.approx(written)
+    assert {"grad_norm", "evaluation/reward"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Images("group")] == [1, 2]
+
+
+# ---- settings and refusals ------------------------------------------------------------------------------------------
+
+
+def test_defaults_depend_on_the_model():
+    tiny, other = tiny_settings(), train.parse_settings(["--model", "zai-org/GLM-Image", "--height", "1280"])
+    assert (tiny.steps, tiny.lr, tiny.height, tiny.top_p) == (48, 1e-3, 128, 0.95)
+    assert (other.steps, other.lr, other.height, other.width, other.top_p) == (200, 2e-5, 1280, 1024, 0.75)
+    assert (other.decode_steps, other.guidance_scale, other.eval_decode_steps) == (12, 1.5, 30)
+    assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
+    assert Path(other.prompts) == ROOT / "prompts" / "train.txt" and other.targets is other.eval_targets is None
+    assert train.parse_settings([]).model == (train.RELEASE if torch.cuda.is_available() else train.TINY)
+    assert (tiny.targets, tiny.eval_targets) == (f"{train.TINY}/targets", f"{train.TINY}/heldout-targets")
+    assert tiny_settings("--prompts", "mine.txt").targets is None, "the shipped targets fit the shipped prompts alone"
+
+
+def test_every_setting_is_a_flag_with_help(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        train.main(["--help"])
+    text = capsys.readouterr().out
+    for action in train.build_parser()._actions:
+        assert f"{action.option_strings[-1]} " in text
+        assert action.help
+    for name in vars(tiny_settings()):
+        assert f"--{name.replace('_', '-')} " in text
+    with pytest.raises(UserError):  # no abbreviations: a later flag must not change what a command means
+        train.parse_settings(["--group", "4"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--group-sise", "4"], "unrecognized arguments: --group-sise 4"),
+        (["--group-size", "1"], "--group-size: must be in [2, inf), got 1"),
+        (["--group-size", "many"], "--group-size: invalid int value: 'many'"),
+        (["--height", "100"], "--height and --width must be multiples of 32, got 100"),
+        (["--top-p", "0"], "--top-p: must be in (0, 1], got 0.0"),
+        (["--lr", "inf"], "--lr: must be in (0, inf), got inf"),
+        (["--lr", "nan"], "--lr: must be in (0, inf), got nan"),
+        (["--seed", str(2**32)], "--seed: must be in [0, 4294967295]"),
+        (["--offload", "always"], "--offload: invalid choice: 'always'"),
+        (["--prompts", "missing.txt"], "cannot read the prompts file missing.txt"),
+        (["--prompts", "empty.txt"], "has no prompt in it"),
+        (["--prompts", "cut.txt"], "cannot read the prompts file cut.txt"),
+        (["--prompts", "one.txt"], "--targets"),
+        (["--targets", "missing"], "missing does not exist"),
+        (["--targets", "few"], "has 1 pictures for 32 prompts"),
+        (["--prompts", "one.txt", "--targets", "broken"], "cannot be opened"),
+        (["--reward", "beauty"], "unknown reward 'beauty'"),
+        (["--reward", "bad.py:reward"], "no such face"),
+        (["--log", "wandb"], "pip install wandb"),
+        (["--model", "nobody/nothing", *SHAPES], "cannot load nobody/nothing"),
+        (["--model", "few", *SHAPES], "cannot load few"),
+        (["--out", "one.txt/run"], "cannot write to one.txt/run"),
+        (["--out", "old"], "old already holds a run"),
+        (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
+    ],
+)
+def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    Path("empty.txt").write_text("\n  \n")
+    Path("one.txt").write_text("a red circle\n")
+    Path("cut.txt").write_bytes("a red circle\n一只".encode()[:-1])
+    Path("bad.py").write_text("def reward(images, prompts, targets):\n    raise KeyError('no such face')\n")
+    Path("few").mkdir()
+    draw("circle", "red", "pink").save("few/1.png")
+    Path("broken").mkdir()
+    Path("broken/1.png").write_text("not a picture")
+    Path("old/checkpoints/000001").mkdir(parents=True)
+    Path("old/metrics.jsonl").write_text('{"step": 1}\n')
+    before = sorted(tmp_path.rglob("*"))
+    for out in ([], ["--out", "new/run"]) if "--out" not in arguments else ([],):
+        assert train.main(["--steps", "1", *arguments, *out]) == 2
+        message = capsys.readouterr().err.strip().splitlines()[-1]
+        assert message.startswith("error: ")
+        assert words in message
+    assert sorted(tmp_path.rglob("*")) == before, "no empty run is left"
+    assert Path("old/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_refusal_has_no_traceback(tmp_path):
+    process = command(tmp_path, "--group-size", "1")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "error: --group-size: must be in [2, inf), got 1\n"
+
+
+# ---- prompts and seeds ----------------------------------------------------------------------------------------------
+
+
+def test_prompts_come_round_once_an_epoch_in_another_order():
+    settings = SimpleNamespace(seed=0, prompts_per_step=3)
+    rows = [row for step in range(20) for row in train.prompt_indices(step, settings, 4)]
+    epochs = [rows[i : i + 4] for i in range(0, 60, 4)]
+    assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 5
+    assert train.prompt_indices(7, settings, 4) == rows[21:24], "a function of the step"
+    other = SimpleNamespace(seed=1, prompts_per_step=60)
+    assert train.prompt_indices(0, other, 4) != rows
+
+
+def test_no_two_groups_share_a_seed(monkeypatch):
+    """Over steps, ranks, prompts of a step, and runs whose --seed differs by one."""
+    monkeypatch.setattr(ranks, "count", lambda: 3)
+    seeds = []
+    for rank in range(3):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        for step in range(30):
+            for seed in (0, 1, 2):
+                first = train.seed_of_step(step, SimpleNamespace(seed=seed, prompts_per_step=4))
+                seeds += range(first, first + 4)
+    assert len(set(seeds)) == len(seeds) == 3 * 30 * 3 * 4
+    assert train.seed_of_step(10**6, SimpleNamespace(seed=2**32 - 1, prompts_per_step=4)) < train.EVAL_SEED
+
+
+@pytest.mark.parametrize("prompts_per_step", [1, 2])
+def test_an_evaluation_is_always_of_the_same_prompts_and_seeds(quick, monkeypatch, prompts_per_step):
+    """And of seeds that training never draws from; how many are painted at once is no matter."""
+    painted, decode = [], train.decode_images
+
+    def decode_images(pipe, prompt, tokens, settings, seed):
+        painted.append((prompt, seed))
+        return decode(pipe, prompt, tokens, settings, seed)
+
+    monkeypatch.setattr(train, "decode_images", decode_images)
+    Path("new.txt").write_text("a green ring\na blue ring\na third that is never asked for\n")
+    arguments = ["--prompts-per-step", f"{prompts_per_step}", "--eval-prompts", "new.txt", "--eval-targets", "none"]
+    assert quick("--steps", "2", *arguments, "--eval-count", "2", "--out", "run") == 2, "targets have to match"
+    monkeypatch.setattr(
+        train,
+        "read_prompts",
+        lambda path, folder, read=train.read_prompts: read(path, None if folder == "none" else folder),
+    )
+    assert quick("--steps", "2", *arguments, "--eval-count", "2", "--out", "run") == 0
+    prompts = Path("prompts.txt").read_text().splitlines()
+    before, training, after = painted[:4], painted[4:-4], painted[-4:]
+    known = [(prompts[0], train.EVAL_SEED), (prompts[1], train.EVAL_SEED + 1)]
+    assert before == after == [*known, ("a green ring", train.HELD_OUT_SEED), ("a blue ring", train.HELD_OUT_SEED + 1)]
+    assert len({seed for _, seed in training}) == len(training) == 2 * prompts_per_step
+    assert max(seed for _, seed in training) < train.EVAL_SEED
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+GROUPS = [
+    {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([10.0, NAN, 30.0])},
+    {"a": torch.tensor([NAN, 5.0, NAN]), "b": torch.tensor([NAN, NAN, NAN])},
+    {"a": torch.tensor([4.0, 4.0, 4.0]), "b": torch.tensor([0.0, 0.0, 6.0])},
+]
+REWARDS = {"a": (None, 2.0), "b": (None, 0.5)}
+
+
+def test_reward_metrics_by_hand():
+    """Means over all pictures; spreads within groups, then their mean. NaN is no picture of this reward."""
+    advantages = [torch.tensor([0.0, 1.0, -1.0]), torch.zeros(3), torch.tensor([1.0, 0.0, 0.0])]
+    logprobs = [torch.full((3, 4), value) for value in (-1.0, -2.0, -4.5)]
+    rollouts = [
+        SimpleNamespace(raw_rewards=r, advantages=a, old_logprobs=p)
+        for r, a, p in zip(GROUPS, advantages, logprobs, strict=True)
+    ]
+    metrics = train.step_metrics(rollouts, REWARDS)
+    totals = [7, 4, 21, 10, 8, 8, 11]  # 2a + b/2 where there is one of them: 2 + 5, 4, 6 + 15 | 10 | 8, 8, 8 + 3
+    assert metrics == pytest.approx(
+        {
+            "reward": np.mean(totals),
+            "reward_std": np.mean([np.std([7, 4, 21], ddof=1), np.std([8, 8, 11], ddof=1)]),  # a lone one has none
+            "reward/a": np.mean([1, 2, 3, 5, 4, 4, 4]),
+            "reward_std/a": (1 + 0) / 2,
+            "reward/b": np.mean([10, 30, 0, 0, 6]),
+            "reward_std/b": np.mean([np.std([10, 30], ddof=1), np.std([0, 0, 6], ddof=1)]),
+            "unscored": 2 / 9,
+            "groups_without_spread": 1 / 3,
+            "entropy": 2.5,  # minus the mean log-prob of the sampled codes
+        }
+    )
+    nothing = train.step_metrics(rollouts[1:2], {"b": REWARDS["b"]} | REWARDS)
+    assert math.isnan(nothing["reward/b"]) and math.isnan(nothing["reward_std/b"]) and math.isnan(nothing["reward_std"])
+    assert (nothing["reward"], nothing["groups_without_spread"]) == (10, 1)
+    judged = train.reward_metrics(rollouts, {"a": REWARDS["a"]})
+    assert judged["reward"] == pytest.approx(2 * judged["reward/a"]), "what only judges is no part of the total"
+    assert judged["reward/b"] == metrics["reward/b"]
+
+
+METRICS = {
+    "reward": 1.25, "reward_std": 0.5, "reward/a": 0.75, "reward_std/a": 0.125, "reward/b": NAN, "reward_std/b": NAN,
+    "unscored": 0.0, "groups_without_spread": 0.25, "kl": 0.0125, "clip_fraction": 0.125, "grad_norm": 2.5,
+    "mean_logprob_gap": 2e-6, "max_logprob_gap": 3e-5, "skipped": 0.0, "entropy": 1.5, "seconds/sample": 1.5, "seconds/update": 2.25,
+    "gpu_gb/sample": 7.0, "gpu_gb/update": 9.5,
+}  # fmt: skip
+
+
+def test_the_line_of_a_step_by_hand():
+    line = train.format_step(3, METRICS, SimpleNamespace(steps=20))
+    assert len(line) <= 120, "what finds no more room is left out"
+    assert line == (
+        "step 3/20 | reward 1.250 +- 0.500 | a 0.750 | 3.8s (update 2.2, sample 1.5) | 9.5 GB | kl 0.0125 | entropy 1.50"
+    )
+    trouble = dict.fromkeys(["kl", "clip_fraction", "mean_logprob_gap", "max_logprob_gap"], NAN)  # nothing learned
+    trouble |= {"unscored": 0.25, "skipped": 1.0, "grad_norm": 0.0}
+    line = train.format_step(3, METRICS | trouble, SimpleNamespace(steps=20))
+    assert "SKIPPED: the gradient was not finite" in line
+    assert not re.search("kl|norm|gap|nan", line), "what is 0 or was not measured is left out"
+    quiet = {name: value for name, value in METRICS.items() if "gpu" not in name} | {"kl": 0.0, "entropy": 0.0}
+    line = train.format_step(3, quiet, SimpleNamespace(steps=20))
+    assert line.endswith("norm 2.50 | 25% without spread | gap 2e-06")
+
+
+def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
+    """Weights move three times in a step where policy and decoder take turns."""
+    times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = Clock(CPU, total=1)
+    for phase in ("move", "sample", "move"):
+        with clock(phase):
+            assert clock.phase == phase
+    assert clock.read() == {"seconds/move": 6, "seconds/sample": 3}
+    with clock("move"):
+        pass
+    assert clock.read() == {"seconds/move": 1}, "of the next step"
+    clock.bar.close()
+
+
+@pytest.mark.parametrize("combine", ["sum", "zscore"])
+def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monkeypatch, combine):
+    """A group's advantages by hand; the spread of "b" is a hundred times that of "a"."""
+    shorten(monkeypatch.setattr)
+    a, b = torch.tensor([1.0, 2.0, NAN, 6.0]), torch.tensor([300.0, 100.0, NAN, 500.0])
+    functions = {"a": (lambda *_: a, 2.0), "b": (lambda *_: b, 0.5)}
+    settings = tiny_settings("--height", "32", "--width", "32", "--combine", combine)
+    (rollout,) = train.build_trainer(train.load(settings, CPU), settings, functions, CPU).rollout(["a red circle"])
+    total = 2 * a + 0.5 * b
+    if combine == "zscore":
+        total = 2 * compute_advantages(a, 4) + 0.5 * compute_advantages(b, 4)
+        total[2] = NAN
+    torch.testing.assert_close(rollout.advantages, compute_advantages(total, 4), atol=1e-5, rtol=0)
+    assert rollout.advantages[2] == 0 and rollout.advantages[1] < 0 < rollout.advantages[3]
+    metrics = train.step_metrics([rollout], functions)
+    assert metrics["reward"] == pytest.approx((152 + 54 + 262) / 3)
+    assert (metrics["reward/a"], metrics["reward/b"], metrics["unscored"]) == (3, 300, 0.25)
+
+
+def test_several_rewards_are_combined_by_zscores_unless_told_otherwise(quick):
+    for arguments, expected in ((["--reward", "mse"], "sum"), ([], "zscore"), (["--combine", "sum"], "sum")):
+        assert quick("--steps", "0", *arguments) == 0
+        newest = max(Path("runs").iterdir())
+        assert json.loads((newest / "settings.json").read_text())["combine"] == expected
+
+
+def test_pictures_without_any_reward_are_a_run_too(quick):
+    Path("mine.py").write_text("def nothing(images, prompts, targets):\n    return [float('nan')] * len(images)\n")
+    assert quick("--reward", "mine.py:nothing", "--steps", "1", "--out", "run") == 0
+    (line,) = records("run/metrics.jsonl")
+    assert (line["reward"], line["unscored"], line["groups_without_spread"], line["grad_norm"]) == (None, 1, 1, 0)
+    assert [record["reward"] for record in records("run/evaluation.jsonl")] == [None, None]
+    assert Path("run/before-after.png").exists()

