@@ -8,16 +8,15 @@ stay in the picture, from a Gaussian of the same level (Flow-CPS, Wang & Yu 2025
     std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise
 
 and a path is a trajectory with probabilities, as a code sequence is: Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). The SDE
-of that paper, mean = x + (s' - s)(v + e^2 / (2 s) noise), std = e sqrt(s - s'), e = a sqrt(s / (1 - s)), learns as well but
-damages pictures of few moves.
-
-In the terms of grpo.py a move is a group of K rollouts whose tokens are the D numbers of the latents, each drawn from a
-Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes. (Flow-GRPO takes one ratio for all D,
-the mean of the log-probs: on fresh samples the gradient is the same, but its KL is too small by D, its ratio hardly moves.)
+of that paper learns as well, but damages pictures of few moves.
 
 Credit: each of the G code sequences of a prompt is painted K times from one starting noise. The codes get the mean reward of
 their K pictures, compared among the G; the decoder that of each picture, compared among the K of the same codes. In one
 flat group of G*K nearly all of the spread would be the codes'.
+
+In the terms of grpo.py one move of these K is a group, and the D = C*H*W numbers of its latents are the tokens, each drawn
+from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes. (Flow-GRPO takes one ratio for
+all D, the mean of the log-probs: on fresh samples the gradient is the same, but its KL is too small by D.)
 """
 
 import math
@@ -38,7 +37,7 @@ def gaussian_move(x, v, level, next_level, noise_level):
     x: latents (K, C, H, W) float32. v: velocity, like x. level, next_level: of noise, in 0..1. noise_level: in 0..1.
     """
     std = next_level * math.sin(noise_level * math.pi / 2)
-    lost = next_level - math.sqrt(next_level**2 - std**2)  # of the predicted noise: what is drawn takes its place
+    lost = next_level - math.sqrt(next_level**2 - std**2)  # how much of the predicted noise fresh noise replaces
     return x + (next_level - level) * v - lost * (x + (1 - level) * v), std
 
 
@@ -55,15 +54,18 @@ class Move:
     next_latents: torch.Tensor  # (K, C, H, W)
     old_logprobs: torch.Tensor  # (K, D)
     levels: tuple  # of noise: before, after
-    calls: list  # what else the pipeline gave the transformer; twice with guidance: with and without the codes
+    calls: list  # what else the pipeline gave the transformer: [with codes], or with guidance [with, without]
     advantages: torch.Tensor = None  # (K,)
     ref_logprobs: torch.Tensor = None  # (K, D), None when kl_coef is 0
 
 
 class PathScheduler(FlowMatchEulerDiscreteScheduler):
-    """The stock scheduler, with its levels and times. While `moves` is a list it draws all moves but the last."""
+    """The stock scheduler, with its levels and times. While `moves` is a dict it draws all moves but the last.
 
-    moves = None
+    DecoderGRPO.paint sets `moves`, `noise_level` and a generator for each painting; its keep_call fills `calls`.
+    """
+
+    moves = None  # {number: what was drawn, batch by batch}
 
     def step(self, model_output, timestep, sample, return_dict=True, **options):
         if self.step_index is None:
@@ -93,7 +95,7 @@ class DecoderGRPO(GRPO):
     def __init__(self, trainer, pipe, settings, score, total):
         self.scheduler = pipe.scheduler = PathScheduler.from_config(pipe.scheduler.config)
         lora = peft.LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=LORA_TARGETS)
-        model = peft.get_peft_model(pipe.transformer, lora)  # injected into pipe.transformer, in float32
+        model = peft.get_peft_model(pipe.transformer, lora)  # pipe.transformer now contains it, in float32
         if trainer.device.type == "cuda":
             pipe.transformer.enable_gradient_checkpointing()
         adapter = [p for p in model.parameters() if p.requires_grad]

@@ -21,8 +21,8 @@ One step of training, in the order of this file:
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
 base with its adapter disabled is the reference. Nothing here knows GLM-Image: train.py hands in prompts as ids and
-positions, a decoder and a reward, and any causal language model of transformers works. Image codes have one length, so
-nothing stops at an end token; for text, cut the answers in `decode` and give the loss a `mask`.
+positions, a decoder and a reward, and any causal language model of transformers with a PEFT adapter works. Image codes have
+one length, so nothing stops at an end token; for text, cut the answers in `decode` and have add_gradient give a `mask`.
 
 For another loss, edit: Dr. GRPO, the division in compute_advantages and `average` in compute_grpo_loss; DAPO's two clip
 ranges, the clamp there; GSPO, the ratio there. DAPO's dynamic sampling is a loop around `rollout` in GRPO.step.
@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 from transformers.generation.logits_process import TopPLogitsWarper
 
 MAX_GRAD_NORM = 1.0  # a rare prompt must not undo a run; the norm before clipping is logged
-LEARNED = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap", "max_logprob_gap")
+LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap", "max_logprob_gap")
 
 # ---- 1. sample ------------------------------------------------------------------------------------------------------
 
@@ -50,8 +50,8 @@ def generate_with_logprobs(
 ):  # fmt: skip
     """Sample `num_samples` (G) continuations of exactly `num_new_tokens` (T) tokens for each of N prompts.
 
-    All N*G are written side by side: to sample a token is to read all weights once, for one sequence as for many.
-    transformers' generate() takes no generator, and to learn what top-p left one has to keep the scores of every id.
+    All N*G side by side, for a token costs one read of all weights, for one sequence as for many. Not by transformers'
+    generate(): it takes no generator, and would keep the scores of every id to say what top-p left.
 
     Args:
         prompts: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is masked.
@@ -61,7 +61,8 @@ def generate_with_logprobs(
             this rules out end tokens and unused ids.
         temperature: divides the logits, > 0 or ValueError. top_p: in (0, 1] or ValueError; 1 keeps every id.
         generators: N torch.Generators on the model's device: a group's samples do not depend on its neighbours'.
-        forward: computes every token but the first in place of the model: on a GPU, a captured graph.
+        forward: computes every token but the first in place of the model: on a GPU, a captured graph. GRPO calls its
+            release() before the weights leave the GPU.
 
     Returns:
         On the CPU: tokens (N*G, T) int64, prompt after prompt; logprobs (N*G, T) float32, each under the very
@@ -110,8 +111,8 @@ def _sample_token(logits, num_codes, temperature, top_p, generators):
     if top_p < 1:
         nucleus = TopPLogitsWarper(top_p)(None, logp).isfinite()  # the likeliest ids that hold top_p of the mass
         logp = _log_distribution(logits, num_codes, temperature, nucleus)
-    # The Gumbel-max trick: with exponential noise E, argmax(p / E) is a draw from p. torch.multinomial does the same, but
-    # first asks the GPU whether p is valid: the CPU would wait for every token instead of working ahead.
+    # The Gumbel-max trick in its exponential form: with E = -log(uniform), argmax(p / E) is a draw from p. torch.multinomial
+    # does the same, but first asks the GPU whether p is valid: the CPU would wait for every token, not work ahead.
     noise = torch.empty_like(logp)
     for group, generator in zip(noise.chunk(len(generators)), generators, strict=True):
         group.exponential_(generator=generator)
@@ -170,7 +171,7 @@ def get_per_token_logprobs(
 
     Args:
         input_ids: (B, L+T) int64, prompt and sampled tokens.
-        position_ids: (3, L+T), of this prompt. num_codes, temperature: all three as given to generate_with_logprobs.
+        position_ids: (3, L+T), of this one prompt, or None. num_codes, temperature: as in sampling.
         nucleus: (B, T, ceil(V / 8)) as it returned them. New, old and reference policy renormalise over this same set:
             a ratio of probabilities over different sets would not be an importance weight.
 
@@ -256,10 +257,11 @@ class GRPO:
 
     Args:
         model: a PeftModel: a frozen base with a trainable adapter, without dropout. optimizer: over the adapter.
-        encode: prompt -> prompt_ids (L,), position_ids (3, L+T) or None, T.
+        encode: prompt -> prompt_ids (L,), position_ids (3, L+T) or None, T, the same for all prompts.
         decode: (prompt, tokens (G, T), seed) -> list of G images. One call a group: its images must differ by their
             tokens alone, so one seed gives them all the same starting noise.
-        score: (images, prompts, targets) -> rewards (N*G,), which are maximised, {name: (N*G,)}, which are logged.
+        score: (images, prompts, targets), N*G each -> rewards (N*G,), which are maximised, {name: (N*G,)} for the log.
+            `targets` is what step() was given, N of anything a reward compares with, or None.
         settings: has group_size, micro_batch_size (bounds memory, changes nothing else), iterations, clip_range,
             kl_coef, temperature and top_p.
         num_codes, forward: as for generate_with_logprobs.
@@ -278,7 +280,7 @@ class GRPO:
         self.device, self.decoder_modules = torch.device(device or model.device), decoder_modules
         self.sampling_args = {"num_codes": num_codes, "temperature": settings.temperature}  # of sampling and scoring
         self.micro_batches = torch.arange(settings.group_size).split(settings.micro_batch_size)
-        self.policy_moved = False  # whether a step has moved the policy and is not over: a bad moment to save
+        self.policy_moved = False  # from an update's first optimiser step to its end: a checkpoint would be half a step
         # When offloading, frozen weights stay in page-locked host memory, which a GPU reads at the full speed of its bus,
         # and are copied up when needed. What is trained is small, and stays on the device with its optimiser state.
         self.pinned = {}  # {module: [(frozen weight, its place in host memory)]}
@@ -345,15 +347,15 @@ class GRPO:
         """
         learned = [rollout for rollout in rollouts if rollout.advantages.any()]
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        metrics = dict.fromkeys(LEARNED, 0.0 if learned else float("nan")) | {"grad_norm": 0.0, "skipped": 0}
+        metrics = dict.fromkeys(LOSS_METRICS, 0.0 if learned else float("nan")) | {"grad_norm": 0.0, "skipped": 0}
         self.swap_in(self.model)
         if self.settings.kl_coef > 0:
             self.add_reference(learned)
         self.model.train()  # wakes gradient checkpointing, which sleeps in eval mode; there is no dropout to wake
-        for _ in range(self.settings.iterations):
+        for iteration in range(self.settings.iterations):
             with self.phase("update"):
                 for rollout in learned:
-                    self.add_gradient(rollout, len(rollouts), len(learned), metrics)
+                    self.add_gradient(rollout, iteration, len(rollouts), len(learned), metrics)
                 for parameter in parameters if dist.is_initialized() else ():
                     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
@@ -368,7 +370,7 @@ class GRPO:
         self.policy_moved = False
         return metrics
 
-    def add_gradient(self, rollout, num_groups, num_learned, metrics):
+    def add_gradient(self, rollout, iteration, num_groups, num_learned, metrics):
         """5: add one group's gradient, micro-batch by micro-batch, and its share of the metrics.
 
         The loss is a mean over the micro-batch. Weighted by its share of all samples of the step, which is known before
@@ -383,7 +385,7 @@ class GRPO:
             (loss * share / num_groups).backward()
             for name, value in parts.items():
                 metrics[name] += value * share / num_learned / self.settings.iterations
-            if not self.policy_moved:  # what is left is the rounding between sampling with a cache and one full pass
+            if iteration == 0:  # what is left is the rounding between sampling with a cache and one full pass
                 gap = (new.detach() - old).abs()
                 metrics["mean_logprob_gap"] += gap.mean().item() * share / num_learned
                 metrics["max_logprob_gap"] = max(metrics["max_logprob_gap"], gap.max().item())

@@ -556,8 +556,7 @@ def test_two_prompts_meet_their_own_samples():
     def score(images, prompts, targets):
         seen.update(prompts=prompts, targets=targets)
         match = torch.tensor([float(made_for == prompt) for (made_for, _), prompt in zip(images, prompts)])
-        values = torch.tensor([1.0, NAN, 3.0, 5.0, 0.0, 0.0, 0.0, 8.0])
-        return values, {"match": match, "number": torch.arange(8.0)}
+        return torch.tensor([1, NAN, 3, 5, 0, 0, 0, 8]), {"match": match, "number": torch.arange(8.0)}
 
     rollouts = trainer(score=score).rollout(["one", "two"], ["target 1", "target 2"])
     assert seen == {"prompts": ["one"] * 4 + ["two"] * 4, "targets": ["target 1"] * 4 + ["target 2"] * 4}
@@ -569,6 +568,8 @@ def test_two_prompts_meet_their_own_samples():
         assert rollout.raw_rewards["match"].eq(1).all()
         assert torch.equal(rollout.raw_rewards["number"], torch.arange(4.0) + 4 * i)
         assert torch.equal(rollout.advantages, compute_advantages(rollout.rewards, 4))  # their own, and 0 for NaN
+    (alone,) = trainer(group_size=1, micro_batch_size=1).rollout(["one"])
+    assert alone.advantages.tolist() == [0], "there is nothing to compare it with"
 
 
 def formula(model, rollouts, kl_coef, temperature):

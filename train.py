@@ -34,9 +34,16 @@ from transformers import set_seed
 from decoder import DecoderGRPO
 from grpo import GRPO
 from rewards import RewardError, combine, parse_rewards, score
-from runtime import UserError, checkpoints, format_number, ranks
+from runtime import UserError, checkpoints, ranks
 from runtime.gpu import CapturedForward, needs_offload
 from runtime.log import Record, StopRequest, check_tracker
+from runtime.metrics import (
+    format_step,
+    reward_metrics,
+    step_metrics,
+    total_rewards,
+    weights_of,
+)
 
 HERE = Path(__file__).resolve().parent
 TINY, RELEASE = str(HERE / "tiny-glm-image"), "zai-org/GLM-Image"
@@ -316,7 +323,10 @@ def build_trainer(pipe, settings, rewards, device):
         device=device,
         offload=needs_offload(settings, device, [policy, *decoder_modules]),
     )
-    trainer.pipe, trainer.judge = decoder, (lambda *pictures: score(rewards, *pictures), total)  # for build_decoder
+    trainer.pipe, trainer.score_and_total = (
+        decoder,
+        (lambda *pictures: score(rewards, *pictures), total),
+    )  # for the decoder
     return trainer
 
 
@@ -332,11 +342,7 @@ def build_decoder(trainer, settings):
     if settings.train == "decoder":
         trainer.settings = argparse.Namespace(**{**vars(settings), "group_size": 1})  # one code sequence a prompt
     own_settings = argparse.Namespace(**{**vars(settings), "group_size": size})
-    return DecoderGRPO(trainer, trainer.pipe, own_settings, *trainer.judge)
-
-
-def weights_of(rewards):
-    return {name: weight for name, (_, weight) in rewards.items()}
+    return DecoderGRPO(trainer, trainer.pipe, own_settings, *trainer.score_and_total)
 
 
 # ---- what a step trains on, and how it is judged --------------------------------------------------------------------
@@ -390,66 +396,7 @@ def seed_of_step(step, settings):
     return (settings.seed * 1_000_003 + step) * 1_000 + ranks.rank() * settings.prompts_per_step
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------
-
-
-def total_rewards(rollout, rewards):
-    """The weighted sum of a group's raw rewards, for people: (G,). What is maximised may be another, see --combine."""
-    return combine({name: rollout.raw_rewards[name] for name in rewards}, weights_of(rewards))
-
-
-def reward_metrics(rollouts, rewards):
-    """The mean over all pictures, and the mean of the groups' spreads, of each raw reward and of their weighted sum.
-
-    NaN, a picture to which a reward does not apply, is left out; where nothing is left the metric is NaN.
-    """
-    table = {"reward": [total_rewards(rollout, rewards) for rollout in rollouts]}
-    table |= {f"reward/{name}": [rollout.raw_rewards[name] for rollout in rollouts] for name in rollouts[0].raw_rewards}
-    metrics = {}
-    for name, groups in table.items():
-        groups = [group[~group.isnan()] for group in groups]
-        spreads = [group.std().item() for group in groups if len(group) > 1]
-        metrics[name] = torch.cat(groups).mean().item()
-        metrics[name.replace("reward", "reward_std", 1)] = sum(spreads) / len(spreads) if spreads else math.nan
-    return metrics
-
-
-def step_metrics(rollouts, rewards):
-    """What the rollouts of a step say before any update."""
-    totals = torch.cat([total_rewards(rollout, rewards) for rollout in rollouts])
-    return reward_metrics(rollouts, rewards) | {
-        "unscored": totals.isnan().double().mean().item(),
-        "groups_without_spread": sum(not rollout.advantages.any() for rollout in rollouts) / len(rollouts),
-        # -log p of a sample is an unbiased estimate of the entropy of p. It falls before pictures lose variety.
-        "entropy": -torch.cat([rollout.old_logprobs for rollout in rollouts]).mean().item(),
-    }
-
-
-PARTS = {  # of the line of a step, in order of weight
-    "kl": "kl {:.4f}", "entropy": "entropy {:.2f}",
-    "grad_norm": "norm {:.2f}", "unscored": "{:.0%} unscored", "groups_without_spread": "{:.0%} without spread",
-    "clip_fraction": "{:.1%} clipped", "mean_logprob_gap": "gap {:.0e}",
-}  # fmt: skip
-
-
-def format_step(step, metrics, settings):
-    """The line of a step, in 120 columns: what is 0 or was not measured is left out, and what finds no more room."""
-    groups = {prefix: {} for prefix in ("reward", "seconds", "gpu_gb")}
-    for name, value in metrics.items():
-        prefix, _, rest = name.partition("/")
-        if rest and prefix in groups and not math.isnan(value):
-            groups[prefix][rest] = value
-    raw, seconds, peaks = groups.values()
-    longest = sorted(seconds, key=seconds.get, reverse=True)[:2]
-    line = f"step {step}/{settings.steps} | reward {format_number(metrics['reward'])} +- {format_number(metrics['reward_std'])}"
-    parts = ["SKIPPED: the gradient was not finite"] if metrics["skipped"] else []
-    parts += [", ".join(f"{name} {value:.3f}" for name, value in raw.items())] if raw else []
-    parts += [f"{sum(seconds.values()):.1f}s ({', '.join(f'{name} {seconds[name]:.1f}' for name in longest)})"]
-    parts += [f"{max(peaks.values()):.1f} GB"] if peaks else []
-    parts += [style.format(metrics[name]) for name, style in PARTS.items() if metrics.get(name, 0) > 0]
-    for part in parts:
-        line += f" | {part}" if len(line) + len(part) + 3 <= 120 else ""
-    return line
+# ---- judging, and the run -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -483,9 +430,6 @@ def evaluate(trainer, settings, rewards, eval_rewards, prompts, targets, seed):
     rollouts = [rollout for of_rank in ranks.gather(rollouts) for rollout in of_rank]
     shown = [(r.prompt, r.images, total_rewards(r, rewards)[:GRID_PROMPTS].tolist()) for r in rollouts[:GRID_PROMPTS]]
     return reward_metrics(rollouts, rewards) | {"images": count * settings.group_size, "prompts": count}, shown
-
-
-# ---- the run --------------------------------------------------------------------------------------------------------
 
 
 def choose_out(settings):
@@ -530,13 +474,15 @@ def train(settings):
         done = checkpoints.load(out, halves)
     record, stop = Record(out, settings, device, done), StopRequest()
     evaluator.phase = trainer.phase = record.clock
+    if decoder is not None:
+        decoder.phase = lambda name: record.clock(f"decoder {name}")
 
     def save():
         if ranks.rank() == 0:
             checkpoints.save(out, done, halves, settings, record.best_step())
 
     def evaluate_once():
-        if not record.evaluations or record.evaluations[-1]["step"] != done:
+        if settings.steps == 0 or not record.evaluations or record.evaluations[-1]["step"] != done:
             known = evaluate(evaluator, settings, rewards, judges, prompts, targets, EVAL_SEED)
             record.evaluation(done, known, evaluate(evaluator, settings, rewards, judges, *held_out, HELD_OUT_SEED))
 
@@ -550,8 +496,10 @@ def train(settings):
             # Every draw of a step starts from the step's seed, a reward's own included: nothing random needs saving.
             seed, rows = seed_of_step(step, settings), prompt_indices(step, settings, len(prompts))
             set_seed(seed % 2**32)
-            rollouts, metrics = trainer.step([prompts[i] for i in rows], targets and [targets[i] for i in rows], seed)
-            metrics |= {} if decoder is None else decoder.learn()
+            given = [prompts[i] for i in rows], targets and [targets[i] for i in rows], seed
+            rollouts, metrics = trainer.step(*given) if settings.train != "decoder" else (trainer.rollout(*given), {})
+            metrics = {"skipped": 0} | metrics | ({} if decoder is None else decoder.learn())
+            metrics["skipped"] += metrics.get("decoder/skipped", 0)
             done = step + 1
 
             metrics = ranks.mean(step_metrics(rollouts, rewards) | metrics | record.clock.read())

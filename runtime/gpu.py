@@ -15,8 +15,11 @@ def working_memory(settings):
     """Bytes to leave beside GLM-Image's weights, from what benchmarks/memory.py computes."""
     tokens = 320 + settings.height * settings.width // 32**2  # prompt, preview and picture
     cache = 41e3 * settings.prompts_per_step * settings.group_size * tokens  # of all sequences sampled side by side
-    activations = 0.8e6 * settings.micro_batch_size * tokens  # of a training pass
-    return cache + activations + 3e9  # the VAE's activations or, at other times, gaps between tensors
+    activations = 0.8e6 * tokens  # of a sequence in a training pass
+    if settings.train != "codes":  # of a picture in the decoder's, a token for 16x16 pixels, with guidance twice
+        painting = 0.37e6 * settings.height * settings.width // 16**2 * (2 if settings.guidance_scale > 1 else 1)
+        activations = max(activations, painting)
+    return cache + activations * settings.micro_batch_size + 3e9  # the VAE's or, at other times, gaps between tensors
 
 
 def needs_offload(settings, device, modules):

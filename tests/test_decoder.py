@@ -228,6 +228,31 @@ def test_one_code_sequence_a_prompt_when_only_the_decoder_learns():
     assert any(p.abs().max() > 0 for n, p in decoder.model.named_parameters() if "lora_B" in n)
 
 
+def taking_turns(monkeypatch, offload):
+    """A step of both halves: Adam's first moments, and where a frozen weight and the adapters were."""
+    monkeypatch.setattr(train, "needs_offload", lambda *given: offload)
+    trainer, decoder, _ = build("--train", "both", "--group-size", "2", "--paintings", "2", "--kl-coef", "0.1")
+    weight = trainer.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
+    adapters = [p for model in (trainer.model, decoder.model) for p in model.parameters() if p.requires_grad]
+    home, places, scored, seen = weight.data_ptr(), [p.data_ptr() for p in adapters], decoder.logprobs, []
+    monkeypatch.setattr(decoder, "logprobs", lambda *given: (seen.append(weight.data_ptr()), scored(*given))[1])
+    trainer.step(PROMPTS, [draw("circle", "red", "pink"), draw("cross", "blue", "white")], 5)
+    decoder.learn()
+    assert [p.data_ptr() for p in adapters] == places, "what is trained stays"
+    moments = [half.optimizer.state[p]["exp_avg"] for half in (trainer, decoder) for p in half.optimizer.state]
+    return torch.cat([moment.flatten() for moment in moments]), [place != home for place in seen]
+
+
+def test_taking_turns_changes_nothing(monkeypatch):
+    """With the CPU as the GPU and a copy as pinned memory: the frozen weights come and go, and gradients are the same."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    resident, moved = taking_turns(monkeypatch, False)
+    assert moved and not any(moved)
+    offloaded, moved = taking_turns(monkeypatch, True)
+    assert moved and all(moved), "the decoder is up when it learns"
+    torch.testing.assert_close(offloaded, resident, atol=1e-4 * resident.abs().max().item(), rtol=0)
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
