@@ -49,7 +49,7 @@ except ImportError as error:
     print(f"this compares with TRL, which is not installed ({error}): pip install trl datasets", file=sys.stderr)
     sys.exit(2)
 
-# Large enough that matrices, not Python, take most of the time; sampling is about 60% of our step.
+# Large enough that matrices, not Python, take most of the time; sampling is half of our step or more.
 MODEL = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
 MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -60,6 +60,9 @@ def main():
     parser.add_argument("--kl-coef", default="0", help="weight of the KL penalty (default: 0)")
     parser.add_argument("--iterations", default="1", help="optimiser steps on each step's pictures (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--shuffle", action="store_true", help="a control: rewards go to the wrong paintings of a group"
+    )
     parser.add_argument("--sheet", help="where to save pictures before and after")
     options = parser.parse_args()
     torch.set_num_threads(1)  # see train.py
@@ -82,6 +85,9 @@ def main():
         for i, (text, _, codes) in enumerate(examples):
             images += decoder.paint(text, codes, seed=(options.seed * 1_000_003 + step) * 1_000 + i)
         values, _ = decoder.judge(images, [text for text, *_ in examples], [drawing for _, drawing, _ in examples])
+        if options.shuffle:
+            for move in decoder.moves:  # each painting gets its neighbour's
+                move.advantages = move.advantages.roll(1)
         metrics = decoder.learn()
         if step % 25 == 0 or step == options.steps:
             after, pictures_after = judge(trainer.pipe, held_out, settings)

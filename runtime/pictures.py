@@ -38,7 +38,7 @@ def save_before_after(out, before, after):
             captions = [f"{label}, {format_number(reward)}" for reward in record["shown"][i][1]]
             cells += [(Image.open(file), caption) for file, caption in zip(files, captions, strict=True)]
         rows.append((prompt, cells))
-    title = f"before training, and with the same prompts, seeds and noise after {after['step']} steps; rewards below"
+    title = f"prompts of training, then held out: before, and with the same seeds and noise after {after['step']} steps"
     return save_grid(out / "before-after.png", rows, title, cell=112)
 
 

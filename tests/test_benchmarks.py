@@ -94,19 +94,20 @@ def test_what_is_alive():
 def test_memory_at_full_size(run, monkeypatch):
     """Against what must be there, counted by hand from GLM-Image's sizes."""
     found, peaks = [], memory.peaks
-    monkeypatch.setattr(memory, "peaks", lambda *case: found.append(peaks(*case)) or found[0])
+
+    def remember(*case):
+        work, cache = peaks(*case)
+        found.append((dict(work), cache))  # main takes `work` apart
+        return work, cache
+
+    monkeypatch.setattr(memory, "peaks", remember)
     weights, *_, row = run(memory, "--sizes", 512, "--groups", 4, "--micro-batch-sizes", 1)
     expected = "policy 17.8 GB, adapter with its optimiser state 0.57 GB, decoder 15.1 GB, its own adapter 0.19 GB"
     assert weights == expected  # 8.9 B and 7.5 B, two bytes each; the adapters 48 M and 16 M, twelve
     work, cache = found[0]
 
-    layers, rows, heads, room, codes = (
-        40,
-        4 * 4,
-        2,
-        768,
-        16 * 16 + 256,
-    )  # 768: 60 of the prompt and the codes, rounded up
+    layers, rows, heads, codes = 40, 4 * 4, 2, 16 * 16 + 256
+    room = 768  # 60 of the prompt and the codes, rounded up
     assert cache == pytest.approx(1e-9 * layers * 2 * rows * heads * room * 128 * 2)  # keys and values in bfloat16
     nucleus = 1e-9 * rows * codes * 16_384
     assert cache + nucleus < work["sample"] < cache + nucleus + 0.05
