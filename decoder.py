@@ -1,22 +1,22 @@
 """The second act: the diffusion decoder as a policy, trained by the very update of grpo.py: `train.py --train both`.
 
-A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S moves. At level s its latents are x = (1 - s)
-clean + s noise, and it predicts the velocity v = noise - clean: so clean = x - s v and noise = x + (1 - s) v. The stock
-sampler is an ODE, its next latents x + (s' - s) v leave nothing to choose. Draw every move but the last, whose noise would
-stay in the picture, from a Gaussian of the same level (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), a = --noise-level:
+A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S moves. At level s its latents are
+x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean: so clean = x - s v, noise = x + (1 - s) v.
+The stock sampler is an ODE, its next latents x + (s' - s) v leave nothing to choose. Draw every move but the last,
+whose noise would stay in the picture, from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), a = --noise-level:
 
     std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise
 
-and a path is a trajectory with probabilities, as a code sequence is: Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). The SDE
-of that paper learns as well, but damages pictures of few moves.
+and a path is a trajectory with probabilities, as a code sequence is: Flow-GRPO (Liu et al. 2025, arXiv:2505.05470),
+whose own SDE learns as well, but damages pictures of few moves.
 
-Credit: each of the G code sequences of a prompt is painted K times from one starting noise. The codes get the mean reward of
-their K pictures, compared among the G; the decoder that of each picture, compared among the K of the same codes. In one
-flat group of G*K nearly all of the spread would be the codes'.
+Credit: each of the G code sequences of a prompt is painted K times from one starting noise. The codes get the mean
+reward of their K pictures, compared among the G; the decoder that of each picture, compared among the K of the same
+codes. In one flat group of G*K nearly all of the spread would be the codes'.
 
-In the terms of grpo.py one move of these K is a group, and the D = C*H*W numbers of its latents are the tokens, each drawn
-from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes. (Flow-GRPO takes one ratio for
-all D, the mean of the log-probs: on fresh samples the gradient is the same, but its KL is too small by D.)
+In the terms of grpo.py one move of these K is a group, and the D = C*H*W numbers of its latents are the tokens, each
+drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes. (Flow-GRPO's one
+ratio for all D has the same gradient on fresh samples, but a KL too small by D.)
 """
 
 import math
@@ -88,11 +88,10 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
 class DecoderGRPO(GRPO):
     """Trains an adapter of the decoder's transformer. Takes over decode and score of `trainer`, the GRPO of the codes.
 
-    settings: as for GRPO, with group_size K, noise_level and guidance_scale. score: (images, prompts, targets) -> raw
-    rewards; total: (raw rewards, group size) -> rewards.
+    settings: as for GRPO, with group_size K, noise_level, guidance_scale. total: (raw rewards, group size) -> rewards.
     """
 
-    def __init__(self, trainer, pipe, settings, score, total):
+    def __init__(self, trainer, pipe, settings, total):
         self.scheduler = pipe.scheduler = PathScheduler.from_config(pipe.scheduler.config)
         lora = peft.LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=LORA_TARGETS)
         model = peft.get_peft_model(pipe.transformer, lora)  # pipe.transformer now contains it, in float32
@@ -101,7 +100,7 @@ class DecoderGRPO(GRPO):
         adapter = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(adapter, lr=settings.decoder_lr, betas=(0.9, 0.99), weight_decay=0.0)
         place = {"device": trainer.device, "offload": bool(trainer.pinned)}
-        super().__init__(model, optimizer, None, trainer.decode, score, settings, **place)
+        super().__init__(model, optimizer, None, trainer.decode, trainer.score, settings, **place)
         self.swap_in = lambda *modules: trainer.swap_in(*trainer.decoder_modules)
         self.total, self.codes_per_prompt, self.pictures, self.moves = total, trainer.settings.group_size, [], []
         trainer.decode, trainer.score = self.paint, self.judge
@@ -131,7 +130,7 @@ class DecoderGRPO(GRPO):
         """Score all pictures. The decoder's advantages compare those of the same codes; the codes get the means."""
         size, (pictures, self.pictures) = self.settings.group_size, (self.pictures, [])
         repeated = [prompt for prompt in prompts for _ in range(size)]
-        raw = self.score(pictures, repeated, targets and [target for target in targets for _ in range(size)])
+        _, raw = self.score(pictures, repeated, targets and [target for target in targets for _ in range(size)])
         advantages = compute_advantages(self.total(raw, size), size).split(size)  # of N*G code sequences, (K,) each
         for i, move in enumerate(self.moves):
             move.advantages = advantages[i * len(advantages) // len(self.moves)]

@@ -21,8 +21,8 @@ One step of training, in the order of this file:
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
 base with its adapter disabled is the reference. Nothing here knows GLM-Image: train.py hands in prompts as ids and
-positions, a decoder and a reward, and any causal language model of transformers with a PEFT adapter works. Image codes have
-one length, so nothing stops at an end token; for text, cut the answers in `decode` and have add_gradient give a `mask`.
+positions, a decoder and a reward, and any causal language model of transformers with a PEFT adapter works. Image codes
+have one length, so nothing stops at an end token; for text, cut in `decode` and have add_gradient give a `mask`.
 
 For another loss, edit: Dr. GRPO, the division in compute_advantages and `average` in compute_grpo_loss; DAPO's two clip
 ranges, the clamp there; GSPO, the ratio there. DAPO's dynamic sampling is a loop around `rollout` in GRPO.step.
@@ -97,12 +97,10 @@ def generate_with_logprobs(
         tokens.append(inputs)  # (N*G, 1)
         logprobs.append(logp)  # (N*G, 1)
         nucleus.append(kept)  # (N*G, V)
-    if top_p == 1:
-        nucleus = None
-    else:  # as bits: 2 KB a token for GLM-Image, instead of 16
-        nucleus = np.packbits(torch.stack([kept.cpu() for kept in nucleus], dim=1), axis=-1)
-        nucleus = torch.from_numpy(nucleus)  # (N*G, T, ceil(V / 8))
-    return torch.cat(tokens, dim=1).cpu(), torch.cat(logprobs, dim=1).cpu(), nucleus
+    bits = None
+    if top_p < 1:  # 2 KB a token for GLM-Image, instead of 16
+        bits = torch.from_numpy(np.packbits(torch.stack([kept.cpu() for kept in nucleus], dim=1), axis=-1))
+    return torch.cat(tokens, dim=1).cpu(), torch.cat(logprobs, dim=1).cpu(), bits
 
 
 def _sample_token(logits, num_codes, temperature, top_p, generators):
@@ -111,8 +109,8 @@ def _sample_token(logits, num_codes, temperature, top_p, generators):
     if top_p < 1:
         nucleus = TopPLogitsWarper(top_p)(None, logp).isfinite()  # the likeliest ids that hold top_p of the mass
         logp = _log_distribution(logits, num_codes, temperature, nucleus)
-    # The Gumbel-max trick in its exponential form: with E = -log(uniform), argmax(p / E) is a draw from p. torch.multinomial
-    # does the same, but first asks the GPU whether p is valid: the CPU would wait for every token, not work ahead.
+    # The Gumbel-max trick in its exponential form: with E = -log(uniform), argmax(p / E) is a draw from p. So draws
+    # torch.multinomial, but it first asks the GPU whether p is valid: the CPU would wait for every token.
     noise = torch.empty_like(logp)
     for group, generator in zip(noise.chunk(len(generators)), generators, strict=True):
         group.exponential_(generator=generator)
@@ -152,13 +150,11 @@ def compute_advantages(rewards, group_size, eps=1e-6):
     if rewards.isinf().any():
         i = rewards.isinf().nonzero()[0].item()
         raise ValueError(f"the reward of image {i} (prompt {i // group_size}, sample {i % group_size}) is {rewards[i]}")
-    groups = rewards.double().view(-1, group_size)  # (N, G); a float32 mean would be off by an ulp, which eps blows up
+    groups = rewards.float().double().view(-1, group_size)  # (N, G): in float64 the mean of equal float32 is exact
     centred = groups - groups.nanmean(dim=1, keepdim=True)
     count = (~groups.isnan()).sum(dim=1, keepdim=True)
     std = (centred.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()  # unbiased
-    advantages = centred / (std + eps)
-    equal = groups.nan_to_num(-torch.inf).amax(1, keepdim=True) == groups.nan_to_num(torch.inf).amin(1, keepdim=True)
-    return advantages.masked_fill(equal, 0).nan_to_num(0).flatten().float()
+    return (centred / (std + eps)).nan_to_num(0).flatten().float()
 
 
 # ---- 4. log-probs by teacher forcing --------------------------------------------------------------------------------
@@ -198,7 +194,7 @@ def get_per_token_logprobs(
 def compute_grpo_loss(
     new_logprobs, old_logprobs, advantages, ref_logprobs=None, mask=None, clip_range=0.2, kl_coef=0.0
 ):
-    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4), averaged over each sequence, then over sequences.
+    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4), averaged over each sequence, then over them.
 
     Args:
         new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first carries a gradient.
@@ -281,8 +277,8 @@ class GRPO:
         self.sampling_args = {"num_codes": num_codes, "temperature": settings.temperature}  # of sampling and scoring
         self.micro_batches = torch.arange(settings.group_size).split(settings.micro_batch_size)
         self.policy_moved = False  # from an update's first optimiser step to its end: a checkpoint would be half a step
-        # When offloading, frozen weights stay in page-locked host memory, which a GPU reads at the full speed of its bus,
-        # and are copied up when needed. What is trained is small, and stays on the device with its optimiser state.
+        # When offloading, frozen weights stay in page-locked host memory, which a GPU reads at the full speed of its
+        # bus, and are copied up when needed. What is trained is small, and stays on the device with its optimiser.
         self.pinned = {}  # {module: [(frozen weight, its place in host memory)]}
         for module in (model, *decoder_modules):
             for tensor in (*module.parameters(), *module.buffers()):

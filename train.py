@@ -19,7 +19,6 @@ import sys
 import textwrap
 import time
 import warnings
-from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,13 +36,7 @@ from rewards import RewardError, combine, parse_rewards, score
 from runtime import UserError, checkpoints, ranks
 from runtime.gpu import CapturedForward, needs_offload
 from runtime.log import Record, StopRequest, check_tracker
-from runtime.metrics import (
-    format_step,
-    reward_metrics,
-    step_metrics,
-    total_rewards,
-    weights_of,
-)
+from runtime.metrics import format_step, reward_metrics, step_metrics, total_rewards
 
 HERE = Path(__file__).resolve().parent
 TINY, RELEASE = str(HERE / "tiny-glm-image"), "zai-org/GLM-Image"
@@ -122,13 +115,7 @@ def build_parser():
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
 
     group = parser.add_argument_group("the algorithm")
-    flag(
-        "train",
-        str,
-        "codes",
-        "which half learns: the image codes or the diffusion decoder",
-        ("codes", "decoder", "both"),
-    )
+    flag("train", str, "codes", "which half learns: codes, decoder or both", ("codes", "decoder", "both"))
     flag("group_size", number(int, "[2, inf)"), 4, "pictures sampled for a prompt and compared with one another")
     flag("prompts_per_step", count, 4, "groups in a step, on each GPU")
     flag("steps", number(int, "[0, inf)"), None, "training steps; 0 evaluates only")
@@ -189,9 +176,7 @@ def parse_settings(arguments=None):
         raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
     pixels = settings.height * settings.width
     if settings.model == RELEASE and not 2**20 <= pixels <= 2**22:
-        print(
-            f"warning: GLM-Image was trained on 2^20 to 2^22 pixels; {settings.height}x{settings.width} is {pixels:,}"
-        )
+        print(f"warning: GLM-Image was trained on 2^20 to 2^22 pixels, this is {pixels:,}")
     for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):  # those of the tiny model
         if getattr(settings, targets) is None and getattr(settings, prompts) == DEFAULTS[prompts][0]:
             setattr(settings, targets, str(Path(TINY) / ("targets" if targets == "targets" else "heldout-targets")))
@@ -266,9 +251,7 @@ def load(settings, device):
     """The stock pipeline, on the CPU: its weights are mapped from the files, so that several processes share them."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if version("diffusers").startswith(("0.40.", "0.41.")):
-        raise UserError(
-            "diffusers 0.40 and 0.41 paint GLM-Image wrong, for they drop its timesteps: take 0.42.1 or later"
-        )
+        raise UserError("diffusers 0.40 and 0.41 paint GLM-Image wrong (they drop its timesteps): take 0.42.1 or later")
     try:
         return GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
@@ -279,7 +262,7 @@ def load(settings, device):
 def build_trainer(pipe, settings, rewards, device):
     """A GRPO of the pipeline's language model, with a fresh adapter, and of everything else in it as the decoder.
 
-    `rewards`: {name: (function, weight)}, see rewards.py. With several, advantages may come from the sum of their z-scores.
+    `rewards`: {name: (function, weight)}, see rewards.py.
     """
     # The decoder makes these tables on the CPU, and would copy them to the GPU in every block.
     pipe.transformer.rope.register_forward_hook(lambda _, inputs, tables: [t.to(inputs[0].device) for t in tables])
@@ -301,9 +284,10 @@ def build_trainer(pipe, settings, rewards, device):
     def encode(prompt):
         return encode_prompt(decoder.processor, prompt, settings.height, settings.width)
 
+    weights = {name: weight for name, (_, weight) in rewards.items()}
+
     def total(raw_rewards, group_size):
-        how = settings.combine if group_size > 1 else "sum"
-        return combine(raw_rewards, weights_of(rewards), group_size, how)
+        return combine(raw_rewards, weights, group_size, settings.combine if group_size > 1 else "sum")
 
     def score_images(images, prompts, targets):
         raw_rewards = score(rewards, images, prompts, targets)
@@ -323,26 +307,21 @@ def build_trainer(pipe, settings, rewards, device):
         device=device,
         offload=needs_offload(settings, device, [policy, *decoder_modules]),
     )
-    trainer.pipe, trainer.score_and_total = (
-        decoder,
-        (lambda *pictures: score(rewards, *pictures), total),
-    )  # for the decoder
+    trainer.pipe, trainer.total = decoder, total  # for build_decoder
     return trainer
 
 
 def build_decoder(trainer, settings):
-    """A DecoderGRPO, which takes over decode and score from `trainer`, the GRPO of the codes; None if it does not learn."""
+    """A DecoderGRPO, which takes over decode and score from `trainer`, that of the codes; None if it does not learn."""
     if settings.train == "codes":
         return None
     if settings.decode_steps == 1:
-        raise UserError(
-            "a decoder of one move has nothing to choose: --train decoder or both takes --decode-steps of 2 or more"
-        )
+        raise UserError("a decoder of one move has nothing to choose: --decode-steps has to be 2 or more")
     size = settings.paintings if settings.train == "both" else settings.group_size
     if settings.train == "decoder":
         trainer.settings = argparse.Namespace(**{**vars(settings), "group_size": 1})  # one code sequence a prompt
     own_settings = argparse.Namespace(**{**vars(settings), "group_size": size})
-    return DecoderGRPO(trainer, trainer.pipe, own_settings, *trainer.score_and_total)
+    return DecoderGRPO(trainer, trainer.pipe, own_settings, trainer.total)
 
 
 # ---- what a step trains on, and how it is judged --------------------------------------------------------------------
@@ -399,18 +378,15 @@ def seed_of_step(step, settings):
 # ---- judging, and the run -------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def as_deployed(settings):
-    """Pictures are judged as they will be deployed, with --eval-decode-steps and --eval-guidance-scale."""
-    training = settings.decode_steps, settings.guidance_scale
-    settings.decode_steps, settings.guidance_scale = settings.eval_decode_steps, settings.eval_guidance_scale
-    try:
-        yield
-    finally:
-        settings.decode_steps, settings.guidance_scale = training
+def build_evaluator(trainer, settings):
+    """The trainer, painting as deployed: stock moves, --eval-decode-steps and --eval-guidance-scale."""
+    evaluator, deployed = copy.copy(trainer), copy.copy(settings)
+    deployed.decode_steps, deployed.guidance_scale = settings.eval_decode_steps, settings.eval_guidance_scale
+    evaluator.decode = lambda prompt, tokens, seed: decode_images(trainer.pipe, prompt, tokens, deployed, seed)
+    return evaluator
 
 
-def evaluate(trainer, settings, rewards, eval_rewards, prompts, targets, seed):
+def evaluate(evaluator, settings, rewards, eval_rewards, prompts, targets, seed):
     """Paint the first prompts with seeds that training never uses: only the adapter makes these pictures differ.
 
     Returns the metrics over all ranks, and for some groups (prompt, some pictures, their rewards).
@@ -420,9 +396,7 @@ def evaluate(trainer, settings, rewards, eval_rewards, prompts, targets, seed):
         set_seed(chunk[0].item())
         rows = [i % len(prompts) for i in chunk.tolist()]
         chosen = [targets[i] for i in rows] if targets else None
-        with as_deployed(settings):
-            painted = trainer.rollout([prompts[i] for i in rows], chosen, seed + chunk[0].item())
-        for i, rollout in enumerate(painted):
+        for i, rollout in enumerate(evaluator.rollout([prompts[i] for i in rows], chosen, seed + chunk[0].item())):
             repeated = [rollout.prompt] * len(rollout.images), chosen and [chosen[i]] * len(rollout.images)
             rollout.raw_rewards |= score(eval_rewards, rollout.images, *repeated)
             few = rollout.images[:GRID_PROMPTS]
@@ -462,13 +436,8 @@ def train(settings):
         trainer, done = build_trainer(load(settings, device), settings, rewards, device), 0
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"no memory for the weights ({reason}); on the GPU --offload yes needs least, on the host no"
-        ) from None
-    evaluator, decoder = (
-        copy.copy(trainer),
-        build_decoder(trainer, settings),
-    )  # the decoder is judged by its stock moves
+        raise UserError(f"no memory for the weights ({reason}); --offload yes spares the GPU, no the host") from None
+    evaluator, decoder = build_evaluator(trainer, settings), build_decoder(trainer, settings)
     halves = {"": trainer} | ({} if decoder is None else {"decoder": decoder})
     if settings.resume is not None:  # after the adapters have moved to the GPU: the optimisers' state follows them
         done = checkpoints.load(out, halves)
@@ -530,8 +499,8 @@ def train(settings):
         if isinstance(error, RewardError):
             raise UserError(f"{error}; mend it and go on with --resume {out}") from None
         raise UserError(
-            f"out of GPU memory while at '{record.clock.phase}'; try --offload yes, lower --micro-batch-size, or --height "
-            f"and --width, or --group-size; --resume {out} goes on (with another --offload or --micro-batch-size if you like)"
+            f"out of GPU memory while at '{record.clock.phase}'; --resume {out} goes on, also with --offload yes or a "
+            "lower --micro-batch-size; start anew with a lower --height and --width, or --group-size"
         ) from None
     finally:
         record.clock.bar.close()
@@ -546,15 +515,14 @@ def print_settings(settings, device, num_prompts, num_held_out):
     print(textwrap.fill("settings: " + " ".join(f"{k}={v}" for k, v in vars(settings).items()), 118))
     codes = settings.height * settings.width // 32**2 + 256
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
-    for what, groups in (("a step", settings.prompts_per_step), ("an evaluation", judged)):
-        with as_deployed(settings) if what == "an evaluation" else nullcontext():
-            passes = settings.decode_steps * (
-                2 if settings.guidance_scale > 1 else 1
-            )  # a second one, without the codes
+    paintings = settings.paintings if settings.train == "both" else 1
+    for what, groups, steps, guidance in (
+        ("a step", settings.prompts_per_step * paintings, settings.decode_steps, settings.guidance_scale),
+        ("an evaluation", judged, settings.eval_decode_steps, settings.eval_guidance_scale),
+    ):
+        passes = 2 * steps if guidance > 1 else steps  # with codes, and without
         print(f"{what}: {groups * settings.group_size} pictures of about {codes:,} codes, {passes} decoder passes each")
-    print(
-        f"{num_prompts} prompts, {num_held_out} held out; everything the run leaves goes to {settings.out}", flush=True
-    )
+    print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {settings.out}", flush=True)
 
 
 def is_multiple(step, every):

@@ -25,23 +25,19 @@ step{each}; reward `{reward}`, learning rate {lr}, KL {kl_coef}, rank {lora_rank
 import torch
 from diffusers import GlmImagePipeline
 
+FOLDER = "where this file is"
 pipe = GlmImagePipeline.from_pretrained("{base}", dtype=torch.bfloat16).to("cuda")
-{load}
-image = pipe(
-    "YOUR PROMPT", height={height}, width={width}, num_inference_steps={eval_decode_steps}, guidance_scale={eval_guidance_scale}
-).images[0]
+pipe.{load}
+settings = dict(num_inference_steps={eval_decode_steps}, guidance_scale={eval_guidance_scale})
+image = pipe("YOUR PROMPT", height={height}, width={width}, **settings).images[0]
 ```
 """
 
-
-HALVES = {
-    "adapter": (
-        "the language model, which writes the image codes",
-        'pipe.vision_language_encoder.load_adapter("FOLDER_OF_THIS_FILE")',
-    ),
+HALVES = {  # folder: what it adapts, and how it loads
+    "adapter": ("the language model, which writes the image codes", "vision_language_encoder.load_adapter(FOLDER)"),
     "decoder-adapter": (
         "the diffusion decoder, which paints the image codes",
-        'pipe.transformer.load_lora_adapter("FOLDER_OF_THIS_FILE", prefix=None, use_safetensors=True)',
+        "transformer.load_lora_adapter(FOLDER, prefix=None, use_safetensors=True)",
     ),
 }
 

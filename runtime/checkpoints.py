@@ -19,9 +19,10 @@ def find(out):
 
 
 def save(out, step, halves, settings, best_step=0):
-    """Write beside and rename. `halves`: {folder: GRPO}, "" for the codes'. Of the older ones the newest `--keep-checkpoints` and that of the best evaluation stay.
+    """Write beside and rename; then only the newest `--keep-checkpoints` and that of the best evaluation stay.
 
-    Random states are not saved: the prompts and all random draws of a step are functions of the seed and the step.
+    `halves`: {folder: GRPO}, "" for the codes'. Random states are not saved: the prompts and all random draws of a step
+    are functions of the seed and the step.
     """
     final, unfinished = out / "checkpoints" / f"{step:06d}", out / "checkpoints" / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -51,7 +52,7 @@ def read_state(out):
 
 
 def load(out, halves):
-    """The newest checkpoint, by way of the CPU onto whatever device adapters and optimisers are on. Returns its step."""
+    """The newest checkpoint, by way of the CPU onto the device of adapters and optimisers. Returns its step."""
     folder = find(out)[-1]
     with naming(folder):
         for name, half in halves.items():

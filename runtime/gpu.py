@@ -33,8 +33,8 @@ def needs_offload(settings, device, modules):
     work = working_memory(settings)
     offload = {"yes": True, "no": False, "auto": weights + work > free}[settings.offload]
     print(
-        f"memory: {weights / 1e9:.1f} GB of weights and {work / 1e9:.1f} GB to work in, {free / 1e9:.1f} GB free on the GPU: "
-        f"policy and decoder {'take turns on it' if offload else 'both stay on it'} (--offload {settings.offload})"
+        f"memory: {weights / 1e9:.1f} GB of weights and {work / 1e9:.1f} GB to work in, {free / 1e9:.1f} GB free on the "
+        f"GPU: policy and decoder {'take turns on it' if offload else 'both stay on it'} (--offload {settings.offload})"
     )
     return offload
 
@@ -60,16 +60,15 @@ class CapturedForward:
     """The model's forward for one new token as a CUDA graph, to hand to generate_with_logprobs as `forward`.
 
     Python launches some thousand small kernels a token, one by one; a graph is a single launch. It repeats the same
-    kernels on the same addresses, so all that a step reads or writes stays in place: ids, positions, mask, and a cache of
-    fixed size whose unused end is masked. The adapter stays attached: merged into bfloat16 weights most of its update
-    would be rounded away. On a CPU there is no graph, only the fixed cache.
+    kernels on the same addresses, so all that a step reads or writes stays in place: ids, positions, mask, and a cache
+    of fixed size whose unused end is masked. The adapter stays attached: merged into bfloat16 weights most of its
+    update would be rounded away. On a CPU there is no graph, only the fixed cache.
 
-    Captured by hand, for torch.compile(mode="reduce-overhead") records anew whenever offloading has moved the weights, and
-    cannot give its memory back; transformers' own static generate() breaks off in GLM-Image's positions, once a token.
+    Captured by hand: torch.compile(mode="reduce-overhead") records anew whenever offloading has moved the weights, and
+    cannot give its memory back; transformers' static generate() breaks off in GLM-Image's positions, once a token.
 
-    Args:
-        num_new_tokens: of every sequence. compile: let torch.compile fuse the small kernels first, which takes a C
-            compiler and, once, a minute or more.
+    num_new_tokens: of every sequence. compile: let torch.compile fuse the small kernels first, which takes a C compiler
+    and, once, a minute or more.
     """
 
     ROOM = 256  # the cache's size is a multiple of this, so that few sizes are too small for the next prompts

@@ -1,4 +1,4 @@
-"""What a run leaves as it goes: numbers, pictures, a progress bar with a clock; and how a signal ends it in good order."""
+"""What a run leaves as it goes: numbers, pictures, a progress bar with a clock; and how a signal ends it."""
 
 import importlib.util
 import json
@@ -86,23 +86,20 @@ class Record:
     def group(self, step, rollout, totals):
         """The pictures of one group, with their rewards."""
         if self.writes:
-            cells = [
-                (image, f"reward {format_number(total)}") for image, total in zip(rollout.images, totals, strict=True)
-            ]
+            captions = [f"reward {format_number(total)}" for total in totals]
+            cells = list(zip(rollout.images, captions, strict=True))
             picture = save_grid(self.out / f"group-{step:06d}.png", [(rollout.prompt, cells)], f"step {step}")
             layout = {"dataformats": "NHWC"} if self.kind == "tensorboard" else {}
             if self.kind in ("tensorboard", "wandb"):
                 self.tracker.log_images({"group": np.asarray(picture)[None]}, step=step, **layout)
-
             self.curves()
 
     def evaluation(self, step, training, held_out):
         """Of both: (metrics, [(prompt, pictures, their rewards)]), the latter for before-after.png."""
         record, shown = {"step": step}, [*training[1], *held_out[1]]
         for prefix, name, (metrics, _) in (("", "training", training), ("held_out/", "held-out", held_out)):
-            metrics = without_nan(metrics)
-            record |= {prefix + key: value for key, value in metrics.items()}
-            self.clock.bar.write(f"evaluation after {step} steps, {name} prompts: {summary(metrics)}")
+            record |= {prefix + key: value for key, value in without_nan(metrics).items()}
+            self.clock.bar.write(f"evaluation after {step} steps, {name} prompts: {summary(prefix, record)}")
         self.track(step, {f"evaluation/{name}": value for name, value in record.items()})
         record["shown"] = [(prompt, list(without_nan(dict(enumerate(r))).values())) for prompt, _, r in shown]
         self.evaluations.append(record)
@@ -126,13 +123,10 @@ class Record:
         return max(rated, key=lambda record: record[name], default={"step": 0})["step"]
 
     def end(self, halves, settings):
-        """The adapter with its card, before-after.png, and the last lines: training and held-out prompts, before and after."""
+        """The adapters with their cards, before-after.png, and the last lines: what training has changed."""
         before, after = self.evaluations[0], self.evaluations[-1]
         for prefix, name in (("", "training"), ("held_out/", "held-out")):
-            sides = [
-                {k.removeprefix(prefix): v for k, v in side.items() if k.startswith(prefix)} for side in (before, after)
-            ]
-            self.clock.bar.write(f"{name} prompts, before -> after: {summary(*sides)}")
+            self.clock.bar.write(f"{name} prompts, before -> after: {summary(prefix, before, after)}")
         if self.writes:
             picture = save_before_after(self.out, before, after)
             if settings.train != "decoder":
@@ -144,12 +138,11 @@ class Record:
                 write_card(folder / "README.md", settings, before, after, ranks.count())
 
 
-def summary(*records):
+def summary(prefix, *records):
     """'reward 0.692 -> 0.864, ssim ... (64 images: 16 prompts x 4)', of one record or of several."""
-    names = [name for name in records[0] if name == "reward" or name.startswith("reward/")]
-    names = names[:2] if len(names) == 2 else names
-    parts = [f"{n.removeprefix('reward/')} {' -> '.join(format_number(r[n]) for r in records)}" for n in names]
-    images, prompts = records[0]["images"], records[0]["prompts"]
+    names = [name for name in records[0] if name == f"{prefix}reward" or name.startswith(f"{prefix}reward/")]
+    parts = [f"{name.split('/')[-1]} {' -> '.join(format_number(r[name]) for r in records)}" for name in names]
+    images, prompts = records[0][f"{prefix}images"], records[0][f"{prefix}prompts"]
     return f"{', '.join(parts)} ({images} images: {prompts} prompts x {images // prompts})"
 
 

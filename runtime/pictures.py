@@ -43,13 +43,9 @@ def save_before_after(out, before, after):
 
 
 def save_curves(path, metrics, evaluations):
-    """A panel for each reward, over the steps: means of the steps in grey, evaluations in blue (training) and red (held out).
-
-    A reward that only judges has the evaluations alone.
-    """
-    names = dict.fromkeys(
-        n for record in (*evaluations, *metrics) for n in record if n == "reward" or n.startswith("reward/")
-    )
+    """A panel for each reward, over the steps. One that only judges has the evaluations alone, see CURVES."""
+    names = dict.fromkeys(name for record in (*evaluations, *metrics) for name in record)
+    names = [name for name in names if name == "reward" or name.startswith("reward/")]
     font, side, height = ImageFont.load_default(24), 640, 400  # drawn at twice the size, for smooth lines
     sheet = Image.new("RGB", (min(len(names), 3) * side, -(-len(names) // 3) * height + 60), "white")
     pen = ImageDraw.Draw(sheet)

@@ -1,4 +1,4 @@
-"""Several GPUs: torchrun starts one process (a rank) for each, with prompts of its own. If one fails, it ends them all."""
+"""Several GPUs: torchrun starts one process (a rank) for each, with prompts of its own, and ends all if one fails."""
 
 import os
 import sys

@@ -100,7 +100,7 @@ def test_a_run_says_what_it_does(real_run):
     output = real_run[1].stdout + real_run[1].stderr
     for words in (
         "device: CPU, 1 threads", "--model FOLDER_OR_ID chooses another", "group_size=3", "kl_coef=0.3",
-        "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 16 held out; everything", "step 1/2 | reward",
+        "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 16 held out; what the run", "step 1/2 | reward",
         "step 2/2", "sample", "evaluation after 0 steps, training prompts: reward", "(6 images: 2 prompts x 3)",
         "evaluation after 2 steps, held-out prompts", "held-out prompts, before -> after: reward 0.",
     ):  # fmt: skip
