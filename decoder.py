@@ -99,8 +99,10 @@ class DecoderGRPO(GRPO):
             pipe.transformer.enable_gradient_checkpointing()
         adapter = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(adapter, lr=settings.decoder_lr, betas=(0.9, 0.99), weight_decay=0.0)
-        place = {"device": trainer.device, "offload": bool(trainer.pinned)}
-        super().__init__(model, optimizer, None, trainer.decode, trainer.score, settings, **place)
+        super().__init__(model, optimizer, None, trainer.decode, trainer.score, settings)
+        self.device = trainer.device
+        for parameter in adapter:  # it stays there; the frozen weights are where `trainer` has them, and its to move
+            parameter.data = parameter.data.to(self.device)
         self.swap_in = lambda *modules: trainer.swap_in(*trainer.decoder_modules)
         self.total, self.codes_per_prompt, self.pictures, self.moves = total, trainer.settings.group_size, [], []
         trainer.decode, trainer.score = self.paint, self.judge

@@ -136,7 +136,9 @@ def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
     assert all(torch.equal(a.next_latents, b.next_latents) for a, b in zip(again, decoder.moves)), "by the seed alone"
     decoder.moves = []
     roll_out(trainer, seed=6)
-    assert not torch.equal(again[0].next_latents, decoder.moves[0].next_latents)
+    assert not torch.equal(again[0].latents, decoder.moves[0].latents), "the noise a group starts from"
+    for other in (again[2], decoder.moves[0]):  # of another prompt, of another step: log-probs depend on draws alone
+        assert (again[0].old_logprobs - other.old_logprobs).abs().max() > 0.1, "fresh draws"
 
 
 def test_micro_batches_change_neither_the_paths_nor_the_gradient():
@@ -202,21 +204,26 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         return None, {"number": values}
 
     decoder.score = score
-    decoder.total = lambda raw, size: raw["number"]
+    sizes = []
+    decoder.total = lambda raw, size: (sizes.append(size), raw["number"])[1]
     rollouts = trainer.rollout(PROMPTS, ["a", "b"], 5)
     values = torch.arange(16.0) ** 2
     means = values.view(4, 4).mean(1)
     assert torch.equal(torch.cat([r.rewards for r in rollouts]), means)
+    assert sizes == [4, 2], "z-scores of several rewards are of the same groups"
     assert seen == {"prompts": [PROMPTS[0]] * 8 + [PROMPTS[1]] * 8, "targets": ["a"] * 8 + ["b"] * 8}
     assert len(decoder.moves) == 2 * 2 * 2  # prompts x code sequences x moves
     for i, move in enumerate(decoder.moves):
         group = values[i // 2 * 4 : i // 2 * 4 + 4]
         torch.testing.assert_close(move.advantages, (group - group.mean()) / group.std(), atol=1e-4, rtol=0)
     assert all(len(r.images) == 2 for r in rollouts)
+    images = decoder.paint(PROMPTS[0], rollouts[0].tokens, 5)
+    assert images[0] is decoder.pictures[0] and images[1] is decoder.pictures[4], "the first painting of each sequence"
 
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns():
-    trainer, decoder, settings = build()
+    trainer, decoder, settings = build("--decoder-lr", "0.002")
+    assert [half.optimizer.param_groups[0]["lr"] for half in (trainer, decoder)] == [0.001, 0.002]
     rollouts = roll_out(trainer)
     assert [len(r.tokens) for r in rollouts] == [1, 1]
     assert all(not r.advantages.any() for r in rollouts)
