@@ -3,17 +3,17 @@
     pip install trl datasets
     python benchmarks/against_trl.py [--steps 10] [--json FILE]
 
-Both train a LoRA adapter of the same random Llama with the same prompts, reward, number of new tokens, KL penalty, AdamW
-and micro-batch (one group). Before the clock starts, log-probs, loss and gradient on the same samples are compared.
-Steps alternate, so that a machine that is busy for a while slows both. TRL's step is what runs between its on_step_begin
-and on_step_end: all of its work on a batch, from sampling to the optimiser, without loading data and logging.
+Both train a LoRA adapter of the same random Llama with the same prompts, reward, number of new tokens, KL penalty,
+AdamW and micro-batch (one group). Before the clock starts, log-probs, loss and gradient on the same samples are
+compared. Steps alternate, so that a machine that is busy for a while slows both. TRL's step is what runs between its
+on_step_begin and on_step_end: all work on a batch, from sampling to the optimiser, without loading data and logging.
 
 TRL has its defaults, save for what would make it slower here (gradient checkpointing, bfloat16) or another algorithm
 (loss_type "dapo", a KL term times the ratio). It then needs no pass for the log-probs of the old policy. Where the work
 differs all the same:
 
-- TRL's head computes the logits in the forward pass and again in the backward pass, which spares the memory to keep them,
-  on a CPU for the prompt's positions too; in the policy's pass it also computes every token's entropy, a metric.
+- TRL's head computes the logits in the forward pass and again in the backward pass, which spares the memory to keep
+  them, on a CPU for the prompt's positions too; in the policy's pass it also computes every token's entropy, a metric.
 - Ours keeps the log-prob of each token as it is sampled; TRL takes pi_old from the policy's pass.
 """
 
@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +40,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from grpo import GRPO, compute_advantages, compute_grpo_loss, get_per_token_logprobs
 from runtime.log import Clock
+from train import number
 
 try:
     from datasets import Dataset
@@ -52,8 +52,9 @@ except ImportError as error:
 # Large enough that matrices, not Python, take most of the time; sampling is half of our step or more.
 MODEL = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
 MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": LORA_TARGETS}
+# peft's own start is 0, which would leave little to compare.
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "init_lora_weights": False}
+LORA |= {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 LR, KL_COEF, CLIP_RANGE = 1e-4, 0.05, 0.2
 WARM_UP = 2  # steps that are not counted
@@ -62,23 +63,17 @@ TOLERANCE = 1e-5
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of each (default: 10)")
-    parser.add_argument("--group-size", type=int, default=4, help="samples a prompt (default: 4)")
-    parser.add_argument("--prompts-per-step", type=int, default=4, help="groups in a step (default: 4)")
+    count, several = number(int, "[1, inf)"), number(int, "[2, inf)")
+    parser.add_argument("--steps", type=several, default=10, help="measured steps of each (default: 10)")
+    parser.add_argument("--group-size", type=several, default=4, help="samples a prompt (default: 4)")
+    parser.add_argument("--prompts-per-step", type=count, default=4, help="groups in a step (default: 4)")
     parser.add_argument("--json", type=Path, help="file for settings, versions and every timing")
-    options = parser.parse_args()
-    if options.steps < 2 or options.group_size < 2 or options.prompts_per_step < 1:
-        parser.error("at least 2 steps, groups of 2 and 1 prompt a step")
-    return options
+    return parser.parse_args()
 
 
 def build_model():
     transformers.set_seed(0)
     return LlamaForCausalLM(LlamaConfig(**MODEL, bos_token_id=None, eos_token_id=None))
-
-
-def build_lora():
-    return peft.LoraConfig(**LORA, init_lora_weights=False)  # peft's start is 0, which would leave little to compare
 
 
 def build_tokenizer():
@@ -105,57 +100,35 @@ def reward(ids):
 # ---- the two trainers ----------------------------------------------------------------------------------------------
 
 
-class TimedTRL(GRPOTrainer):
-    """GRPOTrainer that tells `phase` what it is at; its update is what is left of the step."""
-
-    def __init__(self, *args, phase, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.phase = phase
-
-    def _generate_single_turn(self, *args, **kwargs):
-        with self.phase("sample"):
-            return super()._generate_single_turn(*args, **kwargs)
-
-    def _calculate_rewards(self, *args, **kwargs):
-        with self.phase("score"):
-            return super()._calculate_rewards(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        with nullcontext() if torch.is_grad_enabled() else self.phase("reference"):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-
 def build_trl(options, prompts, tokenizer, folder, clock):
+    """A GRPOTrainer that tells the clock what it is at; its update is what is left of the step."""
     as_ours = {"temperature": 1.0, "top_p": 1.0, "beta": KL_COEF, "epsilon": CLIP_RANGE, "num_iterations": 1}
     as_ours |= {"learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 1.0, "shuffle_dataset": False}
+    as_ours |= {"max_completion_length": NEW_TOKENS, "max_steps": WARM_UP + options.steps}
+    as_ours |= {"num_generations": options.group_size, "per_device_train_batch_size": options.group_size}
+    as_ours |= {"gradient_accumulation_steps": options.prompts_per_step}  # it samples for all of them at once
     same_algorithm = {"loss_type": "grpo", "use_bias_correction_kl": False}
     faster_here = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False}
     silent = {"disable_tqdm": True, "logging_strategy": "no", "report_to": "none", "save_strategy": "no"}
-    config = GRPOConfig(
-        output_dir=folder,
-        max_steps=WARM_UP + options.steps,
-        num_generations=options.group_size,
-        per_device_train_batch_size=options.group_size,
-        gradient_accumulation_steps=options.prompts_per_step,  # it samples for all of them at once
-        max_completion_length=NEW_TOKENS,
-        **as_ours,
-        **same_algorithm,
-        **faster_here,
-        **silent,
-    )
-    return TimedTRL(
+    trl = GRPOTrainer(
         model=build_model(),
         reward_funcs=lambda completion_ids, **_: [reward(ids) for ids in completion_ids],
-        args=config,
+        args=GRPOConfig(output_dir=folder, **as_ours, **same_algorithm, **faster_here, **silent),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
-        peft_config=build_lora(),
-        phase=clock,
+        peft_config=peft.LoraConfig(**LORA),
     )
+    trl.remove_callback(PrinterCallback)
+    trl._generate_single_turn = clock("sample")(trl._generate_single_turn)
+    trl._calculate_rewards = clock("score")(trl._calculate_rewards)
+    policy = trl._get_per_token_logps_and_entropies  # of whichever model; without a gradient it is the reference
+    reference = clock("reference")(policy)
+    trl._get_per_token_logps_and_entropies = lambda *a, **k: (policy if torch.is_grad_enabled() else reference)(*a, **k)
+    return trl
 
 
 def build_ours(options, tokenizer, weights, clock):
-    model = peft.get_peft_model(build_model(), build_lora())
+    model = peft.get_peft_model(build_model(), peft.LoraConfig(**LORA))
     model.load_state_dict(weights)
     trainable = [p for p in model.parameters() if p.requires_grad]
     settings = {"group_size": options.group_size, "micro_batch_size": options.group_size, "iterations": 1}
@@ -171,44 +144,33 @@ def build_ours(options, tokenizer, weights, clock):
     )
 
 
-# ---- the check -----------------------------------------------------------------------------------------------------
-
-
-def objective_of_trl(trl, ids, advantages):
-    """Log-probs of policy and reference for the last NEW_TOKENS of each row, and the loss."""
-    prompts, samples = ids.split([PROMPT_TOKENS, NEW_TOKENS], dim=1)
-    arguments = trl.model, ids, torch.ones_like(ids), NEW_TOKENS
-    with torch.no_grad(), trl.model.disable_adapter():
-        reference, _, _ = trl._get_per_token_logps_and_entropies(*arguments)
-    policy, _, _ = trl._get_per_token_logps_and_entropies(*arguments)
-    inputs = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts)}
-    inputs |= {"completion_ids": samples, "completion_mask": torch.ones_like(samples)}
-    inputs |= {"advantages": advantages, "ref_per_token_logps": reference}
-    return policy, reference, trl.compute_loss(trl.model, inputs)
-
-
-def objective_of_ours(ours, ids, advantages):
-    """The same three from grpo.py."""
-    with torch.no_grad(), ours.model.disable_adapter():
-        reference = get_per_token_logprobs(ours.model, ids, NEW_TOKENS)
-    policy = get_per_token_logprobs(ours.model, ids, NEW_TOKENS)
-    old, coefficients = policy.detach(), {"clip_range": CLIP_RANGE, "kl_coef": KL_COEF}
-    loss, _ = compute_grpo_loss(policy, old, advantages, reference, **coefficients)
-    return policy, reference, loss
-
-
 def compare(trl, ours, group_size):
     """How far the two are apart on the same samples; for the gradient, as a share of its largest entry."""
     ids = torch.randint(MODEL["vocab_size"], (group_size, PROMPT_TOKENS + NEW_TOKENS))
-    advantages = compute_advantages(torch.tensor([reward(row[PROMPT_TOKENS:]) for row in ids.tolist()]), group_size)
-    names, results = ("log-probs", "reference", "loss", "gradient"), []
-    for trainer, objective in ((trl, objective_of_trl), (ours, objective_of_ours)):
+    prompts, samples = ids.split([PROMPT_TOKENS, NEW_TOKENS], dim=1)
+    advantages = compute_advantages(torch.tensor([reward(row) for row in samples.tolist()]), group_size)
+    inputs = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts), "advantages": advantages}
+    inputs |= {"completion_ids": samples, "completion_mask": torch.ones_like(samples)}
+
+    def logprobs(trainer):
+        if trainer is trl:
+            return trl._get_per_token_logps_and_entropies(trl.model, ids, torch.ones_like(ids), NEW_TOKENS)[0]
+        return get_per_token_logprobs(ours.model, ids, NEW_TOKENS)
+
+    results = []
+    for trainer in (trl, ours):
         trainer.model.eval()  # in training TRL divides the loss by the number of micro-batches, not known yet
-        *logprobs, loss = objective(trainer, ids, advantages)
+        with torch.no_grad(), trainer.model.disable_adapter():
+            reference = logprobs(trainer)
+        policy = logprobs(trainer)
+        if trainer is trl:
+            loss = trl.compute_loss(trl.model, inputs | {"ref_per_token_logps": reference})
+        else:
+            loss, _ = compute_grpo_loss(policy, policy.detach(), advantages, reference, None, CLIP_RANGE, KL_COEF)
         adapter = [p for p in trainer.model.parameters() if p.requires_grad]
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, adapter)])
-        results.append([*logprobs, loss, gradient])
-    differences = {name: (x - y).abs().max().item() for name, x, y in zip(names, *results, strict=True)}
+        results.append({"log-probs": policy, "reference": reference, "loss": loss, "gradient": gradient})
+    differences = {name: (x - results[0][name]).abs().max().item() for name, x in results[1].items()}
     differences["gradient"] /= gradient.abs().max().item()
     return differences
 
@@ -243,20 +205,18 @@ class Alternate(TrainerCallback):
         self.timings[name].append({"step": step, **phases})
 
 
-def median(steps, phase):
-    return statistics.median(step[phase] for step in steps)
-
-
 def print_table(timings):
-    """Medians with their quartiles, of the whole step and of every phase of a millisecond or more."""
+    """Medians with their quartiles, of the whole step and of phases of a millisecond or more. Returns their ratios."""
+    ratios = {}
     print(f"\n{'seconds':12}{'TRL':>24}{'ours':>24}{'TRL / ours':>14}")
     for phase in timings["TRL"][0]:  # ours has one more, decoding, which does nothing here
-        cells = ""
-        for steps in timings.values():
-            low, middle, high = statistics.quantiles([step[phase] for step in steps], n=4, method="inclusive")
-            cells += f"{middle:.3f} ({low:.3f}-{high:.3f})".rjust(24)
-        if middle >= 1e-3:
-            print(f"{phase:12}{cells}{median(timings['TRL'], phase) / median(timings['ours'], phase):14.2f}")
+        seconds = [[step[phase] for step in steps] for steps in timings.values()]
+        theirs, own = (statistics.quantiles(values, n=4, method="inclusive") for values in seconds)
+        ratios[phase] = theirs[1] / own[1]
+        if own[1] >= 1e-3:
+            cells = "".join(f"{middle:.3f} ({low:.3f}-{high:.3f})".rjust(24) for low, middle, high in (theirs, own))
+            print(f"{phase:12}{cells}{ratios[phase]:14.2f}")
+    return ratios
 
 
 def main():
@@ -264,10 +224,9 @@ def main():
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)  # of names that TRL and transformers still use
-    tokenizer = build_tokenizer()
-    prompts = draw_prompts((WARM_UP + options.steps) * options.prompts_per_step)
+    tokenizer, total = build_tokenizer(), WARM_UP + options.steps
+    prompts, clock = draw_prompts(total * options.prompts_per_step), Clock(torch.device("cpu"), total)
     with tempfile.TemporaryDirectory() as folder:
-        clock = Clock(torch.device("cpu"), WARM_UP + options.steps)
         trl = build_trl(options, prompts, tokenizer, folder, clock)
         ours = build_ours(options, tokenizer, trl.model.state_dict(), clock)
         differences = compare(trl, ours, options.group_size)
@@ -276,12 +235,10 @@ def main():
             sys.exit(f"the two do not compute the same thing (tolerance {TOLERANCE}): no timing")
         alternate = Alternate(ours, prompts, options.prompts_per_step, clock)
         trl.add_callback(alternate)
-        trl.remove_callback(PrinterCallback)
         trl.train()
         clock.bar.close()
     timings = {name: steps[WARM_UP:] for name, steps in alternate.timings.items()}
-    print_table(timings)
-    ratio = median(timings["TRL"], "step") / median(timings["ours"], "step")
+    ratio = print_table(timings)["step"]
     print(f"\na step of TRL takes {ratio:.2f} times as long as ours")
     if options.json:
         settings = {"group_size": options.group_size, "prompts_per_step": options.prompts_per_step, "threads": 1}

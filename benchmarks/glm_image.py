@@ -6,10 +6,10 @@
     python benchmarks/glm_image.py --tiny                                     # the tiny model on a CPU, a few minutes
 
 It builds the model with random weights in the released sizes, for time and memory do not depend on their values, and
-trains with the code of train.py. The plain recipe, in the same run and on the same settings, is transformers' generate()
-for a group and one call of the pipeline that paints it; one by one, as the published trainer does it, is a generate() and
-a call for each picture. The floor of sampling is the time to read the weights once a token, at the speed that a large copy
-in the GPU's memory reaches here; 1.5 times the floor is an aim, not a result.
+trains with the code of train.py. The plain recipe, in the same run and on the same settings, is transformers'
+generate() for a group and one call of the pipeline that paints it; one by one, as the published trainer does it, is a
+generate() and a call for each picture. The floor of sampling is the time to read the weights once a token, at the speed
+that a large copy in the GPU's memory reaches here; 1.5 times the floor is an aim, not a result.
 """
 
 import argparse
@@ -19,18 +19,14 @@ import statistics
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import transformers
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from PIL import Image
-from transformers import (
-    GlmImageConfig,
-    GlmImageForConditionalGeneration,
-    T5Config,
-    T5EncoderModel,
-)
 
 import train
 from grpo import generate_with_logprobs
@@ -44,51 +40,33 @@ PROMPTS = Path(train.TINY, "prompts.txt").read_text().splitlines()
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def released_policy():
-    """8.9 B parameters. The vision tower is cut down to a layer: it is left behind before anything runs."""
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
-    return GlmImageForConditionalGeneration(
-        GlmImageConfig(text_config={"rope_parameters": rope}, vision_config={"depth": 1})
-    )
-
-
-def released_decoder():
-    """6.9 B parameters; the defaults of the class, 64 heads of 40, would be a model of 2.9 B."""
-    return GlmImageTransformer2DModel(num_layers=30, num_attention_heads=32, attention_head_dim=128)
-
-
-def released_text_encoder():
-    """The encoder of ByT5-small, 0.2 B parameters."""
-    sizes = {"d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6, "vocab_size": 384}
-    return T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu"))
-
-
-def released_vae():
-    """16 latent channels and a factor of 8 are GLM-Image's; the channels of the blocks are taken from CogView4's."""
-    return AutoencoderKL(
-        block_out_channels=(128, 512, 1024, 1024), layers_per_block=3, latent_channels=16, mid_block_add_attention=False,
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        use_quant_conv=False, use_post_quant_conv=False, latents_mean=[0.0] * 16, latents_std=[1.0] * 16,
-    )  # fmt: skip
-
-
-def build(make, device):
-    """A module with random bfloat16 weights, made on the GPU, where that takes seconds, and put away on the CPU."""
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        module = make()
-    torch.set_default_dtype(torch.float32)
-    return module.eval() if device.type == "meta" else module.eval().to("cpu")
-
-
 def pipeline(tiny, device):
-    """The tiny pipeline, or one of the released sizes with the tiny one's tokenizers and scheduler."""
+    """The tiny pipeline, or one of the released sizes with random bfloat16 weights and the tiny one's other parts."""
     pipe = GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
     if tiny:
         return pipe
-    sizes = {"vision_language_encoder": released_policy, "transformer": released_decoder}
-    sizes |= {"text_encoder": released_text_encoder, "vae": released_vae}
-    return GlmImagePipeline(**pipe.components | {name: build(make, device) for name, make in sizes.items()})
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+    # The vision tower is cut down to a layer: it is left behind before anything runs.
+    config = transformers.GlmImageConfig(text_config={"rope_parameters": rope}, vision_config={"depth": 1})
+    byt5 = {"d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6, "vocab_size": 384}
+    byt5 = transformers.T5Config(**byt5, feed_forward_proj="gated-gelu")  # the encoder of ByT5-small
+    # 16 latent channels and a factor of 8 are GLM-Image's; the channels of the blocks are taken from CogView4's.
+    blocks = {"block_out_channels": (128, 512, 1024, 1024), "layers_per_block": 3, "mid_block_add_attention": False}
+    blocks |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    latents = {"latent_channels": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
+    latents |= {"use_quant_conv": False, "use_post_quant_conv": False}
+
+    home = "meta" if device.type == "meta" else "cpu"
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):  # made on the GPU, where that takes seconds, and put away one by one
+        policy = transformers.GlmImageForConditionalGeneration(config).to(home)  # 8.9 B parameters
+        # 6.9 B; the defaults of the class, 64 heads of 40, would be a model of 2.9 B.
+        decoder = GlmImageTransformer2DModel(num_layers=30, num_attention_heads=32, attention_head_dim=128).to(home)
+        text_encoder = transformers.T5EncoderModel(byt5).to(home)  # 0.2 B
+        vae = AutoencoderKL(**blocks, **latents).to(home)
+    torch.set_default_dtype(torch.float32)
+    made = {"vision_language_encoder": policy, "transformer": decoder, "text_encoder": text_encoder, "vae": vae}
+    return GlmImagePipeline(**pipe.components | {name: module.eval() for name, module in made.items()})
 
 
 def judge(images, prompts, targets):
@@ -113,9 +91,8 @@ def copy_bandwidth(clock):
 
 
 def bytes_read_a_token(policy):
-    """All weights of the language model, its head and the adapter; of the embedding only the rows that are looked up."""
-    embedding = policy.get_input_embeddings().weight
-    return sum(p.nbytes for p in policy.parameters()) - embedding.nbytes
+    """All weights of the language model, its head and the adapter; of the embedding only the rows looked up."""
+    return sum(p.nbytes for p in policy.parameters()) - policy.get_input_embeddings().weight.nbytes
 
 
 def set_case(trainer, settings, forward):
@@ -132,24 +109,22 @@ def measure_plain(trainer, processor, count):
     """The plain recipe for `count` pictures of a prompt: transformers' generate(), then the pipeline, once for all."""
     policy, settings, (_, _, length) = trainer.model, trainer.settings, trainer.encode(PROMPTS[0])
     # Copies of the prompt: with num_return_sequences generate() mixes up the grids of preview and picture.
-    inputs = processor.apply_chat_template(
-        [[{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}]] * count, tokenize=True, return_dict=True,
-        return_tensors="pt", processor_kwargs={"target_h": settings.height, "target_w": settings.width},
-    ).to(trainer.device)  # fmt: skip
+    messages = [[{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}]] * count
+    options = {"processor_kwargs": {"target_h": settings.height, "target_w": settings.width}, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, **options).to(trainer.device)
     base = policy.get_base_model()
     unused = list(range(trainer.sampling_args["num_codes"], base.lm_head.out_features))  # or pictures end early
+    sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
 
+    @torch.no_grad()
     def generate(tokens):
-        with torch.no_grad():
-            return policy.generate(
-                **inputs, do_sample=True, temperature=settings.temperature, top_p=settings.top_p, top_k=0,
-                min_new_tokens=tokens, max_new_tokens=tokens, suppress_tokens=unused,
-            )[:, -tokens:].cpu()  # fmt: skip
+        exactly = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+        return policy.generate(**inputs, **sampling, **exactly, suppress_tokens=unused)[:, -tokens:].cpu()
 
     trainer.swap_in(policy)
     policy.eval()
-    text, own = base.config.get_text_config(), base.config.get_text_config()._attn_implementation
-    text._attn_implementation = "sdpa"  # transformers' own
+    text = base.config.get_text_config()
+    own, text._attn_implementation = text._attn_implementation, "sdpa"  # transformers' own
     generate(8)  # warms up
     with trainer.phase("sample"):
         tokens = generate(length)
@@ -157,10 +132,8 @@ def measure_plain(trainer, processor, count):
 
     trainer.swap_in(*trainer.decoder_modules)
     trainer.decode(PROMPTS[0], tokens[:1], 0)  # warms up
-    micro_batch_size, settings.micro_batch_size = settings.micro_batch_size, count
-    with trainer.phase("decode"):
+    with patch.object(settings, "micro_batch_size", count), trainer.phase("decode"):
         trainer.decode(PROMPTS[0], tokens, 0)
-    settings.micro_batch_size = micro_batch_size
     return trainer.phase.read()
 
 
@@ -171,10 +144,11 @@ def measure_step(trainer, steps):
         _, metrics = trainer.step(prompts, seed=100 * i)
         records.append(trainer.phase.read() | {"max_logprob_gap": metrics["max_logprob_gap"]})
         trainer.phase.bar.update()
-    first = sum(value for name, value in records.pop(0).items() if name.startswith("seconds/"))
-    case = {name: statistics.median(r[name] for r in records) for name in records[0] if name.startswith("seconds/")}
-    case |= {name: max(r[name] for r in records) for name in records[0] if name not in case}
-    return case | {"first_step_seconds": first}
+    first, case = records.pop(0), {}
+    for name in records[0]:
+        summary = statistics.median if name.startswith("seconds/") else max
+        case[name] = summary(record[name] for record in records)
+    return case | {"first_step_seconds": sum(value for name, value in first.items() if name.startswith("seconds/"))}
 
 
 def check_sampler(trainer):
@@ -182,14 +156,14 @@ def check_sampler(trainer):
     trainer.swap_in(trainer.model)
     trainer.model.eval()
     prompts, positions, lengths = zip(*map(trainer.encode, PROMPTS[: trainer.settings.prompts_per_step]), strict=True)
-    (plain, expected, _), (tokens, logprobs, _) = (
-        generate_with_logprobs(
-            trainer.model, prompts, lengths[0], num_samples=trainer.settings.group_size, position_ids=positions,
-            top_p=trainer.settings.top_p, forward=forward, **trainer.sampling_args,
-            generators=[torch.Generator(trainer.device).manual_seed(i) for i in range(len(prompts))],
-        )
-        for forward in (None, trainer.forward)
-    )  # fmt: skip
+    size, top_p, samples = trainer.settings.group_size, trainer.settings.top_p, []
+    for forward in (None, trainer.forward):
+        generators = [torch.Generator(trainer.device).manual_seed(i) for i in range(len(prompts))]
+        samples += generate_with_logprobs(
+            trainer.model, prompts, lengths[0], num_samples=size, position_ids=positions, top_p=top_p,
+            generators=generators, forward=forward, **trainer.sampling_args,
+        )  # fmt: skip
+    plain, expected, _, tokens, logprobs, _ = samples
     same = (plain == tokens).cumprod(dim=1).bool()  # (N*G, T): up to the first difference the inputs are equal too
     return {
         "tokens": same.numel(),
@@ -199,7 +173,7 @@ def check_sampler(trainer):
 
 
 def measure_compiled_decoder(trainer):
-    """Whether compiling the decoder's blocks pays within a run: a group decoded without, with the compilation, and after."""
+    """Whether compiling the decoder's blocks pays within a run: a group decoded without, while compiling, and after."""
     _, transformer, _ = trainer.decoder_modules
     codes = torch.randint(trainer.sampling_args["num_codes"], (trainer.settings.group_size, trainer.encode("")[2]))
     trainer.swap_in(*trainer.decoder_modules)
@@ -242,16 +216,11 @@ def table(cases):
     return "\n".join("  ".join(map(str.rjust, row, widths)) for row in [list(columns), *rows])
 
 
-def write(report, path):
-    if path:
-        path.write_text(json.dumps(report, indent=2) + "\n")
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def arguments():
-    """The command line, and what of it are flags of train.py."""
+    """The command line; of what are flags of train.py the settings, one for each case, and those of the largest."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.usage = "%(prog)s [options below] [flags of train.py, such as --micro-batch-size 2 --decode-steps 50]"
     parser.add_argument("--tiny", action="store_true", help="the tiny model, on a CPU as well")
@@ -275,7 +244,7 @@ def arguments():
         return train.parse_settings([*flags, *f"--height {size} --width {size} --group-size {group}".split()])
 
     try:
-        cases = [[settings(size, group) for group in options.groups] for size in options.sizes]
+        cases = [settings(size, group) for size in options.sizes for group in options.groups]
         return options, cases, settings(max(options.sizes), max(options.groups))
     except UserError as error:
         parser.error(str(error))
@@ -290,39 +259,30 @@ def main():
         torch.cuda.set_per_process_memory_fraction(min(options.cap_gb * 1e9 / total, 1.0), device)
     pipe = pipeline(options.tiny, device)
     trainer = train.build_trainer(pipe, largest, {"order": (judge, 1.0)}, device)  # the largest decides on offloading
-    trainer.phase = Clock(device, len(options.sizes) * len(options.groups) * (1 + options.steps))
+    trainer.phase = Clock(device, len(cases) * (1 + options.steps))
     forward = "captured" if options.capture_only else "model" if trainer.forward is None else "compiled"
     bandwidth, read = copy_bandwidth(trainer.phase), bytes_read_a_token(trainer.model)
-    report = {
-        "device": torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads",
-        "versions": {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")},
-        "arguments": sys.argv[1:],
-        "settings": vars(largest).copy(),
-        "forward": forward,
-        "offload": bool(trainer.pinned),
-        "copy_gb_per_second": bandwidth / 1e9,
-        "gb_read_a_token": read / 1e9,
-        "floor_ms_a_token": 1e3 * read / bandwidth,
-        "cases": [],
-    }
-    for of_size in cases:
-        set_case(trainer, of_size[0], forward)
-        one = measure_plain(trainer, pipe.processor, 1)
-        for settings in of_size:
-            set_case(trainer, settings, forward)
-            case = {
-                "size": settings.height,
-                "group_size": settings.group_size,
-                "prompts_per_step": settings.prompts_per_step,
-                "tokens": trainer.encode("")[2],
-                "one_by_one": one,
-                "plain": measure_plain(trainer, pipe.processor, settings.group_size),
-                **measure_step(trainer, options.steps),
-            }
-            report["cases"].append(with_ratios(case, read / bandwidth))
-            write(report, options.json)  # whatever fails later, what was measured stays
-            if forward != "model" and "check" not in report:
-                report["check"] = check_sampler(trainer)
+    name = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+    versions = {package: version(package) for package in ("torch", "transformers", "diffusers", "peft")}
+    report = {"device": name, "versions": versions, "arguments": sys.argv[1:], "settings": vars(largest).copy()}
+    report |= {"forward": forward, "offload": bool(trainer.pinned), "copy_gb_per_second": bandwidth / 1e9}
+    report |= {"gb_read_a_token": read / 1e9, "floor_ms_a_token": 1e3 * read / bandwidth, "cases": []}
+
+    def save():
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+    for settings in cases:
+        set_case(trainer, settings, forward)
+        if settings.group_size == options.groups[0]:  # once a size
+            one = measure_plain(trainer, pipe.processor, 1)
+        case = {"size": settings.height, "group_size": settings.group_size, "tokens": trainer.encode("")[2]}
+        case |= {"prompts_per_step": settings.prompts_per_step, "one_by_one": one}
+        case |= {"plain": measure_plain(trainer, pipe.processor, settings.group_size)}
+        report["cases"].append(with_ratios(case | measure_step(trainer, options.steps), read / bandwidth))
+        save()  # whatever fails later, what was measured stays
+        if forward != "model" and "check" not in report:
+            report["check"] = check_sampler(trainer)
     if cuda:
         report["pinned_host_gb"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / 1e9
     report["peak_host_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -334,7 +294,7 @@ def main():
         except RuntimeError as error:
             report["decoder"] = f"failed: {error}"
     print(*(f"{name}: {value}" for name, value in report.items() if name not in ("cases", "settings")), sep="\n")
-    write(report, options.json)
+    save()
 
 
 if __name__ == "__main__":

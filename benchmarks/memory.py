@@ -3,8 +3,8 @@
     python benchmarks/memory.py
 
 Runs the trainer's own passes, on models of the released sizes, over tensors that have a shape but no content, and adds
-up what is alive. Exact for the tensors, which is nearly all there is: a GPU adds its own context (about half a gigabyte)
-and what its allocator leaves unused between them. benchmarks/glm_image.py measures the same on a GPU.
+up what is alive. Exact for the tensors, which is nearly all there is: a GPU adds its own context (about half a
+gigabyte) and what its allocator leaves unused between them. benchmarks/glm_image.py measures the same on a GPU.
 """
 
 import argparse
@@ -31,6 +31,19 @@ from runtime.gpu import CapturedForward
 META = torch.device("meta")
 PROMPT, GLYPHS = 60, 16  # tokens; both are small beside a picture's
 BLOCK = 512  # the allocator of CUDA rounds up to blocks of this many bytes
+NOTE = """\
+Peaks in 10^9 bytes. Taking turns: policy or decoder on the GPU; both: neither moves. The update's peak is that of
+a layer's backward pass, beside the gradients so far: with the logits of one token in place of all it is the same.
+Decoder update: with --train decoder or both, its turn on the GPU.
+"""
+
+
+def tensors(modules):
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def gigabytes(tensors):
+    return sum(tensor.nbytes for tensor in tensors) / 1e9
 
 
 class Alive(TorchDispatchMode):
@@ -42,8 +55,7 @@ class Alive(TorchDispatchMode):
     def __init__(self, modules):
         super().__init__()
         self.now = self.peak = 0
-        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        self.known = {t.untyped_storage()._cdata for t in tensors}
+        self.known = {tensor.untyped_storage()._cdata for tensor in tensors(modules)}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -72,10 +84,6 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
     return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
 
-def gigabytes(modules):
-    return sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers())) / 1e9
-
-
 def build():
     """The trainer of the released sizes, set up as train.py does it for a GPU."""
     flags = ["--model", "released sizes", "--compile", "no", "--train", "both"]
@@ -90,18 +98,23 @@ def build():
 
 
 def peaks(trainer, painter, size, group, micro_batch):
-    """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which stays if nothing moves."""
+    """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which stays if none moves."""
     policy, settings, (_, decoder, vae) = trainer.model, trainer.settings, trainer.decoder_modules
     codes, prompts, grid = trainer.sampling_args["num_codes"], settings.prompts_per_step, size // 32
     rows, length = prompts * group, 256 + grid**2
     forward, found = CapturedForward(policy, length, compile=False), {}
 
     @contextmanager
-    def phase(name):
+    def phase(name, *learning):
         alive = Alive([policy, *trainer.decoder_modules])
+        parameters = [p for half in learning for p in half.optimizer.param_groups[0]["params"]]
         with META, alive, patch("torch.nn.functional.scaled_dot_product_attention", attention):
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)  # that of the micro-batches before
             yield
         found[name] = alive.peak / 1e9
+        for parameter in parameters:
+            parameter.grad = None
 
     def draw(output):
         return _sample_token(output.logits[:, -1], codes, settings.temperature, settings.top_p, [None] * prompts)
@@ -130,14 +143,11 @@ def peaks(trainer, painter, size, group, micro_batch):
 
     with phase("decode"), torch.no_grad():
         vae.decode(velocity())
-    with phase("decoder update"):  # guided: with and without the codes
-        for parameter in painter.optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+    with phase("decoder update", painter):  # guided: with and without the codes
         v, unguided = velocity(), velocity()
         v = unguided + settings.guidance_scale * (v - unguided)
         x = torch.zeros_like(v, dtype=torch.float32)
         log_density(x, *gaussian_move(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
-    painter.model.zero_grad()
     ids = torch.zeros(micro_batch, PROMPT + length, dtype=torch.long, device=META)
     positions = torch.zeros(3, PROMPT + length, dtype=torch.long, device=META)
     nucleus = torch.zeros(micro_batch, length, codes // 8, dtype=torch.uint8)  # on the CPU, as in a Rollout
@@ -145,13 +155,10 @@ def peaks(trainer, painter, size, group, micro_batch):
     with phase("reference"), torch.no_grad(), policy.disable_adapter():
         get_per_token_logprobs(policy, ids, length, nucleus=nucleus, **inputs)
     for name, scored in (("update", length), ("of one token", 1)):
-        with phase(name):
+        with phase(name, trainer):
             policy.train()
-            for parameter in trainer.optimizer.param_groups[0]["params"]:
-                parameter.grad = torch.zeros_like(parameter)  # that of the micro-batches before
             get_per_token_logprobs(policy, ids, scored, nucleus=nucleus[:, -scored:], **inputs).sum().backward()
-        policy.zero_grad()
-    return found, sum(layer.keys.nbytes + layer.values.nbytes for layer in forward.cache.layers) / 1e9
+    return found, gigabytes(x for layer in forward.cache.layers for x in (layer.keys, layer.values))
 
 
 def main():
@@ -161,28 +168,18 @@ def main():
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
     options = parser.parse_args()
     trainer, second = build()
-    policy, painters = trainer.model, trainer.decoder_modules
-    trained, own = (
-        sum(p.nbytes for p in model.parameters() if p.requires_grad) / 1e9 for model in (policy, second.model)
-    )
-    base, painter, adapter = (
-        gigabytes([policy]) - trained,
-        gigabytes(painters) - own,
-        3 * trained,
-    )  # and the two of Adam
-    print(
-        f"policy {base:.1f} GB, adapter with its optimiser state {adapter:.2f} GB, decoder {painter:.1f} GB, its own adapter "
-        f"{3 * own:.2f} GB\n"
-        "Peaks in 10^9 bytes. Taking turns: policy or decoder on the GPU; both: neither moves. The update's peak is that of\n"
-        "a layer's backward pass, beside the gradients so far: with the logits of one token in place of all it is the same.\n"
-        "Decoder update: with --train decoder or both, its turn on the GPU.\n"
-    )
+    adapter, own = (gigabytes(half.optimizer.param_groups[0]["params"]) for half in (trainer, second))
+    base = gigabytes(tensors([trainer.model])) - adapter
+    painter = gigabytes(tensors(trainer.decoder_modules)) - own
+    adapter, own = 3 * adapter, 3 * own  # and the two of Adam
+    print(f"policy {base:.1f} GB, adapter with its optimiser state {adapter:.2f} GB, ", end="")
+    print(f"decoder {painter:.1f} GB, its own adapter {own:.2f} GB\n{NOTE}")
     names = ["sample", "decode", "reference", "update", "of one token"]
     header = "".join(f"{name:>14}" for name in [*names, "taking turns"])
     print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}")
     for size, group, micro_batch in product(options.sizes, options.groups, options.micro_batch_sizes):
         work, cache = peaks(trainer, second, size, group, micro_batch)
-        learning = work.pop("decoder update") + adapter + 3 * own + painter
+        learning = work.pop("decoder update") + adapter + own + painter
         turns = [work[name] + adapter + (painter if name == "decode" else base) for name in names]
         both = max(work["sample"], cache + max(work.values())) + adapter + painter + base
         cells = "".join(f"{value:>14.1f}" for value in [*turns, max(turns)])

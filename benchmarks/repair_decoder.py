@@ -1,10 +1,10 @@
-"""Repair a decoder that was rounded to a few bits, with decoder.py and the reward of looking like what the codes stand for.
+"""Repair a decoder that was rounded to a few bits, with decoder.py: the reward is to look like what its codes say.
 
     python benchmarks/repair_decoder.py --bits 3        # --bits 32 leaves the decoder as it is
 
 A quantised GLM-Image is what small cards run, and its decoder pays for that in detail. Here the tiny model's decoder is
-rounded, each row of a matrix to 2^bits - 1 levels, and an adapter beside it is trained on the training captions. Judged is
-the SSIM of the stock sampler's pictures to the drawings that their codes were taken from, on captions held out.
+rounded, each row of a matrix to 2^bits - 1 levels, and an adapter beside it is trained on the training captions. Judged
+is the SSIM of the stock sampler's pictures to the drawings that their codes were taken from, on captions held out.
 """
 
 import argparse
@@ -34,16 +34,13 @@ def round_weights(module, bits):
             layer.weight.data = (layer.weight.data / scale).round() * scale
 
 
-def drawings(file):
-    """Of every caption in a file: (caption, drawing, its large codes (1, 16)) in the three sizes that the model knows."""
-    pictures = [(attributes, radius) for attributes in make.ALL for radius in make.RADII]
-    pixels = make.to_tensor([make.draw(*attributes, radius=radius) for attributes, radius in pictures])
-    torch.manual_seed(0)  # as make.py does before it makes the codes
-    codebook = make.kmeans(torch.cat([make.patches(pixels, grid).flatten(0, 1) for grid in (16, 4)]), make.NUM_CODES)
-    codes = make.encode(pixels, codebook, 4)  # (240, 16)
-    wanted = set((ROOT / "tiny-glm-image" / file).read_text().splitlines())
-    found = [(make.caption(*attributes), make.draw(*attributes, radius=radius)) for attributes, radius in pictures]
-    return [(text, image, codes[i : i + 1]) for i, (text, image) in enumerate(found) if text in wanted]
+def drawings(settings):
+    """For training, and held out: (caption, drawing, its large codes (1, 16)) of each picture that the model knows."""
+    pictures, _, _, codes = make.dataset()
+    rows = zip(pictures, codes.split(1), strict=True)
+    examples = [(make.caption(*words), make.draw(*words, radius=radius), own) for (words, radius), own in rows]
+    files = [train.read_prompts(file, None)[0] for file in (settings.prompts, settings.eval_prompts)]
+    return [[example for example in examples if example[0] in captions] for captions in files]
 
 
 def judge(pipe, examples, settings):
@@ -59,10 +56,8 @@ def main():
     parser.add_argument("--lr", default="1e-3", help="learning rate (default: 1e-3)")
     parser.add_argument("--kl-coef", default="0", help="weight of the KL penalty (default: 0)")
     parser.add_argument("--iterations", default="1", help="optimiser steps on each step's pictures (default: 1)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--shuffle", action="store_true", help="a control: rewards go to the wrong paintings of a group"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of pictures, noise and adapter (default: 0)")
+    parser.add_argument("--shuffle", action="store_true", help="a control: rewards go to wrong paintings of a group")
     parser.add_argument("--sheet", help="where to save pictures before and after")
     options = parser.parse_args()
     torch.set_num_threads(1)  # see train.py
@@ -73,37 +68,32 @@ def main():
     round_weights(pipe.transformer, options.bits)
     trainer = train.build_trainer(pipe, settings, rewards.parse_rewards("ssim"), CPU)
     decoder = train.build_decoder(trainer, settings)
-    training, held_out = drawings("prompts.txt"), drawings("heldout.txt")
-    before, pictures_before = judge(trainer.pipe, held_out, settings)
-    print(
-        f"{options.bits} bits, seed {options.seed}: SSIM {before:.4f} on {len(held_out)} held-out drawings", flush=True
-    )
+    training, held_out = drawings(settings)
+    (before, pictures_before), count = judge(trainer.pipe, held_out, settings), len(held_out)
+    pictures_after = pictures_before
+    print(f"{options.bits} bits, seed {options.seed}: SSIM {before:.4f} on {count} held-out drawings", flush=True)
     started, chosen = time.time(), torch.Generator().manual_seed(options.seed)
     for step in range(1, options.steps + 1):
         examples = [training[i] for i in torch.randperm(len(training), generator=chosen)[:8].tolist()]
-        images = []
+        images, seed = [], train.seed_of_step(step, settings)
         for i, (text, _, codes) in enumerate(examples):
-            images += decoder.paint(text, codes, seed=(options.seed * 1_000_003 + step) * 1_000 + i)
-        values, _ = decoder.judge(images, [text for text, *_ in examples], [drawing for _, drawing, _ in examples])
-        if options.shuffle:
-            for move in decoder.moves:  # each painting gets its neighbour's
-                move.advantages = move.advantages.roll(1)
+            images += decoder.paint(text, codes, seed + i)
+        texts, targets, _ = zip(*examples, strict=True)
+        values, _ = decoder.judge(images, texts, targets)
+        for move in decoder.moves if options.shuffle else ():
+            move.advantages = move.advantages.roll(1)  # each painting gets its neighbour's
         metrics = decoder.learn()
         if step % 25 == 0 or step == options.steps:
             after, pictures_after = judge(trainer.pipe, held_out, settings)
-            print(
-                f"step {step}: held out {after:.4f}, this step's paths {values.mean():.4f}, kl {metrics['decoder/kl']:.2g}, "
-                f"norm {metrics['decoder/grad_norm']:.2g}, {(time.time() - started) / step:.2f} s a step",
-                flush=True,
-            )
+            kl, norm, seconds = metrics["decoder/kl"], metrics["decoder/grad_norm"], (time.time() - started) / step
+            print(f"step {step}: held out {after:.4f}, this step's paths {values.mean():.4f}, kl {kl:.2g}, ", end="")
+            print(f"norm {norm:.2g}, {seconds:.2f} s a step", flush=True)
     if options.sheet:
-        rows = []
-        for i in range(1, len(held_out), max(len(held_out) // 5, 1)):
-            images = (held_out[i][1], pictures_before[i], pictures_after[i])
-            rows.append((held_out[i][0], list(zip(images, ("drawn", "before", "after"), strict=True))))
-        save_grid(
-            options.sheet, rows, f"a decoder of {options.bits} bits, before and after {options.steps} steps", cell=128
-        )
+        rows, title = [], f"a decoder of {options.bits} bits, before and after {options.steps} steps"
+        for i in range(1, count, max(count // 5, 1)):
+            text, drawing, _ = held_out[i]
+            rows.append((text, [(drawing, "drawn"), (pictures_before[i], "before"), (pictures_after[i], "after")]))
+        save_grid(options.sheet, rows, title, cell=128)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,8 @@ def against_trl(monkeypatch):
 def test_our_half_of_the_comparison(against_trl):
     """A step of ours, alternating with one of TRL in which nothing happens."""
     options, clock = SimpleNamespace(group_size=2, prompts_per_step=1), Clock(CPU, 1)
-    weights = against_trl.peft.get_peft_model(against_trl.build_model(), against_trl.build_lora()).state_dict()
+    lora = against_trl.peft.LoraConfig(**against_trl.LORA)
+    weights = against_trl.peft.get_peft_model(against_trl.build_model(), lora).state_dict()
     ours = against_trl.build_ours(options, against_trl.build_tokenizer(), weights, clock)
     alternate = against_trl.Alternate(ours, against_trl.draw_prompts(1), 1, clock)
     alternate.on_step_begin()

@@ -19,49 +19,26 @@ import sys
 import time
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import (
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    GlmImagePipeline,
-    GlmImageTransformer2DModel,
-)
+import transformers
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
-from transformers import (
-    ByT5Tokenizer,
-    GlmImageConfig,
-    GlmImageForConditionalGeneration,
-    GlmImageProcessor,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5EncoderModel,
-)
-from transformers.models.glm_image.image_processing_pil_glm_image import (
-    GlmImageImageProcessorPil,
-)
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-from train import (
-    encode_prompt,  # the trainer's own prompt layout, so that both agree on positions
-)
+from train import encode_prompt  # the trainer's own layout of a prompt
 
 SIZE = 128  # pixels; 4x4 large codes of 32 pixels each
 NUM_CODES = 1024
 SHAPES = ("circle", "square", "triangle", "cross")
-COLOURS = {
-    "red": (215, 40, 45),
-    "green": (35, 150, 70),
-    "blue": (40, 80, 205),
-    "yellow": (250, 205, 40),
-    "purple": (125, 55, 165),
-}
+COLOURS = {"red": (215, 40, 45), "green": (35, 150, 70), "blue": (40, 80, 205)}
+COLOURS |= {"yellow": (250, 205, 40), "purple": (125, 55, 165)}
 BACKGROUNDS = {"white": (245, 245, 240), "black": (25, 25, 30), "pink": (250, 165, 185), "cyan": (140, 220, 230)}
 RADII = (34, 39, 44)  # pixels; the caption does not say which, the target pictures are all 39
 ALL = list(itertools.product(SHAPES, COLOURS, BACKGROUNDS))
@@ -96,11 +73,8 @@ def caption(shape, colour, background):
 def misread(shape, colour, background, rng):
     """The caption of another picture, word by word, `WRONG_WORDS` of the time (a redrawn word may be the same)."""
     redraw = [rng.random() < WRONG_WORDS for _ in range(3)]
-    return caption(
-        rng.choice(SHAPES) if redraw[0] else shape,
-        rng.choice(list(COLOURS)) if redraw[1] else colour,
-        rng.choice(list(BACKGROUNDS)) if redraw[2] else background,
-    )
+    words = zip(redraw, (shape, colour, background), (SHAPES, list(COLOURS), list(BACKGROUNDS)), strict=True)
+    return caption(*(rng.choice(others) if wrong else word for wrong, word, others in words))
 
 
 def to_tensor(images):
@@ -131,108 +105,73 @@ def encode(pixels, codebook, grid):
     return torch.cdist(patches(pixels, grid), codebook).argmin(-1)  # (B, grid*grid)
 
 
+def dataset():
+    """240 (attributes, radius), their pixels (240, 3, 128, 128), preview codes (240, 256) and large codes (240, 16)."""
+    torch.manual_seed(0)
+    pictures = list(itertools.product(ALL, RADII))
+    pixels = to_tensor([draw(*attributes, radius=radius) for attributes, radius in pictures])
+    codebook = kmeans(torch.cat([patches(pixels, grid).flatten(0, 1) for grid in (16, 4)]), NUM_CODES)
+    return pictures, pixels, encode(pixels, codebook, 16), encode(pixels, codebook, 4)
+
+
 # ---- 3. the seven parts, small -----------------------------------------------------------------------------------
 
 
 def build_processor():
     """A byte-level BPE over the captions; ids below NUM_CODES are the image codes, as in the release."""
-    start, end = "<|begin_of_image|>", "<|end_of_image|>"
-    grid_open, grid_close = "<sop>", "<eop>"
-    special = [start, end, *(f"<|unused_{i}|>" for i in range(126)), "<|image|>", grid_open, grid_close]
-    special += ["<|user|>", "<|assistant|>", "<|pad|>"]
+    special = [f"<|code_{i}|>" for i in range(NUM_CODES)]
+    special += ["<|begin_of_image|>", "<|end_of_image|>", *(f"<|unused_{i}|>" for i in range(126)), "<|image|>"]
+    special += ["<sop>", "<eop>", "<|user|>", "<|assistant|>", "<|pad|>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=NUM_CODES + len(special) + 400,
-        special_tokens=[f"<|code_{i}|>" for i in range(NUM_CODES)] + special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(
-        [caption(*a) for a in ALL] + [f"{i} {j}" for i in range(33) for j in range(33)], trainer
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=start,
-        eos_token=end,
-        pad_token="<|pad|>",
-        padding_side="left",
-        extra_special_tokens={"image_token": "<|image|>", "grid_bos_token": grid_open, "grid_eos_token": grid_close},
+    alphabet, size = pre_tokenizers.ByteLevel.alphabet(), len(special) + 400
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet)
+    grids = [f"{i} {j}" for i in range(33) for j in range(33)]
+    tokenizer.train_from_iterator([caption(*a) for a in ALL] + grids, trainer)
+    ends = {"bos_token": "<|begin_of_image|>", "eos_token": "<|end_of_image|>", "pad_token": "<|pad|>"}
+    extra = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, padding_side="left", extra_special_tokens=extra, **ends
     )
     template = (
         "{% for message in messages %}<|user|>{% for part in message['content'] %}{% if part['type'] == 'text' %}"
         "{{ part['text'] }}{% else %}<|image|>{% endif %}{% endfor %}{% endfor %}<|assistant|>"
     )
-    return GlmImageProcessor(GlmImageImageProcessorPil(), fast, chat_template=template)
+    return transformers.GlmImageProcessor(transformers.GlmImageImageProcessorPil(), fast, chat_template=template)
 
 
 def build_policy(processor):
     ids = processor.tokenizer.convert_tokens_to_ids
-    config = GlmImageConfig(
-        text_config={
-            "vocab_size": len(processor.tokenizer),
-            "vision_vocab_size": NUM_CODES + 128,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
-            # Sections of the 16 frequencies go to (temporal, height, width) in turn, so that rows and columns each
-            # get fast and slow ones; the release's base of 10,000 would leave columns of a small grid alike.
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 100.0,
-                "mrope_section": [1, 2, 2, 1, 2, 2, 1, 2, 2, 1],
-            },
-            "pad_token_id": ids("<|pad|>"),
-            "eos_token_id": ids("<|end_of_image|>"),
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 16,
-            "num_heads": 1,
-            "intermediate_size": 32,
-            "image_size": 256,
-            "patch_size": 16,
-        },
-        vq_config={"embed_dim": 8, "num_embeddings": NUM_CODES, "latent_channels": 16},
-        image_token_id=ids("<|image|>"),
-        image_start_token_id=ids("<|begin_of_image|>"),
-        image_end_token_id=ids("<|end_of_image|>"),
-    )
-    return GlmImageForConditionalGeneration(config)
+    image, start, end, padding = ids(["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|pad|>"])
+    # Sections of the 16 frequencies go to (temporal, height, width) in turn, so that rows and columns each get fast and
+    # slow ones; the release's base of 10,000 would leave columns of a small grid alike.
+    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 2, 2, 1, 2, 2, 1, 2, 2, 1]}
+    text = {"vocab_size": len(processor.tokenizer), "vision_vocab_size": NUM_CODES + 128, "rope_parameters": rope}
+    text |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 4096}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": padding, "eos_token_id": end}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 32}
+    vision |= {"image_size": 256, "patch_size": 16}
+    vq = {"embed_dim": 8, "num_embeddings": NUM_CODES, "latent_channels": 16}
+    special = {"image_token_id": image, "image_start_token_id": start, "image_end_token_id": end}
+    config = transformers.GlmImageConfig(text_config=text, vision_config=vision, vq_config=vq, **special)
+    return transformers.GlmImageForConditionalGeneration(config)
 
 
 def build_vae():
     blocks = 4  # 2 ** (4 - 1) = 8 pixels a latent; times the decoder's patch of 2 that is the release's 16
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        block_out_channels=(16, 16, 32, 48),
-        layers_per_block=1,
-        latent_channels=8,
-        norm_num_groups=8,
-        sample_size=SIZE,
-        mid_block_add_attention=False,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
+    return diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * blocks, up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(16, 16, 32, 48), layers_per_block=1, latent_channels=8, norm_num_groups=8, sample_size=SIZE,
+        mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False,
+    )  # fmt: skip
 
 
 def build_decoder():
-    return GlmImageTransformer2DModel(
-        patch_size=2,
-        in_channels=8,
-        out_channels=8,
-        num_layers=3,
-        attention_head_dim=32,
-        num_attention_heads=3,
-        text_embed_dim=64,
-        time_embed_dim=64,
-        condition_dim=32,
-        prior_vq_quantizer_codebook_size=NUM_CODES,
-    )
+    return diffusers.GlmImageTransformer2DModel(
+        patch_size=2, in_channels=8, out_channels=8, num_layers=3, attention_head_dim=32, num_attention_heads=3,
+        text_embed_dim=64, time_embed_dim=64, condition_dim=32, prior_vq_quantizer_codebook_size=NUM_CODES,
+    )  # fmt: skip
 
 
 # ---- 4. training -------------------------------------------------------------------------------------------------
@@ -322,10 +261,8 @@ def train_policy(policy, processor, pictures, codes, steps):
 def write_prompts():
     """32 prompts to train on with their target pictures, 16 kept out: the held-out combinations are never rewarded."""
     order = random.Random(0).sample(ALL, len(ALL))
-    train, held_out = order[:32], order[32:48]
-    (HERE / "prompts.txt").write_text("".join(caption(*a) + "\n" for a in train))
-    (HERE / "heldout.txt").write_text("".join(caption(*a) + "\n" for a in held_out))
-    for folder, pictures in (("targets", train), ("heldout-targets", held_out)):
+    for file, folder, pictures in [("prompts", "targets", order[:32]), ("heldout", "heldout-targets", order[32:48])]:
+        (HERE / f"{file}.txt").write_text("".join(caption(*a) + "\n" for a in pictures))
         (HERE / folder).mkdir(exist_ok=True)
         for line, attributes in enumerate(pictures, 1):
             draw(*attributes).save(HERE / folder / f"{line:03d}.png", optimize=True)
@@ -333,17 +270,14 @@ def write_prompts():
 
 def main():
     started = time.time()
-    torch.manual_seed(0)
     write_prompts()
-    pictures = [(attributes, radius) for attributes in ALL for radius in RADII]
-    pixels = to_tensor([draw(*attributes, radius=radius) for attributes, radius in pictures])  # (240, 3, 128, 128)
-    codebook = kmeans(torch.cat([patches(pixels, grid).flatten(0, 1) for grid in (16, 4)]), NUM_CODES)
-    preview, large = encode(pixels, codebook, 16), encode(pixels, codebook, 4)  # (240, 256), (240, 16)
-    print(f"{len(pictures)} pictures, {len(torch.cat([preview, large], dim=1).unique(dim=0))} differ as codes")
+    pictures, pixels, preview, large = dataset()
+    codes = torch.cat([preview, large], dim=1)  # (240, 272)
+    print(f"{len(pictures)} pictures, {len(codes.unique(dim=0))} differ as codes")
 
-    processor, tokenizer = build_processor(), ByT5Tokenizer()
-    glyphs = T5Config(vocab_size=384, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4)
-    text_encoder = T5EncoderModel(glyphs).eval()
+    processor, tokenizer = build_processor(), transformers.ByT5Tokenizer()
+    glyphs = transformers.T5Config(vocab_size=384, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4)
+    text_encoder = transformers.T5EncoderModel(glyphs).eval()
     policy, vae, decoder = build_policy(processor), build_vae(), build_decoder()
     for name, part in [("policy", policy), ("decoder", decoder), ("VAE", vae), ("glyphs", text_encoder)]:
         print(f"{name}: {sum(p.numel() for p in part.parameters()) / 1e6:.2f} M parameters", flush=True)
@@ -353,14 +287,14 @@ def main():
         latents = torch.cat([vae.encode(batch).latent_dist.mode() for batch in pixels.split(40)])
     mean, std = latents.mean((0, 2, 3), keepdim=True), latents.std((0, 2, 3), keepdim=True)
     vae.register_to_config(latents_mean=mean.flatten().tolist(), latents_std=std.flatten().tolist())
-    scheduler = FlowMatchEulerDiscreteScheduler(
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=256, time_shift_type="linear"
     )
-    pipe = GlmImagePipeline(tokenizer, processor, text_encoder, policy, vae, decoder, scheduler)
+    pipe = diffusers.GlmImagePipeline(tokenizer, processor, text_encoder, policy, vae, decoder, scheduler)
     with torch.no_grad():
         no_text = pipe.encode_prompt("no text in quotes", do_classifier_free_guidance=False)[0]
     train_decoder(decoder, (latents - mean) / std, large, no_text, steps=7000)
-    train_policy(policy, processor, pictures, torch.cat([preview, large], dim=1), steps=1300)
+    train_policy(policy, processor, pictures, codes, steps=1300)
 
     policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0)
     pipe.save_pretrained(HERE)
