@@ -1,6 +1,7 @@
 """Repair a decoder that was rounded to a few bits, with decoder.py: the reward is to look like what its codes say.
 
     python benchmarks/repair_decoder.py --bits 3        # --bits 32 leaves the decoder as it is
+    python benchmarks/repair_decoder.py --joint both    # train.py's own job, with that decoder; codes: the codes alone
 
 A quantised GLM-Image is what small cards run, and its decoder pays for that in detail. Here the tiny model's decoder is
 rounded, each row of a matrix to 2^bits - 1 levels, and an adapter beside it is trained on the training captions. Judged
@@ -25,13 +26,18 @@ from runtime.pictures import save_grid
 CPU = torch.device("cpu")
 
 
-def round_weights(module, bits):
-    """Symmetric rounding of every matrix, with one scale a row."""
-    levels = 2 ** (bits - 1) - 1
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.Linear) and bits < 32:
-            scale = layer.weight.data.abs().amax(1, keepdim=True).clamp(min=1e-12) / levels
-            layer.weight.data = (layer.weight.data / scale).round() * scale
+def load_rounded(bits, load=train.load):
+    """train.load, but for symmetric rounding of the decoder's matrices, with one scale a row."""
+
+    def rounded(settings, device):
+        pipe, levels = load(settings, device), 2 ** (bits - 1) - 1
+        for layer in pipe.transformer.modules():
+            if isinstance(layer, torch.nn.Linear) and bits < 32:
+                scale = layer.weight.data.abs().amax(1, keepdim=True).clamp(min=1e-12) / levels
+                layer.weight.data = (layer.weight.data / scale).round() * scale
+        return pipe
+
+    return rounded
 
 
 def drawings(settings):
@@ -59,14 +65,16 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of pictures, noise and adapter (default: 0)")
     parser.add_argument("--shuffle", action="store_true", help="a control: rewards go to wrong paintings of a group")
     parser.add_argument("--sheet", help="where to save pictures before and after")
+    parser.add_argument("--joint", choices=("codes", "both"), help="what learns in train.py's job, started instead")
     options = parser.parse_args()
+    train.load = load_rounded(options.bits)
+    if options.joint:
+        sys.exit(train.main(["--model", train.TINY, "--train", options.joint, "--seed", str(options.seed)]))
     torch.set_num_threads(1)  # see train.py
     flags = ["--model", train.TINY, "--train", "decoder", "--group-size", "8", "--micro-batch-size", "8"]
     flags += ["--decoder-lr", options.lr, "--kl-coef", options.kl_coef, "--iterations", options.iterations]
     settings = train.parse_settings([*flags, "--combine", "sum", "--seed", str(options.seed)])
-    pipe = train.load(settings, CPU)
-    round_weights(pipe.transformer, options.bits)
-    trainer = train.build_trainer(pipe, settings, rewards.parse_rewards("ssim"), CPU)
+    trainer = train.build_trainer(train.load(settings, CPU), settings, rewards.parse_rewards("ssim"), CPU)
     decoder = train.build_decoder(trainer, settings)
     training, held_out = drawings(settings)
     (before, pictures_before), count = judge(trainer.pipe, held_out, settings), len(held_out)

@@ -160,3 +160,43 @@ def test_against_trl_says_what_it_needs(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         importlib.import_module("benchmarks.against_trl")
     assert exit.value.code == 2 and capsys.readouterr().err.endswith("pip install trl datasets\n")
+
+
+# ---- a rounded decoder ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repair_decoder(monkeypatch):
+    monkeypatch.setattr(train, "load", train.load)  # main replaces it
+    return importlib.import_module("benchmarks.repair_decoder")
+
+
+def test_rounding_leaves_so_many_levels(repair_decoder):
+    exact, rounded = (
+        repair_decoder.load_rounded(bits)(tiny_settings(), CPU).transformer.transformer_blocks[0].attn1.to_q.weight
+        for bits in (32, 3)
+    )
+    levels = exact.abs().amax(1, keepdim=True) / 3  # -3..3
+    assert all(len(row.unique()) <= 7 for row in rounded) and len(exact[0].unique()) > 50
+    assert ((rounded - exact).abs() <= levels / 2 + 1e-6).all() and (rounded != exact).any()
+
+
+def test_repairing_a_rounded_decoder(run, repair_decoder, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        repair_decoder, "drawings", lambda settings, own=repair_decoder.drawings: [e[:2] for e in own(settings)]
+    )
+    first, last = run(repair_decoder, "--steps", 1, "--sheet", tmp_path / "sheet.png")
+    before, after = float(first.split()[5]), float(last.split()[4].rstrip(","))
+    assert first.startswith("3 bits, seed 0: SSIM") and "on 2 held-out drawings" in first
+    assert 0.5 < before < 1 and abs(after - before) < 0.2 and after != before
+    assert (tmp_path / "sheet.png").exists()
+
+
+def test_the_joint_job_has_the_rounded_decoder(run, repair_decoder, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train, "main", lambda arguments: seen.append((arguments, train.load)))
+    with pytest.raises(SystemExit):
+        run(repair_decoder, "--joint", "both", "--seed", 3)
+    arguments, load = seen[0]
+    assert train.parse_settings(arguments).train == "both" and train.parse_settings(arguments).seed == 3
+    assert load.__name__ == "rounded"
