@@ -455,21 +455,22 @@ def train(settings):
             known = evaluate(evaluator, settings, rewards, judges, prompts, targets, EVAL_SEED)
             record.evaluation(done, known, evaluate(evaluator, settings, rewards, judges, *held_out, HELD_OUT_SEED))
 
+    whole, skipped = True, 0
     try:
         if settings.steps > 0:
             save()
         if done == 0 or settings.steps == 0 or is_multiple(done, settings.eval_every):
             evaluate_once()
-        skipped = 0
         for step in range(done, settings.steps):
             # Every draw of a step starts from the step's seed, a reward's own included: nothing random needs saving.
             seed, rows = seed_of_step(step, settings), prompt_indices(step, settings, len(prompts))
             set_seed(seed % 2**32)
             given = [prompts[i] for i in rows], targets and [targets[i] for i in rows], seed
-            rollouts, metrics = trainer.step(*given) if settings.train != "decoder" else (trainer.rollout(*given), {})
-            metrics = {"skipped": 0} | metrics | ({} if decoder is None else decoder.learn())
+            rollouts, whole = trainer.rollout(*given), False  # until both halves have learned
+            metrics = {"skipped": 0} | (trainer.update(rollouts) if settings.train != "decoder" else {})
+            metrics |= {} if decoder is None else decoder.learn()
             metrics["skipped"] += metrics.get("decoder/skipped", 0)
-            done = step + 1
+            done, whole = step + 1, True
 
             metrics = ranks.mean(step_metrics(rollouts, rewards) | metrics | record.clock.read())
             record.step(done, metrics, format_step(done, metrics, settings))
@@ -494,7 +495,7 @@ def train(settings):
             evaluate_once()
             record.end(halves, settings)
     except (torch.OutOfMemoryError, RewardError) as error:
-        if not trainer.policy_moved and decoder is None:  # else the step may be half made
+        if whole or (decoder is None and not trainer.policy_moved):  # else the step may be half made
             save()
         if isinstance(error, RewardError):
             raise UserError(f"{error}; mend it and go on with --resume {out}") from None

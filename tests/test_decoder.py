@@ -295,6 +295,36 @@ def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(quick):
         assert straight.keys() == halves.keys() and all(torch.equal(straight[name], halves[name]) for name in halves)
 
 
+BOTH = ["--train", "both", "--paintings", "2", "--decode-steps", "3"]
+
+
+@pytest.mark.parametrize(("half", "saved"), [("score", "000001"), ("codes", "000000"), ("decoder", "000000")])
+def test_a_step_of_which_one_half_may_have_learned_is_not_saved(quick, monkeypatch, half, saved):
+    """Something breaks in the second step: sampling moves nothing, but after it the halves learn one after the other."""
+    calls, owner = [], train.DecoderGRPO if half == "decoder" else train.GRPO
+    name = {"score": "rollout", "codes": "add_gradient", "decoder": "learn"}[half]
+    original = getattr(owner, name)
+
+    def breaks(self, *given):
+        steps = "codes" if isinstance(self, train.DecoderGRPO) == (half == "decoder") else "other"
+        calls.append(steps)
+        if calls.count("codes") == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(self, *given)
+
+    monkeypatch.setattr(train, "evaluate", lambda *given: ({"reward": 0.0, "images": 1, "prompts": 1}, []))
+    monkeypatch.setattr(owner, name, breaks)
+    assert quick(*BOTH, "--steps", "3", "--out", "run") == 2
+    assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
+
+
+def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
+    learn = train.DecoderGRPO.learn
+    monkeypatch.setattr(train.DecoderGRPO, "learn", lambda self: learn(self) | {"decoder/skipped": 1.0})
+    assert quick(*BOTH, "--steps", "9", "--out", "run") == 2
+    assert "5 steps in a row had no finite gradient" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(["--train", "pictures"], "--train"), (["--paintings", "1"], "--paintings: must be in [2, inf), got 1"),
