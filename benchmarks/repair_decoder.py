@@ -1,11 +1,12 @@
-"""Repair a decoder that was rounded to a few bits, with decoder.py: the reward is to look like what its codes say.
+"""Repair a decoder that was rounded to a few bits, with decoder.py: the reward is likeness to what its codes say.
 
     python benchmarks/repair_decoder.py --bits 3        # --bits 32 leaves the decoder as it is
     python benchmarks/repair_decoder.py --joint both    # train.py's own job, with that decoder; codes: the codes alone
 
 A quantised GLM-Image is what small cards run, and its decoder pays for that in detail. Here the tiny model's decoder is
-rounded, each row of a matrix to 2^bits - 1 levels, and an adapter beside it is trained on the training captions. Judged
-is the SSIM of the stock sampler's pictures to the drawings that their codes were taken from, on captions held out.
+rounded, each row of a matrix to 2^bits levels between its least and largest weight, and an adapter beside it is trained
+on the training captions. Judged is the SSIM of the stock sampler's pictures to the drawings that their codes were taken
+from, on captions held out. Trained is for MSE too, for SSIM knows little of colours.
 """
 
 import argparse
@@ -27,14 +28,15 @@ CPU = torch.device("cpu")
 
 
 def load_rounded(bits, load=train.load):
-    """train.load, but for symmetric rounding of the decoder's matrices, with one scale a row."""
+    """train.load, but for the decoder's matrices, which are rounded."""
 
     def rounded(settings, device):
-        pipe, levels = load(settings, device), 2 ** (bits - 1) - 1
+        pipe = load(settings, device)
         for layer in pipe.transformer.modules():
             if isinstance(layer, torch.nn.Linear) and bits < 32:
-                scale = layer.weight.data.abs().amax(1, keepdim=True).clamp(min=1e-12) / levels
-                layer.weight.data = (layer.weight.data / scale).round() * scale
+                least, largest = layer.weight.data.aminmax(dim=1, keepdim=True)
+                step = (largest - least).clamp(min=1e-12) / (2**bits - 1)
+                layer.weight.data = ((layer.weight.data - least) / step).round() * step + least
         return pipe
 
     return rounded
@@ -73,8 +75,8 @@ def main():
     torch.set_num_threads(1)  # see train.py
     flags = ["--model", train.TINY, "--train", "decoder", "--group-size", "8", "--micro-batch-size", "8"]
     flags += ["--decoder-lr", options.lr, "--kl-coef", options.kl_coef, "--iterations", options.iterations]
-    settings = train.parse_settings([*flags, "--combine", "sum", "--seed", str(options.seed)])
-    trainer = train.build_trainer(train.load(settings, CPU), settings, rewards.parse_rewards("ssim"), CPU)
+    settings = train.parse_settings([*flags, "--combine", "zscore", "--seed", str(options.seed)])
+    trainer = train.build_trainer(train.load(settings, CPU), settings, rewards.parse_rewards("ssim:1,mse:1"), CPU)
     decoder = train.build_decoder(trainer, settings)
     training, held_out = drawings(settings)
     (before, pictures_before), count = judge(trainer.pipe, held_out, settings), len(held_out)
@@ -94,7 +96,10 @@ def main():
         if step % 25 == 0 or step == options.steps:
             after, pictures_after = judge(trainer.pipe, held_out, settings)
             kl, norm, seconds = metrics["decoder/kl"], metrics["decoder/grad_norm"], (time.time() - started) / step
-            print(f"step {step}: held out {after:.4f}, this step's paths {values.mean():.4f}, kl {kl:.2g}, ", end="")
+            print(
+                f"step {step}: held out {after:.4f}, reward of this step's paths {values.mean():.4f}, kl {kl:.2g}, ",
+                end="",
+            )
             print(f"norm {norm:.2g}, {seconds:.2f} s a step", flush=True)
     if options.sheet:
         rows, title = [], f"a decoder of {options.bits} bits, before and after {options.steps} steps"

@@ -18,12 +18,13 @@ from runtime import checkpoints
 PROMPTS = ["a red circle on a pink background", "a blue cross on a white background"]
 
 
-def build(*arguments, spec="ssim:1,mse:1"):
+def build(*arguments, spec="ssim:1,mse:1", dtype=torch.float32):
     """(trainer of the codes, trainer of the decoder, settings) of the tiny model, on small pictures of three moves."""
     flags = ["--train", "decoder", "--height", "64", "--width", "64", "--decode-steps", "3", "--group-size", "3"]
     settings = tiny_settings(*flags, *arguments)
     settings.combine = settings.combine or "zscore"
-    trainer = train.build_trainer(train.load(settings, CPU), settings, rewards.parse_rewards(spec), CPU)
+    pipe = GlmImagePipeline.from_pretrained(train.TINY, dtype=dtype)
+    trainer = train.build_trainer(pipe, settings, rewards.parse_rewards(spec), CPU)
     shorten_encode(trainer)
     trainer.pipe.transformer.eval()
     return trainer, train.build_decoder(trainer, settings), settings
@@ -139,6 +140,16 @@ def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
     assert not torch.equal(again[0].latents, decoder.moves[0].latents), "the noise a group starts from"
     for other in (again[2], decoder.moves[0]):  # of another prompt, of another step: log-probs depend on draws alone
         assert (again[0].old_logprobs - other.old_logprobs).abs().max() > 0.1, "fresh draws"
+
+
+def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
+    trainer, decoder, _ = build("--guidance-scale", "1.5", "--kl-coef", "0.1", dtype=torch.bfloat16)
+    trainer.pipe.transformer.enable_gradient_checkpointing()
+    roll_out(trainer)
+    assert {move.old_logprobs.dtype for move in decoder.moves} == {torch.float32}
+    metrics = decoder.learn()
+    assert metrics["decoder/mean_logprob_gap"] < 0.05 and metrics["decoder/kl"] < 1e-3
+    assert 0 < metrics["decoder/grad_norm"] < 1 and metrics["decoder/skipped"] == 0
 
 
 def test_micro_batches_change_neither_the_paths_nor_the_gradient():
@@ -322,7 +333,9 @@ def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
     learn = train.DecoderGRPO.learn
     monkeypatch.setattr(train.DecoderGRPO, "learn", lambda self: learn(self) | {"decoder/skipped": 1.0})
     assert quick(*BOTH, "--steps", "9", "--out", "run") == 2
-    assert "5 steps in a row had no finite gradient" in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "a step: 4 pictures" in output.out, "1 prompt x 2 code sequences x 2 paintings"
+    assert "5 steps in a row had no finite gradient" in output.err
 
 
 @pytest.mark.parametrize(
