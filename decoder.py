@@ -37,8 +37,8 @@ def gaussian_move(x, v, level, next_level, noise_level):
     x: latents (K, C, H, W) float32. v: velocity, like x. level, next_level: of noise, in 0..1. noise_level: in 0..1.
     """
     std = next_level * math.sin(noise_level * math.pi / 2)
-    lost = next_level - math.sqrt(next_level**2 - std**2)  # how much of the predicted noise fresh noise replaces
-    return x + (next_level - level) * v - lost * (x + (1 - level) * v), std
+    replaced = next_level - math.sqrt(next_level**2 - std**2)  # that much of the predicted noise makes room for fresh
+    return x + (next_level - level) * v - replaced * (x + (1 - level) * v), std  # the ODE's move, less that
 
 
 def log_density(x, mean, std):
@@ -54,7 +54,7 @@ class Move:
     next_latents: torch.Tensor  # (K, C, H, W)
     old_logprobs: torch.Tensor  # (K, D)
     levels: tuple  # of noise: before, after
-    calls: list  # what else the pipeline gave the transformer: [with codes], or with guidance [with, without]
+    calls: list  # what else the pipeline gave the transformer, a row: [with codes], or with guidance [with, without]
     advantages: torch.Tensor = None  # (K,)
     ref_logprobs: torch.Tensor = None  # (K, D), None when kl_coef is 0
 
@@ -65,7 +65,7 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
     DecoderGRPO.paint sets `moves`, `noise_level` and a generator for each painting; its keep_call fills `calls`.
     """
 
-    moves = None  # {number: what was drawn, batch by batch}
+    moves = None  # {number: the first five fields of a Move, batch by batch}
 
     def step(self, model_output, timestep, sample, return_dict=True, **options):
         if self.step_index is None:
@@ -77,7 +77,7 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
         if i == 0:  # a batch begins
             self.batch, self.generators = self.generators[: len(sample)], self.generators[len(sample) :]
         x = sample.float()  # and so it stays: bfloat16 would round by more than the std of late moves
-        mean, std = gaussian_move(x, model_output.float(), level, next_level, self.noise_level)
+        mean, std = gaussian_move(x, model_output, level, next_level, self.noise_level)  # the pipeline gives float32
         noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in self.batch])
         after = mean + std * noise.to(x.device)
         self.moves.setdefault(i, []).append((x, after, log_density(after, mean, std), (level, next_level), self.calls))
@@ -88,7 +88,8 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
 class DecoderGRPO(GRPO):
     """Trains an adapter of the decoder's transformer. Takes over decode and score of `trainer`, the GRPO of the codes.
 
-    settings: as for GRPO, with group_size K, noise_level, guidance_scale. total: (raw rewards, group size) -> rewards.
+    settings: as for GRPO, with group_size K, noise_level, guidance_scale, lora_rank and decoder_lr.
+    total: (raw rewards, group size) -> rewards.
     """
 
     def __init__(self, trainer, pipe, settings, total):
@@ -105,18 +106,18 @@ class DecoderGRPO(GRPO):
             parameter.data = parameter.data.to(self.device)
         self.swap_in = lambda *modules: trainer.swap_in(*trainer.decoder_modules)
         self.total, self.codes_per_prompt, self.pictures, self.moves = total, trainer.settings.group_size, [], []
-        trainer.decode, trainer.score = self.paint, self.judge
+        trainer.decode, trainer.score = self.paint, self.score_paintings
         pipe.transformer.register_forward_pre_hook(self.keep_call, with_kwargs=True)
 
     def keep_call(self, transformer, arguments, options):
         if self.scheduler.moves is not None:  # all K paintings share codes, prompt and time: one row is enough
             row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-            self.scheduler.calls = [*self.scheduler.calls, row]
+            self.scheduler.calls = [*self.scheduler.calls, row | {"hidden_states": None}]  # these are kept as latents
 
     def paint(self, prompt, tokens, seed):
         """Paint each of G code sequences (G, T) K times, from one starting noise; returns one picture of each."""
         scheduler, size = self.scheduler, self.settings.group_size
-        own = torch.Generator().manual_seed(seed + 2**61)  # the starting noise has the seed itself
+        own = torch.Generator().manual_seed(seed + 2**30)  # see decode_images
         for codes in tokens:
             scheduler.moves, scheduler.calls, scheduler.noise_level = {}, [], self.settings.noise_level
             seeds = torch.randint(2**62, (size,), generator=own).tolist()  # a painting's draws are its own in any batch
@@ -128,13 +129,13 @@ class DecoderGRPO(GRPO):
             scheduler.moves = None
         return self.pictures[-len(tokens) * size :: size]
 
-    def judge(self, images, prompts, targets):
+    def score_paintings(self, images, prompts, targets):
         """Score all pictures. The decoder's advantages compare those of the same codes; the codes get the means."""
         size, (pictures, self.pictures) = self.settings.group_size, (self.pictures, [])
         repeated = [prompt for prompt in prompts for _ in range(size)]
         _, raw = self.score(pictures, repeated, targets and [target for target in targets for _ in range(size)])
         advantages = compute_advantages(self.total(raw, size), size).split(size)  # of N*G code sequences, (K,) each
-        for i, move in enumerate(self.moves):
+        for i, move in enumerate(self.moves):  # as many of each code sequence, one after the other
             move.advantages = advantages[i * len(advantages) // len(self.moves)]
         means = {name: values.view(-1, size).nanmean(1) for name, values in raw.items()}  # (N*G,)
         return self.total(means, self.codes_per_prompt), means
@@ -144,9 +145,9 @@ class DecoderGRPO(GRPO):
         x, after, v = move.latents[rows].to(self.device), move.next_latents[rows].to(self.device), []
         for call in move.calls:
             call = {k: t.expand(len(rows), *t.shape[1:]) if isinstance(t, torch.Tensor) else t for k, t in call.items()}
-            v.append(self.model(**{**call, "hidden_states": x.to(self.model.dtype)})[0])
+            v.append(self.model(**{**call, "hidden_states": x.to(self.model.dtype)})[0].float())
         v = v[0] if len(v) == 1 else v[1] + self.settings.guidance_scale * (v[0] - v[1])  # as the pipeline guides
-        return log_density(after, *gaussian_move(x, v.float(), *move.levels, self.settings.noise_level)).cpu()
+        return log_density(after, *gaussian_move(x, v, *move.levels, self.settings.noise_level)).cpu()
 
     def learn(self):
         """One update from all moves since the last one. Returns its metrics, named decoder/..."""

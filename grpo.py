@@ -25,7 +25,7 @@ positions, a decoder and a reward, and any causal language model of transformers
 have one length, so nothing stops at an end token; for text, cut in `decode` and have add_gradient give a `mask`.
 
 For another loss, edit: Dr. GRPO, the division in compute_advantages and `average` in compute_grpo_loss; DAPO's two clip
-ranges, the clamp there; GSPO, the ratio there. DAPO's dynamic sampling is a loop around `rollout` in GRPO.step.
+ranges, the clamp there; GSPO, the ratio there. DAPO's dynamic sampling is a loop around GRPO.rollout.
 """
 
 from contextlib import nullcontext
@@ -123,9 +123,7 @@ def _log_distribution(logits, num_codes, temperature, nucleus=None):
 
     Sampling and scoring both come through here, so that a ratio never compares two different distributions.
     """
-    logits = logits[..., :num_codes].float()  # softmax in bf16 would lose the tail
-    if temperature != 1:  # the largest tensor of a step: no copy for nothing
-        logits = logits / temperature
+    logits = logits[..., :num_codes].float() / temperature  # softmax in bf16 would lose the tail
     if nucleus is not None:
         logits = logits.masked_fill(~nucleus, float("-inf"))
     return logits.log_softmax(-1)
@@ -264,7 +262,8 @@ class GRPO:
         device: where to compute; None: where the model is. offload: `model` and `decoder_modules` take turns on it.
         phase: phase(name) is entered around each piece of work, for clocks and progress bars.
 
-    With torch.distributed, N ranks with P prompts each make the step of one process with N*P, from equal adapters.
+    With torch.distributed, W ranks with P prompts each make the step of one process with W*P, from equal adapters; it
+    is the caller who gives each rank prompts and seeds of its own.
     """
 
     def __init__(
@@ -276,7 +275,7 @@ class GRPO:
         self.device, self.decoder_modules = torch.device(device or model.device), decoder_modules
         self.sampling_args = {"num_codes": num_codes, "temperature": settings.temperature}  # of sampling and scoring
         self.micro_batches = torch.arange(settings.group_size).split(settings.micro_batch_size)
-        self.policy_moved = False  # from an update's first optimiser step to its end: a checkpoint would be half a step
+        self.policy_moved = False  # True from the first optimiser step until the caller resets it, its step being whole
         # When offloading, frozen weights stay in page-locked host memory, which a GPU reads at the full speed of its
         # bus, and are copied up when needed. What is trained is small, and stays on the device with its optimiser.
         self.pinned = {}  # {module: [(frozen weight, its place in host memory)]}
@@ -327,7 +326,7 @@ class GRPO:
             repeated = [prompt for prompt in prompts for _ in range(size)]
             targets = targets and [target for target in targets for _ in range(size)]
             rewards, raw_rewards = self.score(images, repeated, targets)  # (N*G,), {name: (N*G,)}
-        # A lone sample has nothing to be compared with: then only its decoder can learn, see decoder.py.
+        # A lone sample has nothing to be compared with; --train decoder takes one, of which only the decoder learns.
         advantages = compute_advantages(rewards, size) if size > 1 else torch.zeros(len(prompts))  # (N*G,)
         for i, rollout in enumerate(rollouts):
             group = slice(i * size, (i + 1) * size)
@@ -363,14 +362,13 @@ class GRPO:
                 elif norm != 0:  # one NaN stepped upon would be in every weight for good
                     metrics["skipped"] += 1
                 self.optimizer.zero_grad()
-        self.policy_moved = False
         return metrics
 
     def add_gradient(self, rollout, iteration, num_groups, num_learned, metrics):
         """5: add one group's gradient, micro-batch by micro-batch, and its share of the metrics.
 
-        The loss is a mean over the micro-batch. Weighted by its share of all samples of the step, which is known before
-        the first pass, the gradients add up to the same sum however the groups are cut.
+        The mean loss of each micro-batch counts by its share of all samples of the step: however groups are cut, the
+        gradients add up to the same.
         """
         for rows in self.micro_batches:
             share = len(rows) / self.settings.group_size

@@ -42,7 +42,7 @@ HERE = Path(__file__).resolve().parent
 TINY, RELEASE = str(HERE / "tiny-glm-image"), "zai-org/GLM-Image"
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]  # in the language model only
 GRID_PROMPTS = 3  # of training and held out each: prompts in before-after.png, and pictures of each
-EVAL_SEED, HELD_OUT_SEED = 2**62, 2**62 + 2**32  # beyond the seeds of all training steps
+EVAL_SEED, HELD_OUT_SEED = 2**29, 2**29 + 2**20  # not training's, not in the low 32 bits: a CPU takes no others
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -166,12 +166,16 @@ def parse_settings(arguments=None):
     parser = build_parser()
     settings = parser.parse_args(arguments)
     if settings.resume is not None:
+        if settings.out is not None:
+            raise UserError("--resume names the folder of the run already: leave out --out")
         return resumed_settings(parser, arguments, Path(settings.resume))
     if settings.model is None:
         settings.model = RELEASE if torch.cuda.is_available() else TINY
     for name, (tiny, release) in DEFAULTS.items():
         if getattr(settings, name) is None:
             setattr(settings, name, tiny if Path(settings.model).resolve() == Path(TINY) else release)
+    if settings.train != "codes" and settings.decode_steps == 1:
+        raise UserError("a decoder of one move has nothing to choose: --decode-steps has to be 2 or more")
     if settings.height % 32 or settings.width % 32:
         raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
     pixels = settings.height * settings.width
@@ -236,7 +240,8 @@ def decode_images(pipe, prompt, tokens, settings, seed):
     large = tokens[:, -rows * columns :].view(-1, rows, columns)  # the decoder is not shown the preview
     prior = large.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)  # (G, 4*rows*columns)
     shape = 1, pipe.transformer.config.in_channels, settings.height // scale, settings.width // scale
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    own = torch.Generator().manual_seed(seed + 2**31)  # the codes drew from the seed itself
+    noise = torch.randn(shape, generator=own)
     images = []
     for batch in prior.split(settings.micro_batch_size):
         images += pipe(
@@ -315,8 +320,6 @@ def build_decoder(trainer, settings):
     """A DecoderGRPO, which takes over decode and score from `trainer`, that of the codes; None if it does not learn."""
     if settings.train == "codes":
         return None
-    if settings.decode_steps == 1:
-        raise UserError("a decoder of one move has nothing to choose: --decode-steps has to be 2 or more")
     size = settings.paintings if settings.train == "both" else settings.group_size
     if settings.train == "decoder":
         trainer.settings = argparse.Namespace(**{**vars(settings), "group_size": 1})  # one code sequence a prompt
@@ -418,16 +421,19 @@ def choose_out(settings):
 
 def train(settings):
     """The whole run: what it needs, the loop, and its end."""
-    started, device = time.time(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    started, cuda = time.time(), torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # The tiny model's matrices are so small that threads spend their time waiting for one another: on two cores a
         # second one gains nothing, and beside a busy program it makes a run ten times as long.
         torch.set_num_threads(1)
     check_tracker(settings.log)
     prompts, targets = read_prompts(settings.prompts, settings.targets)
-    held_out = read_prompts(settings.eval_prompts, settings.eval_targets)
-    held_out = held_out[0], held_out[1] or (targets and [None] * len(held_out[0]))  # None: no likeness to judge
+    held_out, held_out_targets = read_prompts(settings.eval_prompts, settings.eval_targets)
     rewards = load_rewards(settings, settings.reward, prompts, targets)
+    if targets or held_out_targets:  # where the others have none, likeness does not apply
+        targets, held_out_targets = targets or [None] * len(prompts), held_out_targets or [None] * len(held_out)
+    held_out = held_out, held_out_targets
     judges = load_rewards(settings, settings.eval_reward, *held_out) if settings.eval_reward else {}
     settings.combine = settings.combine or ("zscore" if len(rewards) > 1 else "sum")
     out = choose_out(settings)
@@ -437,7 +443,8 @@ def train(settings):
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no memory for the weights ({reason}); --offload yes spares the GPU, no the host") from None
-    evaluator, decoder = build_evaluator(trainer, settings), build_decoder(trainer, settings)
+    evaluator = build_evaluator(trainer, settings)  # before the decoder's trainer takes its place
+    decoder = build_decoder(trainer, settings)
     halves = {"": trainer} | ({} if decoder is None else {"decoder": decoder})
     if settings.resume is not None:  # after the adapters have moved to the GPU: the optimisers' state follows them
         done = checkpoints.load(out, halves)
@@ -455,7 +462,7 @@ def train(settings):
             known = evaluate(evaluator, settings, rewards, judges, prompts, targets, EVAL_SEED)
             record.evaluation(done, known, evaluate(evaluator, settings, rewards, judges, *held_out, HELD_OUT_SEED))
 
-    whole, skipped = True, 0
+    skipped = 0
     try:
         if settings.steps > 0:
             save()
@@ -466,11 +473,12 @@ def train(settings):
             seed, rows = seed_of_step(step, settings), prompt_indices(step, settings, len(prompts))
             set_seed(seed % 2**32)
             given = [prompts[i] for i in rows], targets and [targets[i] for i in rows], seed
-            rollouts, whole = trainer.rollout(*given), False  # until both halves have learned
-            metrics = {"skipped": 0} | (trainer.update(rollouts) if settings.train != "decoder" else {})
-            metrics |= {} if decoder is None else decoder.learn()
+            rollouts, metrics = trainer.step(*given) if settings.train != "decoder" else (trainer.rollout(*given), {})
+            metrics = {"skipped": 0} | metrics | ({} if decoder is None else decoder.learn())
             metrics["skipped"] += metrics.get("decoder/skipped", 0)
-            done, whole = step + 1, True
+            done = step + 1
+            for half in halves.values():
+                half.policy_moved = False
 
             metrics = ranks.mean(step_metrics(rollouts, rewards) | metrics | record.clock.read())
             record.step(done, metrics, format_step(done, metrics, settings))
@@ -490,12 +498,13 @@ def train(settings):
         if settings.steps > 0:
             save()
             if done < settings.steps:
-                command = "python" if ranks.count() == 1 else f"torchrun --nproc-per-node {ranks.count()}"
+                torchrun = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE')}"
+                command = torchrun if ranks.count() > 1 else "python"
                 record.clock.bar.write(f"saved; go on with: {command} train.py --resume {out}")
             evaluate_once()
             record.end(halves, settings)
     except (torch.OutOfMemoryError, RewardError) as error:
-        if whole or (decoder is None and not trainer.policy_moved):  # else the step may be half made
+        if not any(half.policy_moved for half in halves.values()):  # else the step is half made
             save()
         if isinstance(error, RewardError):
             raise UserError(f"{error}; mend it and go on with --resume {out}") from None

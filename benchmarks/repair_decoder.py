@@ -89,7 +89,7 @@ def main():
         for i, (text, _, codes) in enumerate(examples):
             images += decoder.paint(text, codes, seed + i)
         texts, targets, _ = zip(*examples, strict=True)
-        values, _ = decoder.judge(images, texts, targets)
+        values, _ = decoder.score_paintings(images, texts, targets)
         for move in decoder.moves if options.shuffle else ():
             move.advantages = move.advantages.roll(1)  # each painting gets its neighbour's
         metrics = decoder.learn()

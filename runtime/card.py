@@ -52,4 +52,7 @@ def write_card(path, settings, before, after, num_ranks=1):
             lines.append(f"| {key.removeprefix(prefix).removeprefix('reward/')}, {name} | {numbers} |")
     each = f" on each of {num_ranks} GPUs" if num_ranks > 1 else ""
     values = {**vars(settings), "steps": after["step"], **dict(zip(("what", "load"), HALVES[path.parent.name]))}
+    if path.parent.name == "decoder-adapter":
+        values["lr"] = settings.decoder_lr
+        values["group_size"] = settings.paintings if settings.train == "both" else settings.group_size
     path.write_text(CARD.format(base=base, table="\n".join(lines), each=each, **values), encoding="utf-8")

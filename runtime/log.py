@@ -15,7 +15,7 @@ from accelerate import PartialState, tracking
 from tqdm import tqdm
 
 from runtime import UserError, format_number, ranks
-from runtime.card import write_card
+from runtime.card import HALVES, write_card
 from runtime.pictures import save_before_after, save_curves, save_grid
 
 
@@ -133,7 +133,7 @@ class Record:
                 halves[""].model.save_pretrained(self.out / "adapter")
             if settings.train != "codes":
                 halves["decoder"].model.base_model.model.save_lora_adapter(self.out / "decoder-adapter")
-            for folder in self.out.glob("*adapter"):
+            for folder in (self.out / name for name in HALVES if (self.out / name).exists()):
                 picture.save(folder / "before-after.png")
                 write_card(folder / "README.md", settings, before, after, ranks.count())
 

@@ -61,8 +61,8 @@ def format_step(step, metrics, settings):
             groups[prefix][rest] = value
     raw, seconds, peaks = groups.values()
     longest = sorted(seconds, key=seconds.get, reverse=True)[:2]
-    mean, spread = format_number(metrics["reward"]), format_number(metrics["reward_std"])
-    line = f"step {step}/{settings.steps} | reward {mean} +- {spread}"
+    line = f"step {step}/{settings.steps} | reward {format_number(metrics['reward'])}"
+    line += "" if math.isnan(metrics["reward_std"]) else f" +- {metrics['reward_std']:.3f}"
     parts = ["SKIPPED: the gradient was not finite"] if metrics["skipped"] else []
     parts += [", ".join(f"{name} {value:.3f}" for name, value in raw.items())] if raw else []
     parts += [f"{sum(seconds.values()):.1f}s ({', '.join(f'{name} {seconds[name]:.1f}' for name in longest)})"]

@@ -1,5 +1,6 @@
 """Several GPUs: torchrun starts one process (a rank) for each, with prompts of its own, and ends all if one fails."""
 
+import math
 import os
 import sys
 from datetime import timedelta
@@ -57,10 +58,10 @@ def gather(value):
 
 
 def mean(metrics):
-    """{name: number or NaN} -> each metric's mean over those ranks that have it."""
-    if dist.is_initialized():
-        values = torch.tensor(list(metrics.values()), dtype=torch.float64)
-        sums = torch.stack([values.nan_to_num(0), (~values.isnan()).double()])  # (2, metrics)
-        dist.all_reduce(sums)
-        metrics = dict(zip(metrics, (sums[0] / sums[1]).tolist(), strict=True))
-    return metrics
+    """{name: number or NaN} -> its mean over those ranks that have it; of memory's peaks and largest gaps the largest."""
+    merged, of_ranks = {}, gather(metrics)
+    for name in metrics:
+        values = [metrics[name] for metrics in of_ranks if not math.isnan(metrics[name])]
+        largest = "max_" in name or name.startswith("gpu_gb/")
+        merged[name] = (max(values) if largest else sum(values) / len(values)) if values else math.nan
+    return merged

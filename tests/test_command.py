@@ -214,6 +214,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--out", "one.txt/run"], "cannot write to one.txt/run"),
         (["--out", "old"], "old already holds a run"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
+        (["--resume", "run", "--out", "other"], "leave out --out"),
     ],
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, words):
@@ -231,7 +232,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     Path("old/checkpoints/000001").mkdir(parents=True)
     Path("old/metrics.jsonl").write_text('{"step": 1}\n')
     before = sorted(tmp_path.rglob("*"))
-    for out in ([], ["--out", "new/run"]) if "--out" not in arguments else ([],):
+    for out in ([],) if {"--out", "--resume"} & set(arguments) else ([], ["--out", "new/run"]):
         assert train.main(["--steps", "1", *arguments, *out]) == 2
         message = capsys.readouterr().err.strip().splitlines()[-1]
         assert message.startswith("error: ")
@@ -271,7 +272,32 @@ def test_no_two_groups_share_a_seed(monkeypatch):
                 first = train.seed_of_step(step, SimpleNamespace(seed=seed, prompts_per_step=4))
                 seeds += range(first, first + 4)
     assert len(set(seeds)) == len(seeds) == 3 * 30 * 3 * 4
-    assert train.seed_of_step(10**6, SimpleNamespace(seed=2**32 - 1, prompts_per_step=4)) < train.EVAL_SEED
+    assert train.seed_of_step(10**6, SimpleNamespace(seed=2**32 - 1, prompts_per_step=4)) < 2**63
+
+
+def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes():
+    """Codes, noise and the decoder's draws in 10,000 steps of the first seeds, and those of the evaluations."""
+    for seed in range(10):
+        first, last = (train.seed_of_step(s, SimpleNamespace(seed=seed, prompts_per_step=4)) for s in (0, 10**4))
+        own, *evaluations = (
+            [start + offset for offset in (0, 2**30, 2**31)] for start in (first, train.EVAL_SEED, train.HELD_OUT_SEED)
+        )
+        for start in own:
+            for other in {*own, *evaluations[0], *evaluations[1]} - {start}:
+                assert (other - start) % 2**32 > last - first and (start - other) % 2**32 >= 2**20
+
+
+def test_a_gpu_is_named_by_its_number(quick, capsys, monkeypatch):
+    """Some of torch.cuda takes no other device."""
+
+    def refuse(settings, device, *counts):
+        raise UserError(f"on {device}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(train, "print_settings", refuse)
+    assert quick("--steps", "1") == 2
+    assert "on cuda:1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("prompts_per_step", [1, 2])
@@ -298,7 +324,7 @@ def test_an_evaluation_is_always_of_the_same_prompts_and_seeds(quick, monkeypatc
     known = [(prompts[0], train.EVAL_SEED), (prompts[1], train.EVAL_SEED + 1)]
     assert before == after == [*known, ("a green ring", train.HELD_OUT_SEED), ("a blue ring", train.HELD_OUT_SEED + 1)]
     assert len({seed for _, seed in training}) == len(training) == 2 * prompts_per_step
-    assert max(seed for _, seed in training) < train.EVAL_SEED
+    assert max(seed for _, seed in training) < train.EVAL_SEED < train.HELD_OUT_SEED < 2**30
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------

@@ -111,6 +111,23 @@ def test_the_last_lines_tell_before_and_after_of_both(quick, capfd):
     assert "seven.py:judge 7.000 -> 7.000 (2 images: 1 prompts x 2)" in output
 
 
+def test_training_prompts_without_targets_are_judged_by_what_applies(quick):
+    Path("new.txt").write_text("a green ring\n")
+    arguments = ["--prompts", "new.txt", "--reward", judge_file("two", 2.0), "--eval-reward", "ssim"]
+    arguments += ["--model", train.TINY, "--height", "32", "--width", "32", "--decode-steps", "1", "--group-size", "2"]
+    assert train.main([*arguments, "--eval-count", "1", "--steps", "1", "--prompts-per-step", "1", "--out", "run"]) == 0
+    before, _ = records("run/evaluation.jsonl")
+    assert before["reward/ssim"] is None and before["held_out/reward/ssim"] is not None
+
+
+def test_the_cards_of_both_halves_name_their_own_settings(quick):
+    arguments = ["--train", "both", "--paintings", "3", "--decode-steps", "2", "--lr", "0.002", "--decoder-lr", "0.003"]
+    assert quick(*arguments, "--steps", "1", "--out", "run") == 0
+    for folder, words in (("adapter", "groups of 2"), ("decoder-adapter", "groups of 3")):
+        card = Path("run", folder, "README.md").read_text()
+        assert words in card and f"learning rate {0.003 if 'decoder' in folder else 0.002}," in card
+
+
 def test_the_card_says_what_the_adapter_is(quick):
     assert quick("--steps", "1", "--out", "run") == 0
     card = Path("run/adapter/README.md").read_text()

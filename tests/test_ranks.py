@@ -34,7 +34,8 @@ def together(start, *arguments, **options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    meeting |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     processes = [
         start(*QUICK, *arguments, output=f"rank-{i}.txt", RANK=str(i), LOCAL_RANK=str(i), **meeting, **options)
         for i in range(2)
@@ -209,13 +210,13 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
 
 
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):
-    """This rank has 1, NaN, 5 and NaN; the other 3, 7, NaN and NaN."""
+    """This rank has 1, NaN, 5 and NaN; the other 3, 7, NaN and NaN. Of a peak it is the largest."""
     assert ranks.mean({"a": 1.0}) == {"a": 1.0}, "alone"
-    nan, other = torch.nan, torch.tensor([[3.0, 7.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_reduce", lambda sums: sums.add_(other))
-    found = ranks.mean({"a": 1.0, "b": nan, "c": 5.0, "d": nan})
-    assert found == pytest.approx({"a": 2.0, "b": 7.0, "c": 5.0, "d": nan}, nan_ok=True)
+    nan, peaks = torch.nan, {"gpu_gb/update": 9.0, "decoder/max_logprob_gap": 0.25}
+    other = {"a": 3.0, "b": 7.0, "c": nan, "d": nan} | {name: value / 2 for name, value in peaks.items()}
+    monkeypatch.setattr(ranks, "gather", lambda own: [own, other])
+    found = ranks.mean({"a": 1.0, "b": nan, "c": 5.0, "d": nan} | peaks)
+    assert found == pytest.approx({"a": 2.0, "b": 7.0, "c": 5.0, "d": nan} | peaks, nan_ok=True)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
