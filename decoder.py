@@ -143,8 +143,8 @@ class DecoderGRPO(GRPO):
     def logprobs(self, move, rows):
         """Log-probs (B, D) of the latents that were drawn, under the decoder as it stands, on the CPU."""
         x, after, v = move.latents[rows].to(self.device), move.next_latents[rows].to(self.device), []
-        for call in move.calls:
-            call = {k: t.expand(len(rows), *t.shape[1:]) if isinstance(t, torch.Tensor) else t for k, t in call.items()}
+        for call in move.calls:  # copies, not views: bfloat16 kernels round by the layout
+            call = {k: t.repeat_interleave(len(rows), 0) if isinstance(t, torch.Tensor) else t for k, t in call.items()}
             v.append(self.model(**{**call, "hidden_states": x.to(self.model.dtype)})[0].float())
         v = v[0] if len(v) == 1 else v[1] + self.settings.guidance_scale * (v[0] - v[1])  # as the pipeline guides
         return log_density(after, *gaussian_move(x, v, *move.levels, self.settings.noise_level)).cpu()

@@ -284,7 +284,7 @@ class GRPO:
                 if offload and not tensor.requires_grad:
                     tensor.data = tensor.data.pin_memory()
                     self.pinned.setdefault(module, []).append((tensor, tensor.data))
-                else:
+                else:  # for good
                     tensor.data = tensor.data.to(self.device)
         # Under dropout policy, old policy and reference would disagree. That of attention is a number, not a module.
         numbers = [(name, x) for m in model.modules() for name, x in vars(m).items() if isinstance(x, float)]

@@ -187,9 +187,8 @@ class StopRequest:
 
     def receive(self, signum, frame):
         if not self.received:  # by os.write: print may have been interrupted by this very signal
-            os.write(
-                2, b"\nasked to stop: finishing this step, saving, then a last evaluation; once more ends at once\n"
-            )
+            again = b"; once more ends at once" if ranks.count() == 1 else b""
+            os.write(2, b"\nasked to stop: finishing this step, saving, then a last evaluation" + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             for number in (signal.SIGINT, signal.SIGTERM):

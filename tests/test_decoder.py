@@ -149,7 +149,7 @@ def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     roll_out(trainer)
     assert {move.old_logprobs.dtype for move in decoder.moves} == {torch.float32}
     metrics = decoder.learn()
-    assert metrics["decoder/mean_logprob_gap"] < 0.05 and metrics["decoder/kl"] < 1e-3
+    assert metrics["decoder/max_logprob_gap"] < 1e-4, "in batches of the same size the same operations"
     assert 0 < metrics["decoder/grad_norm"] < 1 and metrics["decoder/skipped"] == 0
 
 
@@ -328,6 +328,20 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
     monkeypatch.setattr(owner, name, breaks)
     assert quick(*BOTH, "--steps", "3", "--out", "run") == 2
     assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
+
+
+def test_half_an_update_of_the_decoder_alone_is_not_saved(quick, monkeypatch):
+    original = train.DecoderGRPO.add_gradient
+
+    def add_gradient(self, move, iteration, *given):
+        if iteration == 1 and Path("run/metrics.jsonl").read_text():  # the second optimiser step of the second step
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(self, move, iteration, *given)
+
+    monkeypatch.setattr(train.DecoderGRPO, "add_gradient", add_gradient)
+    arguments = ["--train", "decoder", "--decode-steps", "3", "--iterations", "2", "--save-every", "9"]
+    assert quick(*arguments, "--steps", "3", "--out", "run") == 2
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["000000"]
 
 
 def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
