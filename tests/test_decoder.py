@@ -14,6 +14,7 @@ import rewards
 import train
 from decoder import PathScheduler, gaussian_move, log_density
 from runtime import checkpoints
+from runtime.metrics import step_metrics
 
 PROMPTS = ["a red circle on a pink background", "a blue cross on a white background"]
 
@@ -239,6 +240,8 @@ def test_one_code_sequence_a_prompt_when_only_the_decoder_learns():
     rollouts = roll_out(trainer)
     assert [len(r.tokens) for r in rollouts] == [1, 1]
     assert all(not r.advantages.any() for r in rollouts)
+    metrics = step_metrics(rollouts, rewards.parse_rewards("ssim:1,mse:1"))
+    assert math.isnan(metrics["groups_without_spread"]), "there are no groups"
     assert settings.group_size == 3, "an evaluation paints as many as ever"
     adapter = [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
     trainer.update(rollouts)

@@ -14,6 +14,7 @@ from test_rewards import tiny_clip
 
 import rewards
 import train
+from runtime.log import summary
 from runtime.pictures import save_curves
 
 
@@ -118,6 +119,16 @@ def test_training_prompts_without_targets_are_judged_by_what_applies(quick):
     assert train.main([*arguments, "--eval-count", "1", "--steps", "1", "--prompts-per-step", "1", "--out", "run"]) == 0
     before, _ = records("run/evaluation.jsonl")
     assert before["reward/ssim"] is None and before["held_out/reward/ssim"] is not None
+
+
+def test_the_summary_of_an_evaluation():
+    record = {"reward": 1.0, "reward_std": 0.5, "reward/ssim": 0.25, "images": 8, "prompts": 2}
+    held_out = {"reward": 2.0, "reward_std": 0.5, "reward/ssim": None, "images": 6, "prompts": 3}
+    record |= {f"held_out/{name}": value for name, value in held_out.items()}
+    assert summary("", record) == "reward 1.000, ssim 0.250 (8 images: 2 prompts x 4)"
+    after = record | {"held_out/reward": 3.0}
+    words = "reward 2.000 -> 3.000, ssim none -> none (6 images: 3 prompts x 2)"
+    assert summary("held_out/", record, after) == words
 
 
 def test_the_cards_of_both_halves_name_their_own_settings(quick):
