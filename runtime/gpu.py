@@ -33,8 +33,8 @@ def needs_offload(settings, device, modules):
     work = working_memory(settings)
     offload = {"yes": True, "no": False, "auto": weights + work > free}[settings.offload]
     print(
-        f"memory: {weights / 1e9:.1f} GB of weights, {work / 1e9:.1f} GB to work in, {free / 1e9:.1f} GB free on the GPU: "
-        f"policy and decoder {'take turns on it' if offload else 'both stay on it'} (--offload {settings.offload})"
+        f"memory: {weights / 1e9:.1f} GB of weights, {work / 1e9:.1f} GB to work in, {free / 1e9:.1f} GB free on the "
+        f"GPU: policy and decoder {'take turns on it' if offload else 'both stay on it'} (--offload {settings.offload})"
     )
     return offload
 

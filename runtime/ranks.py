@@ -58,7 +58,7 @@ def gather(value):
 
 
 def mean(metrics):
-    """{name: number or NaN} -> its mean over those ranks that have it; of memory's peaks and largest gaps the largest."""
+    """{name: number or NaN} -> its mean over the ranks that have it; of memory's peaks and largest gaps the largest."""
     merged, of_ranks = {}, gather(metrics)
     for name in metrics:
         values = [metrics[name] for metrics in of_ranks if not math.isnan(metrics[name])]
