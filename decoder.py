@@ -22,13 +22,10 @@ ratio for all D has the same gradient on fresh samples, but a KL too small by D.
 import math
 from dataclasses import dataclass
 
-import peft
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from grpo import GRPO, compute_advantages
-
-LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]  # the attention of every block
 
 
 def gaussian_move(x, v, level, next_level, noise_level):
@@ -88,21 +85,15 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
 class DecoderGRPO(GRPO):
     """Trains an adapter of the decoder's transformer. Takes over decode and score of `trainer`, the GRPO of the codes.
 
-    settings: as for GRPO, with group_size K, noise_level, guidance_scale, lora_rank and decoder_lr.
-    total: (raw rewards, group size) -> rewards.
+    model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: as for GRPO, with group_size K,
+    noise_level and guidance_scale. total: (raw rewards, group size) -> rewards.
     """
 
-    def __init__(self, trainer, pipe, settings, total):
+    def __init__(self, model, optimizer, trainer, pipe, settings, total):
         self.scheduler = pipe.scheduler = PathScheduler.from_config(pipe.scheduler.config)
-        lora = peft.LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=LORA_TARGETS)
-        model = peft.get_peft_model(pipe.transformer, lora)  # pipe.transformer now contains it, in float32
-        if trainer.device.type == "cuda":
-            pipe.transformer.enable_gradient_checkpointing()
-        adapter = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(adapter, lr=settings.decoder_lr, betas=(0.9, 0.99), weight_decay=0.0)
         super().__init__(model, optimizer, None, trainer.decode, trainer.score, settings)
-        self.device = trainer.device
-        for parameter in adapter:  # it stays there; the frozen weights are where `trainer` has them, and its to move
+        self.device = trainer.device  # where the adapter stays; the frozen weights are `trainer`'s to move
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
             parameter.data = parameter.data.to(self.device)
         self.swap_in = lambda *modules: trainer.swap_in(*trainer.decoder_modules)
         self.total, self.codes_per_prompt, self.pictures, self.moves = total, trainer.settings.group_size, [], []

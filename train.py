@@ -36,11 +36,18 @@ from rewards import RewardError, combine, parse_rewards, score
 from runtime import UserError, checkpoints, ranks
 from runtime.gpu import CapturedForward, needs_offload
 from runtime.log import Record, StopRequest, check_tracker
-from runtime.metrics import format_step, reward_metrics, step_metrics, total_rewards
+from runtime.metrics import (
+    format_step,
+    reward_metrics,
+    step_metrics,
+    total_rewards,
+    weights_of,
+)
 
 HERE = Path(__file__).resolve().parent
 TINY, RELEASE = str(HERE / "tiny-glm-image"), "zai-org/GLM-Image"
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]  # in the language model only
+DECODER_LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]  # the attention of every block
 GRID_PROMPTS = 3  # of training and held out each: prompts in before-after.png, and pictures of each
 EVAL_SEED, HELD_OUT_SEED = 2**29, 2**29 + 2**20  # not training's, not in the low 32 bits: a CPU takes no others
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
@@ -264,6 +271,14 @@ def load(settings, device):
         raise UserError(f"cannot load {settings.model} ({reason}); {mend}") from None
 
 
+def add_adapter(module, targets, settings):
+    """The module with a fresh adapter, float32 even over a bfloat16 base, and the adapter's optimizer."""
+    lora = peft.LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=targets)
+    model = peft.get_peft_model(module, lora)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.AdamW(trainable, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0)
+
+
 def build_trainer(pipe, settings, rewards, device):
     """A GRPO of the pipeline's language model, with a fresh adapter, and of everything else in it as the decoder.
 
@@ -273,13 +288,11 @@ def build_trainer(pipe, settings, rewards, device):
     pipe.transformer.rope.register_forward_hook(lambda _, inputs, tables: [t.to(inputs[0].device) for t in tables])
     policy = pipe.vision_language_encoder
     policy.model.visual = policy.model.vqmodel = None  # they read pictures
-    if device.type == "cuda":
+    if device.type != "cpu":
         policy.activation_checkpointing_enable()  # recompute activations instead of keeping them
         pipe.vae.enable_slicing()  # one picture at a time: the VAE takes more memory than all the rest, and little time
     set_seed(settings.seed)  # the adapter's start
-    lora = peft.LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=LORA_TARGETS)
-    policy = peft.get_peft_model(policy, lora)  # the adapter stays float32 over a bf16 base
-    trainable = [p for p in policy.parameters() if p.requires_grad]
+    policy, optimizer = add_adapter(policy, LORA_TARGETS, settings)
 
     decoder = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
     decoder.set_progress_bar_config(disable=True)
@@ -289,10 +302,9 @@ def build_trainer(pipe, settings, rewards, device):
     def encode(prompt):
         return encode_prompt(decoder.processor, prompt, settings.height, settings.width)
 
-    weights = {name: weight for name, (_, weight) in rewards.items()}
-
     def total(raw_rewards, group_size):
-        return combine(raw_rewards, weights, group_size, settings.combine if group_size > 1 else "sum")
+        how = settings.combine if group_size > 1 else "sum"
+        return combine(raw_rewards, weights_of(rewards), group_size, how)
 
     def score_images(images, prompts, targets):
         raw_rewards = score(rewards, images, prompts, targets)
@@ -301,7 +313,7 @@ def build_trainer(pipe, settings, rewards, device):
     compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
     trainer = GRPO(
         policy,
-        torch.optim.AdamW(trainable, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0),
+        optimizer,
         encode,
         lambda prompt, tokens, seed: decode_images(decoder, prompt, tokens, settings, seed),
         score_images,
@@ -323,8 +335,11 @@ def build_decoder(trainer, settings):
     size = settings.paintings if settings.train == "both" else settings.group_size
     if settings.train == "decoder":
         trainer.settings = argparse.Namespace(**{**vars(settings), "group_size": 1})  # one code sequence a prompt
-    own_settings = argparse.Namespace(**{**vars(settings), "group_size": size})
-    return DecoderGRPO(trainer, trainer.pipe, own_settings, trainer.total)
+    own = argparse.Namespace(**{**vars(settings), "group_size": size, "lr": settings.decoder_lr})
+    adapter = add_adapter(trainer.pipe.transformer, DECODER_LORA_TARGETS, own)  # pipe.transformer now contains it
+    if trainer.device.type != "cpu":
+        trainer.pipe.transformer.enable_gradient_checkpointing()
+    return DecoderGRPO(*adapter, trainer, trainer.pipe, own, trainer.total)
 
 
 # ---- what a step trains on, and how it is judged --------------------------------------------------------------------

@@ -88,9 +88,6 @@ def build():
     """The trainer of the released sizes, set up as train.py does it for a GPU."""
     flags = ["--model", "released sizes", "--compile", "no", "--train", "both"]
     pipe, settings = pipeline(False, META), train.parse_settings(flags)
-    pipe.vision_language_encoder.activation_checkpointing_enable()
-    pipe.vae.enable_slicing()
-    pipe.transformer.enable_gradient_checkpointing()
     with patch("train.needs_offload", return_value=False):  # it asks the GPU
         trainer = train.build_trainer(pipe, settings, {}, META)
     with META:

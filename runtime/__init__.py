@@ -7,5 +7,10 @@ class UserError(Exception):
     """Something the user can mend: shown as one line, exit code 2."""
 
 
-def format_number(value, style=".3f"):
-    return "none" if value is None or math.isnan(value) else f"{value:{style}}"  # none: no image had this reward
+def format_number(value):
+    return "none" if value is None or math.isnan(value) else f"{value:.3f}"  # none: no image had this reward
+
+
+def reward_names(record, prefix=""):
+    """Of the metrics of a step or an evaluation: the weighted sum of the rewards, then each reward."""
+    return [name for name in record if name == f"{prefix}reward" or name.startswith(f"{prefix}reward/")]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runtime import format_number
+from runtime import format_number, ranks, reward_names
 
 CARD = """---
 base_model: {base}
@@ -42,17 +42,19 @@ HALVES = {  # folder: what it adapts, and how it loads
 }
 
 
-def write_card(path, settings, before, after, num_ranks=1):
-    """`before`, `after`: records of evaluation.jsonl. A model from a local folder is named by the folder's name."""
+def write_card(folder, settings, before, after, picture):
+    """README.md and before-after.png in an adapter's folder. A model from a local folder is named by that folder's name.
+
+    settings: of the half that the adapter belongs to. before, after: records of evaluation.jsonl.
+    """
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
     lines = ["| Mean reward | before | after | pictures |", "|---|---|---|---|"]
     for prefix, name in (("", "training prompts"), ("held_out/", "held-out prompts")):
-        for key in [k for k in after if k == f"{prefix}reward" or k.startswith(f"{prefix}reward/")]:
+        for key in reward_names(after, prefix):
             numbers = f"{format_number(before[key])} | {format_number(after[key])} | {after[prefix + 'images']}"
             lines.append(f"| {key.removeprefix(prefix).removeprefix('reward/')}, {name} | {numbers} |")
-    each = f" on each of {num_ranks} GPUs" if num_ranks > 1 else ""
-    values = {**vars(settings), "steps": after["step"], **dict(zip(("what", "load"), HALVES[path.parent.name]))}
-    if path.parent.name == "decoder-adapter":
-        values["lr"] = settings.decoder_lr
-        values["group_size"] = settings.paintings if settings.train == "both" else settings.group_size
-    path.write_text(CARD.format(base=base, table="\n".join(lines), each=each, **values), encoding="utf-8")
+    each = f" on each of {ranks.count()} GPUs" if ranks.count() > 1 else ""
+    values = {**vars(settings), "steps": after["step"], **dict(zip(("what", "load"), HALVES[folder.name]))}
+    card = CARD.format(base=base, table="\n".join(lines), each=each, **values)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    picture.save(folder / "before-after.png")

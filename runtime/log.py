@@ -14,8 +14,8 @@ import torch
 from accelerate import PartialState, tracking
 from tqdm import tqdm
 
-from runtime import UserError, format_number, ranks
-from runtime.card import HALVES, write_card
+from runtime import UserError, format_number, ranks, reward_names
+from runtime.card import write_card
 from runtime.pictures import save_before_after, save_curves, save_grid
 
 
@@ -101,7 +101,7 @@ class Record:
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
             self.clock.bar.write(f"evaluation after {step} steps, {name} prompts: {summary(prefix, record)}")
         self.track(step, {f"evaluation/{name}": value for name, value in record.items()})
-        record["shown"] = [(prompt, list(without_nan(dict(enumerate(r))).values())) for prompt, _, r in shown]
+        record["shown"] = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards in shown]
         self.evaluations.append(record)
         self.clock.read()
         if self.writes:
@@ -131,16 +131,15 @@ class Record:
             picture = save_before_after(self.out, before, after)
             if settings.train != "decoder":
                 halves[""].model.save_pretrained(self.out / "adapter")
+                write_card(self.out / "adapter", halves[""].settings, before, after, picture)
             if settings.train != "codes":
                 halves["decoder"].model.base_model.model.save_lora_adapter(self.out / "decoder-adapter")
-            for folder in (self.out / name for name in HALVES if (self.out / name).exists()):
-                picture.save(folder / "before-after.png")
-                write_card(folder / "README.md", settings, before, after, ranks.count())
+                write_card(self.out / "decoder-adapter", halves["decoder"].settings, before, after, picture)
 
 
 def summary(prefix, *records):
     """'reward 0.692 -> 0.864, ssim ... (64 images: 16 prompts x 4)', of one record or of several."""
-    names = [name for name in records[0] if name == f"{prefix}reward" or name.startswith(f"{prefix}reward/")]
+    names = reward_names(records[0], prefix)
     parts = [f"{name.split('/')[-1]} {' -> '.join(format_number(r[name]) for r in records)}" for name in names]
     images, prompts = records[0][f"{prefix}images"], records[0][f"{prefix}prompts"]
     return f"{', '.join(parts)} ({images} images: {prompts} prompts x {images // prompts})"

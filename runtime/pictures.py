@@ -4,7 +4,7 @@ import textwrap
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from runtime import format_number
+from runtime import format_number, reward_names
 
 CURVES = {"step": ("mean of a step", "#aaaaaa"), "training": ("evaluation: training prompts", "#2060c0")}
 CURVES["held_out"] = ("evaluation: held-out prompts", "#d02030")
@@ -44,8 +44,7 @@ def save_before_after(out, before, after):
 
 def save_curves(path, metrics, evaluations):
     """A panel for each reward, over the steps. One that only judges has the evaluations alone, see CURVES."""
-    names = dict.fromkeys(name for record in (*evaluations, *metrics) for name in record)
-    names = [name for name in names if name == "reward" or name.startswith("reward/")]
+    names = dict.fromkeys(name for record in (*evaluations, *metrics) for name in reward_names(record))
     font, side, height = ImageFont.load_default(24), 640, 400  # drawn at twice the size, for smooth lines
     sheet = Image.new("RGB", (min(len(names), 3) * side, -(-len(names) // 3) * height + 60), "white")
     pen = ImageDraw.Draw(sheet)
