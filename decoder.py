@@ -1,4 +1,4 @@
-"""The second act: the diffusion decoder as a policy, trained by the very update of grpo.py: `train.py --train both`.
+"""The diffusion decoder as a policy too, trained by the very update of grpo.py: `train.py --train decoder` or `both`.
 
 A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S moves. At level s its latents are
 x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean: so clean = x - s v, noise = x + (1 - s) v.
@@ -23,9 +23,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 
-from grpo import GRPO, compute_advantages
+from grpo import GRPO, without_cudnn_attention
 
 
 def gaussian_move(x, v, level, next_level, noise_level):
@@ -52,24 +52,30 @@ class Move:
     old_logprobs: torch.Tensor  # (K, D)
     levels: tuple  # of noise: before, after
     calls: list  # what else the pipeline gave the transformer, a row: [with codes], or with guidance [with, without]
-    advantages: torch.Tensor = None  # (K,)
-    ref_logprobs: torch.Tensor = None  # (K, D), None when kl_coef is 0
+    mask: None = None  # all numbers count
+    advantages: torch.Tensor | None = None  # (K,)
+    ref_logprobs: torch.Tensor | None = None  # (K, D), None when kl_coef is 0
 
 
 class PathScheduler(FlowMatchEulerDiscreteScheduler):
-    """The stock scheduler, with its levels and times. While `moves` is a dict it draws all moves but the last.
+    """The stock scheduler, with its levels and times, but all moves except the last are drawn and kept."""
 
-    DecoderGRPO.paint sets `moves`, `noise_level` and a generator for each painting; its keep_call fills `calls`.
-    """
+    def begin(self, noise_level, seeds):
+        """A group of paintings begins, of which each draws by a seed of its own: the same in a batch of any size."""
+        self.noise_level, self.generators = noise_level, [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.calls, self.moves = [], {}  # {number: the first five fields of a Move, batch by batch}
 
-    moves = None  # {number: the first five fields of a Move, batch by batch}
+    def record_call(self, transformer, arguments, options):
+        """For a hook of the transformer. All paintings share codes, prompt and time: of each tensor a row is enough."""
+        row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        self.calls = [*self.calls, row | {"hidden_states": None}]  # which are kept as latents
 
     def step(self, model_output, timestep, sample, return_dict=True, **options):
         if self.step_index is None:
             self._init_step_index(timestep)
         i, (level, next_level) = self.step_index, self.sigmas[self.step_index : self.step_index + 2].tolist()
-        if self.moves is None or next_level == 0:
-            self.calls = []
+        calls, self.calls = self.calls, []
+        if next_level == 0:
             return super().step(model_output, timestep, sample, return_dict=return_dict, **options)
         if i == 0:  # a batch begins
             self.batch, self.generators = self.generators[: len(sample)], self.generators[len(sample) :]
@@ -77,70 +83,48 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
         mean, std = gaussian_move(x, model_output, level, next_level, self.noise_level)  # the pipeline gives float32
         noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in self.batch])
         after = mean + std * noise.to(x.device)
-        self.moves.setdefault(i, []).append((x, after, log_density(after, mean, std), (level, next_level), self.calls))
-        self.calls, self._step_index = [], i + 1
+        self.moves.setdefault(i, []).append((x, after, log_density(after, mean, std), (level, next_level), calls))
+        self._step_index = i + 1
         return (after,)
 
 
 class DecoderGRPO(GRPO):
-    """Trains an adapter of the decoder's transformer. Takes over decode and score of `trainer`, the GRPO of the codes.
+    """Trains an adapter of a pipeline's decoder by the paths on which it has painted.
 
-    model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: as for GRPO, with group_size K,
-    noise_level and guidance_scale. total: (raw rewards, group size) -> rewards.
+    model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: as for GRPO, with noise_level and
+    guidance_scale. pipe: a GlmImagePipeline; it is not changed.
     """
 
-    def __init__(self, model, optimizer, trainer, pipe, settings, total):
-        self.scheduler = pipe.scheduler = PathScheduler.from_config(pipe.scheduler.config)
-        super().__init__(model, optimizer, None, trainer.decode, trainer.score, settings)
-        self.device = trainer.device  # where the adapter stays; the frozen weights are `trainer`'s to move
-        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-            parameter.data = parameter.data.to(self.device)
-        self.swap_in = lambda *modules: trainer.swap_in(*trainer.decoder_modules)
-        self.total, self.codes_per_prompt, self.pictures, self.moves = total, trainer.settings.group_size, [], []
-        trainer.decode, trainer.score = self.paint, self.score_paintings
-        pipe.transformer.register_forward_pre_hook(self.keep_call, with_kwargs=True)
+    def __init__(self, model, optimizer, settings, pipe):
+        super().__init__(model, optimizer, settings)
+        self.scheduler = PathScheduler.from_config(pipe.scheduler.config)
+        self.pipe = GlmImagePipeline(**{**pipe.components, "scheduler": self.scheduler})
+        self.pipe.set_progress_bar_config(disable=True)
 
-    def keep_call(self, transformer, arguments, options):
-        if self.scheduler.moves is not None:  # all K paintings share codes, prompt and time: one row is enough
-            row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-            self.scheduler.calls = [*self.scheduler.calls, row | {"hidden_states": None}]  # these are kept as latents
+    @without_cudnn_attention  # as in logprobs
+    def paint(self, decode_images, prompt, tokens, paintings, seed):
+        """Paint each of G code sequences (G, T) `paintings` (K) times, from one starting noise.
 
-    def paint(self, prompt, tokens, seed):
-        """Paint each of G code sequences (G, T) K times, from one starting noise; returns one picture of each."""
-        scheduler, size = self.scheduler, self.settings.group_size
-        own = torch.Generator().manual_seed(seed + 2**30)  # see decode_images
+        decode_images: see train.py. Returns G*K images, sequence after sequence, and the Moves of each, in that order.
+        """
+        images, moves = [], []
+        own = torch.Generator().manual_seed(seed + 2**30)  # the codes drew from `seed`, see also decode_images
         for codes in tokens:
-            scheduler.moves, scheduler.calls, scheduler.noise_level = {}, [], self.settings.noise_level
-            seeds = torch.randint(2**62, (size,), generator=own).tolist()  # a painting's draws are its own in any batch
-            scheduler.generators = [torch.Generator().manual_seed(painting) for painting in seeds]
-            self.pictures += self.decode(prompt, codes.expand(size, -1), seed)
-            for batches in scheduler.moves.values():
+            self.scheduler.begin(self.settings.noise_level, torch.randint(2**62, (paintings,), generator=own).tolist())
+            with self.pipe.transformer.register_forward_pre_hook(self.scheduler.record_call, with_kwargs=True):
+                images += decode_images(self.pipe, prompt, codes.expand(paintings, -1), self.settings, seed)
+            for batches in self.scheduler.moves.values():
                 *tensors, levels, calls = zip(*batches, strict=True)
-                self.moves.append(Move(*(torch.cat(rows).cpu() for rows in tensors), levels[0], calls[0]))
-            scheduler.moves = None
-        return self.pictures[-len(tokens) * size :: size]
+                moves.append(Move(*(torch.cat(rows).cpu() for rows in tensors), levels[0], calls[0]))
+        return images, moves
 
-    def score_paintings(self, images, prompts, targets):
-        """Score all pictures. The decoder's advantages compare those of the same codes; the codes get the means."""
-        size, (pictures, self.pictures) = self.settings.group_size, (self.pictures, [])
-        repeated = [prompt for prompt in prompts for _ in range(size)]
-        _, raw = self.score(pictures, repeated, targets and [target for target in targets for _ in range(size)])
-        advantages = compute_advantages(self.total(raw, size), size).split(size)  # of N*G code sequences, (K,) each
-        for i, move in enumerate(self.moves):  # as many of each code sequence, one after the other
-            move.advantages = advantages[i * len(advantages) // len(self.moves)]
-        means = {name: values.view(-1, size).nanmean(1) for name, values in raw.items()}  # (N*G,)
-        return self.total(means, self.codes_per_prompt), means
-
+    @without_cudnn_attention
     def logprobs(self, move, rows):
         """Log-probs (B, D) of the latents that were drawn, under the decoder as it stands, on the CPU."""
-        x, after, v = move.latents[rows].to(self.device), move.next_latents[rows].to(self.device), []
+        device, v = self.model.device, []
+        x, after = move.latents[rows].to(device), move.next_latents[rows].to(device)
         for call in move.calls:  # copies, not views: bfloat16 kernels round by the layout
             call = {k: t.repeat_interleave(len(rows), 0) if isinstance(t, torch.Tensor) else t for k, t in call.items()}
             v.append(self.model(**{**call, "hidden_states": x.to(self.model.dtype)})[0].float())
         v = v[0] if len(v) == 1 else v[1] + self.settings.guidance_scale * (v[0] - v[1])  # as the pipeline guides
         return log_density(after, *gaussian_move(x, v, *move.levels, self.settings.noise_level)).cpu()
-
-    def learn(self):
-        """One update from all moves since the last one. Returns its metrics, named decoder/..."""
-        moves, self.moves = self.moves, []
-        return {f"decoder/{name}": value for name, value in self.update(moves).items()}

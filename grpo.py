@@ -13,37 +13,46 @@ the baseline of a sample is the mean reward of its group, all G pictures of the 
 One step of training, in the order of this file:
 
     1. generate_with_logprobs     sample G sequences of exactly T tokens for each prompt, keep their log-probs (pi_old)
-    2. decode, score              handed in: tokens -> pictures -> one reward a picture
+    2. paint and score            yours: tokens -> pictures -> one reward a picture; GLM-Image's are in train.py
     3. compute_advantages         rewards -> z-scores, per group
     4. get_per_token_logprobs     log-probs of those tokens in one forward pass: the reference's, then the policy's
     5. compute_grpo_loss          the formula above
-    6. GRPO.step                  ties 1-5 together: micro-batches, offload, reference, gradient clipping, optimiser
+    6. GRPO.update                micro-batches, gradient clipping, the optimiser
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
-base with its adapter disabled is the reference. Nothing here knows GLM-Image: train.py hands in prompts as ids and
-positions, a decoder and a reward, and any causal language model of transformers with a PEFT adapter works. Image codes
-have one length, so nothing stops at an end token; for text, cut in `decode` and have add_gradient give a `mask`.
+base with its adapter disabled is the reference. Nothing here knows GLM-Image: prompts come as ids and positions, and
+any causal language model of transformers with a PEFT adapter works; examples/text_model.py trains one by this file
+alone. On a CPU call torch.set_num_threads(1) for models as small as that: more threads only wait for one another.
 
 For another loss, edit: Dr. GRPO, the division in compute_advantages and `average` in compute_grpo_loss; DAPO's two clip
-ranges, the clamp there; GSPO, the ratio there. DAPO's dynamic sampling is a loop around GRPO.rollout.
+ranges, the clamp there; GSPO, the ratio there. DAPO's dynamic sampling is a loop around sampling and scoring.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers.generation.logits_process import TopPLogitsWarper
 
 MAX_GRAD_NORM = 1.0  # a rare prompt must not undo a run; the norm before clipping is logged
 LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap", "max_logprob_gap")
 
+# cuDNN's attention, which torch prefers on an H100 since 2.11, is left out: wrong tokens are reported with fewer than 8
+# key-value heads (pytorch 193893; GLM-Image has 2), and gradients that are NaN under a mask (trl 7181, torch 2.13).
+without_cudnn_attention = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
 # ---- 1. sample ------------------------------------------------------------------------------------------------------
 
 
+class NotFinite(ValueError):
+    """Sampled log-probs are NaN or infinite; its argument: for which prompts, as a list of their numbers."""
+
+
 @torch.no_grad()
+@without_cudnn_attention
 def generate_with_logprobs(
     model, prompts, num_new_tokens, *, num_samples=1, position_ids=None, num_codes=None, temperature=1.0, top_p=1.0,
     generators=None, forward=None,
@@ -60,9 +69,9 @@ def generate_with_logprobs(
         num_codes: only ids below this are sampled; None: every id. Image codes are the lowest ids of the vocabulary, so
             this rules out end tokens and unused ids.
         temperature: divides the logits, > 0 or ValueError. top_p: in (0, 1] or ValueError; 1 keeps every id.
-        generators: N torch.Generators on the model's device: a group's samples do not depend on its neighbours'.
-        forward: computes every token but the first in place of the model: on a GPU, a captured graph. GRPO calls its
-            release() before the weights leave the GPU.
+        generators: N torch.Generators on the model's device, or ValueError: a group's samples do not depend on its
+            neighbours'. None: torch's own.
+        forward: computes every token but the first in place of the model: on a GPU, a captured graph.
 
     Returns:
         On the CPU: tokens (N*G, T) int64, prompt after prompt; logprobs (N*G, T) float32, each under the very
@@ -70,6 +79,8 @@ def generate_with_logprobs(
     """
     if temperature <= 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}")
+    if generators is not None and len(generators) != len(prompts):
+        raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts: give one each")
     totals = [len(ids) + num_new_tokens for ids in prompts]
     position_ids = position_ids or [torch.arange(total) for total in totals]
 
@@ -79,14 +90,19 @@ def generate_with_logprobs(
         return torch.stack(padded, dim=-2).repeat_interleave(num_samples, dim=-2).to(model.device)
 
     inputs, positions = side_by_side(prompts), side_by_side(position_ids)  # (N*G, L), ([3,] N*G, L+T)
-    mask = side_by_side([torch.ones(total, dtype=torch.bool) for total in totals])  # (N*G, L+T)
-    padded = not mask.all()
-    cache, tokens, logprobs, nucleus = None, [], [], []
-    for end in range(inputs.shape[1], mask.shape[1]):
+    real = side_by_side([torch.ones(total, dtype=torch.bool) for total in totals])[:, None, None]  # (N*G, 1, 1, L+T)
+    length, mask, cache, tokens, logprobs, nucleus = inputs.shape[1], None, None, [], [], []
+    if not real.all():
+        # A token of the prompts sees the real ones up to itself, and itself: to one of the padding that saw nothing
+        # attention may answer NaN, and 0 x NaN is NaN in whatever reads it. A mask of four dimensions is taken as it
+        # is; for one of two transformers would ask the GPU, at every token, whether it masks anything.
+        itself = torch.eye(length, dtype=torch.bool, device=real.device)  # (L, L)
+        mask = real[..., :length].expand(-1, -1, length, -1).tril() | itself  # (N*G, 1, L, L)
+    for end in range(length, real.shape[-1]):
         step = model if cache is None or forward is None else forward
         output = step(
             input_ids=inputs,
-            attention_mask=mask[:, :end] if padded else None,
+            attention_mask=mask if mask is None or cache is None else real[..., :end],
             position_ids=positions[..., end - inputs.shape[1] : end],
             past_key_values=cache,
             use_cache=True,
@@ -97,10 +113,12 @@ def generate_with_logprobs(
         tokens.append(inputs)  # (N*G, 1)
         logprobs.append(logp)  # (N*G, 1)
         nucleus.append(kept)  # (N*G, V)
-    bits = None
+    tokens, logprobs, bits = torch.cat(tokens, dim=1).cpu(), torch.cat(logprobs, dim=1).cpu(), None
+    if broken := [i for i, logp in enumerate(logprobs.split(num_samples)) if not logp.isfinite().all()]:
+        raise NotFinite(broken)
     if top_p < 1:  # 2 KB a token for GLM-Image, instead of 16
         bits = torch.from_numpy(np.packbits(torch.stack([kept.cpu() for kept in nucleus], dim=1), axis=-1))
-    return torch.cat(tokens, dim=1).cpu(), torch.cat(logprobs, dim=1).cpu(), bits
+    return tokens, logprobs, bits
 
 
 def _sample_token(logits, num_codes, temperature, top_p, generators):
@@ -129,7 +147,7 @@ def _log_distribution(logits, num_codes, temperature, nucleus=None):
     return logits.log_softmax(-1)
 
 
-# ---- 2. decode and score: handed in, see GRPO -----------------------------------------------------------------------
+# ---- 2. paint and score: see train.py -------------------------------------------------------------------------------
 # ---- 3. advantages --------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +176,7 @@ def compute_advantages(rewards, group_size, eps=1e-6):
 # ---- 4. log-probs by teacher forcing --------------------------------------------------------------------------------
 
 
+@without_cudnn_attention
 def get_per_token_logprobs(
     model, input_ids, num_new_tokens, *, position_ids=None, num_codes=None, temperature=1.0, nucleus=None
 ):
@@ -226,191 +245,164 @@ def compute_grpo_loss(
     return loss, {name: value.item() for name, value in metrics.items()}
 
 
-# ---- 6. the training step -------------------------------------------------------------------------------------------
+# ---- 6. the trainer -------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Rollout:
-    """One group: G samples of one prompt. Its tensors wait on the CPU between phases."""
+class Group:
+    """G samples of one prompt. Its tensors wait on the CPU from step to step."""
 
-    prompt: str
     prompt_ids: torch.Tensor  # (L,)
     position_ids: torch.Tensor | None  # (3, L+T)
     tokens: torch.Tensor  # (G, T)
     old_logprobs: torch.Tensor  # (G, T)
     nucleus: torch.Tensor | None  # (G, T, ceil(V / 8))
-    images: list = None  # G
-    rewards: torch.Tensor = None  # (G,)
-    raw_rewards: dict = None  # {name: (G,)}, for the log
-    advantages: torch.Tensor = None  # (G,)
-    ref_logprobs: torch.Tensor = None  # (G, T), None when kl_coef is 0
+    mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all. Text: up to the first end token
+    advantages: torch.Tensor | None = None  # (G,)
+    ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
+
+
+def set_advantages(groups, rewards):
+    """3: the advantages of all groups from the rewards (N*G,) of their samples, group after group.
+
+    Where there are M times as many groups, M in a row share their rewards, as the moves of one painting do.
+    """
+    advantages = compute_advantages(rewards, len(groups[0].old_logprobs)).split(len(groups[0].old_logprobs))
+    for i, group in enumerate(groups):
+        group.advantages = advantages[i * len(advantages) // len(groups)]
 
 
 class GRPO:
-    """Trains the adapter of `model` with three functions that know what the tokens mean.
+    """Samples groups from a policy, and moves its adapter by their advantages.
 
     Args:
         model: a PeftModel: a frozen base with a trainable adapter, without dropout. optimizer: over the adapter.
-        encode: prompt -> prompt_ids (L,), position_ids (3, L+T) or None, T, the same for all prompts.
-        decode: (prompt, tokens (G, T), seed) -> list of G images. One call a group: its images must differ by their
-            tokens alone, so one seed gives them all the same starting noise.
-        score: (images, prompts, targets), N*G each -> rewards (N*G,), which are maximised, {name: (N*G,)} for the log.
-            `targets` is what step() was given, N of anything a reward compares with, or None.
-        settings: has group_size, micro_batch_size (bounds memory, changes nothing else), iterations, clip_range,
-            kl_coef, temperature and top_p.
+        settings: has micro_batch_size (bounds memory, changes nothing else), iterations, clip_range, kl_coef,
+            temperature and top_p.
         num_codes, forward: as for generate_with_logprobs.
-        device: where to compute; None: where the model is. offload: `model` and `decoder_modules` take turns on it.
-        phase: phase(name) is entered around each piece of work, for clocks and progress bars.
 
     With torch.distributed, W ranks with P prompts each make the step of one process with W*P, from equal adapters; it
     is the caller who gives each rank prompts and seeds of its own.
     """
 
-    def __init__(
-        self, model, optimizer, encode, decode, score, settings, *, num_codes=None, forward=None, decoder_modules=(),
-        device=None, offload=False, phase=nullcontext,
-    ):  # fmt: skip
-        self.model, self.optimizer, self.settings, self.phase = model, optimizer, settings, phase
-        self.encode, self.decode, self.score, self.forward = encode, decode, score, forward
-        self.device, self.decoder_modules = torch.device(device or model.device), decoder_modules
+    def __init__(self, model, optimizer, settings, num_codes=None, forward=None):
+        self.model, self.optimizer, self.settings, self.forward = model, optimizer, settings, forward
         self.sampling_args = {"num_codes": num_codes, "temperature": settings.temperature}  # of sampling and scoring
-        self.micro_batches = torch.arange(settings.group_size).split(settings.micro_batch_size)
-        self.policy_moved = False  # True from the first optimiser step until the caller resets it, its step being whole
-        # When offloading, frozen weights stay in page-locked host memory, which a GPU reads at the full speed of its
-        # bus, and are copied up when needed. What is trained is small, and stays on the device with its optimiser.
-        self.pinned = {}  # {module: [(frozen weight, its place in host memory)]}
-        for module in (model, *decoder_modules):
-            for tensor in (*module.parameters(), *module.buffers()):
-                if offload and not tensor.requires_grad:
-                    tensor.data = tensor.data.pin_memory()
-                    self.pinned.setdefault(module, []).append((tensor, tensor.data))
-                else:  # for good
-                    tensor.data = tensor.data.to(self.device)
         # Under dropout policy, old policy and reference would disagree. That of attention is a number, not a module.
         numbers = [(name, x) for m in model.modules() for name, x in vars(m).items() if isinstance(x, float)]
         if any(rate > 0 for name, rate in numbers if name == "p" or "dropout" in name):
             raise ValueError("the model has dropout; set it to 0 in the adapter's and in the model's config")
 
-    def step(self, prompts, targets=None, seed=0):
-        """One step of training, 1 to 6 above. Returns the rollouts and the metrics of the update."""
-        rollouts = self.rollout(prompts, targets, seed)
-        return rollouts, self.update(rollouts)
+    def sample(self, prompts, group_size, seed):
+        """1: a group of `group_size` (G) samples for each of N prompts: (prompt_ids (L,), position_ids (3, L+T), T).
 
-    def rollout(self, prompts, targets=None, seed=0):
-        """1 to 3: sample, decode and score a group for each of N prompts.
-
-        Group i draws from `seed + i` alone: the same prompts and seed give the same pictures until the policy moves.
+        position_ids: None for a text model. T is the same for all, or ValueError. Group i draws from `seed + i` alone:
+        the same prompts and seed give the same samples until the policy moves.
         """
-        size = self.settings.group_size
-        self.swap_in(self.model)
-        with self.phase("sample"):
-            self.model.eval()
-            prompt_ids, position_ids, num_new_tokens = zip(*map(self.encode, prompts), strict=True)
-            sampled = generate_with_logprobs(
-                self.model, prompt_ids, num_new_tokens[0], num_samples=size, top_p=self.settings.top_p,
-                position_ids=None if position_ids[0] is None else position_ids, forward=self.forward,
-                generators=[torch.Generator(self.device).manual_seed(seed + i) for i in range(len(prompts))],
-                **self.sampling_args,
-            )  # fmt: skip
-
-            by_prompt = [[None] * len(prompts) if x is None else x.split(size) for x in sampled]
-            rollouts = [Rollout(*each) for each in zip(prompts, prompt_ids, position_ids, *by_prompt, strict=True)]
-
-        self.swap_in(*self.decoder_modules)
-        for i, rollout in enumerate(rollouts):
-            with self.phase("decode"):
-                rollout.images = self.decode(rollout.prompt, rollout.tokens, seed + i)
-
-        with self.phase("score"):  # one layout everywhere: prompt after prompt, each with its G samples
-            images = [image for rollout in rollouts for image in rollout.images]
-            repeated = [prompt for prompt in prompts for _ in range(size)]
-            targets = targets and [target for target in targets for _ in range(size)]
-            rewards, raw_rewards = self.score(images, repeated, targets)  # (N*G,), {name: (N*G,)}
-        # A lone sample has nothing to be compared with; --train decoder takes one, of which only the decoder learns.
-        advantages = compute_advantages(rewards, size) if size > 1 else torch.zeros(len(prompts))  # (N*G,)
-        for i, rollout in enumerate(rollouts):
-            group = slice(i * size, (i + 1) * size)
-            rollout.rewards, rollout.advantages = rewards[group], advantages[group]
-            rollout.raw_rewards = {name: values[group] for name, values in raw_rewards.items()}
-        return rollouts
-
-    def update(self, rollouts):
-        """4 to 6: move the policy, `iterations` optimiser steps over all rollouts. Returns means of the metrics.
-
-        A group without spread has advantage 0, teaches nothing and is passed over. If all groups are such there is no
-        step (Adam would move on its momentum alone), and their metrics are NaN.
-        """
-        learned = [rollout for rollout in rollouts if rollout.advantages.any()]
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        metrics = dict.fromkeys(LOSS_METRICS, 0.0 if learned else float("nan")) | {"grad_norm": 0.0, "skipped": 0}
-        self.swap_in(self.model)
-        if self.settings.kl_coef > 0:
-            self.add_reference(learned)
-        self.model.train()  # wakes gradient checkpointing, which sleeps in eval mode; there is no dropout to wake
-        for iteration in range(self.settings.iterations):
-            with self.phase("update"):
-                for rollout in learned:
-                    self.add_gradient(rollout, iteration, len(rollouts), len(learned), metrics)
-                for parameter in parameters if dist.is_initialized() else ():
-                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-                norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
-                if 0 < norm < float("inf"):
-                    self.policy_moved = True
-                    self.optimizer.step()
-                    metrics["grad_norm"] += norm / self.settings.iterations
-                elif norm != 0:  # one NaN stepped upon would be in every weight for good
-                    metrics["skipped"] += 1
-                self.optimizer.zero_grad()
-        return metrics
-
-    def add_gradient(self, rollout, iteration, num_groups, num_learned, metrics):
-        """5: add one group's gradient, micro-batch by micro-batch, and its share of the metrics.
-
-        The mean loss of each micro-batch counts by its share of all samples of the step: however groups are cut, the
-        gradients add up to the same.
-        """
-        for rows in self.micro_batches:
-            share = len(rows) / self.settings.group_size
-            new, old = self.logprobs(rollout, rows), rollout.old_logprobs[rows]  # (B, T)
-            ref = None if rollout.ref_logprobs is None else rollout.ref_logprobs[rows]
-            coefficients = {"clip_range": self.settings.clip_range, "kl_coef": self.settings.kl_coef}
-            loss, parts = compute_grpo_loss(new, old, rollout.advantages[rows], ref, **coefficients)
-            (loss * share / num_groups).backward()
-            for name, value in parts.items():
-                metrics[name] += value * share / num_learned / self.settings.iterations
-            if iteration == 0:  # what is left is the rounding between sampling with a cache and one full pass
-                gap = (new.detach() - old).abs()
-                metrics["mean_logprob_gap"] += gap.mean().item() * share / num_learned
-                metrics["max_logprob_gap"] = max(metrics["max_logprob_gap"], gap.max().item())
-
-    def logprobs(self, rollout, rows):
-        """4: log-probs (B, T) of some rows of a group under the model as it stands, on the CPU as the group itself."""
-        ids = torch.cat([rollout.prompt_ids.expand(len(rows), -1), rollout.tokens[rows]], dim=1)  # (B, L+T)
-        nucleus = None if rollout.nucleus is None else rollout.nucleus[rows]
-        inputs = {"position_ids": rollout.position_ids, "nucleus": nucleus, **self.sampling_args}
-        return get_per_token_logprobs(self.model, ids, rollout.tokens.shape[1], **inputs).cpu()
+        self.model.eval()
+        prompt_ids, position_ids, lengths = zip(*prompts, strict=True)
+        if len(set(lengths)) > 1:
+            raise ValueError(f"sequences sampled side by side have one length, not {sorted(set(lengths))}")
+        generators = [torch.Generator(self.model.device).manual_seed(seed + i) for i in range(len(prompts))]
+        sampled = generate_with_logprobs(
+            self.model, prompt_ids, lengths[0], num_samples=group_size, top_p=self.settings.top_p,
+            position_ids=None if position_ids[0] is None else position_ids, generators=generators, forward=self.forward,
+            **self.sampling_args,
+        )  # fmt: skip
+        by_prompt = [[None] * len(prompts) if x is None else x.split(group_size) for x in sampled]
+        return [Group(*each) for each in zip(prompt_ids, position_ids, *by_prompt, strict=True)]
 
     @torch.no_grad()
-    def add_reference(self, rollouts):
-        """4: the reference's log-probs, those of the same weights with the adapter disabled."""
+    def add_reference(self, groups):
+        """4: the reference's log-probs, those of the same weights with the adapter disabled, where they are needed."""
         self.model.eval()
-        with self.phase("reference"), self.model.disable_adapter():
-            for rollout in rollouts:
-                rollout.ref_logprobs = torch.cat([self.logprobs(rollout, rows) for rows in self.micro_batches])
+        with self.model.disable_adapter():
+            for group in groups if self.settings.kl_coef > 0 else ():
+                if group.advantages.any():
+                    group.ref_logprobs = torch.cat([self.logprobs(group, rows) for rows in self.micro_batches(group)])
 
-    def swap_in(self, *modules):
-        """When offloading: bring these modules to the device, after the others have left it to make room."""
-        if not self.pinned:
-            return
-        with self.phase("move"):
-            for module in self.pinned.keys() - set(modules):
-                for weight, home in self.pinned[module]:
-                    weight.data = home  # the copy is dropped, and nothing copied back: frozen weights do not change
-            if self.forward is not None and self.model not in modules:
-                self.forward.release()  # a captured graph reads the weights where they were, and holds a cache
+    @without_cudnn_attention  # in the backward pass too: gradient checkpointing computes there what it has not kept
+    def update(self, groups):
+        """5 and 6: move the policy, `iterations` optimiser steps over all groups. Returns the metrics, as means.
+
+        A group without spread has advantage 0, teaches nothing and is passed over. If all groups are such there is no
+        step (Adam would move on its momentum alone), and the metrics of the loss are NaN.
+        """
+        with_spread, iterations = [group for group in groups if group.advantages.any()], self.settings.iterations
+        micro_batches = [(group, rows) for group in with_spread for rows in self.micro_batches(group)]
+        metrics = dict.fromkeys(LOSS_METRICS, 0.0 if with_spread else float("nan")) | {"grad_norm": 0.0, "skipped": 0}
+        metrics["groups_without_spread"] = 1 - len(with_spread) / len(groups)
+        parameters = [p for param_group in self.optimizer.param_groups for p in param_group["params"]]
+        coefficients = {"clip_range": self.settings.clip_range, "kl_coef": self.settings.kl_coef}
+        self.model.train()  # wakes gradient checkpointing, which sleeps in eval mode; there is no dropout to wake
+        for iteration in range(iterations):
+            for group, rows in micro_batches:
+                new, old = self.logprobs(group, rows), group.old_logprobs[rows]  # (B, T)
+                ref, mask = (x if x is None else x[rows] for x in (group.ref_logprobs, group.mask))
+                loss, parts = compute_grpo_loss(new, old, group.advantages[rows], ref, mask, **coefficients)
+                # A mean over the micro-batch, which counts by its share of all samples of the step: however groups are
+                # cut, the gradients add up to the same.
+                share = len(rows) / len(group.old_logprobs)
+                (loss * share / len(groups)).backward()
+                for name, value in parts.items():
+                    metrics[name] += value * share / len(with_spread) / iterations
+                if iteration == 0:  # what is left is the rounding between sampling with a cache and one full pass
+                    gap = (new.detach() - old).abs()[... if mask is None else mask > 0]
+                    metrics["mean_logprob_gap"] += gap.mean().item() * share / len(with_spread)
+                    metrics["max_logprob_gap"] = max(metrics["max_logprob_gap"], gap.max().item())
+            for parameter in parameters if dist.is_initialized() else ():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
+            if 0 < norm < float("inf"):
+                self.optimizer.step()
+                metrics["grad_norm"] += norm / iterations
+            elif norm != 0:  # one NaN stepped upon would be in every weight for good
+                metrics["skipped"] += 1
+            self.optimizer.zero_grad()
+        return metrics
+
+    def micro_batches(self, group):
+        """The numbers of a group's samples, as many at a time as go through the model together."""
+        return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
+
+    def logprobs(self, group, rows):
+        """4: log-probs (B, T) of some samples of a group under the model as it stands, on the CPU as the group itself."""
+        ids = torch.cat([group.prompt_ids.expand(len(rows), -1), group.tokens[rows]], dim=1)  # (B, L+T)
+        nucleus = None if group.nucleus is None else group.nucleus[rows]
+        inputs = {"position_ids": group.position_ids, "nucleus": nucleus, **self.sampling_args}
+        return get_per_token_logprobs(self.model, ids, group.tokens.shape[1], **inputs).cpu()
+
+
+# ---- one GPU for two models -----------------------------------------------------------------------------------------
+
+
+class Offload:
+    """Lets models take turns on a GPU that has no room for all: offload(*models) brings these, after the others left.
+
+    Frozen weights have their home in page-locked host memory, which a GPU reads at the full speed of its bus. They are
+    copied up when needed and dropped afterwards: nothing is copied back, for they do not change. What is trained is
+    small, and stays on the device with its optimiser.
+
+    models: all that take turns, with their adapters. left: called when weights have left the GPU, for whoever holds
+    their addresses.
+    """
+
+    def __init__(self, models, device, left=lambda: None):
+        self.device, self.left, self.homes = device, left, {}  # {model: [(frozen weight, its place in host memory)]}
+        for model in models:
+            tensors = [*model.parameters(), *model.buffers()]
+            for tensor in tensors:
+                tensor.data = tensor.data.to(device) if tensor.requires_grad else tensor.data.pin_memory()
+            self.homes[model] = [(tensor, tensor.data) for tensor in tensors if not tensor.requires_grad]
+
+    def __call__(self, *models):
+        others = [weight for model in self.homes.keys() - set(models) for weight in self.homes[model]]
+        if any(weight.data_ptr() != home.data_ptr() for weight, home in others):
+            for weight, home in others:
+                weight.data = home
+            self.left()
             torch.cuda.empty_cache()  # memory cut into pieces for one model does not fit the other's
-            for module in modules:
-                for weight, home in self.pinned[module]:
-                    if weight.data_ptr() == home.data_ptr():
-                        weight.data = home.to(self.device, non_blocking=True, copy=True)
+        for weight, home in [weight for model in models for weight in self.homes[model]]:
+            if weight.data_ptr() == home.data_ptr():
+                weight.data = home.to(self.device, non_blocking=True, copy=True)

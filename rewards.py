@@ -20,6 +20,8 @@ import functools
 import math
 import re
 import runpy
+import sys
+import traceback
 import unicodedata
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -84,12 +86,15 @@ def ssim_map(a, b):
 def lend_gpu(model):
     """Lends the GPU, if there is one, to a model while it scores: policy and decoder need the memory."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    homes = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     try:
-        model.to(device)
+        for tensor, home in homes:
+            tensor.data = home.to(device)
         with torch.no_grad():
             yield device
     finally:
-        model.to("cpu")
+        for tensor, home in homes:  # the copies are dropped: weights that have not changed need no way back
+            tensor.data = home
 
 
 # Written out, for the usual packages need torchvision and use nothing of it but five convolutions of AlexNet.
@@ -252,9 +257,9 @@ def parse_rewards(spec):
     rewards = {}
     for item in filter(None, (part.strip() for part in spec.split(","))):
         source, weight = item, 1.0
-        with suppress(ValueError):  # what is no number belongs to the name
-            head, _, last = item.rpartition(":")
-            source, weight = head or item, float(last)
+        head, _, last = item.rpartition(":")
+        with suppress(ValueError):  # what is no number belongs to the name, as does a function that is called inf
+            source, weight = (item, 1.0) if head.endswith(".py") else (head or item, float(last))
         if not math.isfinite(weight):
             raise ValueError(f"the weight of reward {source!r} is {weight}")
         name, _, folder = source.partition("=")
@@ -279,7 +284,7 @@ def _load_model(name, folder):
     except Exception as error:  # no network, half a download, weights of something else: mended alike
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         parts = " and ".join(f"the {part} of {source}" for part, source in sources.items())
-        mend = f"put {parts} in a folder: --reward {name}=FOLDER" if parts else "pip install rapidocr onnxruntime"
+        mend = f"put {parts} in a folder: {name}=FOLDER" if parts else "pip install rapidocr onnxruntime"
         raise ValueError(f"cannot load reward '{name}' ({reason}); {mend}") from error
 
 
@@ -289,13 +294,21 @@ def _load_from_file(name):
         raise ValueError(f"unknown reward {name!r}; known: {', '.join(sorted(REWARDS))}; your own: file.py:function")
     if not Path(path).is_file():
         raise ValueError(f"the reward file {path} does not exist")
+    sys.path.append(str(Path(path).resolve().parent))  # what lies beside it can be imported
     try:
         names = runpy.run_path(path)
-    except (SyntaxError, ImportError) as error:
-        raise ValueError(f"the reward file {path} cannot be loaded: {error}") from None
+    except Exception as error:
+        raise ValueError(f"the reward file {path} cannot be loaded: {in_one_line(error, path)}") from error
     if function not in names:
         raise ValueError(f"{path} has no function {function!r}")
     return names[function]
+
+
+def in_one_line(error, path):
+    """'ZeroDivisionError: division by zero (my_reward.py, line 12)': the last line of a file that had to do with it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    where = f" ({Path(path).name}, line {lines[-1]})" if lines else ""
+    return f"{type(error).__name__}: {error}".splitlines()[0] + where
 
 
 class RewardError(ValueError):
@@ -303,7 +316,12 @@ class RewardError(ValueError):
 
 
 def score(rewards, images, prompts, targets):
-    """What each reward says of each picture: the raw values, {name: (N,)}. Raises whatever call_reward raises."""
+    """What each reward says of each picture: the raw values, {name: (N*M,)}. Raises whatever call_reward raises.
+
+    images: M for each of the N prompts, prompt after prompt. targets: N, or None.
+    """
+    times = len(images) // len(prompts)
+    prompts, targets = ([x for x in each for _ in range(times)] if each else each for each in (prompts, targets))
     return {name: call_reward(name, function, images, prompts, targets) for name, (function, _) in rewards.items()}
 
 
@@ -317,7 +335,7 @@ def call_reward(name, function, images, prompts, targets):
     except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = in_one_line(error, getattr(getattr(function, "__code__", None), "co_filename", None))
         names = [repr(prompt) for prompt in dict.fromkeys(prompts)]
         which = "prompt" if len(names) == 1 else "prompts"
         names[4:] = [f"and {len(names) - 4} more"] if len(names) > 4 else []
@@ -327,6 +345,10 @@ def call_reward(name, function, images, prompts, targets):
     for i in values.isinf().nonzero().flatten().tolist():
         raise RewardError(f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompts[i]!r})")
     return values
+
+
+def weights_of(rewards):
+    return {name: weight for name, (_, weight) in rewards.items()}
 
 
 def combine(raw_rewards, weights, group_size=1, how="sum"):

@@ -8,7 +8,6 @@ import math
 import os
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,16 +30,20 @@ from make import NUM_CODES
 
 from grpo import (
     GRPO,
+    NotFinite,
+    Offload,
     compute_advantages,
     compute_grpo_loss,
     generate_with_logprobs,
     get_per_token_logprobs,
+    set_advantages,
 )
 from train import TINY, encode_prompt
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # several threads on matrices this small only wait for one another
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of one library about another
 NAN = math.nan
 SHORT, LONG = torch.tensor([9, 8]), torch.tensor([5, 6, 7, 3, 4])  # prompts of a text model
 RED, BLUE = "a red circle on a pink background", "a blue cross"  # prompts of GLM-Image, of two lengths
@@ -196,23 +199,11 @@ def test_glm_image_equals_generate(pipe, size, temperature, top_p):
 
 @pytest.mark.parametrize("make_model", [text_model, model_with_learned_positions])
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
-def test_text_model_equals_generate(make_model, top_p):
-    prompts = [LONG, SHORT, LONG[:4]]
+@pytest.mark.parametrize("prompts", [[LONG, SHORT, LONG[:4]], [LONG, SHORT, LONG.flip(0)]])
+def test_text_model_equals_generate(make_model, top_p, prompts):
     inputs = [{"input_ids": ids[None]} for ids in prompts]
     shaping = {"num_codes": 45, "temperature": 0.7, "top_p": top_p}  # 45 ids do not fill their last byte
     check_against_generate(make_model(), prompts, inputs, 12, **shaping, tolerance=1e-4)
-
-
-@pytest.mark.parametrize("size", [(128, 128), (128, 256), (224, 96)])
-def test_positions_equal_the_models_own(pipe, size):
-    """encode_prompt against get_rope_index, which generate() uses."""
-    (ids,), (positions,), count = glm_prompts(pipe, RED, size=size)
-    inner = pipe.vision_language_encoder.model
-    prompt_positions, _ = inner.get_rope_index(**glm_inputs(pipe, RED, *size))
-    assert torch.equal(positions[:, : len(ids)], prompt_positions[:, 0])
-    assert torch.equal(positions[:, len(ids) :], inner._cached_decode_position_ids[0, :, :count])
-    h, w = size[0] // 32, size[1] // 32
-    assert count == h * w + int((h / w) ** 0.5 * 16) * int((w / h) ** 0.5 * 16)
 
 
 @pytest.mark.parametrize("forgotten", ["position_ids", "num_codes", "temperature", "nucleus"])
@@ -318,22 +309,6 @@ def test_a_group_depends_on_its_own_generator_alone(pipe, kind):
             assert nucleus is None if top_p == 1 else torch.equal(nucleus, everyone[i][2])
 
 
-def test_forward_computes_every_token_but_the_first():
-    """A forward that asks the model itself: the same operations, so the same bits."""
-    model, widths = text_model(), []
-
-    def forward(**inputs):
-        widths.append(inputs["input_ids"].shape)
-        return model(**inputs)
-
-    def sample(forward):
-        shaping = {"num_samples": 2, "top_p": 0.7, "generators": seeded(0, 1)}
-        return generate_with_logprobs(model, [LONG, SHORT], 6, forward=forward, **shaping)
-
-    assert all(torch.equal(plain, hooked) for plain, hooked in zip(sample(None), sample(forward), strict=True))
-    assert widths == [(4, 1)] * 5
-
-
 def test_in_bfloat16_sampling_and_scoring_differ_by_rounding(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16), 0.05)
     (ids,), (positions,), length = glm_prompts(pipe, RED, size=(64, 64))
@@ -349,10 +324,50 @@ def test_in_bfloat16_sampling_and_scoring_differ_by_rounding(pipe):
     torch.testing.assert_close(logprobs[:, :1].double(), first, atol=1e-5, rtol=0)  # softmax itself is not in bfloat16
 
 
+def test_no_token_sees_nothing(monkeypatch):
+    """Attention may answer NaN to such a one, here it does; and no mask is left for transformers to ask questions of."""
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attention(query, key, value, attn_mask=None, **options):
+        seen.append(attn_mask.any(-1).all())
+        return attend(query, key, value, attn_mask=attn_mask, **options).masked_fill(~attn_mask.any(-1)[..., None], NAN)
+
+    model, masks, ids = text_model(), [], [LONG, SHORT, LONG[:4]]
+    model.register_forward_pre_hook(
+        lambda model, _, inputs: masks.append(inputs["attention_mask"].ndim), with_kwargs=True
+    )
+    sampling = {"num_samples": 2, "generators": seeded(0, 1, 2)}
+    healthy = generate_with_logprobs(model, ids, 5, **sampling)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    found = generate_with_logprobs(model, ids, 5, **sampling | {"generators": seeded(0, 1, 2)})
+    assert all(torch.equal(a, b) for a, b in zip(healthy[:2], found[:2])) and all(seen) and masks == [4] * 10
+
+
+def test_log_probs_that_are_not_finite_are_an_error():
+    model = text_model()
+    model.lm_head.register_forward_hook(lambda _, inputs, logits: logits.index_fill(0, torch.tensor([3]), NAN))
+    with pytest.raises(NotFinite) as caught:
+        generate_with_logprobs(model, [LONG, SHORT, LONG], 3, num_samples=2, generators=seeded(0, 1, 2))
+    assert caught.value.args == ([1],), "the second prompt's second sample"
+
+
+def test_cudnns_attention_is_left_out_wherever_the_policy_runs():
+    """In what gradient checkpointing computes again in the backward pass, too."""
+    base, seen = text_model(), []
+    base.activation_checkpointing_enable()
+    base.model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    step(trainer(with_adapter(base), kl_coef=0.1), "one")
+    assert seen == [False] * (6 + 1 + 2) and torch.backends.cuda.cudnn_sdp_enabled(), (
+        "sampled, reference, twice learned"
+    )
+
+
 @pytest.mark.parametrize("bad", [{"temperature": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}])
 def test_sampler_refuses(bad):
     with pytest.raises(ValueError, match="temperature must be above 0"):
         generate_with_logprobs(text_model(), [SHORT], 1, **bad)
+    with pytest.raises(ValueError, match="1 generators for 2 prompts"):
+        generate_with_logprobs(text_model(), [SHORT, LONG], 1, num_samples=3, generators=seeded(0))
 
 
 # ---- 2. advantages --------------------------------------------------------------------------------------------------
@@ -469,38 +484,36 @@ def test_k3_has_the_value_and_the_gradient_that_the_comment_claims():
 
 PROMPTS = {"one": LONG, "two": SHORT}
 METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap", "max_logprob_gap")
+NAMES = {*METRICS, "grad_norm", "skipped", "groups_without_spread"}
 
 
-def likes_low_ids(images, prompts, targets):
-    """A reward with spread: the share of tokens below 25."""
-    values = torch.stack([(tokens < 25).float().mean() + tokens[0] * 1e-3 for _, tokens in images])
-    return values, {"low": values}
-
-
-def trainer(model=None, score=likes_low_ids, optimizer=torch.optim.SGD, lr=0.1, extras=None, encode=None, **settings):
-    """GRPO over a text model, whose 'pictures' are (prompt, tokens) themselves."""
-    defaults = {"group_size": 4, "micro_batch_size": 4, "iterations": 1, "clip_range": 0.2, "kl_coef": 0.0}
+def trainer(model=None, optimizer=torch.optim.SGD, lr=0.1, extras=None, **settings):
+    """GRPO over a text model."""
+    defaults = {"micro_batch_size": 4, "iterations": 1, "clip_range": 0.2, "kl_coef": 0.0}
     model = model or with_adapter(text_model())
-    return GRPO(
-        model,
-        optimizer([p for p in model.parameters() if p.requires_grad], lr=lr),
-        encode=encode or (lambda prompt: (PROMPTS[prompt], None, 6)),
-        decode=lambda prompt, tokens, seed: [(prompt, row) for row in tokens],
-        score=score,
-        settings=SimpleNamespace(**{**defaults, "temperature": 1.0, "top_p": 1.0, **settings}),
-        **(extras or {}),
-    )
+    optimizer = optimizer([p for p in model.parameters() if p.requires_grad], lr=lr)
+    settings = SimpleNamespace(**{**defaults, "temperature": 1.0, "top_p": 1.0, **settings})
+    return GRPO(model, optimizer, settings, **(extras or {}))
 
 
-def on_entry(look):
-    """A `phase` for GRPO: look(name) is called whenever a piece of work begins."""
+def likes_low_ids(groups):
+    """A reward with spread: the share of tokens below 25."""
+    tokens = torch.cat([group.tokens for group in groups])
+    return (tokens < 25).float().mean(1) + tokens[:, 0] * 1e-3
 
-    @contextmanager
-    def phase(name):
-        look(name)
-        yield
 
-    return phase
+def roll_out(run, *names, seed=0, size=4, rewards=likes_low_ids):
+    """1 to 3: groups with their advantages, of prompts of the text model."""
+    groups = run.sample([(PROMPTS[name], None, 6) for name in names], size, seed)
+    set_advantages(groups, rewards(groups))
+    return groups
+
+
+def step(run, *names, **given):
+    """A whole step, as train.py makes it."""
+    groups = roll_out(run, *names, **given)
+    run.add_reference(groups)
+    return groups, run.update(groups)
 
 
 def assert_unmoved(model, before):
@@ -510,117 +523,114 @@ def assert_unmoved(model, before):
 @pytest.mark.parametrize("kind", ["GLM-Image", "text"])
 def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe, kind):
     """Whatever shapes the sampler's distribution reaches the scoring too: positions, codes, temperature and nucleus."""
-
-    def encode(text):
-        (ids,), (positions,), length = glm_prompts(pipe, text, length=24)
-        return ids, positions, length
-
     settings = {"kl_coef": 0.1, "top_p": 0.7, "temperature": 3.0, "micro_batch_size": 3}
     if kind == "text":
-        run, prompts = trainer(**settings, extras={"num_codes": 45}), ["one", "two"]
+        run, prompts = trainer(**settings, extras={"num_codes": 45}), [(LONG, None, 6), (SHORT, None, 6)]
     else:
-        model, prompts = with_adapter(copy.deepcopy(pipe.vision_language_encoder)), [RED, BLUE]
-        run = trainer(model, **settings, encode=encode, extras={"num_codes": NUM_CODES})
-    _, metrics = run.step(prompts)
-    assert set(metrics) == {*METRICS, "grad_norm", "skipped"}
+        ids, places, length = glm_prompts(pipe, RED, BLUE, length=24)
+        model, prompts = with_adapter(copy.deepcopy(pipe.vision_language_encoder)), zip(ids, places, [length] * 2)
+        run = trainer(model, **settings, extras={"num_codes": NUM_CODES})
+    groups = run.sample(list(prompts), 4, 0)
+    set_advantages(groups, likes_low_ids(groups) + torch.arange(8.0) % 4)
+    run.add_reference(groups)
+    metrics = run.update(groups)
+    assert set(metrics) == NAMES
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-4)
     assert metrics["kl"] == pytest.approx(0, abs=1e-6)
-    assert metrics["clip_fraction"] == metrics["skipped"] == 0
+    assert metrics["clip_fraction"] == metrics["skipped"] == metrics["groups_without_spread"] == 0
     assert 0 < metrics["mean_logprob_gap"] < metrics["max_logprob_gap"] < 2e-4
 
 
-def test_a_rollout_is_what_the_sampler_draws_from_the_groups_seeds():
-    """The same operations in the same order: the same bits. A group is painted in one call, with its seed."""
-    forwards, painted, model = [], [], with_adapter(text_model(), 0.3)
+def test_groups_are_what_the_sampler_draws_from_their_seeds():
+    """The same operations in the same order: the same bits."""
+    forwards, model = [], with_adapter(text_model(), 0.3)
     shaping = {"temperature": 2.0, "top_p": 0.7}
     extras = {"num_codes": 45, "forward": lambda **inputs: forwards.append(1) or model(**inputs)}
-    run = trainer(model, lambda *_: (torch.arange(12.0), {}), **shaping, extras=extras)
-    run.decode = lambda prompt, tokens, seed: painted.append((prompt, len(tokens), seed)) or [(prompt, 0)] * 4
-    rollouts = run.rollout(["one", "two", "one"], seed=70)
+    groups = roll_out(trainer(model, **shaping, extras=extras), "one", "two", "one", seed=70)
     sampling = {"num_samples": 4, "num_codes": 45, "generators": seeded(70, 71, 72)}
     expected = generate_with_logprobs(model, [LONG, SHORT, LONG], 6, **sampling, **shaping)
     assert len(forwards) == 5
-    assert painted == [("one", 4, 70), ("two", 4, 71), ("one", 4, 72)]
-    for i, rollout in enumerate(rollouts):
-        found = (rollout.tokens, rollout.old_logprobs, rollout.nucleus)
+    for i, group in enumerate(groups):
+        assert torch.equal(group.prompt_ids, (LONG, SHORT, LONG)[i])
+        found = (group.tokens, group.old_logprobs, group.nucleus)
         assert all(torch.equal(x, y[4 * i : 4 * i + 4]) for x, y in zip(found, expected, strict=True))
-        tensors = [v for v in vars(rollout).values() if isinstance(v, torch.Tensor)]
-        assert len(tensors) == 6
+        tensors = [v for v in vars(group).values() if isinstance(v, torch.Tensor)]
+        assert len(tensors) == 5
         assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors), "they wait there"
-    assert not torch.equal(rollouts[0].tokens, rollouts[2].tokens), "the same prompt twice makes two groups"
+    assert not torch.equal(groups[0].tokens, groups[2].tokens), "the same prompt twice makes two groups"
 
 
-def test_two_prompts_meet_their_own_samples():
-    seen = {}
-
-    def score(images, prompts, targets):
-        seen.update(prompts=prompts, targets=targets)
-        match = torch.tensor([float(made_for == prompt) for (made_for, _), prompt in zip(images, prompts)])
-        return torch.tensor([1, NAN, 3, 5, 0, 0, 0, 8]), {"match": match, "number": torch.arange(8.0)}
-
-    rollouts = trainer(score=score).rollout(["one", "two"], ["target 1", "target 2"])
-    assert seen == {"prompts": ["one"] * 4 + ["two"] * 4, "targets": ["target 1"] * 4 + ["target 2"] * 4}
-    assert torch.equal(rollouts[1].rewards, torch.tensor([0.0, 0.0, 0.0, 8.0]))
-    for i, (name, rollout) in enumerate(zip(["one", "two"], rollouts, strict=True)):
-        assert rollout.prompt == name and torch.equal(rollout.prompt_ids, PROMPTS[name])
-        assert [made_for for made_for, _ in rollout.images] == [name] * 4
-        assert all(torch.equal(row, tokens) for row, (_, tokens) in zip(rollout.tokens, rollout.images, strict=True))
-        assert rollout.raw_rewards["match"].eq(1).all()
-        assert torch.equal(rollout.raw_rewards["number"], torch.arange(4.0) + 4 * i)
-        assert torch.equal(rollout.advantages, compute_advantages(rollout.rewards, 4))  # their own, and 0 for NaN
-    (alone,) = trainer(group_size=1, micro_batch_size=1).rollout(["one"])
-    assert alone.advantages.tolist() == [0], "there is nothing to compare it with"
+def test_rewards_meet_their_own_samples():
+    """Prompt after prompt, NaN left out; of several groups in a row that share rewards, all get the same."""
+    rewards = torch.tensor([1, NAN, 3, 5, 0, 0, 0, 8])
+    groups = roll_out(trainer(), "one", "two", rewards=lambda groups: rewards)
+    expected = compute_advantages(rewards, 4).split(4)
+    assert torch.equal(groups[0].advantages, expected[0]) and torch.equal(groups[1].advantages, expected[1])
+    moves = [SimpleNamespace(old_logprobs=torch.zeros(4, 9)) for _ in range(6)]
+    set_advantages(moves, rewards)
+    assert all(torch.equal(move.advantages, expected[i // 3]) for i, move in enumerate(moves))
 
 
-def formula(model, rollouts, kl_coef, temperature):
+def test_sequences_of_two_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"one length, not \[5, 6\]"):
+        trainer().sample([(LONG, None, 6), (SHORT, None, 5)], 2, 0)
+
+
+def formula(model, groups, kl_coef, temperature):
     """The objective in a few lines, over all samples at once: its loss, and what the metrics should say."""
     total, learned = 0, []
-    for r in rollouts:
+    for r in groups:
         sequence, kept = torch.cat([r.prompt_ids.expand(5, -1), r.tokens], 1), unpacked(r.nucleus, 50)
 
         def logprobs(sequence=sequence, kept=kept, tokens=r.tokens):
             logits = model(input_ids=sequence).logits[:, -7:-1] / temperature
             return logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
 
-        if r.rewards.std() == 0:
+        def mean(x, mask=r.mask):  # of the tokens that count: of each sequence, then of sequences
+            return x.float().mean() if mask is None else ((x * mask).sum(1) / mask.sum(1)).mean()
+
+        if not r.advantages.any():
             continue  # but it counts among the groups
         new = logprobs()
         with torch.no_grad(), model.disable_adapter():
             ref = logprobs()
-        advantages = ((r.rewards - r.rewards.mean()) / r.rewards.std())[:, None]
-        ratio, k3 = (new - r.old_logprobs).exp(), (ref - new).exp() - (ref - new) - 1
+        advantages, ratio, k3 = r.advantages[:, None], (new - r.old_logprobs).exp(), (ref - new).exp() - (ref - new) - 1
         gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         cut = ((ratio > 1.2) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
-        gap = (new - r.old_logprobs).abs()
-        losses = kl_coef * k3 - gain
-        total = total + losses.mean() / len(rollouts)
-        means = [x.float().mean().item() for x in (losses, -gain, k3, cut, ratio, gap)]
-        learned.append([*means, gap.max().item()])
+        gap, losses = (new - r.old_logprobs).abs(), kl_coef * k3 - gain
+        gap = gap if r.mask is None else gap[r.mask.bool()]
+        total = total + mean(losses) / len(groups)
+        learned.append(
+            [*(mean(x).item() for x in (losses, -gain, k3, cut, ratio)), gap.mean().item(), gap.max().item()]
+        )
     metrics = dict(zip(METRICS, np.mean(learned, axis=0), strict=True))
     return total, metrics | {"max_logprob_gap": max(row[-1] for row in learned)}
 
 
-@pytest.mark.parametrize("size", [5, 1, 2, 3])
-def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size):
+@pytest.mark.parametrize(("size", "masked"), [(5, False), (1, False), (2, False), (3, False), (5, True)])
+def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size, masked):
     """Three groups of five, one of them constant; 2 and 3 do not divide 5. SGD: the change is the gradient."""
 
-    def score(images, prompts, targets):
-        values, raw = likes_low_ids(images, prompts, targets)
-        return torch.cat([values[:5], torch.ones(5), values[10:]]), raw
+    def rewards(groups):
+        values = likes_low_ids(groups)
+        return torch.cat([values[:5], torch.ones(5), values[10:]])
 
     model = with_adapter(text_model(), 0.3)
-    settings = {"kl_coef": 0.1, "group_size": 5, "micro_batch_size": size, "temperature": 1.3, "top_p": 0.9}
-    run = trainer(model, score, lr=1.0, **settings)
-    rollouts = run.rollout(["one", "two", "one"])
+    run = trainer(model, lr=1.0, kl_coef=0.1, micro_batch_size=size, temperature=1.3, top_p=0.9)
+    groups = roll_out(run, "one", "two", "one", size=5, rewards=rewards)
+    if masked:  # texts that end early
+        groups[0].mask = torch.ones(5, 6).tril(1)
+    run.add_reference(groups)
     perturb(model, 0.6)  # ratios other than 1, some of them clipped
-    total, expected = formula(model, rollouts, 0.1, 1.3)
+    total, expected = formula(model, groups, 0.1, 1.3)
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(total, parameters)
     norm = torch.stack([g.norm() for g in gradients]).norm().item()
     before = [p.detach().clone() for p in parameters]
-    metrics = run.update(rollouts)
+    metrics = run.update(groups)
     assert 0 < expected["clip_fraction"] < 1
-    assert metrics == pytest.approx({**expected, "grad_norm": norm, "skipped": 0}, rel=1e-4, abs=1e-5)
+    expected |= {"grad_norm": norm, "skipped": 0, "groups_without_spread": 1 / 3}
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for p, b, g in zip(parameters, before, gradients):
         torch.testing.assert_close(b - p.detach(), g / max(norm, 1), atol=1e-5, rtol=1e-3)
 
@@ -629,17 +639,17 @@ def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size
 def test_a_long_gradient_is_cut_to_length_one(temperature, clipped):
     model = with_adapter(text_model(), 0.3)
     run, before = trainer(model, temperature=temperature, lr=1.0), adapter_of(model)
-    _, metrics = run.step(["one"])
+    _, metrics = step(run, "one")
     moved = torch.stack([(p - before[name]).norm() for name, p in adapter_of(model).items()]).norm()
     assert (metrics["grad_norm"] > 1) == clipped, "logged as it was"
     assert moved.item() == pytest.approx(min(metrics["grad_norm"], 1), rel=1e-3)
 
 
 def test_training_raises_the_reward():
-    run, seen = trainer(optimizer=torch.optim.AdamW, lr=2e-2, group_size=8, micro_batch_size=8), []
-    for step in range(30):
-        rollouts, _ = run.step(["one", "two"], seed=10 * step)
-        seen.append(torch.stack([r.rewards for r in rollouts]).mean())
+    run, seen = trainer(optimizer=torch.optim.AdamW, lr=2e-2, micro_batch_size=8), []
+    for seed in range(0, 300, 10):
+        groups, _ = step(run, "one", "two", seed=seed, size=8)
+        seen.append(likes_low_ids(groups).mean())
     assert np.mean(seen[-5:]) > np.mean(seen[:5]) + 0.1
 
 
@@ -651,7 +661,7 @@ def test_a_tiny_update_moves_the_adapter_and_not_the_bf16_base():
         if p.requires_grad:
             assert p.dtype == torch.float32
             p.data.fill_(0.02)
-    trainer(model, optimizer=torch.optim.Adam, lr=5e-6, kl_coef=0.1).step(["one", "two"])
+    step(trainer(model, optimizer=torch.optim.Adam, lr=5e-6, kl_coef=0.1), "one", "two")
     assert all(2e-6 < (p - 0.02).abs().max() < 8e-6 for p in adapter_of(model).values())
     assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
 
@@ -659,30 +669,32 @@ def test_a_tiny_update_moves_the_adapter_and_not_the_bf16_base():
 @pytest.mark.parametrize("case", ["no spread", "all clipped", "not a number", "overflow"])
 def test_what_teaches_nothing_gives_no_step(case):
     """Not even Adam's momentum may move the adapter."""
-    run = trainer(optimizer=torch.optim.AdamW)
-    run.step(["one"])
-    before, (rollout,), run.policy_moved = adapter_of(run.model), run.rollout(["one"], seed=1), False
+    run, steps = trainer(optimizer=torch.optim.AdamW), []
+    step(run, "one")
+    run.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    before, (group,) = adapter_of(run.model), roll_out(run, "one", seed=1)
     if case == "no spread":
-        rollout.advantages.zero_()
+        group.advantages.zero_()
     elif case == "all clipped":  # the gradient is there, and exactly 0
-        rollout.old_logprobs -= rollout.advantages.sign()[:, None]
+        group.old_logprobs -= group.advantages.sign()[:, None]
     elif case == "not a number":
-        rollout.old_logprobs[0] = NAN
+        group.old_logprobs[0] = NAN
     else:
         parameter = next(p for p in run.model.parameters() if p.requires_grad)
         parameter.grad = torch.full_like(parameter, torch.inf)
-    metrics = run.update([rollout])
+    metrics = run.update([group])
     skipped = case in ("not a number", "overflow")
-    assert (metrics["skipped"], metrics["grad_norm"], run.policy_moved) == (skipped, 0, False)
+    assert (metrics["skipped"], metrics["grad_norm"], steps) == (skipped, 0, [])
+    assert metrics["groups_without_spread"] == (case == "no spread")
     assert all(math.isnan(metrics[name]) for name in METRICS) == (case == "no spread")
     assert_unmoved(run.model, before)
-    assert run.step(["one"], seed=2)[1]["grad_norm"] > 0, "and nothing of it is left behind"
+    assert step(run, "one", seed=2)[1]["grad_norm"] > 0, "and nothing of it is left behind"
     assert all(p.isfinite().all() for p in adapter_of(run.model).values())
 
 
 def test_clipping_acts_from_the_second_iteration():
-    once = trainer(lr=5.0).step(["one", "two"])[1]
-    thrice = trainer(lr=5.0, iterations=3).step(["one", "two"])[1]
+    once = step(trainer(lr=5.0), "one", "two")[1]
+    thrice = step(trainer(lr=5.0, iterations=3), "one", "two")[1]
     assert once["clip_fraction"] == 0
     assert thrice["clip_fraction"] > 0
     assert abs(thrice["ratio_mean"] - 1) > 1e-3
@@ -690,45 +702,33 @@ def test_clipping_acts_from_the_second_iteration():
 
 
 def test_metrics_are_means_over_the_iterations():
-    """Without a learning rate all iterations are the same."""
-    models = [with_adapter(text_model(), 0.3) for _ in range(2)]
-    once = trainer(models[0], lr=0.0, kl_coef=0.1).step(["one", "two"])[1]
-    thrice = trainer(models[1], lr=0.0, kl_coef=0.1, iterations=3).step(["one", "two"])[1]
+    """Without a learning rate all iterations are the same; with one, those after the first differ."""
+    models = [with_adapter(text_model(), 0.3) for _ in range(3)]
+    once = step(trainer(models[0], lr=0.0, kl_coef=0.1), "one", "two")[1]
+    thrice = step(trainer(models[1], lr=0.0, kl_coef=0.1, iterations=3), "one", "two")[1]
     assert thrice == pytest.approx(once, rel=1e-4, abs=1e-6)
     assert once["kl"] > 0.01 and once["grad_norm"] > 0.01
 
-
-def test_policy_moved_marks_a_step_that_is_half_made():
-    """From the first optimiser step on, until the caller resets it."""
-    seen, broken = [], []
-
-    def look(name):
-        seen.append((name, run.policy_moved))
-        if broken and run.policy_moved:
-            raise RuntimeError
-
-    run = trainer(iterations=2, kl_coef=0.1, extras={"phase": on_entry(look)})
-    run.step(["one", "two"])
-    first = ["sample", "decode", "decode", "score", "reference", "update"]
-    assert seen == [*((name, False) for name in first), ("update", True)]
-    assert run.policy_moved
-    run.policy_moved, broken[:] = False, [True]
-    with pytest.raises(RuntimeError):
-        run.step(["one", "two"], seed=1)
-    assert run.policy_moved
+    twice = step(trainer(models[2], lr=5.0, kl_coef=0.1, iterations=2), "one", "two")[1]
+    again = trainer(with_adapter(text_model(), 0.3), lr=5.0, kl_coef=0.1)
+    groups, first = step(again, "one", "two")
+    second = again.update(groups)
+    for name in ("loss", "kl", "clip_fraction", "ratio_mean", "grad_norm"):
+        assert twice[name] == pytest.approx((first[name] + second[name]) / 2, rel=1e-4, abs=1e-6)
 
 
-def test_reference_is_the_base_without_gradient_and_skipped_at_zero(monkeypatch):
+def test_reference_is_the_base_without_gradient_and_skipped_where_nothing_needs_it(monkeypatch):
     model = with_adapter(text_model(), 0.3)
-    run = trainer(model, kl_coef=0.1, micro_batch_size=3)
-    rollouts, _ = run.step(["one"])
-    expected = rescored(text_model(), LONG, rollouts[0].tokens)  # the same base, never adapted
-    assert not rollouts[0].ref_logprobs.requires_grad
-    torch.testing.assert_close(rollouts[0].ref_logprobs, expected, atol=1e-5, rtol=0)
+    constant = lambda groups: torch.cat([likes_low_ids(groups)[:4], torch.ones(4)])
+    (first, second), _ = step(trainer(model, kl_coef=0.1, micro_batch_size=3), "one", "two", rewards=constant)
+    expected = rescored(text_model(), LONG, first.tokens)  # the same base, never adapted
+    assert not first.ref_logprobs.requires_grad and second.ref_logprobs is None, "a group without spread"
+    torch.testing.assert_close(first.ref_logprobs, expected, atol=1e-5, rtol=0)
 
     run = trainer(model, kl_coef=0.0)
-    monkeypatch.setattr(run, "add_reference", lambda rollouts: pytest.fail("a reference pass that nothing uses"))
-    run.step(["one"])
+    groups = roll_out(run, "one")
+    monkeypatch.setattr(run, "logprobs", lambda *_: pytest.fail("a reference pass that nothing uses"))
+    run.add_reference(groups)
 
 
 @pytest.mark.parametrize("where", ["adapter", "attention"])
@@ -739,43 +739,40 @@ def test_dropout_is_refused(where):
         trainer(with_adapter(text_model(**model), **adapter))
 
 
-def test_policy_and_decoder_take_turns_on_the_gpu(monkeypatch):
+def test_models_take_turns_on_the_gpu(monkeypatch):
     """With the CPU as the 'GPU', and a copy as pinned memory, the coming and going of weights can be watched."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
-    resident = trainer(kl_coef=0.1)
-    _, expected = resident.step(["one", "two"])
-    seen = []
+    resident, run = trainer(kl_coef=0.1), trainer(kl_coef=0.1)
+    _, expected = step(resident, "one", "two")
+    decoder, seen = torch.nn.Linear(3, 3).requires_grad_(False), []
+    offload = Offload(
+        [run.model, decoder], torch.device("cpu"), lambda: seen.append((is_up(run.model), is_up(decoder)))
+    )
 
-    def is_up(module):
-        up = {weight.data_ptr() != home.data_ptr() for weight, home in run.pinned[module]}
+    def is_up(model):
+        up = {weight.data_ptr() != home.data_ptr() for weight, home in offload.homes[model]}
         assert len(up) == 1, "all of a model or nothing"
         return up.pop()
 
-    def look(name):
-        seen.append(name if name == "move" else (name, is_up(run.model), is_up(decoder)))
-        if name == "decode":
-            decoder.weight.data += 1  # of the copy, which is dropped
-
-    def forward(**inputs):
-        return run.model(**inputs)
-
-    forward.release = lambda: seen.append("released")
-    decoder = torch.nn.Linear(3, 3).requires_grad_(False)
-    extras = {"decoder_modules": [decoder], "offload": True, "phase": on_entry(look), "forward": forward}
-    run = trainer(kl_coef=0.1, extras=extras)
     trained = [p for p in run.model.parameters() if p.requires_grad]
     places = [p.data_ptr() for p in trained]
-    homes = [(home, home.clone()) for weights in run.pinned.values() for _, home in weights]
+    homes = [(home, home.clone()) for weights in offload.homes.values() for _, home in weights]
     assert len(homes) + len(trained) == len([*run.model.parameters(), *run.model.buffers()]) + 2
-    _, metrics = run.step(["one", "two"])
-    assert seen == [
-        "move", ("sample", True, False),
-        "move", "released", ("decode", False, True), ("decode", False, True), ("score", False, True),
-        "move", ("reference", True, False), ("update", True, False),
-    ]  # fmt: skip
+    assert not is_up(run.model) and not is_up(decoder)
+    offload(run.model)
+    offload(run.model)
+    assert is_up(run.model) and not is_up(decoder) and seen == [], "nothing has left"
+    groups = roll_out(run, "one", "two")
+    offload(decoder)
+    assert is_up(decoder) and not is_up(run.model)
+    assert seen == [(False, False)], "whoever holds addresses is told once they are no longer good"
+    decoder.weight.data += 1  # of the copy, which is dropped
+    offload(run.model)
+    assert is_up(run.model) and not is_up(decoder) and len(seen) == 2
+    run.add_reference(groups)
+    assert run.update(groups) == expected
     assert all(torch.equal(home, before) for home, before in homes), "frozen weights never change, nor come back"
     assert [p.data_ptr() for p in trained] == places, "what is trained stays"
-    assert metrics == expected
     assert_unmoved(run.model, adapter_of(resident.model))
 
 
@@ -788,11 +785,16 @@ def test_gradient_checkpointing_is_awake_in_training_and_changes_nothing():
             base.activation_checkpointing_enable()
         count = lambda *_, counts=counts, phases=phases: counts.update(phases[-1:])
         base.model.layers[0].mlp.register_forward_pre_hook(count)
-        run = trainer(with_adapter(base), lr=1.0, kl_coef=0.1, extras={"phase": on_entry(phases.append)})
-        steps = [run.step(["one", "two"], seed=seed) for seed in (0, 1)]  # the second begins in training mode
+        run, metrics = trainer(with_adapter(base), lr=1.0, kl_coef=0.1), []
+        for seed in (0, 1):  # the second begins in training mode
+            phases.append("sample")
+            groups = roll_out(run, "one", "two", seed=seed)
+            phases.append("reference")
+            run.add_reference(groups)
+            phases.append("update")
+            metrics.append(run.update(groups))
         assert counts == {"sample": 2 * 6, "reference": 2 * 2, "update": 2 * 2 * passes}
-        assert not any(rollout.ref_logprobs.requires_grad for rollouts, _ in steps for rollout in rollouts)
-        found.append(([metrics for _, metrics in steps], adapter_of(run.model)))
+        found.append((metrics, adapter_of(run.model)))
     (plain, expected), (checkpointed, weights) = found
     for metrics, again in zip(plain, checkpointed, strict=True):
         assert again == pytest.approx(metrics, abs=1e-5)

@@ -38,9 +38,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
-from grpo import GRPO, compute_advantages, compute_grpo_loss, get_per_token_logprobs
+from grpo import (
+    GRPO,
+    compute_advantages,
+    compute_grpo_loss,
+    get_per_token_logprobs,
+    set_advantages,
+)
 from runtime.log import Clock
-from train import number
+from runtime.settings import number
 
 try:
     from datasets import Dataset
@@ -127,21 +133,27 @@ def build_trl(options, prompts, tokenizer, folder, clock):
     return trl
 
 
-def build_ours(options, tokenizer, weights, clock):
+def build_ours(options, weights):
     model = peft.get_peft_model(build_model(), peft.LoraConfig(**LORA))
     model.load_state_dict(weights)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    settings = {"group_size": options.group_size, "micro_batch_size": options.group_size, "iterations": 1}
-    settings |= {"clip_range": CLIP_RANGE, "kl_coef": KL_COEF, "temperature": 1.0, "top_p": 1.0}
-    return GRPO(
-        model,
-        torch.optim.AdamW(trainable, lr=LR, weight_decay=0.0),
-        encode=lambda prompt: (torch.tensor(tokenizer(prompt)["input_ids"]), None, NEW_TOKENS),
-        decode=lambda prompt, tokens, seed: tokens.tolist(),
-        score=lambda samples, prompts, targets: (torch.tensor([reward(ids) for ids in samples]), {}),
-        settings=SimpleNamespace(**settings),
-        phase=clock,
-    )
+    settings = {"micro_batch_size": options.group_size, "iterations": 1, "temperature": 1.0, "top_p": 1.0}
+    settings = SimpleNamespace(**settings, clip_range=CLIP_RANGE, kl_coef=KL_COEF)
+    return GRPO(model, torch.optim.AdamW(trainable, lr=LR, weight_decay=0.0), settings)
+
+
+def our_step(ours, prompts, tokenizer, group_size, seed, clock):
+    """A step, with the pieces that a trainer of images has: see grpo_step in train.py. Returns its metrics."""
+    with clock("sample"):
+        encoded = [(torch.tensor(tokenizer(prompt)["input_ids"]), None, NEW_TOKENS) for prompt in prompts]
+        groups = ours.sample(encoded, group_size, seed)
+    with clock("score"):
+        rewards = torch.tensor([reward(ids) for group in groups for ids in group.tokens.tolist()])
+    set_advantages(groups, rewards)
+    with clock("reference"):
+        ours.add_reference(groups)
+    with clock("update"):
+        return ours.update(groups)
 
 
 def compare(trl, ours, group_size):
@@ -181,8 +193,8 @@ def compare(trl, ours, group_size):
 class Alternate(TrainerCallback):
     """Times each step of TRL, and after it a step of ours on the same prompts."""
 
-    def __init__(self, ours, prompts, count, clock):
-        self.ours, self.prompts, self.count, self.clock = ours, prompts, count, clock
+    def __init__(self, step, prompts, count, clock):
+        self.step, self.prompts, self.count, self.clock = step, prompts, count, clock
         self.timings = {"TRL": [], "ours": []}  # a dict a step: seconds of the step and of its phases
 
     def on_step_begin(self, *_, **__):
@@ -192,9 +204,9 @@ class Alternate(TrainerCallback):
         self.note("TRL")
         first = (state.global_step - 1) * self.count
         self.started = time.perf_counter()
-        rollouts, metrics = self.ours.step(self.prompts[first : first + self.count], seed=first)
+        metrics = self.step(self.prompts[first : first + self.count], first)
         self.note("ours")
-        if metrics["skipped"] or not all(rollout.advantages.any() for rollout in rollouts):
+        if metrics["skipped"] or metrics["groups_without_spread"]:
             raise RuntimeError("our step passed over a group: the comparison is void")
         self.clock.bar.update()
 
@@ -209,7 +221,7 @@ def print_table(timings):
     """Medians with their quartiles, of the whole step and of phases of a millisecond or more. Returns their ratios."""
     ratios = {}
     print(f"\n{'seconds':12}{'TRL':>24}{'ours':>24}{'TRL / ours':>14}")
-    for phase in timings["TRL"][0]:  # ours has one more, decoding, which does nothing here
+    for phase in timings["TRL"][0]:
         seconds = [[step[phase] for step in steps] for steps in timings.values()]
         theirs, own = (statistics.quantiles(values, n=4, method="inclusive") for values in seconds)
         ratios[phase] = theirs[1] / own[1]
@@ -228,12 +240,16 @@ def main():
     prompts, clock = draw_prompts(total * options.prompts_per_step), Clock(torch.device("cpu"), total)
     with tempfile.TemporaryDirectory() as folder:
         trl = build_trl(options, prompts, tokenizer, folder, clock)
-        ours = build_ours(options, tokenizer, trl.model.state_dict(), clock)
+        ours = build_ours(options, trl.model.state_dict())
         differences = compare(trl, ours, options.group_size)
         print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()))
         if max(differences.values()) > TOLERANCE:
             sys.exit(f"the two do not compute the same thing (tolerance {TOLERANCE}): no timing")
-        alternate = Alternate(ours, prompts, options.prompts_per_step, clock)
+
+        def step(prompts, seed):
+            return our_step(ours, prompts, tokenizer, options.group_size, seed, clock)
+
+        alternate = Alternate(step, prompts, options.prompts_per_step, clock)
         trl.add_callback(alternate)
         trl.train()
         clock.bar.close()

@@ -13,12 +13,14 @@ that a large copy in the GPU's memory reaches here; 1.5 times the floor is an ai
 """
 
 import argparse
+import dataclasses
 import json
 import resource
 import statistics
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,10 +31,10 @@ from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DMode
 from PIL import Image
 
 import train
-from grpo import generate_with_logprobs
+from grpo import GRPO, generate_with_logprobs
 from rewards import mse, ssim
 from runtime import UserError
-from runtime.gpu import CapturedForward
+from runtime.gpu import CapturedForward, place
 from runtime.log import Clock
 
 PROMPTS = Path(train.TINY, "prompts.txt").read_text().splitlines()
@@ -76,6 +78,8 @@ def judge(images, prompts, targets):
     return torch.arange(len(images))
 
 
+REWARDS = {"order": (judge, 1.0)}
+
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
@@ -95,55 +99,60 @@ def bytes_read_a_token(policy):
     return sum(p.nbytes for p in policy.parameters()) - policy.get_input_embeddings().weight.nbytes
 
 
-def set_case(trainer, settings, forward):
-    """The same trainer for another size and group; what it compiled and captured is forgotten."""
-    vars(trainer.settings).update(vars(settings))
-    trainer.micro_batches = torch.arange(settings.group_size).split(settings.micro_batch_size)
-    trainer.phase.bar.set_postfix_str(f"{settings.height} px, group of {settings.group_size}")
-    if forward != "model":
+def encode(run, settings, prompts):
+    return [train.encode_prompt(run.pipe.processor, prompt, settings.height, settings.width) for prompt in prompts]
+
+
+def of_case(run, settings, compile):
+    """The same run at another size, its step of a token captured anew; `compile` None: not captured."""
+    forward, model = None, run.codes.model
+    if compile is not None:
         torch.compiler.reset()  # it gives up after eight shapes
-        trainer.forward = CapturedForward(trainer.model, trainer.encode("")[2], compile=forward == "compiled")
+        forward = CapturedForward(model, encode(run, settings, [""])[0][2], compile=compile)
+    codes = GRPO(model, run.codes.optimizer, settings, run.codes.sampling_args["num_codes"], forward)
+    run.clock.bar.set_postfix_str(f"{settings.height} px, group of {settings.group_size}")
+    return dataclasses.replace(run, codes=codes)
 
 
-def measure_plain(trainer, processor, count):
+def measure_plain(run, settings, count):
     """The plain recipe for `count` pictures of a prompt: transformers' generate(), then the pipeline, once for all."""
-    policy, settings, (_, _, length) = trainer.model, trainer.settings, trainer.encode(PROMPTS[0])
+    policy, clock, length = run.codes.model, run.clock, encode(run, settings, PROMPTS[:1])[0][2]
     # Copies of the prompt: with num_return_sequences generate() mixes up the grids of preview and picture.
     messages = [[{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}]] * count
     options = {"processor_kwargs": {"target_h": settings.height, "target_w": settings.width}, "return_tensors": "pt"}
-    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, **options).to(trainer.device)
+    inputs = run.pipe.processor.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     base = policy.get_base_model()
-    unused = list(range(trainer.sampling_args["num_codes"], base.lm_head.out_features))  # or pictures end early
+    unused = list(range(run.codes.sampling_args["num_codes"], base.lm_head.out_features))  # or pictures end early
     sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
 
     @torch.no_grad()
     def generate(tokens):
-        exactly = {"min_new_tokens": tokens, "max_new_tokens": tokens}
-        return policy.generate(**inputs, **sampling, **exactly, suppress_tokens=unused)[:, -tokens:].cpu()
+        exactly = {"min_new_tokens": tokens, "max_new_tokens": tokens, "suppress_tokens": unused}
+        return policy.generate(**inputs.to(policy.device), **sampling, **exactly)[:, -tokens:].cpu()
 
-    trainer.swap_in(policy)
     policy.eval()
     text = base.config.get_text_config()
     own, text._attn_implementation = text._attn_implementation, "sdpa"  # transformers' own
-    generate(8)  # warms up
-    with trainer.phase("sample"):
+    with clock("warm-up", policy):
+        generate(8)
+    with clock("sample", policy):
         tokens = generate(length)
     text._attn_implementation = own
 
-    trainer.swap_in(*trainer.decoder_modules)
-    trainer.decode(PROMPTS[0], tokens[:1], 0)  # warms up
-    with patch.object(settings, "micro_batch_size", count), trainer.phase("decode"):
-        trainer.decode(PROMPTS[0], tokens, 0)
-    return trainer.phase.read()
+    with clock("warm-up", *train.painters(run.pipe)):
+        train.decode_images(run.pipe, PROMPTS[0], tokens[:1], settings, 0)
+    with patch.object(settings, "micro_batch_size", count), clock("decode", *train.painters(run.pipe)):
+        train.decode_images(run.pipe, PROMPTS[0], tokens, settings, 0)
+    return clock.read()
 
 
-def measure_step(trainer, steps):
+def measure_step(run, settings, steps):
     """One step to warm up (it compiles and captures), then the median of some, by phase."""
-    prompts, records = PROMPTS[: trainer.settings.prompts_per_step], []
+    prompts, records = PROMPTS[: settings.prompts_per_step], []
     for i in range(1 + steps):
-        _, metrics = trainer.step(prompts, seed=100 * i)
-        records.append(trainer.phase.read() | {"max_logprob_gap": metrics["max_logprob_gap"]})
-        trainer.phase.bar.update()
+        _, _, metrics = train.grpo_step(run, settings, REWARDS, prompts, None, 100 * i)
+        records.append(run.clock.read() | {"max_logprob_gap": metrics["max_logprob_gap"]})
+        run.clock.bar.update()
     first, case = records.pop(0), {}
     for name in records[0]:
         summary = statistics.median if name.startswith("seconds/") else max
@@ -151,18 +160,18 @@ def measure_step(trainer, steps):
     return case | {"first_step_seconds": sum(value for name, value in first.items() if name.startswith("seconds/"))}
 
 
-def check_sampler(trainer):
+def check_sampler(run, settings):
     """The captured forward against the model's own, same seeds: until the first other token, do the log-probs agree?"""
-    trainer.swap_in(trainer.model)
-    trainer.model.eval()
-    prompts, positions, lengths = zip(*map(trainer.encode, PROMPTS[: trainer.settings.prompts_per_step]), strict=True)
-    size, top_p, samples = trainer.settings.group_size, trainer.settings.top_p, []
-    for forward in (None, trainer.forward):
-        generators = [torch.Generator(trainer.device).manual_seed(i) for i in range(len(prompts))]
-        samples += generate_with_logprobs(
-            trainer.model, prompts, lengths[0], num_samples=size, position_ids=positions, top_p=top_p,
-            generators=generators, forward=forward, **trainer.sampling_args,
-        )  # fmt: skip
+    codes, samples = run.codes, []
+    prompts, positions, lengths = zip(*encode(run, settings, PROMPTS[: settings.prompts_per_step]), strict=True)
+    with run.clock("check", codes.model):
+        codes.model.eval()
+        for forward in (None, codes.forward):
+            generators = [torch.Generator(codes.model.device).manual_seed(i) for i in range(len(prompts))]
+            samples += generate_with_logprobs(
+                codes.model, prompts, lengths[0], num_samples=settings.group_size, position_ids=positions,
+                top_p=settings.top_p, generators=generators, forward=forward, **codes.sampling_args,
+            )  # fmt: skip
     plain, expected, _, tokens, logprobs, _ = samples
     same = (plain == tokens).cumprod(dim=1).bool()  # (N*G, T): up to the first difference the inputs are equal too
     return {
@@ -172,19 +181,18 @@ def check_sampler(trainer):
     }
 
 
-def measure_compiled_decoder(trainer):
+def measure_compiled_decoder(run, settings):
     """Whether compiling the decoder's blocks pays within a run: a group decoded without, while compiling, and after."""
-    _, transformer, _ = trainer.decoder_modules
-    codes = torch.randint(trainer.sampling_args["num_codes"], (trainer.settings.group_size, trainer.encode("")[2]))
-    trainer.swap_in(*trainer.decoder_modules)
+    shape = settings.group_size, encode(run, settings, [""])[0][2]
+    codes = torch.randint(run.codes.sampling_args["num_codes"], shape)
 
     def decode():
-        with trainer.phase("decode"):
-            trainer.decode(PROMPTS[0], codes, 0)
-        return trainer.phase.read()["seconds/decode"]
+        with run.clock("decode", *train.painters(run.pipe)):
+            train.decode_images(run.pipe, PROMPTS[0], codes, settings, 0)
+        return run.clock.read()["seconds/decode"]
 
     _, without = decode(), decode()
-    transformer.compile_repeated_blocks(fullgraph=True)
+    run.pipe.transformer.compile_repeated_blocks(fullgraph=True)
     first, after = decode(), decode()
     pays = (first - after) / (without - after) if after < without else None
     return {"seconds": without, "seconds_compiled": after, "first_seconds": first, "pays_after_groups": pays}
@@ -257,40 +265,42 @@ def main():
     if options.cap_gb and cuda:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(options.cap_gb * 1e9 / total, 1.0), device)
-    pipe = pipeline(options.tiny, device)
-    trainer = train.build_trainer(pipe, largest, {"order": (judge, 1.0)}, device)  # the largest decides on offloading
-    trainer.phase = Clock(device, len(cases) * (1 + options.steps))
-    forward = "captured" if options.capture_only else "model" if trainer.forward is None else "compiled"
-    bandwidth, read = copy_bandwidth(trainer.phase), bytes_read_a_token(trainer.model)
+    pipe, codes, _ = train.build(pipeline(options.tiny, device), largest, device)
+    captured = SimpleNamespace(release=lambda: run.codes.forward and run.codes.forward.release())
+    offload = place([codes.model, *train.painters(pipe)], largest, device, captured)  # the largest case decides
+    run = train.Run(pipe, codes, None, Clock(device, len(cases) * (1 + options.steps), offload=offload))
+    compile = False if options.capture_only else None if codes.forward is None else True
+    bandwidth, read = copy_bandwidth(run.clock), bytes_read_a_token(codes.model)
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
     versions = {package: version(package) for package in ("torch", "transformers", "diffusers", "peft")}
     report = {"device": name, "versions": versions, "arguments": sys.argv[1:], "settings": vars(largest).copy()}
-    report |= {"forward": forward, "offload": bool(trainer.pinned), "copy_gb_per_second": bandwidth / 1e9}
-    report |= {"gb_read_a_token": read / 1e9, "floor_ms_a_token": 1e3 * read / bandwidth, "cases": []}
+    report |= {"forward": {None: "model", True: "compiled", False: "captured"}[compile], "offload": offload is not None}
+    report |= {"copy_gb_per_second": bandwidth / 1e9, "gb_read_a_token": read / 1e9}
+    report |= {"floor_ms_a_token": 1e3 * read / bandwidth, "cases": []}
 
     def save():
         if options.json:
             options.json.write_text(json.dumps(report, indent=2) + "\n")
 
     for settings in cases:
-        set_case(trainer, settings, forward)
+        run = of_case(run, settings, compile)
         if settings.group_size == options.groups[0]:  # once a size
-            one = measure_plain(trainer, pipe.processor, 1)
-        case = {"size": settings.height, "group_size": settings.group_size, "tokens": trainer.encode("")[2]}
-        case |= {"prompts_per_step": settings.prompts_per_step, "one_by_one": one}
-        case |= {"plain": measure_plain(trainer, pipe.processor, settings.group_size)}
-        report["cases"].append(with_ratios(case | measure_step(trainer, options.steps), read / bandwidth))
+            one = measure_plain(run, settings, 1)
+        case = {"size": settings.height, "group_size": settings.group_size}
+        case |= {"tokens": encode(run, settings, [""])[0][2], "prompts_per_step": settings.prompts_per_step}
+        case |= {"one_by_one": one, "plain": measure_plain(run, settings, settings.group_size)}
+        report["cases"].append(with_ratios(case | measure_step(run, settings, options.steps), read / bandwidth))
         save()  # whatever fails later, what was measured stays
-        if forward != "model" and "check" not in report:
-            report["check"] = check_sampler(trainer)
+        if compile is not None and "check" not in report:
+            report["check"] = check_sampler(run, settings)
     if cuda:
         report["pinned_host_gb"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / 1e9
     report["peak_host_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    trainer.phase.bar.close()
+    run.clock.bar.close()
     print(table(report["cases"]))
     if cuda:
         try:
-            report["decoder"] = measure_compiled_decoder(trainer)
+            report["decoder"] = measure_compiled_decoder(run, cases[-1])
         except RuntimeError as error:
             report["decoder"] = f"failed: {error}"
     print(*(f"{name}: {value}" for name, value in report.items() if name not in ("cases", "settings")), sep="\n")

@@ -13,6 +13,7 @@ import weakref
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,7 +27,7 @@ import train
 from benchmarks.glm_image import pipeline
 from decoder import gaussian_move, log_density
 from grpo import _sample_token, get_per_token_logprobs
-from runtime.gpu import CapturedForward
+from runtime.gpu import CapturedForward, place
 
 META = torch.device("meta")
 PROMPT, GLYPHS = 60, 16  # tokens; both are small beside a picture's
@@ -85,26 +86,24 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
 
 
 def build():
-    """The trainer of the released sizes, set up as train.py does it for a GPU."""
-    flags = ["--model", "released sizes", "--compile", "no", "--train", "both"]
-    pipe, settings = pipeline(False, META), train.parse_settings(flags)
-    with patch("train.needs_offload", return_value=False):  # it asks the GPU
-        trainer = train.build_trainer(pipe, settings, {}, META)
-    with META:
-        return trainer, train.build_decoder(trainer, settings)
+    """What learns of the released sizes, set up as train.py does it for a GPU: codes, with what paints, and decoder."""
+    settings = train.parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both"])
+    pipe, codes, decoder = train.build(pipeline(False, META), settings, META)
+    place([codes.model, *train.painters(pipe)], settings, META, None)
+    return SimpleNamespace(**vars(codes), decoder_modules=train.painters(pipe)), decoder
 
 
-def peaks(trainer, painter, size, group, micro_batch):
+def peaks(codes, decoder, size, group, micro_batch):
     """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which stays if none moves."""
-    policy, settings, (_, decoder, vae) = trainer.model, trainer.settings, trainer.decoder_modules
-    codes, prompts, grid = trainer.sampling_args["num_codes"], settings.prompts_per_step, size // 32
+    policy, settings, (_, transformer, vae) = codes.model, codes.settings, codes.decoder_modules
+    num_codes, prompts, grid = codes.sampling_args["num_codes"], settings.prompts_per_step, size // 32
     rows, length = prompts * group, 256 + grid**2
     forward, found = CapturedForward(policy, length, compile=False), {}
 
     @contextmanager
     def phase(name, *learning):
-        alive = Alive([policy, *trainer.decoder_modules])
-        parameters = [p for half in learning for p in half.optimizer.param_groups[0]["params"]]
+        alive = Alive([policy, *codes.decoder_modules])
+        parameters = [p for learner in learning for p in learner.optimizer.param_groups[0]["params"]]
         with META, alive, patch("torch.nn.functional.scaled_dot_product_attention", attention):
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)  # that of the micro-batches before
@@ -114,7 +113,8 @@ def peaks(trainer, painter, size, group, micro_batch):
             parameter.grad = None
 
     def draw(output):
-        return _sample_token(output.logits[:, -1], codes, settings.temperature, settings.top_p, [None] * prompts)
+        generators = [None] * prompts
+        return _sample_token(output.logits[:, -1], num_codes, settings.temperature, settings.top_p, generators)
 
     with phase("sample"), torch.no_grad():
         policy.eval()  # what follows is generate_with_logprobs, but of its tokens only the first two and the last
@@ -127,7 +127,7 @@ def peaks(trainer, painter, size, group, micro_batch):
         drawn.append(draw(output))
 
     def velocity():
-        return decoder(
+        return transformer(
             torch.zeros(micro_batch, 16, size // 8, size // 8).bfloat16(),
             encoder_hidden_states=torch.zeros(micro_batch, GLYPHS, 1472).bfloat16(),
             prior_token_id=torch.zeros(micro_batch, 4 * grid**2, dtype=torch.long),
@@ -140,19 +140,19 @@ def peaks(trainer, painter, size, group, micro_batch):
 
     with phase("decode"), torch.no_grad():
         vae.decode(velocity())
-    with phase("decoder update", painter):  # guided: with and without the codes
+    with phase("decoder update", decoder):  # guided: with and without the codes
         v, unguided = velocity(), velocity()
         v = unguided + settings.guidance_scale * (v - unguided)
         x = torch.zeros_like(v, dtype=torch.float32)
         log_density(x, *gaussian_move(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
     ids = torch.zeros(micro_batch, PROMPT + length, dtype=torch.long, device=META)
     positions = torch.zeros(3, PROMPT + length, dtype=torch.long, device=META)
-    nucleus = torch.zeros(micro_batch, length, codes // 8, dtype=torch.uint8)  # on the CPU, as in a Rollout
-    inputs = {"position_ids": positions, **trainer.sampling_args}
+    nucleus = torch.zeros(micro_batch, length, num_codes // 8, dtype=torch.uint8)  # on the CPU, as in a Group
+    inputs = {"position_ids": positions, **codes.sampling_args}
     with phase("reference"), torch.no_grad(), policy.disable_adapter():
         get_per_token_logprobs(policy, ids, length, nucleus=nucleus, **inputs)
     for name, scored in (("update", length), ("of one token", 1)):
-        with phase(name, trainer):
+        with phase(name, codes):
             policy.train()
             get_per_token_logprobs(policy, ids, scored, nucleus=nucleus[:, -scored:], **inputs).sum().backward()
     return found, gigabytes(x for layer in forward.cache.layers for x in (layer.keys, layer.values))
@@ -164,21 +164,21 @@ def main():
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
     options = parser.parse_args()
-    trainer, second = build()
-    adapter, own = (gigabytes(half.optimizer.param_groups[0]["params"]) for half in (trainer, second))
-    base = gigabytes(tensors([trainer.model])) - adapter
-    painter = gigabytes(tensors(trainer.decoder_modules)) - own
+    codes, decoder = build()
+    adapter, own = (gigabytes(learner.optimizer.param_groups[0]["params"]) for learner in (codes, decoder))
+    base = gigabytes(tensors([codes.model])) - adapter
+    painters = gigabytes(tensors(codes.decoder_modules)) - own
     adapter, own = 3 * adapter, 3 * own  # and the two of Adam
     print(f"policy {base:.1f} GB, adapter with its optimiser state {adapter:.2f} GB, ", end="")
-    print(f"decoder {painter:.1f} GB, its own adapter {own:.2f} GB\n{NOTE}")
+    print(f"decoder {painters:.1f} GB, its own adapter {own:.2f} GB\n{NOTE}")
     names = ["sample", "decode", "reference", "update", "of one token"]
     header = "".join(f"{name:>14}" for name in [*names, "taking turns"])
     print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}")
     for size, group, micro_batch in product(options.sizes, options.groups, options.micro_batch_sizes):
-        work, cache = peaks(trainer, second, size, group, micro_batch)
-        learning = work.pop("decoder update") + adapter + own + painter
-        turns = [work[name] + adapter + (painter if name == "decode" else base) for name in names]
-        both = max(work["sample"], cache + max(work.values())) + adapter + painter + base
+        work, cache = peaks(codes, decoder, size, group, micro_batch)
+        learning = work.pop("decoder update") + adapter + own + painters
+        turns = [work[name] + adapter + (painters if name == "decode" else base) for name in names]
+        both = max(work["sample"], cache + max(work.values())) + adapter + painters + base
         cells = "".join(f"{value:>14.1f}" for value in [*turns, max(turns)])
         print(f"{size:>5}{group:>6}{micro_batch:>12}{cells}{both:>8.1f}{learning:>16.1f}")
 

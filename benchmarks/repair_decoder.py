@@ -22,6 +22,7 @@ import torch
 
 import rewards
 import train
+from grpo import set_advantages
 from runtime.pictures import save_grid
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def drawings(settings):
     pictures, _, _, codes = make.dataset()
     rows = zip(pictures, codes.split(1), strict=True)
     examples = [(make.caption(*words), make.draw(*words, radius=radius), own) for (words, radius), own in rows]
-    files = [train.read_prompts(file, None)[0] for file in (settings.prompts, settings.eval_prompts)]
+    files = [train.read_prompts(file, None).texts for file in (settings.prompts, settings.eval_prompts)]
     return [[example for example in examples if example[0] in captions] for captions in files]
 
 
@@ -75,32 +76,34 @@ def main():
     torch.set_num_threads(1)  # see train.py
     flags = ["--model", train.TINY, "--train", "decoder", "--group-size", "8", "--micro-batch-size", "8"]
     flags += ["--decoder-lr", options.lr, "--kl-coef", options.kl_coef, "--iterations", options.iterations]
-    settings = train.parse_settings([*flags, "--combine", "zscore", "--seed", str(options.seed)])
-    trainer = train.build_trainer(train.load(settings, CPU), settings, rewards.parse_rewards("ssim:1,mse:1"), CPU)
-    decoder = train.build_decoder(trainer, settings)
+    settings = train.parse_settings([*flags, "--seed", str(options.seed)])
+    pipe, _, decoder = train.build(train.load(settings, CPU), settings, CPU)
+    likeness = rewards.parse_rewards("ssim:1,mse:1")
+    weights = rewards.weights_of(likeness)
     training, held_out = drawings(settings)
-    (before, pictures_before), count = judge(trainer.pipe, held_out, settings), len(held_out)
+    (before, pictures_before), count = judge(pipe, held_out, settings), len(held_out)
     pictures_after = pictures_before
     print(f"{options.bits} bits, seed {options.seed}: SSIM {before:.4f} on {count} held-out drawings", flush=True)
     started, chosen = time.time(), torch.Generator().manual_seed(options.seed)
     for step in range(1, options.steps + 1):
-        examples = [training[i] for i in torch.randperm(len(training), generator=chosen)[:8].tolist()]
-        images, seed = [], train.seed_of_step(step, settings)
-        for i, (text, _, codes) in enumerate(examples):
-            images += decoder.paint(text, codes, seed + i)
-        texts, targets, _ = zip(*examples, strict=True)
-        values, _ = decoder.score_paintings(images, texts, targets)
-        for move in decoder.moves if options.shuffle else ():
+        texts, targets, codes = zip(
+            *(training[i] for i in torch.randperm(len(training), generator=chosen)[:8].tolist())
+        )
+        images, moves, seed = [], [], train.seed_of_step(step, settings)
+        for i, (text, sequence) in enumerate(zip(texts, codes, strict=True)):
+            painted, path = decoder.paint(train.decode_images, text, sequence, settings.group_size, seed + i)
+            images, moves = images + painted, moves + path
+        raw_rewards = rewards.score(likeness, images, texts, targets)
+        set_advantages(moves, rewards.combine(raw_rewards, weights, settings.group_size, "zscore"))
+        for move in moves if options.shuffle else ():
             move.advantages = move.advantages.roll(1)  # each painting gets its neighbour's
-        metrics = decoder.learn()
+        decoder.add_reference(moves)
+        metrics = decoder.update(moves)
         if step % 25 == 0 or step == options.steps:
-            after, pictures_after = judge(trainer.pipe, held_out, settings)
-            kl, norm, seconds = metrics["decoder/kl"], metrics["decoder/grad_norm"], (time.time() - started) / step
-            print(
-                f"step {step}: held out {after:.4f}, reward of this step's paths {values.mean():.4f}, kl {kl:.2g}, ",
-                end="",
-            )
-            print(f"norm {norm:.2g}, {seconds:.2f} s a step", flush=True)
+            after, pictures_after = judge(pipe, held_out, settings)
+            reward, seconds = rewards.combine(raw_rewards, weights).mean(), (time.time() - started) / step
+            print(f"step {step}: held out {after:.4f}, reward of this step's paths {reward:.4f}, ", end="")
+            print(f"kl {metrics['kl']:.2g}, norm {metrics['grad_norm']:.2g}, {seconds:.2f} s a step", flush=True)
     if options.sheet:
         rows, title = [], f"a decoder of {options.bits} bits, before and after {options.steps} steps"
         for i in range(1, count, max(count // 5, 1)):

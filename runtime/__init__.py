@@ -1,6 +1,12 @@
-"""What keeps a long run alive: ranks, checkpoints, records, and what a GPU needs. The algorithm is in grpo.py."""
+"""What keeps a long run alive: settings, ranks, checkpoints, records, and what a GPU needs. The algorithm is in grpo.py."""
 
 import math
+import warnings
+
+import diffusers
+
+warnings.filterwarnings("ignore", category=FutureWarning)  # of one library about another
+diffusers.utils.logging.set_verbosity_error()  # it warns of modules to keep in float32 where there are none
 
 
 class UserError(Exception):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from runtime import format_number, ranks, reward_names
+from runtime.settings import sizes
 
 CARD = """---
 base_model: {base}
@@ -26,14 +27,15 @@ import torch
 from diffusers import GlmImagePipeline
 
 FOLDER = "where this file is"
-pipe = GlmImagePipeline.from_pretrained("{base}", dtype=torch.bfloat16).to("cuda")
+pipe = GlmImagePipeline.from_pretrained("{model}", dtype="auto")  # on a GPU: .to("cuda")
 pipe.{load}
 settings = dict(num_inference_steps={eval_decode_steps}, guidance_scale={eval_guidance_scale})
+settings["generator"] = torch.Generator().manual_seed(0)
 image = pipe("YOUR PROMPT", height={height}, width={width}, **settings).images[0]
 ```
 """
 
-HALVES = {  # folder: what it adapts, and how it loads
+ADAPTERS = {  # folder: what it adapts, and how it loads
     "adapter": ("the language model, which writes the image codes", "vision_language_encoder.load_adapter(FOLDER)"),
     "decoder-adapter": (
         "the diffusion decoder, which paints the image codes",
@@ -43,18 +45,20 @@ HALVES = {  # folder: what it adapts, and how it loads
 
 
 def write_card(folder, settings, before, after, picture):
-    """README.md and before-after.png in an adapter's folder. A model from a local folder is named by that folder's name.
+    """README.md and before-after.png in an adapter's folder. A model from a folder is called by that folder's name.
 
-    settings: of the half that the adapter belongs to. before, after: records of evaluation.jsonl.
+    before, after: records of evaluation.jsonl.
     """
-    base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
     lines = ["| Mean reward | before | after | pictures |", "|---|---|---|---|"]
     for prefix, name in (("", "training prompts"), ("held_out/", "held-out prompts")):
         for key in reward_names(after, prefix):
             numbers = f"{format_number(before[key])} | {format_number(after[key])} | {after[prefix + 'images']}"
             lines.append(f"| {key.removeprefix(prefix).removeprefix('reward/')}, {name} | {numbers} |")
-    each = f" on each of {ranks.count()} GPUs" if ranks.count() > 1 else ""
-    values = {**vars(settings), "steps": after["step"], **dict(zip(("what", "load"), HALVES[folder.name]))}
-    card = CARD.format(base=base, table="\n".join(lines), each=each, **values)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
+    values = {**vars(settings), "base": base, "steps": after["step"], "table": "\n".join(lines)}
+    values |= {"each": f" on each of {ranks.count()} GPUs" if ranks.count() > 1 else ""}
+    values |= dict(zip(("what", "load"), ADAPTERS[folder.name]))
+    if folder.name == "decoder-adapter":
+        values |= {"lr": settings.decoder_lr, "group_size": sizes(settings)[1]}
+    (folder / "README.md").write_text(CARD.format(**values), encoding="utf-8")
     picture.save(folder / "before-after.png")

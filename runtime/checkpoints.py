@@ -18,10 +18,10 @@ def find(out):
     return sorted((out / "checkpoints").glob("[0-9]*"))
 
 
-def save(out, step, halves, settings, best_step=0):
+def save(out, step, learners, settings, best_step=0):
     """Write beside and rename; then only the newest `--keep-checkpoints` and that of the best evaluation stay.
 
-    `halves`: {folder: GRPO}, "" for the codes'. Random states are not saved: the prompts and all random draws of a step
+    learners: {folder: GRPO}, "" for the codes'. Random states are not saved: the prompts and all random draws of a step
     are functions of the seed and the step.
     """
     final, unfinished = out / "checkpoints" / f"{step:06d}", out / "checkpoints" / ".unfinished"
@@ -33,9 +33,10 @@ def save(out, step, halves, settings, best_step=0):
         os.replace(unfinished / "state.json", final / "state.json")
         unfinished.rmdir()
         return
-    for name, half in halves.items():
-        half.model.save_pretrained(unfinished / name)
-        torch.save(half.optimizer.state_dict(), unfinished / name / "optimizer.pt")
+    for name, learner in learners.items():
+        learner.model.save_pretrained(unfinished / name)
+        (unfinished / name / "README.md").unlink()  # PEFT's form, empty
+        torch.save(learner.optimizer.state_dict(), unfinished / name / "optimizer.pt")
     os.replace(unfinished, final)
     for old in find(out)[: -settings.keep_checkpoints]:
         if old.name != f"{best_step:06d}":
@@ -46,24 +47,24 @@ def read_state(out):
     """Of the newest checkpoint: its step, the number of ranks that made it, and the settings of the run."""
     if not find(out):
         raise UserError(f"there is no checkpoint in {out} to resume")
-    with naming(find(out)[-1]):
+    with readable_errors(find(out)[-1]):
         state = json.loads((find(out)[-1] / "state.json").read_text())
         return state["step"], state["ranks"], state["settings"]
 
 
-def load(out, halves):
+def load(out, learners):
     """The newest checkpoint, by way of the CPU onto the device of adapters and optimisers. Returns its step."""
     folder = find(out)[-1]
-    with naming(folder):
-        for name, half in halves.items():
-            peft.set_peft_model_state_dict(half.model, peft.load_peft_weights(folder / name, device="cpu"))
+    with readable_errors(folder):
+        for name, learner in learners.items():
+            peft.set_peft_model_state_dict(learner.model, peft.load_peft_weights(folder / name, device="cpu"))
             state = torch.load(folder / name / "optimizer.pt", map_location="cpu", weights_only=True)
-            half.optimizer.load_state_dict(state)
+            learner.optimizer.load_state_dict(state)
     return read_state(out)[0]
 
 
 @contextmanager
-def naming(folder):
+def readable_errors(folder):
     """Whatever cannot be read in a checkpoint, half a file for one, is the user's to mend."""
     try:
         yield

@@ -1,42 +1,79 @@
 """What a GPU needs: whether policy and decoder have to take turns on it, and the step of one token as a CUDA graph."""
 
+import os
 from types import SimpleNamespace
 
+import psutil
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from runtime import ranks
+from grpo import Offload
+from runtime import UserError, ranks
+
+GAPS = 2.5e9  # bytes: the card's context and its kernels, Adam's moments, what lies unused between tensors
 
 
 def working_memory(settings):
     """Bytes to leave beside GLM-Image's weights, from what benchmarks/memory.py computes."""
-    tokens = 320 + settings.height * settings.width // 32**2  # prompt, preview and picture
-    cache = 41e3 * settings.prompts_per_step * settings.group_size * tokens  # of all sequences sampled side by side
-    activations = 0.8e6 * tokens  # of a sequence in a training pass
-    if settings.train != "codes":  # of a picture in the decoder's, a token for 16x16 pixels, with guidance twice
-        painting = 0.37e6 * settings.height * settings.width // 16**2 * (2 if settings.guidance_scale > 1 else 1)
-        activations = max(activations, painting)
-    return cache + activations * settings.micro_batch_size + 3e9  # the VAE's or, at other times, gaps between tensors
+    pixels, size = settings.height * settings.width, settings.micro_batch_size
+    tokens = 320 + pixels // 32**2  # prompt, preview and picture
+    room = (tokens // CapturedForward.ROOM + 1) * CapturedForward.ROOM
+    cache = 41e3 * room * settings.prompts_per_step * settings.group_size  # of all sequences sampled side by side
+    work = [0.8e6 * tokens * size, 3.1e3 * pixels]  # a training pass; the VAE, which paints one picture at a time
+    if settings.train in ("decoder", "both"):  # its training pass, a token for 16x16 pixels, with guidance twice
+        work.append(0.37e6 * pixels // 16**2 * size * (2 if settings.guidance_scale > 1 else 1))
+    return cache + max(work) + GAPS
 
 
-def needs_offload(settings, device, modules):
-    """Whether policy and decoder have to take turns on the GPU; printed, with the reason. All ranks decide alike."""
-    if device.type == "cpu":
-        return False
+def place(models, settings, device, forward):
+    """All models to the device for good, or an Offload if they have to take turns on it, which is returned.
+
+    Prints which, and why; all ranks decide alike. forward: the captured step, or None. Raises UserError if the host has
+    too little memory for taking turns.
+    """
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    if device.type == "cuda" and needs_offload(tensors, settings, device):
+        # Page-locked memory comes in powers of two.
+        need = sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors if not tensor.requires_grad)
+        need, there = need * int(os.environ.get("LOCAL_WORLD_SIZE", "1")), psutil.virtual_memory().available
+        if need > there:
+            raise UserError(
+                f"taking turns on the GPU needs {need / 1e9:.1f} GB of free host memory, which has "
+                f"{there / 1e9:.1f}; --offload no needs a larger GPU instead, or a lower --micro-batch-size"
+            )
+        return Offload(models, device, forward.release if forward else lambda: None)
+    for model in models:
+        model.to(device)
+    return None
+
+
+def needs_offload(tensors, settings, device):
     torch.cuda.empty_cache()  # reward models have been there and back
-    weights = sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers()))
+    weights, work = sum(tensor.nbytes for tensor in tensors), working_memory(settings)
     free, total = torch.cuda.mem_get_info(device)
     free = min(ranks.gather(min(free, torch.cuda.get_per_process_memory_fraction(device) * total)))
-    work = working_memory(settings)
     offload = {"yes": True, "no": False, "auto": weights + work > free}[settings.offload]
     print(
         f"memory: {weights / 1e9:.1f} GB of weights, {work / 1e9:.1f} GB to work in, {free / 1e9:.1f} GB free on the "
         f"GPU: policy and decoder {'take turns on it' if offload else 'both stay on it'} (--offload {settings.offload})"
     )
     return offload
+
+
+def keep_rope_tables(transformer):
+    """The decoder makes the tables of its positions on the CPU, in every pass, and would copy them in every block."""
+    tables = {}
+
+    def hook(rope, inputs, made):
+        key = inputs[0].shape[2:], inputs[0].device
+        if key not in tables:
+            tables[key] = [table.to(inputs[0].device) for table in made]
+        return tables[key]
+
+    transformer.rope.register_forward_hook(hook)
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
@@ -82,7 +119,7 @@ class CapturedForward:
         self.release()
 
     def release(self):
-        """Forget the graph, because the weights it reads are about to leave the GPU, and free the cache."""
+        """Forget the graph, for the weights that it reads have left the GPU, and free the cache."""
         self.graph = self.logits = self.cache = self.ids = None
 
     def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
@@ -112,7 +149,7 @@ class CapturedForward:
             self.cache.update(pad(layer.keys, fill), pad(layer.values, fill), i)
         self.mask.fill_(True)
         if attention_mask is not None:
-            self.mask[:rows, : length + 1].copy_(attention_mask)
+            self.mask[:rows, : length + 1].copy_(attention_mask[:, 0, 0])
         if self.graph is None and device.type == "cuda":
             self._capture(length)
 
@@ -135,8 +172,11 @@ class CapturedForward:
                 self._rewind(length)
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):  # NCCL has its own threads
-            self._step()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):  # NCCL has own threads
+                self._step()
+        except RuntimeError as error:  # the end of a capture that has failed hides why
+            raise error.__context__ if isinstance(error.__context__, torch.OutOfMemoryError) else error from None
         self.graph = graph
         self._rewind(length)
 

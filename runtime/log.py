@@ -16,18 +16,25 @@ from tqdm import tqdm
 
 from runtime import UserError, format_number, ranks, reward_names
 from runtime.card import write_card
+from runtime.metrics import why_nothing_was_learned
 from runtime.pictures import save_before_after, save_curves, save_grid
 
 
 class Clock:
-    """clock("decode") measures a phase of a step, and shows it in the progress bar: see GRPO's `phase`."""
+    """clock("decode", *models) brings the models to the GPU if they take turns there, and measures a phase of a step.
 
-    def __init__(self, device, total, done=0):
-        self.device, self.phase, self.timings = device, "", {}
+    The phase is also shown in the progress bar. offload: see grpo.Offload; None where nothing ever moves.
+    """
+
+    def __init__(self, device, total, done=0, offload=None):
+        self.device, self.offload, self.phase, self.timings = device, offload, "", {}
         self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=ranks.rank() > 0)
 
     @contextmanager
-    def __call__(self, phase):
+    def __call__(self, phase, *models):
+        if self.offload is not None and models:
+            with self("move"):
+                self.offload(*models)
         started, cuda, self.phase = time.perf_counter(), self.device.type == "cuda", phase
         self.bar.set_description_str(phase, refresh=sys.stderr.isatty())
         if cuda:
@@ -52,15 +59,14 @@ class Record:
     Of a run that is resumed after step `done`, later records are taken out first, and a line that a kill cut short.
     """
 
-    def __init__(self, out, settings, device, done):
+    def __init__(self, out, settings, device, done, offload=None):
         self.out, self.kind, self.writes = out, settings.log, ranks.rank() == 0
         self.evaluations, metrics = read_jsonl(out / "evaluation.jsonl", done), read_jsonl(out / "metrics.jsonl", done)
-        self.clock, self.tracker = Clock(device, settings.steps, done), None
+        self.clock, self.tracker = Clock(device, settings.steps, done, offload), None
         ranks.gather(None)  # all have read what the first now writes
         if self.writes:
             out.mkdir(parents=True, exist_ok=True)
-            if settings.steps > 0 or settings.resume is None:
-                (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
+            (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
             write_jsonl(out / "evaluation.jsonl", self.evaluations)
             write_jsonl(out / "metrics.jsonl", metrics)
             if self.kind != "none":
@@ -83,12 +89,14 @@ class Record:
         self.clock.bar.update()
         self.clock.bar.write(line)
 
-    def group(self, step, rollout, totals):
-        """The pictures of one group, with their rewards."""
+    def group(self, step, prompt, images, rewards, num_codes, paintings):
+        """The first pictures of a step, with their rewards: those of a prompt, a row for each code sequence."""
         if self.writes:
-            captions = [f"reward {format_number(total)}" for total in totals]
-            cells = list(zip(rollout.images, captions, strict=True))
-            picture = save_grid(self.out / f"group-{step:06d}.png", [(rollout.prompt, cells)], f"step {step}")
+            pairs = zip(images[: num_codes * paintings], rewards.tolist(), strict=False)
+            cells = [(image, f"reward {format_number(reward)}") for image, reward in pairs]
+            width = paintings if num_codes > 1 < paintings else len(cells)
+            rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]
+            picture = save_grid(self.out / f"group-{step:06d}.png", rows, f"step {step}")
             layout = {"dataformats": "NHWC"} if self.kind == "tensorboard" else {}
             if self.kind in ("tensorboard", "wandb"):
                 self.tracker.log_images({"group": np.asarray(picture)[None]}, step=step, **layout)
@@ -97,12 +105,15 @@ class Record:
     def evaluation(self, step, training, held_out):
         """Of both: (metrics, [(prompt, pictures, their rewards)]), the latter for before-after.png."""
         record, shown = {"step": step}, [*training[1], *held_out[1]]
-        for prefix, name, (metrics, _) in (("", "training", training), ("held_out/", "held-out", held_out)):
+        for prefix, (metrics, _) in (("", training), ("held_out/", held_out)):
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
-            self.clock.bar.write(f"evaluation after {step} steps, {name} prompts: {summary(prefix, record)}")
         self.track(step, {f"evaluation/{name}": value for name, value in record.items()})
         record["shown"] = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards in shown]
         self.evaluations.append(record)
+        compared, words = (self.evaluations[:: max(len(self.evaluations) - 1, 1)], ", before -> after")
+        for prefix, name in (("", "training"), ("held_out/", "held-out")):
+            line = f"evaluation after {step} steps, {name} prompts{words if len(compared) > 1 else ''}: "
+            self.clock.bar.write(line + summary(prefix, *compared))
         self.clock.read()
         if self.writes:
             folder = self.out / "evaluation" / f"{step:06d}"
@@ -122,19 +133,19 @@ class Record:
         rated = [record for record in self.evaluations if record[name] is not None]
         return max(rated, key=lambda record: record[name], default={"step": 0})["step"]
 
-    def end(self, halves, settings):
-        """The adapters with their cards, before-after.png, and the last lines: what training has changed."""
-        before, after = self.evaluations[0], self.evaluations[-1]
-        for prefix, name in (("", "training"), ("held_out/", "held-out")):
-            self.clock.bar.write(f"{name} prompts, before -> after: {summary(prefix, before, after)}")
+    def end(self, learners, settings):
+        """The adapters with their cards, and before-after.png; and a warning if training has changed nothing."""
+        if reason := why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl")):
+            self.clock.bar.write(f"warning: nothing was learned: {reason}")
         if self.writes:
+            before, after = self.evaluations[0], self.evaluations[-1]
             picture = save_before_after(self.out, before, after)
-            if settings.train != "decoder":
-                halves[""].model.save_pretrained(self.out / "adapter")
-                write_card(self.out / "adapter", halves[""].settings, before, after, picture)
-            if settings.train != "codes":
-                halves["decoder"].model.base_model.model.save_lora_adapter(self.out / "decoder-adapter")
-                write_card(self.out / "decoder-adapter", halves["decoder"].settings, before, after, picture)
+            if settings.train in ("codes", "both"):
+                learners[""].model.save_pretrained(self.out / "adapter")
+                write_card(self.out / "adapter", settings, before, after, picture)
+            if settings.train in ("decoder", "both"):
+                learners["decoder"].model.base_model.model.save_lora_adapter(self.out / "decoder-adapter")
+                write_card(self.out / "decoder-adapter", settings, before, after, picture)
 
 
 def summary(prefix, *records):

@@ -2,54 +2,47 @@
 
 import math
 
-import torch
-
-from rewards import combine
 from runtime import format_number
 
 PARTS = {  # of the line of a step, in order of weight
-    "kl": "kl {:.4f}", "entropy": "entropy {:.2f}",
-    "grad_norm": "norm {:.2f}", "unscored": "{:.0%} unscored", "groups_without_spread": "{:.0%} without spread",
-    "clip_fraction": "{:.1%} clipped", "mean_logprob_gap": "gap {:.0e}", "decoder/kl": "decoder kl {:.4f}",
-    "decoder/grad_norm": "decoder norm {:.3f}",
+    "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "entropy": "entropy {:.4f}", "grad_norm": "norm {:.2f}",
+    "decoder/grad_norm": "decoder norm {:.3f}", "clip_fraction": "{:.1%} clipped", "mean_logprob_gap": "gap {:.0e}",
+}  # fmt: skip
+ALARMS = {
+    "skipped": "SKIPPED: the gradient was not finite", "groups_without_spread": "{:.0%} without spread",
+    "decoder/groups_without_spread": "decoder: {:.0%} without spread", "unscored": "{:.0%} unscored",
 }  # fmt: skip
 
 
-def weights_of(rewards):
-    return {name: weight for name, (_, weight) in rewards.items()}
+def reward_metrics(raw_rewards, combined, group_size):
+    """The mean over all pictures, and the mean of the groups' spreads, of the combined and of each raw reward.
 
-
-def total_rewards(rollout, rewards):
-    """The weighted sum of a group's raw rewards, for people: (G,). What is maximised may be another, see --combine."""
-    return combine({name: rollout.raw_rewards[name] for name in rewards}, weights_of(rewards))
-
-
-def reward_metrics(rollouts, rewards):
-    """The mean over all pictures, and the mean of the groups' spreads, of each raw reward and of their weighted sum.
-
-    NaN, a picture to which a reward does not apply, is left out; where nothing is left the metric is NaN.
+    raw_rewards: {name: (N*G,)}, combined: (N*G,), group after group. NaN, a picture to which a reward does not apply,
+    is left out; where nothing is left the metric is NaN.
     """
-    table = {"reward": [total_rewards(rollout, rewards) for rollout in rollouts]}
-    table |= {f"reward/{name}": [rollout.raw_rewards[name] for rollout in rollouts] for name in rollouts[0].raw_rewards}
     metrics = {}
-    for name, groups in table.items():
-        groups = [group[~group.isnan()] for group in groups]
-        spreads = [group.std().item() for group in groups if len(group) > 1]
-        metrics[name] = torch.cat(groups).mean().item()
-        metrics[name.replace("reward", "reward_std", 1)] = sum(spreads) / len(spreads) if spreads else math.nan
+    for name, values in {"": combined, **{f"/{name}": values for name, values in raw_rewards.items()}}.items():
+        groups = values.double().view(-1, group_size)  # (N, G)
+        count = (~groups.isnan()).sum(1)
+        squares = (groups - groups.nanmean(1, keepdim=True)).square().nansum(1)
+        metrics[f"reward{name}"] = values.nanmean().item()
+        metrics[f"reward_std{name}"] = (squares / (count - 1)).sqrt()[count > 1].mean().item()  # unbiased
     return metrics
 
 
-def step_metrics(rollouts, rewards):
-    """What the rollouts of a step say before any update."""
-    totals = torch.cat([total_rewards(rollout, rewards) for rollout in rollouts])
-    groups = len(rollouts[0].advantages) > 1  # else one code sequence a prompt, which only the decoder learns from
-    return reward_metrics(rollouts, rewards) | {
-        "unscored": totals.isnan().double().mean().item(),
-        "groups_without_spread": sum(not r.advantages.any() for r in rollouts) / len(rollouts) if groups else math.nan,
-        # -log p of a sample is an unbiased estimate of the entropy of p. It falls before pictures lose variety.
-        "entropy": -torch.cat([rollout.old_logprobs for rollout in rollouts]).mean().item(),
-    }
+def step_metrics(raw_rewards, combined, num_codes, paintings):
+    """What the rewards of a step's pictures say, of `num_codes` (G) code sequences a prompt and K paintings of each.
+
+    Compared in a group, and spread, are code sequences by the means of their paintings, or the paintings of a lone one.
+    """
+    unscored = {"unscored": combined.isnan().double().mean().item()}
+    if num_codes == 1:
+        return reward_metrics(raw_rewards, combined, paintings) | unscored
+    *means, mean = (values.view(-1, paintings).nanmean(1) for values in (*raw_rewards.values(), combined))  # (N*G,)
+    metrics = reward_metrics(dict(zip(raw_rewards, means, strict=True)), mean, num_codes) | unscored
+    if paintings > 1:
+        metrics["decoder/reward_std"] = reward_metrics({}, combined, paintings)["reward_std"]
+    return metrics
 
 
 def format_step(step, metrics, settings):
@@ -60,14 +53,27 @@ def format_step(step, metrics, settings):
         if rest and prefix in groups and not math.isnan(value):
             groups[prefix][rest] = value
     raw, seconds, peaks = groups.values()
-    longest = sorted(seconds, key=seconds.get, reverse=True)[:2]
     line = f"step {step}/{settings.steps} | reward {format_number(metrics['reward'])}"
     line += "" if math.isnan(metrics["reward_std"]) else f" +- {metrics['reward_std']:.3f}"
-    parts = ["SKIPPED: the gradient was not finite"] if metrics["skipped"] else []
+    parts = [style.format(metrics[name]) for name, style in ALARMS.items() if metrics.get(name, 0) > 0]
     parts += [", ".join(f"{name} {value:.3f}" for name, value in raw.items())] if raw else []
-    parts += [f"{sum(seconds.values()):.1f}s ({', '.join(f'{name} {seconds[name]:.1f}' for name in longest)})"]
+    parts += [f"{sum(seconds.values()):.1f}s"]
     parts += [f"{max(peaks.values()):.1f} GB"] if peaks else []
     parts += [style.format(metrics[name]) for name, style in PARTS.items() if metrics.get(name, 0) > 0]
     for part in parts:
         line += f" | {part}" if len(line) + len(part) + 3 <= 120 else ""
     return line
+
+
+def why_nothing_was_learned(records):
+    """Of the metrics of all steps of a run: the reason if no step has moved anything, or None."""
+    if not records or any((record.get(f"{half}grad_norm") or 0) > 0 for record in records for half in ("", "decoder/")):
+        return None
+    if all(record["unscored"] == 1 for record in records):
+        return "no reward applied to any picture; see what your prompts need for it"
+    if all(record["skipped"] for record in records):
+        return "no gradient was finite; take a lower --lr"
+    return (
+        "in no group did one picture score higher than another; take a reward that tells pictures of one prompt apart, "
+        "a higher --temperature or --top-p, or a larger --group-size"
+    )

@@ -9,6 +9,7 @@ import diffusers
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from runtime import UserError
 
@@ -31,9 +32,31 @@ def join():
         diffusers.utils.logging.disable_progress_bar()
 
 
+def device():
+    """This rank's GPU, or the CPU, there with a single thread unless OMP_NUM_THREADS says otherwise.
+
+    The tiny model's matrices are so small that threads spend their time waiting for one another: on two cores a second
+    one gains nothing, and beside a busy program it makes a run ten times as long.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return torch.device("cpu")
+
+
 def leave():
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def print_error(message):
+    """The one line that a user reads. With torchrun it also stands in the report that torchrun ends with."""
+    if count() == 1:
+        print("error:", message, file=sys.stderr)
+    else:  # on a line of its own: another rank's progress bar may stand on this one
+        print(f"\nerror: rank {rank()}: {message}", file=sys.stderr)
+        get_error_handler().record_exception(UserError(message))
 
 
 def rank():
@@ -44,8 +67,8 @@ def count():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def stretch(total):
-    """Which of `total` things this rank takes: a stretch of them, and all stretches together are all of them."""
+def shard(total):
+    """Which of `total` things this rank takes: some in a row, and all shards together are all of them."""
     return range(rank() * total // count(), (rank() + 1) * total // count())
 
 

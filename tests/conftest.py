@@ -26,6 +26,7 @@ from diffusers import GlmImagePipeline
 from make import draw
 
 import train
+from runtime.log import Clock
 
 CPU = torch.device("cpu")
 CODES = 4  # of a short picture: see shorten
@@ -36,6 +37,10 @@ QUICK += ["--eval-prompts", "prompts.txt", "--eval-targets", "targets", "--eval-
 QUICK += ["--temperature", "2"]  # sharp as the shipped model is, two short pictures are often the same
 
 
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "ignore::FutureWarning")  # of one library about another
+
+
 @pytest.fixture(scope="session")
 def pipe():
     """The shipped model, in the stock pipeline. Its distributions are sharp, so a wrong position is expensive."""
@@ -44,6 +49,13 @@ def pipe():
 
 def tiny_settings(*arguments):
     return train.parse_settings(["--model", train.TINY, *arguments])
+
+
+def build_run(settings, pipe=None):
+    """What a run works with, of the tiny model unless told otherwise."""
+    settings.combine = settings.combine or "sum"
+    pipe, codes, decoder = train.build(pipe or train.load(settings, CPU), settings, CPU)
+    return train.Run(pipe, codes, decoder, Clock(CPU, 0))
 
 
 def shorten(setattr):
@@ -88,8 +100,8 @@ def resume(folder, *arguments):
 def write_reward(body):
     """A reward of the user's own, mine.py:reward. `body` sees `call`, which counts its calls from 1, and the pictures.
 
-    The first call is the trial on a blank picture, the next two are the evaluations before training (of prompts
-    trained on and held out), then steps come.
+    The first call is the trial on blank pictures, the next two are the evaluations before training (of prompts trained
+    on and held out), then steps come.
     """
     code = "import os, shutil, signal\nimport torch\n\ncalls = []\n\ndef reward(images, prompts, targets):\n"
     code += "    calls.append(1)\n    call = len(calls)\n"

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import CODES, CPU, shorten, tiny_settings
+from conftest import CODES, CPU, build_run, shorten, tiny_settings
 
 import train
 from benchmarks import glm_image, memory
@@ -54,16 +54,16 @@ def test_step_by_phase(run, tmp_path, monkeypatch):
 
 def test_plain_recipe(monkeypatch):
     """It writes every picture at the positions that encode_prompt computes, and paints a group in one go."""
-    pipe = glm_image.pipeline(True, CPU)
-    trainer = train.build_trainer(pipe, tiny_settings("--height", "32", "--width", "64"), {}, CPU)
-    ids, positions, _ = trainer.encode(glm_image.PROMPTS[0])
+    settings, painted = tiny_settings("--height", "32", "--width", "64"), []
+    run = build_run(settings, glm_image.pipeline(True, CPU))
+    ((ids, positions, _),) = glm_image.encode(run, settings, glm_image.PROMPTS[:1])
     shorten(monkeypatch.setattr)
-    trainer.phase, painted = Clock(CPU, 1), []
-    trainer.decode = lambda prompt, tokens, seed: painted.append((tokens.shape, trainer.settings.micro_batch_size))
-    timings = glm_image.measure_plain(trainer, pipe.processor, 6)
+    look = lambda pipe, prompt, tokens, given, seed: painted.append((tokens.shape, given.micro_batch_size))
+    monkeypatch.setattr(train, "decode_images", look)
+    timings = glm_image.measure_plain(run, settings, 6)
     assert painted == [((1, CODES), 4), ((6, CODES), 6)] and timings["seconds/sample"] > 0  # the first warms up
 
-    cached = trainer.model.get_base_model().model._cached_decode_position_ids  # (6, 3, T + 1), with the end token's
+    cached = run.codes.model.get_base_model().model._cached_decode_position_ids  # (6, 3, T + 1), with the end token's
     assert (cached[:, :, :-1] == positions[:, len(ids) :]).all()
 
 
@@ -145,13 +145,14 @@ def test_our_half_of_the_comparison(against_trl):
     options, clock = SimpleNamespace(group_size=2, prompts_per_step=1), Clock(CPU, 1)
     lora = against_trl.peft.LoraConfig(**against_trl.LORA)
     weights = against_trl.peft.get_peft_model(against_trl.build_model(), lora).state_dict()
-    ours = against_trl.build_ours(options, against_trl.build_tokenizer(), weights, clock)
-    alternate = against_trl.Alternate(ours, against_trl.draw_prompts(1), 1, clock)
+    ours, words = against_trl.build_ours(options, weights), against_trl.build_tokenizer()
+    make_step = lambda prompts, seed: against_trl.our_step(ours, prompts, words, 2, seed, clock)
+    alternate = against_trl.Alternate(make_step, against_trl.draw_prompts(1), 1, clock)
     alternate.on_step_begin()
     alternate.on_step_end(None, SimpleNamespace(global_step=1), None)
     (nothing,), (step,) = alternate.timings["TRL"], alternate.timings["ours"]
     assert nothing.keys() == {"step", "update"} and nothing["step"] == nothing["update"]
-    assert step.keys() == {"step", "sample", "decode", "score", "reference", "update"}
+    assert step.keys() == {"step", "sample", "score", "reference", "update"}
     assert min(step.values()) > 0 and sum(step.values()) <= 2 * step["step"]  # the phases are parts of the step
 
 

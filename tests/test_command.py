@@ -17,6 +17,7 @@ from conftest import (
     CPU,
     ROOT,
     adapter_of,
+    build_run,
     records,
     shorten,
     tiny_settings,
@@ -27,8 +28,14 @@ from PIL import Image
 
 import train
 from grpo import compute_advantages
-from runtime import UserError, ranks
+from runtime import UserError, ranks, settings
 from runtime.log import Clock
+from runtime.metrics import (
+    format_step,
+    reward_metrics,
+    step_metrics,
+    why_nothing_was_learned,
+)
 
 NAN = math.nan
 SHAPES = [
@@ -73,7 +80,7 @@ def test_a_run_leaves_every_promised_file(real_run):
     expected |= {f"evaluation/{step}/{i}-{j}.png" for step in ("000000", "000002") for i in (1, 2) for j in (1, 2, 3)}
     assert expected <= left
     settings = json.loads((out / "settings.json").read_text())
-    assert (settings["group_size"], settings["lr"], settings["top_p"]) == (3, train.DEFAULTS["lr"][0], 0.95)
+    assert (settings["group_size"], settings["lr"], settings["top_p"]) == (3, 1e-3, 0.95)
     for picture in ("before-after.png", "group-000002.png", "evaluation/000000/1-1.png"):
         assert np.asarray(Image.open(out / picture).convert("RGB")).std() > 30, "something is painted"
 
@@ -169,7 +176,7 @@ def test_defaults_depend_on_the_model():
     assert (other.decode_steps, other.guidance_scale, other.eval_decode_steps) == (12, 1.5, 30)
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
     assert Path(other.prompts) == ROOT / "prompts" / "train.txt" and other.targets is other.eval_targets is None
-    assert train.parse_settings([]).model == (train.RELEASE if torch.cuda.is_available() else train.TINY)
+    assert train.parse_settings([]).model == (settings.RELEASE if torch.cuda.is_available() else train.TINY)
     assert (tiny.targets, tiny.eval_targets) == (f"{train.TINY}/targets", f"{train.TINY}/heldout-targets")
     assert tiny_settings("--prompts", "mine.txt").targets is None, "the shipped targets fit the shipped prompts alone"
 
@@ -178,7 +185,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--help"])
     text = capsys.readouterr().out
-    for action in train.build_parser()._actions:
+    for action in settings.build_parser()[0]._actions:
         assert f"{action.option_strings[-1]} " in text
         assert action.help
     for name in vars(tiny_settings()):
@@ -219,7 +226,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # without a network it tries for a while
     monkeypatch.setitem(sys.modules, "wandb", None)
     Path("empty.txt").write_text("\n  \n")
     Path("one.txt").write_text("a red circle\n")
@@ -295,7 +302,7 @@ def test_a_gpu_is_named_by_its_number(quick, capsys, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(train, "print_settings", refuse)
+    monkeypatch.setattr(train, "print_start", refuse)
     assert quick("--steps", "1") == 2
     assert "on cuda:1" in capsys.readouterr().err
 
@@ -329,24 +336,17 @@ def test_an_evaluation_is_always_of_the_same_prompts_and_seeds(quick, monkeypatc
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
-GROUPS = [
-    {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([10.0, NAN, 30.0])},
-    {"a": torch.tensor([NAN, 5.0, NAN]), "b": torch.tensor([NAN, NAN, NAN])},
-    {"a": torch.tensor([4.0, 4.0, 4.0]), "b": torch.tensor([0.0, 0.0, 6.0])},
-]
-REWARDS = {"a": (None, 2.0), "b": (None, 0.5)}
+RAW = {
+    "a": torch.tensor([1.0, 2.0, 3.0] + [NAN, 5.0, NAN] + [4.0, 4.0, 4.0]),
+    "b": torch.tensor([10.0, NAN, 30.0] + [NAN, NAN, NAN] + [0.0, 0.0, 6.0]),
+}
+TOTAL = torch.tensor([2 + 5, 4, 6 + 15] + [NAN, 10, NAN] + [8, 8, 8 + 3])  # 2a + b/2, of those that apply
 
 
 def test_reward_metrics_by_hand():
     """Means over all pictures; spreads within groups, then their mean. NaN is no picture of this reward."""
-    advantages = [torch.tensor([0.0, 1.0, -1.0]), torch.zeros(3), torch.tensor([1.0, 0.0, 0.0])]
-    logprobs = [torch.full((3, 4), value) for value in (-1.0, -2.0, -4.5)]
-    rollouts = [
-        SimpleNamespace(raw_rewards=r, advantages=a, old_logprobs=p)
-        for r, a, p in zip(GROUPS, advantages, logprobs, strict=True)
-    ]
-    metrics = train.step_metrics(rollouts, REWARDS)
-    totals = [7, 4, 21, 10, 8, 8, 11]  # 2a + b/2 where there is one of them: 2 + 5, 4, 6 + 15 | 10 | 8, 8, 8 + 3
+    metrics = step_metrics(RAW, TOTAL, 3, 1)
+    totals = [7, 4, 21, 10, 8, 8, 11]
     assert metrics == pytest.approx(
         {
             "reward": np.mean(totals),
@@ -356,40 +356,75 @@ def test_reward_metrics_by_hand():
             "reward/b": np.mean([10, 30, 0, 0, 6]),
             "reward_std/b": np.mean([np.std([10, 30], ddof=1), np.std([0, 0, 6], ddof=1)]),
             "unscored": 2 / 9,
-            "groups_without_spread": 1 / 3,
-            "entropy": 2.5,  # minus the mean log-prob of the sampled codes
         }
     )
-    nothing = train.step_metrics(rollouts[1:2], {"b": REWARDS["b"]} | REWARDS)
+    nothing = reward_metrics({"b": RAW["b"][3:6]}, TOTAL[3:6], 3)
     assert math.isnan(nothing["reward/b"]) and math.isnan(nothing["reward_std/b"]) and math.isnan(nothing["reward_std"])
-    assert (nothing["reward"], nothing["groups_without_spread"]) == (10, 1)
-    judged = train.reward_metrics(rollouts, {"a": REWARDS["a"]})
-    assert judged["reward"] == pytest.approx(2 * judged["reward/a"]), "what only judges is no part of the total"
-    assert judged["reward/b"] == metrics["reward/b"]
+    assert nothing["reward"] == 10
+
+
+def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
+    """One prompt, two code sequences, painted twice each; or one code sequence, painted four times."""
+    values = torch.tensor([0.0, 2.0, 10.0, 16.0])
+    both, decoder = step_metrics({"a": values}, values, 2, 2), step_metrics({"a": values}, values, 1, 4)
+    assert both["reward"] == decoder["reward"] == both["reward/a"] == 7
+    assert both["reward_std"] == pytest.approx(np.std([1, 13], ddof=1)), "of the means"
+    assert both["decoder/reward_std"] == pytest.approx((np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2)
+    assert decoder["reward_std"] == decoder["reward_std/a"] == pytest.approx(np.std(values.numpy(), ddof=1))
 
 
 METRICS = {
     "reward": 1.25, "reward_std": 0.5, "reward/a": 0.75, "reward_std/a": 0.125, "reward/b": NAN, "reward_std/b": NAN,
     "unscored": 0.0, "groups_without_spread": 0.25, "kl": 0.0125, "clip_fraction": 0.125, "grad_norm": 2.5,
-    "mean_logprob_gap": 2e-6, "max_logprob_gap": 3e-5, "skipped": 0.0, "entropy": 1.5, "seconds/sample": 1.5, "seconds/update": 2.25,
-    "gpu_gb/sample": 7.0, "gpu_gb/update": 9.5,
+    "mean_logprob_gap": 2e-6, "max_logprob_gap": 3e-5, "skipped": 0.0, "entropy": 0.0169, "seconds/sample": 1.5,
+    "seconds/update": 2.25, "gpu_gb/sample": 7.0, "gpu_gb/update": 9.5,
 }  # fmt: skip
 
 
 def test_the_line_of_a_step_by_hand():
-    line = train.format_step(3, METRICS, SimpleNamespace(steps=20))
-    assert len(line) <= 120, "what finds no more room is left out"
+    """What is 0 or was not measured is left out, and what finds no more room; alarms stand in front."""
+    line = format_step(3, METRICS, SimpleNamespace(steps=20))
+    assert len(line) <= 120
     assert line == (
-        "step 3/20 | reward 1.250 +- 0.500 | a 0.750 | 3.8s (update 2.2, sample 1.5) | 9.5 GB | kl 0.0125 | entropy 1.50"
+        "step 3/20 | reward 1.250 +- 0.500 | 25% without spread | a 0.750 | 3.8s | 9.5 GB | kl 0.0125 | entropy 0.0169"
     )
     trouble = dict.fromkeys(["kl", "clip_fraction", "mean_logprob_gap", "max_logprob_gap"], NAN)  # nothing learned
     trouble |= {"unscored": 0.25, "skipped": 1.0, "grad_norm": 0.0}
-    line = train.format_step(3, METRICS | trouble, SimpleNamespace(steps=20))
-    assert "SKIPPED: the gradient was not finite" in line
-    assert not re.search("kl|norm|gap|nan", line), "what is 0 or was not measured is left out"
+    line = format_step(3, METRICS | trouble, SimpleNamespace(steps=20))
+    assert line.startswith(
+        "step 3/20 | reward 1.250 +- 0.500 | SKIPPED: the gradient was not finite | 25% without spread | 25% unscored"
+    )
+    assert not re.search("kl|norm|gap|nan", line)
     quiet = {name: value for name, value in METRICS.items() if "gpu" not in name} | {"kl": 0.0, "entropy": 0.0}
-    line = train.format_step(3, quiet, SimpleNamespace(steps=20))
-    assert line.endswith("norm 2.50 | 25% without spread | gap 2e-06")
+    line = format_step(3, quiet, SimpleNamespace(steps=20))
+    assert line.endswith("a 0.750 | 3.8s | norm 2.50 | 12.5% clipped | gap 2e-06")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "in no group did one picture score higher"),
+        ({"unscored": 1.0}, "no reward applied to any picture"),
+        ({"skipped": 1.0}, "no gradient was finite"),
+        ({"grad_norm": 0.1}, None),
+        ({"decoder/grad_norm": 0.1}, None),
+    ],
+)
+def test_why_nothing_was_learned(changes, words):
+    record = {"grad_norm": 0.0, "unscored": 0.0, "skipped": 0.0, "groups_without_spread": 1.0}
+    reason = why_nothing_was_learned([record | changes] * 2)
+    assert reason is None if words is None else words in reason
+    assert why_nothing_was_learned([record, record | {"grad_norm": 0.2}]) is why_nothing_was_learned([]) is None
+
+
+def test_a_run_that_learns_nothing_says_so(quick, capfd):
+    Path("mine.py").write_text("def constant(images, prompts, targets):\n    return [1.0] * len(images)\n")
+    assert quick("--reward", "mine.py:constant", "--steps", "2", "--out", "run") == 0
+    output = "".join(capfd.readouterr())
+    assert "step 1/2 | reward 1.000 +- 0.000 | 100% without spread" in output
+    assert "warning: nothing was learned: in no group did one picture score higher than another" in output
+    assert quick("--steps", "1", "--out", "other") == 0
+    assert "nothing was learned" not in "".join(capfd.readouterr())
 
 
 def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
@@ -412,18 +447,19 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     """A group's advantages by hand; the spread of "b" is a hundred times that of "a"."""
     shorten(monkeypatch.setattr)
     a, b = torch.tensor([1.0, 2.0, NAN, 6.0]), torch.tensor([300.0, 100.0, NAN, 500.0])
-    functions = {"a": (lambda *_: a, 2.0), "b": (lambda *_: b, 0.5)}
+    functions, seen = {"a": (lambda *_: a, 2.0), "b": (lambda *_: b, 0.5)}, []
     settings = tiny_settings("--height", "32", "--width", "32", "--combine", combine)
-    (rollout,) = train.build_trainer(train.load(settings, CPU), settings, functions, CPU).rollout(["a red circle"])
+    run = build_run(settings)
+    monkeypatch.setattr(run.codes, "update", lambda groups: seen.extend(groups) or {})
+    _, raw_rewards, _ = train.grpo_step(run, settings, functions, ["a red circle"], None, 0)
     total = 2 * a + 0.5 * b
     if combine == "zscore":
         total = 2 * compute_advantages(a, 4) + 0.5 * compute_advantages(b, 4)
         total[2] = NAN
-    torch.testing.assert_close(rollout.advantages, compute_advantages(total, 4), atol=1e-5, rtol=0)
-    assert rollout.advantages[2] == 0 and rollout.advantages[1] < 0 < rollout.advantages[3]
-    metrics = train.step_metrics([rollout], functions)
-    assert metrics["reward"] == pytest.approx((152 + 54 + 262) / 3)
-    assert (metrics["reward/a"], metrics["reward/b"], metrics["unscored"]) == (3, 300, 0.25)
+    (advantages,) = (group.advantages for group in seen)
+    torch.testing.assert_close(advantages, compute_advantages(total, 4), atol=1e-5, rtol=0)
+    assert advantages[2] == 0 and advantages[1] < 0 < advantages[3]
+    assert all(raw_rewards[name].tolist()[3] == values[3] for name, values in (("a", a), ("b", b))), "the log has these"
 
 
 def test_several_rewards_are_combined_by_zscores_unless_told_otherwise(quick):

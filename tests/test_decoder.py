@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU, tiny_settings
+from conftest import CPU, build_run, tiny_settings
 from diffusers import GlmImagePipeline
 from make import draw
 from safetensors.torch import load_file
@@ -13,33 +13,18 @@ from safetensors.torch import load_file
 import rewards
 import train
 from decoder import PathScheduler, gaussian_move, log_density
+from grpo import Group, Offload
 from runtime import checkpoints
-from runtime.metrics import step_metrics
 
 PROMPTS = ["a red circle on a pink background", "a blue cross on a white background"]
+REWARDS = rewards.parse_rewards("ssim:1,mse:1")
 
 
-def build(*arguments, spec="ssim:1,mse:1", dtype=torch.float32):
-    """(trainer of the codes, trainer of the decoder, settings) of the tiny model, on small pictures of three moves."""
+def build(*arguments, dtype=torch.float32):
+    """What a run works with and its settings, of the tiny model, on small pictures of three moves."""
     flags = ["--train", "decoder", "--height", "64", "--width", "64", "--decode-steps", "3", "--group-size", "3"]
-    settings = tiny_settings(*flags, *arguments)
-    settings.combine = settings.combine or "zscore"
-    pipe = GlmImagePipeline.from_pretrained(train.TINY, dtype=dtype)
-    trainer = train.build_trainer(pipe, settings, rewards.parse_rewards(spec), CPU)
-    shorten_encode(trainer)
-    trainer.pipe.transformer.eval()
-    return trainer, train.build_decoder(trainer, settings), settings
-
-
-def shorten_encode(trainer):
-    """Ten codes instead of 260; the decoder is shown the last four."""
-    encode = trainer.encode
-
-    def ten(prompt):
-        ids, positions, _ = encode(prompt)
-        return ids, positions[:, : len(ids) + 10], 10
-
-    trainer.encode = ten
+    settings = tiny_settings(*flags, "--combine", "zscore", *arguments)
+    return build_run(settings, GlmImagePipeline.from_pretrained(train.TINY, dtype=dtype)), settings
 
 
 def perturb(model, size=0.05):
@@ -49,9 +34,26 @@ def perturb(model, size=0.05):
             parameter.data.normal_(0, size)
 
 
-def roll_out(trainer, seed=5):
+def roll_out(run, settings, seed=5):
+    """The moves of a lone code sequence of each prompt, with their advantages; 10 codes, the decoder sees 4."""
     targets = [draw("circle", "red", "pink"), draw("cross", "blue", "white")]
-    return trainer.rollout(PROMPTS, targets, seed)
+    codes = torch.randint(1024, (2, 1, 10), generator=torch.Generator().manual_seed(seed))
+    groups = [Group(None, None, tokens, None, None) for tokens in codes]
+    images, moves = train.paint(run, PROMPTS, groups, settings, seed)
+    raw_rewards = rewards.score(REWARDS, images, PROMPTS, targets)
+    train.set_advantages(
+        moves, rewards.combine(raw_rewards, rewards.weights_of(REWARDS), settings.group_size, "zscore")
+    )
+    return moves
+
+
+def learn(run, moves):
+    run.decoder.add_reference(moves)
+    return run.decoder.update(moves)
+
+
+def adapter(model):
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 # ---- one move -------------------------------------------------------------------------------------------------------
@@ -86,14 +88,15 @@ def test_log_density_equals_torchs():
 
 @pytest.mark.parametrize("steps", [2, 6, 50])
 def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, steps):
-    """Each move by itself; and the pipeline's latents, while the scheduler draws nothing."""
+    """Each move by itself; and the pipeline's latents."""
     latents = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     prior = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(1))
     arguments = {"prompt": PROMPTS, "prior_token_ids": prior, "height": 64, "width": 64, "num_inference_steps": steps}
     arguments |= {"guidance_scale": 1.5, "output_type": "latent"}
     expected = pipe(**arguments, latents=latents.clone()).images
     other = GlmImagePipeline(**{**pipe.components, "scheduler": PathScheduler.from_config(pipe.scheduler.config)})
-    assert torch.equal(other(**arguments, latents=latents.clone()).images, expected)
+    other.scheduler.begin(1e-12, [0, 1])  # a spread of 1e-12
+    assert (other(**arguments, latents=latents.clone()).images - expected).abs().max() < 1e-4
 
     stock = pipe.scheduler
     stock.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist(), mu=0.6)
@@ -111,61 +114,75 @@ def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, 
 @pytest.mark.parametrize("guidance", ["1.0", "1.5"])
 def test_scored_again_the_log_probs_are_those_of_the_draw(guidance):
     """Recomputed by the Gaussian's own formula from a transformer called by hand, guided as the pipeline does."""
-    trainer, decoder, _ = build("--guidance-scale", guidance)
-    perturb(decoder.model)
-    roll_out(trainer)
-    assert len(decoder.moves) == 2 * 2  # prompts x moves but the last
-    for move in decoder.moves:
+    run, settings = build("--guidance-scale", guidance)
+    perturb(run.decoder.model)
+    moves = roll_out(run, settings)
+    assert len(moves) == 2 * 2  # prompts x moves but the last
+    for move in moves:
         assert move.old_logprobs.shape == (3, 8 * 8 * 8) and move.latents.device.type == "cpu"
         with torch.no_grad():
-            again = decoder.logprobs(move, torch.arange(3))
+            again = run.decoder.logprobs(move, torch.arange(3))
         assert (again - move.old_logprobs).mean(1).abs().max() < 2e-7, "of the mean over the numbers of a move"
         assert (again - move.old_logprobs).abs().max() < 1e-3
         assert len(move.calls) == (1 if guidance == "1.0" else 2)
         assert all(call["hidden_states"] is None for call in move.calls), "kept once, as latents"
-    level, next_level = decoder.moves[1].levels
-    assert 1 > level > next_level > 0 and decoder.moves[0].levels[1] == level
-    assert torch.equal(decoder.moves[1].latents, decoder.moves[0].next_latents), "a path"
+    level, next_level = moves[1].levels
+    assert 1 > level > next_level > 0 and moves[0].levels[1] == level
+    assert torch.equal(moves[1].latents, moves[0].next_latents), "a path"
 
 
 def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
-    trainer, decoder, _ = build()
-    roll_out(trainer)
-    first = decoder.moves[0]
+    run, settings = build()
+    first, _, other, _ = roll_out(run, settings)
     assert torch.equal(first.latents[0], first.latents[1])
     assert not torch.equal(first.next_latents[0], first.next_latents[1])
-    again, decoder.moves = decoder.moves, []
-    roll_out(trainer)
-    assert all(torch.equal(a.next_latents, b.next_latents) for a, b in zip(again, decoder.moves)), "by the seed alone"
-    decoder.moves = []
-    roll_out(trainer, seed=6)
-    assert not torch.equal(again[0].latents, decoder.moves[0].latents), "the noise a group starts from"
-    for other in (again[2], decoder.moves[0]):  # of another prompt, of another step: log-probs depend on draws alone
-        assert (again[0].old_logprobs - other.old_logprobs).abs().max() > 0.1, "fresh draws"
+    again = roll_out(run, settings)
+    assert torch.equal(first.next_latents, again[0].next_latents), "by the seed alone"
+    assert torch.equal(other.next_latents, again[2].next_latents)
+    later = roll_out(run, settings, seed=7)[0]
+    assert not torch.equal(first.latents[0], later.latents[0]), "the noise a group starts from"
+
+
+def draws(move):
+    """The standard normal numbers (K, D) that a move has drawn, but for their signs: they are all it kept of them."""
+    std = move.levels[1] * math.sin(0.7 * math.pi / 2)
+    return (-2 * (move.old_logprobs + math.log(std) + math.log(2 * math.pi) / 2)).clamp(min=0).sqrt()
+
+
+def test_no_two_paintings_share_their_draws():
+    """Of a code sequence, of two of a prompt, of neighbouring prompts, of steps, and of seeds that differ by one."""
+    run, _ = build("--train", "both", "--group-size", "3", "--paintings", "2")
+    codes, found = torch.zeros(3, 10, dtype=torch.long), []
+    for seed in (5, 6, 1005):
+        images, moves = run.decoder.paint(train.decode_images, PROMPTS[0], codes, 2, seed)
+        assert len(images) == 6 and len(moves) == 3 * 2
+        found += [draw for move in moves for draw in draws(move)]
+    assert len(found) == 3 * 3 * 2 * 2  # seeds, code sequences, moves, paintings
+    for i, one in enumerate(found):
+        assert all((one - other).abs().mean() > 0.3 for other in found[:i])
 
 
 def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
-    trainer, decoder, _ = build("--guidance-scale", "1.5", "--kl-coef", "0.1", dtype=torch.bfloat16)
-    trainer.pipe.transformer.enable_gradient_checkpointing()
-    roll_out(trainer)
-    assert {move.old_logprobs.dtype for move in decoder.moves} == {torch.float32}
-    metrics = decoder.learn()
-    assert metrics["decoder/max_logprob_gap"] < 1e-4, "in batches of the same size the same operations"
-    assert 0 < metrics["decoder/grad_norm"] < 1 and metrics["decoder/skipped"] == 0
+    run, settings = build("--guidance-scale", "1.5", "--kl-coef", "0.1", dtype=torch.bfloat16)
+    run.pipe.transformer.enable_gradient_checkpointing()
+    moves = roll_out(run, settings)
+    assert {move.old_logprobs.dtype for move in moves} == {torch.float32}
+    metrics = learn(run, moves)
+    assert metrics["max_logprob_gap"] < 1e-4, "in batches of the same size the same operations"
+    assert 0 < metrics["grad_norm"] < 1 and metrics["skipped"] == 0
 
 
 def test_micro_batches_change_neither_the_paths_nor_the_gradient():
     found = []
     for size in ("3", "1", "2"):
-        trainer, decoder, _ = build("--micro-batch-size", size, "--kl-coef", "0.1")
-        decoder.optimizer = torch.optim.SGD([p for p in decoder.model.parameters() if p.requires_grad], lr=1.0)
-        perturb(decoder.model)
-        before = {n: p.detach().clone() for n, p in decoder.model.named_parameters() if p.requires_grad}
-        roll_out(trainer)
-        latents = decoder.moves[-1].next_latents
-        decoder.learn()
-        after = {n: p.detach() for n, p in decoder.model.named_parameters() if p.requires_grad}
-        found.append((latents, torch.cat([(after[n] - before[n]).flatten() for n in before])))
+        run, settings = build("--micro-batch-size", size, "--kl-coef", "0.1")
+        run.decoder.optimizer = torch.optim.SGD(adapter(run.decoder.model), lr=1.0)
+        perturb(run.decoder.model)
+        before = [p.detach().clone() for p in adapter(run.decoder.model)]
+        moves = roll_out(run, settings)
+        learn(run, moves)
+        change = [(p.detach() - b).flatten() for p, b in zip(adapter(run.decoder.model), before, strict=True)]
+        found.append((moves[-1].next_latents, torch.cat(change)))
     for latents, change in found[1:]:
         torch.testing.assert_close(latents, found[0][0], atol=1e-4, rtol=0)
         torch.testing.assert_close(change, found[0][1], atol=1e-5, rtol=1e-2)
@@ -174,94 +191,114 @@ def test_micro_batches_change_neither_the_paths_nor_the_gradient():
 
 def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
     """On fresh samples: minus the mean over moves of A times the mean log-density, by autograd."""
-    trainer, decoder, _ = build("--kl-coef", "0")
-    decoder.optimizer = torch.optim.SGD([p for p in decoder.model.parameters() if p.requires_grad], lr=1.0)
-    perturb(decoder.model)
-    roll_out(trainer)
-    moves, parameters = decoder.moves, [p for p in decoder.model.parameters() if p.requires_grad]
-    logprobs = [decoder.logprobs(move, torch.arange(3)).mean(1) for move in moves]
+    run, settings = build("--kl-coef", "0")
+    run.decoder.optimizer = torch.optim.SGD(adapter(run.decoder.model), lr=1.0)
+    perturb(run.decoder.model)
+    moves, parameters = roll_out(run, settings), adapter(run.decoder.model)
+    logprobs = [run.decoder.logprobs(move, torch.arange(3)).mean(1) for move in moves]
     loss = -sum((move.advantages * logp).mean() for move, logp in zip(moves, logprobs)) / len(moves)
     expected = torch.autograd.grad(loss, parameters)
     before = [p.detach().clone() for p in parameters]
-    metrics = decoder.learn()
+    metrics = learn(run, moves)
     norm = torch.stack([g.norm() for g in expected]).norm().item()
-    assert metrics["decoder/grad_norm"] == pytest.approx(norm, rel=1e-3)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
     for p, b, g in zip(parameters, before, expected):
         torch.testing.assert_close(b - p.detach(), g / max(norm, 1), atol=1e-6, rtol=1e-2)
 
 
 def test_the_reference_is_the_decoder_without_its_adapter():
-    trainer, decoder, _ = build("--kl-coef", "0.1")
-    roll_out(trainer)
-    moves = decoder.moves
-    perturb(decoder.model)
-    metrics = decoder.learn()
+    run, settings = build("--kl-coef", "0.1")
+    moves = roll_out(run, settings)
+    perturb(run.decoder.model)
+    metrics = learn(run, moves)
     for move in moves:
         torch.testing.assert_close(move.ref_logprobs, move.old_logprobs, atol=1e-3, rtol=0)
-    assert metrics["decoder/kl"] > 0
-    base = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
-    assert base and all(p.grad is None for _, p in trainer.model.named_parameters()), "the codes' half is left alone"
+    assert metrics["kl"] > 0
+    base = adapter(run.codes.model)
+    assert base and all(p.grad is None for p in run.codes.model.parameters()), "the codes' half is left alone"
 
 
 # ---- credit ---------------------------------------------------------------------------------------------------------
 
 
-def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_themselves(tmp_path):
-    """Rewards 0..15: two prompts, two code sequences each, four paintings of each."""
-    trainer, decoder, _ = build("--train", "both", "--group-size", "2", "--paintings", "4", "--combine", "sum")
+def watched(run, monkeypatch):
+    """What each learner is given to learn from."""
     seen = {}
-
-    def score(images, prompts, targets):
-        seen.update(prompts=prompts, targets=targets)
-        values = torch.arange(16.0) ** 2
-        return None, {"number": values}
-
-    decoder.score = score
-    sizes = []
-    decoder.total = lambda raw, size: (sizes.append(size), raw["number"])[1]
-    rollouts = trainer.rollout(PROMPTS, ["a", "b"], 5)
-    values = torch.arange(16.0) ** 2
-    means = values.view(4, 4).mean(1)
-    assert torch.equal(torch.cat([r.rewards for r in rollouts]), means)
-    assert sizes == [4, 2], "z-scores of several rewards are of the same groups"
-    assert seen == {"prompts": [PROMPTS[0]] * 8 + [PROMPTS[1]] * 8, "targets": ["a"] * 8 + ["b"] * 8}
-    assert len(decoder.moves) == 2 * 2 * 2  # prompts x code sequences x moves
-    for i, move in enumerate(decoder.moves):
-        group = values[i // 2 * 4 : i // 2 * 4 + 4]
-        torch.testing.assert_close(move.advantages, (group - group.mean()) / group.std(), atol=1e-4, rtol=0)
-    assert all(len(r.images) == 2 for r in rollouts)
-    images = decoder.paint(PROMPTS[0], rollouts[0].tokens, 5)
-    assert images[0] is decoder.pictures[0] and images[1] is decoder.pictures[4], "the first painting of each sequence"
+    for name, learner in (("codes", run.codes), ("decoder", run.decoder)):
+        monkeypatch.setattr(learner, "update", lambda groups, name=name: seen.update({name: groups}) or {"skipped": 0})
+    return seen
 
 
-def test_one_code_sequence_a_prompt_when_only_the_decoder_learns():
-    trainer, decoder, settings = build("--decoder-lr", "0.002")
-    assert [half.optimizer.param_groups[0]["lr"] for half in (trainer, decoder)] == [0.001, 0.002]
-    rollouts = roll_out(trainer)
-    assert [len(r.tokens) for r in rollouts] == [1, 1]
-    assert all(not r.advantages.any() for r in rollouts)
-    metrics = step_metrics(rollouts, rewards.parse_rewards("ssim:1,mse:1"))
-    assert math.isnan(metrics["groups_without_spread"]), "there are no groups"
-    assert settings.group_size == 3, "an evaluation paints as many as ever"
-    adapter = [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
-    trainer.update(rollouts)
-    decoder.learn()
-    assert all(torch.equal(p, a) for p, a in zip((p for p in trainer.model.parameters() if p.requires_grad), adapter))
-    assert any(p.abs().max() > 0 for n, p in decoder.model.named_parameters() if "lora_B" in n)
+@pytest.mark.parametrize("missing", [False, True])
+def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_themselves(monkeypatch, missing):
+    """Two prompts, two code sequences each, four paintings of each; a painting without a reward is left out."""
+    run, settings = build("--train", "both", "--group-size", "2", "--paintings", "4", "--combine", "sum")
+    values, given, seen = torch.arange(16.0) ** 2, {}, watched(run, monkeypatch)
+    if missing:
+        values[5] = math.nan
+
+    def number(images, prompts, targets):
+        given.update(prompts=prompts, targets=targets, images=len(images))
+        return values
+
+    images, _, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, PROMPTS, ["a", "b"], 5)
+    expected = {"prompts": [PROMPTS[0]] * 8 + [PROMPTS[1]] * 8, "targets": ["a"] * 8 + ["b"] * 8, "images": 16}
+    assert given == expected and len(images) == 16 and metrics["decoder/skipped"] == 0
+    means = values.view(4, 4).nanmean(1)
+    for i, group in enumerate(seen["codes"]):
+        own = means[2 * i : 2 * i + 2]
+        torch.testing.assert_close(group.advantages, (own - own.mean()) / own.std(), atol=1e-4, rtol=0)
+    moves_each = settings.decode_steps - 1
+    assert len(seen["decoder"]) == 2 * 2 * moves_each
+    for i, move in enumerate(seen["decoder"]):
+        own = values.view(4, 4)[i // moves_each]
+        spread = own[~own.isnan()].std()
+        by_hand = ((own - own.nanmean()) / spread).nan_to_num(0)
+        torch.testing.assert_close(move.advantages, by_hand, atol=1e-4, rtol=0)
+
+
+def test_zscores_of_several_rewards_are_of_the_groups_that_are_compared(monkeypatch):
+    """Among the two code sequences of a prompt, and among the three paintings of each."""
+    run, settings = build("--train", "both", "--group-size", "2", "--paintings", "3")
+    sizes, combine = [], train.combine
+    monkeypatch.setattr(
+        train, "combine", lambda raw, weights, size, how: sizes.append((size, how)) or combine(raw, weights, size, how)
+    )
+    watched(run, monkeypatch)
+    train.grpo_step(run, settings, {"n": (lambda *given: torch.arange(6.0), 1.0)}, PROMPTS[:1], None, 0)
+    assert sizes == [(2, "zscore"), (3, "zscore")]
+
+
+def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch):
+    run, settings = build("--decoder-lr", "0.002")
+    assert [learner.optimizer.param_groups[0]["lr"] for learner in (run.codes, run.decoder)] == [0.001, 0.002]
+    before, sampled, sample = [p.detach().clone() for p in adapter(run.codes.model)], [], run.codes.sample
+    monkeypatch.setattr(
+        run.codes, "sample", lambda prompts, size, seed: sampled.append(size) or sample(prompts, size, seed)
+    )
+    targets = [draw("circle", "red", "pink"), draw("cross", "blue", "white")]
+    images, raw_rewards, metrics = train.grpo_step(run, settings, REWARDS, PROMPTS, targets, 5)
+    assert sampled == [1] and len(images) == len(raw_rewards["ssim"]) == 2 * 3
+    assert "groups_without_spread" not in metrics and metrics["decoder/groups_without_spread"] == 0
+    assert all(torch.equal(p, b) for p, b in zip(adapter(run.codes.model), before))
+    assert any(p.abs().max() > 0 for n, p in run.decoder.model.named_parameters() if "lora_B" in n)
 
 
 def taking_turns(monkeypatch, offload):
     """A step of both halves: Adam's first moments, and where a frozen weight and the adapters were."""
-    monkeypatch.setattr(train, "needs_offload", lambda *given: offload)
-    trainer, decoder, _ = build("--train", "both", "--group-size", "2", "--paintings", "2", "--kl-coef", "0.1")
-    weight = trainer.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
-    adapters = [p for model in (trainer.model, decoder.model) for p in model.parameters() if p.requires_grad]
-    home, places, scored, seen = weight.data_ptr(), [p.data_ptr() for p in adapters], decoder.logprobs, []
-    monkeypatch.setattr(decoder, "logprobs", lambda *given: (seen.append(weight.data_ptr()), scored(*given))[1])
-    trainer.step(PROMPTS, [draw("circle", "red", "pink"), draw("cross", "blue", "white")], 5)
-    decoder.learn()
+    run, settings = build("--train", "both", "--group-size", "2", "--paintings", "2", "--kl-coef", "0.1")
+    weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
+    if offload:
+        models = [run.codes.model, *train.painters(run.pipe)]
+        run = train.Run(run.pipe, run.codes, run.decoder, train.Clock(CPU, 0, offload=Offload(models, CPU)))
+    adapters = adapter(run.codes.model) + adapter(run.decoder.model)
+    home, places, scored, seen = weight.data_ptr(), [p.data_ptr() for p in adapters], run.decoder.logprobs, []
+    monkeypatch.setattr(run.decoder, "logprobs", lambda *given: (seen.append(weight.data_ptr()), scored(*given))[1])
+    targets = [draw("circle", "red", "pink"), draw("cross", "blue", "white")]
+    train.grpo_step(run, settings, REWARDS, PROMPTS, targets, 5)
     assert [p.data_ptr() for p in adapters] == places, "what is trained stays"
-    moments = [half.optimizer.state[p]["exp_avg"] for half in (trainer, decoder) for p in half.optimizer.state]
+    optimizers = [run.codes.optimizer, run.decoder.optimizer]
+    moments = [optimizer.state[p]["exp_avg"] for optimizer in optimizers for p in optimizer.state]
     return torch.cat([moment.flatten() for moment in moments]), [place != home for place in seen]
 
 
@@ -292,9 +329,9 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(quick):
             pipe.transformer.load_lora_adapter("run/decoder-adapter", prefix=None, use_safetensors=True)
         return train.decode_images(pipe, PROMPTS[0], codes, settings, 3)[0]
 
-    trainer, decoder, _ = build("--train", "both")
-    checkpoints.load(Path("run"), {"": trainer, "decoder": decoder})
-    here = train.decode_images(trainer.pipe, PROMPTS[0], codes, settings, 3)[0]
+    run, _ = build("--train", "both")
+    checkpoints.load(Path("run"), {"": run.codes, "decoder": run.decoder})
+    here = train.decode_images(run.pipe, PROMPTS[0], codes, settings, 3)[0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
     assert difference.max() <= 1
     assert here.tobytes() != paint(False).tobytes()
@@ -313,17 +350,16 @@ def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(quick):
 BOTH = ["--train", "both", "--paintings", "2", "--decode-steps", "3"]
 
 
-@pytest.mark.parametrize(("half", "saved"), [("score", "000001"), ("codes", "000001"), ("decoder", "000000")])
+@pytest.mark.parametrize(("half", "saved"), [("sample", "000001"), ("codes", "000001"), ("decoder", "000000")])
 def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, half, saved):
     """Memory runs out in the second step, as it samples, as the codes learn, or as the decoder does after them."""
     calls, owner = [], train.DecoderGRPO if half == "decoder" else train.GRPO
-    name = {"score": "rollout", "codes": "add_gradient", "decoder": "learn"}[half]
+    name = "sample" if half == "sample" else "add_reference"
     original = getattr(owner, name)
 
     def breaks(self, *given):
-        steps = "codes" if isinstance(self, train.DecoderGRPO) == (half == "decoder") else "other"
-        calls.append(steps)
-        if calls.count("codes") == 2:
+        calls.append(isinstance(self, train.DecoderGRPO))
+        if calls.count(half == "decoder") == 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return original(self, *given)
 
@@ -334,26 +370,49 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
 
 
 def test_half_an_update_of_the_decoder_alone_is_not_saved(quick, monkeypatch):
-    original = train.DecoderGRPO.add_gradient
+    original, steps = train.DecoderGRPO.logprobs, []
 
-    def add_gradient(self, move, iteration, *given):
-        if iteration == 1 and Path("run/metrics.jsonl").read_text():  # the second optimiser step of the second step
+    def logprobs(self, move, rows):
+        if len(steps) == 3:  # after the first optimiser step of the second step
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return original(self, move, iteration, *given)
+        return original(self, move, rows)
 
-    monkeypatch.setattr(train.DecoderGRPO, "add_gradient", add_gradient)
+    monkeypatch.setattr(train.DecoderGRPO, "logprobs", logprobs)
+    monkeypatch.setattr(torch.optim.AdamW, "step", count_calls(steps, torch.optim.AdamW.step))
     arguments = ["--train", "decoder", "--decode-steps", "3", "--iterations", "2", "--save-every", "9"]
     assert quick(*arguments, "--steps", "3", "--out", "run") == 2
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["000000"]
 
 
+def count_calls(calls, function):
+    return lambda *given: (function(*given), calls.append(1))[0]
+
+
 def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
-    learn = train.DecoderGRPO.learn
-    monkeypatch.setattr(train.DecoderGRPO, "learn", lambda self: learn(self) | {"decoder/skipped": 1.0})
+    update = train.DecoderGRPO.update
+    monkeypatch.setattr(train.DecoderGRPO, "update", lambda self, moves: update(self, moves) | {"skipped": 1.0})
     assert quick(*BOTH, "--steps", "9", "--out", "run") == 2
     output = capsys.readouterr()
     assert "a step: 4 pictures" in output.out, "1 prompt x 2 code sequences x 2 paintings"
     assert "5 steps in a row had no finite gradient" in output.err
+
+
+def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch):
+    """All K with --train decoder, and G rows of K with both."""
+    drawn, save_grid = [], train.Record.group.__globals__["save_grid"]
+    monkeypatch.setattr(
+        "runtime.log.save_grid", lambda path, rows, title: drawn.append(rows) or save_grid(path, rows, title)
+    )
+    Path("mine.py").write_text("def count(images, prompts, targets):\n    return list(range(len(images)))\n")
+    arguments = ["--reward", "mine.py:count", "--steps", "1", "--decode-steps", "2", "--group-size", "3"]
+    for kind, rows in (("decoder", [3]), ("both", [2, 2, 2]), ("codes", [3])):
+        drawn.clear()
+        assert quick(*arguments, "--train", kind, "--paintings", "2", "--out", kind) == 0
+        found = [[caption for _, caption in cells] for _, cells in drawn[0]]
+        assert [len(row) for row in found] == rows
+        assert [caption for row in found for caption in row] == [f"reward {i}.000" for i in range(sum(rows))]
+        pictures = [image.tobytes() for _, cells in drawn[0] for image, _ in cells]
+        assert len(set(pictures)) > 1 or kind == "codes"
 
 
 @pytest.mark.parametrize(

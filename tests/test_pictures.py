@@ -7,7 +7,7 @@ import make
 import numpy as np
 import pytest
 import torch
-from conftest import CODES, CPU, tiny_settings
+from conftest import CODES, build_run, tiny_settings
 from diffusers import GlmImagePipeline
 from PIL import Image
 
@@ -113,40 +113,47 @@ def test_one_noise_for_a_group_and_any_batch_size(pipe):
 
 
 @pytest.fixture(scope="module")
-def trainer():
-    settings = small("--combine", "sum", "--lora-rank", "8", "--seed", "3")
-    return train.build_trainer(train.load(settings, CPU), settings, {}, CPU)
+def run():
+    return build_run(small("--lora-rank", "8", "--seed", "3", "--train", "both"))
 
 
-def test_the_adapter_sits_in_the_language_model_only(trainer):
-    adapted = {re.sub(r"\.lora_.*", "", name) for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert len(adapted) == 4 * 6, "layers x projections"
-    assert all(".language_model." in name for name in adapted)
-    assert not any(p.requires_grad for module in trainer.decoder_modules for p in module.parameters())
-    trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
-    assert {id(p) for p in trained} == {id(p) for p in trainer.model.parameters() if p.requires_grad}
-    assert trainer.optimizer.param_groups[0]["lr"] == 1e-3
-    assert all(p.dtype == torch.float32 and 8 in p.shape for p in trained)
+@pytest.mark.parametrize(
+    ("half", "layers", "place"), [("codes", 4 * 6, ".language_model."), ("decoder", 3 * 4, ".attn1.")]
+)
+def test_the_adapters_sit_where_they_belong(run, half, layers, place):
+    learner = getattr(run, half)
+    adapted = {re.sub(r"\.lora_.*", "", name) for name, p in learner.model.named_parameters() if p.requires_grad}
+    assert len(adapted) == layers, "layers x projections"
+    assert all(place in name for name in adapted)
+    (group,) = learner.optimizer.param_groups
+    assert {id(p) for p in group["params"]} == {id(p) for p in learner.model.parameters() if p.requires_grad}
+    assert all(p.dtype == torch.float32 and 8 in p.shape for p in group["params"])
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.9, 0.99), 0)
+    lora = learner.model.peft_config["default"]
+    assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (8, 16, 0)
 
 
-def test_the_vision_tower_is_left_behind(trainer):
-    names = [name for module in (trainer.model, *trainer.decoder_modules) for name, _ in module.named_parameters()]
+def test_only_adapters_are_trained(run):
+    for module in (run.codes.model, *train.painters(run.pipe)):
+        assert all(p.requires_grad == ("lora_" in name) for name, p in module.named_parameters())
+
+
+def test_the_vision_tower_is_left_behind(run):
+    names = [name for module in (run.codes.model, *train.painters(run.pipe)) for name, _ in module.named_parameters()]
     assert not [name for name in names if ".visual." in name or ".vqmodel." in name]
-    assert len(trainer.decoder_modules) == 3, "glyph encoder, transformer, VAE"
+    assert len(train.painters(run.pipe)) == 3, "glyph encoder, transformer, VAE"
 
 
-def test_the_seed_fixes_the_adapters_start(trainer):
-    settings = small("--combine", "sum", "--lora-rank", "8", "--seed", "4")
+def test_the_seed_fixes_the_adapters_start(run):
+    def start(run):
+        learners = (run.codes, run.decoder)
+        return torch.cat(
+            [p.detach().flatten() for half in learners for p in half.model.parameters() if p.requires_grad]
+        )
 
-    def start(seed):
-        settings.seed = seed
-        model = train.build_trainer(train.load(settings, CPU), settings, {}, CPU).model
-        return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
-
-    assert torch.equal(
-        start(3), torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
-    )
-    assert not torch.equal(start(3), start(4))
+    flags = ["--lora-rank", "8", "--train", "both", "--seed"]
+    assert torch.equal(start(build_run(small(*flags, "3"))), start(run))
+    assert not torch.equal(start(build_run(small(*flags, "4"))), start(run))
 
 
 def logprobs(pipe, model, prompt, tokens):
@@ -162,8 +169,7 @@ def logprobs(pipe, model, prompt, tokens):
 def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     """What a run saves, the checkpoints too, loaded by transformers: the policy as trained, and not the base."""
     assert quick("--steps", "2", "--lr", "0.05", "--group-size", "4", "--out", "run") == 0
-    settings = small("--combine", "sum")
-    trained = train.build_trainer(train.load(settings, CPU), settings, {}, CPU)
+    trained = build_run(small()).codes
     checkpoints.load(Path("run"), {"": trained})
     tokens = codes(2, 40)
     expected = logprobs(pipe, trained.model, PROMPT, tokens)

@@ -35,10 +35,6 @@ def noise(count, size=32):
     return [Image.fromarray(p) for p in pixels]
 
 
-def weights_of(parsed):
-    return {name: weight for name, (_, weight) in parsed.items()}
-
-
 def only(spec):
     """The function of a spec that names one reward."""
     ((function, _),) = rewards.parse_rewards(spec).values()
@@ -139,7 +135,7 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     raw_rewards = rewards.score(parsed, images, [""] * 3, [images[0], None, images[0]])
     perfect, missing, wrong = raw_rewards[name].tolist()
     assert perfect == pytest.approx(float(name == "ssim"), abs=1e-5) and wrong < perfect - 0.01 and math.isnan(missing)
-    same(rewards.combine(raw_rewards, weights_of(parsed)), raw_rewards[name].tolist())
+    same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[name].tolist())
 
 
 def test_the_default_reward_is_not_won_by_a_blank_picture():
@@ -157,7 +153,7 @@ def test_the_default_reward_is_not_won_by_a_blank_picture():
         targets = [draw(shape, colour, background)] * len(images)
         raw_rewards = rewards.score(parsed, images, [""] * len(images), targets)
         for how in ("sum", "zscore"):
-            total = rewards.combine(raw_rewards, weights_of(parsed), len(images), how)
+            total = rewards.combine(raw_rewards, rewards.weights_of(parsed), len(images), how)
             empty, small, right, large, *others = total.tolist()
             assert right > max(others) + 0.05
             assert min(small, large) > empty + 0.004
@@ -335,7 +331,7 @@ def test_clip_is_the_cosine_by_hand(name, tmp_path):
     expected = [(a @ b).item() for a, b in vectors]
     assert np.std(expected) > 0.05, "a test that tells prompts and pictures apart"
     same(raw_rewards[name], expected)
-    same(rewards.combine(raw_rewards, weights_of(parsed)), [0.5 * e for e in expected])
+    same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
 
 
 def test_model_and_processor_come_from_where_the_table_says(tmp_path, monkeypatch):
@@ -389,16 +385,22 @@ def test_clip_and_aesthetic_share_one_model(tmp_path):
 
 
 def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
-    places = []
-    model = SimpleNamespace(to=lambda device: places.append(str(device)))
-    for has_gpu, expected in [(True, ["cuda", "cpu"]), (False, ["cpu", "cpu"])]:
+    """With copies as a GPU's memory: parameters and buffers go there, and what comes back are the host's own."""
+    model, sent = torch.nn.BatchNorm1d(3), []
+
+    def places():
+        return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+
+    homes = places()
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: sent.append(str(device)) or tensor.clone())
+    for has_gpu, expected in [(True, "cuda"), (False, "cpu")]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        places.clear()
+        sent.clear()
         with pytest.raises(KeyError), rewards.lend_gpu(model) as device:
-            assert places == expected[:1] == [str(device)]
-            assert not torch.is_grad_enabled()
+            assert not set(places()) & set(homes)
+            assert str(device) == expected and not torch.is_grad_enabled()
             raise KeyError
-        assert places == expected
+        assert places() == homes and sent == [expected] * 5, "one way only"
         assert torch.is_grad_enabled()
 
 
@@ -408,11 +410,11 @@ def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
 def test_raw_rewards_are_scored_and_then_added_with_their_weights():
     image, target = noise(2)
     parsed = rewards.parse_rewards("ssim,mse:0.5")
-    assert weights_of(parsed) == {"ssim": 1, "mse": 0.5}
+    assert rewards.weights_of(parsed) == {"ssim": 1, "mse": 0.5}
     raw_rewards = rewards.score(parsed, [image], [""], [target])
     assert list(raw_rewards) == ["ssim", "mse"]
     assert raw_rewards["mse"] == rewards.mse([image], [""], [target]), "raw, not weighted"
-    total = rewards.combine(raw_rewards, weights_of(parsed))
+    total = rewards.combine(raw_rewards, rewards.weights_of(parsed))
     assert total.item() == pytest.approx(raw_rewards["ssim"].item() + 0.5 * raw_rewards["mse"].item())
 
 
@@ -466,6 +468,15 @@ def score_by(function, prompts):
     return rewards.score({"mine": (function, 1.0)}, noise(count), prompts, noise(count))["mine"]
 
 
+def test_prompts_and_targets_are_repeated_for_the_pictures_of_each():
+    seen = []
+    function = lambda images, prompts, targets: seen.append((prompts, targets)) or [0] * len(images)
+    images, targets = noise(6), noise(2)
+    rewards.score({"a": (function, 1.0)}, images, ["x", "y"], targets)
+    rewards.score({"a": (function, 1.0)}, images, ["x"] * 6, None)
+    assert seen == [(["x"] * 3 + ["y"] * 3, [targets[0]] * 3 + [targets[1]] * 3), (["x"] * 6, None)]
+
+
 def failing(error):
     def reward(images, prompts, targets):
         reward.calls += 1
@@ -492,7 +503,9 @@ def test_a_reward_that_raises_is_named_with_the_prompts(prompts, named):
     reward = failing(error)
     with pytest.raises(rewards.RewardError) as caught:
         score_by(reward, prompts)
-    assert str(caught.value) == f"reward 'mine' failed for the {named}: ValueError: no b, please"
+    line = reward.__code__.co_firstlineno + 2
+    where = f"(test_rewards.py, line {line})"
+    assert str(caught.value) == f"reward 'mine' failed for the {named}: ValueError: no b, please {where}"
     assert isinstance(caught.value, ValueError) and caught.value.__cause__ is error
     assert reward.calls == 1
 
@@ -555,7 +568,7 @@ def test_a_bad_spec_is_one_line(spec, words):
 def test_adding_to_the_table_is_all_it_takes(monkeypatch):
     monkeypatch.setitem(rewards.REWARDS, "mine", lambda images, prompts, targets: [7] * len(images))
     parsed = rewards.parse_rewards("mine:2, mse")
-    assert weights_of(parsed) == {"mine": 2, "mse": 1}
+    assert rewards.weights_of(parsed) == {"mine": 2, "mse": 1}
     assert rewards.score(parsed, noise(1), ["a"], noise(1))["mine"].tolist() == [7]
     with pytest.raises(ValueError, match="known: .*, lpips, mine, mse, "):
         rewards.parse_rewards("yours")
@@ -573,17 +586,37 @@ def test_a_reward_from_the_users_own_file(tmp_path):
         for call in (1, 2):  # the file's own variables live on
             raw_rewards = rewards.score(parsed, [image], [""], [image])
             assert raw_rewards["mine.py:red"].item() == pytest.approx(0.2 * call)
-            assert rewards.combine(raw_rewards, weights_of(parsed)).item() == pytest.approx(0.2 * call * weight)
+            assert rewards.combine(raw_rewards, rewards.weights_of(parsed)).item() == pytest.approx(0.2 * call * weight)
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [("def f(:", "invalid syntax"), ("import no_such_package", "no_such_package")]
+    ("code", "words"),
+    [
+        ("def f(:", "invalid syntax (mine.py, line 1)"),
+        ("import no_such_package", "No module named 'no_such_package' (mine.py, line 1)"),
+        ("\n\nx = 1 / 0", "ZeroDivisionError: division by zero (mine.py, line 3)"),
+    ],
 )
 def test_a_reward_file_that_cannot_be_loaded_is_named(code, words, tmp_path):
     (tmp_path / "mine.py").write_text(code)
-    with pytest.raises(ValueError, match=f"the reward file .*mine.py cannot be loaded: .*{words}") as caught:
+    with pytest.raises(ValueError, match=f"the reward file .*mine.py cannot be loaded: .*{re.escape(words)}") as caught:
         rewards.parse_rewards(f"{tmp_path}/mine.py:f")
     assert "\n" not in str(caught.value)
+
+
+def test_an_own_reward_may_be_called_inf_and_import_what_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_it.py").write_text("def seven():\n    return 7\n\n\ndef broken(x):\n    return x / 0\n")
+    (tmp_path / "mine.py").write_text(
+        "import beside_it\n\ndef inf(images, prompts, targets):\n    return [beside_it.seven()] * len(images)\n\n"
+        "def bad(images, prompts, targets):\n    n = len(images)\n    return beside_it.broken(n)\n"
+    )
+    for spec, weight in ((f"{tmp_path}/mine.py:inf", 1), (f"{tmp_path}/mine.py:inf:2", 2)):
+        parsed = rewards.parse_rewards(spec)
+        assert next(iter(parsed.values()))[1] == weight
+        assert rewards.score(parsed, noise(2), ["a"], None)["mine.py:inf"].tolist() == [7, 7]
+    with pytest.raises(rewards.RewardError, match=r"ZeroDivisionError: division by zero \(mine.py, line 8\)"):
+        rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:bad"), noise(2), ["a"], None)
 
 
 @pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])
@@ -614,7 +647,7 @@ def test_missing_weights_say_what_to_download(name, state, tmp_path, monkeypatch
         spec = name
         monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
         monkeypatch.setattr(CLIPModel, "from_pretrained", offline)
-    with pytest.raises(ValueError, match=f"cannot load reward '{name}'.*--reward {name}=FOLDER") as caught:
+    with pytest.raises(ValueError, match=f"cannot load reward '{name}'.*: {name}=FOLDER") as caught:
         rewards.parse_rewards(spec)
     assert "\n" not in str(caught.value)
     for source in rewards.REWARDS[name][1].values():
@@ -677,7 +710,7 @@ def test_the_recipe_offline(tmp_path, monkeypatch, text):
         make, sources = rewards.REWARDS[name]
         monkeypatch.setitem(rewards.REWARDS, name, (make, dict.fromkeys(sources, str(tmp_path))))
     parsed = rewards.parse_rewards("lpips:0.4,ssim:0.2,text:0.3,aesthetic:0.1")
-    weights = weights_of(parsed)
+    weights = rewards.weights_of(parsed)
     assert weights == {"lpips": 0.4, "ssim": 0.2, "text": 0.3, "aesthetic": 0.1}
 
     sale, blank = lettering("SALE", size=80), Image.new("RGB", (384, 256))

@@ -84,10 +84,18 @@ def test_zero_steps_evaluates_only(quick):
     assert quick("--steps", "3", "--lr", "0.1", "--out", "run") == 0
     before, after = records("run/evaluation.jsonl")
     assert before == records("base/evaluation.jsonl")[0]
-    Path("run/evaluation.jsonl").write_text(json.dumps(before) + "\n")  # as if the run had been killed before the last
-    assert resume("run", "--steps", "0") == 0
-    assert records("run/evaluation.jsonl") == [before, after], "of the trained adapter"
-    assert json.loads(Path("run/settings.json").read_text())["steps"] == 3, "it can still be trained on"
+    left = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    assert resume("run", "--steps", "0", "--out", "judged") == 0
+    assert records("judged/evaluation.jsonl") == [after], "of the trained adapter"
+    assert resume("run", "--steps", "0", "--eval-count", "2", "--eval-reward", "mse", "--eval-decode-steps", "2") == 0
+    (record,) = records("runs/1/evaluation.jsonl")
+    assert record["prompts"] == 2 and record["step"] == 3, "of other prompts, painted otherwise"
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
+    assert resume("run", "--steps", "0", "--lr", "0.2") == 2
+    assert resume("run", "--eval-count", "2") == 2
+    Path("run/evaluation.jsonl").write_text(json.dumps(before) + "\n")  # as if it had been killed before the last one
+    assert resume("run") == 0
+    assert records("run/evaluation.jsonl") == [before, after]
 
 
 def test_checkpoints_are_pruned_but_for_the_best(quick, monkeypatch):
@@ -153,7 +161,9 @@ def out_of_memory(*arguments):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-@pytest.mark.parametrize(("method", "phase"), [("add_gradient", "update"), ("add_reference", ""), ("decode", "decode")])
+@pytest.mark.parametrize(
+    ("method", "phase"), [("update", "update"), ("add_reference", "reference"), ("decode", "decode")]
+)
 def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeypatch, method, phase):
     if method == "decode":
         monkeypatch.setattr(train, "decode_images", out_of_memory)
@@ -161,7 +171,7 @@ def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeyp
         monkeypatch.setattr(GRPO, method, out_of_memory)
     assert quick("--steps", "2", "--out", "run") == 2
     message = error_of(capsys)
-    for words in ("out of GPU memory", f"'{phase}", "--offload yes", "--micro-batch-size", "--height", "--group-size"):
+    for words in ("out of GPU memory", f"'{phase}'", "--offload yes", "--micro-batch-size", "--height", "--group-size"):
         assert words in message
     assert "--resume run" in message
     assert steps_saved("run") == ["000000"]
@@ -178,15 +188,16 @@ def test_no_memory_for_the_weights_names_what_helps(quick, capsys, monkeypatch):
 @pytest.mark.parametrize(("iteration", "saved"), [(1, "000001"), (2, "000000")])
 def test_a_half_made_step_is_not_saved(quick, monkeypatch, iteration, saved):
     """Memory runs out in the second step: before the policy has moved the first step is saved, after it nothing is."""
-    calls, original = [], GRPO.add_gradient
+    calls, original = [], GRPO.logprobs
 
-    def add_gradient(*arguments):  # one group a step, so once an iteration
-        calls.append(1)
+    def logprobs(*arguments):
+        if torch.is_grad_enabled():  # one group a step, so once an iteration
+            calls.append(1)
         if len(calls) == 2 + iteration:
             out_of_memory()
         return original(*arguments)
 
-    monkeypatch.setattr(GRPO, "add_gradient", add_gradient)
+    monkeypatch.setattr(GRPO, "logprobs", logprobs)
     assert quick(*write_reward(""), "--steps", "3", "--iterations", "2", "--out", "run") == 2
     assert steps_saved("run")[-1] == saved
 
@@ -260,6 +271,19 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd, signum):
     assert resume("run", "--steps", "4") == 0
     assert quick(*reward, "--steps", "4", "--eval-every", "2", "--out", "straight") == 0
     same_run("straight", "run")
+
+
+def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
+    """After the pictures at hand, without a step and without another evaluation."""
+    calls = "open('calls', 'a').write('x')\nif call == 2:\n    os.kill(os.getpid(), signal.SIGINT)"
+    reward = write_reward(calls)
+    assert quick(*reward, "--eval-count", "2", "--steps", "9", "--out", "run") == 0
+    assert "go on with: python train.py --resume run" in "".join(capfd.readouterr())
+    assert len(Path("calls").read_text()) == 2, "the trial, and a first prompt of two"
+    assert steps_saved("run") == ["000000"] and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
+    write_reward("")
+    assert resume("run", "--steps", "1") == 0
+    assert [record["step"] for record in records("run/evaluation.jsonl")] == [0, 1]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -8,8 +8,7 @@ import check
 import make
 import numpy as np
 import pytest
-import torch
-from conftest import TINY, tiny_settings
+from conftest import TINY, build_run, tiny_settings
 from PIL import Image
 
 import train
@@ -79,13 +78,11 @@ def test_the_data_can_be_made_again(tmp_path, monkeypatch):
 
 
 def test_the_base_draws_clean_shapes_and_follows_half_of_its_prompts():
-    rollouts = check.paint(8, lines("prompts")[::4])
-    images = [image for rollout in rollouts for image in rollout.images]
+    prompts = lines("prompts")[::4]
+    images = check.paint(8, prompts)
     assert len(images) == 64
     assert np.mean([check.describe(image) is not None for image in images]) > 0.85
-    right = torch.cat([rollout.rewards for rollout in rollouts])
-    assert 0.3 < right.mean() < 0.7
-    assert torch.equal(right[:8], check.shows(images[:8], [rollouts[0].prompt] * 8))
+    assert 0.3 < check.shows(images, [prompt for prompt in prompts for _ in range(8)]).mean() < 0.7
 
 
 @pytest.fixture
@@ -100,16 +97,47 @@ def first_codes(monkeypatch):
     monkeypatch.setattr(train, "encode_prompt", encode_prompt)
 
 
-def test_the_check_paints_with_a_trained_adapter(tmp_path, first_codes):
-    settings = tiny_settings("--combine", "sum")
-    trained = train.build_trainer(train.load(settings, torch.device("cpu")), settings, {}, torch.device("cpu")).model
-    for name, parameter in trained.named_parameters():
+def perturb(model):
+    for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.3)
-    trained.save_pretrained(tmp_path)
-    (base,), (again,), (other,) = (check.paint(4, [RED_CIRCLE], adapter) for adapter in (None, None, str(tmp_path)))
-    assert torch.equal(base.tokens, again.tokens), "always the same samples"
-    assert not torch.equal(base.tokens, other.tokens)
+
+
+def test_the_check_paints_with_trained_adapters(tmp_path, first_codes):
+    """Those of a run's folder, or either by itself."""
+    run = build_run(tiny_settings("--train", "both"))
+    perturb(run.codes.model)
+    perturb(run.decoder.model)
+    run.codes.model.save_pretrained(tmp_path / "run" / "adapter")
+    run.pipe.transformer.save_lora_adapter(tmp_path / "run" / "decoder-adapter")
+
+    def paint(folder):
+        return [image.tobytes() for image in check.paint(1, [RED_CIRCLE], folder and str(tmp_path / folder))]
+
+    base, both = paint(None), paint("run")
+    assert paint(None) == base, "always the same samples"
+    assert len({base[0], both[0], paint("run/adapter")[0], paint("run/decoder-adapter")[0]}) == 4
+    with pytest.raises(OSError, match="there is no adapter in"):
+        paint("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--adapter", "nowhere"], "there is no adapter in nowhere"),
+        (["--samples", "0"], "--samples: must be in [1, inf), got 0"),
+        (["--sample", "2"], "unrecognized arguments"),
+        (["--adapter", "other"], "error: "),
+    ],
+)
+def test_a_check_that_cannot_work_is_one_line(tmp_path, monkeypatch, capfd, first_codes, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    Path("other").mkdir()
+    Path("other/adapter_config.json").write_text('{"peft_type": "LORA", "target_modules": ["nothing"]}')
+    monkeypatch.setattr(sys, "argv", ["check.py", *arguments])
+    assert check.main() == 2
+    error = capfd.readouterr().err
+    assert words in error.strip().splitlines()[-1] and "Traceback" not in error
 
 
 def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys, first_codes):
@@ -126,10 +154,18 @@ def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys, first_codes):
         )
 
     monkeypatch.setattr(train, "decode_images", decode_images)
-    runpy.run_path(str(TINY / "check.py"), run_name="__main__")
+    assert check.main() == 0
     training, held_out = capsys.readouterr().out.splitlines()[-2:]
     assert painted == lines("prompts") + lines("heldout")
     assert training == "prompts.txt: 2/64 right = 3.1% (shape 3%, colour 6%, background 6%)"
     assert held_out.startswith("heldout.txt: 0/32 right = 0.0%")
     assert Image.open(tmp_path / "sheet.png").width > 2 * 128
     assert not Path("check.png").exists()
+
+
+def test_the_judge_of_a_run_does_not_import_the_trainer_again(monkeypatch):
+    """train.py is __main__ then, and would be loaded a second time."""
+    for name in ("train", "make"):
+        monkeypatch.delitem(sys.modules, name)
+    assert runpy.run_path(str(TINY / "check.py"))["shows"]([make.draw("circle", "red", "pink")], [RED_CIRCLE]) == 1
+    assert "train" not in sys.modules

@@ -1,12 +1,12 @@
 """Count how often tiny-glm-image paints what its prompt says, judged by pixels and not by any reward.
 
-    python tiny-glm-image/check.py                              # the model as shipped
-    python tiny-glm-image/check.py --adapter runs/1/adapter     # after training
+    python tiny-glm-image/check.py                      # the model as shipped
+    python tiny-glm-image/check.py --adapter runs/1     # after training: a run's folder, or that of an adapter
 
 Prints the share of right pictures for the prompts of training and for those kept out of it, and saves a sheet of them.
+It is what `vqa` of rewards.py is for real pictures: a judge that reads the prompt.
 """
 
-import argparse
 import functools
 import sys
 from pathlib import Path
@@ -19,11 +19,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import make
 
-import train
-from runtime.pictures import save_grid
-
 MATCH = 0.85  # a shape counts from this overlap (intersection over union) with one of the shapes as drawn
-SEED = 10**9  # training uses smaller ones
+SEED = 10**9  # not that of evaluations, nor of training by default
 
 
 def nearest(colour, palette):
@@ -72,40 +69,72 @@ def shows(images, prompts, targets=None):
 
 
 def paint(samples, prompts, adapter=None):
-    """Rollouts of `samples` pictures for each prompt, by the shipped model or with an adapter; rewards: see shows."""
-    settings = train.parse_settings(["--model", train.TINY, "--group-size", str(samples), "--combine", "sum"])
-    device = torch.device("cpu")
-    trainer = train.build_trainer(train.load(settings, device), settings, {"shows": (shows, 1.0)}, device)
+    """`samples` pictures of each prompt, prompt after prompt, by the shipped model or with the adapters of a folder."""
+    import train  # here, for as a reward this file has no use for it
+    from runtime.log import Clock
+
+    settings = train.parse_settings(["--model", train.TINY])
+    settings.train, settings.group_size, device = "nothing", samples, torch.device("cpu")
+    pipe, codes, _ = train.build(train.load(settings, device), settings, device)
     if adapter:
-        trainer.model.load_adapter(adapter, "trained")
-        trainer.model.set_adapter("trained")
-    groups = [prompts[i : i + 4] for i in range(0, len(prompts), 4)]
-    return [rollout for i, group in enumerate(groups) for rollout in trainer.rollout(group, seed=SEED + 4 * i)]
+        load_adapters(Path(adapter), codes, pipe)
+    run, images = train.Run(pipe, codes, None, Clock(device, len(prompts))), []
+    for i in range(0, len(prompts), 4):
+        images += train.grpo_step(run, settings, {}, prompts[i : i + 4], None, SEED + i)[0]
+        run.clock.bar.update(len(prompts[i : i + 4]))
+    run.clock.bar.close()
+    return images
+
+
+def load_adapters(folder, codes, pipe):
+    """Those of a run, or one by itself, of either half."""
+    found = False
+    for place in (folder, folder / "adapter", folder / "decoder-adapter"):
+        if (place / "adapter_config.json").is_file():
+            codes.model.load_adapter(str(place), "trained")
+            codes.model.set_adapter("trained")
+            found = True
+        if (place / "pytorch_lora_weights.safetensors").is_file():
+            pipe.transformer.load_lora_adapter(str(place), prefix=None, use_safetensors=True)
+            found = True
+    if not found:
+        raise OSError(f"there is no adapter in {folder}: give --adapter the folder of a run that has ended")
+
+
+def count_right(name, options):
+    """Prints the share of right pictures for the prompts in a file. Returns the first four rows of a sheet."""
+    prompts = (HERE / f"{name}.txt").read_text().splitlines()
+    images = paint(options.samples, prompts, options.adapter)
+    asked = [prompt for prompt in prompts for _ in range(options.samples)]
+    right, words = shows(images, asked), np.zeros(3, dtype=int)
+    for image, prompt in zip(images, asked, strict=True):
+        words += [f" {word} " in f" {prompt} " for word in describe(image) or ("none", "none", "none")]
+    parts = ", ".join(f"{word} {n / len(images):.0%}" for word, n in zip(("shape", "colour", "background"), words))
+    print(f"{name}.txt: {int(right.sum())}/{len(images)} right = {right.mean():.1%} ({parts})", flush=True)
+    cells = list(zip(images, ("right" if r else "wrong" for r in right.tolist()), strict=True))
+    rows = [cells[i * options.samples :][: options.samples] for i in range(4)]
+    return [(prompt, row[:8]) for prompt, row in zip(prompts, rows)]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--adapter", help="folder of a trained adapter")
-    parser.add_argument("--samples", type=int, default=8, help="pictures a prompt, 2 or more (default: 8)")
+    from runtime import UserError
+    from runtime.pictures import save_grid
+    from runtime.settings import Parser, number
+
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--adapter", help="folder of a run, or of a trained adapter")
+    parser.add_argument("--samples", type=number(int, "[1, inf)"), default=8, help="pictures a prompt (default: 8)")
     parser.add_argument("--sheet", default="check.png", help="where to save some of the pictures (default: check.png)")
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # see train.py
-    rows = []
-    for name in ("prompts", "heldout"):
-        rollouts = paint(options.samples, (HERE / f"{name}.txt").read_text().splitlines(), options.adapter)
-        right, words, total = 0, np.zeros(3, dtype=int), len(rollouts) * options.samples
-        for rollout in rollouts:
-            right += int(rollout.rewards.sum())
-            for image in rollout.images:
-                found = describe(image) or ("none", "none", "none")
-                words += [f" {word} " in f" {rollout.prompt} " for word in found]
-        for rollout in rollouts[:4]:
-            captions = ["right" if reward else "wrong" for reward in rollout.rewards.tolist()]
-            rows.append((rollout.prompt, list(zip(rollout.images, captions))[:8]))
-        parts = ", ".join(f"{word} {n / total:.0%}" for word, n in zip(("shape", "colour", "background"), words))
-        print(f"{name}.txt: {right}/{total} right = {right / total:.1%} ({parts})", flush=True)
-    save_grid(options.sheet, rows, "first four prompts of training, then of those kept out", cell=128)
+    try:
+        options = parser.parse_args()
+        torch.set_num_threads(1)  # see train.py
+        rows = [row for name in ("prompts", "heldout") for row in count_right(name, options)]
+        save_grid(options.sheet, rows, "first four prompts of training, then of those kept out", cell=128)
+    except (UserError, OSError, ValueError, RuntimeError) as error:  # of an adapter of another model, a folder ...
+        print("error:", str(error).strip().split("\n")[0], file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

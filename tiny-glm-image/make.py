@@ -1,4 +1,4 @@
-"""Make tiny-glm-image: a GLM-Image of about three million parameters that paints one coloured shape.
+"""Make tiny-glm-image: a GLM-Image of 2.2 million parameters that paints one coloured shape.
 
     python tiny-glm-image/make.py        # rewrites this folder: seven model parts, prompts, targets
 
@@ -31,8 +31,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent))
-from train import encode_prompt  # the trainer's own layout of a prompt
 
 SIZE = 128  # pixels; 4x4 large codes of 32 pixels each
 NUM_CODES = 1024
@@ -234,6 +232,11 @@ def train_decoder(decoder, latents, codes, glyphs, steps):
 
 
 def train_policy(policy, processor, pictures, codes, steps):
+    sys.path.append(str(HERE.parent))
+    from train import (
+        encode_prompt,  # the trainer's own layout of a prompt; nothing else here needs the trainer
+    )
+
     rng = random.Random(2)
     prompts = {caption(*a): encode_prompt(processor, caption(*a), SIZE, SIZE) for a in ALL}
     lengths = {len(ids) for ids, _, _ in prompts.values()}

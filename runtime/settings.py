@@ -1,0 +1,208 @@
+"""The command line: every setting with its default, going on with a run, and what a start prints."""
+
+import argparse
+import itertools
+import math
+import os
+import textwrap
+from pathlib import Path
+
+import torch
+
+from runtime import UserError, checkpoints, ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY, RELEASE = str(ROOT / "tiny-glm-image"), "zai-org/GLM-Image"
+# What a resumed run may change: it does not alter the result.
+MAY_CHANGE = {"micro_batch_size", "steps", "offload", "compile", "out", "resume", "sample_every", "save_every"}
+MAY_CHANGE |= {"keep_checkpoints", "eval_every", "log"}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # one line, as for any other mistake of the user's
+        raise UserError(message.removeprefix("argument "))
+
+
+def number(kind, interval):
+    """A type for argparse: a number in an interval such as "(0, 1]"."""
+    low, high = map(float, interval[1:-1].split(","))
+
+    def parse(text):
+        value = kind(text)
+        if not (low <= value <= high and value < math.inf and (value > low or interval[0] == "[")):
+            raise argparse.ArgumentTypeError(f"must be in {interval}, got {value}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def build_parser():
+    """The parser, and {setting: (its default for tiny, for GLM-Image)} of those whose best value depends on the model."""
+    about = "Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop."
+    parser, by_model = Parser(description=about, allow_abbrev=False), {}
+    count, positive, switch = number(int, "[1, inf)"), number(float, "(0, inf)"), ("auto", "yes", "no")
+
+    def flag(name, kind, default, help, choices=None):
+        """`default`: one for all models, a pair (tiny, GLM-Image), or None."""
+        if isinstance(default, tuple):
+            by_model[name], shown = default, [str(value).replace(f"{ROOT}/", "") for value in default]
+            default, help = None, f"{help} (default: {shown[0]} for tiny, {shown[1]} for GLM-Image)"
+        elif default is not None:
+            help += f" (default: {default})"
+        flag, metavar = "--" + name.replace("_", "-"), "|".join(choices) if choices else kind.__name__.upper()
+        group.add_argument(flag, type=kind, default=default, help=help, choices=choices, metavar=metavar)
+
+    group = parser.add_argument_group("model and data")
+    flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
+    flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt a line")
+    flag("targets", str, None, "folder with one picture a prompt, sorted by name (default: tiny's, for its prompts)")
+    # GLM-Image: CLIP holds back the preference score.
+    flag("reward", str, ("ssim:1,mse:1", "pickscore:1,clip:1"),
+         "rewards with weights, or my_file.py:function, which runs that file")  # fmt: skip
+    flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
+
+    group = parser.add_argument_group("the algorithm")
+    flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both",
+         ("codes", "decoder", "both"))  # fmt: skip
+    flag("group_size", number(int, "[2, inf)"), 4,
+         "code sequences of a prompt, compared with one another; with --train decoder, paintings of one")  # fmt: skip
+    flag("prompts_per_step", count, 4, "prompts in a step, on each GPU")
+    flag("steps", number(int, "[0, inf)"), (48, 200), "training steps; 0 evaluates only")
+    flag("iterations", count, 1, "optimiser steps on each step's pictures; clipping acts above 1")
+    flag(
+        "lr", positive, (1e-3, 2e-5), "AdamW's learning rate"
+    )  # LoRA takes ten times what is published for all weights
+    flag("decoder_lr", positive, (1e-3, 1e-4), "the same for the decoder's adapter")
+    flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
+    flag("noise_level", number(float, "(0, 1]"), 0.7, "of the moves that the decoder draws, when it learns")
+    flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
+    flag(
+        "kl_coef", number(float, "[0, inf)"), (0.3, 0.01), "weight of the KL penalty towards the model before training"
+    )
+    flag("lora_rank", count, 16, "rank of the adapter")
+    flag("seed", number(int, "[0, 4294967295]"), 0, "fixes prompts, samples and noise")
+
+    group = parser.add_argument_group("pictures")
+    # GLM-Image: its own sampler's, so that what is trained is what is deployed.
+    flag("temperature", positive, (1.0, 0.9), "divides the logits, in sampling and in scoring")
+    flag("top_p", number(float, "(0, 1]"), (0.95, 0.75), "sample from the likeliest codes that hold this share")
+    flag("height", count, (128, 1024), "height of the pictures in pixels, a multiple of 32")  # never trained below 1024
+    flag("width", count, (128, 1024), "width of the pictures in pixels, a multiple of 32")
+    # Pictures are compared in a group that shares noise and steps: what all of them lack cancels in the z-score. But
+    # guidance has to be above 1, for the unguided half drops the codes: it makes the decoder follow the policy.
+    flag("decode_steps", count, (6, 12), "denoising steps of the decoder")
+    flag("guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance; above 1 doubles its cost")
+
+    group = parser.add_argument_group("evaluation, before and after")
+    flag("eval_prompts", str, (f"{TINY}/heldout.txt", f"{ROOT}/prompts/heldout.txt"),
+         "prompts that are never trained on, one a line")  # fmt: skip
+    flag("eval_targets", str, None, "folder with one picture for each of them (default: tiny's, for its held-out ones)")
+    flag("eval_reward", str, (f"{TINY}/check.py:shows", "hps"),
+         "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
+    flag("eval_count", count, (16, 8), "evaluate this many first prompts of training, and of those held out")
+    flag("eval_every", number(int, "[0, inf)"), 0, "steps between evaluations; 0: before and after only")
+    flag("eval_decode_steps", count, (6, 30), "denoising steps")  # GLM-Image: judged as deployed
+    flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "guidance")
+
+    group = parser.add_argument_group("memory and speed")
+    flag("micro_batch_size", count, 4, "sequences in a pass, pictures painted at a time; bounds memory")
+    flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
+    flag("compile", str, "auto", "sample with a compiled CUDA graph; auto: on a GPU", switch)
+
+    group = parser.add_argument_group("what a run leaves")
+    flag("out", str, None, "folder for everything the run leaves (default: the next free runs/N)")
+    flag("resume", str, None, "go on with the run in this folder, from its newest checkpoint")
+    flag("sample_every", count, 10, "steps between pictures of a group")
+    flag("save_every", count, 20, "steps between checkpoints")
+    flag("keep_checkpoints", count, 2, "newest checkpoints kept, beside that of the best evaluation")
+    flag("log", str, "none", "also log metrics and pictures there", ("none", "tensorboard", "wandb", "trackio"))
+    return parser, by_model
+
+
+def parse_settings(arguments=None):
+    """The command line as settings, completed from the run that it resumes, or by the model's defaults."""
+    parser, by_model = build_parser()
+    settings = parser.parse_args(arguments)
+    if settings.resume is not None:
+        return resumed_settings(parser, arguments, settings)
+    if settings.model is None:
+        settings.model = RELEASE if torch.cuda.is_available() else TINY
+    for name, (tiny, release) in by_model.items():
+        if getattr(settings, name) is None:
+            setattr(settings, name, tiny if Path(settings.model).resolve() == Path(TINY) else release)
+    if settings.train != "codes" and settings.decode_steps == 1:
+        raise UserError("a decoder of one move has nothing to choose: --decode-steps has to be 2 or more")
+    if settings.height % 32 or settings.width % 32:
+        raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
+    pixels = settings.height * settings.width
+    if settings.model == RELEASE and not 2**20 <= pixels <= 2**22:
+        print(f"warning: GLM-Image was trained on 2^20 to 2^22 pixels, this is {pixels:,}")
+    for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):  # those of the tiny model
+        if getattr(settings, targets) is None and getattr(settings, prompts) == by_model[prompts][0]:
+            setattr(settings, targets, str(Path(TINY) / ("targets" if targets == "targets" else "heldout-targets")))
+    return settings
+
+
+def resumed_settings(parser, arguments, given):
+    """The settings of the run in `given.resume`, with those flags that do not change what the run computes.
+
+    With `--steps 0` its adapter is only judged, in whatever way, and what that leaves goes to a folder of its own.
+    """
+    out, judge = Path(given.resume), given.steps == 0
+    if given.out is not None and not judge:
+        raise UserError("--resume names the folder of the run already: leave out --out")
+    step, num_ranks, saved = checkpoints.read_state(out)
+    settings = parser.parse_args(arguments, argparse.Namespace(**saved))  # flags that are not given keep these values
+    settings.out, settings.resume = given.out if judge else str(out), str(out)
+    changed = [name for name in saved.keys() - MAY_CHANGE if getattr(settings, name) != saved[name]]
+    changed = [name for name in changed if not (judge and name.startswith("eval_"))]
+    if changed:
+        was = ", ".join(f"--{n.replace('_', '-')} {getattr(settings, n)} (was {saved[n]})" for n in sorted(changed))
+        raise UserError(f"a resumed run keeps its settings, but these differ: {was}")
+    if num_ranks != ranks.count() and settings.steps > 0:  # the prompts of a step would be others
+        raise UserError(f"{out} was made by {num_ranks} processes, not {ranks.count()}: start as many with torchrun")
+    if 0 < settings.steps < step:
+        raise UserError(f"--steps {settings.steps} is less than the {step} steps already made")
+    return settings
+
+
+def choose_out(settings):
+    """The folder of the run, not made yet: a run that is refused at the start leaves none behind."""
+    if settings.out is None:
+        settings.out = next(f"runs/{i}" for i in itertools.count(1) if not Path(f"runs/{i}").exists())
+    settings.out = ranks.gather(settings.out)[0]
+    out = Path(settings.out)
+    if settings.out != settings.resume and checkpoints.find(out):
+        raise UserError(f"{out} already holds a run; choose another --out, or go on with it: --resume {out}")
+    above = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise UserError(f"cannot write to {out}: {above} is no folder that can be written to")
+    return out
+
+
+def sizes(settings):
+    """(G, K): how many code sequences a prompt gets, and how often each is painted."""
+    if settings.train == "decoder":
+        return 1, settings.group_size
+    return settings.group_size, settings.paintings if settings.train == "both" else 1
+
+
+def print_start(settings, device, num_prompts, num_held_out):
+    """What runs where, with which settings, and how much there is to do."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name += " (OMP_NUM_THREADS sets another number)" if device.type == "cpu" else ""
+    several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
+    print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
+    words = "settings: " + " ".join(f"{name}={value}" for name, value in vars(settings).items())
+    print(textwrap.fill(words, 118, break_on_hyphens=False, break_long_words=False))  # a path can be copied
+    codes, (size, paintings) = settings.height * settings.width // 32**2 + 256, sizes(settings)
+    judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
+    for what, pictures, steps, guidance in (
+        ("a step", settings.prompts_per_step * ranks.count() * size * paintings, settings.decode_steps,
+         settings.guidance_scale),
+        ("an evaluation", judged * settings.group_size, settings.eval_decode_steps, settings.eval_guidance_scale),
+    ):  # fmt: skip
+        passes = 2 * steps if guidance > 1 else steps  # with codes, and without
+        print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each")
+    print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {settings.out}", flush=True)
