@@ -81,16 +81,16 @@ def generate_with_logprobs(
         raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}")
     if generators is not None and len(generators) != len(prompts):
         raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts: give one each")
-    totals = [len(ids) + num_new_tokens for ids in prompts]
-    position_ids = position_ids or [torch.arange(total) for total in totals]
+    lengths = [len(ids) + num_new_tokens for ids in prompts]
+    position_ids = position_ids or [torch.arange(length) for length in lengths]
 
-    def side_by_side(tensors):  # N of (..., length), padded on the left -> (..., N*G, longest)
+    def side_by_side(tensors):  # N of (..., length), filled up on the left -> (..., N*G, longest)
         longest = max(tensor.shape[-1] for tensor in tensors)
-        padded = [pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors]
-        return torch.stack(padded, dim=-2).repeat_interleave(num_samples, dim=-2).to(model.device)
+        rows = [pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors]
+        return torch.stack(rows, dim=-2).repeat_interleave(num_samples, dim=-2).to(model.device)
 
     inputs, positions = side_by_side(prompts), side_by_side(position_ids)  # (N*G, L), ([3,] N*G, L+T)
-    real = side_by_side([torch.ones(total, dtype=torch.bool) for total in totals])[:, None, None]  # (N*G, 1, 1, L+T)
+    real = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])[:, None, None]  # (N*G, 1, 1, L+T)
     length, mask, cache, tokens, logprobs, nucleus = inputs.shape[1], None, None, [], [], []
     if not real.all():
         # A token of the prompts sees the real ones up to itself, and itself: to one of the padding that saw nothing

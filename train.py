@@ -39,9 +39,9 @@ from runtime.settings import TINY, choose_out, parse_settings, print_start, size
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]  # in the language model only
 DECODER_LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]  # the attention of every block
 SHOWN = 3  # of training and held out each: prompts in before-after.png, and pictures of each
-EVAL_SEED, HELD_OUT_SEED = 2**29, 2**29 + 2**20  # see seed_of_step
+EVAL_SEED, HELD_OUT_SEED = 2**29, 2**29 + 2**20  # no run of 1,000 steps with a --seed below 1,000 draws from these
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
-LONGEST_PROMPT = 4096  # characters: all prompts of a step are padded to its longest
+LONGEST_PROMPT = 4096  # characters: all prompts of a step take as much memory and time as its longest
 
 # ---- GLM-Image: prompts in, pictures out ----------------------------------------------------------------------------
 
@@ -356,8 +356,7 @@ def train(settings):
     for one, other in ((prompts, held_out), (held_out, prompts)):
         if one.targets is None and other.targets is not None:  # likeness does not apply there
             one.targets = [None] * len(one.texts)
-    judges = settings.eval_reward not in ("none", "")
-    eval_rewards = load_rewards("eval_reward", settings, held_out) if judges else {}
+    eval_rewards = {} if settings.eval_reward in ("none", "") else load_rewards("eval_reward", settings, held_out)
     settings.combine = settings.combine or ("zscore" if len(rewards) > 1 else "sum")
     out = choose_out(settings)
     print_start(settings, device, len(prompts.texts), len(held_out.texts))

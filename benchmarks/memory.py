@@ -2,9 +2,10 @@
 
     python benchmarks/memory.py
 
-Runs the trainer's own passes, on models of the released sizes, over tensors that have a shape but no content, and adds
-up what is alive. Exact for the tensors, which is nearly all there is: a GPU adds its own context (about half a
-gigabyte) and what its allocator leaves unused between them. benchmarks/glm_image.py measures the same on a GPU.
+Runs models of the released sizes over tensors that have a shape but no content, and adds up what is alive. Reference
+and update are the trainer's own passes; of sampling, decoding and the decoder's update only what makes the peak is
+repeated here. Exact for the tensors, which is nearly all there is: a GPU adds its own context (about half a gigabyte)
+and what its allocator leaves unused between them. benchmarks/glm_image.py measures the same on a GPU.
 """
 
 import argparse
@@ -178,7 +179,8 @@ def main():
         work, cache = peaks(codes, decoder, size, group, micro_batch)
         learning = work.pop("decoder update") + adapter + own + painters
         turns = [work[name] + adapter + (painters if name == "decode" else base) for name in names]
-        both = max(work["sample"], cache + max(work.values())) + adapter + painters + base
+        beside = [value for name, value in work.items() if name != "sample"]  # whose own cache that is
+        both = max(work["sample"], cache + max(beside)) + adapter + painters + base
         cells = "".join(f"{value:>14.1f}" for value in [*turns, max(turns)])
         print(f"{size:>5}{group:>6}{micro_batch:>12}{cells}{both:>8.1f}{learning:>16.1f}")
 

@@ -108,7 +108,7 @@ class CapturedForward:
     and, once, a minute or more.
     """
 
-    ROOM = 256  # the cache's size is a multiple of this, so that few sizes are too small for the next prompts
+    ROOM = 256  # tokens: a cache is made for a multiple of this, so that it also serves prompts a little longer
 
     def __init__(self, model, num_new_tokens, compile=True):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter lives in its layers

@@ -1,6 +1,8 @@
 """Pictures to look at: grids with captions."""
 
+import functools
 import textwrap
+from contextlib import suppress
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
@@ -8,6 +10,25 @@ from runtime import format_number, reward_names
 
 CURVES = {"step": ("mean of a step", "#aaaaaa"), "training": ("evaluation: training prompts", "#2060c0")}
 CURVES["held_out"] = ("evaluation: held-out prompts", "#d02030")
+
+
+# Of the system, if it has one of these: Pillow's own font has no Chinese.
+CHINESE_FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "DroidSansFallbackFull.ttf", "PingFang.ttc", "msyh.ttc")
+
+
+@functools.cache
+def font_for(text, size):
+    for name in CHINESE_FONTS if max(text, default="") > "\u2e80" else ():
+        with suppress(OSError):
+            return ImageFont.truetype(name, size)
+    return ImageFont.load_default(size)
+
+
+def fitting(text, font, width):
+    """The text, or as much of its start as is no wider than `width` pixels."""
+    if font.getlength(text) <= width:
+        return text
+    return next(text[:n] for n in range(len(text), -1, -1) if font.getlength(text[:n] + " ...") <= width) + " ..."
 
 
 def save_grid(path, rows, title, cell=192):
@@ -19,7 +40,8 @@ def save_grid(path, rows, title, cell=192):
     pen.text((8, 6), title, "black", font)
     for r, (label, cells) in enumerate(rows):
         top = 30 + r * height
-        pen.text((8, top), textwrap.shorten(label, 120), "black", font)
+        own = font_for(label, 15)
+        pen.text((8, top), fitting(label, own, sheet.width - 16), "black", own)
         for c, (image, caption) in enumerate(cells):
             sheet.paste(ImageOps.contain(image, (cell, cell)), (8 + c * width, top + 20))
             caption = textwrap.fill(textwrap.shorten(caption, 2 * cell // 7), cell // 7)

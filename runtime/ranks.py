@@ -1,15 +1,17 @@
 """Several GPUs: torchrun starts one process (a rank) for each, with prompts of its own, and ends all if one fails."""
 
+import json
 import math
 import os
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import diffusers
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from runtime import UserError
 
@@ -56,7 +58,8 @@ def print_error(message):
         print("error:", message, file=sys.stderr)
     else:  # on a line of its own: another rank's progress bar may stand on this one
         print(f"\nerror: rank {rank()}: {message}", file=sys.stderr)
-        get_error_handler().record_exception(UserError(message))
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            Path(file).write_text(json.dumps({"message": str(message), "timestamp": int(time.time())}))
 
 
 def rank():

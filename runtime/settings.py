@@ -116,7 +116,13 @@ def build_parser():
     flag("sample_every", count, 10, "steps between pictures of a group")
     flag("save_every", count, 20, "steps between checkpoints")
     flag("keep_checkpoints", count, 2, "newest checkpoints kept, beside that of the best evaluation")
-    flag("log", str, "none", "also log metrics and pictures there", ("none", "tensorboard", "wandb", "trackio"))
+    flag(
+        "log",
+        str,
+        "none",
+        "also log metrics there, and pictures (not to trackio)",
+        ("none", "tensorboard", "wandb", "trackio"),
+    )
     return parser, by_model
 
 

@@ -212,9 +212,13 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--prompts", "one.txt"], "--targets"),
         (["--targets", "missing"], "missing does not exist"),
         (["--targets", "few"], "has 1 pictures for 32 prompts"),
-        (["--prompts", "one.txt", "--targets", "broken"], "cannot be opened"),
+        (["--prompts", "one.txt", "--targets", "broken"], "the target picture broken/1.png cannot be opened"),
+        (["--prompts", "one.txt", "--targets", "cut"], "the target picture cut/1.png cannot be opened"),
+        (["--prompts", "long.txt"], "long.txt has a prompt of 10,000 characters; 4,096 at most"),
         (["--reward", "beauty"], "unknown reward 'beauty'"),
-        (["--reward", "bad.py:reward"], "no such face"),
+        (["--reward", "bad.py:reward"], "--reward: reward 'bad.py:reward' failed for the prompt 'a "),
+        (["--reward", "bad.py:one"], "--reward: reward 'bad.py:one' gave shape (1,) for 2 images"),
+        (["--eval-reward", "clip=few"], "--eval-reward: cannot load reward 'clip'"),
         (["--log", "wandb"], "pip install wandb"),
         (["--model", "nobody/nothing", *SHAPES], "cannot load nobody/nothing"),
         (["--model", "few", *SHAPES], "cannot load few"),
@@ -231,7 +235,14 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     Path("empty.txt").write_text("\n  \n")
     Path("one.txt").write_text("a red circle\n")
     Path("cut.txt").write_bytes("a red circle\n一只".encode()[:-1])
-    Path("bad.py").write_text("def reward(images, prompts, targets):\n    raise KeyError('no such face')\n")
+    Path("bad.py").write_text(
+        "def reward(images, prompts, targets):\n    raise KeyError('no such face')\n\n"
+        "def one(images, prompts, targets):\n    return [1.0]\n"
+    )
+    Path("long.txt").write_text("a" * 10_000)
+    Path("cut").mkdir()
+    draw("circle", "red", "pink").save("cut/1.png")
+    Path("cut/1.png").write_bytes(Path("cut/1.png").read_bytes()[:-300])
     Path("few").mkdir()
     draw("circle", "red", "pink").save("few/1.png")
     Path("broken").mkdir()
@@ -282,16 +293,17 @@ def test_no_two_groups_share_a_seed(monkeypatch):
     assert train.seed_of_step(10**6, SimpleNamespace(seed=2**32 - 1, prompts_per_step=4)) < 2**63
 
 
-def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes():
-    """Codes, noise and the decoder's draws in 10,000 steps of the first seeds, and those of the evaluations."""
-    for seed in range(10):
-        first, last = (train.seed_of_step(s, SimpleNamespace(seed=seed, prompts_per_step=4)) for s in (0, 10**4))
+@pytest.mark.parametrize(("seeds", "steps", "evaluated"), [(10, 10**4, 2**20), (1000, 1000, 1000)])
+def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps, evaluated):
+    """Codes, noise and the decoder's draws of the first seeds, and those of the evaluations."""
+    for seed in range(seeds):
+        first, last = (train.seed_of_step(s, SimpleNamespace(seed=seed, prompts_per_step=4)) for s in (0, steps))
         own, *evaluations = (
             [start + offset for offset in (0, 2**30, 2**31)] for start in (first, train.EVAL_SEED, train.HELD_OUT_SEED)
         )
         for start in own:
             for other in {*own, *evaluations[0], *evaluations[1]} - {start}:
-                assert (other - start) % 2**32 > last - first and (start - other) % 2**32 >= 2**20
+                assert (other - start) % 2**32 > last - first and (start - other) % 2**32 >= evaluated
 
 
 def test_a_gpu_is_named_by_its_number(quick, capsys, monkeypatch):

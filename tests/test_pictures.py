@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import CODES, build_run, tiny_settings
 from diffusers import GlmImagePipeline
-from PIL import Image
+from PIL import Image, ImageFont
 
 import train
 from grpo import get_per_token_logprobs
 from runtime import checkpoints
-from runtime.pictures import save_before_after, save_grid
+from runtime.pictures import fitting, font_for, save_before_after, save_grid
 from train import encode_prompt  # quick shortens that in train.py
 
 SIZES = [(128, 128), (128, 256), (224, 96)]  # square, wide, tall: an exchange of rows and columns shows on the last two
@@ -206,6 +206,36 @@ def test_a_grid_shows_every_picture_in_its_place(tmp_path):
     blue = (np.asarray(sheet)[:half] == BLUE).all(-1).any(1).sum()
     assert blue == 40, "its shape is kept"
     assert (np.asarray(sheet.convert("L")) < 128)[:25].any(), "a title"
+
+
+def test_a_label_is_cut_where_the_sheet_ends():
+    font = ImageFont.load_default(15)
+    for text in ("一只红色的圆" * 20, "a long prompt " * 20):
+        cut = fitting(text, font, 200)
+        assert text.startswith(cut.removesuffix(" ...")) and cut.endswith(" ...")
+        assert 150 < font.getlength(cut) <= 200
+    assert fitting("short", font, 200) == "short" and fitting("", font, 0) == ""
+
+
+def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
+    """The first of the system's; where there is none, and for all else, Pillow's own."""
+    asked, here = [], ["wqy-microhei.ttc"]
+
+    def truetype(name, size, own=ImageFont.truetype, **options):
+        if not isinstance(name, str):
+            return own(name, size, **options)  # Pillow's own
+        asked.append(name)
+        if name not in here:
+            raise OSError
+        return name, size
+
+    monkeypatch.setattr(ImageFont, "truetype", truetype)
+    font_for.cache_clear()
+    assert font_for("招牌", 15) == ("wqy-microhei.ttc", 15) and len(asked) == 2
+    assert isinstance(font_for("a sign", 15), ImageFont.FreeTypeFont) and len(asked) == 2
+    here.clear()
+    assert isinstance(font_for("一只红色的圆", 15), ImageFont.FreeTypeFont)
+    font_for.cache_clear()
 
 
 def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):

@@ -138,18 +138,20 @@ def on_rank_1(call, action):
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_message(quick):
-    """By torchrun, as users start it. In the third step, on the rank that does not write; nobody waits for it."""
+    """By torchrun, as users start it. In the third step, on the rank that does not write; the other saves the second."""
     reward = on_rank_1(6, "raise KeyError('no such face')")
     Path("short.py").write_text("import conftest, sys, train\nconftest.shorten(setattr)\nsys.exit(train.main())\n")
     process = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "short.py", *QUICK, *reward]
-        + ["--steps", "9", "--save-every", "1", "--out", "run"],
+        + ["--steps", "9", "--out", "run"],
         env={**os.environ, "PYTHONPATH": f"{TESTS}:{ROOT}:{TINY}"}, check=False, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert process.returncode != 0
     (message,) = re.findall("error: rank 1: .*", process.stderr)
     for words in ("reward 'mine.py:reward' failed for the prompt", "no such face", "--resume run"):
         assert words in message
+    assert "\nerror: rank 0: stopped because rank 1 has failed" in process.stderr
+    assert f"traceback : {message.removeprefix('error: rank 1: ')}" in process.stderr, "in torchrun's report"
     assert steps_saved("run")[-1] == "000002"
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
 
