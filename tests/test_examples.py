@@ -11,4 +11,4 @@ def test_a_text_model_learns_by_grpo_alone():
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     means = example.train(steps=20)
-    assert np.mean(means[:3]) < 0.7 < 0.8 < np.mean(means[-5:])
+    assert np.mean(means[:3]) < 0.7 and np.mean(means[-5:]) > 0.8
