@@ -12,11 +12,13 @@ Add yours to REWARDS near the end of this file, or keep it in a file of your own
     text                       whether an OCR reads the words that the prompt puts in quotes
     clip, pickscore, hps       fit to the prompt: CLIP, and two CLIPs tuned to people's choices
     aesthetic                  how pretty people find it, whatever the prompt
+    vqa                        what a vision-language model answers when asked about the picture
 
 Models load once, when named, from where REWARDS says. A folder given instead holds all the files of that row together.
 """
 
 import functools
+import json
 import math
 import re
 import runpy
@@ -30,7 +32,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from transformers import CLIPModel, CLIPProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPModel,
+    CLIPProcessor,
+)
 from transformers.utils import cached_file
 
 from grpo import compute_advantages
@@ -187,12 +194,16 @@ class Text:
 # ---- CLIP and its relatives ----------------------------------------------------------------------------------------
 
 
+def _pretrained(kind, source, dtype):
+    model, report = kind.from_pretrained(source, dtype=dtype, weights_only=True, output_loading_info=True)
+    if report["missing_keys"]:  # transformers fills them with noise and goes on
+        raise ValueError(f"{source} lacks {min(report['missing_keys'])}")
+    return model
+
+
 @functools.cache  # clip and aesthetic share one
 def _clip(model, processor):
-    clip, report = CLIPModel.from_pretrained(model, dtype=torch.float32, weights_only=True, output_loading_info=True)
-    if report["missing_keys"]:  # transformers fills them with noise and goes on
-        raise ValueError(f"{model} lacks {min(report['missing_keys'])}")
-    return clip, CLIPProcessor.from_pretrained(processor)
+    return _pretrained(CLIPModel, model, torch.float32), CLIPProcessor.from_pretrained(processor)
 
 
 class Clip:
@@ -232,6 +243,68 @@ class Aesthetic(Clip):
         return x.squeeze(1)
 
 
+# ---- questions to a vision-language model --------------------------------------------------------------------------
+
+QUESTIONS = Path(__file__).parent / "prompts" / "questions.jsonl"
+AT_ONCE = 8  # questions in a pass
+
+
+class Vqa:
+    """Log-odds of yes against no, the mean over the questions about a picture.
+
+    Every prompt has the question whether the picture shows it (VQAScore, Lin et al. 2024). Those in a file of questions
+    have theirs too, each about one thing (Soft-TIFA, Kamath et al. 2025). Log-odds, for the probability is near 0 or 1
+    for most pictures, and groups of equal rewards teach nothing.
+
+    model: folder or hub id of an AutoModelForImageTextToText with a chat template. questions: a file of lines
+    {"prompt": ..., "questions": [...]}, which a right picture answers by yes.
+    """
+
+    def __init__(self, model, questions=QUESTIONS):
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        self.model = _pretrained(AutoModelForImageTextToText, model, dtype)
+        self.processor = AutoProcessor.from_pretrained(model)
+        tokenizer = self.processor.tokenizer
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        self.yes, self.no = answer_ids(tokenizer, "yes"), answer_ids(tokenizer, "no")
+        if self.processor.chat_template is None or not (self.yes and self.no):
+            raise ValueError("it cannot be asked: it has no chat template, or no tokens for yes and no")
+        lines = [json.loads(line) for line in Path(questions).read_text(encoding="utf-8").splitlines()]
+        self.questions = {line["prompt"]: line["questions"] for line in lines}
+
+    def __call__(self, images, prompts, targets):
+        asked = [(i, question) for i, prompt in enumerate(prompts) for question in self.about(prompt)]
+        with lend_gpu(self.model) as device:
+            parts = [asked[at : at + AT_ONCE] for at in range(0, len(asked), AT_ONCE)]
+            odds = torch.cat([self.log_odds([(images[i], q) for i, q in part], device) for part in parts])
+        rows = torch.tensor([i for i, _ in asked])
+        return torch.zeros(len(images)).index_add(0, rows, odds) / rows.bincount()
+
+    def about(self, prompt):
+        return [f'Does this image show "{prompt}"?', *self.questions.get(prompt, ())]
+
+    def log_odds(self, asked, device):
+        """(image, question) each -> (B,) float32 on the CPU, from the first token of the answers, in one pass."""
+
+        def chat(question):
+            words = [{"type": "image"}, {"type": "text", "text": f"{question} Please answer Yes or No."}]
+            return self.processor.apply_chat_template([{"role": "user", "content": words}], add_generation_prompt=True)
+
+        inputs = self.processor(
+            text=[chat(question) for _, question in asked], images=[[image.convert("RGB")] for image, _ in asked],
+            padding=True, padding_side="left", return_tensors="pt",
+        )  # fmt: skip
+        logits = self.model(**inputs.to(device, self.model.dtype), logits_to_keep=1).logits[:, -1].float()  # (B, V)
+        return (logits[:, self.yes].logsumexp(-1) - logits[:, self.no].logsumexp(-1)).cpu()
+
+
+def answer_ids(tokenizer, word):
+    """The ids that an answer may begin with, each once, however many spellings share it; a space alone is no answer."""
+    spellings = [word.title(), word, f" {word.title()}", f" {word}"]
+    ids = {tokenizer(spelling, add_special_tokens=False).input_ids[0] for spelling in spellings}
+    return sorted(i for i in ids if word.startswith(tokenizer.decode([i]).strip().lower() or " "))
+
+
 # ---- from the command line to one number a picture -----------------------------------------------------------------
 
 CLIP_L, CLIP_H = "openai/clip-vit-large-patch14", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -246,6 +319,7 @@ REWARDS = {  # name: a function, or what to make and where its weights come from
     "pickscore": (Clip, {"model": "yuvalkirstain/PickScore_v1", "processor": CLIP_H}),
     "hps": (Clip, {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
     "aesthetic": (Aesthetic, {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"}),
+    "vqa": (Vqa, {"model": "HuggingFaceTB/SmolVLM-Instruct"}),
 }
 
 

@@ -1,5 +1,6 @@
 """The prompts are what prompts/README.md says: how many of each kind, what they quote, and that held out is held out."""
 
+import json
 import re
 from pathlib import Path
 
@@ -62,3 +63,29 @@ def test_heldout_is_new():
     assert not {folded(s) for p in train for s in quoted(p)} & {folded(s) for p in heldout for s in quoted(p)}
     objects = heldout[::2]  # counting, spatial, attributes, several objects: every other line
     assert not (stems(" ".join(objects)) - stems(GENERAL)) & stems(" ".join(train))
+
+
+# ---- questions about what is where ----------------------------------------------------------------------------------
+
+LINES = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_prompt_about_objects_has_questions():
+    """Counting, spatial relations, attributes and several objects: every other line of both files, in their order."""
+    assert [line["prompt"] for line in LINES] == [*PROMPTS["train"][::2], *PROMPTS["heldout"][::2]]
+    assert len(LINES) == 160 and all(line.keys() == {"prompt", "questions"} for line in LINES)
+    for line in LINES:
+        assert 2 <= len(line["questions"]) <= 5
+        for question in line["questions"]:
+            assert re.fullmatch(r"[A-Z][^?\"\n]*[a-z]\?", question) and len(question) < 100, question
+
+
+def test_no_question_is_asked_twice():
+    """Neither of one prompt nor of two, so that held out is held out."""
+    questions = [folded(question) for line in LINES for question in line["questions"]]
+    assert len(questions) == len(set(questions))
+
+
+def test_counting_prompts_have_a_question_with_a_number():
+    for line in LINES[::4]:
+        assert any("exactly" in question for question in line["questions"]), line["prompt"]

@@ -546,7 +546,7 @@ def test_a_reward_may_return_whatever_becomes_a_tensor(values):
     [
         ("", "no reward in ''; known rewards: aesthetic, clip, hps, lpips, mse, pickscore, ssim, text"),
         (" , ", "no reward in ' , '"),
-        ("beauty", "unknown reward 'beauty'; known: aesthetic, clip, hps, lpips, mse, pickscore, ssim, text;"),
+        ("beauty", "unknown reward 'beauty'; known: aesthetic, clip, hps, lpips, mse, pickscore, ssim, text, vqa;"),
         ("ssim:much", "unknown reward 'ssim:much'"),
         ("mse=.", "unknown reward 'mse=.'"),
         ("0.5", "unknown reward '0.5'"),
