@@ -291,7 +291,7 @@ class Vqa:
             return self.processor.apply_chat_template([{"role": "user", "content": words}], add_generation_prompt=True)
 
         inputs = self.processor(
-            text=[chat(question) for _, question in asked], images=[[image.convert("RGB")] for image, _ in asked],
+            text=[chat(question) for _, question in asked], images=[[image] for image, _ in asked],
             padding=True, padding_side="left", return_tensors="pt",
         )  # fmt: skip
         logits = self.model(**inputs.to(device, self.model.dtype), logits_to_keep=1).logits[:, -1].float()  # (B, V)

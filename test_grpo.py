@@ -312,15 +312,16 @@ def test_a_group_depends_on_its_own_generator_alone(pipe, kind):
 def test_in_bfloat16_sampling_and_scoring_differ_by_rounding(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16), 0.05)
     (ids,), (positions,), length = glm_prompts(pipe, RED, size=(64, 64))
-    sampling = {"num_samples": 4, "position_ids": [positions], "num_codes": NUM_CODES, "generators": seeded(0)}
+    shaping = {"num_codes": NUM_CODES, "temperature": 0.9}
+    sampling = {"num_samples": 4, "position_ids": [positions], "generators": seeded(0), **shaping}
     tokens, logprobs, _ = generate_with_logprobs(model, [ids], length, **sampling)
-    gap = (rescored(model, ids, tokens, position_ids=positions, num_codes=NUM_CODES) - logprobs).abs()
+    gap = (rescored(model, ids, tokens, position_ids=positions, **shaping) - logprobs).abs()
     assert gap.mean() < 0.01
     assert gap.max() < 0.5
     with torch.no_grad():
         start = positions[:, None, : len(ids)].expand(-1, 4, -1)
         logits = model(input_ids=ids.expand(4, -1), position_ids=start, logits_to_keep=1).logits[:, -1, :NUM_CODES]
-    first = logits.double().log_softmax(-1).gather(-1, tokens[:, :1])
+    first = (logits.double() / 0.9).log_softmax(-1).gather(-1, tokens[:, :1])
     torch.testing.assert_close(logprobs[:, :1].double(), first, atol=1e-5, rtol=0)  # softmax itself is not in bfloat16
 
 

@@ -171,8 +171,11 @@ def test_tensorboard_gets_numbers_and_pictures(quick):
 
 def test_defaults_depend_on_the_model():
     tiny, other = tiny_settings(), train.parse_settings(["--model", "zai-org/GLM-Image", "--height", "1280"])
-    assert (tiny.steps, tiny.lr, tiny.height, tiny.top_p) == (48, 1e-3, 128, 0.95)
-    assert (other.steps, other.lr, other.height, other.width, other.top_p) == (200, 2e-5, 1280, 1024, 0.75)
+    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (48, 1e-3, 128, 1.0, 0.95)
+    assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
+    assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
+    assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.3, 0.01, 1e-3, 1e-4)
+    assert (tiny.eval_count, other.eval_count, other.eval_guidance_scale, tiny.guidance_scale) == (16, 8, 1.5, 1.0)
     assert (other.decode_steps, other.guidance_scale, other.eval_decode_steps) == (12, 1.5, 30)
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
     assert Path(other.prompts) == ROOT / "prompts" / "train.txt" and other.targets is other.eval_targets is None

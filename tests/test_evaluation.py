@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, ROOT, build_run, records, shorten, tiny_settings
+from conftest import (
+    CPU,
+    ROOT,
+    build_run,
+    records,
+    shorten,
+    tiny_settings,
+    write_reward,
+)
 from PIL import Image
 from test_rewards import tiny_clip
 
@@ -73,6 +81,31 @@ def test_held_out_prompts_without_targets_are_judged_by_what_applies(quick):
     (record,) = records("run/evaluation.jsonl")
     assert record["held_out/reward"] is None and record["held_out/reward/two.py:judge"] == 2
     assert record["reward"] is not None
+
+
+def test_every_prompt_is_judged_by_its_own_target(quick):
+    """In steps and in evaluations: the drawings of the two prompts have a pink and a white corner."""
+    code = "def own(images, prompts, targets):\n"
+    code += "    return [float(('pink' in p) == (t.getpixel((0, 0))[2] < 200)) for p, t in zip(prompts, targets)]\n"
+    Path("mine.py").write_text(code)
+    arguments = ["--reward", "mine.py:own", "--eval-reward", "mine.py:own", "--eval-count", "2"]
+    assert quick(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
+    for record in records("run/evaluation.jsonl"):
+        assert record["reward"] == record["held_out/reward"] == 1 and record["prompts"] == 2
+    assert records("run/metrics.jsonl")[0]["reward"] == 1
+
+
+def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
+    assert quick(*write_reward("return torch.rand(len(images))"), "--steps", "2", "--out", "run") == 0
+    before, after = records("run/evaluation.jsonl")
+    assert before["reward"] == after["reward"]
+
+
+def test_what_an_evaluation_takes_is_no_part_of_the_next_step(quick):
+    reward = write_reward("import time\nif call in (2, 3, 5, 6):\n    time.sleep(0.5)")
+    assert quick(*reward, "--steps", "2", "--eval-every", "1", "--out", "run") == 0
+    for line in Path("run/metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["seconds/score"] < 0.4
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,39 @@ def test_lpips_equals_the_published_numbers(true_lpips):
     assert not values.requires_grad
 
 
+def test_lpips_is_the_published_formula(tmp_path):
+    """On random weights, by torch's own layers: AlexNet with a tap behind each of its five activations."""
+    tiny_lpips(tmp_path)
+    weights = torch.load(tmp_path / "alexnet-owt-7be5be79.pth", weights_only=True)
+    heads = torch.load(tmp_path / "alex.pth", weights_only=True)
+    shapes = {
+        0: (3, 64, 11, 4, 2),
+        3: (64, 192, 5, 1, 2),
+        6: (192, 384, 3, 1, 1),
+        8: (384, 256, 3, 1, 1),
+        10: (256, 256, 3, 1, 1),
+    }
+    layers = []
+    for n, shape in shapes.items():
+        conv = torch.nn.Conv2d(*shape)
+        weights[f"features.{n}.bias"] += torch.randn(shape[1]) * 0.1  # which a start at 0 would hide
+        conv.load_state_dict({"weight": weights[f"features.{n}.weight"], "bias": weights[f"features.{n}.bias"]})
+        pool = [torch.nn.MaxPool2d(3, stride=2)] if n in (3, 6) else []  # before the second and the third
+        layers.append(torch.nn.Sequential(*pool, conv, torch.nn.ReLU()))
+    torch.save(weights, tmp_path / "alexnet-owt-7be5be79.pth")
+    torch.manual_seed(0)
+    a, b = torch.rand(2, 3, 64, 48)
+    mean, std = torch.tensor([-0.030, -0.088, -0.188]), torch.tensor([0.458, 0.448, 0.450])
+    x, y = (((picture * 2 - 1) - mean[:, None, None]) / std[:, None, None] for picture in (a, b))
+    x, y, total = x[None], y[None], 0
+    for i, layer in enumerate(layers):
+        x, y = layer(x), layer(y)
+        u, v = (z / z.norm(dim=1, keepdim=True) for z in (x, y))
+        total += ((u - v) ** 2 * heads[f"lin{i}.model.1.weight"]).sum(1).mean()
+    assert total.item() > 0.1
+    assert only(f"lpips={tmp_path}").distance(a, b).item() == pytest.approx(total.item(), rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["mse", "ssim", "lpips"])
 def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_path):
     tiny_lpips(tmp_path)

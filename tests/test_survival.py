@@ -99,14 +99,17 @@ def test_zero_steps_evaluates_only(quick):
 
 
 def test_checkpoints_are_pruned_but_for_the_best(quick, monkeypatch):
-    """Five are made: the newest two stay, and the first to reach the best reward, here that of step 2."""
+    """Five are made: the newest two stay, and the first to reach the best reward on held-out prompts, that of step 2.
+
+    On the prompts of training step 3 does best, and step 4 does as well on those held out.
+    """
     write_reward(  # by call: the trial, the evaluation before, and then a step and its two evaluations of one prompt each
-        "value = {2: 0.1, 3: 0.1, 8: 0.9, 9: 0.9}.get(call, 0.5)\nreturn torch.full((len(images),), value)"
+        "value = {2: 0.1, 3: 0.1, 9: 0.9, 11: 0.95, 15: 0.9}.get(call, 0.5)\nreturn torch.full((len(images),), value)"
     )
     arguments = ["--reward", "mine.py:reward", "--steps", "5", "--eval-every", "1", "--keep-checkpoints", "2"]
     assert quick(*arguments, "--out", "run") == 0
     assert [record["reward"] for record in records("run/evaluation.jsonl")] == pytest.approx(
-        [0.1, 0.5, 0.9, 0.5, 0.5, 0.5]
+        [0.1, 0.5, 0.5, 0.95, 0.5, 0.5]
     )
     assert steps_saved("run") == ["000002", "000004", "000005"]
 
