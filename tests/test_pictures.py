@@ -179,6 +179,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         torch.testing.assert_close(
             logprobs(pipe, stock.vision_language_encoder, PROMPT, tokens), expected, atol=1e-4, rtol=0
         )
+    assert not list(Path("run/checkpoints").rglob("README.md")), "PEFT's form, empty"
     assert (logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens) - expected).abs().max() > 0.1
     assert stock(PROMPT, height=32, width=32, num_inference_steps=1, guidance_scale=1.0).images[0].size == (32, 32)
 

@@ -211,6 +211,31 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
     assert groups(0, 3, 2) + groups(1, 3, 2) + groups(2, 3, 2) == groups(0, 1, 6)
 
 
+def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
+    """Three on two ranks, in two chunks each: the fourth, which keeps them in step, is painted and does not count."""
+    settings = SimpleNamespace(
+        eval_count=3, group_size=2, prompts_per_step=1, eval_decode_steps=1, eval_guidance_scale=1
+    )
+    prompts, scored = train.Prompts(["a", "b", "c", "d", "e"], None), []
+
+    def grpo_step(run, deployed, rewards, texts, targets, seed):
+        assert (deployed.train, deployed.decode_steps, seed) == ("nothing", 1, 100 + "abcd".index(texts[0]))
+        values = torch.full((2,), float("abcd".index(texts[0])))
+        return [f"{texts[0]}1", f"{texts[0]}2"], {"r": values}, {}
+
+    monkeypatch.setattr(train, "grpo_step", grpo_step)
+    monkeypatch.setattr(ranks, "gather", lambda part: scored.append(part) or list(scored))
+    for rank in range(2):
+        as_rank(monkeypatch, rank, 2)
+        metrics, shown = train.evaluate(None, settings, {"r": (None, 2.0)}, {}, prompts, 100)
+    assert (
+        metrics["reward/r"] == (0 + 1 + 2) / 3
+        and metrics["reward"] == 2
+        and (metrics["images"], metrics["prompts"]) == (6, 3)
+    )
+    assert shown == [(p, [f"{p}1", f"{p}2"], [2.0 * i] * 2) for i, p in enumerate("abc")]
+
+
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):
     """This rank has 1, NaN, 5 and NaN; the other 3, 7, NaN and NaN. Of a peak it is the largest."""
     assert ranks.mean({"a": 1.0}) == {"a": 1.0}, "alone"

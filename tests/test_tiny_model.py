@@ -143,10 +143,11 @@ def test_a_check_that_cannot_work_is_one_line(tmp_path, monkeypatch, capfd, firs
 def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys, first_codes):
     """Of the first two prompts one picture is right, one of the wrong shape; all others are blank."""
     monkeypatch.setattr(sys, "argv", ["check.py", "--samples", "2", "--sheet", str(tmp_path / "sheet.png")])
-    painted = []
+    painted, seeds = [], []
 
     def decode_images(pipe, prompt, tokens, settings, seed):
         painted.append(prompt)
+        seeds.append(seed)
         right = next(words for words in make.ALL if make.caption(*words) == prompt)
         wrong = (next(shape for shape in make.SHAPES if shape != right[0]), *right[1:])
         return (
@@ -156,7 +157,7 @@ def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys, first_codes):
     monkeypatch.setattr(train, "decode_images", decode_images)
     assert check.main() == 0
     training, held_out = capsys.readouterr().out.splitlines()[-2:]
-    assert painted == lines("prompts") + lines("heldout")
+    assert painted == lines("prompts") + lines("heldout") and len(set(seeds[:32])) == 32
     assert training == "prompts.txt: 2/64 right = 3.1% (shape 3%, colour 6%, background 6%)"
     assert held_out.startswith("heldout.txt: 0/32 right = 0.0%")
     assert Image.open(tmp_path / "sheet.png").width > 2 * 128
