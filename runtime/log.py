@@ -92,9 +92,9 @@ class Record:
     def group(self, step, prompt, images, rewards, num_codes, paintings):
         """The first pictures of a step, with their rewards: those of a prompt, a row for each code sequence."""
         if self.writes:
-            pairs = zip(images[: num_codes * paintings], rewards.tolist(), strict=False)
-            cells = [(image, f"reward {format_number(reward)}") for image, reward in pairs]
-            width = paintings if num_codes > 1 < paintings else len(cells)
+            captions = [f"reward {format_number(reward)}" for reward in rewards.tolist()]
+            cells = list(zip(images, captions, strict=True))[: num_codes * paintings]
+            width = paintings if min(num_codes, paintings) > 1 else num_codes * paintings
             rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]
             picture = save_grid(self.out / f"group-{step:06d}.png", rows, f"step {step}")
             layout = {"dataformats": "NHWC"} if self.kind == "tensorboard" else {}
@@ -110,10 +110,11 @@ class Record:
         self.track(step, {f"evaluation/{name}": value for name, value in record.items()})
         record["shown"] = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards in shown]
         self.evaluations.append(record)
-        compared, words = (self.evaluations[:: max(len(self.evaluations) - 1, 1)], ", before -> after")
+        first = self.evaluations[0]
+        records, compared = ((record,), "") if first is record else ((first, record), ", before -> after")
         for prefix, name in (("", "training"), ("held_out/", "held-out")):
-            line = f"evaluation after {step} steps, {name} prompts{words if len(compared) > 1 else ''}: "
-            self.clock.bar.write(line + summary(prefix, *compared))
+            words = f"evaluation after {step} steps, {name} prompts{compared}: {summary(prefix, *records)}"
+            self.clock.bar.write(words)
         self.clock.read()
         if self.writes:
             folder = self.out / "evaluation" / f"{step:06d}"
