@@ -93,6 +93,8 @@ def generate_with_logprobs(
     real = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])[:, None, None]  # (N*G, 1, 1, L+T)
     length, mask, cache, tokens, logprobs, nucleus = inputs.shape[1], None, None, [], [], []
     if not real.all():
+        if model.config.get_text_config()._attn_implementation == "eager":  # it would add the mask, not apply it
+            raise ValueError("prompts of several lengths need another attention: attn_implementation='sdpa'")
         # A token of the prompts sees the real ones up to itself, and itself: to one of the padding that saw nothing
         # attention may answer NaN, and 0 x NaN is NaN in whatever reads it. A mask of four dimensions is taken as it
         # is; for one of two transformers would ask the GPU, at every token, whether it masks anything.

@@ -333,6 +333,13 @@ def test_no_token_sees_nothing(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(healthy[:2], found[:2])) and all(seen) and masks == [4] * 10
 
 
+def test_prompts_of_several_lengths_need_attention_that_applies_masks():
+    model = text_model(attn_implementation="eager")
+    assert len(generate_with_logprobs(model, [LONG, LONG], 3)[0]) == 2
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        generate_with_logprobs(model, [LONG, SHORT], 3)
+
+
 def test_log_probs_that_are_not_finite_are_an_error():
     model = text_model()
     model.lm_head.register_forward_hook(lambda _, inputs, logits: logits.index_fill(0, torch.tensor([3]), NAN))

@@ -38,7 +38,8 @@ QUICK += ["--temperature", "2"]  # sharp as the shipped model is, two short pict
 
 
 def pytest_configure(config):
-    config.addinivalue_line("filterwarnings", "ignore::FutureWarning")  # of one library about another
+    for warning in ("ignore::FutureWarning", "ignore:.*torch.jit:DeprecationWarning"):  # of one library about another
+        config.addinivalue_line("filterwarnings", warning)
 
 
 @pytest.fixture(scope="session")

@@ -146,6 +146,24 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
     assert steps_saved("run") == ["000000", "000002"]
 
 
+def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, monkeypatch):
+    """In the third step: the prompt is named, and the second step is saved."""
+    sample, calls = GRPO.sample, []
+
+    def broken(self, prompts, size, seed):
+        calls.append(1)
+        if len(calls) == 5:  # after two evaluations and two steps
+            raise train.NotFinite([0])
+        return sample(self, prompts, size, seed)
+
+    monkeypatch.setattr(GRPO, "sample", broken)
+    assert quick("--steps", "9", "--out", "run") == 2
+    message = error_of(capsys)
+    for words in ("the log-probs sampled for 'a ", " background' are not finite", "--resume run"):
+        assert words in message
+    assert steps_saved("run") == ["000000", "000002"]
+
+
 def test_many_steps_without_a_finite_gradient_stop_the_run(quick, capsys, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: torch.tensor(torch.nan))
     assert quick("--steps", "9", "--out", "run") == 2
