@@ -2,8 +2,9 @@
 
 A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S moves. At level s its latents are
 x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean: so clean = x - s v, noise = x + (1 - s) v.
-The stock sampler is an ODE, its next latents x + (s' - s) v leave nothing to choose. Draw every move but the last,
-whose noise would stay in the picture, from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), a = --noise-level:
+The stock sampler is an ODE, its next latents x + (s' - s) v leave nothing to choose. Draw every move from a Gaussian
+(Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), a = --noise-level; but the last, whose noise would stay in the picture, which
+is therefore not trained:
 
     std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise
 
@@ -15,8 +16,8 @@ reward of their K pictures, compared among the G; the decoder that of each pictu
 codes. In one flat group of G*K nearly all of the spread would be the codes'.
 
 In the terms of grpo.py one move of these K is a group, and the D = C*H*W numbers of its latents are the tokens, each
-drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes. (Flow-GRPO's one
-ratio for all D has the same gradient on fresh samples, but a KL too small by D.)
+drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes. (Flow-GRPO has one
+ratio for all D, by the mean of their log-probs: the same gradient on fresh samples, a KL term of 1/D.)
 """
 
 import math
@@ -51,7 +52,7 @@ class Move:
     next_latents: torch.Tensor  # (K, C, H, W)
     old_logprobs: torch.Tensor  # (K, D)
     levels: tuple  # of noise: before, after
-    calls: list  # what else the pipeline gave the transformer, a row: [with codes], or with guidance [with, without]
+    calls: list  # what else the pipeline gave the transformer, for one painting: [with codes], guided [with, without]
     mask: None = None  # all numbers count
     advantages: torch.Tensor | None = None  # (K,)
     ref_logprobs: torch.Tensor | None = None  # (K, D), None when kl_coef is 0
@@ -65,7 +66,7 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
         self.noise_level, self.generators = noise_level, [torch.Generator().manual_seed(seed) for seed in seeds]
         self.calls, self.moves = [], {}  # {number: the first five fields of a Move, batch by batch}
 
-    def record_call(self, transformer, arguments, options):
+    def record_call(self, transformer, _, options):
         """For a hook of the transformer. All paintings share codes, prompt and time: of each tensor a row is enough."""
         row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         self.calls = [*self.calls, row | {"hidden_states": None}]  # which are kept as latents

@@ -10,6 +10,9 @@ the baseline of a sample is the mean reward of its group, all G pictures of the 
     A  = (R_i - mean(R)) / (std(R) + eps)         advantage: the z-score of the reward in its group of G
     k3 = ref/pi - log(ref/pi) - 1                 an estimate of KL(pi || reference), never negative
 
+averaged over the N prompts of a step. On fresh samples, which is all there is with one iteration, the ratio is 1,
+nothing is clipped, and the gradient is the policy gradient: that of -A log pi(o_t), and of the KL term.
+
 One step of training, in the order of this file:
 
     1. generate_with_logprobs     sample G sequences of exactly T tokens for each prompt, keep their log-probs (pi_old)
@@ -17,10 +20,10 @@ One step of training, in the order of this file:
     3. compute_advantages         rewards -> z-scores, per group
     4. get_per_token_logprobs     log-probs of those tokens in one forward pass: the reference's, then the policy's
     5. compute_grpo_loss          the formula above
-    6. GRPO.update                micro-batches, gradient clipping, the optimiser
+    6. GRPO                       ties 1, 4 and 5 together; its update: micro-batches, gradient clipping, the optimiser
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
-base with its adapter disabled is the reference. Nothing here knows GLM-Image: prompts come as ids and positions, and
+base with its adapter disabled is the reference. Nothing here depends on GLM-Image: prompts come as ids and positions, and
 any causal language model of transformers with a PEFT adapter works; examples/text_model.py trains one by this file
 alone. On a CPU call torch.set_num_threads(1) for models as small as that: more threads only wait for one another.
 
@@ -59,8 +62,8 @@ def generate_with_logprobs(
 ):  # fmt: skip
     """Sample `num_samples` (G) continuations of exactly `num_new_tokens` (T) tokens for each of N prompts.
 
-    All N*G side by side, for a token costs one read of all weights, for one sequence as for many. Not by transformers'
-    generate(): it takes no generator, and would keep the scores of every id to say what top-p left.
+    All N*G side by side, because a token costs one read of all weights, for one sequence as for many. Not by
+    transformers' generate(): it takes no generator, and would keep the scores of every id to say what top-p left.
 
     Args:
         prompts: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is masked.
@@ -90,21 +93,21 @@ def generate_with_logprobs(
         return torch.stack(rows, dim=-2).repeat_interleave(num_samples, dim=-2).to(model.device)
 
     inputs, positions = side_by_side(prompts), side_by_side(position_ids)  # (N*G, L), ([3,] N*G, L+T)
-    real = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])[:, None, None]  # (N*G, 1, 1, L+T)
-    length, mask, cache, tokens, logprobs, nucleus = inputs.shape[1], None, None, [], [], []
-    if not real.all():
+    not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])[:, None, None]
+    prompt_mask, cache, tokens, logprobs, nuclei = None, None, [], [], []  # not_padding: (N*G, 1, 1, L+T)
+    if not not_padding.all():
         if model.config.get_text_config()._attn_implementation == "eager":  # it would add the mask, not apply it
             raise ValueError("prompts of several lengths need another attention: attn_implementation='sdpa'")
         # A token of the prompts sees the real ones up to itself, and itself: to one of the padding that saw nothing
         # attention may answer NaN, and 0 x NaN is NaN in whatever reads it. A mask of four dimensions is taken as it
         # is; for one of two transformers would ask the GPU, at every token, whether it masks anything.
-        itself = torch.eye(length, dtype=torch.bool, device=real.device)  # (L, L)
-        mask = real[..., :length].expand(-1, -1, length, -1).tril() | itself  # (N*G, 1, L, L)
-    for end in range(length, real.shape[-1]):
-        step = model if cache is None or forward is None else forward
-        output = step(
+        itself = torch.eye(inputs.shape[1], dtype=torch.bool, device=inputs.device)  # (L, L)
+        prompt_mask = not_padding[..., : len(itself)].expand(-1, -1, len(itself), -1).tril() | itself  # (N*G, 1, L, L)
+    for end in range(inputs.shape[1], not_padding.shape[-1]):
+        compute = model if cache is None or forward is None else forward
+        output = compute(
             input_ids=inputs,
-            attention_mask=mask if mask is None or cache is None else real[..., :end],
+            attention_mask=prompt_mask if prompt_mask is None or cache is None else not_padding[..., :end],
             position_ids=positions[..., end - inputs.shape[1] : end],
             past_key_values=cache,
             use_cache=True,
@@ -114,12 +117,12 @@ def generate_with_logprobs(
         inputs, logp, kept = _sample_token(output.logits[:, -1], num_codes, temperature, top_p, generators or [None])
         tokens.append(inputs)  # (N*G, 1)
         logprobs.append(logp)  # (N*G, 1)
-        nucleus.append(kept)  # (N*G, V)
+        nuclei.append(kept)  # (N*G, V)
     tokens, logprobs, bits = torch.cat(tokens, dim=1).cpu(), torch.cat(logprobs, dim=1).cpu(), None
     if broken := [i for i, logp in enumerate(logprobs.split(num_samples)) if not logp.isfinite().all()]:
         raise NotFinite(broken)
     if top_p < 1:  # 2 KB a token for GLM-Image, instead of 16
-        bits = torch.from_numpy(np.packbits(torch.stack([kept.cpu() for kept in nucleus], dim=1), axis=-1))
+        bits = torch.from_numpy(np.packbits(torch.stack([kept.cpu() for kept in nuclei], dim=1), axis=-1))
     return tokens, logprobs, bits
 
 
@@ -257,8 +260,8 @@ class Group:
     prompt_ids: torch.Tensor  # (L,)
     position_ids: torch.Tensor | None  # (3, L+T)
     tokens: torch.Tensor  # (G, T)
-    old_logprobs: torch.Tensor  # (G, T)
     nucleus: torch.Tensor | None  # (G, T, ceil(V / 8))
+    old_logprobs: torch.Tensor  # (G, T)
     mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all. Text: up to the first end token
     advantages: torch.Tensor | None = None  # (G,)
     ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
@@ -267,11 +270,12 @@ class Group:
 def set_advantages(groups, rewards):
     """3: the advantages of all groups from the rewards (N*G,) of their samples, group after group.
 
-    Where there are M times as many groups, M in a row share their rewards, as the moves of one painting do.
+    With M times as many groups as the rewards make, M in a row share theirs: see decoder.py, where a path has M moves.
     """
-    advantages = compute_advantages(rewards, len(groups[0].old_logprobs)).split(len(groups[0].old_logprobs))
+    size = len(groups[0].old_logprobs)
+    advantages = compute_advantages(rewards, size).split(size)
     for i, group in enumerate(groups):
-        group.advantages = advantages[i * len(advantages) // len(groups)]
+        group.advantages = advantages[i // (len(groups) // len(advantages))]
 
 
 class GRPO:
@@ -283,6 +287,7 @@ class GRPO:
             temperature and top_p.
         num_codes, forward: as for generate_with_logprobs.
 
+    add_reference and update need of a group what Group has from old_logprobs on, and a logprobs() that knows the rest.
     With torch.distributed, W ranks with P prompts each make the step of one process with W*P, from equal adapters; it
     is the caller who gives each rank prompts and seeds of its own.
     """
@@ -311,8 +316,8 @@ class GRPO:
             position_ids=None if position_ids[0] is None else position_ids, generators=generators, forward=self.forward,
             **self.sampling_args,
         )  # fmt: skip
-        by_prompt = [[None] * len(prompts) if x is None else x.split(group_size) for x in sampled]
-        return [Group(*each) for each in zip(prompt_ids, position_ids, *by_prompt, strict=True)]
+        tokens, logprobs, nucleus = [[None] * len(prompts) if x is None else x.split(group_size) for x in sampled]
+        return [Group(*each) for each in zip(prompt_ids, position_ids, tokens, nucleus, logprobs, strict=True)]
 
     @torch.no_grad()
     def add_reference(self, groups):
@@ -325,10 +330,11 @@ class GRPO:
 
     @without_cudnn_attention  # in the backward pass too: gradient checkpointing computes there what it has not kept
     def update(self, groups):
-        """5 and 6: move the policy, `iterations` optimiser steps over all groups. Returns the metrics, as means.
+        """5 and 6: move the policy, `iterations` optimiser steps over all groups. Returns the metrics.
 
-        A group without spread has advantage 0, teaches nothing and is passed over. If all groups are such there is no
-        step (Adam would move on its momentum alone), and the metrics of the loss are NaN.
+        A group without spread has advantage 0, teaches nothing and is passed over: it counts in the step's mean loss,
+        but not in the metrics, which are means over the others. If all groups are such there is no step (Adam would
+        move on its momentum alone), and the metrics of the loss are NaN.
         """
         with_spread, iterations = [group for group in groups if group.advantages.any()], self.settings.iterations
         micro_batches = [(group, rows) for group in with_spread for rows in self.micro_batches(group)]

@@ -187,13 +187,14 @@ def build(pipe, settings, device):
 
 
 def grpo_step(run, settings, rewards, prompts, targets, seed):
-    """The six parts of a step, for N prompts, G code sequences for each, and K paintings of each of these (see sizes).
+    """The six parts of a step. N prompts, G code sequences for each, K paintings of each: 1, unless the decoder learns.
 
-    rewards: {name: (function, weight)}. targets: N of anything a reward compares with, or None. seed: fixes all draws.
-    Returns the N*G*K images, their raw rewards and the metrics. An evaluation is a step in which nothing learns.
+    settings.train: what learns; "nothing" does in an evaluation. rewards: {name: (function, weight)}. targets: N of
+    anything a reward compares with, or None. seed: fixes all draws. Returns the N*G*K images, their raw rewards and the
+    metrics.
     """
-    codes, decoder, clock, (G, K) = run.codes, run.decoder, run.clock, sizes(settings)
-    weights = weights_of(rewards)
+    codes, decoder, clock, weights, metrics = run.codes, run.decoder, run.clock, weights_of(rewards), {}
+    G, K = sizes(settings)
 
     with clock("sample", codes.model), failing_together(prompts):  # 1. sample G code sequences for each prompt
         encoded = [encode_prompt(run.pipe.processor, prompt, settings.height, settings.width) for prompt in prompts]
@@ -204,7 +205,6 @@ def grpo_step(run, settings, rewards, prompts, targets, seed):
     with clock("score"), failing_together(prompts):  # ... and score every picture
         raw_rewards = score(rewards, images, prompts, targets)  # {name: (N*G*K,)}
 
-    metrics = {"entropy": -torch.stack([group.old_logprobs for group in groups]).mean().item()}
     if settings.train in ("codes", "both"):
         # 3. advantages: codes have the mean reward of their paintings, and are compared among the G of a prompt
         means = {name: values.view(-1, K).nanmean(1) for name, values in raw_rewards.items()}  # {name: (N*G,)}
@@ -212,7 +212,7 @@ def grpo_step(run, settings, rewards, prompts, targets, seed):
         with clock("reference", codes.model):
             codes.add_reference(groups)  # 4. log-probs of these codes under the model before training
         with clock("update", codes.model):
-            metrics |= codes.update(groups)  # 5. and 6. the loss, and the update
+            metrics |= codes.update(groups)  # 5. the loss of each micro-batch, and 6. the update
 
     if settings.train in ("decoder", "both"):
         # 3. to 6. for the decoder: its paintings are compared among the K of the same codes
@@ -221,7 +221,8 @@ def grpo_step(run, settings, rewards, prompts, targets, seed):
             decoder.add_reference(moves)
         with clock("decoder update", *painters(run.pipe)):
             metrics |= {f"decoder/{name}": value for name, value in decoder.update(moves).items()}
-    return images, raw_rewards, metrics
+    entropy = -torch.stack([group.old_logprobs for group in groups]).mean().item()  # an unbiased estimate of it
+    return images, raw_rewards, metrics | {"entropy": entropy}
 
 
 class StepFailed(UserError):
@@ -389,7 +390,6 @@ def train(settings):
         save()
         if done == 0 or settings.steps == 0 or due(done, settings.eval_every):
             evaluate_both(stop)
-        record.clock.bar.unpause()  # what the first evaluation took is not the time of a step
         for step in range(done, settings.steps):
             if any(ranks.gather(stop.received)):  # together, or the others would wait for the one that stopped
                 break

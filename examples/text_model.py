@@ -2,7 +2,7 @@
 
     python examples/text_model.py
 
-A random Llama learns to write even tokens, and to end with token 0. Yours: the model, the prompts, the reward.
+A random Llama learns to write even tokens, up to token 0, which ends a text. Yours: the model, the prompts, the reward.
 """
 
 import sys
@@ -50,13 +50,14 @@ def train(steps=30):
         for group in groups:
             ended = (group.tokens == END).cumsum(1) - (group.tokens == END).int()  # (G, T), 0 up to the first end token
             group.mask = (ended == 0).float()
-            even = (group.tokens % 2 == 0) * group.mask
-            rewards.append(even.sum(1) / group.mask.sum(1))  # (G,)
+            even = (group.tokens % 2 == 0) * (group.tokens != END) * group.mask
+            rewards.append(even.sum(1) / LENGTH)  # (G,): a share of what was written would be won by ending at once
         set_advantages(groups, torch.cat(rewards))  # compared in each group of G
         trainer.add_reference(groups)
         metrics = trainer.update(groups)
         means.append(torch.cat(rewards).mean().item())
-        print(f"step {step + 1}: reward {means[-1]:.3f}, kl {metrics['kl']:.4f}, norm {metrics['grad_norm']:.2f}")
+        length = torch.cat([group.mask for group in groups]).sum(1).mean()
+        print(f"step {step + 1}: reward {means[-1]:.3f}, length {length:.1f}, kl {metrics['kl']:.4f}")
     return means
 
 

@@ -10,7 +10,6 @@ base_model: {base}
 library_name: peft
 pipeline_tag: text-to-image
 tags: [lora, grpo, glm-image]
-license:
 ---
 
 # A LoRA adapter for {base}, trained with GRPO

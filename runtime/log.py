@@ -89,12 +89,12 @@ class Record:
         self.clock.bar.update()
         self.clock.bar.write(line)
 
-    def group(self, step, prompt, images, rewards, num_codes, paintings):
+    def group(self, step, prompt, images, rewards, sequences, paintings):
         """The first pictures of a step, with their rewards: those of a prompt, a row for each code sequence."""
         if self.writes:
             captions = [f"reward {format_number(reward)}" for reward in rewards.tolist()]
-            cells = list(zip(images, captions, strict=True))[: num_codes * paintings]
-            width = paintings if min(num_codes, paintings) > 1 else num_codes * paintings
+            cells = list(zip(images, captions, strict=True))[: sequences * paintings]
+            width = paintings if min(sequences, paintings) > 1 else sequences * paintings
             rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]
             picture = save_grid(self.out / f"group-{step:06d}.png", rows, f"step {step}")
             layout = {"dataformats": "NHWC"} if self.kind == "tensorboard" else {}
@@ -116,6 +116,7 @@ class Record:
             words = f"evaluation after {step} steps, {name} prompts{compared}: {summary(prefix, *records)}"
             self.clock.bar.write(words)
         self.clock.read()
+        self.clock.bar.unpause()  # what an evaluation takes is not the time of a step
         if self.writes:
             folder = self.out / "evaluation" / f"{step:06d}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -199,7 +200,8 @@ class StopRequest:
     def receive(self, signum, frame):
         if not self.received:  # by os.write: print may have been interrupted by this very signal
             again = b"; once more ends at once" if ranks.count() == 1 else b""
-            os.write(2, b"\nasked to stop: finishing this step, saving, then a last evaluation" + again + b"\n")
+            words = b"\nasked to stop: this step is finished, saved and evaluated; a first evaluation is broken off"
+            os.write(2, words + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             for number in (signal.SIGINT, signal.SIGTERM):

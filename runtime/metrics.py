@@ -5,8 +5,9 @@ import math
 from runtime import format_number
 
 PARTS = {  # of the line of a step, in order of weight
-    "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "entropy": "entropy {:.4f}", "grad_norm": "norm {:.2f}",
-    "decoder/grad_norm": "decoder norm {:.3f}", "clip_fraction": "{:.1%} clipped", "mean_logprob_gap": "gap {:.0e}",
+    "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "grad_norm": "norm {:.2f}",
+    "decoder/grad_norm": "decoder norm {:.3f}", "entropy": "entropy {:.4f}", "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB",
+    "clip_fraction": "{:.1%} clipped", "mean_logprob_gap": "gap {:.0e}",
 }  # fmt: skip
 ALARMS = {
     "skipped": "SKIPPED: the gradient was not finite", "groups_without_spread": "{:.0%} without spread",
@@ -30,16 +31,16 @@ def reward_metrics(raw_rewards, combined, group_size):
     return metrics
 
 
-def step_metrics(raw_rewards, combined, num_codes, paintings):
-    """What the rewards of a step's pictures say, of `num_codes` (G) code sequences a prompt and K paintings of each.
+def step_metrics(raw_rewards, combined, sequences, paintings):
+    """What the rewards of a step's pictures say, of G code `sequences` a prompt and K `paintings` of each.
 
     Compared in a group, and spread, are code sequences by the means of their paintings, or the paintings of a lone one.
     """
     unscored = {"unscored": combined.isnan().double().mean().item()}
-    if num_codes == 1:
+    if sequences == 1:
         return reward_metrics(raw_rewards, combined, paintings) | unscored
     *means, mean = (values.view(-1, paintings).nanmean(1) for values in (*raw_rewards.values(), combined))  # (N*G,)
-    metrics = reward_metrics(dict(zip(raw_rewards, means, strict=True)), mean, num_codes) | unscored
+    metrics = reward_metrics(dict(zip(raw_rewards, means, strict=True)), mean, sequences) | unscored
     if paintings > 1:
         metrics["decoder/reward_std"] = reward_metrics({}, combined, paintings)["reward_std"]
     return metrics
@@ -53,12 +54,11 @@ def format_step(step, metrics, settings):
         if rest and prefix in groups and not math.isnan(value):
             groups[prefix][rest] = value
     raw, seconds, peaks = groups.values()
+    metrics = metrics | {"seconds": sum(seconds.values()), "gpu_gb": max(peaks.values(), default=0)}
     line = f"step {step}/{settings.steps} | reward {format_number(metrics['reward'])}"
     line += "" if math.isnan(metrics["reward_std"]) else f" +- {metrics['reward_std']:.3f}"
     parts = [style.format(metrics[name]) for name, style in ALARMS.items() if metrics.get(name, 0) > 0]
     parts += [", ".join(f"{name} {value:.3f}" for name, value in raw.items())] if raw else []
-    parts += [f"{sum(seconds.values()):.1f}s"]
-    parts += [f"{max(peaks.values()):.1f} GB"] if peaks else []
     parts += [style.format(metrics[name]) for name, style in PARTS.items() if metrics.get(name, 0) > 0]
     for part in parts:
         line += f" | {part}" if len(line) + len(part) + 3 <= 120 else ""

@@ -50,8 +50,8 @@ def build_parser():
             default, help = None, f"{help} (default: {shown[0]} for tiny, {shown[1]} for GLM-Image)"
         elif default is not None:
             help += f" (default: {default})"
-        flag, metavar = "--" + name.replace("_", "-"), "|".join(choices) if choices else kind.__name__.upper()
-        group.add_argument(flag, type=kind, default=default, help=help, choices=choices, metavar=metavar)
+        option, metavar = "--" + name.replace("_", "-"), "|".join(choices) if choices else kind.__name__.upper()
+        group.add_argument(option, type=kind, default=default, help=help, choices=choices, metavar=metavar)
 
     group = parser.add_argument_group("model and data")
     flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
@@ -70,16 +70,13 @@ def build_parser():
     flag("prompts_per_step", count, 4, "prompts in a step, on each GPU")
     flag("steps", number(int, "[0, inf)"), (48, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; clipping acts above 1")
-    flag(
-        "lr", positive, (1e-3, 2e-5), "AdamW's learning rate"
-    )  # LoRA takes ten times what is published for all weights
+    # GLM-Image: ten times what is published for training all weights, as an adapter takes.
+    flag("lr", positive, (1e-3, 2e-5), "AdamW's learning rate")
     flag("decoder_lr", positive, (1e-3, 1e-4), "the same for the decoder's adapter")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
     flag("noise_level", number(float, "(0, 1]"), 0.7, "of the moves that the decoder draws, when it learns")
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
-    flag(
-        "kl_coef", number(float, "[0, inf)"), (0.3, 0.01), "weight of the KL penalty towards the model before training"
-    )
+    flag("kl_coef", number(float, "[0, inf)"), (0.3, 0.01), "weight of the KL towards the model before training")
     flag("lora_rank", count, 16, "rank of the adapter")
     flag("seed", number(int, "[0, 4294967295]"), 0, "fixes prompts, samples and noise")
 
@@ -116,13 +113,8 @@ def build_parser():
     flag("sample_every", count, 10, "steps between pictures of a group")
     flag("save_every", count, 20, "steps between checkpoints")
     flag("keep_checkpoints", count, 2, "newest checkpoints kept, beside that of the best evaluation")
-    flag(
-        "log",
-        str,
-        "none",
-        "also log metrics there, and pictures (not to trackio)",
-        ("none", "tensorboard", "wandb", "trackio"),
-    )
+    trackers = ("none", "tensorboard", "wandb", "trackio")
+    flag("log", str, "none", "also log metrics there, and pictures (not to trackio)", trackers)
     return parser, by_model
 
 
@@ -131,7 +123,7 @@ def parse_settings(arguments=None):
     parser, by_model = build_parser()
     settings = parser.parse_args(arguments)
     if settings.resume is not None:
-        return resumed_settings(parser, arguments, settings)
+        return resumed_settings(parser, by_model, arguments, settings)
     if settings.model is None:
         settings.model = RELEASE if torch.cuda.is_available() else TINY
     for name, (tiny, release) in by_model.items():
@@ -144,13 +136,21 @@ def parse_settings(arguments=None):
     pixels = settings.height * settings.width
     if settings.model == RELEASE and not 2**20 <= pixels <= 2**22:
         print(f"warning: GLM-Image was trained on 2^20 to 2^22 pixels, this is {pixels:,}")
-    for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):  # those of the tiny model
-        if getattr(settings, targets) is None and getattr(settings, prompts) == by_model[prompts][0]:
-            setattr(settings, targets, str(Path(TINY) / ("targets" if targets == "targets" else "heldout-targets")))
+    choose_targets(settings, by_model)
     return settings
 
 
-def resumed_settings(parser, arguments, given):
+def choose_targets(settings, by_model):
+    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told, too."""
+    folders = {"targets": "targets", "eval_targets": "heldout-targets"}
+    for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):
+        if getattr(settings, targets) is None and getattr(settings, prompts) == by_model[prompts][0]:
+            setattr(settings, targets, f"{TINY}/{folders[targets]}")
+        elif getattr(settings, targets) in ("none", ""):
+            setattr(settings, targets, None)
+
+
+def resumed_settings(parser, by_model, arguments, given):
     """The settings of the run in `given.resume`, with those flags that do not change what the run computes.
 
     With `--steps 0` its adapter is only judged, in whatever way, and what that leaves goes to a folder of its own.
@@ -161,6 +161,9 @@ def resumed_settings(parser, arguments, given):
     step, num_ranks, saved = checkpoints.read_state(out)
     settings = parser.parse_args(arguments, argparse.Namespace(**saved))  # flags that are not given keep these values
     settings.out, settings.resume = given.out if judge else str(out), str(out)
+    if settings.eval_prompts != saved["eval_prompts"]:  # whose targets would be those of others
+        settings.eval_targets = given.eval_targets
+        choose_targets(settings, by_model)
     changed = [name for name in saved.keys() - MAY_CHANGE if getattr(settings, name) != saved[name]]
     changed = [name for name in changed if not (judge and name.startswith("eval_"))]
     if changed:
@@ -196,7 +199,7 @@ def sizes(settings):
 
 def print_start(settings, device, num_prompts, num_held_out):
     """What runs where, with which settings, and how much there is to do."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
     name += " (OMP_NUM_THREADS sets another number)" if device.type == "cpu" else ""
     several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")

@@ -72,7 +72,8 @@ def test_pictures_are_judged_as_they_will_be_deployed(quick, monkeypatch):
 
 def test_held_out_prompts_without_targets_are_judged_by_what_applies(quick):
     Path("new.txt").write_text("a green ring\n")
-    assert quick("--steps", "0", "--eval-prompts", "new.txt", "--eval-targets", "", "--out", "run") == 2
+    assert quick("--steps", "0", "--eval-prompts", "new.txt", "--eval-targets", "none", "--out", "none") == 0
+    assert records("none/evaluation.jsonl")[0]["held_out/reward"] is None
     arguments = [flag for flag in ("--eval-prompts", "new.txt", "--eval-reward", judge_file("two", 2.0))]
     settings = train.parse_settings([*arguments, "--model", train.TINY])
     assert settings.eval_targets is None

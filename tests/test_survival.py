@@ -90,6 +90,9 @@ def test_zero_steps_evaluates_only(quick):
     assert resume("run", "--steps", "0", "--eval-count", "2", "--eval-reward", "mse", "--eval-decode-steps", "2") == 0
     (record,) = records("runs/1/evaluation.jsonl")
     assert record["prompts"] == 2 and record["step"] == 3, "of other prompts, painted otherwise"
+    Path("new.txt").write_text("a green ring\n")
+    assert resume("run", "--steps", "0", "--eval-prompts", "new.txt", "--out", "new") == 0, "whose targets are none"
+    assert records("new/evaluation.jsonl")[0]["held_out/reward"] is None
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
     assert resume("run", "--steps", "0", "--lr", "0.2") == 2
     assert resume("run", "--eval-count", "2") == 2

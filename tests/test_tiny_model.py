@@ -142,6 +142,7 @@ def test_a_check_that_cannot_work_is_one_line(tmp_path, monkeypatch, capfd, firs
 
 def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys, first_codes):
     """Of the first two prompts one picture is right, one of the wrong shape; all others are blank."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["check.py", "--samples", "2", "--sheet", str(tmp_path / "sheet.png")])
     painted, seeds = [], []
 
