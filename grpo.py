@@ -96,7 +96,8 @@ def generate_with_logprobs(
     not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])[:, None, None]
     prompt_mask, cache, tokens, logprobs, nuclei = None, None, [], [], []  # not_padding: (N*G, 1, 1, L+T)
     if not not_padding.all():
-        if model.config.get_text_config()._attn_implementation == "eager":  # it would add the mask, not apply it
+        kind = str(model.config.get_text_config()._attn_implementation)
+        if kind in ("eager", "flex_attention") or "flash" in kind:  # which add the mask as a number, or take none such
             raise ValueError("prompts of several lengths need another attention: attn_implementation='sdpa'")
         # A token of the prompts sees the real ones up to itself, and itself: to one of the padding that saw nothing
         # attention may answer NaN, and 0 x NaN is NaN in whatever reads it. A mask of four dimensions is taken as it
@@ -346,7 +347,8 @@ class GRPO:
         for iteration in range(iterations):
             for group, rows in micro_batches:
                 new, old = self.logprobs(group, rows), group.old_logprobs[rows]  # (B, T)
-                ref, mask = (x if x is None else x[rows] for x in (group.ref_logprobs, group.mask))
+                ref = None if group.ref_logprobs is None else group.ref_logprobs[rows]
+                mask = torch.ones_like(old) if group.mask is None else group.mask[rows]
                 loss, parts = compute_grpo_loss(new, old, group.advantages[rows], ref, mask, **coefficients)
                 # A mean over the micro-batch, which counts by its share of all samples of the step: however groups are
                 # cut, the gradients add up to the same.
@@ -355,8 +357,9 @@ class GRPO:
                 for name, value in parts.items():
                     metrics[name] += value * share / len(with_spread) / iterations
                 if iteration == 0:  # what is left is the rounding between sampling with a cache and one full pass
-                    gap = (new.detach() - old).abs()[... if mask is None else mask > 0]
-                    metrics["mean_logprob_gap"] += gap.mean().item() * share / len(with_spread)
+                    gap = (new.detach() - old).abs() * mask
+                    mean_gap = (gap.sum(1) / mask.sum(1).clamp(min=1)).mean().item()
+                    metrics["mean_logprob_gap"] += mean_gap * share / len(with_spread)
                     metrics["max_logprob_gap"] = max(metrics["max_logprob_gap"], gap.max().item())
             for parameter in parameters if dist.is_initialized() else ():
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

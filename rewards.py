@@ -58,7 +58,7 @@ def to_tensor(image, size=None):
 def against_targets(name, measure, images, targets):
     """`measure` of each image and its target, as tensors of the image's size: (N,), NaN where the target is None."""
     if targets is None:
-        raise NoTargets(f"reward '{name}' compares with target pictures: give a folder of them with --targets")
+        raise NoTargets(f"reward '{name}' compares with target pictures: give --targets, or --eval-targets, a folder")
     pairs = zip(images, targets, strict=True)
     return torch.tensor([math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs])
 
@@ -269,8 +269,10 @@ class Vqa:
         self.yes, self.no = answer_ids(tokenizer, "yes"), answer_ids(tokenizer, "no")
         if self.processor.chat_template is None or not (self.yes and self.no):
             raise ValueError("it cannot be asked: it has no chat template, or no tokens for yes and no")
-        lines = [json.loads(line) for line in Path(questions).read_text(encoding="utf-8").splitlines()]
-        self.questions = {line["prompt"]: line["questions"] for line in lines}
+        lines = filter(str.strip, Path(questions).read_text(encoding="utf-8").splitlines())
+        self.questions = {line["prompt"]: line["questions"] for line in map(json.loads, lines)}
+        if not all(isinstance(several, list) for several in self.questions.values()):
+            raise ValueError(f"in {questions} the questions of a prompt have to be a list")
 
     def __call__(self, images, prompts, targets):
         asked = [(i, question) for i, prompt in enumerate(prompts) for question in self.about(prompt)]
@@ -349,6 +351,7 @@ def parse_rewards(spec):
     return rewards
 
 
+@functools.cache  # trained for and judging, it is one
 def _load_model(name, folder):
     make, sources = REWARDS[name]
     if folder and not (sources and Path(folder).is_dir()):
@@ -359,6 +362,7 @@ def _load_model(name, folder):
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         parts = " and ".join(f"the {part} of {source}" for part, source in sources.items())
         mend = f"put {parts} in a folder: {name}=FOLDER" if parts else "pip install rapidocr onnxruntime"
+        mend = f"{folder} has to hold files like those of {parts}" if folder else mend
         raise ValueError(f"cannot load reward '{name}' ({reason}); {mend}") from error
 
 
@@ -372,17 +376,18 @@ def _load_from_file(name):
     try:
         names = runpy.run_path(path)
     except Exception as error:
-        raise ValueError(f"the reward file {path} cannot be loaded: {in_one_line(error, path)}") from error
+        raise ValueError(f"the reward file {path} cannot be loaded: {in_one_line(error)}") from error
     if function not in names:
         raise ValueError(f"{path} has no function {function!r}")
     return names[function]
 
 
-def in_one_line(error, path):
-    """'ZeroDivisionError: division by zero (my_reward.py, line 12)': the last line of a file that had to do with it."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    where = f" ({Path(path).name}, line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {error}".splitlines()[0] + where
+def in_one_line(error):
+    """'ZeroDivisionError: division by zero (my_reward.py, line 12)': of the user's file, the last line on the way there."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
+    lines = [f" ({Path(f.filename).name}, line {f.lineno})" for f in own if f.filename == own[0].filename]
+    return f"{type(error).__name__}: {error}".splitlines()[0] + (lines or [""])[-1]
 
 
 class RewardError(ValueError):
@@ -409,11 +414,10 @@ def call_reward(name, function, images, prompts, targets):
     except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
         raise
     except Exception as error:
-        reason = in_one_line(error, getattr(getattr(function, "__code__", None), "co_filename", None))
         names = [repr(prompt) for prompt in dict.fromkeys(prompts)]
         which = "prompt" if len(names) == 1 else "prompts"
         names[4:] = [f"and {len(names) - 4} more"] if len(names) > 4 else []
-        raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {reason}") from error
+        raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {in_one_line(error)}") from error
     if values.shape != (len(images),):
         raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
     for i in values.isinf().nonzero().flatten().tolist():

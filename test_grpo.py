@@ -336,8 +336,9 @@ def test_no_token_sees_nothing(monkeypatch):
 def test_prompts_of_several_lengths_need_attention_that_applies_masks():
     model = text_model(attn_implementation="eager")
     assert len(generate_with_logprobs(model, [LONG, LONG], 3)[0]) == 2
-    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
-        generate_with_logprobs(model, [LONG, SHORT], 3)
+    for model.config._attn_implementation in ("eager", "flash_attention_2"):
+        with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+            generate_with_logprobs(model, [LONG, SHORT], 3)
 
 
 def test_log_probs_that_are_not_finite_are_an_error():
@@ -584,7 +585,7 @@ def formula(model, groups, kl_coef, temperature):
             return logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
 
         def mean(x, mask=r.mask):  # of the tokens that count: of each sequence, then of sequences
-            return x.float().mean() if mask is None else ((x * mask).sum(1) / mask.sum(1)).mean()
+            return x.float().mean() if mask is None else ((x * mask).sum(1) / mask.sum(1).clamp(1)).mean()
 
         if not r.advantages.any():
             continue  # but it counts among the groups
@@ -595,16 +596,14 @@ def formula(model, groups, kl_coef, temperature):
         gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         cut = ((ratio > 1.2) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
         gap, losses = (new - r.old_logprobs).abs(), kl_coef * k3 - gain
-        gap = gap if r.mask is None else gap[r.mask.bool()]
+        gap = gap if r.mask is None else gap * r.mask
         total = total + mean(losses) / len(groups)
-        learned.append(
-            [*(mean(x).item() for x in (losses, -gain, k3, cut, ratio)), gap.mean().item(), gap.max().item()]
-        )
+        learned.append([*(mean(x).item() for x in (losses, -gain, k3, cut, ratio, gap)), gap.max().item()])
     metrics = dict(zip(METRICS, np.mean(learned, axis=0), strict=True))
     return total, metrics | {"max_logprob_gap": max(row[-1] for row in learned)}
 
 
-@pytest.mark.parametrize(("size", "masked"), [(5, False), (1, False), (2, False), (3, False), (5, True)])
+@pytest.mark.parametrize(("size", "masked"), [(5, False), (1, False), (2, False), (3, False), (5, True), (1, True)])
 def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size, masked):
     """Three groups of five, one of them constant; 2 and 3 do not divide 5. SGD: the change is the gradient."""
 
@@ -615,8 +614,8 @@ def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size
     model = with_adapter(text_model(), 0.3)
     run = trainer(model, lr=1.0, kl_coef=0.1, micro_batch_size=size, temperature=1.3, top_p=0.9)
     groups = roll_out(run, "one", "two", "one", size=5, rewards=rewards)
-    if masked:  # texts that end early
-        groups[0].mask = torch.ones(5, 6).tril(1)
+    if masked:  # texts that end early, one of which does not count at all
+        groups[0].mask = torch.ones(5, 6).tril(-1)
     run.add_reference(groups)
     perturb(model, 0.6)  # ratios other than 1, some of them clipped
     total, expected = formula(model, groups, 0.1, 1.3)

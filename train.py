@@ -239,7 +239,10 @@ def failing_together(prompts):
         failure = str(error)
     except NotFinite as error:
         names = ", ".join(repr(prompts[i]) for i in error.args[0])
-        failure = f"the log-probs sampled for {names} are not finite: damaged weights, or a GPU kernel that fails"
+        failure = (
+            f"the log-probs sampled for {names} are not finite: an adapter ruined by too high a --lr (start anew with a "
+            "lower one), damaged weights, or a GPU kernel that fails"
+        )
     for rank, message in enumerate(ranks.gather(failure)):
         if message is not None:
             raise StepFailed(message if rank == ranks.rank() else f"stopped because rank {rank} has failed")
@@ -260,7 +263,7 @@ class Prompts:
 
 
 def read_prompts(path, folder):
-    """The prompts in a file, with the target pictures in a folder if it is not None."""
+    """The prompts in a file, with the target pictures in a folder, unless it is None or "none"."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -270,7 +273,7 @@ def read_prompts(path, folder):
         raise UserError(f"the prompts file {path} has no prompt in it; write one a line")
     if (longest := max(map(len, prompts))) > LONGEST_PROMPT:
         raise UserError(f"the prompts file {path} has a prompt of {longest:,} characters; {LONGEST_PROMPT:,} at most")
-    if folder is None:
+    if folder in (None, "none", ""):
         return Prompts(prompts, None)
     folder = Path(folder)
     if not folder.is_dir():
@@ -290,8 +293,8 @@ def load_rewards(flag, settings, prompts):
     try:
         rewards = parse_rewards(getattr(settings, flag))
         score(rewards, blank, *prompts.take([0]))
-    except ValueError as error:
-        raise UserError(f"--{flag.replace('_', '-')}: {error}") from None
+    except (ValueError, torch.OutOfMemoryError) as error:
+        raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}") from None
     return rewards
 
 
@@ -348,7 +351,7 @@ def evaluate(run, settings, rewards, eval_rewards, prompts, seed, stop=None):
 def train(settings):
     """The whole run: what it needs, the loop, and its end."""
     started, device = time.time(), ranks.device()
-    check_tracker(settings.log)
+    check_tracker(settings.tracker)
     with readable_loading(settings):
         cached_file(settings.model, "model_index.json")  # is it there? rewards take a while to load, it takes longer
     prompts = read_prompts(settings.prompts, settings.targets)
@@ -358,6 +361,10 @@ def train(settings):
         if one.targets is None and other.targets is not None:  # likeness does not apply there
             one.targets = [None] * len(one.texts)
     eval_rewards = {} if settings.eval_reward in ("none", "") else load_rewards("eval_reward", settings, held_out)
+    for name in rewards.keys() & eval_rewards.keys():  # one is trained for and judges too, or two have one name
+        one, other = (getattr(function, "__code__", function) for function, _ in (rewards[name], eval_rewards[name]))
+        if one != other:
+            raise UserError(f"--eval-reward: another reward called {name} is trained for; name another judge, or none")
     settings.combine = settings.combine or ("zscore" if len(rewards) > 1 else "sum")
     out = choose_out(settings)
     print_start(settings, device, len(prompts.texts), len(held_out.texts))
@@ -418,8 +425,9 @@ def train(settings):
         save()
         stopped = any(ranks.gather(stop.received))
         if done < settings.steps:
-            torchrun = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE')}"
-            command = torchrun if ranks.count() > 1 else "python"
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            command = f"torchrun --nproc-per-node {here}" if ranks.count() > 1 else "python"
+            command = "torchrun, with the same flags on every node," if ranks.count() > here else command
             record.clock.bar.write(f"saved; go on with: {command} train.py --resume {out}")
         if settings.steps > 0 and not (stopped and done == begun):  # where no step was made there is nothing to judge
             evaluate_both()
@@ -428,7 +436,7 @@ def train(settings):
         if not moved:
             save()
         if isinstance(error, StepFailed):
-            raise UserError(f"{error}; mend it and go on with --resume {out}") from None
+            raise UserError(f"{error}; mend it and go on with --resume {out}" if settings.steps else error) from None
         raise UserError(
             f"out of GPU memory while at '{record.clock.phase}'; --resume {out} goes on, also with --offload yes or a "
             "lower --micro-batch-size; start anew with a lower --height and --width, or --group-size"

@@ -36,7 +36,7 @@ BLOCK = 512  # the allocator of CUDA rounds up to blocks of this many bytes
 NOTE = """\
 Peaks in 10^9 bytes. Taking turns: policy or decoder on the GPU; both: neither moves. The update's peak is that of
 a layer's backward pass, beside the gradients so far: with the logits of one token in place of all it is the same.
-Decoder update: with --train decoder or both, its turn on the GPU.
+Decoder update: with --train decoder or both, its turn on the GPU; and with both there.
 """
 
 
@@ -174,15 +174,17 @@ def main():
     print(f"decoder {painters:.1f} GB, its own adapter {own:.2f} GB\n{NOTE}")
     names = ["sample", "decode", "reference", "update", "of one token"]
     header = "".join(f"{name:>14}" for name in [*names, "taking turns"])
-    print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}")
+    print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}{'both':>8}")
     for size, group, micro_batch in product(options.sizes, options.groups, options.micro_batch_sizes):
         work, cache = peaks(codes, decoder, size, group, micro_batch)
-        learning = work.pop("decoder update") + adapter + own + painters
+        learning = work.pop("decoder update")
         turns = [work[name] + adapter + (painters if name == "decode" else base) for name in names]
         beside = [value for name, value in work.items() if name != "sample"]  # whose own cache that is
         both = max(work["sample"], cache + max(beside)) + adapter + painters + base
+        both_learning = max(both, cache + learning + adapter + painters + base) + own
+        learning += adapter + own + painters
         cells = "".join(f"{value:>14.1f}" for value in [*turns, max(turns)])
-        print(f"{size:>5}{group:>6}{micro_batch:>12}{cells}{both:>8.1f}{learning:>16.1f}")
+        print(f"{size:>5}{group:>6}{micro_batch:>12}{cells}{both:>8.1f}{learning:>16.1f}{both_learning:>8.1f}")
 
 
 if __name__ == "__main__":

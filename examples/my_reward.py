@@ -5,6 +5,7 @@ python train.py --reward clip:1,examples/my_reward.py:served:0.5
 """
 
 import base64
+import http.client
 import io
 import json
 import math
@@ -29,10 +30,11 @@ def served(images, prompts, targets, url="http://localhost:8000/score", waits=(1
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     for seconds in (*waits, None):
         try:
-            with urllib.request.urlopen(request, timeout=600) as answer:
+            with urllib.request.urlopen(request, timeout=100) as answer:  # other ranks wait for ten minutes at most
                 scores = json.load(answer)["scores"]
             return [math.nan if score is None else score for score in scores]
-        except OSError:  # no connection, or an HTTP status of 400 or more
+        except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, status 500, half an answer
             if seconds is None:
                 raise  # the run saves its last whole step and says so
+            print(f"no scores from {url} ({error}); asking again in {seconds} s")
             time.sleep(seconds)

@@ -6,10 +6,12 @@ A random Llama learns to write even tokens, up to token 0, which ends a text. Yo
 """
 
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+warnings.filterwarnings("ignore", category=FutureWarning)  # of peft about transformers
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -23,17 +25,12 @@ PROMPTS = [(torch.tensor(ids), None, LENGTH) for ids in ([11, 12, 13], [21, 22],
 
 def build_model():
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 50,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "initializer_range": 0.1,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    return get_peft_model(
-        model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"])
-    )
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.1,
+    )  # fmt: skip
+    targets = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+    return get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, lora_alpha=16, target_modules=targets))
 
 
 def train(steps=30):

@@ -68,7 +68,9 @@ def readable_errors(folder):
     """Whatever cannot be read in a checkpoint, half a file for one, is the user's to mend."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+    except (
+        OSError, ValueError, LookupError, TypeError, RuntimeError, EOFError, SafetensorError, pickle.PickleError,
+    ) as error:  # fmt: skip
         reason = str(error).strip().split("\n")[0]
         mend = "delete that folder to go on from the one before"
         raise UserError(f"cannot read the checkpoint {folder} ({reason}); {mend}") from None

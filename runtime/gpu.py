@@ -23,6 +23,7 @@ def working_memory(settings):
     room = (tokens // CapturedForward.ROOM + 1) * CapturedForward.ROOM
     cache = 41e3 * room * settings.prompts_per_step * settings.group_size  # of all sequences sampled side by side
     work = [0.8e6 * tokens * size, 3.1e3 * pixels]  # a training pass; the VAE, which paints one picture at a time
+    work.append(17e3 * tokens * settings.prompts_per_step * settings.group_size)  # of each token drawn, its nucleus
     if settings.train in ("decoder", "both"):  # its training pass, a token for 16x16 pixels, with guidance twice
         work.append(0.37e6 * pixels // 16**2 * size * (2 if settings.guidance_scale > 1 else 1))
     return cache + max(work) + GAPS
@@ -38,7 +39,8 @@ def place(models, settings, device, forward):
     if device.type == "cuda" and needs_offload(tensors, settings, device):
         # Page-locked memory comes in powers of two.
         need = sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors if not tensor.requires_grad)
-        need, there = need * int(os.environ.get("LOCAL_WORLD_SIZE", "1")), psutil.virtual_memory().available
+        need *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        there = min(ranks.gather(psutil.virtual_memory().available))  # all have asked before the first takes any
         if need > there:
             raise UserError(
                 f"taking turns on the GPU needs {need / 1e9:.1f} GB of free host memory, which has "
@@ -53,8 +55,8 @@ def place(models, settings, device, forward):
 def needs_offload(tensors, settings, device):
     torch.cuda.empty_cache()  # reward models have been there and back
     weights, work = sum(tensor.nbytes for tensor in tensors), working_memory(settings)
-    free, total = torch.cuda.mem_get_info(device)
-    free = min(ranks.gather(min(free, torch.cuda.get_per_process_memory_fraction(device) * total)))
+    free, size = torch.cuda.mem_get_info(device)
+    free = min(ranks.gather(min(free, torch.cuda.get_per_process_memory_fraction(device) * size)))
     offload = {"yes": True, "no": False, "auto": weights + work > free}[settings.offload]
     print(
         f"memory: {weights / 1e9:.1f} GB of weights, {work / 1e9:.1f} GB to work in, {free / 1e9:.1f} GB free on the "
@@ -176,7 +178,10 @@ class CapturedForward:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):  # NCCL has own threads
                 self._step()
         except RuntimeError as error:  # the end of a capture that has failed hides why
-            raise error.__context__ if isinstance(error.__context__, torch.OutOfMemoryError) else error from None
+            for cause in map(str, (error, error.__context__)):
+                if "out of memory" in cause:
+                    raise torch.OutOfMemoryError(cause) from None
+            raise
         self.graph = graph
         self._rewind(length)
 

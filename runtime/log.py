@@ -26,9 +26,9 @@ class Clock:
     The phase is also shown in the progress bar. offload: see grpo.Offload; None where nothing ever moves.
     """
 
-    def __init__(self, device, total, done=0, offload=None):
+    def __init__(self, device, steps, done=0, offload=None):
         self.device, self.offload, self.phase, self.timings = device, offload, "", {}
-        self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=ranks.rank() > 0)
+        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=ranks.rank() > 0)
 
     @contextmanager
     def __call__(self, phase, *models):
@@ -60,7 +60,7 @@ class Record:
     """
 
     def __init__(self, out, settings, device, done, offload=None):
-        self.out, self.kind, self.writes = out, settings.log, ranks.rank() == 0
+        self.out, self.kind, self.writes = out, settings.tracker, ranks.rank() == 0
         self.evaluations, metrics = read_jsonl(out / "evaluation.jsonl", done), read_jsonl(out / "metrics.jsonl", done)
         self.clock, self.tracker = Clock(device, settings.steps, done, offload), None
         ranks.gather(None)  # all have read what the first now writes
@@ -140,14 +140,17 @@ class Record:
         if reason := why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl")):
             self.clock.bar.write(f"warning: nothing was learned: {reason}")
         if self.writes:
+            folders = []
+            if settings.train in ("codes", "both"):
+                folders.append(self.out / "adapter")
+                learners[""].model.save_pretrained(folders[-1])
+            if settings.train in ("decoder", "both"):
+                folders.append(self.out / "decoder-adapter")
+                learners["decoder"].model.base_model.model.save_lora_adapter(folders[-1])
             before, after = self.evaluations[0], self.evaluations[-1]
             picture = save_before_after(self.out, before, after)
-            if settings.train in ("codes", "both"):
-                learners[""].model.save_pretrained(self.out / "adapter")
-                write_card(self.out / "adapter", settings, before, after, picture)
-            if settings.train in ("decoder", "both"):
-                learners["decoder"].model.base_model.model.save_lora_adapter(self.out / "decoder-adapter")
-                write_card(self.out / "decoder-adapter", settings, before, after, picture)
+            for folder in folders:
+                write_card(folder, settings, before, after, picture)
 
 
 def summary(prefix, *records):
@@ -160,7 +163,7 @@ def summary(prefix, *records):
 
 def check_tracker(kind):
     if kind != "none" and importlib.util.find_spec(kind) is None:
-        raise UserError(f"--log {kind} needs a package: pip install {kind}")
+        raise UserError(f"--tracker {kind} needs a package: pip install {kind}")
 
 
 def without_nan(metrics):

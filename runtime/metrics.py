@@ -5,7 +5,7 @@ import math
 from runtime import format_number
 
 PARTS = {  # of the line of a step, in order of weight
-    "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "grad_norm": "norm {:.2f}",
+    "decoder/reward_std": "decoder +- {:.3f}", "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "grad_norm": "norm {:.2f}",
     "decoder/grad_norm": "decoder norm {:.3f}", "entropy": "entropy {:.4f}", "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB",
     "clip_fraction": "{:.1%} clipped", "mean_logprob_gap": "gap {:.0e}",
 }  # fmt: skip
@@ -73,7 +73,8 @@ def why_nothing_was_learned(records):
         return "no reward applied to any picture; see what your prompts need for it"
     if all(record["skipped"] for record in records):
         return "no gradient was finite; take a lower --lr"
+    draws = "--temperature or --top-p" if "groups_without_spread" in records[0] else "--noise-level"
     return (
         "in no group did one picture score higher than another; take a reward that tells pictures of one prompt apart, "
-        "a higher --temperature or --top-p, or a larger --group-size"
+        f"a higher {draws}, or a larger --group-size"
     )

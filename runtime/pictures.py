@@ -56,9 +56,10 @@ def save_before_after(out, before, after):
     for i, (prompt, _) in enumerate(after["shown"]):
         cells = []
         for label, record in (("before", before), ("after", after)):
-            files = sorted((out / "evaluation" / f"{record['step']:06d}").glob(f"{i + 1}-*.png"))
-            captions = [f"{label}, {format_number(reward)}" for reward in record["shown"][i][1]]
-            cells += [(Image.open(file), caption) for file, caption in zip(files, captions, strict=True)]
+            for j, reward in enumerate(record["shown"][i][1]):
+                file = out / "evaluation" / f"{record['step']:06d}" / f"{i + 1}-{j + 1}.png"
+                if file.exists():  # or a user has made room
+                    cells.append((Image.open(file), f"{label}, {format_number(reward)}"))
         rows.append((prompt, cells))
     title = f"prompts of training, then held out: before, and with the same seeds and noise after {after['step']} steps"
     return save_grid(out / "before-after.png", rows, title, cell=112)

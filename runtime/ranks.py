@@ -58,8 +58,10 @@ def print_error(message):
         print("error:", message, file=sys.stderr)
     else:  # on a line of its own: another rank's progress bar may stand on this one
         print(f"\nerror: rank {rank()}: {message}", file=sys.stderr)
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            Path(file).write_text(json.dumps({"message": str(message), "timestamp": int(time.time())}))
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file and not str(message).startswith("stopped because"):  # torchrun names one rank, the first to report
+            report = {"py_callstack": str(message), "timestamp": str(int(time.time()))}  # that is what torchrun prints
+            Path(file).write_text(json.dumps({"message": {"message": str(message), "extraInfo": report}}))
 
 
 def rank():
@@ -70,9 +72,9 @@ def count():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def shard(total):
-    """Which of `total` things this rank takes: some in a row, and all shards together are all of them."""
-    return range(rank() * total // count(), (rank() + 1) * total // count())
+def shard(number):
+    """Which of so many things this rank takes: some in a row, and all shards together are all of them."""
+    return range(rank() * number // count(), (rank() + 1) * number // count())
 
 
 def gather(value):

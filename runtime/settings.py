@@ -13,9 +13,9 @@ from runtime import UserError, checkpoints, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY, RELEASE = str(ROOT / "tiny-glm-image"), "zai-org/GLM-Image"
-# What a resumed run may change: it does not alter the result.
+# What may be another in a resumed run: its length, what it leaves, and what changes results by rounding alone.
 MAY_CHANGE = {"micro_batch_size", "steps", "offload", "compile", "out", "resume", "sample_every", "save_every"}
-MAY_CHANGE |= {"keep_checkpoints", "eval_every", "log"}
+MAY_CHANGE |= {"keep_checkpoints", "eval_every", "tracker"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,7 +70,7 @@ def build_parser():
     flag("prompts_per_step", count, 4, "prompts in a step, on each GPU")
     flag("steps", number(int, "[0, inf)"), (48, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; clipping acts above 1")
-    # GLM-Image: ten times what is published for training all weights, as an adapter takes.
+    # GLM-Image: published for training all weights are 1e-6 to 1e-5, and an adapter takes about ten times as much.
     flag("lr", positive, (1e-3, 2e-5), "AdamW's learning rate")
     flag("decoder_lr", positive, (1e-3, 1e-4), "the same for the decoder's adapter")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
@@ -114,7 +114,8 @@ def build_parser():
     flag("save_every", count, 20, "steps between checkpoints")
     flag("keep_checkpoints", count, 2, "newest checkpoints kept, beside that of the best evaluation")
     trackers = ("none", "tensorboard", "wandb", "trackio")
-    flag("log", str, "none", "also log metrics there, and pictures (not to trackio)", trackers)
+    # Not --log, which torchrun would take for an abbreviation of its own --log-dir.
+    flag("tracker", str, "none", "also log metrics there, and pictures (not to trackio)", trackers)
     return parser, by_model
 
 
@@ -141,13 +142,11 @@ def parse_settings(arguments=None):
 
 
 def choose_targets(settings, by_model):
-    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told, too."""
+    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told, too, see train.read_prompts."""
     folders = {"targets": "targets", "eval_targets": "heldout-targets"}
     for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):
         if getattr(settings, targets) is None and getattr(settings, prompts) == by_model[prompts][0]:
             setattr(settings, targets, f"{TINY}/{folders[targets]}")
-        elif getattr(settings, targets) in ("none", ""):
-            setattr(settings, targets, None)
 
 
 def resumed_settings(parser, by_model, arguments, given):
@@ -182,8 +181,10 @@ def choose_out(settings):
         settings.out = next(f"runs/{i}" for i in itertools.count(1) if not Path(f"runs/{i}").exists())
     settings.out = ranks.gather(settings.out)[0]
     out = Path(settings.out)
-    if settings.out != settings.resume and checkpoints.find(out):
-        raise UserError(f"{out} already holds a run; choose another --out, or go on with it: --resume {out}")
+    goes_on = settings.out == settings.resume and settings.steps > 0
+    if not goes_on and (checkpoints.find(out) or (out / "evaluation.jsonl").exists()):
+        resume = f", or go on with it: --resume {out}" if checkpoints.find(out) else ""
+        raise UserError(f"{out} already holds a run; choose another --out{resume}")
     above = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise UserError(f"cannot write to {out}: {above} is no folder that can be written to")

@@ -120,9 +120,10 @@ def test_memory_at_full_size(run, monkeypatch):
     assert gradients + checkpoints + layer < work["update"] < gradients + checkpoints + 3 * layer
     assert work["update"] == work["of one token"], "the logits are no part of the peak"
 
-    *turns, most, both, decoder_update = map(float, row.split()[3:])
+    *turns, most, both, decoder_update, both_learning = map(float, row.split()[3:])
     assert most == max(turns) < both
     assert decoder_update == pytest.approx(15.1 + 0.57 + 0.19 + work["decoder update"], abs=0.1)
+    assert both_learning == pytest.approx(max(both + 0.19, decoder_update + 17.8 + cache), abs=0.1)
     assert turns[:3] == pytest.approx([18.4 + work["sample"], 15.7 + work["decode"], 18.4 + work["reference"]], abs=0.1)
 
 

@@ -107,12 +107,23 @@ def test_a_run_says_what_it_does(real_run):
     output = real_run[1].stdout + real_run[1].stderr
     for words in (
         "device: CPU, threads: 1", "--model FOLDER_OR_ID chooses another", "group_size=3", "kl_coef=0.3",
-        "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 16 held out; what the run", "step 1/2 | reward",
+        "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 16 held out; what the run", "step 1/2 | reward", "an evaluation: 12 pictures of",
         "step 2/2", "sample", "evaluation after 0 steps, training prompts: reward", "(6 images: 2 prompts x 3)",
         "evaluation after 2 steps, held-out prompts", "held-out prompts, before -> after: reward 0.",
     ):  # fmt: skip
         assert words in output
     assert real_run[1].stdout.splitlines()[-1].endswith("what it leaves is in runs/1")
+
+
+def test_the_forecast_of_a_run_whose_decoder_learns(capsys):
+    """A step paints one code sequence of a prompt, an evaluation paints as many as in any run."""
+    run = tiny_settings("--train", "decoder", "--group-size", "8", "--guidance-scale", "1.5")
+    run.out = run.prompts = "a-folder-" * 11
+    settings.print_start(run, CPU, 32, 16)
+    output = capsys.readouterr().out
+    assert "a step: 32 pictures of about 272 codes, 12 decoder passes each" in output
+    assert "an evaluation: 256 pictures of about 272 codes, 6 decoder passes each" in output
+    assert f"prompts={run.prompts}" in output, "a path can be copied"
 
 
 def test_the_same_seed_gives_the_same_run(quick):
@@ -157,7 +168,7 @@ def test_tensorboard_gets_numbers_and_pictures(quick):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert quick("--steps", "2", "--out", "run", "--log", "tensorboard") == 0
+    assert quick("--steps", "2", "--out", "run", "--tracker", "tensorboard") == 0
     events = EventAccumulator("run/tensorboard")
     events.Reload()
     written = [record["reward"] for record in records("run/metrics.jsonl")]
@@ -175,6 +186,7 @@ def test_defaults_depend_on_the_model():
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
     assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.3, 0.01, 1e-3, 1e-4)
+    assert (tiny.prompts_per_step, tiny.group_size, tiny.clip_range, tiny.noise_level) == (4, 4, 0.2, 0.7)
     assert (tiny.eval_count, other.eval_count, other.eval_guidance_scale, tiny.guidance_scale) == (16, 8, 1.5, 1.0)
     assert (other.decode_steps, other.guidance_scale, other.eval_decode_steps) == (12, 1.5, 30)
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
@@ -222,11 +234,14 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--reward", "bad.py:reward"], "--reward: reward 'bad.py:reward' failed for the prompt 'a "),
         (["--reward", "bad.py:one"], "--reward: reward 'bad.py:one' gave shape (1,) for 2 images"),
         (["--eval-reward", "clip=few"], "--eval-reward: cannot load reward 'clip'"),
-        (["--log", "wandb"], "pip install wandb"),
+        (["--tracker", "wandb"], "pip install wandb"),
         (["--model", "nobody/nothing", *SHAPES], "cannot load nobody/nothing"),
         (["--model", "few", *SHAPES], "cannot load few"),
         (["--out", "one.txt/run"], "cannot write to one.txt/run"),
-        (["--out", "old"], "old already holds a run"),
+        (["--out", "old"], "old already holds a run; choose another --out, or go on with it: --resume old"),
+        (["--out", "judged"], "judged already holds a run; choose another --out"),
+        (["--reward", "a/own.py:f", "--eval-reward", "b/own.py:f"], "--eval-reward: another reward called own.py:f is"),
+        (["--reward", "ssim", "--targets", "none"], "'ssim' compares with target pictures: give --targets"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
         (["--resume", "run", "--out", "other"], "leave out --out"),
     ],
@@ -250,6 +265,11 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     draw("circle", "red", "pink").save("few/1.png")
     Path("broken").mkdir()
     Path("broken/1.png").write_text("not a picture")
+    Path("judged").mkdir()
+    Path("judged/evaluation.jsonl").write_text('{"step": 0}\n')
+    for folder, value in (("a", 0.1), ("b", 0.9)):
+        Path(folder).mkdir()
+        Path(folder, "own.py").write_text(f"def f(images, prompts, targets):\n    return [{value}] * len(images)\n")
     Path("old/checkpoints/000001").mkdir(parents=True)
     Path("old/metrics.jsonl").write_text('{"step": 1}\n')
     before = sorted(tmp_path.rglob("*"))
@@ -380,6 +400,9 @@ def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
     assert both["reward_std"] == pytest.approx(np.std([1, 13], ddof=1)), "of the means"
     assert both["decoder/reward_std"] == pytest.approx((np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2)
     assert decoder["reward_std"] == decoder["reward_std/a"] == pytest.approx(np.std(values.numpy(), ddof=1))
+    values[0] = NAN
+    both = step_metrics({"a": values}, values, 2, 2)
+    assert both["reward"] == 7.5 and both["reward_std/a"] == pytest.approx(np.std([2, 13], ddof=1)), "of the others"
 
 
 METRICS = {
@@ -407,12 +430,16 @@ def test_the_line_of_a_step_by_hand():
     quiet = METRICS | {"kl": 0.0, "entropy": 0.0, "groups_without_spread": 0.0}
     line = format_step(3, quiet, SimpleNamespace(steps=20))
     assert line.endswith("0.500 | a 0.750 | norm 2.50 | 3.8s | 9.5 GB | 12.5% clipped | gap 2e-06")
+    halves = quiet | {"decoder/reward_std": 0.0625, "decoder/groups_without_spread": 0.5}
+    line = format_step(3, halves, SimpleNamespace(steps=20))
+    assert "| decoder: 50% without spread | a 0.750 | decoder +- 0.062 | norm" in line
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({}, "in no group did one picture score higher"),
+        ({}, "a higher --temperature or --top-p, or a larger"),
         ({"unscored": 1.0}, "no reward applied to any picture"),
         ({"skipped": 1.0}, "no gradient was finite"),
         ({"grad_norm": 0.1}, None),
@@ -423,6 +450,8 @@ def test_why_nothing_was_learned(changes, words):
     record = {"grad_norm": 0.0, "unscored": 0.0, "skipped": 0.0, "groups_without_spread": 1.0}
     reason = why_nothing_was_learned([record | changes] * 2)
     assert reason is None if words is None else words in reason
+    decoder = {"grad_norm" if name == "groups_without_spread" else name: 0.0 for name in record}
+    assert "a higher --noise-level, or a larger" in why_nothing_was_learned([decoder])
     assert why_nothing_was_learned([record, record | {"grad_norm": 0.2}]) is why_nothing_was_learned([]) is None
 
 
@@ -440,7 +469,7 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
     """Weights move three times in a step where policy and decoder take turns."""
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Clock(CPU, total=1)
+    clock = Clock(CPU, 1)
     for phase in ("move", "sample", "move"):
         with clock(phase):
             assert clock.phase == phase
@@ -460,7 +489,7 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     settings = tiny_settings("--height", "32", "--width", "32", "--combine", combine)
     run = build_run(settings)
     monkeypatch.setattr(run.codes, "update", lambda groups: seen.extend(groups) or {})
-    _, raw_rewards, _ = train.grpo_step(run, settings, functions, ["a red circle"], None, 0)
+    _, raw_rewards, metrics = train.grpo_step(run, settings, functions, ["a red circle"], None, 0)
     total = 2 * a + 0.5 * b
     if combine == "zscore":
         total = 2 * compute_advantages(a, 4) + 0.5 * compute_advantages(b, 4)
@@ -468,6 +497,7 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     (advantages,) = (group.advantages for group in seen)
     torch.testing.assert_close(advantages, compute_advantages(total, 4), atol=1e-5, rtol=0)
     assert advantages[2] == 0 and advantages[1] < 0 < advantages[3]
+    assert metrics["entropy"] == pytest.approx(-seen[0].old_logprobs.mean().item()) and metrics["entropy"] > 0
     assert all(raw_rewards[name].tolist()[3] == values[3] for name, values in (("a", a), ("b", b))), "the log has these"
 
 

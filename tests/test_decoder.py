@@ -136,6 +136,7 @@ def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
     first, _, other, _ = roll_out(run, settings)
     noise = torch.randn(1, 8, 8, 8, generator=torch.Generator().manual_seed(5 + 2**31))
     assert torch.equal(first.latents, noise.expand(3, -1, -1, -1)), "that of the stock sampler, see test_pictures.py"
+    assert not torch.equal(first.latents, other.latents), "of a neighbouring prompt"
     assert not torch.equal(first.next_latents[0], first.next_latents[1])
     again = roll_out(run, settings)
     assert torch.equal(first.next_latents, again[0].next_latents), "by the seed alone"

@@ -1,9 +1,11 @@
 """What judges a run: held-out prompts, rewards that only judge, the curve, the card; and the released model's defaults."""
 
+import argparse
 import json
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ from PIL import Image
 from test_rewards import tiny_clip
 
 import train
-from runtime.log import summary
+from runtime import ranks
+from runtime.card import write_card
+from runtime.log import Record, summary
 from runtime.pictures import save_curves
 from runtime.settings import RELEASE
 
@@ -96,17 +100,47 @@ def test_every_prompt_is_judged_by_its_own_target(quick):
     assert records("run/metrics.jsonl")[0]["reward"] == 1
 
 
+@pytest.mark.parametrize("prompts_per_step", [2, 4])
+def test_the_pictures_shown_have_their_own_rewards(quick, prompts_per_step):
+    """Three of the four of each of the first three prompts: here a picture's reward is its place."""
+    lines = [f"a {colour} circle on a white background" for colour in ("red", "blue", "green", "pink")]
+    Path("new.txt").write_text("\n".join(lines))
+    Path("mine.py").write_text(
+        f"lines = {lines}\n\ndef place(images, prompts, targets):\n"
+        "    return [10 * lines.index(p) + i % 4 if p in lines else 0 for i, p in enumerate(prompts)]\n"
+    )
+    arguments = ["--eval-prompts", "new.txt", "--eval-targets", "none", "--group-size", "4", "--eval-count", "4"]
+    arguments += ["--reward", "mine.py:place", "--prompts-per-step", f"{prompts_per_step}", "--steps", "0"]
+    assert quick(*arguments, "--out", "run") == 0
+    shown = records("run/evaluation.jsonl")[0]["shown"]
+    assert shown[2:] == [[line, [10 * i, 10 * i + 1, 10 * i + 2]] for i, line in enumerate(lines[:3])]
+    assert len(list(Path("run/evaluation/000000").iterdir())) == 5 * 3
+
+
+def test_the_best_step_where_no_reward_applies_to_prompts_held_out():
+    def best(*pairs):
+        evaluations = [{"step": i, "reward": known, "held_out/reward": new} for i, (known, new) in enumerate(pairs)]
+        return Record.best_step(SimpleNamespace(evaluations=evaluations))
+
+    assert best((0.1, 0.5), (0.9, 0.4), (0.2, 0.6)) == 2
+    assert best((0.1, None), (0.9, None), (0.2, None)) == 1
+    assert best((None, None)) == best() == 0
+
+
 def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
     assert quick(*write_reward("return torch.rand(len(images))"), "--steps", "2", "--out", "run") == 0
     before, after = records("run/evaluation.jsonl")
     assert before["reward"] == after["reward"]
 
 
-def test_what_an_evaluation_takes_is_no_part_of_the_next_step(quick):
+def test_what_an_evaluation_takes_is_no_part_of_the_next_step(quick, monkeypatch):
+    waited = []
+    monkeypatch.setattr("runtime.log.tqdm.unpause", lambda bar: waited.append(bar.n))
     reward = write_reward("import time\nif call in (2, 3, 5, 6):\n    time.sleep(0.5)")
     assert quick(*reward, "--steps", "2", "--eval-every", "1", "--out", "run") == 0
     for line in Path("run/metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["seconds/score"] < 0.4
+    assert waited == [0, 1, 2], "nor in the progress bar"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +149,7 @@ def test_what_an_evaluation_takes_is_no_part_of_the_next_step(quick):
         (["--eval-prompts", "missing.txt"], "cannot read the prompts file missing.txt"),
         (["--eval-targets", "missing"], "missing does not exist"),
         (["--eval-targets", "one"], "one has 1 pictures for 2 prompts"),
-        (["--reward", "mine.py:judge", "--prompts", "new.txt", "--eval-reward", "ssim"], "'ssim' compares with target"),
+        (["--reward", "mine.py:judge", "--prompts", "new.txt", "--eval-reward", "ssim"], "--eval-targets, a folder"),
         (["--eval-reward", "beauty"], "unknown reward 'beauty'"),
         (["--eval-count", "0"], "--eval-count: must be in [1, inf), got 0"),
     ],
@@ -173,7 +207,7 @@ def test_the_cards_of_both_halves_name_their_own_settings(quick):
         assert words in card and f"learning rate {0.003 if 'decoder' in folder else 0.002}," in card
 
 
-def test_the_card_says_what_the_adapter_is(quick):
+def test_the_card_says_what_the_adapter_is(quick, monkeypatch):
     assert quick("--steps", "1", "--out", "run") == 0
     card = Path("run/adapter/README.md").read_text()
     before, after = records("run/evaluation.jsonl")
@@ -182,7 +216,11 @@ def test_the_card_says_what_the_adapter_is(quick):
         f"| ssim, held-out prompts | {before['held_out/reward/ssim']:.3f} | {after['held_out/reward/ssim']:.3f} | 2 |",
     ):  # fmt: skip
         assert words in card
-    assert "More Information Needed" not in card
+    assert "More Information Needed" not in card and "processes" not in card
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    settings = argparse.Namespace(**json.loads(Path("run/settings.json").read_text()))
+    write_card(Path("run/adapter"), settings, before, after, Image.open("run/before-after.png"))
+    assert "1 prompts a\nstep on each of 2 processes; reward" in Path("run/adapter/README.md").read_text()
     assert Image.open("run/adapter/before-after.png").width > 100
 
 

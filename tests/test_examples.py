@@ -35,7 +35,7 @@ def test_a_text_model_learns_by_grpo_alone():
 class Judge(BaseHTTPRequestHandler):
     """Fails as often as it is told, then scores each picture by its red, and cannot judge what a cat is."""
 
-    failures = 0
+    failures, cut = 0, False
 
     def do_POST(self):
         if Judge.failures > 0:
@@ -48,7 +48,9 @@ class Judge(BaseHTTPRequestHandler):
         scores = [None if prompt == "a cat" else red for red, prompt in zip(reds, asked["prompts"], strict=True)]
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"scores": scores}).encode())
+        answer = json.dumps({"scores": scores}).encode()
+        self.wfile.write(answer[:5] if Judge.cut else answer)
+        Judge.cut = False
 
     def log_message(self, *given):
         pass
@@ -65,7 +67,7 @@ def url():
 def test_a_judge_behind_http_is_asked_again(url):
     images, prompts = [Image.new("RGB", (8, 8), (red, 0, 0)) for red in (10, 20, 30)], ["a", "a cat", "b"]
     served = functools.partial(load("my_reward").served, url=url, waits=(0, 0))
-    for failures in (0, 2):
+    for failures, Judge.cut in ((0, False), (2, False), (0, True)):
         Judge.failures = failures
         first, cat, last = rewards.score({"served": (served, 1.0)}, images, prompts, None)["served"].tolist()
         assert (first, last) == (10, 30) and math.isnan(cat)

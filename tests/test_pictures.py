@@ -258,3 +258,6 @@ def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
     ]
     for _, cells in rows:
         assert [image.getpixel((0, 0)) for image, _ in cells] == [RED, RED, GREEN, GREEN]
+    (tmp_path / "evaluation" / "000000" / "1-1.png").unlink()
+    save_before_after(tmp_path, before, after)
+    assert [caption for _, caption in grids[1][1][0][1]] == ["before, none", "after, 0.750", "after, 1.000"]

@@ -24,9 +24,11 @@ from conftest import (
     steps_saved,
     write_reward,
 )
+from torch.distributed.run import get_args_parser
 
 import train
 from runtime import UserError, ranks
+from runtime.settings import build_parser
 
 
 def together(start, *arguments, **options):
@@ -152,6 +154,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_message(quick):
         assert words in message
     assert "\nerror: rank 0: stopped because rank 1 has failed" in process.stderr
     assert f"traceback : {message.removeprefix('error: rank 1: ')}" in process.stderr, "in torchrun's report"
+    assert re.search(r"Root Cause.*?\brank +: 1 ", process.stderr, re.DOTALL) and "message format" not in process.stderr
     assert steps_saved("run")[-1] == "000002"
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
 
@@ -252,3 +255,11 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match="2 GPUs, so --nproc-per-node can be 2 at most"):
         ranks.join()
+
+
+def test_torchrun_takes_no_flag_of_ours_for_its_own():
+    """It reads the whole command line, and takes the beginning of a flag for the flag."""
+    theirs = [flag for action in get_args_parser()._actions for flag in action.option_strings]
+    ours = [flag for action in build_parser()[0]._actions for flag in action.option_strings]
+    clashes = [flag for flag in ours if any(other.startswith(flag) for other in theirs)]
+    assert len(ours) > 30 and set(clashes) == {"-h", "--help"}

@@ -162,7 +162,9 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     images = noise(3)
     with pytest.raises(rewards.NoTargets, match="--targets"):
         parsed[name][0](images, [""] * 3, None)
-    with pytest.raises(rewards.NoTargets, match=f"^reward '{name}' compares with .* --targets$") as caught:
+    with pytest.raises(
+        rewards.NoTargets, match=f"^reward '{name}' compares with .* --targets, or --eval-targets, a folder$"
+    ) as caught:
         rewards.score(parsed, images, [""] * 3, None)
     assert isinstance(caught.value, ValueError)
     raw_rewards = rewards.score(parsed, images, [""] * 3, [images[0], None, images[0]])
@@ -650,6 +652,14 @@ def test_an_own_reward_may_be_called_inf_and_import_what_lies_beside_it(tmp_path
         assert rewards.score(parsed, noise(2), ["a"], None)["mine.py:inf"].tolist() == [7, 7]
     with pytest.raises(rewards.RewardError, match=r"ZeroDivisionError: division by zero \(mine.py, line 8\)"):
         rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:bad"), noise(2), ["a"], None)
+    (tmp_path / "other.py").write_text(
+        "import functools, json\n\ndef f(size, images, prompts, targets):\n    return json.loads('{')\n\n"
+        "part = functools.partial(f, 3)\n\nclass C:\n    def __call__(self, *given):\n        return f(1, *given)\n\n"
+        "whole = C()\n"
+    )
+    for name in ("part", "whole"):
+        with pytest.raises(rewards.RewardError, match=r"JSONDecodeError: .* \(other.py, line 4\)"):
+            rewards.score(rewards.parse_rewards(f"{tmp_path}/other.py:{name}"), noise(2), ["a"], None)
 
 
 @pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])
@@ -680,7 +690,8 @@ def test_missing_weights_say_what_to_download(name, state, tmp_path, monkeypatch
         spec = name
         monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
         monkeypatch.setattr(CLIPModel, "from_pretrained", offline)
-    with pytest.raises(ValueError, match=f"cannot load reward '{name}'.*: {name}=FOLDER") as caught:
+    mend = f": {name}=FOLDER" if state == "no network" else f"; {tmp_path} has to hold files like those of "
+    with pytest.raises(ValueError, match=f"cannot load reward '{name}'.*{mend}") as caught:
         rewards.parse_rewards(spec)
     assert "\n" not in str(caught.value)
     for source in rewards.REWARDS[name][1].values():

@@ -94,6 +94,12 @@ def test_zero_steps_evaluates_only(quick):
     assert resume("run", "--steps", "0", "--eval-prompts", "new.txt", "--out", "new") == 0, "whose targets are none"
     assert records("new/evaluation.jsonl")[0]["held_out/reward"] is None
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
+    for again in (["--out", "judged"], ["--out", "run"], ["--out", "run/"]):  # it would be read as of this adapter
+        assert resume("run", "--steps", "0", *again) == 2
+    assert quick("--steps", "1", "--out", "judged") == 2
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
+    assert resume("run", "--steps", "0", "--eval-targets", "none", "--out", "without") == 0
+    assert records("without/evaluation.jsonl")[0]["held_out/reward"] is None
     assert resume("run", "--steps", "0", "--lr", "0.2") == 2
     assert resume("run", "--eval-count", "2") == 2
     Path("run/evaluation.jsonl").write_text(json.dumps(before) + "\n")  # as if it had been killed before the last one
@@ -149,20 +155,38 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
     assert steps_saved("run") == ["000000", "000002"]
 
 
+def test_where_nothing_is_saved_there_is_nothing_to_resume(quick, capsys):
+    """The base is only judged, and its reward fails in that."""
+    assert quick(*write_reward("if call > 1:\n    raise KeyError('no such face')"), "--steps", "0", "--out", "run") == 2
+    message = error_of(capsys)
+    assert "no such face" in message and "--resume" not in message
+
+
+def test_pictures_that_were_thrown_away_do_not_cost_the_adapter(quick):
+    assert quick("--steps", "1", "--out", "run") == 0
+    shutil.rmtree("run/evaluation/000000")
+    shutil.rmtree("run/adapter")
+    assert resume("run", "--steps", "2") == 0
+    assert Path("run/adapter/adapter_model.safetensors").exists() and Path("run/before-after.png").exists()
+
+
 def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, monkeypatch):
-    """In the third step: the prompt is named, and the second step is saved."""
+    """In the third step: the second prompt is named, and the second step is saved."""
     sample, calls = GRPO.sample, []
 
     def broken(self, prompts, size, seed):
         calls.append(1)
         if len(calls) == 5:  # after two evaluations and two steps
-            raise train.NotFinite([0])
+            named.append(texts[-1])
+            raise train.NotFinite([1])
         return sample(self, prompts, size, seed)
 
     monkeypatch.setattr(GRPO, "sample", broken)
-    assert quick("--steps", "9", "--out", "run") == 2
+    take, texts, named = train.Prompts.take, [], []
+    monkeypatch.setattr(train.Prompts, "take", lambda *given: texts.extend((taken := take(*given))[0]) or taken)
+    assert quick("--steps", "9", "--prompts-per-step", "2", "--out", "run") == 2
     message = error_of(capsys)
-    for words in ("the log-probs sampled for 'a ", " background' are not finite", "--resume run"):
+    for words in (f"the log-probs sampled for {named[0]!r} are not finite", "too high a --lr", "--resume run"):
         assert words in message
     assert steps_saved("run") == ["000000", "000002"]
 

@@ -8,8 +8,10 @@ import check
 import make
 import numpy as np
 import pytest
+import torch
 from conftest import TINY, build_run, tiny_settings
 from PIL import Image
+from safetensors.torch import save_file
 
 import train
 
@@ -128,12 +130,23 @@ def test_the_check_paints_with_trained_adapters(tmp_path, first_codes):
         (["--samples", "0"], "--samples: must be in [1, inf), got 0"),
         (["--sample", "2"], "unrecognized arguments"),
         (["--adapter", "other"], "error: "),
+        (["--adapter", "empty"], "error: "),
+        (["--adapter", "cut"], "error: "),
+        (["--adapter", "none"], "error: "),
+        (["--adapter", "run"], "run is a checkpoint of a decoder that learns"),
     ],
 )
 def test_a_check_that_cannot_work_is_one_line(tmp_path, monkeypatch, capfd, first_codes, arguments, words):
     monkeypatch.chdir(tmp_path)
     Path("other").mkdir()
     Path("other/adapter_config.json").write_text('{"peft_type": "LORA", "target_modules": ["nothing"]}')
+    Path("empty").mkdir()
+    Path("empty/adapter_config.json").write_text("{}")
+    Path("cut").mkdir()
+    Path("cut/pytorch_lora_weights.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
+    Path("none").mkdir()
+    save_file({"other": torch.zeros(1)}, "none/pytorch_lora_weights.safetensors")
+    Path("run/decoder").mkdir(parents=True)
     monkeypatch.setattr(sys, "argv", ["check.py", *arguments])
     assert check.main() == 2
     error = capfd.readouterr().err

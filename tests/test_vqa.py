@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -126,7 +133,7 @@ def test_the_reward_is_the_mean_over_the_questions_and_the_whole_prompt(folder):
 
 def test_own_questions_for_own_prompts(folder, tmp_path):
     """As the README tells: a file of one's own, in a reward of one's own."""
-    (tmp_path / "mine.jsonl").write_text('{"prompt": "a cat", "questions": ["Is it black?"]}\n', encoding="utf-8")
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "a cat", "questions": ["Is it black?"]}\n\n', encoding="utf-8")
     (tmp_path / "mine.py").write_text(
         f"from rewards import Vqa\n\nasked = Vqa({folder!r}, questions={str(tmp_path / 'mine.jsonl')!r})\n"
     )
@@ -144,6 +151,9 @@ def test_spellings_that_begin_alike_count_once():
     whole_words = build_tokenizer("Yes yes No no")
     found = whole_words.convert_ids_to_tokens(rewards.answer_ids(whole_words, "no"))
     assert len(found) == len(set(found)) >= 3 and all("n" in token.lower() for token in found)
+    lower = build_tokenizer("yes no")
+    lower.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Lowercase()])
+    assert lower.convert_ids_to_tokens(rewards.answer_ids(lower, "yes")) == ["yes"], "all four are one"
 
 
 def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
@@ -164,7 +174,8 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
         ("no answer", "no tokens for yes and no"),
         ("no questions", "questions.jsonl"),
         ("bad questions", "JSONDecodeError"),
-        ("empty", "vqa=FOLDER"),
+        ("unlisted questions", "have to be a list"),
+        ("empty", "Unrecognized model in"),
     ],
 )
 def test_a_model_that_cannot_be_asked_is_one_line(tmp_path, monkeypatch, broken, words):
@@ -177,6 +188,10 @@ def test_a_model_that_cannot_be_asked_is_one_line(tmp_path, monkeypatch, broken,
         monkeypatch.setitem(rewards.REWARDS, "vqa", (make, {"model": "hub/id"}))
         if broken == "bad questions":
             Path(tmp_path / "questions.jsonl").write_text("{")
+        if broken == "unlisted questions":
+            Path(tmp_path / "questions.jsonl").write_text('{"prompt": "a", "questions": "Is it?"}\n\n')
     with pytest.raises(ValueError, match=f"cannot load reward 'vqa' .*{words}") as caught:
         rewards.parse_rewards(f"vqa={tmp_path}")
-    assert "\n" not in str(caught.value) and "in a folder: vqa=FOLDER" in str(caught.value)
+    assert "\n" not in str(caught.value) and f"{tmp_path} has to hold files like those of the model" in str(
+        caught.value
+    )

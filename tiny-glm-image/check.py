@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -89,6 +90,8 @@ def paint(samples, prompts, adapter=None):
 def load_adapters(folder, codes, pipe):
     """Those of a run, or one by itself, of either half."""
     found = False
+    if (folder / "decoder").is_dir():
+        raise OSError(f"{folder} is a checkpoint of a decoder that learns: give --adapter the folder of the ended run")
     for place in (folder, folder / "adapter", folder / "decoder-adapter"):
         if (place / "adapter_config.json").is_file():
             codes.model.load_adapter(str(place), "trained")
@@ -130,7 +133,8 @@ def main():
         torch.set_num_threads(1)  # see train.py
         rows = [row for name in ("prompts", "heldout") for row in count_right(name, options)]
         save_grid(options.sheet, rows, "first four prompts of training, then of those kept out", cell=128)
-    except (UserError, OSError, ValueError, RuntimeError) as error:  # of an adapter of another model, a folder ...
+    except (UserError, OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
+        # An adapter of another model, a damaged one, a folder that cannot be written to.
         print("error:", str(error).strip().split("\n")[0], file=sys.stderr)
         return 2
     return 0
