@@ -34,6 +34,7 @@ from runtime import UserError, checkpoints, ranks
 from runtime.gpu import CapturedForward, keep_rope_tables, place
 from runtime.log import Clock, Record, StopRequest, check_tracker
 from runtime.metrics import format_step, reward_metrics, step_metrics
+from runtime.prompts import read_prompts
 from runtime.settings import TINY, choose_out, parse_settings, print_start, sizes
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]  # in the language model only
@@ -41,7 +42,6 @@ DECODER_LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]  # the attention of 
 SHOWN = 3  # of training and held out each: prompts in before-after.png, and pictures of each
 EVAL_SEED, HELD_OUT_SEED = 2**29, 2**29 + 2**20  # no run of 1,000 steps with a --seed below 1,000 draws from these
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
-LONGEST_PROMPT = 4096  # characters: all prompts of a step take as much memory and time as its longest
 
 # ---- GLM-Image: prompts in, pictures out ----------------------------------------------------------------------------
 
@@ -249,42 +249,6 @@ def failing_together(prompts):
 
 
 # ---- what a step trains on ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Prompts:
-    """Prompts, and for each a picture that some rewards compare with (or None), or None if there are no such."""
-
-    texts: list
-    targets: list | None
-
-    def take(self, rows):
-        return [self.texts[i] for i in rows], self.targets and [self.targets[i] for i in rows]
-
-
-def read_prompts(path, folder):
-    """The prompts in a file, with the target pictures in a folder, unless it is None or "none"."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the prompts file {path}: {error}") from None
-    prompts = [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise UserError(f"the prompts file {path} has no prompt in it; write one a line")
-    if (longest := max(map(len, prompts))) > LONGEST_PROMPT:
-        raise UserError(f"the prompts file {path} has a prompt of {longest:,} characters; {LONGEST_PROMPT:,} at most")
-    if folder in (None, "none", ""):
-        return Prompts(prompts, None)
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"the folder of target pictures {folder} does not exist")
-    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in Image.registered_extensions())
-    if len(files) != len(prompts):
-        raise UserError(f"{folder} has {len(files)} pictures for {len(prompts)} prompts; give one a prompt, by line")
-    try:
-        return Prompts(prompts, [Image.open(file := each).convert("RGB") for each in files])
-    except OSError as error:
-        raise UserError(f"the target picture {file} cannot be opened: {error}") from None
 
 
 def load_rewards(flag, settings, prompts):

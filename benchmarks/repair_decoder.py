@@ -24,6 +24,7 @@ import rewards
 import train
 from grpo import set_advantages
 from runtime.pictures import save_grid
+from runtime.prompts import read_prompts
 
 CPU = torch.device("cpu")
 
@@ -48,7 +49,7 @@ def drawings(settings):
     pictures, _, _, codes = make.dataset()
     rows = zip(pictures, codes.split(1), strict=True)
     examples = [(make.caption(*words), make.draw(*words, radius=radius), own) for (words, radius), own in rows]
-    files = [train.read_prompts(file, None).texts for file in (settings.prompts, settings.eval_prompts)]
+    files = [read_prompts(file, None).texts for file in (settings.prompts, settings.eval_prompts)]
     return [[example for example in examples if example[0] in captions] for captions in files]
 
 

@@ -142,7 +142,7 @@ def parse_settings(arguments=None):
 
 
 def choose_targets(settings, by_model):
-    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told, too, see train.read_prompts."""
+    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told, too, see prompts.read_prompts."""
     folders = {"targets": "targets", "eval_targets": "heldout-targets"}
     for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):
         if getattr(settings, targets) is None and getattr(settings, prompts) == by_model[prompts][0]:

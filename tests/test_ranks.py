@@ -28,6 +28,7 @@ from torch.distributed.run import get_args_parser
 
 import train
 from runtime import UserError, ranks
+from runtime.prompts import Prompts
 from runtime.settings import build_parser
 
 
@@ -219,7 +220,7 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
     settings = SimpleNamespace(
         eval_count=3, group_size=2, prompts_per_step=1, eval_decode_steps=1, eval_guidance_scale=1
     )
-    prompts, scored = train.Prompts(["a", "b", "c", "d", "e"], None), []
+    prompts, scored = Prompts(["a", "b", "c", "d", "e"], None), []
 
     def grpo_step(run, deployed, rewards, texts, targets, seed):
         assert (deployed.train, deployed.decode_steps, seed) == ("nothing", 1, 100 + "abcd".index(texts[0]))

@@ -26,6 +26,7 @@ from torch._inductor.exc import InductorError
 
 import train
 from grpo import GRPO
+from runtime.prompts import Prompts
 
 
 def error_of(capsys):
@@ -182,8 +183,8 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
         return sample(self, prompts, size, seed)
 
     monkeypatch.setattr(GRPO, "sample", broken)
-    take, texts, named = train.Prompts.take, [], []
-    monkeypatch.setattr(train.Prompts, "take", lambda *given: texts.extend((taken := take(*given))[0]) or taken)
+    take, texts, named = Prompts.take, [], []
+    monkeypatch.setattr(Prompts, "take", lambda *given: texts.extend((taken := take(*given))[0]) or taken)
     assert quick("--steps", "9", "--prompts-per-step", "2", "--out", "run") == 2
     message = error_of(capsys)
     for words in (f"the log-probs sampled for {named[0]!r} are not finite", "too high a --lr", "--resume run"):
