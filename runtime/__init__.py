@@ -1,4 +1,4 @@
-"""What keeps a long run alive: settings, prompts, ranks, files of a run, and what a GPU needs. The algorithm is in grpo.py."""
+"""What keeps a long run alive: settings, prompts, ranks, files, and what a GPU needs. The algorithm is in grpo.py."""
 
 import math
 import warnings
