@@ -3,8 +3,8 @@
 A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S moves. At level s its latents are
 x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean: so clean = x - s v, noise = x + (1 - s) v.
 The stock sampler is an ODE, its next latents x + (s' - s) v leave nothing to choose. Draw every move from a Gaussian
-(Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), a = --noise-level; but the last, whose noise would stay in the picture, which
-is therefore not trained:
+(Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), a = --noise-level; but the last, whose noise would stay in the picture,
+which is therefore not trained:
 
     std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise
 

@@ -23,8 +23,8 @@ One step of training, in the order of this file:
     6. GRPO                       ties 1, 4 and 5 together; its update: micro-batches, gradient clipping, the optimiser
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
-base with its adapter disabled is the reference. Nothing here depends on GLM-Image: prompts come as ids and positions, and
-any causal language model of transformers with a PEFT adapter works; examples/text_model.py trains one by this file
+base with its adapter disabled is the reference. Nothing here depends on GLM-Image: prompts come as ids and positions,
+and any causal language model of transformers with a PEFT adapter works; examples/text_model.py trains one by this file
 alone. On a CPU call torch.set_num_threads(1) for models as small as that: more threads only wait for one another.
 
 For another loss, edit: Dr. GRPO, the division in compute_advantages and `average` in compute_grpo_loss; DAPO's two clip
@@ -378,7 +378,7 @@ class GRPO:
         return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
 
     def logprobs(self, group, rows):
-        """4: log-probs (B, T) of some samples of a group under the model as it stands, on the CPU as the group itself."""
+        """4: log-probs (B, T) of some samples of a group under the model as it stands, on the CPU as the group is."""
         ids = torch.cat([group.prompt_ids.expand(len(rows), -1), group.tokens[rows]], dim=1)  # (B, L+T)
         nucleus = None if group.nucleus is None else group.nucleus[rows]
         inputs = {"position_ids": group.position_ids, "nucleus": nucleus, **self.sampling_args}

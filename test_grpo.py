@@ -315,7 +315,7 @@ def test_in_bfloat16_sampling_and_scoring_differ_by_rounding(pipe):
 
 
 def test_no_token_sees_nothing(monkeypatch):
-    """Attention may answer NaN to such a one, here it does; and no mask is left for transformers to ask questions of."""
+    """Attention may answer NaN to such a one, here it does; and no mask is left for transformers to ask about."""
     attend, seen = torch.nn.functional.scaled_dot_product_attention, []
 
     def attention(query, key, value, attn_mask=None, **options):

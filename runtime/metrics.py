@@ -5,9 +5,9 @@ import math
 from runtime import format_number
 
 PARTS = {  # of the line of a step, in order of weight
-    "decoder/reward_std": "decoder +- {:.3f}", "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "grad_norm": "norm {:.2f}",
-    "decoder/grad_norm": "decoder norm {:.3f}", "entropy": "entropy {:.4f}", "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB",
-    "clip_fraction": "{:.1%} clipped", "mean_logprob_gap": "gap {:.0e}",
+    "decoder/reward_std": "decoder +- {:.3f}", "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}",
+    "grad_norm": "norm {:.2f}", "decoder/grad_norm": "decoder norm {:.3f}", "entropy": "entropy {:.4f}",
+    "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB", "clip_fraction": "{:.1%} clipped", "mean_logprob_gap": "gap {:.0e}",
 }  # fmt: skip
 ALARMS = {
     "skipped": "SKIPPED: the gradient was not finite", "groups_without_spread": "{:.0%} without spread",

@@ -38,7 +38,7 @@ def number(kind, interval):
 
 
 def build_parser():
-    """The parser, and {setting: (its default for tiny, for GLM-Image)} of those whose best value depends on the model."""
+    """The parser, and {setting: (its default for tiny, for GLM-Image)} where the best value depends on the model."""
     about = "Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop."
     parser, by_model = Parser(description=about, allow_abbrev=False), {}
     count, positive, switch = number(int, "[1, inf)"), number(float, "(0, inf)"), ("auto", "yes", "no")
@@ -142,7 +142,7 @@ def parse_settings(arguments=None):
 
 
 def choose_targets(settings, by_model):
-    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told, too, see prompts.read_prompts."""
+    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told too, see prompts.py."""
     folders = {"targets": "targets", "eval_targets": "heldout-targets"}
     for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):
         if getattr(settings, targets) is None and getattr(settings, prompts) == by_model[prompts][0]:
