@@ -383,7 +383,7 @@ def _load_from_file(name):
 
 
 def in_one_line(error):
-    """'ZeroDivisionError: division by zero (my_reward.py, line 12)': of the user's file, the last line on the way there."""
+    """'ZeroDivisionError: division by zero (my_reward.py, line 12)': the last line on the way there in own code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
     lines = [f" ({Path(f.filename).name}, line {f.lineno})" for f in own if f.filename == own[0].filename]

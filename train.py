@@ -240,8 +240,8 @@ def failing_together(prompts):
     except NotFinite as error:
         names = ", ".join(repr(prompts[i]) for i in error.args[0])
         failure = (
-            f"the log-probs sampled for {names} are not finite: an adapter ruined by too high a --lr (start anew with a "
-            "lower one), damaged weights, or a GPU kernel that fails"
+            f"the log-probs sampled for {names} are not finite: an adapter ruined by too high a --lr (start anew with "
+            "a lower one), damaged weights, or a GPU kernel that fails"
         )
     for rank, message in enumerate(ranks.gather(failure)):
         if message is not None:
