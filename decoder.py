@@ -58,6 +58,12 @@ class Move:
     ref_logprobs: torch.Tensor | None = None  # (K, D), None when kl_coef is 0
 
 
+def repeat_for_moves(rewards, moves):
+    """The rewards (N*G*K,) of all paintings, again for each move on their paths, as set_advantages wants them."""
+    of_paths = rewards.view(-1, len(moves[0].old_logprobs))  # (N*G, K)
+    return of_paths.repeat_interleave(len(moves) // len(of_paths), dim=0).flatten()
+
+
 class PathScheduler(FlowMatchEulerDiscreteScheduler):
     """The stock scheduler, with its levels and times, but all moves except the last are drawn and kept."""
 

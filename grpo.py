@@ -24,8 +24,8 @@ One step of training, in the order of this file:
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
 base with its adapter disabled is the reference. Nothing here depends on GLM-Image: prompts come as ids and positions,
-and any causal language model of transformers with a PEFT adapter works; examples/text_model.py trains one by this file
-alone. On a CPU call torch.set_num_threads(1) for models as small as that: more threads only wait for one another.
+and a causal language model of transformers with a PEFT adapter works (one with sliding or linear attention, if prompts
+sampled together have one length); examples/text_model.py trains one by this file alone. On a CPU call torch.set_num_threads(1) for models as small as that: more threads only wait for one another.
 
 For another loss, edit: Dr. GRPO, the division in compute_advantages and `average` in compute_grpo_loss; DAPO's two clip
 ranges, the clamp there; GSPO, the ratio there. DAPO's dynamic sampling is a loop around sampling and scoring.
@@ -78,7 +78,8 @@ def generate_with_logprobs(
 
     Returns:
         On the CPU: tokens (N*G, T) int64, prompt after prompt; logprobs (N*G, T) float32, each under the very
-        distribution it was drawn from; nucleus (N*G, T, ceil(V / 8)) uint8, the ids that top-p left as bits, or None.
+        distribution it was drawn from; nucleus (N*G, T, ceil(V / 8)) uint8, as bits which of the V ids that may be
+        sampled top-p left, or None.
     """
     if temperature <= 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}")
@@ -96,9 +97,12 @@ def generate_with_logprobs(
     not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])[:, None, None]
     prompt_mask, cache, tokens, logprobs, nuclei = None, None, [], [], []  # not_padding: (N*G, 1, 1, L+T)
     if not not_padding.all():
-        kind = str(model.config.get_text_config()._attn_implementation)
+        config = model.config.get_text_config()
+        layers, kind = set(getattr(config, "layer_types", None) or ()), str(config._attn_implementation)
         if kind in ("eager", "flex_attention") or "flash" in kind:  # which add the mask as a number, or take none such
             raise ValueError("prompts of several lengths need another attention: attn_implementation='sdpa'")
+        if layers - {"full_attention"} or getattr(config, "sliding_window", None):  # padding would enter their state
+            raise ValueError("this model's layers see no mask: sample prompts of one length together")
         # A token of the prompts sees the real ones up to itself, and itself: to one of the padding that saw nothing
         # attention may answer NaN, and 0 x NaN is NaN in whatever reads it. A mask of four dimensions is taken as it
         # is; for one of two transformers would ask the GPU, at every token, whether it masks anything.
@@ -226,8 +230,8 @@ def compute_grpo_loss(
         clip_range: a ratio beyond 1 +- this, in the direction the advantage pushes, gets no further gradient.
         kl_coef: weight of k3; above 0 it needs `ref_logprobs`, or ValueError.
 
-    Returns: the loss, a scalar, and metrics as floats: loss, policy_loss, kl (nats a token), clip_fraction (share of
-    tokens whose gradient was cut), ratio_mean.
+    Returns: the loss, a scalar, and metrics as floats: loss, policy_loss, kl (nats a token; NaN without a reference),
+    clip_fraction (share of tokens whose gradient was cut), ratio_mean.
     """
     if kl_coef > 0 and ref_logprobs is None:
         raise ValueError("kl_coef above 0 needs ref_logprobs")
@@ -240,13 +244,15 @@ def compute_grpo_loss(
     advantages = advantages.unsqueeze(1)  # (B, 1)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages
-    policy_loss, kl = -average(torch.min(unclipped, clipped)), torch.zeros(())
+    loss = policy_loss = -average(torch.min(unclipped, clipped))
+    kl = torch.tensor(float("nan"))  # not measured
     if ref_logprobs is not None:
         # k3 (Schulman 2020, "Approximating KL divergence"): its value estimates KL(pi || ref), but as a loss term its
         # gradient on fresh samples is that of KL(ref || pi). Both pull towards the reference, which is what it is for.
         log_ratio = ref_logprobs - new_logprobs
         kl = average(log_ratio.exp() - log_ratio - 1)
-    loss, cut = policy_loss + kl_coef * kl, average((clipped < unclipped).float())
+        loss = policy_loss + kl_coef * kl
+    cut = average((clipped < unclipped).float())
     metrics = {"loss": loss, "policy_loss": policy_loss, "kl": kl, "clip_fraction": cut, "ratio_mean": average(ratio)}
     return loss, {name: value.item() for name, value in metrics.items()}
 
@@ -269,14 +275,10 @@ class Group:
 
 
 def set_advantages(groups, rewards):
-    """3: the advantages of all groups from the rewards (N*G,) of their samples, group after group.
-
-    With M times as many groups as the rewards make, M in a row share theirs: see decoder.py, where a path has M moves.
-    """
+    """3: the advantages of all groups from the rewards (N*G,) of their samples, group after group."""
     size = len(groups[0].old_logprobs)
-    advantages = compute_advantages(rewards, size).split(size)
-    for i, group in enumerate(groups):
-        group.advantages = advantages[i // (len(groups) // len(advantages))]
+    for group, advantages in zip(groups, compute_advantages(rewards, size).split(size), strict=True):
+        group.advantages = advantages
 
 
 class GRPO:
@@ -335,14 +337,16 @@ class GRPO:
 
         A group without spread has advantage 0, teaches nothing and is passed over: it counts in the step's mean loss,
         but not in the metrics, which are means over the others. If all groups are such there is no step (Adam would
-        move on its momentum alone), and the metrics of the loss are NaN.
+        move on its momentum alone), and the metrics of the loss are NaN. skipped: the share of the iterations without a
+        step because the gradient was not finite; grad_norm: the mean norm of the others.
         """
         with_spread, iterations = [group for group in groups if group.advantages.any()], self.settings.iterations
         micro_batches = [(group, rows) for group in with_spread for rows in self.micro_batches(group)]
-        metrics = dict.fromkeys(LOSS_METRICS, 0.0 if with_spread else float("nan")) | {"grad_norm": 0.0, "skipped": 0}
+        metrics = dict.fromkeys(LOSS_METRICS, 0.0 if with_spread else float("nan")) | {"grad_norm": 0.0, "skipped": 0.0}
         metrics["groups_without_spread"] = 1 - len(with_spread) / len(groups)
         parameters = [p for param_group in self.optimizer.param_groups for p in param_group["params"]]
         coefficients = {"clip_range": self.settings.clip_range, "kl_coef": self.settings.kl_coef}
+        norms = []
         self.model.train()  # wakes gradient checkpointing, which sleeps in eval mode; there is no dropout to wake
         for iteration in range(iterations):
             for group, rows in micro_batches:
@@ -367,11 +371,11 @@ class GRPO:
             norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
             if 0 < norm < float("inf"):
                 self.optimizer.step()
-                metrics["grad_norm"] += norm / iterations
+                norms.append(norm)
             elif norm != 0:  # one NaN stepped upon would be in every weight for good
-                metrics["skipped"] += 1
+                metrics["skipped"] += 1 / iterations
             self.optimizer.zero_grad()
-        return metrics
+        return metrics | {"grad_norm": sum(norms) / len(norms) if norms else 0.0}
 
     def micro_batches(self, group):
         """The numbers of a group's samples, as many at a time as go through the model together."""

@@ -58,7 +58,8 @@ def to_tensor(image, size=None):
 def against_targets(name, measure, images, targets):
     """`measure` of each image and its target, as tensors of the image's size: (N,), NaN where the target is None."""
     if targets is None:
-        raise NoTargets(f"reward '{name}' compares with target pictures: give --targets, or --eval-targets, a folder")
+        mend = "give --targets, or --eval-targets, a folder, or take another reward"
+        raise NoTargets(f"reward '{name}' compares with target pictures: {mend}")
     pairs = zip(images, targets, strict=True)
     return torch.tensor([math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs])
 
@@ -325,18 +326,26 @@ REWARDS = {  # name: a function, or what to make and where its weights come from
 }
 
 
+def items(spec):
+    """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]: what each reward is made of, and its weight."""
+    found = []
+    for item in filter(None, (part.strip() for part in spec.split(","))):
+        source, weight = item, 1.0
+        head, _, last = item.rpartition(":")
+        with suppress(ValueError):  # what is no number belongs to the name, as does a function that is called inf
+            source, weight = (item, 1.0) if head.endswith(".py") else (head or item, float(last))
+        found.append((source, weight))
+    return found
+
+
 def parse_rewards(spec):
     """'ssim:1,clip=folder:0.5' or 'my_file.py:function:2' -> {name: (function, weight)}.
 
     Raises ValueError, in one line, for what is unknown, named twice, not a number or missing: file, package, weights.
     """
     rewards = {}
-    for item in filter(None, (part.strip() for part in spec.split(","))):
-        source, weight = item, 1.0
-        head, _, last = item.rpartition(":")
-        with suppress(ValueError):  # what is no number belongs to the name, as does a function that is called inf
-            source, weight = (item, 1.0) if head.endswith(".py") else (head or item, float(last))
-        if not math.isfinite(weight):
+    for source, weight in items(spec):
+        if not torch.tensor(weight).isfinite():
             raise ValueError(f"the weight of reward {source!r} is {weight}")
         name, _, folder = source.partition("=")
         if isinstance(REWARDS.get(name), tuple):  # only models take a folder
@@ -351,7 +360,6 @@ def parse_rewards(spec):
     return rewards
 
 
-@functools.cache  # trained for and judging, it is one
 def _load_model(name, folder):
     make, sources = REWARDS[name]
     if folder and not (sources and Path(folder).is_dir()):
@@ -375,7 +383,7 @@ def _load_from_file(name):
     sys.path.append(str(Path(path).resolve().parent))  # what lies beside it can be imported
     try:
         names = runpy.run_path(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"the reward file {path} cannot be loaded: {in_one_line(error)}") from error
     if function not in names:
         raise ValueError(f"{path} has no function {function!r}")
@@ -410,7 +418,8 @@ def call_reward(name, function, images, prompts, targets):
     Raises NoTargets, or RewardError for a reward that raised, is infinite or is not one number a picture.
     """
     try:
-        values = torch.as_tensor(function(images, prompts, targets), dtype=torch.float32).cpu()
+        with torch.no_grad():  # or advantages would carry a reward model's graph
+            values = torch.as_tensor(function(images, prompts, targets), dtype=torch.float32).detach().cpu()
     except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
         raise
     except Exception as error:
@@ -436,7 +445,8 @@ def combine(raw_rewards, weights, group_size=1, how="sum"):
         raw_rewards: {name: (N,) float}, NaN where one does not apply; prompt after prompt, `group_size` images each.
         weights: {name: float}.
         how: "sum" adds the values as they are, so the reward with the largest spread rules; "zscore" first turns each
-            into its z-score within its group (see compute_advantages), so that the weights alone decide.
+            into its z-score within its group (see compute_advantages), so that the weights alone decide. Where a reward
+            applies to part of a group, what is missing neither helps nor harms: it counts as the mean of the group.
 
     Raises ValueError for an unknown `how`, or values that do not form groups.
     """
@@ -446,5 +456,8 @@ def combine(raw_rewards, weights, group_size=1, how="sum"):
     applies = ~values.isnan()
     if how == "zscore":
         values = torch.stack([compute_advantages(row, group_size) for row in values])
+    else:
+        groups = values.view(len(values), -1, group_size)  # (R, N / G, G)
+        values = groups.where(~groups.isnan(), groups.nanmean(-1, keepdim=True)).view_as(values).nan_to_num(0)
     weight = torch.tensor([weights[name] for name in raw_rewards]).unsqueeze(1)  # (R, 1)
-    return (weight * values).where(applies, 0).sum(0).where(applies.any(0), math.nan)
+    return (weight * values).sum(0).where(applies.any(0), math.nan)

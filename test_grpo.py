@@ -559,14 +559,14 @@ def test_groups_are_what_the_sampler_draws_from_their_seeds():
 
 
 def test_rewards_meet_their_own_samples():
-    """Prompt after prompt, NaN left out; of several groups in a row that share rewards, all get the same."""
+    """Prompt after prompt, NaN left out; and no more of them than there are samples, nor fewer."""
     rewards = torch.tensor([1, NAN, 3, 5, 0, 0, 0, 8])
     groups = roll_out(trainer(), "one", "two", rewards=lambda groups: rewards)
     expected = compute_advantages(rewards, 4).split(4)
     assert torch.equal(groups[0].advantages, expected[0]) and torch.equal(groups[1].advantages, expected[1])
-    moves = [SimpleNamespace(old_logprobs=torch.zeros(4, 9)) for _ in range(6)]
-    set_advantages(moves, rewards)
-    assert all(torch.equal(move.advantages, expected[i // 3]) for i, move in enumerate(moves))
+    for wrong in (rewards[:4], torch.cat([rewards, rewards[:4]])):
+        with pytest.raises(ValueError):
+            set_advantages(groups, wrong)
 
 
 def test_sequences_of_two_lengths_are_refused():

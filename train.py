@@ -27,9 +27,9 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import set_seed
 from transformers.utils import cached_file
 
-from decoder import DecoderGRPO
+from decoder import DecoderGRPO, repeat_for_moves
 from grpo import GRPO, NotFinite, set_advantages
-from rewards import RewardError, combine, parse_rewards, score, weights_of
+from rewards import RewardError, combine, items, parse_rewards, score, weights_of
 from runtime import UserError, checkpoints, ranks
 from runtime.gpu import CapturedForward, keep_rope_tables, place
 from runtime.log import Clock, Record, StopRequest, check_tracker
@@ -77,7 +77,9 @@ def decode_images(pipe, prompt, tokens, settings, seed):
     glyph embeddings of different prompts would be padded, and the decoder does not mask the padding.
     """
     rows, columns, scale = settings.height // 32, settings.width // 32, pipe.vae_scale_factor
-    large = tokens[:, -rows * columns :].view(-1, rows, columns)  # the decoder is not shown the preview
+    # The decoder is not shown the preview: that is what the policy looks at as it writes the picture proper. A code
+    # stands for 32x32 pixels, the decoder wants one for 16x16.
+    large = tokens[:, -rows * columns :].view(-1, rows, columns)
     prior = large.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)  # (G, 4*rows*columns)
     shape = 1, pipe.transformer.config.in_channels, settings.height // scale, settings.width // scale
     own = torch.Generator().manual_seed(seed + 2**31)  # the codes drew from the seed itself
@@ -102,6 +104,8 @@ def paint(run, prompts, groups, settings, seed):
         if settings.train in ("decoder", "both"):
             painted, path = run.decoder.paint(decode_images, prompt, group.tokens, sizes(settings)[1], seed + i)
             images, moves = images + painted, moves + path
+            if not all(move.old_logprobs.isfinite().all() for move in path):
+                raise NotFinite([i])
         else:
             images += decode_images(run.pipe, prompt, group.tokens, settings, seed + i)
     return images, moves
@@ -189,7 +193,8 @@ def build(pipe, settings, device):
 def grpo_step(run, settings, rewards, prompts, targets, seed):
     """The six parts of a step. N prompts, G code sequences for each, K paintings of each: 1, unless the decoder learns.
 
-    settings.train: what learns; "nothing" does in an evaluation. rewards: {name: (function, weight)}. targets: N of
+    clock(phase, *models) measures, and before that brings the models to the GPU if they take turns there. settings.train:
+    what learns; "nothing" does in an evaluation. rewards: {name: (function, weight)}. targets: N of
     anything a reward compares with, or None. seed: fixes all draws. Returns the N*G*K images, their raw rewards and the
     metrics.
     """
@@ -200,7 +205,7 @@ def grpo_step(run, settings, rewards, prompts, targets, seed):
         encoded = [encode_prompt(run.pipe.processor, prompt, settings.height, settings.width) for prompt in prompts]
         groups = codes.sample(encoded, G, seed)  # N
 
-    with clock("decode", *painters(run.pipe)):  # 2. paint each of them K times ...
+    with clock("decode", *painters(run.pipe)), failing_together(prompts):  # 2. paint each of them K times ...
         images, moves = paint(run, prompts, groups, settings, seed)  # N*G*K
     with clock("score"), failing_together(prompts):  # ... and score every picture
         raw_rewards = score(rewards, images, prompts, targets)  # {name: (N*G*K,)}
@@ -216,7 +221,7 @@ def grpo_step(run, settings, rewards, prompts, targets, seed):
 
     if settings.train in ("decoder", "both"):
         # 3. to 6. for the decoder: its paintings are compared among the K of the same codes
-        set_advantages(moves, combine(raw_rewards, weights, K, settings.combine))
+        set_advantages(moves, repeat_for_moves(combine(raw_rewards, weights, K, settings.combine), moves))
         with clock("decoder reference", *painters(run.pipe)):
             decoder.add_reference(moves)
         with clock("decoder update", *painters(run.pipe)):
@@ -240,8 +245,8 @@ def failing_together(prompts):
     except NotFinite as error:
         names = ", ".join(repr(prompts[i]) for i in error.args[0])
         failure = (
-            f"the log-probs sampled for {names} are not finite: an adapter ruined by too high a --lr (start anew with "
-            "a lower one), damaged weights, or a GPU kernel that fails"
+            f"the log-probs sampled for {names} are not finite: damaged weights, a GPU kernel that fails, or too high a "
+            "--lr or --decoder-lr, which has ruined the adapter: then start anew with a lower one"
         )
     for rank, message in enumerate(ranks.gather(failure)):
         if message is not None:
@@ -257,6 +262,8 @@ def load_rewards(flag, settings, prompts):
     try:
         rewards = parse_rewards(getattr(settings, flag))
         score(rewards, blank, *prompts.take([0]))
+    except RewardError as error:
+        raise UserError(f"--{flag.replace('_', '-')}: {error} (tried on two blank pictures)") from None
     except (ValueError, torch.OutOfMemoryError) as error:
         raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}") from None
     return rewards
@@ -303,7 +310,7 @@ def evaluate(run, settings, rewards, eval_rewards, prompts, seed, stop=None):
     of_ranks = ranks.gather((scored, shown))
     parts = [part for scored, _ in of_ranks for part in scored]
     raw_rewards = {name: torch.cat([part[name] for part in parts])[: count * size] for name in parts[0]}  # (count*G,)
-    combined = combine({name: raw_rewards[name] for name in rewards}, weights_of(rewards))
+    combined = combine({name: raw_rewards[name] for name in rewards}, weights_of(rewards), size)
     shown = [of_prompt for _, shown in of_ranks for of_prompt in shown][:count]
     shown = [(*of_prompt, combined[i * size : i * size + few].tolist()) for i, of_prompt in enumerate(shown)]
     return reward_metrics(raw_rewards, combined, size) | {"images": count * size, "prompts": count}, shown
@@ -325,10 +332,9 @@ def train(settings):
         if one.targets is None and other.targets is not None:  # likeness does not apply there
             one.targets = [None] * len(one.texts)
     eval_rewards = {} if settings.eval_reward in ("none", "") else load_rewards("eval_reward", settings, held_out)
-    for name in rewards.keys() & eval_rewards.keys():  # one is trained for and judges too, or two have one name
-        one, other = (getattr(function, "__code__", function) for function, _ in (rewards[name], eval_rewards[name]))
-        if one != other:
-            raise UserError(f"--eval-reward: another reward called {name} is trained for; name another judge, or none")
+    same = {source for source, _ in items(settings.reward)} & {source for source, _ in items(settings.eval_reward)}
+    if len(rewards.keys() & eval_rewards.keys()) > len(same):  # in an evaluation it would take the other's place
+        raise UserError("--eval-reward: another reward of that name is trained for; name another judge, or none")
     settings.combine = settings.combine or ("zscore" if len(rewards) > 1 else "sum")
     out = choose_out(settings)
     print_start(settings, device, len(prompts.texts), len(held_out.texts))
@@ -372,15 +378,19 @@ def train(settings):
             done = step + 1
             moved.clear()
             metrics["skipped"] = metrics.get("skipped", 0) + metrics.get("decoder/skipped", 0)
-            combined = combine(raw_rewards, weights_of(rewards))  # for people; what is maximised depends on --combine
-            metrics |= step_metrics(raw_rewards, combined, *sizes(settings))
+            sequences, paintings = sizes(settings)
+            # For people; what is maximised depends on --combine.
+            combined = combine(raw_rewards, weights_of(rewards), sequences * paintings)
+            metrics |= step_metrics(raw_rewards, combined, sequences, paintings)
             metrics = ranks.mean(metrics | record.clock.read())
             record.step(done, metrics, format_step(done, metrics, settings))
             if done in (1, settings.steps) or due(done, settings.sample_every) or stop.received:
-                record.group(done, texts[0], images, combined, *sizes(settings))
-            skipped = skipped + 1 if metrics["skipped"] else 0
+                record.group(done, texts[0], images, combined, sequences, paintings)
+            skipped = skipped + 1 if metrics["skipped"] >= 1 else 0
             if skipped == MAX_SKIPPED:
-                raise UserError(f"{skipped} steps in a row had no finite gradient; start anew with a lower --lr")
+                raise UserError(
+                    f"{skipped} steps in a row had no finite gradient; start anew with a lower --lr or --decoder-lr"
+                )
             if due(done, settings.save_every) or due(done, settings.eval_every):
                 save()
             if due(done, settings.eval_every):
@@ -400,7 +410,7 @@ def train(settings):
         if not moved:
             save()
         if isinstance(error, StepFailed):
-            raise UserError(f"{error}; mend it and go on with --resume {out}" if settings.steps else error) from None
+            raise UserError(f"{error}; once mended, --resume {out} goes on" if settings.steps else error) from None
         raise UserError(
             f"out of GPU memory while at '{record.clock.phase}'; --resume {out} goes on, also with --offload yes or a "
             "lower --micro-batch-size; start anew with a lower --height and --width, or --group-size"

@@ -22,6 +22,7 @@ import torch
 
 import rewards
 import train
+from decoder import repeat_for_moves
 from grpo import set_advantages
 from runtime.pictures import save_grid
 from runtime.prompts import read_prompts
@@ -95,7 +96,8 @@ def main():
             painted, path = decoder.paint(train.decode_images, text, sequence, settings.group_size, seed + i)
             images, moves = images + painted, moves + path
         raw_rewards = rewards.score(likeness, images, texts, targets)
-        set_advantages(moves, rewards.combine(raw_rewards, weights, settings.group_size, "zscore"))
+        combined = rewards.combine(raw_rewards, weights, settings.group_size, "zscore")
+        set_advantages(moves, repeat_for_moves(combined, moves))
         for move in moves if options.shuffle else ():
             move.advantages = move.advantages.roll(1)  # each painting gets its neighbour's
         decoder.add_reference(moves)

@@ -71,6 +71,6 @@ def readable_errors(folder):
     except (
         OSError, ValueError, LookupError, TypeError, RuntimeError, EOFError, SafetensorError, pickle.PickleError,
     ) as error:  # fmt: skip
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         mend = "delete that folder to go on from the one before"
         raise UserError(f"cannot read the checkpoint {folder} ({reason}); {mend}") from None

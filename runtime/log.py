@@ -66,6 +66,8 @@ class Record:
         ranks.gather(None)  # all have read what the first now writes
         if self.writes:
             out.mkdir(parents=True, exist_ok=True)
+            if str(out) != settings.resume and (out / "settings.json").exists():  # not yet when its name was chosen
+                raise UserError(f"another run has begun in {out} meanwhile; start again, with another --out")
             (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
             write_jsonl(out / "evaluation.jsonl", self.evaluations)
             write_jsonl(out / "metrics.jsonl", metrics)

@@ -72,7 +72,7 @@ def why_nothing_was_learned(records):
     if all(record["unscored"] == 1 for record in records):
         return "no reward applied to any picture; see what your prompts need for it"
     if all(record["skipped"] for record in records):
-        return "no gradient was finite; take a lower --lr"
+        return "no gradient was finite; take a lower --lr or --decoder-lr"
     draws = "--temperature or --top-p" if "groups_without_spread" in records[0] else "--noise-level"
     return (
         "in no group did one picture score higher than another; take a reward that tells pictures of one prompt apart, "

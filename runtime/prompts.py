@@ -1,5 +1,6 @@
 """Files of prompts, and folders of pictures that some rewards compare with."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class Prompts:
 def read_prompts(path, folder):
     """The prompts in a file, with the target pictures in a folder, unless it is None or "none"."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the prompts file {path}: {error}") from None
     prompts = [line.strip() for line in lines if line.strip()]
@@ -37,7 +38,8 @@ def read_prompts(path, folder):
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"the folder of target pictures {folder} does not exist")
-    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in Image.registered_extensions())
+    files = [f for f in folder.iterdir() if f.suffix.lower() in Image.registered_extensions()]
+    files.sort(key=lambda f: [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", f.name)])
     if len(files) != len(prompts):
         raise UserError(f"{folder} has {len(files)} pictures for {len(prompts)} prompts; give one a prompt, by line")
     try:

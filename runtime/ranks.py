@@ -90,6 +90,6 @@ def mean(metrics):
     merged, of_ranks = {}, gather(metrics)
     for name in metrics:
         values = [metrics[name] for metrics in of_ranks if not math.isnan(metrics[name])]
-        largest = "max_" in name or name.startswith("gpu_gb/")
+        largest = name.removeprefix("decoder/") == "max_logprob_gap" or name.startswith("gpu_gb/")
         merged[name] = (max(values) if largest else sum(values) / len(values)) if values else math.nan
     return merged

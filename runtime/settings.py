@@ -145,7 +145,8 @@ def choose_targets(settings, by_model):
     """Those of the tiny model for its own prompts, unless told otherwise; "none" is told too, see prompts.py."""
     folders = {"targets": "targets", "eval_targets": "heldout-targets"}
     for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):
-        if getattr(settings, targets) is None and getattr(settings, prompts) == by_model[prompts][0]:
+        own = Path(getattr(settings, prompts)).resolve() == Path(by_model[prompts][0])
+        if getattr(settings, targets) is None and own:
             setattr(settings, targets, f"{TINY}/{folders[targets]}")
 
 
@@ -182,7 +183,7 @@ def choose_out(settings):
     settings.out = ranks.gather(settings.out)[0]
     out = Path(settings.out)
     goes_on = settings.out == settings.resume and settings.steps > 0
-    if not goes_on and (checkpoints.find(out) or (out / "evaluation.jsonl").exists()):
+    if not goes_on and (checkpoints.find(out) or (out / "settings.json").exists()):
         resume = f", or go on with it: --resume {out}" if checkpoints.find(out) else ""
         raise UserError(f"{out} already holds a run; choose another --out{resume}")
     above = next(folder for folder in (out, *out.absolute().parents) if folder.exists())

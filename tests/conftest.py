@@ -25,7 +25,6 @@ if "OMP_NUM_THREADS" not in os.environ:
 from diffusers import GlmImagePipeline
 from make import draw
 
-import rewards
 import train
 from runtime.log import Clock
 
@@ -47,11 +46,6 @@ def pytest_configure(config):
 def pipe():
     """The shipped model, in the stock pipeline. Its distributions are sharp, so a wrong position is expensive."""
     return GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def no_rewards_from_other_tests():
-    rewards._load_model.cache_clear()
 
 
 def tiny_settings(*arguments):

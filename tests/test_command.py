@@ -36,6 +36,7 @@ from runtime.metrics import (
     step_metrics,
     why_nothing_was_learned,
 )
+from runtime.prompts import read_prompts
 
 NAN = math.nan
 SHAPES = [
@@ -143,6 +144,31 @@ def test_out_is_by_default_the_next_free_folder(quick):
     assert os.listdir("runs/2") == []
 
 
+def test_a_second_run_that_chose_the_same_folder_is_refused(quick, monkeypatch, capsys):
+    """Both began at the same time: the folder appears while this one loads its model."""
+    load = train.load
+
+    def slowly(settings, device):
+        Path("runs/1").mkdir(parents=True)
+        Path("runs/1/settings.json").write_text("that of the other")
+        return load(settings, device)
+
+    monkeypatch.setattr(train, "load", slowly)
+    assert quick("--steps", "1") == 2
+    assert "another run has begun in runs/1 meanwhile" in capsys.readouterr().err
+    assert os.listdir("runs/1") == ["settings.json"] and Path("runs/1/settings.json").read_text() == "that of the other"
+
+
+def test_targets_are_sorted_as_people_count(tmp_path):
+    names = ["1.png", "2.png", "10.png", "11.png"]
+    for i, name in enumerate(names):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / name)
+    (tmp_path / "prompts.txt").write_text("a\nb\nc\nd\n", encoding="utf-8-sig")
+    prompts = read_prompts(tmp_path / "prompts.txt", tmp_path)
+    assert prompts.texts == ["a", "b", "c", "d"], "without the mark that some editors write"
+    assert [target.getpixel((0, 0))[0] for target in prompts.targets] == [0, 1, 2, 3]
+
+
 def test_pictures_and_evaluations_come_when_asked_for(quick):
     assert quick("--steps", "5", "--sample-every", "3", "--eval-every", "2", "--out", "run") == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
@@ -194,6 +220,8 @@ def test_defaults_depend_on_the_model():
     assert train.parse_settings([]).model == (settings.RELEASE if torch.cuda.is_available() else train.TINY)
     assert (tiny.targets, tiny.eval_targets) == (f"{train.TINY}/targets", f"{train.TINY}/heldout-targets")
     assert tiny_settings("--prompts", "mine.txt").targets is None, "the shipped targets fit the shipped prompts alone"
+    spelled = tiny_settings("--prompts", os.path.relpath(f"{train.TINY}/prompts.txt"))
+    assert spelled.targets == tiny.targets, "however these are spelled"
 
 
 def test_every_setting_is_a_flag_with_help(capsys):
@@ -232,6 +260,8 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--prompts", "long.txt"], "long.txt has a prompt of 10,000 characters; 4,096 at most"),
         (["--reward", "beauty"], "unknown reward 'beauty'"),
         (["--reward", "bad.py:reward"], "--reward: reward 'bad.py:reward' failed for the prompt 'a "),
+        (["--reward", "bad.py:reward"], "KeyError: 'no such face' (bad.py, line 2) (tried on two blank pictures)"),
+        (["--reward", "ssim:1e39"], "--reward: the weight of reward 'ssim' is 1e+39"),
         (["--reward", "bad.py:one"], "--reward: reward 'bad.py:one' gave shape (1,) for 2 images"),
         (["--eval-reward", "clip=few"], "--eval-reward: cannot load reward 'clip'"),
         (["--tracker", "wandb"], "pip install wandb"),
@@ -240,7 +270,10 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--out", "one.txt/run"], "cannot write to one.txt/run"),
         (["--out", "old"], "old already holds a run; choose another --out, or go on with it: --resume old"),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
-        (["--reward", "a/own.py:f", "--eval-reward", "b/own.py:f"], "--eval-reward: another reward called own.py:f is"),
+        (
+            ["--reward", "a/own.py:f", "--eval-reward", "b/own.py:f"],
+            "--eval-reward: another reward of that name is trained for",
+        ),
         (["--reward", "ssim", "--targets", "none"], "'ssim' compares with target pictures: give --targets"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
         (["--resume", "run", "--out", "other"], "leave out --out"),
@@ -266,7 +299,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     Path("broken").mkdir()
     Path("broken/1.png").write_text("not a picture")
     Path("judged").mkdir()
-    Path("judged/evaluation.jsonl").write_text('{"step": 0}\n')
+    Path("judged/settings.json").write_text("{}")
     for folder, value in (("a", 0.1), ("b", 0.9)):
         Path(folder).mkdir()
         Path(folder, "own.py").write_text(f"def f(images, prompts, targets):\n    return [{value}] * len(images)\n")

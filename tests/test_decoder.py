@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from safetensors.torch import load_file
 
 import rewards
 import train
-from decoder import PathScheduler, gaussian_move, log_density
-from grpo import Group, Offload
+from decoder import PathScheduler, gaussian_move, log_density, repeat_for_moves
+from grpo import Group, Offload, compute_advantages
 from runtime import checkpoints
 
 PROMPTS = ["a red circle on a pink background", "a blue cross on a white background"]
@@ -41,9 +42,8 @@ def roll_out(run, settings, seed=5):
     groups = [Group(None, None, tokens, None, None) for tokens in codes]
     images, moves = train.paint(run, PROMPTS, groups, settings, seed)
     raw_rewards = rewards.score(REWARDS, images, PROMPTS, targets)
-    train.set_advantages(
-        moves, rewards.combine(raw_rewards, rewards.weights_of(REWARDS), settings.group_size, "zscore")
-    )
+    combined = rewards.combine(raw_rewards, rewards.weights_of(REWARDS), settings.group_size, "zscore")
+    train.set_advantages(moves, repeat_for_moves(combined, moves))
     return moves
 
 
@@ -439,3 +439,25 @@ def test_bad_flags_are_one_line(quick, capsys, arguments, words):
 def test_one_move_leaves_nothing_to_learn(quick, capsys):
     assert quick("--train", "decoder", "--decode-steps", "1", "--steps", "1") == 2
     assert "--decode-steps" in capsys.readouterr().err
+
+
+def test_paintings_give_their_rewards_to_all_moves_on_their_paths():
+    """Two code sequences, painted four times each, in three moves."""
+    moves = [SimpleNamespace(old_logprobs=torch.zeros(4, 9)) for _ in range(6)]
+    combined = torch.tensor([1.0, 2, 3, 5, 0, 0, 0, 8])
+    train.set_advantages(moves, repeat_for_moves(combined, moves))
+    expected = compute_advantages(combined, 4).split(4)
+    assert all(torch.equal(move.advantages, expected[i // 3]) for i, move in enumerate(moves))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+def test_a_decoder_that_paints_nonsense_fails_the_step():
+    """Its adapter is ruined: the prompt is named, and nothing is learned from black pictures."""
+    run, settings = build()
+    for name, parameter in run.decoder.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.fill_(math.nan)
+    with pytest.raises(
+        train.StepFailed, match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a --lr or --dec"
+    ):
+        train.grpo_step(run, settings, REWARDS, PROMPTS, None, 5)

@@ -98,6 +98,9 @@ def test_every_prompt_is_judged_by_its_own_target(quick):
     for record in records("run/evaluation.jsonl"):
         assert record["reward"] == record["held_out/reward"] == 1 and record["prompts"] == 2
     assert records("run/metrics.jsonl")[0]["reward"] == 1
+    Path("whole.py").write_text(f"{code}\n\nclass C:\n    __call__ = lambda self, *given: own(*given)\n\n\nc = C()\n")
+    arguments = ["--reward", "whole.py:c", "--eval-reward", "whole.py:c:2"]
+    assert quick(*arguments, "--steps", "0", "--out", "same") == 0, "what is trained for may be named again"
 
 
 @pytest.mark.parametrize("prompts_per_step", [2, 4])

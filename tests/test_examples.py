@@ -15,6 +15,7 @@ from conftest import ROOT
 from PIL import Image
 
 import rewards
+from grpo import generate_with_logprobs
 
 
 def load(name):
@@ -27,6 +28,15 @@ def load(name):
 def test_a_text_model_learns_by_grpo_alone():
     means = load("text_model").train(steps=20)
     assert np.mean(means[:3]) < 0.7 and np.mean(means[-5:]) > 0.8
+
+
+@pytest.mark.parametrize("change", [{"layer_types": ["full_attention", "linear_attention"]}, {"sliding_window": 8}])
+def test_text_models_whose_layers_see_no_mask_are_told_what_to_do(change):
+    example = load("text_model")
+    model = example.build_model()
+    vars(model.config).update(change)
+    with pytest.raises(ValueError, match="sample prompts of one length together"):
+        generate_with_logprobs(model, [ids for ids, _, _ in example.PROMPTS], 3)
 
 
 # ---- examples/my_reward.py ------------------------------------------------------------------------------------------

@@ -246,8 +246,10 @@ def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):
     nan, peaks = torch.nan, {"gpu_gb/update": 9.0, "decoder/max_logprob_gap": 0.25}
     other = {"a": 3.0, "b": 7.0, "c": nan, "d": nan} | {name: value / 2 for name, value in peaks.items()}
     monkeypatch.setattr(ranks, "gather", lambda own: [own, other])
-    found = ranks.mean({"a": 1.0, "b": nan, "c": 5.0, "d": nan} | peaks)
-    assert found == pytest.approx({"a": 2.0, "b": 7.0, "c": 5.0, "d": nan} | peaks, nan_ok=True)
+    other["reward/softmax_score"] = 1.0  # which is no largest of anything
+    found = ranks.mean({"a": 1.0, "b": nan, "c": 5.0, "d": nan, "reward/softmax_score": 2.0} | peaks)
+    expected = {"a": 2.0, "b": 7.0, "c": 5.0, "d": nan, "reward/softmax_score": 1.5} | peaks
+    assert found == pytest.approx(expected, nan_ok=True)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):

@@ -20,6 +20,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import rewards
+from grpo import compute_advantages
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = math.nan
@@ -163,7 +164,7 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     with pytest.raises(rewards.NoTargets, match="--targets"):
         parsed[name][0](images, [""] * 3, None)
     with pytest.raises(
-        rewards.NoTargets, match=f"^reward '{name}' compares with .* --targets, or --eval-targets, a folder$"
+        rewards.NoTargets, match=f"^reward '{name}' compares with .*, or take another reward$"
     ) as caught:
         rewards.score(parsed, images, [""] * 3, None)
     assert isinstance(caught.value, ValueError)
@@ -455,8 +456,25 @@ def test_raw_rewards_are_scored_and_then_added_with_their_weights():
 
 def test_combine_by_sum():
     raw_rewards = {"a": torch.tensor([1.0, 2.0, NAN, NAN]), "b": torch.tensor([10.0, NAN, 30.0, NAN])}
-    same(rewards.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4, 15, NAN])
+    same(rewards.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4 + 5, 15, NAN])  # b's mean is for both
     same(rewards.combine(raw_rewards, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
+
+
+def test_a_reward_that_misses_a_picture_neither_helps_nor_harms_it():
+    """The others of the group lose 0.1 by mse, and this one would win."""
+    raw_rewards = {"mse": torch.tensor([-0.1, -0.1, NAN, -0.1]), "ssim": torch.full((4,), 0.8)}
+    for how in ("sum", "zscore"):
+        assert not compute_advantages(rewards.combine(raw_rewards, {"mse": 1, "ssim": 1}, 4, how), 4).any()
+
+
+def test_a_reward_with_a_graph_gives_numbers(tmp_path):
+    """As of a network of one's own, without no_grad."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\nweight = torch.nn.Parameter(torch.ones(()))\n\n"
+        "def f(images, prompts, targets):\n    with torch.enable_grad():\n        return torch.ones(len(images)) * weight\n"
+    )
+    (values,) = rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:f"), noise(2), ["a"], None).values()
+    assert values.tolist() == [1, 1] and not values.requires_grad
 
 
 def test_combine_by_zscore():
@@ -630,6 +648,7 @@ def test_a_reward_from_the_users_own_file(tmp_path):
         ("def f(:", "invalid syntax (mine.py, line 1)"),
         ("import no_such_package", "No module named 'no_such_package' (mine.py, line 1)"),
         ("\n\nx = 1 / 0", "ZeroDivisionError: division by zero (mine.py, line 3)"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3 (mine.py, line 2)"),
     ],
 )
 def test_a_reward_file_that_cannot_be_loaded_is_named(code, words, tmp_path):

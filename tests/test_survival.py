@@ -187,7 +187,11 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
     monkeypatch.setattr(Prompts, "take", lambda *given: texts.extend((taken := take(*given))[0]) or taken)
     assert quick("--steps", "9", "--prompts-per-step", "2", "--out", "run") == 2
     message = error_of(capsys)
-    for words in (f"the log-probs sampled for {named[0]!r} are not finite", "too high a --lr", "--resume run"):
+    for words in (
+        f"the log-probs sampled for {named[0]!r} are not finite",
+        "too high a --lr",
+        "once mended, --resume run goes on",
+    ):
         assert words in message
     assert steps_saved("run") == ["000000", "000002"]
 
@@ -197,6 +201,15 @@ def test_many_steps_without_a_finite_gradient_stop_the_run(quick, capsys, monkey
     assert quick("--steps", "9", "--out", "run") == 2
     assert "5 steps in a row had no finite gradient" in error_of(capsys)
     assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1] * 5
+
+
+def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
+    """Two of its four iterations have no finite gradient; `norm` is that of the others. And no KL is no KL of 0."""
+    norms = iter([0.5, torch.inf, 0.25, torch.inf] * 6)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+    assert quick("--steps", "6", "--iterations", "4", "--kl-coef", "0", "--out", "run") == 0
+    found = {(record["skipped"], record["grad_norm"], record["kl"]) for record in records("run/metrics.jsonl")}
+    assert found == {(0.5, 0.375, None)}
 
 
 def test_skipped_steps_count_in_a_row(quick, monkeypatch):
@@ -290,7 +303,8 @@ def test_a_corrupt_checkpoint_is_named(quick, capsys):
         for left in (len(whole) // 2, 0):
             path.write_bytes(whole[:left])
             assert resume("run", "--steps", "2") == 2
-            assert "cannot read the checkpoint run/checkpoints/000001" in error_of(capsys)
+            message = error_of(capsys)
+            assert "cannot read the checkpoint run/checkpoints/000001" in message and "()" not in message
         path.write_bytes(whole)
     Path("run/checkpoints/000001/optimizer.pt").unlink()
     assert resume("run", "--steps", "2") == 2
