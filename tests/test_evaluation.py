@@ -291,3 +291,13 @@ def test_rope_tables_are_moved_once_for_a_size_and_device():
     wide, here = (run.pipe.transformer.rope(torch.zeros(1, 8, 8, 16, device=d))[0] for d in ("meta", "cpu"))
     assert wide.shape[0] == 2 * cos.shape[0] and here.device.type == "cpu"
     assert len(here.unique()) > 10
+
+
+def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(quick):
+    """In the numbers of steps and evaluations as in training: every second picture has none of the 1 that others have."""
+    Path("mine.py").write_text(
+        "def half(images, prompts, targets):\n    return [float('nan') if i % 2 else 1.0 for i in range(len(images))]\n"
+    )
+    assert quick("--reward", "mine.py:half,ssim", "--steps", "1", "--out", "run") == 0
+    for record in (*records("run/metrics.jsonl"), *records("run/evaluation.jsonl")):
+        assert record["reward"] == pytest.approx(1 + record["reward/ssim"])
