@@ -97,17 +97,9 @@ def generate_with_logprobs(
     not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])[:, None, None]
     prompt_mask, cache, tokens, logprobs, nuclei = None, None, [], [], []  # not_padding: (N*G, 1, 1, L+T)
     if not not_padding.all():
-        config = model.config.get_text_config()
-        layers, kind = set(getattr(config, "layer_types", None) or ()), str(config._attn_implementation)
-        if kind in ("eager", "flex_attention") or "flash" in kind:  # which add the mask as a number, or take none such
-            raise ValueError("prompts of several lengths need another attention: attn_implementation='sdpa'")
-        if layers - {"full_attention"} or getattr(config, "sliding_window", None):  # padding would enter their state
-            raise ValueError("this model's layers see no mask: sample prompts of one length together")
-        # A token of the prompts sees the real ones up to itself, and itself: to one of the padding that saw nothing
-        # attention may answer NaN, and 0 x NaN is NaN in whatever reads it. A mask of four dimensions is taken as it
-        # is; for one of two transformers would ask the GPU, at every token, whether it masks anything.
-        itself = torch.eye(inputs.shape[1], dtype=torch.bool, device=inputs.device)  # (L, L)
-        prompt_mask = not_padding[..., : len(itself)].expand(-1, -1, len(itself), -1).tril() | itself  # (N*G, 1, L, L)
+        # A mask of four dimensions is taken as it is; for one of two, transformers would ask the GPU at every token
+        # whether it masks anything.
+        prompt_mask = _mask_padding(model.config.get_text_config(), not_padding[..., : inputs.shape[1]])
     for end in range(inputs.shape[1], not_padding.shape[-1]):
         compute = model if cache is None or forward is None else forward
         output = compute(
@@ -129,6 +121,21 @@ def generate_with_logprobs(
     if top_p < 1:  # 2 KB a token for GLM-Image, instead of 16
         bits = torch.from_numpy(np.packbits(torch.stack([kept.cpu() for kept in nuclei], dim=1), axis=-1))
     return tokens, logprobs, bits
+
+
+def _mask_padding(config, not_padding):
+    """Which tokens of the prompts each of them sees: (N*G, 1, 1, L) bool -> (N*G, 1, L, L) bool.
+
+    The real ones up to itself, and itself: a token of the padding that saw nothing might get NaN from attention, and
+    0 x NaN is NaN in whatever reads it. Raises ValueError for a model that would not apply this mask as it is.
+    """
+    layers, kind = set(getattr(config, "layer_types", None) or ()), str(config._attn_implementation)
+    if kind in ("eager", "flex_attention") or "flash" in kind:
+        raise ValueError("prompts of several lengths need another attention: attn_implementation='sdpa'")
+    if layers - {"full_attention"} or getattr(config, "sliding_window", None):
+        raise ValueError("not all layers of this model take such a mask: sample prompts of one length together")
+    itself = torch.eye(not_padding.shape[-1], dtype=torch.bool, device=not_padding.device)  # (L, L)
+    return not_padding.expand(-1, -1, len(itself), -1).tril() | itself
 
 
 def _sample_token(logits, num_codes, temperature, top_p, generators):
