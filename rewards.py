@@ -326,7 +326,7 @@ REWARDS = {  # name: a function, or what to make and where its weights come from
 }
 
 
-def items(spec):
+def split_spec(spec):
     """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]: what each reward is made of, and its weight."""
     found = []
     for item in filter(None, (part.strip() for part in spec.split(","))):
@@ -344,7 +344,7 @@ def parse_rewards(spec):
     Raises ValueError, in one line, for what is unknown, named twice, not a number or missing: file, package, weights.
     """
     rewards = {}
-    for source, weight in items(spec):
+    for source, weight in split_spec(spec):
         if not torch.tensor(weight).isfinite():
             raise ValueError(f"the weight of reward {source!r} is {weight}")
         name, _, folder = source.partition("=")

@@ -29,7 +29,7 @@ from transformers.utils import cached_file
 
 from decoder import DecoderGRPO, repeat_for_moves
 from grpo import GRPO, NotFinite, set_advantages
-from rewards import RewardError, combine, items, parse_rewards, score, weights_of
+from rewards import RewardError, combine, parse_rewards, score, split_spec, weights_of
 from runtime import UserError, checkpoints, ranks
 from runtime.gpu import CapturedForward, keep_rope_tables, place
 from runtime.log import Clock, Record, StopRequest, check_tracker
@@ -193,10 +193,9 @@ def build(pipe, settings, device):
 def grpo_step(run, settings, rewards, prompts, targets, seed):
     """The six parts of a step. N prompts, G code sequences for each, K paintings of each: 1, unless the decoder learns.
 
-    clock(phase, *models) measures, and before that brings the models to the GPU if they take turns there. settings.train:
-    what learns; "nothing" does in an evaluation. rewards: {name: (function, weight)}. targets: N of
-    anything a reward compares with, or None. seed: fixes all draws. Returns the N*G*K images, their raw rewards and the
-    metrics.
+    settings.train: what learns; "nothing" does in an evaluation. rewards: {name: (function, weight)}. targets: N of
+    anything a reward compares with, or None. seed: fixes all draws. clock(phase, *models) measures, and before that
+    brings the models to the GPU if they take turns there. Returns the N*G*K images, their raw rewards and the metrics.
     """
     codes, decoder, clock, weights, metrics = run.codes, run.decoder, run.clock, weights_of(rewards), {}
     G, K = sizes(settings)
@@ -332,8 +331,8 @@ def train(settings):
         if one.targets is None and other.targets is not None:  # likeness does not apply there
             one.targets = [None] * len(one.texts)
     eval_rewards = {} if settings.eval_reward in ("none", "") else load_rewards("eval_reward", settings, held_out)
-    same = {source for source, _ in items(settings.reward)} & {source for source, _ in items(settings.eval_reward)}
-    if len(rewards.keys() & eval_rewards.keys()) > len(same):  # in an evaluation it would take the other's place
+    trained, judging = ({source for source, _ in split_spec(s)} for s in (settings.reward, settings.eval_reward))
+    if len(rewards.keys() & eval_rewards.keys()) > len(trained & judging):  # one would take the other's place
         raise UserError("--eval-reward: another reward of that name is trained for; name another judge, or none")
     settings.combine = settings.combine or ("zscore" if len(rewards) > 1 else "sum")
     out = choose_out(settings)
