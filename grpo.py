@@ -25,7 +25,8 @@ One step of training, in the order of this file:
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
 base with its adapter disabled is the reference. Nothing here depends on GLM-Image: prompts come as ids and positions,
 and a causal language model of transformers with a PEFT adapter works (one with sliding or linear attention, if prompts
-sampled together have one length); examples/text_model.py trains one by this file alone. On a CPU call torch.set_num_threads(1) for models as small as that: more threads only wait for one another.
+sampled together have one length); examples/text_model.py trains one by this file alone. On a CPU call
+torch.set_num_threads(1) for models as small as that: more threads only wait for one another.
 
 For another loss, edit: Dr. GRPO, the division in compute_advantages and `average` in compute_grpo_loss; DAPO's two clip
 ranges, the clamp there; GSPO, the ratio there. DAPO's dynamic sampling is a loop around sampling and scoring.

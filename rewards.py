@@ -327,7 +327,7 @@ REWARDS = {  # name: a function, or what to make and where its weights come from
 
 
 def split_spec(spec):
-    """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]: what each reward is made of, and its weight."""
+    """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]: where each reward is from, its weight."""
     found = []
     for item in filter(None, (part.strip() for part in spec.split(","))):
         source, weight = item, 1.0

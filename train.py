@@ -244,8 +244,8 @@ def failing_together(prompts):
     except NotFinite as error:
         names = ", ".join(repr(prompts[i]) for i in error.args[0])
         failure = (
-            f"the log-probs sampled for {names} are not finite: damaged weights, a GPU kernel that fails, or too high a "
-            "--lr or --decoder-lr, which has ruined the adapter: then start anew with a lower one"
+            f"the log-probs sampled for {names} are not finite: damaged weights, a GPU kernel that fails, or "
+            "too high a --lr or --decoder-lr, which has ruined the adapter: then start anew with a lower one"
         )
     for rank, message in enumerate(ranks.gather(failure)):
         if message is not None:
