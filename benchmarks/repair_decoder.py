@@ -106,7 +106,8 @@ def main():
             after, pictures_after = judge(pipe, held_out, settings)
             reward, seconds = rewards.combine(raw_rewards, weights).mean(), (time.time() - started) / step
             print(f"step {step}: held out {after:.4f}, reward of this step's paths {reward:.4f}, ", end="")
-            print(f"kl {metrics['kl']:.2g}, norm {metrics['grad_norm']:.2g}, {seconds:.2f} s a step", flush=True)
+            print(f"kl {metrics['kl']:.2g}, " if settings.kl_coef > 0 else "", end="")
+            print(f"norm {metrics['grad_norm']:.2g}, {seconds:.2f} s a step", flush=True)
     if options.sheet:
         rows, title = [], f"a decoder of {options.bits} bits, before and after {options.steps} steps"
         for i in range(1, count, max(count // 5, 1)):
