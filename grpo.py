@@ -350,11 +350,11 @@ class GRPO:
         """
         with_spread, iterations = [group for group in groups if group.advantages.any()], self.settings.iterations
         micro_batches = [(group, rows) for group in with_spread for rows in self.micro_batches(group)]
-        metrics = dict.fromkeys(LOSS_METRICS, 0.0 if with_spread else float("nan")) | {"grad_norm": 0.0, "skipped": 0.0}
+        metrics = dict.fromkeys(LOSS_METRICS, 0.0 if with_spread else float("nan"))
         metrics["groups_without_spread"] = 1 - len(with_spread) / len(groups)
         parameters = [p for param_group in self.optimizer.param_groups for p in param_group["params"]]
         coefficients = {"clip_range": self.settings.clip_range, "kl_coef": self.settings.kl_coef}
-        norms = []
+        norms, skipped = [], 0
         self.model.train()  # wakes gradient checkpointing, which sleeps in eval mode; there is no dropout to wake
         for iteration in range(iterations):
             for group, rows in micro_batches:
@@ -381,9 +381,9 @@ class GRPO:
                 self.optimizer.step()
                 norms.append(norm)
             elif norm != 0:  # one NaN stepped upon would be in every weight for good
-                metrics["skipped"] += 1 / iterations
+                skipped += 1
             self.optimizer.zero_grad()
-        return metrics | {"grad_norm": sum(norms) / len(norms) if norms else 0.0}
+        return metrics | {"grad_norm": sum(norms) / len(norms) if norms else 0.0, "skipped": skipped / iterations}
 
     def micro_batches(self, group):
         """The numbers of a group's samples, as many at a time as go through the model together."""

@@ -203,6 +203,13 @@ def test_many_steps_without_a_finite_gradient_stop_the_run(quick, capsys, monkey
     assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1] * 5
 
 
+def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, capsys, monkeypatch):
+    """Ten tenths are one."""
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
+    assert quick("--steps", "9", "--iterations", "10", "--out", "run") == 2
+    assert "5 steps in a row had no finite gradient" in error_of(capsys)
+
+
 def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
     """Two of its four iterations have no finite gradient; `norm` is that of the others. And no KL is no KL of 0."""
     norms = iter([0.5, torch.inf, 0.25, torch.inf] * 6)
