@@ -457,7 +457,7 @@ def combine(raw_rewards, weights, group_size=1, how="sum"):
     if how == "zscore":
         values = torch.stack([compute_advantages(row, group_size) for row in values])
     else:
-        groups = values.view(len(values), -1, group_size)  # (R, N / G, G)
-        values = groups.where(~groups.isnan(), groups.nanmean(-1, keepdim=True)).view_as(values).nan_to_num(0)
+        means = values.view(len(values), -1, group_size).nanmean(-1).repeat_interleave(group_size, dim=1)  # (R, N)
+        values = values.where(applies, means).nan_to_num(0)
     weight = torch.tensor([weights[name] for name in raw_rewards]).unsqueeze(1)  # (R, 1)
     return (weight * values).sum(0).where(applies.any(0), math.nan)

@@ -261,10 +261,9 @@ def load_rewards(flag, settings, prompts):
     try:
         rewards = parse_rewards(getattr(settings, flag))
         score(rewards, blank, *prompts.take([0]))
-    except RewardError as error:
-        raise UserError(f"--{flag.replace('_', '-')}: {error} (tried on two blank pictures)") from None
     except (ValueError, torch.OutOfMemoryError) as error:
-        raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}") from None
+        tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
+        raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}{tried}") from None
     return rewards
 
 

@@ -177,12 +177,12 @@ def main():
     print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}{'both':>8}")
     for size, group, micro_batch in product(options.sizes, options.groups, options.micro_batch_sizes):
         work, cache = peaks(codes, decoder, size, group, micro_batch)
-        learning = work.pop("decoder update")
+        own_update = work.pop("decoder update")
         turns = [work[name] + adapter + (painters if name == "decode" else base) for name in names]
         beside = [value for name, value in work.items() if name != "sample"]  # whose own cache that is
         both = max(work["sample"], cache + max(beside)) + adapter + painters + base
-        both_learning = max(both, cache + learning + adapter + painters + base) + own
-        learning += adapter + own + painters
+        learning = own_update + adapter + own + painters
+        both_learning = max(both + own, cache + learning + base)
         cells = "".join(f"{value:>14.1f}" for value in [*turns, max(turns)])
         print(f"{size:>5}{group:>6}{micro_batch:>12}{cells}{both:>8.1f}{learning:>16.1f}{both_learning:>8.1f}")
 

@@ -19,11 +19,12 @@ GAPS = 2.5e9  # bytes: the card's context and its kernels, Adam's moments, what 
 def working_memory(settings):
     """Bytes to leave beside GLM-Image's weights, from what benchmarks/memory.py computes."""
     pixels, size = settings.height * settings.width, settings.micro_batch_size
+    rows = settings.prompts_per_step * settings.group_size  # sampled side by side
     tokens = 320 + pixels // 32**2  # prompt, preview and picture
     room = (tokens // CapturedForward.ROOM + 1) * CapturedForward.ROOM
-    cache = 41e3 * room * settings.prompts_per_step * settings.group_size  # of all sequences sampled side by side
-    work = [0.8e6 * tokens * size, 3.1e3 * pixels]  # a training pass; the VAE, which paints one picture at a time
-    work.append(17e3 * tokens * settings.prompts_per_step * settings.group_size)  # of each token drawn, its nucleus
+    cache = 41e3 * room * rows
+    # A training pass; the VAE, which paints one picture at a time; of all tokens drawn, the nucleus.
+    work = [0.8e6 * tokens * size, 3.1e3 * pixels, 17e3 * tokens * rows]
     if settings.train in ("decoder", "both"):  # its training pass, a token for 16x16 pixels, with guidance twice
         work.append(0.37e6 * pixels // 16**2 * size * (2 if settings.guidance_scale > 1 else 1))
     return cache + max(work) + GAPS

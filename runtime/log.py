@@ -60,14 +60,14 @@ class Record:
     """
 
     def __init__(self, out, settings, device, done, offload=None):
+        if str(out) != settings.resume and (out / "settings.json").exists():  # not yet when its name was chosen
+            raise UserError(f"another run has begun in {out} meanwhile; start again, with another --out")
         self.out, self.kind, self.writes = out, settings.tracker, ranks.rank() == 0
         self.evaluations, metrics = read_jsonl(out / "evaluation.jsonl", done), read_jsonl(out / "metrics.jsonl", done)
         self.clock, self.tracker = Clock(device, settings.steps, done, offload), None
         ranks.gather(None)  # all have read what the first now writes
         if self.writes:
             out.mkdir(parents=True, exist_ok=True)
-            if str(out) != settings.resume and (out / "settings.json").exists():  # not yet when its name was chosen
-                raise UserError(f"another run has begun in {out} meanwhile; start again, with another --out")
             (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
             write_jsonl(out / "evaluation.jsonl", self.evaluations)
             write_jsonl(out / "metrics.jsonl", metrics)

@@ -143,11 +143,12 @@ def parse_settings(arguments=None):
 
 def choose_targets(settings, by_model):
     """Those of the tiny model for its own prompts, unless told otherwise; "none" is told too, see prompts.py."""
-    folders = {"targets": "targets", "eval_targets": "heldout-targets"}
-    for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):
+    for prompts, targets, folder in (
+        ("prompts", "targets", "targets"), ("eval_prompts", "eval_targets", "heldout-targets"),
+    ):  # fmt: skip
         own = Path(getattr(settings, prompts)).resolve() == Path(by_model[prompts][0])
         if getattr(settings, targets) is None and own:
-            setattr(settings, targets, f"{TINY}/{folders[targets]}")
+            setattr(settings, targets, f"{TINY}/{folder}")
 
 
 def resumed_settings(parser, by_model, arguments, given):
