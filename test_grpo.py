@@ -9,7 +9,6 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from make import NUM_CODES
 
 from grpo import (
     GRPO,
+    GRPOSettings,
     NotFinite,
     Offload,
     compute_advantages,
@@ -128,7 +128,7 @@ def glm_inputs(pipe, prompt, height, width):
     )  # fmt: skip
 
 
-def oracle(model, inputs, tokens, nucleus, num_codes, temperature, top_p):
+def oracle(model, inputs, tokens, nucleus, allowed_ids, temperature, top_p):
     """Log-probs of `tokens` (G, T) by the raw logits of transformers' own generate(), one prompt alone and unpadded."""
     length = inputs["input_ids"].shape[1]
 
@@ -142,28 +142,29 @@ def oracle(model, inputs, tokens, nucleus, num_codes, temperature, top_p):
         logits_processor=LogitsProcessorList([force]), eos_token_id=None,
     )  # fmt: skip
     assert torch.equal(out.sequences[:, length:], tokens)
-    logits = torch.stack(out.logits, dim=1)[..., :num_codes].float() / temperature  # (G, T, V)
+    logits = torch.stack(out.logits, dim=1)[..., allowed_ids].float() / temperature  # (G, T, V)
     if top_p == 1:
         assert nucleus is None
     else:
-        kept, ordered = unpacked(nucleus, num_codes), logits.softmax(-1).sort(descending=True)
+        kept, ordered = unpacked(nucleus, logits.shape[-1]), logits.softmax(-1).sort(descending=True)
         likelier = torch.zeros_like(logits).scatter(-1, ordered.indices, ordered.values.cumsum(-1) - ordered.values)
         # An id is kept while those likelier than it hold less than top_p. On the very border rounding may decide.
         assert likelier[kept].max() < top_p + 1e-4
         assert likelier[~kept].min() > top_p - 1e-4
         logits = logits.masked_fill(~kept, -torch.inf)
-    return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    drawn = tokens.unsqueeze(-1) - allowed_ids.start
+    return logits.log_softmax(-1).gather(-1, drawn).squeeze(-1)
 
 
-def unpacked(nucleus, num_codes):
+def unpacked(nucleus, num_ids):
     """(G, T, ceil(V / 8)) uint8 -> (G, T, V) bool: eight ids a byte, the first in the highest bit."""
-    assert nucleus.dtype == torch.uint8 and nucleus.shape[-1] == -(-num_codes // 8)
+    assert nucleus.dtype == torch.uint8 and nucleus.shape[-1] == -(-num_ids // 8)
     bits = nucleus.unsqueeze(-1).bitwise_and(2 ** torch.arange(7, -1, -1, dtype=torch.uint8)).flatten(-2) > 0
-    assert not bits[..., num_codes:].any()
-    return bits[..., :num_codes]
+    assert not bits[..., num_ids:].any()
+    return bits[..., :num_ids]
 
 
-# ---- 1. sampling and scoring, against transformers ------------------------------------------------------------------
+# ---- 1 and 4. sampling and scoring, against transformers ------------------------------------------------------------------
 
 
 def check_against_generate(model, prompts, inputs, length, positions=None, top_p=1.0, tolerance=2e-4, **shaping):
@@ -193,7 +194,7 @@ def check_against_generate(model, prompts, inputs, length, positions=None, top_p
 def test_glm_image_equals_generate(pipe, size, temperature, top_p):
     ids, positions, length = glm_prompts(pipe, RED, BLUE, size=size)
     inputs = [glm_inputs(pipe, prompt, *size) for prompt in (RED, BLUE)]
-    shaping = {"num_codes": NUM_CODES, "temperature": temperature, "top_p": top_p}
+    shaping = {"allowed_ids": slice(0, NUM_CODES), "temperature": temperature, "top_p": top_p}
     check_against_generate(pipe.vision_language_encoder, ids, inputs, length, positions, **shaping)
 
 
@@ -202,18 +203,18 @@ def test_glm_image_equals_generate(pipe, size, temperature, top_p):
 @pytest.mark.parametrize("prompts", [[LONG, SHORT, LONG[:4]], [LONG, SHORT, LONG.flip(0)]])
 def test_text_model_equals_generate(make_model, top_p, prompts):
     inputs = [{"input_ids": ids[None]} for ids in prompts]
-    shaping = {"num_codes": 45, "temperature": 0.7, "top_p": top_p}  # 45 ids do not fill their last byte
+    shaping = {"allowed_ids": slice(3, 48), "temperature": 0.7, "top_p": top_p}  # 45 ids do not fill their last byte
     check_against_generate(make_model(), prompts, inputs, 12, **shaping, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("forgotten", ["position_ids", "num_codes", "temperature", "nucleus"])
+@pytest.mark.parametrize("forgotten", ["position_ids", "allowed_ids", "temperature", "nucleus"])
 def test_scoring_has_to_know_how_it_was_sampled(pipe, forgotten):
     """The silent trap, above all of positions: without them the same call runs, and is wrong by nats."""
     model, ((ids,), (positions,), length) = pipe.vision_language_encoder, glm_prompts(pipe, RED, length=60)
-    told = {"position_ids": positions, "num_codes": NUM_CODES, "temperature": 3.0}
+    told = {"position_ids": positions, "allowed_ids": slice(0, NUM_CODES), "temperature": 3.0}
     sampling = {**told, "position_ids": [positions], "top_p": 0.7, "generators": seeded(0)}
     tokens, logprobs, nucleus = generate_with_logprobs(model, [ids], length, num_samples=2, **sampling)
-    told["nucleus"] = None if forgotten == "num_codes" else nucleus  # it is as wide as there are codes
+    told["nucleus"] = None if forgotten == "allowed_ids" else nucleus  # it is as wide as there are codes
     del told[forgotten]
     gap = (rescored(model, ids, tokens, **told) - logprobs).abs().max()
     assert gap > (1 if forgotten == "position_ids" else 0.1)
@@ -221,7 +222,7 @@ def test_scoring_has_to_know_how_it_was_sampled(pipe, forgotten):
 
 def test_greedy_codes_equal_generate(pipe):
     model, (ids, positions, count) = pipe.vision_language_encoder, glm_prompts(pipe, BLUE)
-    sampling = {"num_samples": 2, "position_ids": positions, "num_codes": NUM_CODES, "top_p": 1e-6}
+    sampling = {"num_samples": 2, "position_ids": positions, "allowed_ids": slice(0, NUM_CODES), "top_p": 1e-6}
     tokens, logprobs, _ = generate_with_logprobs(model, ids, count, **sampling)
     banned = list(range(NUM_CODES, model.lm_head.out_features))
     inputs = glm_inputs(pipe, BLUE, 128, 128)
@@ -237,7 +238,7 @@ def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
         logits[..., model.config.image_end_token_id] += 100
         return logits
 
-    sampling = {"num_samples": 3, "position_ids": positions, "num_codes": NUM_CODES, "generators": seeded(0)}
+    sampling = {"num_samples": 3, "position_ids": positions, "allowed_ids": slice(0, NUM_CODES), "generators": seeded(0)}
     with model.lm_head.register_forward_hook(want_to_stop):
         tokens, logprobs, _ = generate_with_logprobs(model, ids, count, **sampling)
     assert tokens.shape == (3, count)
@@ -248,7 +249,7 @@ def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
 def test_samples_follow_the_distribution():
     """Frequencies of 20,000 draws of one token against softmax by hand, after temperature and top-p."""
     model = text_model()
-    sampling = {"num_samples": 20_000, "num_codes": 30, "temperature": 1.5, "top_p": 0.8, "generators": seeded(0)}
+    sampling = {"num_samples": 20_000, "allowed_ids": slice(0, 30), "temperature": 1.5, "top_p": 0.8, "generators": seeded(0)}
     tokens, _, _ = generate_with_logprobs(model, [LONG], 1, **sampling)
     with torch.no_grad():
         p = (model(LONG[None]).logits[0, -1, :30] / 1.5).softmax(-1).double().numpy()
@@ -264,7 +265,7 @@ def test_samples_follow_the_distribution():
 
 def test_the_gumbel_max_trick_draws_what_multinomial_draws():
     model = text_model()
-    sampling = {"num_samples": 100, "num_codes": 40, "temperature": 1.5, "generators": seeded(3)}
+    sampling = {"num_samples": 100, "allowed_ids": slice(0, 40), "temperature": 1.5, "generators": seeded(3)}
     tokens, _, _ = generate_with_logprobs(model, [LONG], 1, **sampling)
     with torch.no_grad():
         p = (model(LONG.expand(100, -1)).logits[:, -1, :40] / 1.5).softmax(-1)
@@ -301,7 +302,7 @@ def test_a_group_depends_on_its_own_generator_alone(pipe, kind):
 def test_in_bfloat16_sampling_and_scoring_differ_by_rounding(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16), 0.05)
     (ids,), (positions,), length = glm_prompts(pipe, RED, size=(64, 64))
-    shaping = {"num_codes": NUM_CODES, "temperature": 0.9}
+    shaping = {"allowed_ids": slice(0, NUM_CODES), "temperature": 0.9}
     sampling = {"num_samples": 4, "position_ids": [positions], "generators": seeded(0), **shaping}
     tokens, logprobs, _ = generate_with_logprobs(model, [ids], length, **sampling)
     gap = (rescored(model, ids, tokens, position_ids=positions, **shaping) - logprobs).abs()
@@ -368,7 +369,7 @@ def test_sampler_refuses(bad):
         generate_with_logprobs(text_model(), [SHORT, LONG], 1, num_samples=3, generators=seeded(0))
 
 
-# ---- 2. advantages --------------------------------------------------------------------------------------------------
+# ---- 3. advantages --------------------------------------------------------------------------------------------------
 
 
 def test_advantages_by_hand():
@@ -409,7 +410,7 @@ def test_advantages_refuse_groups(count, size):
         compute_advantages(torch.arange(float(count)), size)
 
 
-# ---- 3. loss --------------------------------------------------------------------------------------------------------
+# ---- 5. loss --------------------------------------------------------------------------------------------------------
 
 
 def test_loss_by_hand():
@@ -421,6 +422,8 @@ def test_loss_by_hand():
     policy_loss = -(2 * 1.2 + 2 * 0.9 - 0.8 - 1.1) / 4  # 1.5 is clipped for a good sample, 0.5 for a bad one
     kl = (2 - math.log(2) - 1) / 4  # only the second token differs: ref / new = 2
     expected = {"loss": policy_loss + 0.1 * kl, "policy_loss": policy_loss, "kl": kl}
+    gaps = [abs(math.log(ratio)) for ratio in (1.5, 0.9, 0.5, 1.1)]  # from old log-probs of 0
+    expected |= {"mean_logprob_gap": sum(gaps) / 4, "max_logprob_gap": math.log(2)}
     assert metrics == pytest.approx({**expected, "clip_fraction": 0.5, "ratio_mean": 1.0}, abs=1e-6)
     assert loss.item() == metrics["loss"]
     loss.backward()
@@ -478,7 +481,7 @@ def test_k3_has_the_value_and_the_gradient_that_the_comment_claims():
     torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
 
-# ---- 4. the trainer, on a text model --------------------------------------------------------------------------------
+# ---- 6. the trainer, on a text model --------------------------------------------------------------------------------
 
 PROMPTS = {"one": LONG, "two": SHORT}
 METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap", "max_logprob_gap")
@@ -487,11 +490,9 @@ NAMES = {*METRICS, "grad_norm", "skipped", "groups_without_spread"}
 
 def trainer(model=None, optimizer=torch.optim.SGD, lr=0.1, extras=None, **settings):
     """GRPO over a text model."""
-    defaults = {"micro_batch_size": 4, "iterations": 1, "clip_range": 0.2, "kl_coef": 0.0}
     model = model or with_adapter(text_model())
     optimizer = optimizer([p for p in model.parameters() if p.requires_grad], lr=lr)
-    settings = SimpleNamespace(**{**defaults, "temperature": 1.0, "top_p": 1.0, **settings})
-    return GRPO(model, optimizer, settings, **(extras or {}))
+    return GRPO(model, optimizer, GRPOSettings(**settings), **(extras or {}))
 
 
 def likes_low_ids(groups):
@@ -523,11 +524,11 @@ def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe, kind):
     """Whatever shapes the sampler's distribution reaches the scoring too: positions, codes, temperature and nucleus."""
     settings = {"kl_coef": 0.1, "top_p": 0.7, "temperature": 3.0, "micro_batch_size": 3}
     if kind == "text":
-        run, prompts = trainer(**settings, extras={"num_codes": 45}), [(LONG, None, 6), (SHORT, None, 6)]
+        run, prompts = trainer(**settings, extras={"allowed_ids": slice(0, 45)}), [(LONG, None, 6), (SHORT, None, 6)]
     else:
         ids, places, length = glm_prompts(pipe, RED, BLUE, length=24)
         model, prompts = with_adapter(copy.deepcopy(pipe.vision_language_encoder)), zip(ids, places, [length] * 2)
-        run = trainer(model, **settings, extras={"num_codes": NUM_CODES})
+        run = trainer(model, **settings, extras={"allowed_ids": slice(0, NUM_CODES)})
     groups = run.sample(list(prompts), 4, 0)
     set_advantages(groups, likes_low_ids(groups) + torch.arange(8.0) % 4)
     run.add_reference(groups)
@@ -543,9 +544,9 @@ def test_groups_are_what_the_sampler_draws_from_their_seeds():
     """The same operations in the same order: the same bits."""
     forwards, model = [], with_adapter(text_model(), 0.3)
     shaping = {"temperature": 2.0, "top_p": 0.7}
-    extras = {"num_codes": 45, "forward": lambda **inputs: forwards.append(1) or model(**inputs)}
+    extras = {"allowed_ids": slice(0, 45), "forward": lambda **inputs: forwards.append(1) or model(**inputs)}
     groups = roll_out(trainer(model, **shaping, extras=extras), "one", "two", "one", seed=70)
-    sampling = {"num_samples": 4, "num_codes": 45, "generators": seeded(70, 71, 72)}
+    sampling = {"num_samples": 4, "allowed_ids": slice(0, 45), "generators": seeded(70, 71, 72)}
     expected = generate_with_logprobs(model, [LONG, SHORT, LONG], 6, **sampling, **shaping)
     assert len(forwards) == 5
     for i, group in enumerate(groups):

@@ -176,8 +176,8 @@ def build(pipe, settings, device):
     compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
     num_new_tokens = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
     forward = CapturedForward(policy, num_new_tokens) if compiled else None
-    num_codes = pipe.transformer.config.prior_vq_quantizer_codebook_size
-    codes, decoder = GRPO(policy, optimizer, settings, num_codes, forward), None
+    codes_only = slice(0, pipe.transformer.config.prior_vq_quantizer_codebook_size)
+    codes, decoder = GRPO(policy, optimizer, settings, codes_only, forward), None
 
     if settings.train in ("decoder", "both"):
         adapted = add_adapter(pipe.transformer, DECODER_LORA_TARGETS, settings, settings.decoder_lr)

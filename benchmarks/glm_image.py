@@ -109,7 +109,7 @@ def of_case(run, settings, compile):
     if compile is not None:
         torch.compiler.reset()  # it gives up after eight shapes
         forward = CapturedForward(model, encode(run, settings, [""])[0][2], compile=compile)
-    codes = GRPO(model, run.codes.optimizer, settings, run.codes.sampling_args["num_codes"], forward)
+    codes = GRPO(model, run.codes.optimizer, settings, run.codes.sampling_args["allowed_ids"], forward)
     run.clock.bar.set_postfix_str(f"{settings.height} px, group of {settings.group_size}")
     return dataclasses.replace(run, codes=codes)
 
@@ -122,7 +122,7 @@ def measure_plain(run, settings, count):
     options = {"processor_kwargs": {"target_h": settings.height, "target_w": settings.width}, "return_tensors": "pt"}
     inputs = run.pipe.processor.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     base = policy.get_base_model()
-    unused = list(range(run.codes.sampling_args["num_codes"], base.lm_head.out_features))  # or pictures end early
+    unused = list(range(run.codes.sampling_args["allowed_ids"].stop, base.lm_head.out_features))  # or pictures end early
     sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
 
     @torch.no_grad()
@@ -184,7 +184,7 @@ def check_sampler(run, settings):
 def measure_compiled_decoder(run, settings):
     """Whether compiling the decoder's blocks pays within a run: a group decoded without, while compiling, and after."""
     shape = settings.group_size, encode(run, settings, [""])[0][2]
-    codes = torch.randint(run.codes.sampling_args["num_codes"], shape)
+    codes = torch.randint(run.codes.sampling_args["allowed_ids"].stop, shape)
 
     def decode():
         with run.clock("decode", *train.painters(run.pipe)):

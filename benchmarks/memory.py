@@ -97,7 +97,7 @@ def build():
 def peaks(codes, decoder, size, group, micro_batch):
     """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which stays if none moves."""
     policy, settings, (_, transformer, vae) = codes.model, codes.settings, codes.decoder_modules
-    num_codes, prompts, grid = codes.sampling_args["num_codes"], settings.prompts_per_step, size // 32
+    allowed_ids, prompts, grid = codes.sampling_args["allowed_ids"], settings.prompts_per_step, size // 32
     rows, length = prompts * group, 256 + grid**2
     forward, found = CapturedForward(policy, length, compile=False), {}
 
@@ -115,7 +115,7 @@ def peaks(codes, decoder, size, group, micro_batch):
 
     def draw(output):
         generators = [None] * prompts
-        return _sample_token(output.logits[:, -1], num_codes, settings.temperature, settings.top_p, generators)
+        return _sample_token(output.logits[:, -1], allowed_ids, settings.temperature, settings.top_p, generators)
 
     with phase("sample"), torch.no_grad():
         policy.eval()  # what follows is generate_with_logprobs, but of its tokens only the first two and the last
@@ -148,7 +148,7 @@ def peaks(codes, decoder, size, group, micro_batch):
         log_density(x, *gaussian_move(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
     ids = torch.zeros(micro_batch, PROMPT + length, dtype=torch.long, device=META)
     positions = torch.zeros(3, PROMPT + length, dtype=torch.long, device=META)
-    nucleus = torch.zeros(micro_batch, length, num_codes // 8, dtype=torch.uint8)  # on the CPU, as in a Group
+    nucleus = torch.zeros(micro_batch, length, allowed_ids.stop // 8, dtype=torch.uint8)  # on the CPU, as in a Group
     inputs = {"position_ids": positions, **codes.sampling_args}
     with phase("reference"), torch.no_grad(), policy.disable_adapter():
         get_per_token_logprobs(policy, ids, length, nucleus=nucleus, **inputs)

@@ -8,7 +8,6 @@ A random Llama learns to write even tokens, up to token 0, which ends a text. Yo
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 warnings.filterwarnings("ignore", category=FutureWarning)  # of peft about transformers
@@ -17,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grpo import GRPO, set_advantages
+from grpo import GRPO, GRPOSettings, set_advantages
 
 END, LENGTH, GROUP_SIZE = 0, 16, 8
 PROMPTS = [(torch.tensor(ids), None, LENGTH) for ids in ([11, 12, 13], [21, 22], [31, 32, 33, 34])]  # of any lengths
@@ -36,11 +35,10 @@ def build_model():
 def train(steps=30):
     """Returns the mean reward of each step."""
     torch.set_num_threads(1)  # of several, most would only wait for one another on matrices this small
-    model, means = build_model(), []
+    model = build_model()
+    means = []
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    settings = {"temperature": 1.0, "top_p": 0.95, "micro_batch_size": 4}
-    settings |= {"iterations": 1, "clip_range": 0.2, "kl_coef": 0.01}
-    trainer = GRPO(model, optimizer, SimpleNamespace(**settings))
+    trainer = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95))
     for step in range(steps):
         groups = trainer.sample(PROMPTS, GROUP_SIZE, seed=step * len(PROMPTS))  # prompt after prompt, G samples each
         rewards = []

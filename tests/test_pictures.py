@@ -161,7 +161,7 @@ def logprobs(pipe, model, prompt, tokens):
     length = tokens.shape[1]
     with torch.no_grad():
         return get_per_token_logprobs(
-            model, torch.cat([ids.expand(len(tokens), -1), tokens], 1), length, num_codes=make.NUM_CODES,
+            model, torch.cat([ids.expand(len(tokens), -1), tokens], 1), length, allowed_ids=slice(0, make.NUM_CODES),
             position_ids=positions[:, : len(ids) + length],
         )  # fmt: skip
 
