@@ -45,6 +45,7 @@ if "OMP_NUM_THREADS" not in os.environ:
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of one library about another
 NAN = math.nan
+CODES = slice(0, NUM_CODES)
 SHORT, LONG = torch.tensor([9, 8]), torch.tensor([5, 6, 7, 3, 4])  # prompts of a text model
 RED, BLUE = "a red circle on a pink background", "a blue cross"  # prompts of GLM-Image, of two lengths
 
@@ -194,7 +195,7 @@ def check_against_generate(model, prompts, inputs, length, positions=None, top_p
 def test_glm_image_equals_generate(pipe, size, temperature, top_p):
     ids, positions, length = glm_prompts(pipe, RED, BLUE, size=size)
     inputs = [glm_inputs(pipe, prompt, *size) for prompt in (RED, BLUE)]
-    shaping = {"allowed_ids": slice(0, NUM_CODES), "temperature": temperature, "top_p": top_p}
+    shaping = {"allowed_ids": CODES, "temperature": temperature, "top_p": top_p}
     check_against_generate(pipe.vision_language_encoder, ids, inputs, length, positions, **shaping)
 
 
@@ -211,7 +212,7 @@ def test_text_model_equals_generate(make_model, top_p, prompts):
 def test_scoring_has_to_know_how_it_was_sampled(pipe, forgotten):
     """The silent trap, above all of positions: without them the same call runs, and is wrong by nats."""
     model, ((ids,), (positions,), length) = pipe.vision_language_encoder, glm_prompts(pipe, RED, length=60)
-    told = {"position_ids": positions, "allowed_ids": slice(0, NUM_CODES), "temperature": 3.0}
+    told = {"position_ids": positions, "allowed_ids": CODES, "temperature": 3.0}
     sampling = {**told, "position_ids": [positions], "top_p": 0.7, "generators": seeded(0)}
     tokens, logprobs, nucleus = generate_with_logprobs(model, [ids], length, num_samples=2, **sampling)
     told["nucleus"] = None if forgotten == "allowed_ids" else nucleus  # it is as wide as there are codes
@@ -222,7 +223,7 @@ def test_scoring_has_to_know_how_it_was_sampled(pipe, forgotten):
 
 def test_greedy_codes_equal_generate(pipe):
     model, (ids, positions, count) = pipe.vision_language_encoder, glm_prompts(pipe, BLUE)
-    sampling = {"num_samples": 2, "position_ids": positions, "allowed_ids": slice(0, NUM_CODES), "top_p": 1e-6}
+    sampling = {"num_samples": 2, "position_ids": positions, "allowed_ids": CODES, "top_p": 1e-6}
     tokens, logprobs, _ = generate_with_logprobs(model, ids, count, **sampling)
     banned = list(range(NUM_CODES, model.lm_head.out_features))
     inputs = glm_inputs(pipe, BLUE, 128, 128)
@@ -238,7 +239,7 @@ def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
         logits[..., model.config.image_end_token_id] += 100
         return logits
 
-    sampling = {"num_samples": 3, "position_ids": positions, "allowed_ids": slice(0, NUM_CODES), "generators": seeded(0)}
+    sampling = {"num_samples": 3, "position_ids": positions, "allowed_ids": CODES, "generators": seeded(0)}
     with model.lm_head.register_forward_hook(want_to_stop):
         tokens, logprobs, _ = generate_with_logprobs(model, ids, count, **sampling)
     assert tokens.shape == (3, count)
@@ -249,7 +250,13 @@ def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
 def test_samples_follow_the_distribution():
     """Frequencies of 20,000 draws of one token against softmax by hand, after temperature and top-p."""
     model = text_model()
-    sampling = {"num_samples": 20_000, "allowed_ids": slice(0, 30), "temperature": 1.5, "top_p": 0.8, "generators": seeded(0)}
+    sampling = {
+        "num_samples": 20_000,
+        "allowed_ids": slice(0, 30),
+        "temperature": 1.5,
+        "top_p": 0.8,
+        "generators": seeded(0),
+    }
     tokens, _, _ = generate_with_logprobs(model, [LONG], 1, **sampling)
     with torch.no_grad():
         p = (model(LONG[None]).logits[0, -1, :30] / 1.5).softmax(-1).double().numpy()
@@ -302,7 +309,7 @@ def test_a_group_depends_on_its_own_generator_alone(pipe, kind):
 def test_in_bfloat16_sampling_and_scoring_differ_by_rounding(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16), 0.05)
     (ids,), (positions,), length = glm_prompts(pipe, RED, size=(64, 64))
-    shaping = {"allowed_ids": slice(0, NUM_CODES), "temperature": 0.9}
+    shaping = {"allowed_ids": CODES, "temperature": 0.9}
     sampling = {"num_samples": 4, "position_ids": [positions], "generators": seeded(0), **shaping}
     tokens, logprobs, _ = generate_with_logprobs(model, [ids], length, **sampling)
     gap = (rescored(model, ids, tokens, position_ids=positions, **shaping) - logprobs).abs()
@@ -528,7 +535,7 @@ def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe, kind):
     else:
         ids, places, length = glm_prompts(pipe, RED, BLUE, length=24)
         model, prompts = with_adapter(copy.deepcopy(pipe.vision_language_encoder)), zip(ids, places, [length] * 2)
-        run = trainer(model, **settings, extras={"allowed_ids": slice(0, NUM_CODES)})
+        run = trainer(model, **settings, extras={"allowed_ids": CODES})
     groups = run.sample(list(prompts), 4, 0)
     set_advantages(groups, likes_low_ids(groups) + torch.arange(8.0) % 4)
     run.add_reference(groups)

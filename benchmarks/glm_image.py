@@ -122,7 +122,8 @@ def measure_plain(run, settings, count):
     options = {"processor_kwargs": {"target_h": settings.height, "target_w": settings.width}, "return_tensors": "pt"}
     inputs = run.pipe.processor.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     base = policy.get_base_model()
-    unused = list(range(run.codes.sampling_args["allowed_ids"].stop, base.lm_head.out_features))  # or pictures end early
+    num_codes = run.codes.sampling_args["allowed_ids"].stop
+    unused = list(range(num_codes, base.lm_head.out_features))  # or pictures end early
     sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
 
     @torch.no_grad()

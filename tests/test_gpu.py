@@ -22,7 +22,8 @@ from runtime import UserError, gpu, ranks
 from runtime.gpu import CapturedForward, grouped_attention, needs_offload, place
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
-SHAPING = {"allowed_ids": slice(0, make.NUM_CODES), "temperature": 3.0, "top_p": 0.9}  # as sharp as it is, all samples were alike
+CODES = slice(0, make.NUM_CODES)
+SHAPING = {"allowed_ids": CODES, "temperature": 3.0, "top_p": 0.9}  # as sharp as it is, all samples were alike
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -337,7 +338,7 @@ def test_captured_forward_in_bfloat16_differs_by_rounding(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16))
     perturb(model, 0.05)
     (ids,), (positions,) = encode(pipe, "a red circle")
-    shaping = {"allowed_ids": slice(0, make.NUM_CODES), "temperature": 1.0}
+    shaping = {"allowed_ids": CODES, "temperature": 1.0}
     tokens, logprobs, _ = generate_with_logprobs(
         model, [ids], LENGTH, num_samples=8, position_ids=[positions], generators=[torch.Generator().manual_seed(0)],
         forward=CapturedForward(model, LENGTH, compile=False), **shaping,
