@@ -1,23 +1,23 @@
 """The diffusion decoder as a policy too, trained by the very update of grpo.py: `train.py --train decoder` or `both`.
 
-A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S moves. At level s its latents are
+A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S denoising steps. At level s its latents are
 x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean: so clean = x - s v, noise = x + (1 - s) v.
-The stock sampler is an ODE, its next latents x + (s' - s) v leave nothing to choose. Draw every move from a Gaussian
-(Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), a = --noise-level; but the last, whose noise would stay in the picture,
-which is therefore not trained:
+The stock sampler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every step but the last is drawn
+from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a = --noise-level:
 
     std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise
 
-and a path is a trajectory with probabilities, as a code sequence is: Flow-GRPO (Liu et al. 2025, arXiv:2505.05470),
-whose own SDE learns as well, but damages pictures of few moves.
+The noise of the last step would stay in the picture, so that step remains the ODE's and is not trained. The path of a
+painting is then a trajectory with probabilities, like a code sequence: Flow-GRPO (Liu et al. 2025, arXiv:2505.05470),
+whose own SDE learns as well, but damages pictures painted in few steps.
 
 Credit: each of the G code sequences of a prompt is painted K times from one starting noise. The codes get the mean
-reward of their K pictures, compared among the G; the decoder that of each picture, compared among the K of the same
-codes. In one flat group of G*K nearly all of the spread would be the codes'.
+reward of their K pictures, compared among the G; the decoder gets the reward of each picture, compared among the K of
+the same codes. In one flat group of G*K nearly all of the spread would be the codes'.
 
-In the terms of grpo.py one move of these K is a group, and the D = C*H*W numbers of its latents are the tokens, each
-drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes. (Flow-GRPO has one
-ratio for all D, by the mean of their log-probs: the same gradient on fresh samples, a KL term of 1/D.)
+In the terms of grpo.py, one denoising step of these K paintings is a group, and the D = C*H*W numbers of its latents are
+the tokens, each drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes.
+(Flow-GRPO has one ratio for all D, by the mean of their log-probs: the same gradient on fresh samples, a KL term of 1/D.)
 """
 
 import math
@@ -29,14 +29,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 from grpo import GRPO, without_cudnn_attention
 
 
-def gaussian_move(x, v, level, next_level, noise_level):
+def gaussian_step(x, v, level, next_level, noise_level):
     """Mean (K, C, H, W) and std (a number) of the next latents; without noise, to the last bit the stock scheduler's.
 
     x: latents (K, C, H, W) float32. v: velocity, like x. level, next_level: of noise, in 0..1. noise_level: in 0..1.
     """
     std = next_level * math.sin(noise_level * math.pi / 2)
     replaced = next_level - math.sqrt(next_level**2 - std**2)  # that much of the predicted noise makes room for fresh
-    return x + (next_level - level) * v - replaced * (x + (1 - level) * v), std  # the ODE's move, less that
+    return x + (next_level - level) * v - replaced * (x + (1 - level) * v), std  # the ODE's step, less that
 
 
 def log_density(x, mean, std):
@@ -45,8 +45,8 @@ def log_density(x, mean, std):
 
 
 @dataclass
-class Move:
-    """One move of K paintings of the same codes, a group for GRPO.update. Latents and log-probs wait on the CPU."""
+class DenoisingStep:
+    """One denoising step of K paintings of the same codes, a group for GRPO.update. Its tensors wait on the CPU."""
 
     latents: torch.Tensor  # (K, C, H, W)
     next_latents: torch.Tensor  # (K, C, H, W)
@@ -58,80 +58,102 @@ class Move:
     ref_logprobs: torch.Tensor | None = None  # (K, D), None when kl_coef is 0
 
 
-def repeat_for_moves(rewards, moves):
-    """The rewards (N*G*K,) of all paintings, again for each move on their paths, as set_advantages wants them."""
-    of_paths = rewards.view(-1, len(moves[0].old_logprobs))  # (N*G, K)
-    return of_paths.repeat_interleave(len(moves) // len(of_paths), dim=0).flatten()
+def repeat_for_steps(rewards, steps):
+    """The rewards (N*G*K,) of all paintings, once for each denoising step of their paths, as set_advantages wants them."""
+    of_paths = rewards.view(-1, len(steps[0].old_logprobs))  # (N*G, K)
+    return of_paths.repeat_interleave(len(steps) // len(of_paths), dim=0).flatten()
 
 
 class PathScheduler(FlowMatchEulerDiscreteScheduler):
-    """The stock scheduler, with its levels and times, but all moves except the last are drawn and kept."""
+    """The stock scheduler, with its levels and times, but every step except the last is drawn and recorded."""
 
     def begin(self, noise_level, seeds):
-        """A group of paintings begins, of which each draws by a seed of its own: the same in a batch of any size."""
-        self.noise_level, self.generators = noise_level, [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.calls, self.moves = [], {}  # {number: the first five fields of a Move, batch by batch}
+        """A group of paintings begins, each drawn by a seed of its own: the same in a batch of any size."""
+        self.noise_level = noise_level
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.calls = []
+        self.recorded = {}  # {number of the step: a DenoisingStep per batch}
 
     def record_call(self, transformer, _, options):
-        """For a hook of the transformer. All paintings share codes, prompt and time: of each tensor a row is enough."""
+        """For a hook of the transformer. All paintings share codes, prompt and time: one row of each tensor is enough."""
         row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        self.calls = [*self.calls, row | {"hidden_states": None}]  # which are kept as latents
+        self.calls = [*self.calls, row | {"hidden_states": None}]  # these are kept as latents
 
     def step(self, model_output, timestep, sample, return_dict=True, **options):
         if self.step_index is None:
             self._init_step_index(timestep)
-        i, (level, next_level) = self.step_index, self.sigmas[self.step_index : self.step_index + 2].tolist()
-        calls, self.calls = self.calls, []
+        i = self.step_index
+        level, next_level = self.sigmas[i : i + 2].tolist()
+        calls = self.calls
+        self.calls = []
         if next_level == 0:
             return super().step(model_output, timestep, sample, return_dict=return_dict, **options)
         if i == 0:  # a batch begins
-            self.batch, self.generators = self.generators[: len(sample)], self.generators[len(sample) :]
-        x = sample.float()  # and so it stays: bfloat16 would round by more than the std of late moves
-        mean, std = gaussian_move(x, model_output, level, next_level, self.noise_level)  # the pipeline gives float32
+            self.batch = self.generators[: len(sample)]
+            self.generators = self.generators[len(sample) :]
+        x = sample.float()  # and so it stays: bfloat16 would round by more than the std of late steps
+        mean, std = gaussian_step(x, model_output, level, next_level, self.noise_level)  # the pipeline gives float32
         noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in self.batch])
         after = mean + std * noise.to(x.device)
-        self.moves.setdefault(i, []).append((x, after, log_density(after, mean, std), (level, next_level), calls))
+        logprobs = log_density(after, mean, std)
+        drawn = DenoisingStep(x, after, logprobs, levels=(level, next_level), calls=calls)
+        self.recorded.setdefault(i, []).append(drawn)
         self._step_index = i + 1
         return (after,)
 
 
 class DecoderGRPO(GRPO):
-    """Trains an adapter of a pipeline's decoder by the paths on which it has painted.
+    """Trains an adapter of a pipeline's decoder by the paths on which it has painted. What it samples are paintings.
 
-    model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: as for GRPO, with noise_level and
-    guidance_scale. pipe: a GlmImagePipeline; it is not changed.
+    model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: GRPOSettings. noise_level: in 0..1.
+    guidance_scale: that of the paintings. pipe: a GlmImagePipeline; it is not changed. reference: as for GRPO.
     """
 
-    def __init__(self, model, optimizer, settings, pipe):
-        super().__init__(model, optimizer, settings)
+    def __init__(self, model, optimizer, settings, pipe, noise_level, guidance_scale, reference=None):
+        super().__init__(model, optimizer, settings, reference=reference)
+        self.noise_level = noise_level
+        self.guidance_scale = guidance_scale
         self.scheduler = PathScheduler.from_config(pipe.scheduler.config)
         self.pipe = GlmImagePipeline(**{**pipe.components, "scheduler": self.scheduler})
         self.pipe.set_progress_bar_config(disable=True)
 
     @without_cudnn_attention  # as in logprobs
-    def paint(self, decode_images, prompt, tokens, paintings, seed):
-        """Paint each of G code sequences (G, T) `paintings` (K) times, from one starting noise.
+    def sample(self, decode, tokens, num_paintings, generator):
+        """Paint each of G code sequences (G, T) `num_paintings` (K) times, from one starting noise.
 
-        decode_images: see train.py. Returns G*K images, sequence after sequence, and the Moves of each, in that order.
+        decode: (pipeline, codes (K, T)) -> K images; train.py's, which imports this file. generator: seeds the paths.
+        Returns G*K images, sequence after sequence, and the DenoisingSteps of each sequence, in that order.
         """
-        images, moves = [], []
-        own = torch.Generator().manual_seed(seed + 2**30)  # the codes drew from `seed`, see also decode_images
+        images = []
+        steps = []
         for codes in tokens:
-            self.scheduler.begin(self.settings.noise_level, torch.randint(2**62, (paintings,), generator=own).tolist())
+            seeds = torch.randint(2**62, (num_paintings,), generator=generator).tolist()
+            self.scheduler.begin(self.noise_level, seeds)
             with self.pipe.transformer.register_forward_pre_hook(self.scheduler.record_call, with_kwargs=True):
-                images += decode_images(self.pipe, prompt, codes.expand(paintings, -1), self.settings, seed)
-            for batches in self.scheduler.moves.values():
-                *tensors, levels, calls = zip(*batches, strict=True)
-                moves.append(Move(*(torch.cat(rows).cpu() for rows in tensors), levels[0], calls[0]))
-        return images, moves
+                images += decode(self.pipe, codes.expand(num_paintings, -1))
+            steps += [merge(batches) for batches in self.scheduler.recorded.values()]
+        return images, steps
 
     @without_cudnn_attention
-    def logprobs(self, move, rows):
+    def logprobs(self, step, rows):
         """Log-probs (B, D) of the latents that were drawn, under the decoder as it stands, on the CPU."""
-        device, v = self.model.device, []
-        x, after = move.latents[rows].to(device), move.next_latents[rows].to(device)
-        for call in move.calls:  # copies, not views: bfloat16 kernels round by the layout
+        device = self.model.device
+        x = step.latents[rows].to(device)
+        after = step.next_latents[rows].to(device)
+        v = []
+        for call in step.calls:  # copies, not views: bfloat16 kernels round by the layout
             call = {k: t.repeat_interleave(len(rows), 0) if isinstance(t, torch.Tensor) else t for k, t in call.items()}
             v.append(self.model(**{**call, "hidden_states": x.to(self.model.dtype)})[0].float())
-        v = v[0] if len(v) == 1 else v[1] + self.settings.guidance_scale * (v[0] - v[1])  # as the pipeline guides
-        return log_density(after, *gaussian_move(x, v, *move.levels, self.settings.noise_level)).cpu()
+        v = v[0] if len(v) == 1 else v[1] + self.guidance_scale * (v[0] - v[1])  # as the pipeline guides
+        return log_density(after, *gaussian_step(x, v, *step.levels, self.noise_level)).cpu()
+
+
+def merge(batches):
+    """One DenoisingStep of all K paintings, on the CPU, from those of the batches in which they were painted."""
+    return DenoisingStep(
+        latents=torch.cat([batch.latents for batch in batches]).cpu(),
+        next_latents=torch.cat([batch.next_latents for batch in batches]).cpu(),
+        old_logprobs=torch.cat([batch.old_logprobs for batch in batches]).cpu(),
+        levels=batches[0].levels,
+        calls=batches[0].calls,
+    )

@@ -318,17 +318,19 @@ class GRPO:
     Args:
         model: a PeftModel: a frozen base with a trainable adapter, without dropout. optimizer: over the adapter.
         allowed_ids, forward: as for generate_with_logprobs.
+        reference: a context manager within which the model is the reference; None: with its adapter disabled.
 
     add_reference and update read old_logprobs, mask, advantages and ref_logprobs of a group, and call logprobs() for the
     rest. With torch.distributed, W ranks with P prompts each make the step of one process with W*P, from equal
     adapters; the caller gives each rank prompts and seeds of its own.
     """
 
-    def __init__(self, model, optimizer, settings, allowed_ids=slice(0, None), forward=None):
+    def __init__(self, model, optimizer, settings, allowed_ids=slice(0, None), forward=None, reference=None):
         self.model = model
         self.optimizer = optimizer
         self.settings = settings
         self.forward = forward
+        self.reference = reference or model.disable_adapter
         self.sampling_args = {"allowed_ids": allowed_ids, "temperature": settings.temperature}  # of scoring, too
         # Under dropout policy, old policy and reference would disagree. Attention's rate is a number, not a module.
         numbers = [(name, x) for m in model.modules() for name, x in vars(m).items() if isinstance(x, float)]
@@ -363,7 +365,7 @@ class GRPO:
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
-        with self.model.disable_adapter():
+        with self.reference():
             for group in groups:
                 if group.advantages.any():
                     group.ref_logprobs = torch.cat([self.logprobs(group, rows) for rows in self.micro_batches(group)])

@@ -339,7 +339,7 @@ def split_spec(spec):
 
 
 def parse_rewards(spec):
-    """'ssim:1,clip=folder:0.5' or 'my_file.py:function:2' -> {name: (function, weight)}.
+    """'ssim:1,clip=folder:0.5' -> {"ssim": (function, 1.0), "clip=folder": (function, 0.5)}: named as the user wrote them.
 
     Raises ValueError, in one line, for what is unknown, named twice, not a number or missing: file, package, weights.
     """
@@ -347,14 +347,13 @@ def parse_rewards(spec):
     for source, weight in split_spec(spec):
         if not torch.tensor(weight).isfinite():
             raise ValueError(f"the weight of reward {source!r} is {weight}")
+        if source in rewards:
+            raise ValueError(f"reward {source!r} is named twice")
         name, _, folder = source.partition("=")
         if isinstance(REWARDS.get(name), tuple):  # only models take a folder
-            function = _load_model(name, folder)
+            rewards[source] = _load_model(name, folder), weight
         else:
-            name, function = Path(source).name, REWARDS.get(source) or _load_from_file(source)
-        if name in rewards:
-            raise ValueError(f"reward {name!r} is named twice")
-        rewards[name] = (function, weight)
+            rewards[source] = REWARDS.get(source) or _load_from_file(source), weight
     if not rewards:
         raise ValueError(f"no reward in {spec!r}; known rewards: {', '.join(sorted(REWARDS))}")
     return rewards
@@ -436,6 +435,11 @@ def call_reward(name, function, images, prompts, targets):
 
 def weights_of(rewards):
     return {name: weight for name, (_, weight) in rewards.items()}
+
+
+def weighted_sum(raw_rewards, weights, group_size=1):
+    """Several rewards as the one number that people are shown; what is maximised depends on --combine."""
+    return combine(raw_rewards, weights, group_size, "sum")
 
 
 def combine(raw_rewards, weights, group_size=1, how="sum"):

@@ -45,7 +45,7 @@ from grpo import (
     get_per_token_logprobs,
     set_advantages,
 )
-from runtime.log import Clock
+from runtime.log import Phases
 from runtime.settings import number
 
 try:
@@ -237,7 +237,7 @@ def main():
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)  # of names that TRL and transformers still use
     tokenizer, total = build_tokenizer(), WARM_UP + options.steps
-    prompts, clock = draw_prompts(total * options.prompts_per_step), Clock(torch.device("cpu"), total)
+    prompts, clock = draw_prompts(total * options.prompts_per_step), Phases(torch.device("cpu"), total)
     with tempfile.TemporaryDirectory() as folder:
         trl = build_trl(options, prompts, tokenizer, folder, clock)
         ours = build_ours(options, trl.model.state_dict())

@@ -35,7 +35,7 @@ from grpo import GRPO, generate_with_logprobs
 from rewards import mse, ssim
 from runtime import UserError
 from runtime.gpu import CapturedForward, place
-from runtime.log import Clock
+from runtime.log import Phases
 
 PROMPTS = Path(train.TINY, "prompts.txt").read_text().splitlines()
 
@@ -105,24 +105,24 @@ def encode(run, settings, prompts):
 
 def of_case(run, settings, compile):
     """The same run at another size, its step of a token captured anew; `compile` None: not captured."""
-    forward, model = None, run.codes.model
+    forward, model = None, run.policy.model
     if compile is not None:
         torch.compiler.reset()  # it gives up after eight shapes
         forward = CapturedForward(model, encode(run, settings, [""])[0][2], compile=compile)
-    codes = GRPO(model, run.codes.optimizer, settings, run.codes.sampling_args["allowed_ids"], forward)
-    run.clock.bar.set_postfix_str(f"{settings.height} px, group of {settings.group_size}")
-    return dataclasses.replace(run, codes=codes)
+    policy = GRPO(model, run.policy.optimizer, settings, run.policy.sampling_args["allowed_ids"], forward)
+    run.phase.bar.set_postfix_str(f"{settings.height} px, group of {settings.group_size}")
+    return dataclasses.replace(run, policy=policy)
 
 
 def measure_plain(run, settings, count):
     """The plain recipe for `count` pictures of a prompt: transformers' generate(), then the pipeline, once for all."""
-    policy, clock, length = run.codes.model, run.clock, encode(run, settings, PROMPTS[:1])[0][2]
+    policy, clock, length = run.policy.model, run.phase, encode(run, settings, PROMPTS[:1])[0][2]
     # Copies of the prompt: with num_return_sequences generate() mixes up the grids of preview and picture.
     messages = [[{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}]] * count
     options = {"processor_kwargs": {"target_h": settings.height, "target_w": settings.width}, "return_tensors": "pt"}
     inputs = run.pipe.processor.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     base = policy.get_base_model()
-    num_codes = run.codes.sampling_args["allowed_ids"].stop
+    num_codes = run.policy.sampling_args["allowed_ids"].stop
     unused = list(range(num_codes, base.lm_head.out_features))  # or pictures end early
     sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
 
@@ -151,9 +151,9 @@ def measure_step(run, settings, steps):
     """One step to warm up (it compiles and captures), then the median of some, by phase."""
     prompts, records = PROMPTS[: settings.prompts_per_step], []
     for i in range(1 + steps):
-        _, _, metrics = train.grpo_step(run, settings, REWARDS, prompts, None, 100 * i)
-        records.append(run.clock.read() | {"max_logprob_gap": metrics["max_logprob_gap"]})
-        run.clock.bar.update()
+        _, metrics = train.grpo_step(run, settings, REWARDS, prompts, None, 100 * i)
+        records.append(run.phase.read() | {"max_logprob_gap": metrics["max_logprob_gap"]})
+        run.phase.bar.update()
     first, case = records.pop(0), {}
     for name in records[0]:
         summary = statistics.median if name.startswith("seconds/") else max
@@ -163,9 +163,9 @@ def measure_step(run, settings, steps):
 
 def check_sampler(run, settings):
     """The captured forward against the model's own, same seeds: until the first other token, do the log-probs agree?"""
-    codes, samples = run.codes, []
+    codes, samples = run.policy, []
     prompts, positions, lengths = zip(*encode(run, settings, PROMPTS[: settings.prompts_per_step]), strict=True)
-    with run.clock("check", codes.model):
+    with run.phase("check", codes.model):
         codes.model.eval()
         for forward in (None, codes.forward):
             generators = [torch.Generator(codes.model.device).manual_seed(i) for i in range(len(prompts))]
@@ -185,12 +185,12 @@ def check_sampler(run, settings):
 def measure_compiled_decoder(run, settings):
     """Whether compiling the decoder's blocks pays within a run: a group decoded without, while compiling, and after."""
     shape = settings.group_size, encode(run, settings, [""])[0][2]
-    codes = torch.randint(run.codes.sampling_args["allowed_ids"].stop, shape)
+    codes = torch.randint(run.policy.sampling_args["allowed_ids"].stop, shape)
 
     def decode():
-        with run.clock("decode", *train.painters(run.pipe)):
+        with run.phase("decode", *train.painters(run.pipe)):
             train.decode_images(run.pipe, PROMPTS[0], codes, settings, 0)
-        return run.clock.read()["seconds/decode"]
+        return run.phase.read()["seconds/decode"]
 
     _, without = decode(), decode()
     run.pipe.transformer.compile_repeated_blocks(fullgraph=True)
@@ -266,12 +266,12 @@ def main():
     if options.cap_gb and cuda:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(options.cap_gb * 1e9 / total, 1.0), device)
-    pipe, codes, _ = train.build(pipeline(options.tiny, device), largest, device)
-    captured = SimpleNamespace(release=lambda: run.codes.forward and run.codes.forward.release())
-    offload = place([codes.model, *train.painters(pipe)], largest, device, captured)  # the largest case decides
-    run = train.Run(pipe, codes, None, Clock(device, len(cases) * (1 + options.steps), offload=offload))
-    compile = False if options.capture_only else None if codes.forward is None else True
-    bandwidth, read = copy_bandwidth(run.clock), bytes_read_a_token(codes.model)
+    pipe, policy, _ = train.build(pipeline(options.tiny, device), largest, device)
+    captured = SimpleNamespace(release=lambda: run.policy.forward and run.policy.forward.release())
+    offload = place([policy.model, *train.painters(pipe)], largest, device, captured)  # the largest case decides
+    run = train.Run(pipe, policy, None, Phases(device, len(cases) * (1 + options.steps), offload=offload))
+    compile = False if options.capture_only else None if policy.forward is None else True
+    bandwidth, read = copy_bandwidth(run.phase), bytes_read_a_token(policy.model)
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
     versions = {package: version(package) for package in ("torch", "transformers", "diffusers", "peft")}
     report = {"device": name, "versions": versions, "arguments": sys.argv[1:], "settings": vars(largest).copy()}
@@ -297,7 +297,7 @@ def main():
     if cuda:
         report["pinned_host_gb"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / 1e9
     report["peak_host_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    run.clock.bar.close()
+    run.phase.bar.close()
     print(table(report["cases"]))
     if cuda:
         try:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from benchmarks.glm_image import pipeline
-from decoder import gaussian_move, log_density
+from decoder import gaussian_step, log_density
 from grpo import _sample_token, get_per_token_logprobs
 from runtime.gpu import CapturedForward, place
 
@@ -91,7 +91,8 @@ def build():
     settings = train.parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both"])
     pipe, codes, decoder = train.build(pipeline(False, META), settings, META)
     place([codes.model, *train.painters(pipe)], settings, META, None)
-    return SimpleNamespace(**vars(codes), decoder_modules=train.painters(pipe)), decoder
+    # As a whole run's, beside what GRPO itself is told.
+    return SimpleNamespace(**vars(codes) | {"settings": settings}, decoder_modules=train.painters(pipe)), decoder
 
 
 def peaks(codes, decoder, size, group, micro_batch):
@@ -145,7 +146,7 @@ def peaks(codes, decoder, size, group, micro_batch):
         v, unguided = velocity(), velocity()
         v = unguided + settings.guidance_scale * (v - unguided)
         x = torch.zeros_like(v, dtype=torch.float32)
-        log_density(x, *gaussian_move(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
+        log_density(x, *gaussian_step(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
     ids = torch.zeros(micro_batch, PROMPT + length, dtype=torch.long, device=META)
     positions = torch.zeros(3, PROMPT + length, dtype=torch.long, device=META)
     nucleus = torch.zeros(micro_batch, length, allowed_ids.stop // 8, dtype=torch.uint8)  # on the CPU, as in a Group

@@ -22,7 +22,7 @@ import torch
 
 import rewards
 import train
-from decoder import repeat_for_moves
+from decoder import repeat_for_steps
 from grpo import set_advantages
 from runtime.pictures import save_grid
 from runtime.prompts import read_prompts
@@ -97,7 +97,7 @@ def main():
             images, moves = images + painted, moves + path
         raw_rewards = rewards.score(likeness, images, texts, targets)
         combined = rewards.combine(raw_rewards, weights, settings.group_size, "zscore")
-        set_advantages(moves, repeat_for_moves(combined, moves))
+        set_advantages(moves, repeat_for_steps(combined, moves))
         for move in moves if options.shuffle else ():
             move.advantages = move.advantages.roll(1)  # each painting gets its neighbour's
         decoder.add_reference(moves)

@@ -13,8 +13,17 @@ class UserError(Exception):
     """Something the user can mend: shown as one line, exit code 2."""
 
 
+class StepFailed(UserError):
+    """A step could not be made; the policy has not moved in it."""
+
+
 def format_number(value):
     return "none" if value is None or math.isnan(value) else f"{value:.3f}"  # none: no image had this reward
+
+
+def short_name(name):
+    """A reward's metric as people read it: 'reward/clip=a/folder' -> 'clip', 'held_out/reward/a/own.py:f' -> 'own.py:f'."""
+    return name.removeprefix("held_out/").removeprefix("reward/").partition("=")[0].split("/")[-1]
 
 
 def reward_names(record, prefix=""):

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from runtime import format_number, ranks, reward_names
-from runtime.settings import sizes
+from runtime import format_number, ranks, reward_names, short_name
 
 CARD = """---
 base_model: {base}
@@ -53,12 +52,12 @@ def write_card(folder, settings, before, after, picture):
     for prefix, name in (("", "training prompts"), ("held_out/", "held-out prompts")):
         for key in reward_names(after, prefix):
             numbers = f"{format_number(before[key])} | {format_number(after[key])} | {after[prefix + 'images']}"
-            lines.append(f"| {key.removeprefix(prefix).removeprefix('reward/')}, {name} | {numbers} |")
+            lines.append(f"| {short_name(key)}, {name} | {numbers} |")
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
     values = {**vars(settings), "base": base, "steps": after["step"], "table": "\n".join(lines)}
     values |= {"each": f" on each of {ranks.count()} processes" if ranks.count() > 1 else ""}
     values |= dict(zip(("what", "load"), ADAPTERS[folder.name]))
     if folder.name == "decoder-adapter":
-        values |= {"lr": settings.decoder_lr, "group_size": sizes(settings)[1]}
+        values |= {"lr": settings.decoder_lr, "group_size": settings.paintings}
     (folder / "README.md").write_text(CARD.format(**values), encoding="utf-8")
     picture.save(folder / "before-after.png")

@@ -5,12 +5,15 @@ import os
 import pickle
 import shutil
 from contextlib import contextmanager
+from pathlib import Path
 
 import peft
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from runtime import UserError, ranks
+
+FOLDERS = {"codes": ".", "decoder": "decoder"}  # of a checkpoint: that of the codes loads as an adapter does
 
 
 def find(out):
@@ -21,10 +24,19 @@ def find(out):
 def save(out, step, learners, settings, best_step=0):
     """Write beside and rename; then only the newest `--keep-checkpoints` and that of the best evaluation stay.
 
-    learners: {folder: GRPO}, "" for the codes'. Random states are not saved: the prompts and all random draws of a step
-    are functions of the seed and the step.
+    learners: {"codes" or "decoder": GRPO}. Random states are not saved: the prompts and all random draws of a step are
+    functions of the seed and the step.
     """
-    final, unfinished = out / "checkpoints" / f"{step:06d}", out / "checkpoints" / ".unfinished"
+    with writing(out):
+        _save(out, step, learners, settings)
+        for old in find(out)[: -settings.keep_checkpoints]:
+            if old.name != f"{best_step:06d}":
+                shutil.rmtree(old)
+
+
+def _save(out, step, learners, settings):
+    final = out / "checkpoints" / f"{step:06d}"
+    unfinished = out / "checkpoints" / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     state = {"step": step, "ranks": ranks.count(), "settings": vars(settings)}
@@ -34,13 +46,11 @@ def save(out, step, learners, settings, best_step=0):
         unfinished.rmdir()
         return
     for name, learner in learners.items():
-        learner.model.save_pretrained(unfinished / name)
-        (unfinished / name / "README.md").unlink()  # PEFT's form, empty
-        torch.save(learner.optimizer.state_dict(), unfinished / name / "optimizer.pt")
+        folder = unfinished / FOLDERS[name]
+        learner.model.save_pretrained(folder)
+        (folder / "README.md").unlink()  # PEFT's form, empty
+        torch.save(learner.optimizer.state_dict(), folder / "optimizer.pt")
     os.replace(unfinished, final)
-    for old in find(out)[: -settings.keep_checkpoints]:
-        if old.name != f"{best_step:06d}":
-            shutil.rmtree(old)
 
 
 def read_state(out):
@@ -57,10 +67,59 @@ def load(out, learners):
     folder = find(out)[-1]
     with readable_errors(folder):
         for name, learner in learners.items():
-            peft.set_peft_model_state_dict(learner.model, peft.load_peft_weights(folder / name, device="cpu"))
-            state = torch.load(folder / name / "optimizer.pt", map_location="cpu", weights_only=True)
+            weights = peft.load_peft_weights(folder / FOLDERS[name], device="cpu")
+            peft.set_peft_model_state_dict(learner.model, weights)
+            state = torch.load(folder / FOLDERS[name] / "optimizer.pt", map_location="cpu", weights_only=True)
             learner.optimizer.load_state_dict(state)
     return read_state(out)[0]
+
+
+def has_adapter(folder, name):
+    return adapter_file(folder, name) is not None
+
+
+def adapter_file(folder, name):
+    """The weights of the "codes"' or "decoder"'s adapter in the folder of a run, of a checkpoint or of an adapter; or None."""
+    own, other = "adapter_model.safetensors", "pytorch_lora_weights.safetensors"  # as PEFT and as diffusers name them
+    files = {"codes": [f"adapter/{own}", own], "decoder": [f"decoder-adapter/{other}", f"decoder/{own}", other]}
+    return next((Path(folder) / file for file in files[name] if (Path(folder) / file).is_file()), None)
+
+
+def start_from(folder, name, model):
+    """Give a model's fresh adapter the weights of one in a folder. Returns whether there was one for this model."""
+    if not any(has_adapter(folder, kind) for kind in FOLDERS):
+        raise UserError(f"there is no adapter in {folder}: give --adapter the folder of a run that has ended")
+    file = adapter_file(folder, name)
+    if file is None:
+        return False
+    try:
+        with safe_open(file, "pt") as opened:
+            weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            config = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        if (file.parent / "adapter_config.json").is_file():
+            config = json.loads((file.parent / "adapter_config.json").read_text())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"cannot read the adapter {file}: {str(error).splitlines()[0]}") from None
+    weights = {f"base_model.model.{key.removeprefix('base_model.model.')}": weights[key] for key in weights}
+    fresh, lora = peft.get_peft_model_state_dict(model), model.peft_config["default"]
+    if (config.get("r"), config.get("lora_alpha")) != (lora.r, lora.lora_alpha):
+        raise UserError(f"--adapter {folder} was made with --lora-rank {config.get('r')} --lora-alpha "
+                        f"{config.get('lora_alpha')}: give the same")  # fmt: skip
+    if {key: x.shape for key, x in weights.items()} != {key: x.shape for key, x in fresh.items()}:
+        raise UserError(f"--adapter {folder} does not fit: it is that of another model, or of other layers")
+    peft.set_peft_model_state_dict(model, weights)
+    return True
+
+
+@contextmanager
+def writing(out):
+    """What cannot be written to the folder of a run: a full disk, one that is gone, rights that were taken away."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError where the disk is full
+        reason = str(error).strip().split("\n")[0]
+        safe = f"; its checkpoints are whole: once there is room, --resume {out} goes on" if find(out) else ""
+        raise UserError(f"cannot write to {out}: {reason}{safe}") from None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a run leaves as it goes: numbers, pictures, a progress bar with a clock; and how a signal ends it."""
+"""What a run leaves as it goes: numbers, pictures, a progress bar, the time of each phase; and how a signal ends it."""
 
 import importlib.util
 import json
@@ -14,119 +14,167 @@ import torch
 from accelerate import PartialState, tracking
 from tqdm import tqdm
 
-from runtime import UserError, format_number, ranks, reward_names
+from rewards import weighted_sum
+from runtime import (
+    UserError,
+    checkpoints,
+    format_number,
+    ranks,
+    reward_names,
+    short_name,
+)
 from runtime.card import write_card
-from runtime.metrics import why_nothing_was_learned
+from runtime.metrics import format_step, step_metrics, why_nothing_was_learned
 from runtime.pictures import save_before_after, save_curves, save_grid
 
+MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 
-class Clock:
-    """clock("decode", *models) brings the models to the GPU if they take turns there, and measures a phase of a step.
 
-    The phase is also shown in the progress bar. offload: see grpo.Offload; None where nothing ever moves.
+class Phases:
+    """with phase("decode", *models): the models are on the GPU, if they take turns there, and the block is measured.
+
+    The name of the phase is also shown in the progress bar. offload: see grpo.Offload; None where nothing ever moves.
     """
 
     def __init__(self, device, steps, done=0, offload=None):
-        self.device, self.offload, self.phase, self.timings = device, offload, "", {}
+        self.device = device
+        self.offload = offload
+        self.name = ""
+        self.timings = {}
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=ranks.rank() > 0)
 
     @contextmanager
-    def __call__(self, phase, *models):
+    def __call__(self, name, *models):
         if self.offload is not None and models:
             with self("move"):
                 self.offload(*models)
-        started, cuda, self.phase = time.perf_counter(), self.device.type == "cuda", phase
-        self.bar.set_description_str(phase, refresh=sys.stderr.isatty())
+        self.name = name
+        started = time.perf_counter()
+        cuda = self.device.type == "cuda"
+        self.bar.set_description_str(name, refresh=sys.stderr.isatty())
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         yield
         if cuda:
-            torch.cuda.synchronize(self.device)  # the clock would else stop while the GPU is still at work
+            torch.cuda.synchronize(self.device)  # or the time would be taken while the GPU is still at work
             peak = torch.cuda.max_memory_allocated(self.device) / 1e9
-            self.timings[f"gpu_gb/{phase}"] = max(peak, self.timings.get(f"gpu_gb/{phase}", 0))
-        name = f"seconds/{phase}"
-        self.timings[name] = self.timings.get(name, 0) + time.perf_counter() - started
+            self.timings[f"gpu_gb/{name}"] = max(peak, self.timings.get(f"gpu_gb/{name}", 0))
+        seconds = time.perf_counter() - started
+        self.timings[f"seconds/{name}"] = self.timings.get(f"seconds/{name}", 0) + seconds
 
     def read(self):
         """What was measured since the last time: seconds/PHASE and, on a GPU, gpu_gb/PHASE, its peak memory."""
-        timings, self.timings = self.timings, {}
+        timings = self.timings
+        self.timings = {}
         return timings
 
 
 class Record:
-    """metrics.jsonl, evaluation.jsonl, pictures and a tracker in `out`. Only the first rank writes.
+    """What a run leaves in `out`: numbers, pictures, checkpoints, adapters; and a tracker. Only the first rank writes.
 
-    Of a run that is resumed after step `done`, later records are taken out first, and a line that a kill cut short.
+    learners: {"codes" or "decoder": GRPO}. done: the steps made so far. Of a resumed run, later records are taken out first, and a line that
+    a kill cut short. Whatever cannot be written is a UserError.
     """
 
-    def __init__(self, out, settings, device, done, offload=None):
-        if str(out) != settings.resume and (out / "settings.json").exists():  # not yet when its name was chosen
-            raise UserError(f"another run has begun in {out} meanwhile; start again, with another --out")
-        self.out, self.kind, self.writes = out, settings.tracker, ranks.rank() == 0
-        self.evaluations, metrics = read_jsonl(out / "evaluation.jsonl", done), read_jsonl(out / "metrics.jsonl", done)
-        self.clock, self.tracker = Clock(device, settings.steps, done, offload), None
+    def __init__(self, out, settings, phase, learners, done):
+        self.out = out
+        self.settings = settings
+        self.learners = learners
+        self.phase = phase
+        self.done = done
+        self.skipped = 0  # steps in a row without a finite gradient
+        self.writes = ranks.rank() == 0
+        self.evaluations = read_jsonl(out / "evaluation.jsonl", done)
+        metrics = read_jsonl(out / "metrics.jsonl", done)
         ranks.gather(None)  # all have read what the first now writes
+        self.tracker = None
         if self.writes:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
-            write_jsonl(out / "evaluation.jsonl", self.evaluations)
-            write_jsonl(out / "metrics.jsonl", metrics)
-            if self.kind != "none":
-                PartialState()
-                places = {"tensorboard": {"logging_dir": out}, "wandb": {"name": out.name, "dir": out}}
-                project = "tensorboard" if self.kind == "tensorboard" else "grpo-glm-image"
-                self.tracker = tracking.LOGGER_TYPE_TO_CLASS[self.kind](project, **places.get(self.kind, {}))
-                self.tracker.start()
+            with checkpoints.writing(out):
+                (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
+                write_jsonl(out / "evaluation.jsonl", self.evaluations)
+                write_jsonl(out / "metrics.jsonl", metrics)
+            self.tracker = start_tracker(settings.tracker, out)
+        self.stop = StopRequest()
+        self.half_made = False  # an optimizer has stepped, and the step has not ended: nothing of it is to be saved
+        for learner in self.learners.values():
+            learner.optimizer.register_step_post_hook(self._optimizer_has_stepped)
+
+    def _optimizer_has_stepped(self, *_):
+        self.half_made = True
+
+    def write(self, line):
+        self.phase.bar.write(line)
 
     def track(self, step, values):
         if self.tracker is not None:
             self.tracker.log({name: value for name, value in values.items() if value is not None}, step=step)
 
-    def step(self, step, metrics, line):
-        metrics = without_nan(metrics)
+    def step(self, done, texts, rolled, weights, metrics):
+        """A step has been made: its line, its metrics, at times its pictures. Raises UserError where none learns."""
+        self.done = done
+        self.half_made = False
+        sequences, paintings = self.settings.sequences, self.settings.paintings
+        metrics["skipped"] = metrics.get("skipped", 0) + metrics.get("decoder/skipped", 0)
+        total = weighted_sum(rolled.raw_rewards, weights, sequences * paintings)
+        metrics |= step_metrics(rolled.raw_rewards, total, sequences, paintings)
+        metrics = ranks.mean(metrics | self.phase.read())
+        recorded = without_nan(metrics)
         if self.writes:
-            append_jsonl(self.out / "metrics.jsonl", {"step": step, **metrics})
-        self.track(step, metrics)
-        self.clock.bar.set_postfix_str(f"reward {metrics['reward'] or 0:.3f}")
-        self.clock.bar.update()
-        self.clock.bar.write(line)
+            with checkpoints.writing(self.out):
+                append_jsonl(self.out / "metrics.jsonl", {"step": done, **recorded})
+        self.track(done, recorded)
+        self.phase.bar.set_postfix_str(f"reward {recorded['reward'] or 0:.3f}")
+        self.phase.bar.update()
+        self.write(format_step(done, metrics, self.settings))
+        if done in (1, self.settings.steps) or done % self.settings.sample_every == 0 or self.stop.received:
+            self.group(texts[0], rolled.images, total)
+        self.skipped = self.skipped + 1 if metrics["skipped"] >= 1 else 0
+        if self.skipped == MAX_SKIPPED:
+            raise UserError(
+                f"{MAX_SKIPPED} steps in a row had no finite gradient; start anew with a lower --lr or --decoder-lr"
+            )
 
-    def group(self, step, prompt, images, rewards, sequences, paintings):
-        """The first pictures of a step, with their rewards: those of a prompt, a row for each code sequence."""
-        if self.writes:
-            captions = [f"reward {format_number(reward)}" for reward in rewards.tolist()]
-            cells = list(zip(images, captions, strict=True))[: sequences * paintings]
-            width = paintings if min(sequences, paintings) > 1 else sequences * paintings
-            rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]
-            picture = save_grid(self.out / f"group-{step:06d}.png", rows, f"step {step}")
-            layout = {"dataformats": "NHWC"} if self.kind == "tensorboard" else {}
-            if self.kind in ("tensorboard", "wandb"):
-                self.tracker.log_images({"group": np.asarray(picture)[None]}, step=step, **layout)
+    def group(self, prompt, images, rewards):
+        """The first pictures of a step, with their rewards: those of a prompt, one row per code sequence."""
+        if not self.writes:
+            return
+        sequences, paintings = self.settings.sequences, self.settings.paintings
+        captions = [f"reward {format_number(reward)}" for reward in rewards.tolist()]
+        cells = list(zip(images, captions, strict=True))[: sequences * paintings]
+        width = paintings if min(sequences, paintings) > 1 else sequences * paintings
+        rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]
+        with checkpoints.writing(self.out):
+            picture = save_grid(self.out / f"group-{self.done:06d}.png", rows, f"step {self.done}")
             self.curves()
+        layout = {"dataformats": "NHWC"} if self.settings.tracker == "tensorboard" else {}
+        if self.settings.tracker in ("tensorboard", "wandb"):
+            self.tracker.log_images({"group": np.asarray(picture)[None]}, step=self.done, **layout)
 
-    def evaluation(self, step, training, held_out):
+    def evaluation(self, training, held_out):
         """Of both: (metrics, [(prompt, pictures, their rewards)]), the latter for before-after.png."""
-        record, shown = {"step": step}, [*training[1], *held_out[1]]
+        record = {"step": self.done}
         for prefix, (metrics, _) in (("", training), ("held_out/", held_out)):
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
-        self.track(step, {f"evaluation/{name}": value for name, value in record.items()})
+        self.track(self.done, {f"evaluation/{name}": value for name, value in record.items()})
+        shown = [*training[1], *held_out[1]]
         record["shown"] = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards in shown]
         self.evaluations.append(record)
         first = self.evaluations[0]
         records, compared = ((record,), "") if first is record else ((first, record), ", before -> after")
         for prefix, name in (("", "training"), ("held_out/", "held-out")):
-            words = f"evaluation after {step} steps, {name} prompts{compared}: {summary(prefix, *records)}"
-            self.clock.bar.write(words)
-        self.clock.read()
-        self.clock.bar.unpause()  # what an evaluation takes is not the time of a step
+            words = f"evaluation after {self.done} steps, {name} prompts{compared}: {summary(prefix, *records)}"
+            self.write(words)
+        self.phase.read()
+        self.phase.bar.unpause()  # what an evaluation takes is not the time of a step
         if self.writes:
-            folder = self.out / "evaluation" / f"{step:06d}"
-            folder.mkdir(parents=True, exist_ok=True)
-            for i, (_, images, _) in enumerate(shown):
-                for j, image in enumerate(images):
-                    image.save(folder / f"{i + 1}-{j + 1}.png")
-            append_jsonl(self.out / "evaluation.jsonl", record)
-            self.curves()
+            with checkpoints.writing(self.out):
+                folder = self.out / "evaluation" / f"{self.done:06d}"
+                folder.mkdir(parents=True, exist_ok=True)
+                for i, (_, images, _) in enumerate(shown):
+                    for j, image in enumerate(images):
+                        image.save(folder / f"{i + 1}-{j + 1}.png")
+                append_jsonl(self.out / "evaluation.jsonl", record)
+                self.curves()
 
     def curves(self):
         save_curves(self.out / "reward.png", read_jsonl(self.out / "metrics.jsonl"), self.evaluations)
@@ -137,30 +185,53 @@ class Record:
         rated = [record for record in self.evaluations if record[name] is not None]
         return max(rated, key=lambda record: record[name], default={"step": 0})["step"]
 
-    def end(self, learners, settings):
+    def save(self):
+        """A checkpoint; a run that only evaluates needs none."""
+        if self.writes and self.settings.steps > 0:
+            checkpoints.save(self.out, self.done, self.learners, self.settings, self.best_step())
+
+    def save_whole_step(self):
+        if not self.half_made:
+            self.save()
+
+    def end(self):
         """The adapters with their cards, and before-after.png; and a warning if training has changed nothing."""
         if reason := why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl")):
-            self.clock.bar.write(f"warning: nothing was learned: {reason}")
-        if self.writes:
+            self.write(f"warning: nothing was learned: {reason}")
+        if not self.writes:
+            return
+        with checkpoints.writing(self.out):
             folders = []
-            if settings.train in ("codes", "both"):
+            if self.settings.train in ("codes", "both"):
                 folders.append(self.out / "adapter")
-                learners[""].model.save_pretrained(folders[-1])
-            if settings.train in ("decoder", "both"):
+                self.learners["codes"].model.save_pretrained(folders[-1])
+            if self.settings.train in ("decoder", "both"):
                 folders.append(self.out / "decoder-adapter")
-                learners["decoder"].model.base_model.model.save_lora_adapter(folders[-1])
+                self.learners["decoder"].model.base_model.model.save_lora_adapter(folders[-1])
             before, after = self.evaluations[0], self.evaluations[-1]
             picture = save_before_after(self.out, before, after)
             for folder in folders:
-                write_card(folder, settings, before, after, picture)
+                write_card(folder, self.settings, before, after, picture)
 
 
 def summary(prefix, *records):
     """'reward 0.692 -> 0.864, ssim ... (64 images: 16 prompts x 4)', of one record or of several."""
     names = reward_names(records[0], prefix)
-    parts = [f"{name.split('/')[-1]} {' -> '.join(format_number(r[name]) for r in records)}" for name in names]
+    parts = [f"{short_name(name)} {' -> '.join(format_number(r[name]) for r in records)}" for name in names]
     images, prompts = records[0][f"{prefix}images"], records[0][f"{prefix}prompts"]
     return f"{', '.join(parts)} ({images} images: {prompts} prompts x {images // prompts})"
+
+
+def start_tracker(kind, out):
+    """A tracker of accelerate's, or None."""
+    if kind == "none":
+        return None
+    PartialState()
+    places = {"tensorboard": {"logging_dir": out}, "wandb": {"name": out.name, "dir": out}}
+    project = "tensorboard" if kind == "tensorboard" else "grpo-glm-image"
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[kind](project, **places.get(kind, {}))
+    tracker.start()
+    return tracker
 
 
 def check_tracker(kind):
@@ -180,7 +251,8 @@ def append_jsonl(path, record):
 def read_jsonl(path, last_step=math.inf):
     """The records up to a step. A line cut short by a kill, and all after it, are left out."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    lines = path.read_text().splitlines() if path.exists() else []
+    for line in lines:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:

@@ -2,7 +2,7 @@
 
 import math
 
-from runtime import format_number
+from runtime import format_number, short_name
 
 PARTS = {  # of the line of a step, in order of weight
     "decoder/reward_std": "decoder +- {:.3f}", "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}",
@@ -58,7 +58,7 @@ def format_step(step, metrics, settings):
     line = f"step {step}/{settings.steps} | reward {format_number(metrics['reward'])}"
     line += "" if math.isnan(metrics["reward_std"]) else f" +- {metrics['reward_std']:.3f}"
     parts = [style.format(metrics[name]) for name, style in ALARMS.items() if metrics.get(name, 0) > 0]
-    parts += [", ".join(f"{name} {value:.3f}" for name, value in raw.items())] if raw else []
+    parts += [", ".join(f"{short_name(name)} {value:.3f}" for name, value in raw.items())] if raw else []
     parts += [style.format(metrics[name]) for name, style in PARTS.items() if metrics.get(name, 0) > 0]
     for part in parts:
         line += f" | {part}" if len(line) + len(part) + 3 <= 120 else ""

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from runtime import format_number, reward_names
+from runtime import format_number, reward_names, short_name
 
 CURVES = {"step": ("mean of a step", "#aaaaaa"), "training": ("evaluation: training prompts", "#2060c0")}
 CURVES["held_out"] = ("evaluation: held-out prompts", "#d02030")
@@ -18,9 +18,10 @@ CHINESE_FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "DroidSansFallba
 
 @functools.cache
 def font_for(text, size):
-    for name in CHINESE_FONTS if max(text, default="") > "\u2e80" else ():
-        with suppress(OSError):
-            return ImageFont.truetype(name, size)
+    if max(text, default="") > "\u2e80":
+        for name in CHINESE_FONTS:
+            with suppress(OSError):
+                return ImageFont.truetype(name, size)
     return ImageFont.load_default(size)
 
 
@@ -83,7 +84,7 @@ def save_curves(path, metrics, evaluations):
         values = [value for points in curves.values() for _, value in points] or [0]
         low, high = min(values), max(max(values), min(values) + 1e-6)
         last = max([step for points in curves.values() for step, _ in points] or [1])
-        pen.text((left, top - 40), name.removeprefix("reward/"), "black", font)
+        pen.text((left, top - 40), short_name(name), "black", font)
         pen.line([(left, top), (left, top + 240), (left + 500, top + 240)], "#999999", 2)
         for value, y in ((high, top), (low, top + 240)):
             pen.text((left - 10, y), f"{value:.3g}", "#666666", font, anchor="rm")
@@ -94,6 +95,7 @@ def save_curves(path, metrics, evaluations):
             if not places:
                 continue
             pen.line(places, colour, 3 if kind == "step" else 6, joint="curve")
-            for x, y in places if kind != "step" else ():
-                pen.ellipse((x - 8, y - 8, x + 8, y + 8), fill=colour)
+            if kind != "step":
+                for x, y in places:
+                    pen.ellipse((x - 8, y - 8, x + 8, y + 8), fill=colour)
     sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(path)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from runtime import UserError
+from runtime import StepFailed, UserError
 
 
 def join():
@@ -81,7 +81,11 @@ def gather(value):
     """The values of all ranks, in order."""
     values = [value] * count()
     if dist.is_initialized():
-        dist.all_gather_object(values, value)
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError:
+            gone = "another rank has gone: it failed, was killed, or its machine ran out of memory; look further up"
+            raise StepFailed(gone) from None
     return values
 
 

@@ -1,14 +1,15 @@
 """The command line: every setting with its default, going on with a run, and what a start prints."""
 
 import argparse
-import itertools
 import math
-import os
 import textwrap
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import torch
 
+from rewards import split_spec
 from runtime import UserError, checkpoints, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +56,7 @@ def build_parser():
 
     group = parser.add_argument_group("model and data")
     flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
+    flag("adapter", str, None, "start from the adapters in the folder of another run; with --steps 0 evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt a line")
     flag("targets", str, None, "folder with one picture a prompt, sorted by name (default: tiny's, for its prompts)")
     # GLM-Image: CLIP holds back the preference score.
@@ -78,6 +80,7 @@ def build_parser():
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
     flag("kl_coef", number(float, "[0, inf)"), (0.3, 0.01), "weight of the KL towards the model before training")
     flag("lora_rank", count, 16, "rank of the adapter")
+    flag("lora_alpha", count, None, "its scale, times the rank (default: twice the rank)")
     flag("seed", number(int, "[0, 4294967295]"), 0, "fixes prompts, samples and noise")
 
     group = parser.add_argument_group("pictures")
@@ -120,11 +123,26 @@ def build_parser():
 
 
 def parse_settings(arguments=None):
-    """The command line as settings, completed from the run that it resumes, or by the model's defaults."""
+    """The command line as settings, completed from the run that it resumes, or by the model's defaults.
+
+    Everything is decided here; later they are only read.
+    """
     parser, by_model = build_parser()
     settings = parser.parse_args(arguments)
     if settings.resume is not None:
-        return resumed_settings(parser, by_model, arguments, settings)
+        settings = resumed_settings(parser, arguments, settings)
+    else:
+        complete(settings, by_model)
+    if settings.combine is None:
+        settings.combine = "zscore" if len(split_spec(settings.reward)) > 1 else "sum"
+    # Code sequences per prompt, and paintings of each: what is compared, the ones with the ones, the others with the others.
+    settings.sequences = 1 if settings.train == "decoder" else settings.group_size
+    settings.paintings = {"codes": 1, "decoder": settings.group_size, "both": settings.paintings}[settings.train]
+    return settings
+
+
+def complete(settings, by_model):
+    """The defaults of the model, and what cannot be said in a flag's type."""
     if settings.model is None:
         settings.model = RELEASE if torch.cuda.is_available() else TINY
     for name, (tiny, release) in by_model.items():
@@ -138,7 +156,6 @@ def parse_settings(arguments=None):
     if settings.model == RELEASE and not 2**20 <= pixels <= 2**22:
         print(f"warning: GLM-Image was trained on 2^20 to 2^22 pixels, this is {pixels:,}")
     choose_targets(settings, by_model)
-    return settings
 
 
 def choose_targets(settings, by_model):
@@ -151,56 +168,64 @@ def choose_targets(settings, by_model):
             setattr(settings, targets, f"{TINY}/{folder}")
 
 
-def resumed_settings(parser, by_model, arguments, given):
-    """The settings of the run in `given.resume`, with those flags that do not change what the run computes.
-
-    With `--steps 0` its adapter is only judged, in whatever way, and what that leaves goes to a folder of its own.
-    """
-    out, judge = Path(given.resume), given.steps == 0
-    if given.out is not None and not judge:
+def resumed_settings(parser, arguments, given):
+    """The settings of the run in `given.resume`, with those flags that do not change what the run computes."""
+    out = Path(given.resume)
+    if given.out is not None:
         raise UserError("--resume names the folder of the run already: leave out --out")
     step, num_ranks, saved = checkpoints.read_state(out)
     settings = parser.parse_args(arguments, argparse.Namespace(**saved))  # flags that are not given keep these values
-    settings.out, settings.resume = given.out if judge else str(out), str(out)
-    if settings.eval_prompts != saved["eval_prompts"]:  # whose targets would be those of others
-        settings.eval_targets = given.eval_targets
-        choose_targets(settings, by_model)
+    settings.out = settings.resume = str(out)
     changed = [name for name in saved.keys() - MAY_CHANGE if getattr(settings, name) != saved[name]]
-    changed = [name for name in changed if not (judge and name.startswith("eval_"))]
     if changed:
         was = ", ".join(f"--{n.replace('_', '-')} {getattr(settings, n)} (was {saved[n]})" for n in sorted(changed))
         raise UserError(f"a resumed run keeps its settings, but these differ: {was}")
-    if num_ranks != ranks.count() and settings.steps > 0:  # the prompts of a step would be others
+    if given.steps == 0 and step > 0:
+        raise UserError(f"a run is resumed to be longer; to evaluate its adapters: --adapter {out} --steps 0")
+    if num_ranks != ranks.count():  # the prompts of a step would be others
         raise UserError(f"{out} was made by {num_ranks} processes, not {ranks.count()}: start as many with torchrun")
-    if 0 < settings.steps < step:
+    if settings.steps < step:
         raise UserError(f"--steps {settings.steps} is less than the {step} steps already made")
     return settings
 
 
-def choose_out(settings):
-    """The folder of the run, not made yet: a run that is refused at the start leaves none behind."""
-    if settings.out is None:
-        settings.out = next(f"runs/{i}" for i in itertools.count(1) if not Path(f"runs/{i}").exists())
-    settings.out = ranks.gather(settings.out)[0]
-    out = Path(settings.out)
-    goes_on = settings.out == settings.resume and settings.steps > 0
-    if not goes_on and (checkpoints.find(out) or (out / "settings.json").exists()):
-        resume = f", or go on with it: --resume {out}" if checkpoints.find(out) else ""
-        raise UserError(f"{out} already holds a run; choose another --out{resume}")
-    above = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise UserError(f"cannot write to {out}: {above} is no folder that can be written to")
-    return out
+@contextmanager
+def claim_folder(settings):
+    """The folder of the run, taken before anything loads, so that two runs never share one. Left empty it is removed."""
+    out, reason = ranks.gather(_claim(settings) if ranks.rank() == 0 else None)[0]
+    if reason is not None:
+        raise UserError(reason)
+    try:
+        yield out
+    finally:
+        if ranks.rank() == 0:
+            with suppress(OSError):  # runs/ goes too, if this was the first
+                if [file.name for file in out.iterdir()] == ["settings.json"]:
+                    (out / "settings.json").unlink()
+                    out.rmdir()
+                    out.parent.rmdir()
 
 
-def sizes(settings):
-    """(G, K): how many code sequences a prompt gets, and how often each is painted."""
-    if settings.train == "decoder":
-        return 1, settings.group_size
-    return settings.group_size, settings.paintings if settings.train == "both" else 1
+def _claim(settings):
+    """(folder, None), or (folder, why it cannot be had). To make settings.json is to take a folder: only one run can."""
+    names = [settings.resume or settings.out] if settings.resume or settings.out else map("runs/{}".format, count(1))
+    for out in map(Path, names):
+        try:
+            if settings.resume is not None:
+                return out, None
+            out.mkdir(parents=True, exist_ok=settings.out is not None)
+            if checkpoints.find(out):
+                return out, f"{out} already holds a run; choose another --out, or go on with it: --resume {out}"
+            (out / "settings.json").open("x").close()
+            return out, None
+        except FileExistsError:
+            if out.is_dir() and settings.out is not None:
+                return out, f"{out} already holds a run; choose another --out, or delete it: it has no checkpoint"
+        except OSError as error:
+            return out, f"cannot write to {out}: {error.strerror or error}"
 
 
-def print_start(settings, device, num_prompts, num_held_out):
+def print_start(settings, out, device, num_prompts, num_held_out):
     """What runs where, with which settings, and how much there is to do."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
     name += " (OMP_NUM_THREADS sets another number)" if device.type == "cpu" else ""
@@ -208,13 +233,13 @@ def print_start(settings, device, num_prompts, num_held_out):
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     words = "settings: " + " ".join(f"{name}={value}" for name, value in vars(settings).items())
     print(textwrap.fill(words, 118, break_on_hyphens=False, break_long_words=False))  # a path can be copied
-    codes, (size, paintings) = settings.height * settings.width // 32**2 + 256, sizes(settings)
+    codes = settings.height * settings.width // 32**2 + 256
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
     for what, pictures, steps, guidance in (
-        ("a step", settings.prompts_per_step * ranks.count() * size * paintings, settings.decode_steps,
+        ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings, settings.decode_steps,
          settings.guidance_scale),
         ("an evaluation", judged * settings.group_size, settings.eval_decode_steps, settings.eval_guidance_scale),
     ):  # fmt: skip
         passes = 2 * steps if guidance > 1 else steps  # with codes, and without
         print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each")
-    print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {settings.out}", flush=True)
+    print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {out}", flush=True)

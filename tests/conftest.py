@@ -26,7 +26,7 @@ from diffusers import GlmImagePipeline
 from make import draw
 
 import train
-from runtime.log import Clock
+from runtime.log import Phases
 
 CPU = torch.device("cpu")
 CODES = 4  # of a short picture: see shorten
@@ -54,9 +54,8 @@ def tiny_settings(*arguments):
 
 def build_run(settings, pipe=None):
     """What a run works with, of the tiny model unless told otherwise."""
-    settings.combine = settings.combine or "sum"
-    pipe, codes, decoder = train.build(pipe or train.load(settings, CPU), settings, CPU)
-    return train.Run(pipe, codes, decoder, Clock(CPU, 0))
+    pipe, policy, decoder = train.build(pipe or train.load(settings, CPU), settings, CPU)
+    return train.Run(pipe, policy, decoder, Phases(CPU, 0))
 
 
 def shorten(setattr):

@@ -11,7 +11,7 @@ from conftest import CODES, CPU, build_run, shorten, tiny_settings
 
 import train
 from benchmarks import glm_image, memory
-from runtime.log import Clock
+from runtime.log import Phases
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_plain_recipe(monkeypatch):
     timings = glm_image.measure_plain(run, settings, 6)
     assert painted == [((1, CODES), 4), ((6, CODES), 6)] and timings["seconds/sample"] > 0  # the first warms up
 
-    cached = run.codes.model.get_base_model().model._cached_decode_position_ids  # (6, 3, T + 1), with the end token's
+    cached = run.policy.model.get_base_model().model._cached_decode_position_ids  # (6, 3, T + 1), with the end token's
     assert (cached[:, :, :-1] == positions[:, len(ids) :]).all()
 
 
@@ -143,7 +143,7 @@ def against_trl(monkeypatch):
 
 def test_our_half_of_the_comparison(against_trl):
     """A step of ours, alternating with one of TRL in which nothing happens."""
-    options, clock = SimpleNamespace(group_size=2, prompts_per_step=1), Clock(CPU, 1)
+    options, clock = SimpleNamespace(group_size=2, prompts_per_step=1), Phases(CPU, 1)
     lora = against_trl.peft.LoraConfig(**against_trl.LORA)
     weights = against_trl.peft.get_peft_model(against_trl.build_model(), lora).state_dict()
     ours, words = against_trl.build_ours(options, weights), against_trl.build_tokenizer()

@@ -29,7 +29,7 @@ from PIL import Image
 import train
 from grpo import compute_advantages
 from runtime import UserError, ranks, settings
-from runtime.log import Clock
+from runtime.log import Phases
 from runtime.metrics import (
     format_step,
     reward_metrics,
@@ -119,8 +119,8 @@ def test_a_run_says_what_it_does(real_run):
 def test_the_forecast_of_a_run_whose_decoder_learns(capsys):
     """A step paints one code sequence of a prompt, an evaluation paints as many as in any run."""
     run = tiny_settings("--train", "decoder", "--group-size", "8", "--guidance-scale", "1.5")
-    run.out = run.prompts = "a-folder-" * 11
-    settings.print_start(run, CPU, 32, 16)
+    run.prompts = "a-folder-" * 11
+    settings.print_start(run, Path("runs/1"), CPU, 32, 16)
     output = capsys.readouterr().out
     assert "a step: 32 pictures of about 272 codes, 12 decoder passes each" in output
     assert "an evaluation: 256 pictures of about 272 codes, 6 decoder passes each" in output
@@ -144,19 +144,22 @@ def test_out_is_by_default_the_next_free_folder(quick):
     assert os.listdir("runs/2") == []
 
 
-def test_a_second_run_that_chose_the_same_folder_is_refused(quick, monkeypatch, capsys):
-    """Both began at the same time: the folder appears while this one loads its model."""
-    load = train.load
+def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
+    """Another begins while this one loads its model: it takes the next number, or is refused before it loads."""
+    load, begun = train.load, []
 
     def slowly(settings, device):
-        Path("runs/1").mkdir(parents=True)
-        Path("runs/1/settings.json").write_text("that of the other")
+        if not begun:
+            begun.append(True)
+            assert quick("--steps", "1") == 0
+            assert quick("--steps", "1", "--out", "runs/1") == 2
+            assert "runs/1 already holds a run" in capsys.readouterr().err
         return load(settings, device)
 
     monkeypatch.setattr(train, "load", slowly)
-    assert quick("--steps", "1") == 2
-    assert "another run has begun in runs/1 meanwhile" in capsys.readouterr().err
-    assert os.listdir("runs/1") == ["settings.json"] and Path("runs/1/settings.json").read_text() == "that of the other"
+    assert quick("--steps", "2") == 0
+    assert sorted(os.listdir("runs")) == ["1", "2"]
+    assert [len(records(f"runs/{name}/metrics.jsonl")) for name in "12"] == [2, 1]
 
 
 def test_targets_are_sorted_as_people_count(tmp_path):
@@ -231,7 +234,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
     for action in settings.build_parser()[0]._actions:
         assert f"{action.option_strings[-1]} " in text
         assert action.help
-    for name in vars(tiny_settings()):
+    for name in vars(tiny_settings()).keys() - {"sequences"}:  # which is decided by --train and --group-size
         assert f"--{name.replace('_', '-')} " in text
     with pytest.raises(UserError):  # no abbreviations: a later flag must not change what a command means
         train.parse_settings(["--group", "4"])
@@ -270,10 +273,6 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--out", "one.txt/run"], "cannot write to one.txt/run"),
         (["--out", "old"], "old already holds a run; choose another --out, or go on with it: --resume old"),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
-        (
-            ["--reward", "a/own.py:f", "--eval-reward", "b/own.py:f"],
-            "--eval-reward: another reward of that name is trained for",
-        ),
         (["--reward", "ssim", "--targets", "none"], "'ssim' compares with target pictures: give --targets"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
         (["--resume", "run", "--out", "other"], "leave out --out"),
@@ -355,7 +354,8 @@ def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps
     for seed in range(seeds):
         first, last = (train.seed_of_step(s, SimpleNamespace(seed=seed, prompts_per_step=4)) for s in (0, steps))
         own, *evaluations = (
-            [start + offset for offset in (0, 2**30, 2**31)] for start in (first, train.EVAL_SEED, train.HELD_OUT_SEED)
+            [start + offset for offset in (0, 2**30, 2**31)]
+            for start in (first, train.SEEDS["evaluation"], train.SEEDS["held out"])
         )
         for start in own:
             for other in {*own, *evaluations[0], *evaluations[1]} - {start}:
@@ -365,7 +365,7 @@ def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps
 def test_a_gpu_is_named_by_its_number(quick, capsys, monkeypatch):
     """Some of torch.cuda takes no other device."""
 
-    def refuse(settings, device, *counts):
+    def refuse(settings, out, device, *counts):
         raise UserError(f"on {device}")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -390,10 +390,14 @@ def test_an_evaluation_is_always_of_the_same_prompts_and_seeds(quick, monkeypatc
     assert quick("--steps", "2", *arguments, "--eval-count", "2", "--out", "run") == 0
     prompts = Path("prompts.txt").read_text().splitlines()
     before, training, after = painted[:4], painted[4:-4], painted[-4:]
-    known = [(prompts[0], train.EVAL_SEED), (prompts[1], train.EVAL_SEED + 1)]
-    assert before == after == [*known, ("a green ring", train.HELD_OUT_SEED), ("a blue ring", train.HELD_OUT_SEED + 1)]
+    known = [(prompts[0], train.SEEDS["evaluation"]), (prompts[1], train.SEEDS["evaluation"] + 1)]
+    assert (
+        before
+        == after
+        == [*known, ("a green ring", train.SEEDS["held out"]), ("a blue ring", train.SEEDS["held out"] + 1)]
+    )
     assert len({seed for _, seed in training}) == len(training) == 2 * prompts_per_step
-    assert max(seed for _, seed in training) < train.EVAL_SEED < train.HELD_OUT_SEED < 2**30
+    assert max(seed for _, seed in training) < train.SEEDS["evaluation"] < train.SEEDS["held out"] < 2**30
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -502,10 +506,10 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
     """Weights move three times in a step where policy and decoder take turns."""
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Clock(CPU, 1)
+    clock = Phases(CPU, 1)
     for phase in ("move", "sample", "move"):
         with clock(phase):
-            assert clock.phase == phase
+            assert clock.name == phase
     assert clock.read() == {"seconds/move": 6, "seconds/sample": 3}
     with clock("move"):
         pass
@@ -521,8 +525,8 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     functions, seen = {"a": (lambda *_: a, 2.0), "b": (lambda *_: b, 0.5)}, []
     settings = tiny_settings("--height", "32", "--width", "32", "--combine", combine)
     run = build_run(settings)
-    monkeypatch.setattr(run.codes, "update", lambda groups: seen.extend(groups) or {})
-    _, raw_rewards, metrics = train.grpo_step(run, settings, functions, ["a red circle"], None, 0)
+    monkeypatch.setattr(run.policy, "update", lambda groups: seen.extend(groups) or {})
+    rolled, metrics = train.grpo_step(run, settings, functions, ["a red circle"], None, 0)
     total = 2 * a + 0.5 * b
     if combine == "zscore":
         total = 2 * compute_advantages(a, 4) + 0.5 * compute_advantages(b, 4)
@@ -531,7 +535,9 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     torch.testing.assert_close(advantages, compute_advantages(total, 4), atol=1e-5, rtol=0)
     assert advantages[2] == 0 and advantages[1] < 0 < advantages[3]
     assert metrics["entropy"] == pytest.approx(-seen[0].old_logprobs.mean().item()) and metrics["entropy"] > 0
-    assert all(raw_rewards[name].tolist()[3] == values[3] for name, values in (("a", a), ("b", b))), "the log has these"
+    assert all(rolled.raw_rewards[name].tolist()[3] == values[3] for name, values in (("a", a), ("b", b))), (
+        "the log has these"
+    )
 
 
 def test_several_rewards_are_combined_by_zscores_unless_told_otherwise(quick):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import rewards
 import train
-from decoder import PathScheduler, gaussian_move, log_density, repeat_for_moves
-from grpo import Group, Offload, compute_advantages
+from decoder import PathScheduler, gaussian_step, log_density, repeat_for_steps
+from grpo import Offload, compute_advantages
 from runtime import checkpoints
 
 PROMPTS = ["a red circle on a pink background", "a blue cross on a white background"]
@@ -39,11 +39,15 @@ def roll_out(run, settings, seed=5):
     """The moves of a lone code sequence of each prompt, with their advantages; 10 codes, the decoder sees 4."""
     targets = [draw("circle", "red", "pink"), draw("cross", "blue", "white")]
     codes = torch.randint(1024, (2, 1, 10), generator=torch.Generator().manual_seed(seed))
-    groups = [Group(None, None, tokens, None, None) for tokens in codes]
-    images, moves = train.paint(run, PROMPTS, groups, settings, seed)
+    rolled = [
+        train.paint(run, prompt, group, settings, settings.paintings, seed + i)
+        for i, (prompt, group) in enumerate(zip(PROMPTS, codes))
+    ]
+    images = [image for images, _ in rolled for image in images]
+    moves = [step for _, steps in rolled for step in steps]
     raw_rewards = rewards.score(REWARDS, images, PROMPTS, targets)
-    combined = rewards.combine(raw_rewards, rewards.weights_of(REWARDS), settings.group_size, "zscore")
-    train.set_advantages(moves, repeat_for_moves(combined, moves))
+    combined = rewards.combine(raw_rewards, rewards.weights_of(REWARDS), settings.paintings, "zscore")
+    train.set_advantages(moves, repeat_for_steps(combined, moves))
     return moves
 
 
@@ -62,18 +66,18 @@ def adapter(model):
 def test_a_move_by_hand():
     """x = 0.5, v = 1, from level 0.8 to 0.6: clean = -0.3, noise = 0.7."""
     x, v = torch.tensor([[[[0.5]]]]), torch.tensor([[[[1.0]]]])
-    mean, std = gaussian_move(x, v, 0.8, 0.6, 0.5)
+    mean, std = gaussian_step(x, v, 0.8, 0.6, 0.5)
     expected_std = 0.6 * math.sin(math.pi / 4)
     assert std == pytest.approx(expected_std)
     assert mean.item() == pytest.approx(0.4 * -0.3 + math.sqrt(0.36 - expected_std**2) * 0.7, abs=1e-6)
-    assert gaussian_move(x, v, 0.8, 0.0, 0.5)[1] == 0, "the last move is the ODE's"
+    assert gaussian_step(x, v, 0.8, 0.0, 0.5)[1] == 0, "the last move is the ODE's"
 
 
 def test_a_move_keeps_the_level_of_noise():
     """Of clean = 2 and unit noise, drawn many times: mean (1 - s') clean, spread s'."""
     torch.manual_seed(0)
     clean, noise = torch.full((200_000, 1, 1, 1), 2.0), torch.randn(200_000, 1, 1, 1)
-    mean, std = gaussian_move(0.3 * clean + 0.7 * noise, noise - clean, 0.7, 0.4, 0.7)
+    mean, std = gaussian_step(0.3 * clean + 0.7 * noise, noise - clean, 0.7, 0.4, 0.7)
     after = mean + std * torch.randn_like(mean)
     assert after.mean().item() == pytest.approx(0.6 * 2, abs=5e-3)
     assert after.std().item() == pytest.approx(0.4, abs=5e-3)
@@ -103,7 +107,7 @@ def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, 
     x = latents
     for t, (level, next_level) in zip(stock.timesteps, stock.sigmas.unfold(0, 2, 1).tolist(), strict=True):
         v = torch.randn_like(x)
-        mean, std = gaussian_move(x, v, level, next_level, 0.0)
+        mean, std = gaussian_step(x, v, level, next_level, 0.0)
         x = stock.step(v, t, x, return_dict=False)[0]
         assert std == 0 and torch.equal(mean, x)
 
@@ -153,10 +157,10 @@ def draws(move):
 
 def test_no_two_paintings_share_their_draws():
     """Of a code sequence, of two of a prompt, of neighbouring prompts, of steps, and of seeds that differ by one."""
-    run, _ = build("--train", "both", "--group-size", "3", "--paintings", "2")
+    run, settings = build("--train", "both", "--group-size", "3", "--paintings", "2")
     codes, found = torch.zeros(3, 10, dtype=torch.long), []
     for seed in (5, 6, 1005):
-        images, moves = run.decoder.paint(train.decode_images, PROMPTS[0], codes, 2, seed)
+        images, moves = train.paint(run, PROMPTS[0], codes, settings, 2, seed)
         assert len(images) == 6 and len(moves) == 3 * 2
         found += [draw for move in moves for draw in draws(move)]
     assert len(found) == 3 * 3 * 2 * 2  # seeds, code sequences, moves, paintings
@@ -216,8 +220,8 @@ def test_the_reference_is_the_decoder_without_its_adapter():
     for move in moves:
         torch.testing.assert_close(move.ref_logprobs, move.old_logprobs, atol=1e-3, rtol=0)
     assert metrics["kl"] > 0
-    base = adapter(run.codes.model)
-    assert base and all(p.grad is None for p in run.codes.model.parameters()), "the codes' half is left alone"
+    base = adapter(run.policy.model)
+    assert base and all(p.grad is None for p in run.policy.model.parameters()), "the codes' half is left alone"
 
 
 # ---- credit ---------------------------------------------------------------------------------------------------------
@@ -226,7 +230,7 @@ def test_the_reference_is_the_decoder_without_its_adapter():
 def watched(run, monkeypatch):
     """What each learner is given to learn from."""
     seen = {}
-    for name, learner in (("codes", run.codes), ("decoder", run.decoder)):
+    for name, learner in (("codes", run.policy), ("decoder", run.decoder)):
         monkeypatch.setattr(learner, "update", lambda groups, name=name: seen.update({name: groups}) or {"skipped": 0})
     return seen
 
@@ -243,9 +247,9 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         given.update(prompts=prompts, targets=targets, images=len(images))
         return values
 
-    images, _, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, PROMPTS, ["a", "b"], 5)
+    rolled, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, PROMPTS, ["a", "b"], 5)
     expected = {"prompts": [PROMPTS[0]] * 8 + [PROMPTS[1]] * 8, "targets": ["a"] * 8 + ["b"] * 8, "images": 16}
-    assert given == expected and len(images) == 16 and metrics["decoder/skipped"] == 0
+    assert given == expected and len(rolled.images) == 16 and metrics["decoder/skipped"] == 0
     means = values.view(4, 4).nanmean(1)
     for i, group in enumerate(seen["codes"]):
         own = means[2 * i : 2 * i + 2]
@@ -273,16 +277,16 @@ def test_zscores_of_several_rewards_are_of_the_groups_that_are_compared(monkeypa
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch):
     run, settings = build("--decoder-lr", "0.002")
-    assert [learner.optimizer.param_groups[0]["lr"] for learner in (run.codes, run.decoder)] == [0.001, 0.002]
-    before, sampled, sample = [p.detach().clone() for p in adapter(run.codes.model)], [], run.codes.sample
+    assert [learner.optimizer.param_groups[0]["lr"] for learner in (run.policy, run.decoder)] == [0.001, 0.002]
+    before, sampled, sample = [p.detach().clone() for p in adapter(run.policy.model)], [], run.policy.sample
     monkeypatch.setattr(
-        run.codes, "sample", lambda prompts, size, seed: sampled.append(size) or sample(prompts, size, seed)
+        run.policy, "sample", lambda prompts, size, seed: sampled.append(size) or sample(prompts, size, seed)
     )
     targets = [draw("circle", "red", "pink"), draw("cross", "blue", "white")]
-    images, raw_rewards, metrics = train.grpo_step(run, settings, REWARDS, PROMPTS, targets, 5)
-    assert sampled == [1] and len(images) == len(raw_rewards["ssim"]) == 2 * 3
+    rolled, metrics = train.grpo_step(run, settings, REWARDS, PROMPTS, targets, 5)
+    assert sampled == [1] and len(rolled.images) == len(rolled.raw_rewards["ssim"]) == 2 * 3
     assert "groups_without_spread" not in metrics and metrics["decoder/groups_without_spread"] == 0
-    assert all(torch.equal(p, b) for p, b in zip(adapter(run.codes.model), before))
+    assert all(torch.equal(p, b) for p, b in zip(adapter(run.policy.model), before))
     assert any(p.abs().max() > 0 for n, p in run.decoder.model.named_parameters() if "lora_B" in n)
 
 
@@ -290,11 +294,11 @@ def taking_turns(monkeypatch, offload):
     """A step of both halves: Adam's first moments, and whether the weights that a piece of work needs were brought up."""
     run, settings = build("--train", "both", "--group-size", "2", "--paintings", "2", "--kl-coef", "0.1")
     weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
-    head = run.codes.model.get_base_model().lm_head.weight
+    head = run.policy.model.get_base_model().lm_head.weight
     if offload:
-        models = [run.codes.model, *train.painters(run.pipe)]
-        run = train.Run(run.pipe, run.codes, run.decoder, train.Clock(CPU, 0, offload=Offload(models, CPU)))
-    adapters = adapter(run.codes.model) + adapter(run.decoder.model)
+        models = [run.policy.model, *train.painters(run.pipe)]
+        run = train.Run(run.pipe, run.policy, run.decoder, train.Phases(CPU, 0, offload=Offload(models, CPU)))
+    adapters = adapter(run.policy.model) + adapter(run.decoder.model)
     home, own, places, seen = weight.data_ptr(), head.data_ptr(), [p.data_ptr() for p in adapters], []
 
     def watch(owner, name, look):
@@ -304,11 +308,11 @@ def taking_turns(monkeypatch, offload):
     for owner, name in ((run.decoder, "logprobs"), (train, "decode_images")):
         watch(owner, name, lambda: weight.data_ptr() != home and head.data_ptr() == own)
     for name in ("sample", "logprobs"):
-        watch(run.codes, name, lambda: head.data_ptr() != own and weight.data_ptr() == home)
+        watch(run.policy, name, lambda: head.data_ptr() != own and weight.data_ptr() == home)
     targets = [draw("circle", "red", "pink"), draw("cross", "blue", "white")]
     train.grpo_step(run, settings, REWARDS, PROMPTS, targets, 5)
     assert [p.data_ptr() for p in adapters] == places, "what is trained stays"
-    optimizers = [run.codes.optimizer, run.decoder.optimizer]
+    optimizers = [run.policy.optimizer, run.decoder.optimizer]
     moments = [optimizer.state[p]["exp_avg"] for optimizer in optimizers for p in optimizer.state]
     return torch.cat([moment.flatten() for moment in moments]), seen
 
@@ -341,7 +345,7 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(quick):
         return train.decode_images(pipe, PROMPTS[0], codes, settings, 3)[0]
 
     run, _ = build("--train", "both")
-    checkpoints.load(Path("run"), {"": run.codes, "decoder": run.decoder})
+    checkpoints.load(Path("run"), train.learners_of(run.policy, run.decoder))
     here = train.decode_images(run.pipe, PROMPTS[0], codes, settings, 3)[0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
     assert difference.max() <= 1
@@ -445,7 +449,7 @@ def test_paintings_give_their_rewards_to_all_moves_on_their_paths():
     """Two code sequences, painted four times each, in three moves."""
     moves = [SimpleNamespace(old_logprobs=torch.zeros(4, 9)) for _ in range(6)]
     combined = torch.tensor([1.0, 2, 3, 5, 0, 0, 0, 8])
-    train.set_advantages(moves, repeat_for_moves(combined, moves))
+    train.set_advantages(moves, repeat_for_steps(combined, moves))
     expected = compute_advantages(combined, 4).split(4)
     assert all(torch.equal(move.advantages, expected[i // 3]) for i, move in enumerate(moves))
 

@@ -64,7 +64,7 @@ def test_pictures_are_judged_as_they_will_be_deployed(quick, monkeypatch):
     seen, decode = [], train.decode_images
 
     def decode_images(pipe, prompt, tokens, settings, seed):
-        seen.append((seed >= train.EVAL_SEED, settings.decode_steps, settings.guidance_scale))
+        seen.append((seed >= train.SEEDS["evaluation"], settings.decode_steps, settings.guidance_scale))
         return decode(pipe, prompt, tokens, settings, seed)
 
     monkeypatch.setattr(train, "decode_images", decode_images)
@@ -259,8 +259,9 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     assert len(records("run/metrics.jsonl")) == 2
     before, _ = records("run/evaluation.jsonl")
     assert before == records("base/evaluation.jsonl")[0]
-    assert {"held_out/reward/pickscore", "held_out/reward/clip", "held_out/reward/hps"} <= before.keys()
-    assert "24 decoder passes each" in capsys.readouterr().out
+    assert {f"held_out/reward/{name}={clip}" for name in ("pickscore", "clip", "hps")} <= before.keys()
+    output = capsys.readouterr().out
+    assert "24 decoder passes each" in output and ", clip -" in output, "for people without the folder"
 
 
 def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):

@@ -72,9 +72,9 @@ def test_place_puts_models_where_they_belong(monkeypatch):
     monkeypatch.setattr(gpu.psutil, "virtual_memory", lambda: host)
     offload = place([model], tiny_settings(), device, forward)
     assert isinstance(offload, Offload) and list(offload.homes) == [model] and offload.device == device
-    offload.left()
+    offload.on_evict()
     assert released == [1]
-    place([model], tiny_settings(), device, None).left()  # nothing is captured, nothing to release
+    place([model], tiny_settings(), device, None).on_evict()  # nothing is captured, nothing to release
 
     host.available -= 1
     with pytest.raises(UserError, match=r"needs 0.0 GB of free host memory, .* --offload no"):
@@ -357,9 +357,9 @@ def test_compile_is_for_gpus_unless_asked_for(monkeypatch):
     shorten(monkeypatch.setattr)
     for choice, kind in (("auto", type(None)), ("no", type(None)), ("yes", CapturedForward)):
         run = build_run(settings := tiny_settings("--compile", choice))
-        assert type(run.codes.forward) is kind
+        assert type(run.policy.forward) is kind
     assert (
-        run.codes.forward.num_new_tokens == train.encode_prompt(run.pipe.processor, "a ring", settings.height, 128)[2]
+        run.policy.forward.num_new_tokens == train.encode_prompt(run.pipe.processor, "a ring", settings.height, 128)[2]
     )
 
 

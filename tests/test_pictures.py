@@ -118,7 +118,7 @@ def run():
 
 
 @pytest.mark.parametrize(
-    ("half", "layers", "place"), [("codes", 4 * 6, ".language_model."), ("decoder", 3 * 4, ".attn1.")]
+    ("half", "layers", "place"), [("policy", 4 * 6, ".language_model."), ("decoder", 3 * 4, ".attn1.")]
 )
 def test_the_adapters_sit_where_they_belong(run, half, layers, place):
     learner = getattr(run, half)
@@ -134,19 +134,19 @@ def test_the_adapters_sit_where_they_belong(run, half, layers, place):
 
 
 def test_only_adapters_are_trained(run):
-    for module in (run.codes.model, *train.painters(run.pipe)):
+    for module in (run.policy.model, *train.painters(run.pipe)):
         assert all(p.requires_grad == ("lora_" in name) for name, p in module.named_parameters())
 
 
 def test_the_vision_tower_is_left_behind(run):
-    names = [name for module in (run.codes.model, *train.painters(run.pipe)) for name, _ in module.named_parameters()]
+    names = [name for module in (run.policy.model, *train.painters(run.pipe)) for name, _ in module.named_parameters()]
     assert not [name for name in names if ".visual." in name or ".vqmodel." in name]
     assert len(train.painters(run.pipe)) == 3, "glyph encoder, transformer, VAE"
 
 
 def test_the_seed_fixes_the_adapters_start(run):
     def start(run):
-        learners = (run.codes, run.decoder)
+        learners = (run.policy, run.decoder)
         return torch.cat(
             [p.detach().flatten() for half in learners for p in half.model.parameters() if p.requires_grad]
         )
@@ -169,8 +169,8 @@ def logprobs(pipe, model, prompt, tokens):
 def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     """What a run saves, the checkpoints too, loaded by transformers: the policy as trained, and not the base."""
     assert quick("--steps", "2", "--lr", "0.05", "--group-size", "4", "--out", "run") == 0
-    trained = build_run(small()).codes
-    checkpoints.load(Path("run"), {"": trained})
+    trained = build_run(small()).policy
+    checkpoints.load(Path("run"), {"codes": trained})
     tokens = codes(2, 40)
     expected = logprobs(pipe, trained.model, PROMPT, tokens)
     for folder in ("run/adapter", "run/checkpoints/000002"):

@@ -102,7 +102,6 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts(quick, start):
     adapters = [Path(f"adapter-{rank}").read_bytes() for rank in range(2)]
     assert adapters[0] == adapters[1], "all ranks make the same steps"
     assert resume("two", "--steps", "4") == 2, "half the ranks would make other steps"
-    assert resume("two", "--steps", "0") == 0, "but an evaluation is anybody's"
 
 
 def test_ranks_resume_as_if_they_had_not_stopped(start):
@@ -218,20 +217,22 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
 def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
     """Three on two ranks, in two chunks each: the fourth, which keeps them in step, is painted and does not count."""
     settings = SimpleNamespace(
-        eval_count=3, group_size=2, prompts_per_step=1, eval_decode_steps=1, eval_guidance_scale=1
-    )
+        eval_count=3, group_size=2, prompts_per_step=1, eval_decode_steps=3, eval_guidance_scale=1,
+        decode_steps=1, guidance_scale=1, height=32, width=32, micro_batch_size=4,
+    )  # fmt: skip
+    data = train.Data(None, None, {"r": (None, 2.0)}, {})
     prompts, scored = Prompts(["a", "b", "c", "d", "e"], None), []
 
-    def grpo_step(run, deployed, rewards, texts, targets, seed):
-        assert (deployed.train, deployed.decode_steps, seed) == ("nothing", 1, 100 + "abcd".index(texts[0]))
+    def rollout(run, pictures, rewards, texts, targets, seed, size):
+        assert (pictures.decode_steps, size, seed) == (3, 2, 100 + "abcd".index(texts[0]))
         values = torch.full((2,), float("abcd".index(texts[0])))
-        return [f"{texts[0]}1", f"{texts[0]}2"], {"r": values}, {}
+        return train.Rollout([], [], [f"{texts[0]}1", f"{texts[0]}2"], {"r": values})
 
-    monkeypatch.setattr(train, "grpo_step", grpo_step)
+    monkeypatch.setattr(train, "rollout", rollout)
     monkeypatch.setattr(ranks, "gather", lambda part: scored.append(part) or list(scored))
     for rank in range(2):
         as_rank(monkeypatch, rank, 2)
-        metrics, shown = train.evaluate(None, settings, {"r": (None, 2.0)}, {}, prompts, 100)
+        metrics, shown = train.evaluate(None, settings, data, prompts, 100)
     assert (
         metrics["reward/r"] == (0 + 1 + 2) / 3
         and metrics["reward"] == 2

@@ -159,12 +159,13 @@ def test_lpips_is_the_published_formula(tmp_path):
 @pytest.mark.parametrize("name", ["mse", "ssim", "lpips"])
 def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_path):
     tiny_lpips(tmp_path)
-    parsed = rewards.parse_rewards(f"lpips={tmp_path}" if name == "lpips" else name)
+    name = f"lpips={tmp_path}" if name == "lpips" else name
+    parsed = rewards.parse_rewards(name)
     images = noise(3)
     with pytest.raises(rewards.NoTargets, match="--targets"):
         parsed[name][0](images, [""] * 3, None)
     with pytest.raises(
-        rewards.NoTargets, match=f"^reward '{name}' compares with .*, or take another reward$"
+        rewards.NoTargets, match=f"^reward '{name.split('=')[0]}' compares with .*, or take another reward$"
     ) as caught:
         rewards.score(parsed, images, [""] * 3, None)
     assert isinstance(caught.value, ValueError)
@@ -366,7 +367,7 @@ def test_clip_is_the_cosine_by_hand(name, tmp_path):
     vectors = [vectors_by_hand(folder, i.convert("RGB"), p) for i, p in zip(images, CAPTIONS, strict=True)]
     expected = [(a @ b).item() for a, b in vectors]
     assert np.std(expected) > 0.05, "a test that tells prompts and pictures apart"
-    same(raw_rewards[name], expected)
+    same(raw_rewards[f"{name}={folder}"], expected)
     same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
 
 
@@ -417,7 +418,7 @@ def test_aesthetic_is_the_head_by_hand(tmp_path):
 def test_clip_and_aesthetic_share_one_model(tmp_path):
     tiny_head(tiny_clip(tmp_path))
     parsed = rewards.parse_rewards(f"clip={tmp_path},aesthetic={tmp_path}")
-    assert parsed["clip"][0].model is parsed["aesthetic"][0].model
+    assert parsed[f"clip={tmp_path}"][0].model is parsed[f"aesthetic={tmp_path}"][0].model
 
 
 def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
@@ -638,7 +639,7 @@ def test_a_reward_from_the_users_own_file(tmp_path):
         parsed = rewards.parse_rewards(spec)
         for call in (1, 2):  # the file's own variables live on
             raw_rewards = rewards.score(parsed, [image], [""], [image])
-            assert raw_rewards["mine.py:red"].item() == pytest.approx(0.2 * call)
+            assert raw_rewards[name].item() == pytest.approx(0.2 * call)
             assert rewards.combine(raw_rewards, rewards.weights_of(parsed)).item() == pytest.approx(0.2 * call * weight)
 
 
@@ -668,7 +669,7 @@ def test_an_own_reward_may_be_called_inf_and_import_what_lies_beside_it(tmp_path
     for spec, weight in ((f"{tmp_path}/mine.py:inf", 1), (f"{tmp_path}/mine.py:inf:2", 2)):
         parsed = rewards.parse_rewards(spec)
         assert next(iter(parsed.values()))[1] == weight
-        assert rewards.score(parsed, noise(2), ["a"], None)["mine.py:inf"].tolist() == [7, 7]
+        assert rewards.score(parsed, noise(2), ["a"], None)[f"{tmp_path}/mine.py:inf"].tolist() == [7, 7]
     with pytest.raises(rewards.RewardError, match=r"ZeroDivisionError: division by zero \(mine.py, line 8\)"):
         rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:bad"), noise(2), ["a"], None)
     (tmp_path / "other.py").write_text(

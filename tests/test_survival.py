@@ -86,26 +86,37 @@ def test_zero_steps_evaluates_only(quick):
     before, after = records("run/evaluation.jsonl")
     assert before == records("base/evaluation.jsonl")[0]
     left = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-    assert resume("run", "--steps", "0", "--out", "judged") == 0
-    assert records("judged/evaluation.jsonl") == [after], "of the trained adapter"
-    assert resume("run", "--steps", "0", "--eval-count", "2", "--eval-reward", "mse", "--eval-decode-steps", "2") == 0
-    (record,) = records("runs/1/evaluation.jsonl")
-    assert record["prompts"] == 2 and record["step"] == 3, "of other prompts, painted otherwise"
-    Path("new.txt").write_text("a green ring\n")
-    assert resume("run", "--steps", "0", "--eval-prompts", "new.txt", "--out", "new") == 0, "whose targets are none"
-    assert records("new/evaluation.jsonl")[0]["held_out/reward"] is None
+    for folder in ("run", "run/adapter", "run/checkpoints/000003"):
+        assert quick("--adapter", folder, "--steps", "0") == 0
+        (record,) = records(max(Path("runs").iterdir()) / "evaluation.jsonl")
+        assert record | {"step": 3} == after, "of the trained adapter"
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
-    for again in (["--out", "judged"], ["--out", "run"], ["--out", "run/"]):  # it would be read as of this adapter
-        assert resume("run", "--steps", "0", *again) == 2
-    assert quick("--steps", "1", "--out", "judged") == 2
-    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
-    assert resume("run", "--steps", "0", "--eval-targets", "none", "--out", "without") == 0
-    assert records("without/evaluation.jsonl")[0]["held_out/reward"] is None
-    assert resume("run", "--steps", "0", "--lr", "0.2") == 2
+    assert resume("run", "--steps", "0") == 2
     assert resume("run", "--eval-count", "2") == 2
     Path("run/evaluation.jsonl").write_text(json.dumps(before) + "\n")  # as if it had been killed before the last one
     assert resume("run") == 0
     assert records("run/evaluation.jsonl") == [before, after]
+
+
+def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, capsys):
+    """Other prompts and another rate; the first KL is 0, and resumed it is as if it had not stopped."""
+    assert quick(*write_reward(""), "--steps", "2", "--group-size", "4", "--out", "first") == 0
+    second = [*write_reward(""), "--adapter", "first", "--group-size", "4", "--kl-coef", "0.5", "--lr", "0.03"]
+    assert quick(*second, "--steps", "3", "--out", "straight") == 0
+    kls = [line["kl"] for line in records("straight/metrics.jsonl") if line["kl"] is not None]
+    assert kls[0] == pytest.approx(0, abs=1e-6) and kls[1] > 1e-5
+    assert records("straight/evaluation.jsonl")[0] == records("first/evaluation.jsonl")[-1] | {"step": 0}
+    assert quick(*second, "--steps", "1", "--out", "stopped") == 0
+    assert resume("stopped", "--steps", "3") == 0
+    same_run("straight", "stopped")
+    for flags, words in (
+        (["--lora-rank", "8"], "with --lora-rank 16 --lora-alpha 32"),
+        (["--lora-alpha", "8"], "alpha 32"),
+    ):
+        assert quick(*second, *flags) == 2
+        assert words in error_of(capsys)
+    assert quick(*second, "--adapter", "nowhere") == 2
+    assert "there is no adapter in nowhere" in error_of(capsys)
 
 
 def test_checkpoints_are_pruned_but_for_the_best(quick, monkeypatch):

@@ -72,36 +72,19 @@ def shows(images, prompts, targets=None):
 def paint(samples, prompts, adapter=None):
     """`samples` pictures of each prompt, prompt after prompt, by the shipped model or with the adapters of a folder."""
     import train  # here, for as a reward this file has no use for it
-    from runtime.log import Clock
+    from runtime.log import Phases
 
-    settings = train.parse_settings(["--model", train.TINY])
-    settings.train, settings.group_size, device = "nothing", samples, torch.device("cpu")
-    pipe, codes, _ = train.build(train.load(settings, device), settings, device)
-    if adapter:
-        load_adapters(Path(adapter), codes, pipe)
-    run, images = train.Run(pipe, codes, None, Clock(device, len(prompts))), []
+    settings = train.parse_settings(["--model", train.TINY, *(["--adapter", adapter] if adapter else [])])
+    device = torch.device("cpu")
+    pipe, policy, _ = train.build(train.load(settings, device), settings, device)
+    run = train.Run(pipe, policy, None, Phases(device, len(prompts)))
+    images = []
     for i in range(0, len(prompts), 4):
-        images += train.grpo_step(run, settings, {}, prompts[i : i + 4], None, SEED + i)[0]
-        run.clock.bar.update(len(prompts[i : i + 4]))
-    run.clock.bar.close()
+        some = prompts[i : i + 4]
+        images += train.rollout(run, train.picture_settings(settings), {}, some, None, SEED + i, samples).images
+        run.phase.bar.update(len(some))
+    run.phase.bar.close()
     return images
-
-
-def load_adapters(folder, codes, pipe):
-    """Those of a run, or one by itself, of either half."""
-    found = False
-    if (folder / "decoder").is_dir():
-        raise OSError(f"{folder} is a checkpoint of a decoder that learns: give --adapter the folder of the ended run")
-    for place in (folder, folder / "adapter", folder / "decoder-adapter"):
-        if (place / "adapter_config.json").is_file():
-            codes.model.load_adapter(str(place), "trained")
-            codes.model.set_adapter("trained")
-            found = True
-        if (place / "pytorch_lora_weights.safetensors").is_file():
-            pipe.transformer.load_lora_adapter(str(place), prefix=None, use_safetensors=True)
-            found = True
-    if not found:
-        raise OSError(f"there is no adapter in {folder}: give --adapter the folder of a run that has ended")
 
 
 def count_right(name, options):
