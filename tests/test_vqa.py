@@ -124,7 +124,7 @@ def test_the_reward_is_the_mean_over_the_questions_and_the_whole_prompt(folder):
     found = vqa([one, two, one], [LEMONS, LEMONS, "no questions about this"], None)
     rows = {json.loads(line)["prompt"]: json.loads(line)["questions"] for line in rewards.QUESTIONS.open()}
     asked = [whole(LEMONS), *rows[LEMONS]]
-    assert len(asked) == 5
+    assert len(asked) == 7
     for value, image in zip(found[:2].tolist(), (one, two), strict=True):
         assert value == pytest.approx(np.mean([by_generate(folder, image, question) for question in asked]), abs=1e-4)
     assert found[2].item() == pytest.approx(by_generate(folder, one, whole("no questions about this")), abs=1e-4)
