@@ -246,22 +246,34 @@ class Aesthetic(Clip):
 
 # ---- questions to a vision-language model --------------------------------------------------------------------------
 
+SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
 QUESTIONS = Path(__file__).parent / "prompts" / "questions.jsonl"
+QUESTIONS_FORM = '{"prompt": "...", "questions": ["...?"], "foils": ["...?"]}'
+CHINESE = re.compile("[\u4e00-\u9fff]")
 AT_ONCE = 8  # questions in a pass
 
 
 class Vqa:
-    """Log-odds of yes against no, the mean over the questions about a picture.
+    """How sure a vision-language model is of the right answers about a picture, in 0..1: the mean over the questions.
 
     Every prompt has the question whether the picture shows it (VQAScore, Lin et al. 2024). Those in a file of questions
-    have theirs too, each about one thing (Soft-TIFA, Kamath et al. 2025). Log-odds, for the probability is near 0 or 1
-    for most pictures, and groups of equal rewards teach nothing.
+    have theirs too, each about one thing: questions that a right picture answers by yes, and foils that it answers by
+    no ("Is the carrot orange?" of a purple one), or any picture would please a model that agrees with everything.
 
-    model: folder or hub id of an AutoModelForImageTextToText with a chat template. questions: a file of lines
-    {"prompt": ..., "questions": [...]}, which a right picture answers by yes.
+    A question counts sigmoid(odds / 2), odds being the log-odds of the right answer: bounded on both sides. Log-odds as
+    they are would pay as much for a lemon that grows more certain (+5 to +9) as for a number put right (-2 to +2): here
+    .06 and .46. log P has no floor: one question that no picture passes would rule the mean. The odds are halved, for P
+    itself is near 0 or 1 for most pictures, and groups of equal rewards teach nothing. Soft-TIFA (Kamath et al. 2025)
+    differs in two ways: it averages P, and it asks "How many lemons?" and takes the probability of the number.
+
+    model: folder or hub id of an AutoModelForImageTextToText with a chat template. questions: see read_questions.
+    SMOLVLM knows English only and is not shown Chinese prompts: NaN, unless the file has questions about them. Prompts
+    that quote text are asked about like all others: the reward text sees the letters, but not the sign they are on.
     """
 
     def __init__(self, model, questions=QUESTIONS):
+        self.questions = read_questions(questions)
+        self.reads_chinese = model != SMOLVLM
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         self.model = _pretrained(AutoModelForImageTextToText, model, dtype)
         self.processor = AutoProcessor.from_pretrained(model)
@@ -270,21 +282,39 @@ class Vqa:
         self.yes, self.no = answer_ids(tokenizer, "yes"), answer_ids(tokenizer, "no")
         if self.processor.chat_template is None or not (self.yes and self.no):
             raise ValueError("it cannot be asked: it has no chat template, or no tokens for yes and no")
-        lines = filter(str.strip, Path(questions).read_text(encoding="utf-8").splitlines())
-        self.questions = {line["prompt"]: line["questions"] for line in map(json.loads, lines)}
-        if not all(isinstance(several, list) for several in self.questions.values()):
-            raise ValueError(f"in {questions} the questions of a prompt have to be a list")
 
     def __call__(self, images, prompts, targets):
-        asked = [(i, question) for i, prompt in enumerate(prompts) for question in self.about(prompt)]
-        with lend_gpu(self.model) as device:
-            parts = [asked[at : at + AT_ONCE] for at in range(0, len(asked), AT_ONCE)]
-            odds = torch.cat([self.log_odds([(images[i], q) for i, q in part], device) for part in parts])
-        rows = torch.tensor([i for i, _ in asked])
-        return torch.zeros(len(images)).index_add(0, rows, odds) / rows.bincount()
+        asked = [(i, q, sign) for i, prompt in enumerate(prompts) for q, sign in self.about(prompt).items()]
+        values = self.values([(images[i], question, sign) for i, question, sign in asked])
+        rows = torch.tensor([i for i, _, _ in asked], dtype=torch.long)
+        return torch.zeros(len(images)).index_add(0, rows, values) / rows.bincount(minlength=len(images))
+
+    def answers(self, image, prompt):
+        """{question: value in 0..1} of one picture, to look at: near 1 for a right picture, foils too."""
+        about = self.about(prompt)
+        values = self.values([(image, question, sign) for question, sign in about.items()])
+        return dict(zip(about, values.tolist(), strict=True))
+
+    def coverage(self, prompts):
+        """How many of the prompts have questions of their own: "questions for 3 of 12 prompts"."""
+        return f"questions for {sum(p.strip() in self.questions for p in prompts)} of {len(prompts)} prompts"
 
     def about(self, prompt):
-        return [f'Does this image show "{prompt}"?', *self.questions.get(prompt, ())]
+        """{question: 1 where a right picture answers yes, -1 where it answers no}, the general one first."""
+        prompt = prompt.strip()
+        own = self.questions.get(prompt, {})
+        if CHINESE.search(prompt) and not self.reads_chinese:
+            return own
+        unnested = prompt.replace('"', "'")  # for the question puts the prompt itself in quotes
+        return {f'Does this image show "{unnested}"?': 1} | own
+
+    def values(self, asked):
+        """(image, question, sign) each -> (Q,) float32 on the CPU, in 0..1."""
+        parts = [asked[at : at + AT_ONCE] for at in range(0, len(asked), AT_ONCE)]
+        with lend_gpu(self.model) as device:
+            odds = [self.log_odds([(image, question) for image, question, _ in part], device) for part in parts]
+        signs = torch.tensor([float(sign) for _, _, sign in asked])
+        return (signs * torch.cat([torch.zeros(0), *odds]) / 2).sigmoid()
 
     def log_odds(self, asked, device):
         """(image, question) each -> (B,) float32 on the CPU, from the first token of the answers, in one pass."""
@@ -308,6 +338,31 @@ def answer_ids(tokenizer, word):
     return sorted(i for i in ids if word.startswith(tokenizer.decode([i]).strip().lower() or " "))
 
 
+def read_questions(path):
+    """{prompt: {question: 1, foil: -1}} of a file with one line like QUESTIONS_FORM per prompt; foils may be left out.
+
+    Prompts are stripped: a space at the end parts none from its questions. Raises ValueError for a line of another form.
+    """
+    found = {}
+    with open(path, "rb") as lines:  # so that what is not UTF-8 is a line of another form too
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                prompt, signs = _signed(**json.loads(line))
+            except (TypeError, ValueError):
+                raise ValueError(f"line {number} of {path} is not of the form {QUESTIONS_FORM}") from None
+            found.setdefault(prompt, {}).update(signs)
+    return found
+
+
+def _signed(prompt, questions, foils=()):
+    lists = isinstance(questions, list) and isinstance(foils, list | tuple)
+    if not lists or not all(isinstance(text, str) for text in (prompt, *questions, *foils)):
+        raise TypeError
+    return prompt.strip(), dict.fromkeys(questions, 1) | dict.fromkeys(foils, -1)
+
+
 # ---- from the command line to one number a picture -----------------------------------------------------------------
 
 CLIP_L, CLIP_H = "openai/clip-vit-large-patch14", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -322,7 +377,7 @@ REWARDS = {  # name: a function, or what to make and where its weights come from
     "pickscore": (Clip, {"model": "yuvalkirstain/PickScore_v1", "processor": CLIP_H}),
     "hps": (Clip, {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
     "aesthetic": (Aesthetic, {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"}),
-    "vqa": (Vqa, {"model": "HuggingFaceTB/SmolVLM-Instruct"}),
+    "vqa": (Vqa, {"model": SMOLVLM}),
 }
 
 

@@ -1,7 +1,9 @@
-"""The reward vqa on a tiny random vision-language model: its log-odds against transformers' generate(), means by hand."""
+"""The reward vqa on a tiny random vision-language model: log-odds against transformers' generate(), values by hand."""
 
 import json
-from pathlib import Path
+import math
+import re
+import runpy
 
 import numpy as np
 import pytest
@@ -35,6 +37,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 LEMONS = "Exactly five ripe lemons in a row on a pale blue kitchen table, nothing else on it."  # of prompts/train.txt
+TEA = "一张茶馆的木质招牌，上面写着「清风明月共此一壶茶」。"
 
 
 def build_tokenizer(words):
@@ -100,7 +103,24 @@ def whole(prompt):
     return f'Does this image show "{prompt}"?'
 
 
-# ---- log-odds -------------------------------------------------------------------------------------------------------
+def bounded(odds):
+    """Independent of the source: the root of P against the sum of the roots of P and 1 - P."""
+    yes, no = math.sqrt(1 / (1 + math.exp(-odds))), math.sqrt(1 / (1 + math.exp(odds)))
+    return yes / (yes + no)
+
+
+def with_odds(monkeypatch, vqa, odds):
+    """Makes the model answer `odds`: a number, or a function of the image and the question."""
+    each = odds if callable(odds) else lambda image, question: odds
+    monkeypatch.setattr(vqa, "log_odds", lambda asked, device: torch.tensor([float(each(*one)) for one in asked]))
+
+
+def row_file(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+# ---- one question ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 8])
@@ -109,38 +129,135 @@ def test_log_odds_equal_those_of_generate(folder, monkeypatch, at_once):
     monkeypatch.setattr(rewards, "AT_ONCE", at_once)
     ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
     images = [*pictures((64, 64), (48, 80)), *pictures((33, 17), mode="L"), *pictures((64, 64), mode="RGBA")]
-    prompts = ["a cat", "a very long prompt " * 5, "x", "a cat"]
+    prompts = ["a cat", "a very long prompt" * 5, "x", "a cat"]
     found = rewards.score({"vqa": (vqa, 1.0)}, images, prompts, None)["vqa"]
     expected = [by_generate(folder, image, whole(prompt)) for image, prompt in zip(images, prompts, strict=True)]
     assert np.std(expected) > 0.2 and found.dtype == torch.float32, "a test that tells pictures and prompts apart"
-    torch.testing.assert_close(found.double(), torch.tensor(expected), atol=1e-4, rtol=0)
-    assert abs(found).max() > 1.05, "log-odds are no probabilities"
+    torch.testing.assert_close(2 * found.double().logit(), torch.tensor(expected), atol=1e-4, rtol=0)
 
 
-def test_the_reward_is_the_mean_over_the_questions_and_the_whole_prompt(folder):
-    """Of a prompt with questions beside one without."""
+def test_a_question_is_bounded_so_that_an_easy_one_does_not_outweigh_a_hard_one(folder, monkeypatch):
+    """The numbers of the docstring."""
+    vqa = rewards.Vqa(folder)
+    one = lambda odds: with_odds(monkeypatch, vqa, odds) or vqa([None], ["a cat"], None).item()
+    for odds in (-30, -9, -2, -0.5, 0, 0.5, 2, 9, 30):
+        assert one(odds) == pytest.approx(bounded(odds), abs=1e-6)
+    assert one(9) - one(5) == pytest.approx(0.06, abs=0.005) and one(2) - one(-2) == pytest.approx(0.46, abs=0.005)
+    assert one(-300) == 0 and one(300) == 1, "of a floor and a ceiling"
+    assert one(16) > one(12), "and still apart where P is 1 to five digits"
+
+
+# ---- their mean ------------------------------------------------------------------------------------------------------
+
+
+def test_the_reward_is_the_mean_over_the_questions_the_foils_and_the_whole_prompt(folder):
+    """Of a prompt with questions beside one without; a foil counts by the log-odds of no."""
     ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
     one, two = pictures((64, 64), (64, 64))
     found = vqa([one, two, one], [LEMONS, LEMONS, "no questions about this"], None)
-    rows = {json.loads(line)["prompt"]: json.loads(line)["questions"] for line in rewards.QUESTIONS.open()}
-    asked = [whole(LEMONS), *rows[LEMONS]]
-    assert len(asked) == 5
+    (row,) = (json.loads(line) for line in rewards.QUESTIONS.open() if json.loads(line)["prompt"] == LEMONS)
+    assert len(row["questions"]) == 6 and len(row["foils"]) == 1
     for value, image in zip(found[:2].tolist(), (one, two), strict=True):
-        assert value == pytest.approx(np.mean([by_generate(folder, image, question) for question in asked]), abs=1e-4)
-    assert found[2].item() == pytest.approx(by_generate(folder, one, whole("no questions about this")), abs=1e-4)
+        values = [bounded(by_generate(folder, image, question)) for question in (whole(LEMONS), *row["questions"])]
+        values += [bounded(-by_generate(folder, image, foil)) for foil in row["foils"]]
+        assert value == pytest.approx(np.mean(values), abs=1e-4)
+    alone = by_generate(folder, one, whole("no questions about this"))
+    assert found[2].item() == pytest.approx(bounded(alone), abs=1e-4)
     assert found.isfinite().all() and not found.requires_grad
 
 
+def test_who_says_yes_to_everything_gains_nothing_from_a_question_and_its_foil(folder, monkeypatch, tmp_path):
+    path = row_file(tmp_path / "q.jsonl", {"prompt": TEA, "questions": ["Is it red?"], "foils": ["Is it blue?"]})
+    monkeypatch.setattr(rewards, "SMOLVLM", folder)  # which leaves these two alone
+    vqa = rewards.Vqa(folder, path)
+    for odds in (-7, 0, 3, 12):
+        with_odds(monkeypatch, vqa, odds)
+        assert vqa([None], [TEA], None).item() == pytest.approx(0.5)
+    with_odds(monkeypatch, vqa, lambda image, question: 4 if "red" in question else -4)
+    assert vqa([None], [TEA], None).item() == pytest.approx(bounded(4))
+
+
+def test_groups_keep_their_spread(folder, monkeypatch):
+    """The tiny model as it is, and one that is sure of everything, to which probabilities are all alike."""
+    vqa = rewards.Vqa(folder)
+    group = pictures(*[(64, 64)] * 8)
+    for prompt in list(vqa.questions)[:4]:
+        assert vqa(group, [prompt] * 8, None).std() > 0.02
+    log_odds = vqa.log_odds
+    monkeypatch.setattr(vqa, "log_odds", lambda asked, device: log_odds(asked, device) + 8)
+    values = vqa(group, ["a cat"] * 8, None)
+    with torch.no_grad():
+        chances = vqa.log_odds([(image, whole("a cat")) for image in group], "cpu").sigmoid()
+    assert values.std() > 5 * chances.std() and values.argsort().tolist() == chances.argsort().tolist()
+
+
 def test_own_questions_for_own_prompts(folder, tmp_path):
-    """As the README tells: a file of one's own, in a reward of one's own."""
-    (tmp_path / "mine.jsonl").write_text('{"prompt": "a cat", "questions": ["Is it black?"]}\n\n', encoding="utf-8")
+    """As the README tells: a file of one's own, in a reward of one's own; a row may have no foils."""
+    row_file(tmp_path / "mine.jsonl", {"prompt": "a cat", "questions": ["Is it black?"]}, "", "")
     (tmp_path / "mine.py").write_text(
         f"from rewards import Vqa\n\nasked = Vqa({folder!r}, questions={str(tmp_path / 'mine.jsonl')!r})\n"
     )
     (image,) = pictures((64, 64))
     found = rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:asked"), [image], ["a cat"], None)["mine.py:asked"]
-    expected = np.mean([by_generate(folder, image, question) for question in (whole("a cat"), "Is it black?")])
+    expected = np.mean([bounded(by_generate(folder, image, question)) for question in (whole("a cat"), "Is it black?")])
     assert found.item() == pytest.approx(expected, abs=1e-4)
+
+
+# ---- what is asked of which prompt ----------------------------------------------------------------------------------
+
+
+def test_a_space_at_the_end_of_a_prompt_loses_no_question(folder, tmp_path):
+    rows = [{"prompt": "a cat ", "questions": ["Is it black?"]}, {"prompt": "a dog", "questions": ["Is it old?"]}]
+    vqa = rewards.Vqa(folder, row_file(tmp_path / "q.jsonl", *rows, {**rows[0], "questions": ["Is it asleep?"]}))
+    expected = {whole("a cat"): 1, "Is it black?": 1, "Is it asleep?": 1}
+    assert vqa.about("a cat") == vqa.about(" a cat\n") == expected, "nor does a second row of the same prompt"
+    assert vqa.about("a dog ") == {whole("a dog"): 1, "Is it old?": 1}
+    assert vqa.coverage(["a cat", "a dog\n", "a hen"]) == "questions for 2 of 3 prompts"
+
+
+def test_what_a_prompt_quotes_is_not_nested_in_the_same_quotes(folder):
+    (question,) = rewards.Vqa(folder).about("A sign that says \"Mind the step\" and 'Thank you'.")
+    assert question == whole("A sign that says 'Mind the step' and 'Thank you'.")
+
+
+def test_a_model_of_english_is_not_asked_in_chinese(folder, monkeypatch, tmp_path):
+    """NaN, and only there, unless there are questions, or the model is another."""
+    (image,) = pictures((64, 64))
+    assert rewards.Vqa(folder)([image], [TEA], None).isfinite().all()
+    monkeypatch.setattr(rewards, "SMOLVLM", folder)
+    vqa = rewards.Vqa(folder)
+    assert vqa([image] * 3, [TEA, "a cat", TEA], None).isnan().tolist() == [True, False, True]
+    assert vqa([image] * 2, [TEA, TEA], None).isnan().all() and vqa.answers(image, TEA) == {}
+    path = row_file(tmp_path / "q.jsonl", {"prompt": TEA, "questions": ["Is there a sign?"]})
+    assert list(rewards.Vqa(folder, path).answers(image, TEA)) == ["Is there a sign?"]
+    assert rewards.REWARDS["vqa"] == (rewards.Vqa, {"model": "HuggingFaceTB/SmolVLM-Instruct"})
+
+
+# ---- looking at answers ----------------------------------------------------------------------------------------------
+
+
+def test_answers_are_the_questions_whose_mean_is_the_reward(folder):
+    vqa = rewards.Vqa(folder)
+    (image,) = pictures((64, 64))
+    found = vqa.answers(image, LEMONS)
+    assert list(found) == [whole(LEMONS), *vqa.questions[LEMONS]] and len(found) == 8
+    assert np.mean(list(found.values())) == pytest.approx(vqa([image], [LEMONS], None).item(), abs=1e-5)
+    foil = "Are there exactly six lemons?"
+    assert found[foil] == pytest.approx(bounded(-by_generate(folder, image, foil)), abs=1e-4)
+
+
+def test_the_lines_of_the_readme_print_them(folder, tmp_path, monkeypatch, capsys):
+    readme = (rewards.QUESTIONS.parent / "README.md").read_text(encoding="utf-8")
+    (code,) = (code for code in re.findall(r"(?s)```python\n(.*?)```", readme) if "answers(" in code)
+    monkeypatch.chdir(tmp_path)
+    pictures((64, 64))[0].save("picture.png")
+    (tmp_path / "look.py").write_text(code.replace(rewards.SMOLVLM, folder))
+    runpy.run_path("look.py")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("?")]
+    assert len(lines) > 5 and all(re.match(r"[01]\.\d\d  \S", line) for line in lines)
+
+
+# ---- spellings, memory ----------------------------------------------------------------------------------------------
 
 
 def test_spellings_that_begin_alike_count_once():
@@ -173,8 +290,7 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
         ("no template", "no chat template"),
         ("no answer", "no tokens for yes and no"),
         ("no questions", "questions.jsonl"),
-        ("bad questions", "JSONDecodeError"),
-        ("unlisted questions", "have to be a list"),
+        ("bad questions", "line 2 of .*questions.jsonl is not of the form"),
         ("empty", "Unrecognized model in"),
     ],
 )
@@ -187,11 +303,43 @@ def test_a_model_that_cannot_be_asked_is_one_line(tmp_path, monkeypatch, broken,
         make = lambda model: rewards.Vqa(model, tmp_path / "questions.jsonl")
         monkeypatch.setitem(rewards.REWARDS, "vqa", (make, {"model": "hub/id"}))
         if broken == "bad questions":
-            Path(tmp_path / "questions.jsonl").write_text("{")
-        if broken == "unlisted questions":
-            Path(tmp_path / "questions.jsonl").write_text('{"prompt": "a", "questions": "Is it?"}\n\n')
+            row_file(tmp_path / "questions.jsonl", "", "{")
     with pytest.raises(ValueError, match=f"cannot load reward 'vqa' .*{words}") as caught:
         rewards.parse_rewards(f"vqa={tmp_path}")
     assert "\n" not in str(caught.value) and f"{tmp_path} has to hold files like those of the model" in str(
         caught.value
     )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{",
+        "[]",
+        '"a cat"',
+        {"prompt": "a cat"},
+        {"questions": ["Is it?"]},
+        {"prompt": 7, "questions": ["Is it?"]},
+        {"prompt": "a cat", "questions": "Is it?"},
+        {"prompt": "a cat", "questions": [7]},
+        {"prompt": "a cat", "questions": [], "foils": "Is it?"},
+        {"prompt": "a cat", "questions": [], "foils": [None]},
+        {"prompt": "a cat", "questions": [], "foil": ["Is it?"]},
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, row):
+    """Before the model loads: there is none here."""
+    path = row_file(tmp_path / "mine.jsonl", {"prompt": "a dog", "questions": ["Is it old?"]}, "", row)
+    (tmp_path / "mine.py").write_text(f"from rewards import Vqa\n\nasked = Vqa('none', questions={str(path)!r})\n")
+    with pytest.raises(ValueError, match=r"mine\.py cannot be loaded: .*line 3 of \S*mine\.jsonl is not of") as caught:
+        rewards.parse_rewards(f"{tmp_path}/mine.py:asked")
+    assert "\n" not in str(caught.value) and rewards.QUESTIONS_FORM in str(caught.value)
+
+
+def test_a_file_as_windows_saves_it_is_read_and_what_is_not_utf8_is_named(tmp_path):
+    row = json.dumps({"prompt": "chá", "questions": ["Is it hot?"]}, ensure_ascii=False)
+    (tmp_path / "q.jsonl").write_bytes(b"\xef\xbb\xbf" + row.encode() + b"\r\n")
+    assert rewards.read_questions(tmp_path / "q.jsonl") == {"chá": {"Is it hot?": 1}}
+    (tmp_path / "q.jsonl").write_bytes(b"\n" + row.encode("latin-1"))
+    with pytest.raises(ValueError, match="line 2 of"):
+        rewards.read_questions(tmp_path / "q.jsonl")
