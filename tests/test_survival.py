@@ -104,7 +104,7 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, cap
     second = [*write_reward(""), "--adapter", "first", "--group-size", "4", "--kl-coef", "0.5", "--lr", "0.03"]
     assert quick(*second, "--steps", "3", "--out", "straight") == 0
     kls = [line["kl"] for line in records("straight/metrics.jsonl") if line["kl"] is not None]
-    assert kls[0] == pytest.approx(0, abs=1e-6) and kls[1] > 1e-5
+    assert kls[0] == pytest.approx(0, abs=1e-6) and kls[-1] > 1e-3
     assert records("straight/evaluation.jsonl")[0] == records("first/evaluation.jsonl")[-1] | {"step": 0}
     assert quick(*second, "--steps", "1", "--out", "stopped") == 0
     assert resume("stopped", "--steps", "3") == 0
