@@ -38,7 +38,8 @@ from grpo import (
     get_per_token_logprobs,
     set_advantages,
 )
-from train import TINY, encode_prompt
+from runtime.settings import TINY
+from train import encode_prompt
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # several threads on matrices this small only wait for one another

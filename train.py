@@ -8,7 +8,6 @@ algorithm is in grpo.py, the rewards are in rewards.py, the settings in runtime/
 ids and positions, sampled codes become pictures, and one step of GRPO is grpo_step(), its six parts in their order.
 """
 
-import os
 import random
 import sys
 import time
@@ -21,21 +20,19 @@ from pathlib import Path
 import peft
 import torch
 from diffusers import GlmImagePipeline
-from PIL import Image
-from safetensors import SafetensorError
 from torch._dynamo.exc import TorchDynamoException
 from transformers import set_seed
-from transformers.utils import cached_file
 
 from decoder import DecoderGRPO, repeat_for_steps
 from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
-from rewards import RewardError, combine, parse_rewards, score, weighted_sum, weights_of
-from runtime import StepFailed, UserError, checkpoints, ranks
+from rewards import combine, score, weighted_sum, weights_of
+from runtime import UserError, checkpoints, ranks
+from runtime.data import load_data, readable_loading
 from runtime.gpu import CapturedForward, keep_rope_tables, place
-from runtime.log import Phases, Record, check_tracker
+from runtime.log import Phases, Record
 from runtime.metrics import reward_metrics
-from runtime.prompts import Prompts, read_prompts
-from runtime.settings import TINY, claim_folder, parse_settings, print_start
+from runtime.rescue import failing_together, rescued, resume_command
+from runtime.settings import claim_folder, parse_settings, print_start
 
 LORA_TARGETS = {
     "codes": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],  # in the language model only
@@ -151,21 +148,12 @@ def painters(pipe):
     return pipe.text_encoder, pipe.transformer, pipe.vae
 
 
-@contextmanager
-def readable_loading(settings):
-    try:
-        yield
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
-        reason, mend = str(error).strip().split("\n")[0], f"give --model a folder with a GLM-Image pipeline, or {TINY}"
-        raise UserError(f"cannot load {settings.model} ({reason}); {mend}") from None
-
-
 def load(settings, device):
     """The stock pipeline, on the CPU: its weights are mapped from the files, so that several processes share them."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if version("diffusers").startswith(("0.40.", "0.41.")):
         raise UserError("diffusers 0.40 and 0.41 paint GLM-Image wrong (they drop its timesteps): take 0.42.1 or later")
-    with readable_loading(settings):
+    with readable_loading(settings.model):
         return GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True)
 
 
@@ -310,65 +298,7 @@ def grpo_step(run, settings, rewards, prompts, targets, seed):
     return rolled, metrics | {"entropy": entropy}
 
 
-@contextmanager
-def failing_together(prompts):
-    """What fails on one rank fails on all, before any of them has moved: they save the same whole step."""
-    failure = None
-    try:
-        yield
-    except RewardError as error:
-        failure = str(error)
-    except NotFinite as error:
-        names = ", ".join(repr(prompts[i]) for i in error.args[0])
-        failure = (
-            f"the log-probs sampled for {names} are not finite: damaged weights, a GPU kernel that fails, or "
-            "too high a --lr or --decoder-lr, which has ruined the adapter: then start anew with a lower one"
-        )
-    for rank, message in enumerate(ranks.gather(failure)):
-        if message is not None:
-            raise StepFailed(message if rank == ranks.rank() else f"stopped because rank {rank} has failed")
-
-
 # ---- what a step trains on ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Data:
-    """What a run trains on, and what judges it."""
-
-    prompts: Prompts
-    held_out: Prompts
-    rewards: dict  # {name: (function, weight)}
-    judges: dict  # rewards that nothing is trained to please
-
-
-def load_data(settings):
-    """Prompts and rewards: what is wrong with them is said before 35 GB of model load."""
-    check_tracker(settings.tracker)
-    with readable_loading(settings):
-        cached_file(settings.model, "model_index.json")  # fail now if the model is missing: rewards take a while
-    prompts = read_prompts(settings.prompts, settings.targets)
-    held_out = read_prompts(settings.eval_prompts, settings.eval_targets)
-    rewards = load_rewards("reward", settings, prompts)
-    for one, other in ((prompts, held_out), (held_out, prompts)):
-        if one.targets is None and other.targets is not None:  # likeness does not apply there
-            one.targets = [None] * len(one.texts)
-    judges = {}
-    if settings.eval_reward not in ("none", ""):
-        judges = load_rewards("eval_reward", settings, held_out)
-    return Data(prompts, held_out, rewards, judges)
-
-
-def load_rewards(flag, settings, prompts):
-    """The rewards that a flag names, tried on two blank pictures: what cannot work fails now, not in an hour."""
-    blank = [Image.new("RGB", (settings.width, settings.height))] * 2
-    try:
-        rewards = parse_rewards(getattr(settings, flag))
-        score(rewards, blank, *prompts.take([0]))
-    except (ValueError, torch.OutOfMemoryError) as error:
-        tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
-        raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}{tried}") from None
-    return rewards
 
 
 def load_run(settings, device):
@@ -494,35 +424,6 @@ def train(settings):
 
 def due(step, every):
     return every > 0 and step % every == 0
-
-
-def resume_command(out):
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    command = f"torchrun --nproc-per-node {here}" if ranks.count() > 1 else "python"
-    command = "torchrun, with the same flags on every node," if ranks.count() > here else command
-    return f"{command} train.py --resume {out}"
-
-
-@contextmanager
-def rescued(record):
-    """Whatever breaks a step off: the last whole step is saved, and what the user can mend is said in one line."""
-    try:
-        yield record
-    except StepFailed as error:
-        record.save_whole_step()
-        raise UserError(f"{error}; once mended, --resume {record.out} goes on" if record.done else error) from None
-    except UserError:
-        raise
-    except torch.OutOfMemoryError:
-        record.save_whole_step()
-        raise UserError(
-            f"out of GPU memory while at '{record.phase.name}'; --resume {record.out} goes on, also with --offload yes or "
-            "a lower --micro-batch-size; start anew with a lower --height and --width, or --group-size"
-        ) from None
-    except Exception:  # no mistake of the user's: the traceback is shown
-        record.save_whole_step()
-        record.write(f"the last whole step is saved; go on with: {resume_command(record.out)}")
-        raise
 
 
 def main(arguments=None):

@@ -36,15 +36,16 @@ from rewards import mse, ssim
 from runtime import UserError
 from runtime.gpu import CapturedForward, place
 from runtime.log import Phases
+from runtime.settings import TINY
 
-PROMPTS = Path(train.TINY, "prompts.txt").read_text().splitlines()
+PROMPTS = Path(TINY, "prompts.txt").read_text().splitlines()
 
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
 def pipeline(tiny, device):
     """The tiny pipeline, or one of the released sizes with random bfloat16 weights and the tiny one's other parts."""
-    pipe = GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
+    pipe = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
     if tiny:
         return pipe
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
@@ -246,7 +247,7 @@ def arguments():
         parser.error("the full size needs a CUDA GPU; --tiny runs on a CPU")
     if options.json and not options.json.resolve().parent.is_dir():
         parser.error(f"there is no folder {options.json.parent} to write to")
-    flags += ["--model", train.TINY if options.tiny else "released sizes", "--combine", "sum"]
+    flags += ["--model", TINY if options.tiny else "released sizes", "--combine", "sum"]
     flags += ["--prompts-per-step", options.prompts_per_step, *(["--compile", "no"] if options.capture_only else [])]
 
     def settings(size, group):

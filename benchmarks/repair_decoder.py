@@ -24,8 +24,9 @@ import rewards
 import train
 from decoder import repeat_for_steps
 from grpo import set_advantages
+from runtime.data import read_prompts
 from runtime.pictures import save_grid
-from runtime.prompts import read_prompts
+from runtime.settings import TINY
 
 CPU = torch.device("cpu")
 
@@ -74,12 +75,13 @@ def main():
     options = parser.parse_args()
     train.load = load_rounded(options.bits)
     if options.joint:
-        sys.exit(train.main(["--model", train.TINY, "--train", options.joint, "--seed", str(options.seed)]))
+        sys.exit(train.main(["--model", TINY, "--train", options.joint, "--seed", str(options.seed)]))
     torch.set_num_threads(1)  # see train.py
-    flags = ["--model", train.TINY, "--train", "decoder", "--group-size", "8", "--micro-batch-size", "8"]
+    flags = ["--model", TINY, "--train", "decoder", "--group-size", "8", "--micro-batch-size", "8"]
     flags += ["--decoder-lr", options.lr, "--kl-coef", options.kl_coef, "--iterations", options.iterations]
     settings = train.parse_settings([*flags, "--seed", str(options.seed)])
-    pipe, _, decoder = train.build(train.load(settings, CPU), settings, CPU)
+    pipe, policy, decoder = train.build(train.load(settings, CPU), settings, CPU)
+    run = train.Run(pipe, policy, decoder, None)
     likeness = rewards.parse_rewards("ssim:1,mse:1")
     weights = rewards.weights_of(likeness)
     training, held_out = drawings(settings)
@@ -91,17 +93,21 @@ def main():
         texts, targets, codes = zip(
             *(training[i] for i in torch.randperm(len(training), generator=chosen)[:8].tolist())
         )
-        images, moves, seed = [], [], train.seed_of_step(step, settings)
+        images = []
+        steps = []  # denoising steps
+        seed = train.seed_of_step(step, settings)
         for i, (text, sequence) in enumerate(zip(texts, codes, strict=True)):
-            painted, path = decoder.paint(train.decode_images, text, sequence, settings.group_size, seed + i)
-            images, moves = images + painted, moves + path
+            painted, path = train.paint(run, text, sequence, settings, settings.paintings, seed + i)
+            images += painted
+            steps += path
         raw_rewards = rewards.score(likeness, images, texts, targets)
         combined = rewards.combine(raw_rewards, weights, settings.group_size, "zscore")
-        set_advantages(moves, repeat_for_steps(combined, moves))
-        for move in moves if options.shuffle else ():
-            move.advantages = move.advantages.roll(1)  # each painting gets its neighbour's
-        decoder.add_reference(moves)
-        metrics = decoder.update(moves)
+        set_advantages(steps, repeat_for_steps(combined, steps))
+        if options.shuffle:
+            for denoising_step in steps:
+                denoising_step.advantages = denoising_step.advantages.roll(1)  # each painting gets its neighbour's
+        decoder.add_reference(steps)
+        metrics = decoder.update(steps)
         if step % 25 == 0 or step == options.steps:
             after, pictures_after = judge(pipe, held_out, settings)
             reward, seconds = rewards.combine(raw_rewards, weights).mean(), (time.time() - started) / step

@@ -31,7 +31,7 @@ from runtime.log import Phases
 CPU = torch.device("cpu")
 CODES = 4  # of a short picture: see shorten
 
-QUICK = ["--model", train.TINY, "--prompts", "prompts.txt", "--targets", "targets", "--height", "32", "--width", "32"]
+QUICK = ["--model", str(TINY), "--prompts", "prompts.txt", "--targets", "targets", "--height", "32", "--width", "32"]
 QUICK += ["--prompts-per-step", "1", "--group-size", "2", "--decode-steps", "1", "--sample-every", "100"]
 QUICK += ["--eval-prompts", "prompts.txt", "--eval-targets", "targets", "--eval-reward", "", "--eval-count", "1"]
 QUICK += ["--temperature", "2"]  # sharp as the shipped model is, two short pictures are often the same
@@ -45,11 +45,11 @@ def pytest_configure(config):
 @pytest.fixture(scope="session")
 def pipe():
     """The shipped model, in the stock pipeline. Its distributions are sharp, so a wrong position is expensive."""
-    return GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
+    return GlmImagePipeline.from_pretrained(str(TINY), dtype=torch.float32)
 
 
 def tiny_settings(*arguments):
-    return train.parse_settings(["--model", train.TINY, *arguments])
+    return train.parse_settings(["--model", str(TINY), *arguments])
 
 
 def build_run(settings, pipe=None):

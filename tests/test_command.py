@@ -29,6 +29,7 @@ from PIL import Image
 import train
 from grpo import compute_advantages
 from runtime import UserError, ranks, settings
+from runtime.data import read_prompts
 from runtime.log import Phases
 from runtime.metrics import (
     format_step,
@@ -36,7 +37,7 @@ from runtime.metrics import (
     step_metrics,
     why_nothing_was_learned,
 )
-from runtime.prompts import read_prompts
+from runtime.settings import TINY
 
 NAN = math.nan
 SHAPES = [
@@ -45,7 +46,7 @@ SHAPES = [
     "--eval-reward",
     "",
     "--prompts",
-    f"{train.TINY}/prompts.txt",
+    f"{TINY}/prompts.txt",
 ]  # a reward that downloads nothing
 
 
@@ -65,7 +66,7 @@ def real_run(tmp_path_factory):
     write_prompts(folder)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     process = command(
-        folder, "--model", train.TINY, "--prompts", "prompts.txt", "--targets", "targets", "--steps", "2",
+        folder, "--model", TINY, "--prompts", "prompts.txt", "--targets", "targets", "--steps", "2",
         "--prompts-per-step", "2", "--group-size", "3", "--iterations", "2", "--reward", "ssim:1,mse:0.5",
         "--sample-every", "1", "--eval-count", "2", environment=environment,
     )  # fmt: skip
@@ -220,10 +221,10 @@ def test_defaults_depend_on_the_model():
     assert (other.decode_steps, other.guidance_scale, other.eval_decode_steps) == (12, 1.5, 30)
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
     assert Path(other.prompts) == ROOT / "prompts" / "train.txt" and other.targets is other.eval_targets is None
-    assert train.parse_settings([]).model == (settings.RELEASE if torch.cuda.is_available() else train.TINY)
-    assert (tiny.targets, tiny.eval_targets) == (f"{train.TINY}/targets", f"{train.TINY}/heldout-targets")
+    assert train.parse_settings([]).model == (settings.RELEASE if torch.cuda.is_available() else TINY)
+    assert (tiny.targets, tiny.eval_targets) == (f"{TINY}/targets", f"{TINY}/heldout-targets")
     assert tiny_settings("--prompts", "mine.txt").targets is None, "the shipped targets fit the shipped prompts alone"
-    spelled = tiny_settings("--prompts", os.path.relpath(f"{train.TINY}/prompts.txt"))
+    spelled = tiny_settings("--prompts", os.path.relpath(f"{TINY}/prompts.txt"))
     assert spelled.targets == tiny.targets, "however these are spelled"
 
 

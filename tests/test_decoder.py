@@ -12,10 +12,12 @@ from make import draw
 from safetensors.torch import load_file
 
 import rewards
+import runtime
 import train
 from decoder import PathScheduler, gaussian_step, log_density, repeat_for_steps
 from grpo import Offload, compute_advantages
 from runtime import checkpoints
+from runtime.settings import TINY
 
 PROMPTS = ["a red circle on a pink background", "a blue cross on a white background"]
 REWARDS = rewards.parse_rewards("ssim:1,mse:1")
@@ -25,7 +27,7 @@ def build(*arguments, dtype=torch.float32):
     """What a run works with and its settings, of the tiny model, on small pictures of three moves."""
     flags = ["--train", "decoder", "--height", "64", "--width", "64", "--decode-steps", "3", "--group-size", "3"]
     settings = tiny_settings(*flags, "--combine", "zscore", *arguments)
-    return build_run(settings, GlmImagePipeline.from_pretrained(train.TINY, dtype=dtype)), settings
+    return build_run(settings, GlmImagePipeline.from_pretrained(TINY, dtype=dtype)), settings
 
 
 def perturb(model, size=0.05):
@@ -338,7 +340,7 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(quick):
     codes = torch.randint(1024, (1, 1), generator=torch.Generator().manual_seed(0))
 
     def paint(load):
-        pipe = GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
+        pipe = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
         if load:
             pipe.vision_language_encoder.load_adapter("run/adapter")
             pipe.transformer.load_lora_adapter("run/decoder-adapter", prefix=None, use_safetensors=True)
@@ -462,6 +464,6 @@ def test_a_decoder_that_paints_nonsense_fails_the_step():
         if "lora_B" in name:
             parameter.data.fill_(math.nan)
     with pytest.raises(
-        train.StepFailed, match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a --lr or --dec"
+        runtime.StepFailed, match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a --lr or --dec"
     ):
         train.grpo_step(run, settings, REWARDS, PROMPTS, None, 5)

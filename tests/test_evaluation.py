@@ -27,7 +27,7 @@ from runtime import ranks
 from runtime.card import write_card
 from runtime.log import Record, summary
 from runtime.pictures import save_curves
-from runtime.settings import RELEASE
+from runtime.settings import RELEASE, TINY
 
 
 def judge_file(name, value):
@@ -40,9 +40,9 @@ def test_what_only_judges_is_logged_and_not_trained_on(quick):
         "--steps",
         "2",
         "--eval-prompts",
-        f"{train.TINY}/heldout.txt",
+        f"{TINY}/heldout.txt",
         "--eval-targets",
-        f"{train.TINY}/heldout-targets",
+        f"{TINY}/heldout-targets",
     ]
     assert quick(*arguments, "--out", "without") == 0
     assert quick(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out", "with") == 0
@@ -79,9 +79,9 @@ def test_held_out_prompts_without_targets_are_judged_by_what_applies(quick):
     assert quick("--steps", "0", "--eval-prompts", "new.txt", "--eval-targets", "none", "--out", "none") == 0
     assert records("none/evaluation.jsonl")[0]["held_out/reward"] is None
     arguments = [flag for flag in ("--eval-prompts", "new.txt", "--eval-reward", judge_file("two", 2.0))]
-    settings = train.parse_settings([*arguments, "--model", train.TINY])
+    settings = train.parse_settings([*arguments, "--model", TINY])
     assert settings.eval_targets is None
-    assert train.main([*arguments, "--model", train.TINY, "--height", "32", "--width", "32", "--steps", "0", "--out", "run",
+    assert train.main([*arguments, "--model", TINY, "--height", "32", "--width", "32", "--steps", "0", "--out", "run",
                        "--decode-steps", "1", "--eval-count", "1", "--group-size", "2"]) == 0  # fmt: skip
     (record,) = records("run/evaluation.jsonl")
     assert record["held_out/reward"] is None and record["held_out/reward/two.py:judge"] == 2
@@ -163,7 +163,7 @@ def test_bad_ways_to_judge_are_one_line(quick, capsys, arguments, words):
     Path("one").mkdir()
     shutil.copy("targets/1.png", "one/1.png")
     if "--prompts" in arguments:
-        code = train.main(["--model", train.TINY, *arguments, "--eval-prompts", "new.txt", "--steps", "1"])
+        code = train.main(["--model", TINY, *arguments, "--eval-prompts", "new.txt", "--steps", "1"])
     else:
         code = quick("--steps", "1", *arguments)
     assert code == 2
@@ -186,7 +186,7 @@ def test_the_last_lines_tell_before_and_after_of_both(quick, capfd):
 def test_training_prompts_without_targets_are_judged_by_what_applies(quick):
     Path("new.txt").write_text("a green ring\n")
     arguments = ["--prompts", "new.txt", "--reward", judge_file("two", 2.0), "--eval-reward", "ssim"]
-    arguments += ["--model", train.TINY, "--height", "32", "--width", "32", "--decode-steps", "1", "--group-size", "2"]
+    arguments += ["--model", TINY, "--height", "32", "--width", "32", "--decode-steps", "1", "--group-size", "2"]
     assert train.main([*arguments, "--eval-count", "1", "--steps", "1", "--prompts-per-step", "1", "--out", "run"]) == 0
     before, _ = records("run/evaluation.jsonl")
     assert before["reward/ssim"] is None and before["held_out/reward/ssim"] is not None
@@ -215,7 +215,7 @@ def test_the_card_says_what_the_adapter_is(quick, monkeypatch):
     card = Path("run/adapter/README.md").read_text()
     before, after = records("run/evaluation.jsonl")
     for words in (
-        "base_model: tiny-glm-image", f'from_pretrained("{train.TINY}", dtype="auto")', "1 steps, groups of 2", "reward `ssim:1,mse:1`", "load_adapter(",
+        "base_model: tiny-glm-image", f'from_pretrained("{TINY}", dtype="auto")', "1 steps, groups of 2", "reward `ssim:1,mse:1`", "load_adapter(",
         f"| ssim, held-out prompts | {before['held_out/reward/ssim']:.3f} | {after['held_out/reward/ssim']:.3f} | 2 |",
     ):  # fmt: skip
         assert words in card
@@ -247,7 +247,7 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     shorten(monkeypatch.setattr)
     model = tmp_path / "released"
-    shutil.copytree(train.TINY, model)
+    shutil.copytree(TINY, model)
     clip = tiny_clip(tmp_path / "clip")
     arguments = ["--model", str(model), "--height", "32", "--width", "32", "--eval-count", "1", "--group-size", "2"]
     arguments += ["--reward", f"pickscore={clip}:1,clip={clip}:1", "--eval-reward", f"hps={clip}"]

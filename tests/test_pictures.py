@@ -15,6 +15,7 @@ import train
 from grpo import get_per_token_logprobs
 from runtime import checkpoints
 from runtime.pictures import fitting, font_for, save_before_after, save_grid
+from runtime.settings import TINY
 from train import encode_prompt  # quick shortens that in train.py
 
 SIZES = [(128, 128), (128, 256), (224, 96)]  # square, wide, tall: an exchange of rows and columns shows on the last two
@@ -174,7 +175,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     tokens = codes(2, 40)
     expected = logprobs(pipe, trained.model, PROMPT, tokens)
     for folder in ("run/adapter", "run/checkpoints/000002"):
-        stock = GlmImagePipeline.from_pretrained(train.TINY, dtype=torch.float32)
+        stock = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
         stock.vision_language_encoder.load_adapter(folder)
         torch.testing.assert_close(
             logprobs(pipe, stock.vision_language_encoder, PROMPT, tokens), expected, atol=1e-4, rtol=0

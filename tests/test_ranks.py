@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 
 import train
 from runtime import UserError, ranks
-from runtime.prompts import Prompts
+from runtime.data import Data, Prompts
 from runtime.settings import build_parser
 
 
@@ -220,7 +220,7 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
         eval_count=3, group_size=2, prompts_per_step=1, eval_decode_steps=3, eval_guidance_scale=1,
         decode_steps=1, guidance_scale=1, height=32, width=32, micro_batch_size=4,
     )  # fmt: skip
-    data = train.Data(None, None, {"r": (None, 2.0)}, {})
+    data = Data(None, None, {"r": (None, 2.0)}, {})
     prompts, scored = Prompts(["a", "b", "c", "d", "e"], None), []
 
     def rollout(run, pictures, rewards, texts, targets, seed, size):

@@ -198,7 +198,7 @@ def test_own_questions_for_own_prompts(folder, tmp_path):
         f"from rewards import Vqa\n\nasked = Vqa({folder!r}, questions={str(tmp_path / 'mine.jsonl')!r})\n"
     )
     (image,) = pictures((64, 64))
-    found = rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:asked"), [image], ["a cat"], None)["mine.py:asked"]
+    (found,) = rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:asked"), [image], ["a cat"], None).values()
     expected = np.mean([bounded(by_generate(folder, image, question)) for question in (whole("a cat"), "Is it black?")])
     assert found.item() == pytest.approx(expected, abs=1e-4)
 

@@ -73,8 +73,9 @@ def paint(samples, prompts, adapter=None):
     """`samples` pictures of each prompt, prompt after prompt, by the shipped model or with the adapters of a folder."""
     import train  # here, for as a reward this file has no use for it
     from runtime.log import Phases
+    from runtime.settings import TINY
 
-    settings = train.parse_settings(["--model", train.TINY, *(["--adapter", adapter] if adapter else [])])
+    settings = train.parse_settings(["--model", TINY, *(["--adapter", adapter] if adapter else [])])
     device = torch.device("cpu")
     pipe, policy, _ = train.build(train.load(settings, device), settings, device)
     run = train.Run(pipe, policy, None, Phases(device, len(prompts)))

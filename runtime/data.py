@@ -1,0 +1,103 @@
+"""What a run trains on and what judges it: prompts, pictures that some rewards compare with, rewards."""
+
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from transformers.utils import cached_file
+
+from rewards import RewardError, parse_rewards, score
+from runtime import UserError
+from runtime.log import check_tracker
+from runtime.settings import TINY
+
+LONGEST_PROMPT = 4096  # characters: all prompts of a step take as much memory and time as its longest
+
+
+@dataclass
+class Prompts:
+    """Prompts, and for each a picture that some rewards compare with (or None), or None if there are no such."""
+
+    texts: list
+    targets: list | None
+
+    def take(self, rows):
+        return [self.texts[i] for i in rows], self.targets and [self.targets[i] for i in rows]
+
+
+def read_prompts(path, folder):
+    """The prompts in a file, with the target pictures in a folder, unless it is None or "none"."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the prompts file {path}: {error}") from None
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"the prompts file {path} has no prompt in it; write one a line")
+    if (longest := max(map(len, prompts))) > LONGEST_PROMPT:
+        raise UserError(f"the prompts file {path} has a prompt of {longest:,} characters; {LONGEST_PROMPT:,} at most")
+    if folder in (None, "none", ""):
+        return Prompts(prompts, None)
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"the folder of target pictures {folder} does not exist")
+    files = [f for f in folder.iterdir() if f.suffix.lower() in Image.registered_extensions()]
+    files.sort(key=lambda f: [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", f.name)])
+    if len(files) != len(prompts):
+        raise UserError(f"{folder} has {len(files)} pictures for {len(prompts)} prompts; give one a prompt, by line")
+    try:
+        return Prompts(prompts, [Image.open(file := each).convert("RGB") for each in files])
+    except OSError as error:
+        raise UserError(f"the target picture {file} cannot be opened: {error}") from None
+
+
+@dataclass
+class Data:
+    """What a run trains on, and what judges it."""
+
+    prompts: Prompts
+    held_out: Prompts
+    rewards: dict  # {name: (function, weight)}
+    judges: dict  # rewards that nothing is trained to please
+
+
+def load_data(settings):
+    """Prompts and rewards: what is wrong with them is said before 35 GB of model load."""
+    check_tracker(settings.tracker)
+    with readable_loading(settings.model):
+        cached_file(settings.model, "model_index.json")  # fail now if the model is missing: rewards take a while
+    prompts = read_prompts(settings.prompts, settings.targets)
+    held_out = read_prompts(settings.eval_prompts, settings.eval_targets)
+    rewards = load_rewards("reward", settings, prompts)
+    for one, other in ((prompts, held_out), (held_out, prompts)):
+        if one.targets is None and other.targets is not None:  # likeness does not apply there
+            one.targets = [None] * len(one.texts)
+    judges = {}
+    if settings.eval_reward not in ("none", ""):
+        judges = load_rewards("eval_reward", settings, held_out)
+    return Data(prompts, held_out, rewards, judges)
+
+
+def load_rewards(flag, settings, prompts):
+    """The rewards that a flag names, tried on two blank pictures: what cannot work fails now, not in an hour."""
+    blank = [Image.new("RGB", (settings.width, settings.height))] * 2
+    try:
+        rewards = parse_rewards(getattr(settings, flag))
+        score(rewards, blank, *prompts.take([0]))
+    except (ValueError, torch.OutOfMemoryError) as error:
+        tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
+        raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}{tried}") from None
+    return rewards
+
+
+@contextmanager
+def readable_loading(model):
+    try:
+        yield
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
+        reason, mend = str(error).strip().split("\n")[0], f"give --model a folder with a GLM-Image pipeline, or {TINY}"
+        raise UserError(f"cannot load {model} ({reason}); {mend}") from None

@@ -1,0 +1,58 @@
+"""What breaks a run off: the last whole step is saved, on all ranks alike, and the user is told how to go on."""
+
+import os
+from contextlib import contextmanager
+
+import torch
+
+from grpo import NotFinite
+from rewards import RewardError
+from runtime import StepFailed, UserError, ranks
+
+
+@contextmanager
+def failing_together(prompts):
+    """What fails on one rank fails on all, before any of them has moved: they save the same whole step."""
+    failure = None
+    try:
+        yield
+    except RewardError as error:
+        failure = str(error)
+    except NotFinite as error:
+        names = ", ".join(repr(prompts[i]) for i in error.args[0])
+        failure = (
+            f"the log-probs sampled for {names} are not finite: damaged weights, a GPU kernel that fails, or "
+            "too high a --lr or --decoder-lr, which has ruined the adapter: then start anew with a lower one"
+        )
+    for rank, message in enumerate(ranks.gather(failure)):
+        if message is not None:
+            raise StepFailed(message if rank == ranks.rank() else f"stopped because rank {rank} has failed")
+
+
+def resume_command(out):
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    command = f"torchrun --nproc-per-node {here}" if ranks.count() > 1 else "python"
+    command = "torchrun, with the same flags on every node," if ranks.count() > here else command
+    return f"{command} train.py --resume {out}"
+
+
+@contextmanager
+def rescued(record):
+    """Whatever breaks a step off: the last whole step is saved, and what the user can mend is said in one line."""
+    try:
+        yield record
+    except StepFailed as error:
+        record.save_whole_step()
+        raise UserError(f"{error}; once mended, --resume {record.out} goes on" if record.done else error) from None
+    except UserError:
+        raise
+    except torch.OutOfMemoryError:
+        record.save_whole_step()
+        raise UserError(
+            f"out of GPU memory while at '{record.phase.name}'; --resume {record.out} goes on, also with --offload yes or "
+            "a lower --micro-batch-size; start anew with a lower --height and --width, or --group-size"
+        ) from None
+    except Exception:  # no mistake of the user's: the traceback is shown
+        record.save_whole_step()
+        record.write(f"the last whole step is saved; go on with: {resume_command(record.out)}")
+        raise
