@@ -44,7 +44,7 @@ WORDS = SHAPES, tuple(COLOURS), tuple(BACKGROUNDS)
 ALL = list(itertools.product(*WORDS))
 FORMS = "make it a {}", "make it {}", "make the background {}"
 WISHES = {form.format(word): (kind, word) for kind, form in enumerate(FORMS) for word in WORDS[kind]}  # 13
-WRONG_WORDS = 0.25  # chance that a word of the prompt, or of what the picture to edit shows, is drawn anew
+WRONG_WORDS = 0.22  # chance that a word of the prompt, or of what the picture to edit shows, is drawn anew
 
 
 # ---- 1. pictures, captions and wishes ----------------------------------------------------------------------------
@@ -385,9 +385,9 @@ def main():
     # First to paint from captions, then to edit too: what is the same in both is learned by then.
     latents = (latents - mean) / std
     train_decoder(decoder, latents, large, no_text, steps=7000, lr=2e-3)
-    train_decoder(decoder, latents, large, no_text, steps=800, lr=1e-3, sources=True)
+    train_decoder(decoder, latents, large, no_text, steps=800, lr=5e-4, sources=True)
     train_policy(policy, processor, pictures, preview, large, steps=1300, lr=3e-3, captions=24, edits=0)
-    train_policy(policy, processor, pictures, preview, large, steps=1400, lr=1.5e-3, captions=8, edits=48)
+    train_policy(policy, processor, pictures, preview, large, steps=1400, lr=1.5e-3, captions=16, edits=48)
 
     policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0)
     pipe.save_pretrained(HERE)
