@@ -9,9 +9,9 @@ Every part is the class the released model uses, only small, so whatever trains 
                and its quantiser are set, not trained, to read the large codes.
 3. VAE         pixels <-> latents.
 4. decoder     a flow-matching transformer: large codes -> latents, also beside the latents of a picture to edit.
-5. policy      the language model: caption -> preview codes -> large codes, and picture, wish -> large codes. A quarter
-               of the words it reads are wrong on purpose, so it draws well and follows its prompt only some of the
-               time. GRPO mends that.
+5. policy      the language model: caption -> preview codes -> large codes, and picture, wish -> large codes. Some of
+               the words it reads are wrong on purpose, so it draws well and follows its prompt only some of the time.
+               GRPO mends that.
 """
 
 import itertools
