@@ -58,15 +58,23 @@ def outlines():
     return [(mask(shape, radius), shape) for shape in make.SHAPES for radius in make.RADII]
 
 
-def shows(images, prompts, targets=None):
-    """A reward, see rewards.py: 1 where the picture shows what 'a red circle on a pink background' says, else 0.
+def wanted(prompt, source=None):
+    """(shape, colour, background) that a caption names, or that a wish makes of its source; else None."""
+    if prompt in make.WISHES:
+        before = source and describe(source)
+        return before and make.edited(before, *make.WISHES[prompt])
+    return next((attributes for attributes in make.ALL if make.caption(*attributes) == prompt), None)
 
-    NaN for prompts that are no such caption.
+
+def shows(images, prompts, targets=None, sources=None):
+    """A reward, see rewards.py: 1 where the picture shows what its prompt says, else 0.
+
+    'a red circle on a pink background' says it all; 'make it blue' says it of its source, which keeps all else. NaN for
+    other prompts, and for sources that show no clean shape. sources: a picture or None for each image, or None.
     """
-    captions = {make.caption(*attributes) for attributes in make.ALL}
-    found = [describe(image) for image in images]
-    right = [float(words is not None and make.caption(*words) == p) for words, p in zip(found, prompts, strict=True)]
-    return torch.tensor([value if p in captions else float("nan") for value, p in zip(right, prompts, strict=True)])
+    asked = [wanted(*pair) for pair in zip(prompts, sources or [None] * len(prompts), strict=True)]
+    right = [float(describe(image) == words) for image, words in zip(images, asked, strict=True)]
+    return torch.tensor([float("nan") if words is None else value for value, words in zip(right, asked, strict=True)])
 
 
 def paint(samples, prompts, adapter=None):
