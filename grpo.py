@@ -33,13 +33,13 @@ Nothing here depends on GLM-Image: examples/text_model.py trains a text model wi
 torch.set_num_threads(1) for models as small as that one. Tried, in tests/test_zoo.py, and refused:
 
     models      of transformers: dense, experts, windows, linear attention, learned positions, image codes anywhere in
-                the vocabulary; your own, if it takes and returns what generate_with_logprobs gives and reads. Not Mamba,
+                the vocabulary; your own, if it takes and returns what generate_with_logprobs gives and reads. No Mamba,
                 RWKV, RecurrentGemma (no past_key_values), nor any with dropout, layerdrop or router jitter
     adapters    LoRA and its like, or all weights. Not prompt and prefix tuning
     prompts     of several lengths only where all layers have full attention, by sdpa, and positions are an input
 
-Watch mean_logprob_gap, by which sampling and scoring disagree on fresh samples: 1e-6 in float32, up to 0.05 in bfloat16,
-but nats with a rope that changes with the length (longrope, dynamic), beyond its window. For another loss, edit:
+Watch mean_logprob_gap, by which sampling and scoring disagree on fresh samples: 1e-6 in float32, 0.05 in bfloat16, but
+nats with a rope that changes with the length (longrope, dynamic), beyond its window. For another loss, edit:
 
     Dr. GRPO                 no `/ (std + eps)` in compute_advantages; weight = mask / mask.shape[1] / len(mask)
     DAPO's token mean        weight = mask / mask.sum().clamp(min=1); GRPO.weight: return group.mask[rows].sum().item()
@@ -342,8 +342,8 @@ class GRPO:
         model: a PeftModel: a frozen base with a trainable adapter, LoRA or its like. optimizer: over the adapter.
         allowed_ids, forward: as for generate_with_logprobs.
 
-    add_reference and update read old_logprobs, mask, advantages and ref_logprobs of a group, and call logprobs() for the
-    rest. With torch.distributed, W ranks with P prompts each make the step of one process with W*P, from equal
+    add_reference and update read old_logprobs, mask, advantages and ref_logprobs of a group, and call logprobs() for
+    the rest. With torch.distributed, W ranks with P prompts each make the step of one process with W*P, from equal
     adapters; the caller gives each rank prompts and seeds of its own.
     """
 
@@ -505,12 +505,12 @@ def _average(reports):
 # ---- faults that would be silent ------------------------------------------------------------------------------------
 
 DOUBTS = {
-    "gap": "sampling and scoring disagree by more than 0.1 nats per token (mean_logprob_gap), so the loss is wrong; look "
+    "gap": "sampling and scoring disagree by more than 0.1 nats per token (mean_logprob_gap): the loss is wrong. Look "
     "at positions, at noise in train mode, at a rope that changes with the length, at a cache that is not used",
     "kl": "kl is above 0 although nothing has moved: the reference is not the model before training. An adapter must "
     "change nothing at first: merge one that is trained further into its base; PiSSA and OLoRA have no reference here",
     "gradient": "rewards differ, but the gradient is exactly 0: does the optimizer hold the weights of the active "
-    "adapter? Or are the samples of each group alike, all tokens masked or clipped, or top_p so low that none is a choice?",
+    "adapter? Or are the samples of a group alike, all tokens masked or clipped, top_p too low to leave a choice?",
 }
 
 
