@@ -20,14 +20,14 @@ named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 
 def without_code(text):
-    return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    return re.sub(r"`[^`\n]+`", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
 def code_of(text):
     """The commands of code blocks, without their comments, and code within lines."""
-    blocks = re.findall(r"^```.*?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL)
     commands = [re.sub(r" #.*", "", line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     return commands + [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", text)]
 
 
@@ -67,12 +67,12 @@ def script(word):
 
 
 def unknown_flags(command, page=""):
-    """A flag belongs to the script before it; without one, to train.py or to a script that the page names."""
+    """A flag belongs to the script before it; without one, to train.py, or to torchrun or a script the page names."""
     words = command.split()
     if words and words[0] in ("pip", "apt", "ruff", "git"):
         return []
     scripts = {name for word in re.findall(r"[\w/-]+\.py", page) if (name := script(word))}
-    known = set().union(*map(flags_of, {"train.py", *scripts}))
+    known = set().union(*map(flags_of, {"train.py", *scripts, *re.findall("torchrun", page)}))
     unknown = []
     for word in words:
         if word == "torchrun" or script(word):
