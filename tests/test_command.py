@@ -271,7 +271,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--reward", "bad.py:reward"], "KeyError: 'no such face' (bad.py, line 2) (tried on two blank pictures)"),
         (["--reward", "bad.py:none"], "not NoneType; give NaN, not None, where it does not apply (tried on two blank"),
         (["--reward", "bad.py:leaves"], "SystemExit: 3 (bad.py, line 11)"),
-        (["--reward", "ssim:0,mse:0.0"], "--reward: all weights in ssim:0,mse:0.0 are 0: there is nothing to learn from"),
+        (["--reward", "ssim:0,mse:0.0"], "--reward: all weights in ssim:0,mse:0.0 are 0: there is nothing"),
         (["--reward", "ssim:1e39"], "--reward: the weight of reward 'ssim' is 1e+39"),
         (["--reward", "bad.py:one"], "--reward: reward 'bad.py:one' gave shape (1,) for 2 images"),
         (["--eval-reward", "clip=few"], "--eval-reward: cannot load reward 'clip'"),

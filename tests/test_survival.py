@@ -29,9 +29,6 @@ import train
 from grpo import GRPO
 from runtime.data import Prompts
 
-SHEET = Image.new("RGB", (8, 8))
-
-
 def error_of(capsys):
     """The one line that a user reads."""
     output = capsys.readouterr().err
@@ -269,8 +266,8 @@ def test_what_comes_after_is_never_labelled_before(quick, capsys, monkeypatch):
     assert quick("--steps", "1", "--out", "run") == 0
     Path("run/evaluation.jsonl").unlink()
     capsys.readouterr()
-    drawn = []
-    monkeypatch.setattr("runtime.pictures.save_grid", lambda path, rows, title, cell: drawn.append((rows, title)) or SHEET)
+    drawn, sheet = [], Image.new("RGB", (8, 8))
+    monkeypatch.setattr("runtime.pictures.save_grid", lambda path, *given, cell: drawn.append(given) or sheet)
     assert resume("run") == 0
     assert resume("run", "--steps", "2") == 0
     output = capsys.readouterr().out
@@ -442,7 +439,8 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd, signum):
     reward = write_reward(f"if call == 5:\n    os.kill(os.getpid(), {int(signum)})")
     assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "run") == 0
     output = "".join(capfd.readouterr())
-    assert "asked to stop: this step is finished, saved and evaluated; once more" in output and "go on with: python train.py --resume run" in output
+    assert "asked to stop: this step is finished, saved and evaluated; once more" in output
+    assert "go on with: python train.py --resume run" in output
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
     assert steps_saved("run")[-1] == "000002"
     assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("run"))
