@@ -4,12 +4,12 @@ python train.py --reward examples/my_reward.py:blueness
 python train.py --reward clip:1,examples/my_reward.py:served:0.5
 """
 
+import asyncio
 import base64
 import http.client
 import io
 import json
 import math
-import time
 import urllib.request
 
 import numpy as np
@@ -20,8 +20,11 @@ def blueness(images, prompts, targets):
     return [(p[..., 2] - p[..., :2].mean(-1)).mean() for p in pixels]
 
 
-def served(images, prompts, targets, url="http://localhost:8000/score", waits=(1, 10, 60)):
-    """By a judge behind HTTP: all pictures in one request, tried again after a while. NaN where it could not judge."""
+async def served(images, prompts, targets, url="http://localhost:8000/score", waits=(1, 10, 60)):
+    """By a judge behind HTTP: a prompt's pictures in one request, while the next are painted. NaN where it cannot judge.
+
+    What fails is tried again after a while.
+    """
     pictures = []
     for image in images:
         image.save(png := io.BytesIO(), "PNG")
@@ -30,11 +33,15 @@ def served(images, prompts, targets, url="http://localhost:8000/score", waits=(1
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     for seconds in (*waits, None):
         try:
-            with urllib.request.urlopen(request, timeout=100) as answer:  # other ranks wait for ten minutes at most
-                scores = json.load(answer)["scores"]
+            scores = await asyncio.to_thread(ask, request)
             return [math.nan if score is None else score for score in scores]
         except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, status 500, half an answer
             if seconds is None:
                 raise  # the run saves its last whole step and says so
             print(f"no scores from {url} ({error}); asking again in {seconds} s")
-            time.sleep(seconds)
+            await asyncio.sleep(seconds)
+
+
+def ask(request):
+    with urllib.request.urlopen(request, timeout=100) as answer:  # other ranks wait for ten minutes at most
+        return json.load(answer)["scores"]
