@@ -497,7 +497,7 @@ def begin_scoring(rewards, images, prompts, targets):
     given = per_picture(images, prompts, targets)
 
     async def call(function):  # in there, so that a wrong signature is the reward's error too
-        return await function(*given)
+        return await function(*copies(*given))
 
     begun = {}
     for name, (function, _) in rewards.items():
@@ -532,8 +532,7 @@ def call_reward(name, function, images, prompts, targets):
     """
     try:
         with torch.no_grad():  # or advantages would carry a reward model's graph
-            # Copies: a reward may draw on its pictures, or sort its prompts.
-            values = function(copies(images), list(prompts), targets and copies(targets))
+            values = function(*copies(images, prompts, targets))
             values = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
         raise
@@ -551,8 +550,10 @@ def call_reward(name, function, images, prompts, targets):
     return values
 
 
-def copies(pictures):
-    return [picture and picture.copy() for picture in pictures]
+def copies(images, prompts, targets):
+    """What a reward may draw on, or sort."""
+    images, targets = (each and [picture and picture.copy() for picture in each] for each in (images, targets))
+    return images, list(prompts), targets
 
 
 def weights_of(rewards):

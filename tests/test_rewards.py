@@ -608,14 +608,14 @@ def test_async_rewards_of_several_groups_run_side_by_side_and_keep_their_order()
             while len(begun) < 4 or (prompts[0] == "x" and len(begun) < 6):
                 await asyncio.sleep(0.001)
         begun.append("ended")
-        return [targets[0]] * len(images)
+        return [targets[0].getpixel((0, 0))] * len(images)
 
     class Judge:
         async def __call__(self, images, prompts, targets):
             return torch.stack([2 * value for value in torch.tensor(await slow(images, prompts, targets))])
 
     functions = {"a": (slow, 1.0), "plain": (lambda images, *_: range(len(images)), 1.0), "b": (Judge(), 1.0)}
-    images, prompts, targets = noise(6), ["x", "y"], [1.0, 5.0]
+    images, prompts, targets = noise(6), ["x", "y"], [Image.new("L", (1, 1), grey) for grey in (1, 5)]
     parts = [rewards.begin_scoring(functions, images[i * 3 :][:3], [prompts[i]], [targets[i]]) for i in range(2)]
     found = rewards.score(functions, images, prompts, targets, parts)
     assert list(found) == ["a", "plain", "b"], "in the order of the command line"
