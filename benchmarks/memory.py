@@ -124,10 +124,16 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
         generators = [None] * prompts
         return _sample_token(output.logits[:, -1], allowed_ids, settings.temperature, settings.top_p, generators)
 
+    def read_prompts():
+        ids, positions = torch.zeros(rows, prompt, dtype=torch.long), torch.zeros(3, rows, prompt, dtype=torch.long)
+        return policy(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1), positions
+
+    if edits:  # in the next step, beside the sampler's cache
+        with phase("prompts"), torch.no_grad():
+            read_prompts()
     with phase("sample"), torch.no_grad():
         policy.eval()  # what follows is generate_with_logprobs, but of its tokens only the first two and the last
-        ids, positions = torch.zeros(rows, prompt, dtype=torch.long), torch.zeros(3, rows, prompt, dtype=torch.long)
-        output = policy(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1)
+        output, positions = read_prompts()
         drawn = [draw(output)]
         output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
         drawn += [[torch.empty_like(x) for x in drawn[0]] for _ in range(length - 2)]
@@ -151,7 +157,7 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
     with phase("decode"), torch.no_grad():
         if edits:
             source, cache = torch.zeros(1, 3, size, size).bfloat16(), GlmImageKVCache(num_layers=30)
-            for _ in range(micro_batch):  # the pipeline writes it for each picture, and one is kept
+            for _ in range(2):  # for each picture, of which one copy is kept
                 vae.encode(source)
                 velocity(1, "write", cache)
             velocity(micro_batch, "read", cache)

@@ -27,6 +27,8 @@ def working_memory(settings):
     cache = 41e3 * room * rows
     # A training pass; the VAE, which paints one picture at a time; of all tokens drawn, the nucleus.
     work = [0.8e6 * tokens * size, 3.1e3 * pixels, 17e3 * tokens * rows]
+    if settings.sources:  # all prompts of a step are read side by side
+        work.append(0.37e6 * (64 + pixels // 32**2) * rows)
     if settings.train in ("decoder", "both"):  # its training pass, a token for 16x16 pixels, with guidance twice
         work.append(0.37e6 * pixels // 16**2 * size * (2 if settings.guidance_scale > 1 else 1))
     return cache + max(work) + GAPS

@@ -34,7 +34,7 @@ from train import encode_prompt  # quick shortens that in train.py
 
 WISH = "make it blue"
 # (height, width) of the source and of the result: alike, the source larger, smaller, wide to tall.
-SIZES = [((128, 128), (128, 128)), ((96, 160), (64, 64)), ((32, 64), (128, 96)), ((64, 192), (160, 64))]
+SIZES = [((128, 128), (128, 128)), ((96, 160), (64, 64)), ((64, 96), (128, 96)), ((64, 192), (160, 64))]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_log_probs_are_those_of_generate(stock, given, size):
 def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
     """Wishes and sources of several lengths, with a growing cache and with the fixed one of a GPU."""
     wishes, size = [WISH, "make the background pink", "make it a square"], (64, 96)
-    sources = [source_of(stock, *given) for given in ((128, 128), (32, 64), (96, 32))]
+    sources = [source_of(stock, *given) for given in ((128, 128), (64, 96), (96, 64))]
     encoded = [encode_prompt(stock.processor, *pair[:1], *size, pair[1]) for pair in zip(wishes, sources, strict=True)]
     ids, positions, counts = zip(*encoded, strict=True)
     assert set(counts) == {6} and len({len(each) for each in ids}) == 3
@@ -180,7 +180,7 @@ def test_sources_are_made_to_fit(tmp_path):
 
 def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
     monkeypatch.setattr(pipe.processor.image_processor, "size", {"shortest_edge": 128**2, "longest_edge": 2048**2})
-    with pytest.raises(UserError, match=r"\(64, 96\) pixels as \[4, 6\] codes, .* another --height and --width"):
+    with pytest.raises(UserError, match=r"\(64, 96\) pixels as \[6, 4\] codes, .* another --height and --width"):
         train.read_sources(pipe, [Source(Image.new("RGB", (64, 96)))], CPU)
 
 
@@ -350,7 +350,7 @@ def test_sources_go_with_sources_to_judge_by(quick, capfd):
         assert "edits need --sources with --prompts, and others to judge by" in capfd.readouterr().err
 
 
-def test_the_adapter_edits_in_the_stock_pipeline(edits, monkeypatch):
+def test_the_adapter_edits_in_the_stock_pipeline(edits):
     """By its card as it stands, with a picture of one's own."""
     assert edits("--steps", "1", "--lr", "0.1", "--out", "run") == 0
     (code,) = re.findall(r"```python\n(.*?)```", Path("run/adapter/README.md").read_text(), flags=re.DOTALL)
@@ -359,12 +359,8 @@ def test_the_adapter_edits_in_the_stock_pipeline(edits, monkeypatch):
     ):  # fmt: skip
         assert words in code
         code = code.replace(words, own)
-    model = '"tiny-glm-image"'
-    assert model in code
-    Path("card.py").write_text(code.replace(model, f'"{TINY}"'))
-    Path("base.py").write_text(
-        re.sub(r"pipe\.vision_language_encoder\.load_adapter.*", "", Path("card.py").read_text())
-    )
+    Path("card.py").write_text(code)
+    Path("base.py").write_text(re.sub(r"pipe\.vision_language_encoder\.load_adapter.*", "", code))
     trained, base = (runpy.run_path(name)["image"] for name in ("card.py", "base.py"))
     assert trained.size == base.size == (64, 64) and trained.tobytes() != base.tobytes()
 
