@@ -1,6 +1,6 @@
 """A person as the reward: a page on 127.0.0.1 shows each group, and the run waits for the pictures that you like.
 
-    python train.py --reward examples/vote.py:vote --steps 10 --eval-count 1 --kl-coef 0.05
+    python train.py --reward examples/vote.py:vote --steps 10 --eval-count 1
 
 Open the page that it names. Click pictures or press their numbers, then Enter: 1 for those you like, 0 for the others, so
 `reward` is the share that you like. A group of which you like all or none teaches nothing. You are asked about
@@ -21,7 +21,7 @@ import select
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-PORT = int(os.environ.get("VOTE_PORT", 8765))
+PORT = int(os.environ.get("VOTE_PORT", "8765"))
 PAGE = Path(__file__).with_suffix(".html").read_text()
 
 

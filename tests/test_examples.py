@@ -6,15 +6,22 @@ import importlib.util
 import io
 import json
 import math
+import re
+import socket
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, records
 from PIL import Image
+from voter import votes
 
+import grpo
 import rewards
+import train
 from grpo import generate_with_logprobs
 
 
@@ -89,3 +96,111 @@ def test_a_judge_behind_http_is_asked_again(url):
 def test_blueness_by_hand():
     images = [Image.new("RGB", (8, 8), colour) for colour in ("blue", "white", (51, 102, 204))]
     assert load("my_reward").blueness(images, [""] * 3, None) == pytest.approx([1, 0, 0.8 - 0.3])
+
+
+# ---- examples/vote.py -----------------------------------------------------------------------------------------------
+
+RED, GREEN, BLUE = (Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue"))
+IMAGES, PROMPTS = [RED, BLUE, GREEN, BLUE, BLUE, RED], ["a", "a", "a", "b", "b", "b"]
+
+
+def blue(images):
+    return [int(image.getpixel((0, 0))[2] > image.getpixel((0, 0))[0]) for image in images]
+
+
+@pytest.fixture
+def port(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number = free.getsockname()[1]
+    monkeypatch.setenv("VOTE_PORT", str(number))
+    return number
+
+
+@pytest.fixture
+def voting(port):
+    """The example's reward, and what a browser does: GET without a body, POST with one."""
+    example = load("vote")
+
+    def browse(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", data, timeout=20) as answer:
+            return answer.read().decode()
+
+    yield example.vote, browse
+    example.serve().server_close()
+
+
+def in_background(work):
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_votes_are_those_of_the_page(voting, port):
+    """Each group is shown by itself, with its prompt; blank pictures, on which rewards are tried, wait for nobody."""
+    vote, browse = voting
+    assert np.isnan(vote([RED, RED], ["a", "a"], None)).all()
+    seen = []
+    likes = lambda images: seen.append([image.getpixel((0, 0)) for image in images]) or blue(images)
+    counts = []
+    in_background(lambda: counts.extend(votes(f"http://127.0.0.1:{port}", likes, timeout=5)))
+    assert vote(IMAGES, PROMPTS, None) == [0, 1, 0, 1, 1, 0]
+    assert seen == [[image.getpixel((0, 0)) for image in group] for group in (IMAGES[:3], IMAGES[3:])]
+
+
+def test_a_vote_on_other_pictures_does_not_count(voting):
+    vote, browse = voting
+
+    def person():
+        first = json.loads(browse("/group"))
+        assert first["prompt"] == "a" and len(first["pictures"]) == 3 and "fetch(" in browse("/")
+        browse("/vote", {"id": first["id"], "liked": [1, 0, 0]})
+        browse("/vote", {"id": first["id"], "liked": [1, 1, 1]})  # of a second page
+        second = json.loads(browse("/group"))
+        assert second["prompt"] == "b" and second["id"] != first["id"]
+        browse("/vote", {"id": second["id"], "liked": [0, 0, 1]})
+
+    in_background(person)
+    assert vote(IMAGES, PROMPTS, None) == [1, 0, 0, 0, 0, 1]
+
+
+def test_while_the_page_is_closed_nothing_is_judged(voting):
+    """Loaded again at once it is as if it had never been closed; opened later it is asked again."""
+    vote, browse = voting
+
+    def person():
+        browse("/closed", "")
+        reloaded = json.loads(browse("/group"))
+        browse("/vote", {"id": reloaded["id"], "liked": [0, 1, 0]})
+        browse("/closed", "")
+
+    in_background(person)
+    first, second = np.split(np.array(vote(IMAGES, PROMPTS, None)), 2)
+    assert first.tolist() == [0, 1, 0] and np.isnan(second).all()
+    assert np.isnan(vote(IMAGES[:3], PROMPTS[:3], None)).all()
+
+    def later():
+        browse("/vote", {"id": json.loads(browse("/group"))["id"], "liked": [1, 1, 0]})
+
+    in_background(later)
+    assert vote(IMAGES[:3], PROMPTS[:3], None) == [1, 1, 0]
+
+
+def test_ten_steps_of_voting_move_the_pictures(quick, port):
+    """Towards what the voter likes: reddish pictures."""
+    likes = lambda images: [int(np.subtract(*np.asarray(image)[..., ::2].mean((0, 1))) > 20) for image in images]
+    in_background(lambda: list(votes_when_there(f"http://127.0.0.1:{port}", likes)))
+    reward = ["--reward", f"{ROOT}/examples/vote.py:vote", "--targets", "none", "--eval-targets", "none"]
+    flags = ["--steps", "10", "--prompts-per-step", "2", "--group-size", "6", "--lr", "1e-2", "--kl-coef", "0"]
+    assert quick(*reward, *flags, "--eval-count", "2", "--out", "run") == 0
+    print([record["reward"] for record in records("run/metrics.jsonl")])
+    before, after = records("run/evaluation.jsonl")
+    print(before, after)
+    assert after["reward"] > before["reward"] + 0.2
+
+
+def votes_when_there(url, likes):
+    """The run loads its model first."""
+    while not (counts := list(votes(url, likes, timeout=20))):
+        pass
+    return counts
