@@ -473,19 +473,27 @@ def call_reward(name, function, images, prompts, targets):
     """
     try:
         with torch.no_grad():  # or advantages would carry a reward model's graph
-            values = torch.as_tensor(function(images, prompts, targets), dtype=torch.float32).detach().cpu()
+            # Copies: a reward may draw on its pictures, or sort its prompts.
+            values = function(copies(images), list(prompts), targets and copies(targets))
+            values = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         names = [repr(prompt) for prompt in dict.fromkeys(prompts)]
         which = "prompt" if len(names) == 1 else "prompts"
         names[4:] = [f"and {len(names) - 4} more"] if len(names) > 4 else []
-        raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {in_one_line(error)}") from error
+        mend = "; give NaN, not None, where it does not apply" if "number, not NoneType" in str(error) else ""
+        reason = in_one_line(error) + mend
+        raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {reason}") from error
     if values.shape != (len(images),):
         raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
     for i in values.isinf().nonzero().flatten().tolist():
         raise RewardError(f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompts[i]!r})")
     return values
+
+
+def copies(pictures):
+    return [picture and picture.copy() for picture in pictures]
 
 
 def weights_of(rewards):

@@ -541,6 +541,25 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     )
 
 
+def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
+    """Two prompts, three sequences each: a picture's colour is a number of its codes, and its reward is that colour."""
+    shorten(monkeypatch.setattr)
+    number = lambda codes: int(codes.sum()) % 251
+    paint = lambda pipe, prompt, tokens, *given: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
+    monkeypatch.setattr(train, "decode_images", paint)
+    settings = tiny_settings(
+        "--height", "32", "--width", "32", "--group-size", "3", "--temperature", "9", "--top-p", "1"
+    )
+    colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
+    prompts = ["a red circle", "a blue cross"]
+    rolled, _ = train.grpo_step(build_run(settings), settings, {"colour": (colour, 1.0)}, prompts, None, 0)
+    assert len(rolled.groups) == 2 and len(rolled.images) == 6
+    for group in rolled.groups:
+        numbers = torch.tensor([float(number(codes)) for codes in group.tokens])
+        assert numbers.std() > 1
+        torch.testing.assert_close(group.advantages, compute_advantages(numbers, 3), atol=1e-5, rtol=0)
+
+
 def test_several_rewards_are_combined_by_zscores_unless_told_otherwise(quick):
     for arguments, expected in ((["--reward", "mse"], "sum"), ([], "zscore"), (["--combine", "sum"], "sum")):
         assert quick("--steps", "0", *arguments) == 0

@@ -239,9 +239,9 @@ def watched(run, monkeypatch):
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_themselves(monkeypatch, missing):
-    """Two prompts, two code sequences each, four paintings of each; a painting without a reward is left out."""
-    run, settings = build("--train", "both", "--group-size", "2", "--paintings", "4", "--combine", "sum")
-    values, given, seen = torch.arange(16.0) ** 2, {}, watched(run, monkeypatch)
+    """Two prompts, three code sequences each, four paintings of each; a painting without a reward is left out."""
+    run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4", "--combine", "sum")
+    values, given, seen = torch.arange(24.0) ** 2, {}, watched(run, monkeypatch)
     if missing:
         values[5] = math.nan
 
@@ -250,19 +250,34 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         return values
 
     rolled, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, PROMPTS, ["a", "b"], 5)
-    expected = {"prompts": [PROMPTS[0]] * 8 + [PROMPTS[1]] * 8, "targets": ["a"] * 8 + ["b"] * 8, "images": 16}
-    assert given == expected and len(rolled.images) == 16 and metrics["decoder/skipped"] == 0
-    means = values.view(4, 4).nanmean(1)
+    expected = {"prompts": [PROMPTS[0]] * 12 + [PROMPTS[1]] * 12, "targets": ["a"] * 12 + ["b"] * 12, "images": 24}
+    assert given == expected and len(rolled.images) == 24 and metrics["decoder/skipped"] == 0
+    means = values.view(6, 4).nanmean(1)
     for i, group in enumerate(seen["codes"]):
-        own = means[2 * i : 2 * i + 2]
+        own = means[3 * i : 3 * i + 3]
         torch.testing.assert_close(group.advantages, (own - own.mean()) / own.std(), atol=1e-4, rtol=0)
     moves_each = settings.decode_steps - 1
-    assert len(seen["decoder"]) == 2 * 2 * moves_each
+    assert len(seen["decoder"]) == 2 * 3 * moves_each
     for i, move in enumerate(seen["decoder"]):
-        own = values.view(4, 4)[i // moves_each]
+        own = values.view(6, 4)[i // moves_each]
         spread = own[~own.isnan()].std()
         by_hand = ((own - own.nanmean()) / spread).nan_to_num(0)
         torch.testing.assert_close(move.advantages, by_hand, atol=1e-4, rtol=0)
+
+
+def test_a_path_ends_in_its_own_picture():
+    """Of every prompt, code sequence and painting: what is clean in the last latents that were drawn, seen by the VAE."""
+    run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4", "--decode-steps", "6")
+    pictures = train.picture_settings(settings)
+    rolled = train.rollout(run, pictures, {}, PROMPTS, None, 5, settings.sequences, settings.paintings)
+    last = torch.cat([step.next_latents for step in rolled.denoising_steps[4::5]])  # (N*G*K, C, H, W)
+    vae = run.pipe.vae
+    mean, std = (torch.tensor(getattr(vae.config, f"latents_{name}")).view(1, -1, 1, 1) for name in ("mean", "std"))
+    with torch.no_grad():
+        guessed = torch.cat([vae.decode(x * std + mean).sample for x in last.split(8)]).add(1).div(2).clamp(0, 1)
+    found = torch.stack([rewards.to_tensor(image) for image in rolled.images])
+    distances = (guessed[:, None] - found[None]).square().mean((2, 3, 4))  # (N*G*K, N*G*K)
+    assert len(found) == 24 and distances.argmin(1).tolist() == list(range(24))
 
 
 def test_zscores_of_several_rewards_are_of_the_groups_that_are_compared(monkeypatch):

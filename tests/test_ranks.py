@@ -225,7 +225,7 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
 
     def rollout(run, pictures, rewards, texts, targets, seed, size):
         assert (pictures.decode_steps, size, seed) == (3, 2, 100 + "abcd".index(texts[0]))
-        values = torch.full((2,), float("abcd".index(texts[0])))
+        values = 10.0 * "abcd".index(texts[0]) + torch.arange(2)
         return train.Rollout([], [], [f"{texts[0]}1", f"{texts[0]}2"], {"r": values})
 
     monkeypatch.setattr(train, "rollout", rollout)
@@ -234,11 +234,11 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
         as_rank(monkeypatch, rank, 2)
         metrics, shown = train.evaluate(None, settings, data, prompts, 100)
     assert (
-        metrics["reward/r"] == (0 + 1 + 2) / 3
-        and metrics["reward"] == 2
+        metrics["reward/r"] == (0 + 10 + 20) / 3 + 0.5
+        and metrics["reward"] == 21
         and (metrics["images"], metrics["prompts"]) == (6, 3)
     )
-    assert shown == [(p, [f"{p}1", f"{p}2"], [2.0 * i] * 2) for i, p in enumerate("abc")]
+    assert shown == [(p, [f"{p}1", f"{p}2"], [20.0 * i, 20.0 * i + 2]) for i, p in enumerate("abc")]
 
 
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):

@@ -62,6 +62,38 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick):
     assert json.loads(Path("halves/settings.json").read_text())["steps"] == 5
 
 
+def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick):
+    """Killed after the checkpoint of step 2, which was to be evaluated."""
+    assert quick("--steps", "4", "--eval-every", "2", "--keep-checkpoints", "9", "--out", "straight") == 0
+    shutil.copytree("straight", "killed")
+    for left in ("checkpoints/000004", "adapter"):
+        shutil.rmtree(f"killed/{left}")
+    first = Path("killed/evaluation.jsonl").read_text().splitlines()[0]
+    Path("killed/evaluation.jsonl").write_text(f"{first}\n")
+    assert resume("killed") == 0
+    assert [record["step"] for record in records("killed/evaluation.jsonl")] == [0, 2, 4]
+    same_run("straight", "killed")
+
+
+def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
+    """A connection that breaks, in the second step: its traceback is shown, and the first step is saved."""
+    update, calls = train.GRPO.update, []
+
+    def broken(self, groups):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ConnectionError("503 Service Unavailable")
+        return update(self, groups)
+
+    monkeypatch.setattr(train.GRPO, "update", broken)
+    with pytest.raises(ConnectionError, match="503"):
+        quick("--steps", "3", "--out", "run")
+    output = "".join(capfd.readouterr())
+    assert "the last whole step is saved; go on with: python train.py --resume run" in output
+    assert "cannot write" not in output and steps_saved("run")[-1] == "000001"
+    assert resume("run") == 0
+
+
 def test_resuming_refuses_what_would_change_the_run(quick, capsys):
     assert quick("--steps", "2", "--out", "run") == 0
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
