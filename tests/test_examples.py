@@ -120,8 +120,14 @@ def port(monkeypatch):
 
 @pytest.fixture
 def voting(port):
-    """The example's reward, and what a browser does: GET without a body, POST with one."""
+    """The example's reward, which may not wait for ever, and what a browser does: GET without a body, POST with one."""
     example = load("vote")
+
+    def vote(images, prompts):
+        scores = []
+        in_background(lambda: scores.extend(example.vote(images, prompts, None))).join(timeout=20)
+        assert len(scores) == len(images), "it still waits, or failed"
+        return scores
 
     def browse(path, body=None):
         data = None if body is None else json.dumps(body).encode()
@@ -129,7 +135,7 @@ def voting(port):
             return answer.read().decode()
 
     example.serve()
-    yield example.vote, browse
+    yield vote, browse
     example.serve().server_close()
 
 
@@ -142,12 +148,12 @@ def in_background(work):
 def test_votes_are_those_of_the_page(voting, port):
     """Each group is shown by itself, with its prompt; blank pictures, on which rewards are tried, wait for nobody."""
     vote, _ = voting
-    assert np.isnan(vote([RED, RED], ["a", "a"], None)).all()
+    assert np.isnan(vote([RED, RED], ["a", "a"])).all()
     seen = []
     likes = lambda images: seen.append([image.getpixel((0, 0)) for image in images]) or blue(images)
     counts = []
     in_background(lambda: counts.extend(votes(f"http://127.0.0.1:{port}", likes, timeout=5)))
-    assert vote(IMAGES, PROMPTS, None) == [0, 1, 0, 1, 1, 0]
+    assert vote(IMAGES, PROMPTS) == [0, 1, 0, 1, 1, 0]
     assert seen == [[image.getpixel((0, 0)) for image in group] for group in (IMAGES[:3], IMAGES[3:])]
 
 
@@ -164,7 +170,7 @@ def test_a_vote_on_other_pictures_does_not_count(voting):
         browse("/vote", {"id": second["id"], "liked": [0, 0, 1]})
 
     in_background(person)
-    assert vote(IMAGES, PROMPTS, None) == [1, 0, 0, 0, 0, 1]
+    assert vote(IMAGES, PROMPTS) == [1, 0, 0, 0, 0, 1]
 
 
 def test_while_the_page_is_closed_nothing_is_judged(voting):
@@ -178,15 +184,15 @@ def test_while_the_page_is_closed_nothing_is_judged(voting):
         browse("/closed", "")
 
     in_background(person)
-    first, second = np.split(np.array(vote(IMAGES, PROMPTS, None)), 2)
+    first, second = np.split(np.array(vote(IMAGES, PROMPTS)), 2)
     assert first.tolist() == [0, 1, 0] and np.isnan(second).all()
-    assert np.isnan(vote(IMAGES[:3], PROMPTS[:3], None)).all()
+    assert np.isnan(vote(IMAGES[:3], PROMPTS[:3])).all()
 
     def later():
         browse("/vote", {"id": json.loads(browse("/group"))["id"], "liked": [1, 1, 0]})
 
     in_background(later)
-    assert vote(IMAGES[:3], PROMPTS[:3], None) == [1, 1, 0]
+    assert vote(IMAGES[:3], PROMPTS[:3]) == [1, 1, 0]
 
 
 def test_ten_steps_of_voting_move_the_pictures(quick, port):
