@@ -11,6 +11,7 @@ import re
 import runpy
 import socket
 import threading
+import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -163,6 +164,7 @@ def test_a_vote_on_other_pictures_does_not_count(voting):
     def person():
         first = json.loads(browse("/group"))
         assert first["prompt"] == "a" and len(first["pictures"]) == 3 and "fetch(" in browse("/")
+        time.sleep(1.2)  # people think
         browse("/vote", {"id": first["id"], "liked": [1, 0, 0]})
         browse("/vote", {"id": first["id"], "liked": [1, 1, 1]})  # of a second page
         second = json.loads(browse("/group"))
@@ -189,7 +191,9 @@ def test_while_the_page_is_closed_nothing_is_judged(voting):
     assert np.isnan(vote(IMAGES[:3], PROMPTS[:3])).all()
 
     def later():
-        browse("/vote", {"id": json.loads(browse("/group"))["id"], "liked": [1, 1, 0]})
+        opened = json.loads(browse("/group"))
+        time.sleep(1.2)
+        browse("/vote", {"id": opened["id"], "liked": [1, 1, 0]})
 
     in_background(later)
     assert vote(IMAGES[:3], PROMPTS[:3]) == [1, 1, 0]
