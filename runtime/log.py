@@ -201,21 +201,11 @@ class Record:
         """The evaluation before training; None if its line was deleted, or was made elsewhere."""
         return next((record for record in self.evaluations if record["step"] == 0), None)
 
-    def judged(self):
-        """{step: reward} on held-out prompts, or on those of training if no reward applied to them; and which of both."""
-        new = all(record["held_out/reward"] is not None for record in self.evaluations)
-        name, key = ("held-out", "held_out/reward") if new else ("training", "reward")
-        return {record["step"]: record[key] for record in self.evaluations if record[key] is not None}, name
-
-    def best_step(self):
-        """The first step whose adapter did best."""
-        rewards, _ = self.judged()
-        return max(rewards, key=rewards.get, default=0)
-
     def save(self):
         """A checkpoint; a run that only evaluates needs none."""
         if self.writes and self.settings.steps > 0:
-            checkpoints.save(self.out, self.done, self.learners, self.settings, self.inputs, self.best_step())
+            best, _ = best_step(self.evaluations)
+            checkpoints.save(self.out, self.done, self.learners, self.settings, self.inputs, best)
 
     def save_whole_step(self):
         if not self.half_made:
@@ -223,13 +213,9 @@ class Record:
 
     def end(self):
         """The adapters with their cards, and before-after.png; and a warning if nothing was learned, or more before."""
-        best, (rewards, name) = self.best_step(), self.judged()
-        then, now = (format_number(rewards.get(step)) for step in (best, self.done))
-        if then != now:
-            self.write(
-                f"warning: on {name} prompts the reward was higher after {counted(best, 'step')}: {then}, now {now}; "
-                f"the adapter of that step is in {self.out}/checkpoints/{best:06d}"
-            )
+        best, words = best_step(self.evaluations)
+        if words:
+            self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
         if reason := why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl")):
             self.write(f"warning: nothing was learned: {reason}")
         if not self.writes:
@@ -246,6 +232,20 @@ class Record:
             picture = save_before_after(self.out, before, after)
             for folder in folders:
                 write_card(folder, self.settings, before, after, picture)
+
+
+def best_step(evaluations):
+    """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
+
+    Also words for how much better than at the end, empty if it was not.
+    """
+    held_out = all(record["held_out/reward"] is not None for record in evaluations)
+    name, key = ("held-out", "held_out/reward") if held_out else ("training", "reward")
+    rewards = {record["step"]: record[key] for record in evaluations if record[key] is not None}
+    best = max(rewards, key=rewards.get, default=0)
+    then, now = (format_number(rewards.get(step)) for step in (best, max(rewards, default=0)))
+    words = f"on {name} prompts the reward was higher after {counted(best, 'step')}, {then}, than at the end, {now}"
+    return best, words if then != now else ""
 
 
 def summary(prefix, *records):
