@@ -1,6 +1,7 @@
 """Plays the person at examples/vote.py, over HTTP: likes large shapes, of which captions say nothing.
 
-python tests/voter.py & python train.py --reward examples/vote.py:vote --eval-reward tests/voter.py:large --steps 10
+python tests/voter.py &
+python train.py --reward examples/vote.py:vote --eval-reward tests/voter.py:large --steps 10 --eval-count 8
 """
 
 import base64
