@@ -28,9 +28,9 @@ def large(images, prompts=None, targets=None):
 
 
 def radius(image):
-    """That of the shape, as drawn, which overlaps best with what differs from the corner."""
+    """That of the shape, as drawn, which overlaps best with what differs from the background of a corner."""
     pixels = np.asarray(image.convert("RGB")).astype(int)
-    figure = np.abs(pixels - pixels[0, 0]).sum(-1) > 120
+    figure = np.abs(pixels - np.median(pixels[:8, :8], axis=(0, 1))).sum(-1) > 120
     overlaps = [(figure & mask).sum() / (figure | mask).sum() for mask, _ in outlines()]  # shape after shape
     return RADII[np.argmax(overlaps) % len(RADII)]
 
