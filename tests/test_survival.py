@@ -29,6 +29,7 @@ import train
 from grpo import GRPO
 from runtime.data import Prompts
 
+
 def error_of(capsys):
     """The one line that a user reads."""
     output = capsys.readouterr().err
