@@ -497,7 +497,10 @@ def begin_scoring(rewards, images, prompts, targets):
     given = per_picture(images, prompts, targets)
 
     async def call(function):  # in there, so that a wrong signature is the reward's error too
-        return await function(*copies(*given))
+        try:
+            return await function(*copies(*given))
+        except SystemExit as error:  # or it would end the loop, and all would wait for ever
+            raise RuntimeError(f"SystemExit: {error}") from error
 
     begun = {}
     for name, (function, _) in rewards.items():
