@@ -28,11 +28,11 @@ from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
 from rewards import begin_scoring, combine, score, weighted_sum, weights_of
 from runtime import UserError, checkpoints, counted, ranks
 from runtime.data import load_data, read_inputs, readable_loading
-from runtime.gpu import CapturedForward, keep_rope_tables, place
+from runtime.gpu import CapturedForward, keep_one_source, keep_rope_tables, place
 from runtime.log import Phases, Record
 from runtime.metrics import reward_metrics, spreads
 from runtime.rescue import failing_together, rescued, resume_command
-from runtime.settings import claim_folder, parse_settings, print_start
+from runtime.settings import TINY, claim_folder, parse_settings, print_start
 
 LORA_TARGETS = {
     "codes": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],  # in the language model only
@@ -46,24 +46,56 @@ SEEDS = {"evaluation": 2**29, "held out": 2**29 + 2**20, "paths": 2**30, "noise"
 # ---- GLM-Image: prompts in, pictures out ----------------------------------------------------------------------------
 
 
-def encode_prompt(processor, prompt, height, width):
+@torch.no_grad()
+def read_sources(pipe, sources, device):
+    """Give each Source its codes, by the model's own vision tower and quantiser."""
+    model = pipe.vision_language_encoder
+    for part in (model.model.visual, model.model.vqmodel):
+        part.to(device)
+    for source in sources:
+        inputs = pipe.processor.image_processor(source.image, return_tensors="pt").to(device)
+        grid = inputs["image_grid_thw"]  # (1, 3)
+        if grid.tolist() != [[1, source.image.height // 32, source.image.width // 32]]:
+            raise UserError(f"the model reads a picture of {source.image.size} pixels as {grid.tolist()[0][1:]} codes, "
+                            "not one for 32x32: choose another --height and --width")  # fmt: skip
+        features = model.get_image_features(inputs["pixel_values"], grid).pooler_output
+        source.codes = model.get_image_tokens(features).cpu()
+
+
+def encode_prompt(processor, prompt, height, width, source=None):
     """A prompt as the policy reads it, and the 3-D positions of everything it reads and writes.
 
     GLM-Image writes a preview of about 256 codes first, then the picture proper, one code per 32x32 pixels; both row by
-    row. Positions are (temporal, height, width). Text counts up on all three; a grid keeps the time of its start s and
-    spreads over (s + row, s + column); what follows starts at s + the longer side.
+    row. To edit a picture it reads that one's codes before the text, and writes no preview. Positions are (temporal,
+    height, width). Text counts up on all three; a grid keeps the time of its start s and spreads over (s + row,
+    s + column); what follows starts at s + the longer side.
 
-    Returns: prompt_ids (L,), position_ids (3, L+T), T. Height and width are multiples of 32.
+    Args:
+        height, width: of the picture to be written, multiples of 32.
+        source: the Source to edit, with its codes, or None.
+
+    Returns: prompt_ids (L,), position_ids (3, L+T), T.
     """
-    messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}]]
-    size = {"target_h": height, "target_w": width}
+    content = [{"type": "text", "text": prompt}]
+    if source is not None:
+        content.insert(0, {"type": "image", "image": source.image})
     inputs = processor.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=size
-    )
+        [[{"role": "user", "content": content}]], tokenize=True, return_dict=True, return_tensors="pt",
+        processor_kwargs={"target_h": height, "target_w": width},
+    )  # fmt: skip
     prompt_ids = inputs["input_ids"][0]  # (L,)
-    start = len(prompt_ids)
-    positions = [torch.arange(start).expand(3, -1)]
-    for _, rows, columns in inputs["image_grid_thw"].flip(0).tolist():  # listed large first, written preview first
+    grids = inputs["image_grid_thw"].tolist()
+    token = [1, 1, 1]  # a token of text is a grid of one
+    parts = [token] * len(prompt_ids) + grids[::-1]  # listed large first, written preview first
+    if source is not None:
+        begin = prompt_ids.tolist().index(processor.image_token_id)
+        end = begin + len(source.codes)
+        prompt_ids[begin:end] = source.codes
+        parts = [token] * begin + grids[:1] + [token] * (len(prompt_ids) - end) + grids[1:]
+
+    positions = []
+    start = 0
+    for _, rows, columns in parts:
         grid = torch.cartesian_prod(torch.tensor([0]), torch.arange(rows), torch.arange(columns)).T  # (3, rows*columns)
         positions.append(start + grid)
         start += max(rows, columns)
@@ -93,36 +125,47 @@ def picture_settings(settings, deployed=False):
     return PictureSettings(settings.height, settings.width, steps, settings.decode_window, guidance, *batches)
 
 
-def decode_images(pipe, prompt, tokens, pictures, seed):
-    """Paint a group: (G, T) tokens of one prompt -> G PIL images. pictures: PictureSettings.
+def for_decoder(codes):
+    """(B, rows, columns) -> (B, 4*rows*columns): a code stands for 32x32 pixels, the decoder wants one per 16x16."""
+    return codes.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
+
+
+def decode_images(pipe, prompt, tokens, pictures, seed, source=None):
+    """Paint a group: (G, T) tokens of one prompt -> G PIL images. pictures: PictureSettings. source: what they edit.
 
     One starting noise for the whole group: its pictures then differ by the policy's choices alone. One prompt per
     batch: glyph embeddings of different prompts would be padded, and the decoder does not mask the padding.
     """
     rows, columns, scale = pictures.height // 32, pictures.width // 32, pipe.vae_scale_factor
-    # The decoder is not shown the preview: that is what the policy looks at as it writes the picture proper. A code
-    # stands for 32x32 pixels, the decoder wants one per 16x16.
-    large = tokens[:, -rows * columns :].view(-1, rows, columns)
-    prior = large.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)  # (G, 4*rows*columns)
+    device = pipe.transformer.device
+    # The decoder is not shown the preview: that is what the policy looks at as it writes the picture proper.
+    prior = for_decoder(tokens[:, -rows * columns :].view(-1, rows, columns))  # (G, 4*rows*columns)
+    edited = {}  # what the pipeline wants of the source, of each picture
+    if source is not None:
+        size = source.image.height // 16, source.image.width // 16
+        codes = for_decoder(source.codes.view(1, size[0] // 2, size[1] // 2))[0].to(device)
+        edited = {"image": [source.image], "prior_token_image_ids": codes}
+        edited["source_image_grid_thw"] = torch.tensor([[1, *size]])
     shape = 1, pipe.transformer.config.in_channels, pictures.height // scale, pictures.width // scale
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed + SEEDS["noise"]))
     images = []
     for batch in prior.split(pictures.micro_batch_size):
         images += pipe(
-            prompt=[prompt] * len(batch), prior_token_ids=batch.to(pipe.transformer.device),
+            prompt=[prompt] * len(batch), prior_token_ids=batch.to(device),
+            **{name: [value] * len(batch) for name, value in edited.items()},
             latents=noise.expand(len(batch), -1, -1, -1), height=pictures.height, width=pictures.width,
             num_inference_steps=pictures.decode_steps, guidance_scale=pictures.guidance_scale,
         ).images  # fmt: skip
     return images
 
 
-def paint(run, prompt, tokens, pictures, num_paintings, seed):
+def paint(run, prompt, tokens, pictures, num_paintings, seed, source=None):
     """Paint each code sequence (G, T) of a prompt K times: G*K images, and the decoder's denoising steps on the way.
 
     A single painting is made by the stock sampler, which draws nothing: there are no steps to learn from.
     """
     if num_paintings == 1:
-        return decode_images(run.pipe, prompt, tokens, pictures, seed), []
+        return decode_images(run.pipe, prompt, tokens, pictures, seed, source), []
     decode = lambda pipe, codes: decode_images(pipe, prompt, codes, pictures, seed)
     generator = torch.Generator().manual_seed(seed + SEEDS["paths"])
     count = pictures.decode_window or pictures.decode_steps - 1
@@ -156,6 +199,8 @@ def painters(pipe):
 def load(settings, device):
     """The stock pipeline, on the CPU: its weights are mapped from the files, so that several processes share them."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if settings.sources and Path(settings.model).resolve() == Path(TINY):
+        dtype = torch.float32  # in bfloat16 its vision tower reads a third of the codes wrong
     if version("diffusers").startswith(("0.40.", "0.41.")):
         raise UserError("diffusers 0.40 and 0.41 paint GLM-Image wrong (they drop its timesteps): take 0.42.1 or later")
     with readable_loading(settings.model):
@@ -208,10 +253,11 @@ def build(pipe, settings, device):
     All still on the CPU; it is runtime.gpu.place that moves them.
     """
     language_model = pipe.vision_language_encoder
-    language_model.model.visual = language_model.model.vqmodel = None  # they read pictures
+    language_model.model.visual = language_model.model.vqmodel = None  # they read sources, see read_sources
     pipe = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
     pipe.set_progress_bar_config(disable=True)
     keep_rope_tables(pipe.transformer)
+    keep_one_source(pipe.transformer)
     for module in painters(pipe):
         module.requires_grad_(False)
     if device.type != "cpu":
@@ -222,6 +268,8 @@ def build(pipe, settings, device):
     model, reference = add_adapter(language_model, "codes", settings)
     compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
     num_new_tokens = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
+    if settings.sources:
+        num_new_tokens = settings.height * settings.width // 32**2
     forward = CapturedForward(model, num_new_tokens) if compiled else None
     codes = slice(0, pipe.transformer.config.prior_vq_quantizer_codebook_size)
     algorithm = GRPOSettings(**{field.name: getattr(settings, field.name) for field in fields(GRPOSettings)})
@@ -252,48 +300,52 @@ class Rollout:
     denoising_steps: list  # N*G times those of a path, or none where nothing was drawn
     images: list  # N*G*K PIL images, prompt after prompt, sequence after sequence
     raw_rewards: dict  # {name: (N*G*K,)}
+    sources: list | None = None  # N PIL images that these were to edit
 
 
-def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_paintings=1):
+def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_paintings=1, sources=None):
     """The first two parts of a step; all there is to an evaluation.
 
     pictures: PictureSettings. rewards: {name: (function, weight)}. targets: N of anything a reward compares with, or
-    None. seed: fixes all draws. run.phase(name, *models) measures, and before that brings the models to the GPU if they
-    take turns there.
+    None. seed: fixes all draws. sources: N Sources to edit, or None. run.phase(name, *models) measures, and before that
+    brings the models to the GPU if they take turns there.
     """
+    read = sources or [None] * len(prompts)
     groups = []  # N
     with run.phase("sample", run.policy.model):  # 1. sample G code sequences per prompt
-        size = pictures.sample_batch or len(prompts)
-        for start in range(0, len(prompts), size):
-            batch = prompts[start : start + size]
-            with failing_together(batch):
-                encoded = [encode_prompt(run.pipe.processor, text, pictures.height, pictures.width) for text in batch]
-                groups += run.policy.sample(encoded, num_sequences, seed + start)
+        for rows in torch.arange(len(prompts)).split(pictures.sample_batch or len(prompts)):
+            batch = [(prompts[i], read[i]) for i in rows]
+            with failing_together([prompt for prompt, _ in batch]):
+                size = pictures.height, pictures.width
+                encoded = [encode_prompt(run.pipe.processor, prompt, *size, source) for prompt, source in batch]
+                groups += run.policy.sample(encoded, num_sequences, seed + rows[0].item())
 
+    originals = sources and [source.image for source in sources]
     images = []
     denoising_steps = []
-    begun = []
+    begun = []  # of each prompt, the rewards that are scored while the next is painted
     with run.phase("decode", *painters(run.pipe)), failing_together(prompts):  # 2. paint each of them K times ...
-        for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-            painted, steps = paint(run, prompt, group.tokens, pictures, num_paintings, seed + i)
+        for i, (prompt, source, group) in enumerate(zip(prompts, read, groups, strict=True)):
+            painted, steps = paint(run, prompt, group.tokens, pictures, num_paintings, seed + i, source)
             if not all(step.old_logprobs.isfinite().all() for step in steps):
                 raise NotFinite([i])
             run.phase.painted()
             images += painted
             denoising_steps += steps
-            begun.append(begin_scoring(rewards, painted, [prompt], targets and [targets[i]]))
+            own = [each and [each[i]] for each in (targets, originals)]
+            begun.append(begin_scoring(rewards, painted, [prompt], *own))
     with run.phase("score"), failing_together(prompts):  # ... and score every picture
-        raw_rewards = score(rewards, images, prompts, targets, begun)
-    return Rollout(groups, denoising_steps, images, raw_rewards)
+        raw_rewards = score(rewards, images, prompts, targets, originals, begun)
+    return Rollout(groups, denoising_steps, images, raw_rewards, originals)
 
 
-def grpo_step(run, settings, rewards, prompts, targets, seed):
+def grpo_step(run, settings, rewards, prompts, targets, seed, sources=None):
     """The six parts of a step. N prompts, G code sequences for each, K paintings of each.
 
     K is 1 unless the decoder learns; G is 1 where it learns alone. Returns the Rollout and the metrics.
     """
     G, K = settings.sequences, settings.paintings
-    rolled = rollout(run, picture_settings(settings), rewards, prompts, targets, seed, G, K)  # 1 and 2
+    rolled = rollout(run, picture_settings(settings), rewards, prompts, targets, seed, G, K, sources)  # 1 and 2
     metrics = {}
 
     if G > 1:
@@ -322,10 +374,12 @@ def grpo_step(run, settings, rewards, prompts, targets, seed):
 # ---- what a step trains on ------------------------------------------------------------------------------------------
 
 
-def load_run(settings, device):
+def load_run(settings, data, device):
     """The models where they belong, with what trains them; and the step they are at, of the run that is resumed."""
     try:
-        pipe, policy, decoder = build(load(settings, device), settings, device)
+        pipe = load(settings, device)
+        read_sources(pipe, [*(data.prompts.sources or ()), *(data.held_out.sources or ())], device)
+        pipe, policy, decoder = build(pipe, settings, device)
         offload = place([policy.model, *painters(pipe)], settings, device, policy.forward)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -367,20 +421,23 @@ def evaluate(run, settings, data, prompts, seed, stop=None):
     """Paint the first prompts as deployed, from the same seeds each time: only what was learned makes a difference.
 
     stop: an evaluation that ends early when asked to, and returns None. Otherwise returns the metrics over all ranks,
-    and of the first prompts (prompt, some pictures, their rewards).
+    and of the first prompts (prompt, some pictures, their rewards, the picture they edit or None).
     """
     count = min(settings.eval_count, len(prompts.texts))
     size = settings.group_size
     scored = []
-    shown = []  # (row, prompt, pictures)
+    shown = []  # (row, prompt, source, pictures)
     for rows in batches_of_rank(count, settings.prompts_per_step):  # as many at once as in training
-        texts, targets = prompts.take([row % len(prompts.texts) for row in rows])
+        texts, targets, sources = prompts.take([row % len(prompts.texts) for row in rows])
         set_seed(rows[0])
         pictures = picture_settings(settings, deployed=True)
-        rolled = rollout(run, pictures, data.rewards | data.judges, texts, targets, seed + rows[0], size)
+        rewards = data.rewards | data.judges
+        rolled = rollout(run, pictures, rewards, texts, targets, seed + rows[0], size, sources=sources)
         scored.append(rolled.raw_rewards)
-        groups = zip(rows, texts, torch.arange(len(rolled.images)).split(size), strict=True)
-        shown += [(row, text, [rolled.images[i] for i in own[:SHOWN]]) for row, text, own in groups if row < SHOWN]
+        own = torch.arange(len(rolled.images)).split(size)
+        for row, text, source, group in zip(rows, texts, rolled.sources or [None] * len(texts), own, strict=True):
+            if row < SHOWN:
+                shown.append((row, text, source, [rolled.images[i] for i in group[:SHOWN]]))
         if stop is not None and any(ranks.gather(stop.received)):
             return None
     of_ranks = ranks.gather((scored, shown))
@@ -389,7 +446,8 @@ def evaluate(run, settings, data, prompts, seed, stop=None):
     total = weighted_sum({name: raw_rewards[name] for name in data.rewards}, weights_of(data.rewards), size)
     metrics = reward_metrics(raw_rewards, total, size) | {"images": count * size, "prompts": count}
     shown = [of_prompt for _, shown in of_ranks for of_prompt in shown if of_prompt[0] < count]
-    return metrics, [(text, images, total[row * size :][: len(images)].tolist()) for row, text, images in shown]
+    own = total.split(size)
+    return metrics, [(text, images, own[row][: len(images)].tolist(), source) for row, text, source, images in shown]
 
 
 def batches_of_rank(count, size):
@@ -424,7 +482,7 @@ def train(settings):
         prompts, held_out, inputs = read_inputs(settings)
         print_start(settings, out, device, len(prompts.texts), len(held_out.texts))
         data = load_data(settings, prompts, held_out)
-        run, begun = load_run(settings, device)
+        run, begun = load_run(settings, data, device)
         learners = learners_of(run.policy, run.decoder)
         weights = weights_of(data.rewards)
         with closing(run.phase.bar), rescued(Record(out, settings, inputs, run.phase, learners, begun)) as record:
@@ -439,8 +497,8 @@ def train(settings):
                 seed = seed_of_step(step, settings)
                 set_seed(seed % 2**32)
                 rows = prompt_indices(step, settings, data.prompts.texts, record.groups, weights)
-                texts, targets = data.prompts.take(rows)
-                rolled, metrics = grpo_step(run, settings, data.rewards, texts, targets, seed)
+                texts, targets, sources = data.prompts.take(rows)
+                rolled, metrics = grpo_step(run, settings, data.rewards, texts, targets, seed, sources)
                 record.step(step + 1, texts, rolled, weights, metrics)
                 if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
                     record.save()

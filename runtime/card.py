@@ -7,7 +7,7 @@ from runtime import counted, format_number, ranks, reward_names, short_name
 CARD = """---
 base_model: {base}
 library_name: peft
-pipeline_tag: text-to-image
+pipeline_tag: {task}
 tags: [lora, grpo, glm-image]
 ---
 
@@ -30,8 +30,19 @@ pipe = GlmImagePipeline.from_pretrained("{base}", dtype="auto")  # on a GPU: .to
 pipe.{load}
 settings = dict(num_inference_steps={eval_decode_steps}, guidance_scale={eval_guidance_scale})
 settings["generator"] = torch.Generator().manual_seed(0)
-image = pipe("YOUR PROMPT", height={height}, width={width}, **settings).images[0]
+{source}image = pipe("YOUR PROMPT", height={height}, width={width}, **settings).images[0]
 ```
+"""
+
+SOURCE = """
+# diffusers 0.42.1 joins the vision features of pictures, which transformers 5.23 wants apart: these lines part them.
+policy = pipe.vision_language_encoder
+read, channels = policy.get_image_tokens, policy.config.vision_config.hidden_size
+policy.get_image_tokens = lambda joined, grids: read(joined.unflatten(0, (-1, channels)), grids)
+
+from PIL import Image
+
+settings["image"] = [Image.open("YOUR PICTURE").convert("RGB").resize(({width}, {height}))]  # multiples of 32
 """
 
 ADAPTERS = {  # folder: what it adapts, and how it loads
@@ -58,6 +69,9 @@ def write_card(folder, settings, before, after, picture):
     values["prompts"] = counted(settings.prompts_per_step, "prompt")
     values |= {"each": f" on each of {ranks.count()} processes" if ranks.count() > 1 else ""}
     values |= dict(zip(("what", "load"), ADAPTERS[folder.name]))
+    values |= {"task": "text-to-image", "source": ""}
+    if settings.sources:
+        values |= {"task": "image-to-image", "source": SOURCE.format(**vars(settings))}
     if folder.name == "decoder-adapter":
         values |= {"lr": settings.decoder_lr, "group_size": settings.paintings}
     (folder / "README.md").write_text(CARD.format(**values), encoding="utf-8")

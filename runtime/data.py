@@ -1,5 +1,6 @@
 """What a run trains on and what judges it: prompts, pictures that some rewards compare with, rewards."""
 
+import math
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,18 +21,33 @@ LONGEST_PROMPT = 4096  # characters: all prompts of a step take as much memory a
 
 
 @dataclass
+class Source:
+    """A picture to edit: its sides are multiples of 32."""
+
+    image: Image.Image
+    codes: torch.Tensor | None = None  # (rows*columns,) int64, one for 32x32 pixels, once the model has read it
+
+
+@dataclass
 class Prompts:
-    """Prompts, and for each a picture that some rewards compare with (or None), or None if there are no such."""
+    """Prompts, and for each a picture that some rewards compare with (or None), or None if there are no such.
+
+    sources: for each the Source that it says how to edit, or None where pictures are painted from nothing.
+    """
 
     texts: list
     targets: list | None
+    sources: list | None = None
 
     def take(self, rows):
-        return [self.texts[i] for i in rows], self.targets and [self.targets[i] for i in rows]
+        return tuple(each and [each[i] for i in rows] for each in (self.texts, self.targets, self.sources))
 
 
-def read_prompts(path, folder):
-    """The prompts in a file, with the target pictures in a folder, unless it is None or "none"."""
+def read_prompts(path, folder, sources=None, pixels=0):
+    """The prompts in a file, with the target pictures in a folder, unless it is None or "none".
+
+    sources: a folder with the pictures to edit, or None. pixels: those of a picture to be painted; see fitted.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -41,19 +57,36 @@ def read_prompts(path, folder):
         raise UserError(f"the prompts file {path} has no prompt in it; write one a line")
     if (longest := max(map(len, prompts))) > LONGEST_PROMPT:
         raise UserError(f"the prompts file {path} has a prompt of {longest:,} characters; {LONGEST_PROMPT:,} at most")
-    if folder in (None, "none", ""):
-        return Prompts(prompts, None)
+    targets = None if folder in (None, "none", "") else read_pictures(folder, "target", len(prompts))
+    images = sources and read_pictures(sources, "source", len(prompts))
+    return Prompts(prompts, targets, images and [Source(fitted(image, pixels)) for image in images])
+
+
+def read_pictures(folder, kind, count):
+    """`count` pictures of a folder, sorted by name, 2 before 10."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"the folder of target pictures {folder} does not exist")
+        raise UserError(f"the folder of {kind} pictures {folder} does not exist")
     files = [f for f in folder.iterdir() if f.suffix.lower() in Image.registered_extensions()]
     files.sort(key=lambda f: [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", f.name)])
-    if len(files) != len(prompts):
-        raise UserError(f"{folder} has {len(files)} pictures for {len(prompts)} prompts; give one a prompt, by line")
+    if len(files) != count:
+        raise UserError(f"{folder} has {len(files)} pictures for {count} prompts; give one a prompt, by line")
     try:
-        return Prompts(prompts, [Image.open(file := each).convert("RGB") for each in files])
+        return [Image.open(file := each).convert("RGB") for each in files]
     except OSError as error:
-        raise UserError(f"the target picture {file} cannot be opened: {error}") from None
+        raise UserError(f"the {kind} picture {file} cannot be opened: {error}") from None
+
+
+def fitted(image, pixels):
+    """A source of about so many pixels and nearly its own shape, with sides that are multiples of 32.
+
+    Other sides break the pipeline off, as do sides below 512 with the released model, which would read them enlarged.
+    """
+    if max(image.size) > 4 * min(image.size):
+        raise UserError(f"a source of {image.width}x{image.height} pixels: one side is over 4 times the other, cut it")
+    scale = math.sqrt(pixels / (image.width * image.height))
+    size = [max(32, round(side * scale / 32) * 32) for side in image.size]
+    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 @dataclass
@@ -74,13 +107,16 @@ def read_inputs(settings):
     check_tracker(settings.tracker)
     with readable_loading(settings.model):
         cached_file(settings.model, "model_index.json")  # fail now if the model is missing: rewards take a while
-    prompts = read_prompts(settings.prompts, settings.targets)
-    held_out = read_prompts(settings.eval_prompts, settings.eval_targets)
+    size = settings.height * settings.width
+    prompts = read_prompts(settings.prompts, settings.targets, settings.sources, size)
+    held_out = read_prompts(settings.eval_prompts, settings.eval_targets, settings.eval_sources, size)
     folder = settings.adapter
     adapters = [checkpoints.adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
     read = {
         "prompts": "\n".join(prompts.texts).encode(), "targets": pixels(prompts.targets),
+        "sources": pixels(prompts.sources and [source.image for source in prompts.sources]),
         "eval_prompts": "\n".join(held_out.texts).encode(), "eval_targets": pixels(held_out.targets),
+        "eval_sources": pixels(held_out.sources and [source.image for source in held_out.sources]),
         "adapter": b"".join(file.read_bytes() for file in adapters if file),
     }  # fmt: skip
     hashes = {name: sha256(data).hexdigest() for name, data in read.items()}
@@ -116,7 +152,8 @@ def load_rewards(flag, settings, prompts):
     blank = [Image.new("RGB", (settings.width, settings.height))] * 2
     try:
         rewards = parse_rewards(getattr(settings, flag))
-        score(rewards, blank, *prompts.take([0]))
+        texts, targets, sources = prompts.take([0])
+        score(rewards, blank, texts, targets, sources and [source.image for source in sources])
     except (ValueError, torch.OutOfMemoryError) as error:
         tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
         raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}{tried}") from None

@@ -21,10 +21,14 @@ def working_memory(settings):
     pixels, size = settings.height * settings.width, settings.micro_batch_size
     rows = (settings.sample_batch or settings.prompts_per_step) * settings.group_size  # sampled side by side
     tokens = 320 + pixels // 32**2  # prompt, preview and picture
+    if settings.sources:
+        tokens += pixels // 32**2 - 256  # their codes, and no preview
     room = (tokens // CapturedForward.ROOM + 1) * CapturedForward.ROOM
     cache = 41e3 * room * rows
     # A training pass; the VAE, which paints one picture at a time; of all tokens drawn, the nucleus.
     work = [0.8e6 * tokens * size, 3.1e3 * pixels, 17e3 * tokens * rows]
+    if settings.sources:  # all prompts of a step are read side by side
+        work.append(0.37e6 * (64 + pixels // 32**2) * rows)
     if settings.train in ("decoder", "both"):  # its training pass, a token for 16x16 pixels, with guidance twice
         work.append(0.37e6 * pixels // 16**2 * size * (2 if settings.guidance_scale > 1 else 1))
     return cache + max(work) + GAPS
@@ -77,6 +81,22 @@ def keep_rope_tables(transformer):
         return tables[key]
 
     transformer.rope.register_forward_hook(hook)
+
+
+def keep_one_source(transformer):
+    """The pipeline keeps a source's keys and values for every picture of a batch, 2.0 GB each at 1024x1024.
+
+    Here all of a batch edit one source: before it is written anew, the copy before is dropped. The cache spreads one
+    over the batch.
+    """
+
+    def hook(module, inputs, options):
+        cache = options.get("kv_caches")
+        if cache is not None and cache[0].mode == "write":
+            cache.clear()
+            cache.set_mode("write")
+
+    transformer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):

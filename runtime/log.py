@@ -159,15 +159,18 @@ class Record:
         self.phase.bar.update()
         self.write(format_step(done, metrics, self.settings))
         if done in (1, self.settings.steps) or done % self.settings.sample_every == 0 or self.stop.received:
-            self.group(texts[0], rolled.images, total)
+            self.group(texts[0], rolled.images, total, rolled.sources and rolled.sources[0])
         self.skipped = self.skipped + 1 if metrics["skipped"] >= 1 else 0
         if self.skipped == MAX_SKIPPED:
             raise UserError(
                 f"{MAX_SKIPPED} steps in a row had no finite gradient; start anew with a lower --lr or --decoder-lr"
             )
 
-    def group(self, prompt, images, rewards):
-        """The first pictures of a step, with their rewards: those of a prompt, one row per code sequence."""
+    def group(self, prompt, images, rewards, source):
+        """The first pictures of a step, with their rewards: those of a prompt, one row per code sequence.
+
+        First the picture that they edit, unless that is None.
+        """
         if not self.writes:
             return
         sequences, paintings = self.settings.sequences, self.settings.paintings
@@ -175,6 +178,8 @@ class Record:
         cells = list(zip(images, captions, strict=True))[: sequences * paintings]
         width = paintings if min(sequences, paintings) > 1 else ROW
         rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]
+        if source is not None:
+            rows[0][1].insert(0, (source, "to edit"))
         with checkpoints.writing(self.out):
             picture = save_grid(self.out / f"group-{self.done:06d}.png", rows, f"step {self.done}")
             self.curves()
@@ -183,13 +188,13 @@ class Record:
             self.tracker.log_images({"group": np.asarray(picture)[None]}, step=self.done, **layout)
 
     def evaluation(self, training, held_out):
-        """Of both: (metrics, [(prompt, pictures, their rewards)]), the latter for before-after.png."""
+        """Of both: (metrics, [(prompt, pictures, their rewards, source)]), the latter for before-after.png."""
         record = {"step": self.done}
         for prefix, (metrics, _) in (("", training), ("held_out/", held_out)):
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
         self.track(self.done, {f"evaluation/{name}": value for name, value in record.items()})
         shown = [*training[1], *held_out[1]]
-        record["shown"] = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards in shown]
+        record["shown"] = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards, _ in shown]
         self.evaluations.append(record)
         before = self.before()
         records, compared = ((record,), "") if before in (None, record) else ((before, record), ", before -> after")
@@ -200,7 +205,9 @@ class Record:
             with checkpoints.writing(self.out):
                 folder = self.out / "evaluation" / f"{self.done:06d}"
                 folder.mkdir(parents=True, exist_ok=True)
-                for i, (_, images, _) in enumerate(shown):
+                for i, (_, images, _, source) in enumerate(shown):
+                    if source is not None:
+                        source.save(folder / f"{i + 1}-source.png")
                     for j, image in enumerate(images):
                         image.save(folder / f"{i + 1}-{j + 1}.png")
                 append_jsonl(self.out / "evaluation.jsonl", record)

@@ -70,6 +70,9 @@ def save_before_after(out, before, after):
     rows = []
     for i, (prompt, _) in enumerate(after["shown"]):
         cells = []
+        source = out / "evaluation" / f"{after['step']:06d}" / f"{i + 1}-source.png"
+        if source.exists():
+            cells.append((Image.open(source), "to edit"))
         for label, record in sides.items():
             cells += [None] if cells else []
             for j, reward in enumerate(record["shown"][i][1]):

@@ -16,6 +16,15 @@ from runtime import UserError, checkpoints, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY, RELEASE = str(ROOT / "tiny-glm-image"), "zai-org/GLM-Image"
+TINY_TARGETS = {"prompts.txt": f"{TINY}/targets", "heldout.txt": f"{TINY}/heldout-targets"}
+TINY_TARGETS |= {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
+# With sources these take the place of the defaults for captions.
+TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-edits.txt"}
+TINY_EDITS["eval_sources"] = f"{TINY}/heldout-sources"
+EDITS = {
+    "reward": "edit:1,keep:0.2",
+    "eval_reward": "aesthetic",
+}  # those for captions would judge the wish as a caption
 # What may be another in a resumed run: its length, what it leaves, and what changes results by rounding alone.
 MAY_CHANGE = {"micro_batch_size", "steps", "offload", "compile", "out", "resume", "sample_every", "save_every"}
 MAY_CHANGE |= {"keep_checkpoints", "eval_every", "tracker", "sample_batch"}
@@ -64,6 +73,7 @@ def build_parser():
     flag("order", str, "shuffled", "of the prompts: shuffled anew each epoch; that of the file, easy lines first for one; or "
          "drawn by the spread of the rewards of a prompt's last group", ("shuffled", "file", "spread"))  # fmt: skip
     flag("targets", str, None, "folder with one picture a prompt, sorted by name (default: tiny's, for its prompts)")
+    flag("sources", str, None, "to edit: folder with the picture that each prompt is to change, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
     flag("reward", str, ("ssim:1,mse:1", "pickscore:1,clip:1"),
          f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function, which runs that "
@@ -108,6 +118,7 @@ def build_parser():
     flag("eval_prompts", str, (f"{TINY}/heldout.txt", f"{ROOT}/prompts/heldout.txt"),
          "prompts that are never trained on, one a line")  # fmt: skip
     flag("eval_targets", str, None, "folder with one picture for each of them (default: tiny's, for its held-out ones)")
+    flag("eval_sources", str, None, "folder with the picture that each of them is to change")
     flag("eval_reward", str, (f"{TINY}/check.py:shows", "hps"),
          "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
     flag("eval_count", count, (16, 8), "evaluate this many first prompts of training, and of those held out")
@@ -171,11 +182,15 @@ def flags_in(file):
 
 def complete(settings, by_model):
     """The defaults of the model, and what cannot be said in a flag's type."""
+    tiny_edits = settings.sources is not None and Path(settings.sources).resolve() == Path(TINY, "sources")
     if settings.model is None:
-        settings.model = RELEASE if torch.cuda.is_available() else TINY
-    for name, (tiny, release) in by_model.items():
+        settings.model = RELEASE if torch.cuda.is_available() and not tiny_edits else TINY
+    tiny = Path(settings.model).resolve() == Path(TINY)
+    if settings.sources or settings.eval_sources:
+        complete_edits(settings, (TINY_EDITS if tiny_edits else {}) | ({} if tiny else EDITS))
+    for name, (for_tiny, release) in by_model.items():
         if getattr(settings, name) is None:
-            setattr(settings, name, tiny if Path(settings.model).resolve() == Path(TINY) else release)
+            setattr(settings, name, for_tiny if tiny else release)
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one move has nothing to choose: --decode-steps has to be 2 or more")
     if settings.decode_window is not None and settings.decode_window >= settings.decode_steps:
@@ -185,17 +200,28 @@ def complete(settings, by_model):
     pixels = settings.height * settings.width
     if settings.model == RELEASE and not 2**20 <= pixels <= 2**22:
         print(f"warning: GLM-Image was trained on 2^20 to 2^22 pixels, this is {pixels:,}")
-    choose_targets(settings, by_model)
+    choose_targets(settings)
 
 
-def choose_targets(settings, by_model):
-    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told too, see prompts.py."""
-    for prompts, targets, folder in (
-        ("prompts", "targets", "targets"), ("eval_prompts", "eval_targets", "heldout-targets"),
-    ):  # fmt: skip
-        own = Path(getattr(settings, prompts)).resolve() == Path(by_model[prompts][0])
-        if getattr(settings, targets) is None and own:
-            setattr(settings, targets, f"{TINY}/{folder}")
+def complete_edits(settings, defaults):
+    """Defaults of a run that edits, and what such a run cannot do."""
+    for name, value in defaults.items():
+        if getattr(settings, name) is None:
+            setattr(settings, name, value)
+    if None in (settings.sources, settings.prompts, settings.eval_sources, settings.eval_prompts):
+        raise UserError(
+            "edits need --sources with --prompts, and others to judge by: --eval-sources with --eval-prompts"
+        )
+    if settings.train != "codes":
+        raise UserError("--sources trains the codes; the decoder's steps beside a source it cannot: leave out --train")
+
+
+def choose_targets(settings):
+    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told too, see data.py."""
+    for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):
+        file = Path(getattr(settings, prompts)).resolve()
+        if getattr(settings, targets) is None and file.parent == Path(TINY):
+            setattr(settings, targets, TINY_TARGETS.get(file.name))
 
 
 def resumed_settings(parser, arguments, given):
@@ -263,7 +289,7 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     words = "settings: " + " ".join(f"{name}={value}" for name, value in vars(settings).items())
     print(textwrap.fill(words, 118, break_on_hyphens=False, break_long_words=False))  # a path can be copied
-    codes = settings.height * settings.width // 32**2 + 256
+    codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
     for what, pictures, steps, guidance in (
         ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings, settings.decode_steps,

@@ -559,9 +559,9 @@ def test_an_evaluation_is_always_of_the_same_prompts_and_seeds(quick, monkeypatc
     """And of seeds that training never draws from; how many are painted at once is no matter."""
     painted, decode = [], train.decode_images
 
-    def decode_images(pipe, prompt, tokens, settings, seed):
+    def decode_images(pipe, prompt, tokens, settings, seed, source):
         painted.append((prompt, seed))
-        return decode(pipe, prompt, tokens, settings, seed)
+        return decode(pipe, prompt, tokens, settings, seed, source)
 
     monkeypatch.setattr(train, "decode_images", decode_images)
     Path("new.txt").write_text("a green ring\na blue ring\na third that is never asked for\n")

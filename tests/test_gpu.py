@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import make
 import pytest
 import torch
-from conftest import CPU, build_run, records, shorten, tiny_settings
+from conftest import CPU, TINY, build_run, records, shorten, tiny_settings
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -112,6 +112,25 @@ def test_what_stays_fits(released, size, group, micro_batch):
         peak = max(work["sample"], cache + max(passes)) + weights + adam + context
         asked = weights + gpu.working_memory(settings) / 1e9
         assert peak < asked < peak + 3, "and not so much that a card is left half empty"
+
+
+def test_an_edit_fits_and_is_counted_by_hand(released):
+    """Its codes are read with the prompt, and one copy of the source's keys and values lies beside what is painted."""
+    codes, decoder, weights = released
+    work, cache = memory.peaks(codes, decoder, 1024, 4, 4, edits=True)
+    rows, layers, room = 16, 40, 2304  # 60 of the prompt, 1,024 of the source, 1,024 of the picture, rounded up
+    assert cache == pytest.approx(1e-9 * layers * 2 * rows * 2 * room * 128 * 2)
+    layer = 1e-9 * 2 * (1024 // 16) ** 2 * 4096 * 2  # of the decoder: a picture's keys and values
+    assert 30 * layer == pytest.approx(2.0, abs=0.02), "as README.md says"
+    assert 30 * layer + 4 * 2 * layer < work["decode"] < 30 * layer + 20 * 2 * layer
+    read = (
+        1e-9 * rows * (60 + 1024) * 27_392 * (2 + 4)
+    )  # a layer's widest matrix: output, and the adapter's, in float32
+    assert read < work["prompts"] < 3 * read
+
+    edits = ["--sources", str(TINY / "sources"), "--height", "1024", "--width", "1024", "--micro-batch-size", "4"]
+    peak = max(work["sample"], cache + max(work.values())) + weights + 0.4 + 0.6  # Adam's moments, the card's context
+    assert peak < weights + gpu.working_memory(tiny_settings(*edits)) / 1e9 < peak + 3
 
 
 # ---- the step of one token ------------------------------------------------------------------------------------------

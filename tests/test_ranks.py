@@ -225,10 +225,10 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
     data = Data(None, None, {"r": (None, 2.0)}, {})
     prompts, scored = Prompts(["a", "b", "c", "d", "e"], None), []
 
-    def rollout(run, pictures, rewards, texts, targets, seed, size):
+    def rollout(run, pictures, rewards, texts, targets, seed, size, sources):
         assert (pictures.decode_steps, size, seed) == (3, 2, 100 + "abcd".index(texts[0]))
         values = 10.0 * "abcd".index(texts[0]) + torch.arange(2)
-        return train.Rollout([], [], [f"{texts[0]}1", f"{texts[0]}2"], {"r": values})
+        return train.Rollout([], [], [f"{texts[0]}1", f"{texts[0]}2"], {"r": values}, [f"{texts[0]}0"])
 
     monkeypatch.setattr(train, "rollout", rollout)
     monkeypatch.setattr(ranks, "gather", lambda part: scored.append(part) or list(scored))
@@ -240,7 +240,7 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
         and metrics["reward"] == 21
         and (metrics["images"], metrics["prompts"]) == (6, 3)
     )
-    assert shown == [(p, [f"{p}1", f"{p}2"], [20.0 * i, 20.0 * i + 2]) for i, p in enumerate("abc")]
+    assert shown == [(p, [f"{p}1", f"{p}2"], [20.0 * i, 20.0 * i + 2], f"{p}0") for i, p in enumerate("abc")]
 
 
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):

@@ -187,7 +187,8 @@ def test_an_edit_by_teacher_forcing_is_that_of_the_stock_generate(pipe):
     def forced(position_ids):
         read = torch.cat([ids.unsqueeze(0), tokens], dim=1)
         with torch.no_grad():
-            return grpo.get_per_token_logprobs(policy, read, 16, position_ids=position_ids, num_codes=make.NUM_CODES)
+            codes = slice(0, make.NUM_CODES)
+            return grpo.get_per_token_logprobs(policy, read, 16, position_ids=position_ids, allowed_ids=codes)
 
     torch.testing.assert_close(forced(positions), stock, rtol=0, atol=1e-3)
     shifted = positions.clone()
@@ -292,27 +293,29 @@ def test_a_check_that_cannot_work_is_one_line(tmp_path, monkeypatch, capfd, firs
 
 
 def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys, first_codes):
-    """Of the first two prompts one picture is right, one of the wrong shape; all others are blank."""
+    """Of the first two prompts and edits one picture is right, one of the wrong shape; all others are blank."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["check.py", "--samples", "2", "--sheet", str(tmp_path / "sheet.png")])
     painted, seeds = [], []
 
-    def decode_images(pipe, prompt, tokens, settings, seed):
+    def decode_images(pipe, prompt, tokens, settings, seed, source):
         painted.append(prompt)
         seeds.append(seed)
-        right = next(words for words in make.ALL if make.caption(*words) == prompt)
+        right = check.wanted(prompt, source and source.image)
         wrong = (next(shape for shape in make.SHAPES if shape != right[0]), *right[1:])
-        return (
-            [make.draw(*words) for words in (right, wrong)] if len(painted) <= 2 else [Image.new("RGB", (128, 128))] * 2
-        )
+        shown = [make.draw(*words) for words in (right, wrong)]
+        return shown if len(painted) <= 2 or 48 < len(painted) <= 50 else [Image.new("RGB", (128, 128))] * 2
 
     monkeypatch.setattr(train, "decode_images", decode_images)
     assert check.main() == 0
-    training, held_out = capsys.readouterr().out.splitlines()[-2:]
-    assert painted == lines("prompts") + lines("heldout") and len(set(seeds[:32])) == 32
-    assert training == "prompts.txt: 2/64 right = 3.1% (shape 3%, colour 6%, background 6%)"
+    captions, held_out, edits, held_out_edits = capsys.readouterr().out.splitlines()[-4:]
+    assert painted == [line for name in ("prompts", "heldout", "edits", "heldout-edits") for line in lines(name)]
+    assert len(set(seeds[:32])) == 32
+    for name, words in (("prompts", captions), ("edits", edits)):
+        assert words == f"{name}.txt: 2/64 right = 3.1% (shape 3%, colour 6%, background 6%)"
     assert held_out.startswith("heldout.txt: 0/32 right = 0.0%")
-    assert Image.open(tmp_path / "sheet.png").width > 2 * 128
+    assert held_out_edits.startswith("heldout-edits.txt: 0/32 right = 0.0%")
+    assert Image.open(tmp_path / "sheet.png").width > 3 * 128
     assert not Path("check.png").exists()
 
 
