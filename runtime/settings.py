@@ -76,8 +76,8 @@ def build_parser():
     flag("sources", str, None, "to edit: folder with the picture that each prompt is to change, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
     flag("reward", str, ("ssim:1,mse:1", "pickscore:1,clip:1"),
-         f"NAME[=FOLDER][:WEIGHT],...: the rewards {', '.join(REWARDS)}, with their weights from a folder; or "
-         "my_file.py:function, which runs that file")  # fmt: skip
+         f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function, which runs that "
+         "file; FOLDER: the model's files, in place of a download")  # fmt: skip
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
 
     group = parser.add_argument_group("the algorithm")
