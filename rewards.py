@@ -357,6 +357,9 @@ class Edit(Vqa):
         asked = [(i, question, 1) for i, prompt in enumerate(prompts) for question in self.about(prompt)]
         return self.means(list(zip(sources, images, strict=True)), asked)
 
+    def coverage(self, prompts):
+        return f"two questions for each of {len(prompts)} edits"
+
     def about(self, prompt):
         if CHINESE.search(prompt) and not self.reads_chinese:
             return {}
@@ -509,20 +512,28 @@ def call_reward(name, function, images, prompts, targets, sources=None):
     """
     try:
         with torch.no_grad():  # or advantages would carry a reward model's graph
-            given = [images, prompts, targets, sources][: 3 + ("sources" in inspect.signature(function).parameters)]
-            values = torch.as_tensor(function(*given), dtype=torch.float32).detach().cpu()
+            # Copies: a reward may draw on its pictures, or sort its prompts.
+            given = [copies(images), list(prompts), *(each and copies(each) for each in (targets, sources))]
+            three = "sources" not in inspect.signature(function).parameters
+            values = torch.as_tensor(function(*given[: 3 if three else 4]), dtype=torch.float32).detach().cpu()
     except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         names = [repr(prompt) for prompt in dict.fromkeys(prompts)]
         which = "prompt" if len(names) == 1 else "prompts"
         names[4:] = [f"and {len(names) - 4} more"] if len(names) > 4 else []
-        raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {in_one_line(error)}") from error
+        mend = "; give NaN, not None, where it does not apply" if "number, not NoneType" in str(error) else ""
+        reason = in_one_line(error) + mend
+        raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {reason}") from error
     if values.shape != (len(images),):
         raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
     for i in values.isinf().nonzero().flatten().tolist():
         raise RewardError(f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompts[i]!r})")
     return values
+
+
+def copies(pictures):
+    return [picture and picture.copy() for picture in pictures]
 
 
 def weights_of(rewards):

@@ -26,8 +26,8 @@ from transformers import set_seed
 from decoder import DecoderGRPO, repeat_for_steps
 from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
 from rewards import combine, score, weighted_sum, weights_of
-from runtime import UserError, checkpoints, ranks
-from runtime.data import load_data, readable_loading
+from runtime import UserError, checkpoints, counted, ranks
+from runtime.data import load_data, pictures_of, read_inputs, readable_loading
 from runtime.gpu import CapturedForward, keep_one_source, keep_rope_tables, place
 from runtime.log import Phases, Record
 from runtime.metrics import reward_metrics
@@ -311,12 +311,12 @@ def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_p
             painted, steps = paint(run, prompt, group.tokens, pictures, num_paintings, seed + i, source)
             if not all(step.old_logprobs.isfinite().all() for step in steps):
                 raise NotFinite([i])
+            run.phase.painted()
             images += painted
             denoising_steps += steps
     with run.phase("score"), failing_together(prompts):  # ... and score every picture
-        originals = sources and [source.image for source in sources]
-        raw_rewards = score(rewards, images, prompts, targets, originals)
-    return Rollout(groups, denoising_steps, images, raw_rewards, originals)
+        raw_rewards = score(rewards, images, prompts, targets, pictures_of(sources))
+    return Rollout(groups, denoising_steps, images, raw_rewards, pictures_of(sources))
 
 
 def grpo_step(run, settings, rewards, prompts, targets, seed, sources=None):
@@ -434,8 +434,10 @@ def judge(run, settings, data, record, stop=None):
     """Evaluate on prompts of training and on held-out ones, unless that was done before the run was resumed."""
     if record.evaluations and record.evaluations[-1]["step"] == record.done:
         return
-    known = evaluate(run, settings, data, data.prompts, SEEDS["evaluation"], stop)
-    new = known and evaluate(run, settings, data, data.held_out, SEEDS["held out"], stop)
+    of_rank = [-(-min(settings.eval_count, len(p.texts)) // ranks.count()) for p in (data.prompts, data.held_out)]
+    with run.phase.evaluation(sum(of_rank)):
+        known = evaluate(run, settings, data, data.prompts, SEEDS["evaluation"], stop)
+        new = known and evaluate(run, settings, data, data.held_out, SEEDS["held out"], stop)
     if new:
         record.evaluation(known, new)
 
@@ -448,18 +450,18 @@ def train(settings):
     started = time.time()
     device = ranks.device()
     with claim_folder(settings) as out:
-        data = load_data(settings)
-        print_start(settings, out, device, len(data.prompts.texts), len(data.held_out.texts))
+        prompts, held_out, inputs = read_inputs(settings)
+        print_start(settings, out, device, len(prompts.texts), len(held_out.texts))
+        data = load_data(settings, prompts, held_out)
         run, begun = load_run(settings, data, device)
         learners = learners_of(run.policy, run.decoder)
-        with closing(run.phase.bar), rescued(Record(out, settings, run.phase, learners, begun)) as record:
+        with closing(run.phase.bar), rescued(Record(out, settings, inputs, run.phase, learners, begun)) as record:
             record.save()
             if begun == 0 or due(begun, settings.eval_every):
                 judge(run, settings, data, record, record.stop)
+            record.stop.follows = b"this step is finished, saved and evaluated"
             for step in range(begun, settings.steps):
-                if any(
-                    ranks.gather(record.stop.received)
-                ):  # together, or the others would wait for the one that stopped
+                if any(ranks.gather(record.stop.received)):  # together, or the others would wait for one that stopped
                     break
                 # Every draw of a step starts from the step's seed, a reward's own too: no random state needs saving.
                 seed = seed_of_step(step, settings)
@@ -478,7 +480,8 @@ def train(settings):
             if settings.steps > 0 and not (stopped and record.done == begun):  # without a step nothing is new
                 judge(run, settings, data, record)
                 record.end()
-    print(f"{record.done} steps, {time.time() - started:.0f} s; what it leaves is in {out}")
+    more = "; it had them all: a higher --steps goes on" if 0 < begun == settings.steps else ""
+    print(f"{counted(record.done, 'step')}, {time.time() - started:.0f} s{more}; what it leaves is in {out}")
 
 
 def due(step, every):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runtime import format_number, ranks, reward_names, short_name
+from runtime import counted, format_number, ranks, reward_names, short_name
 
 CARD = """---
 base_model: {base}
@@ -13,7 +13,7 @@ tags: [lora, grpo, glm-image]
 
 # A LoRA adapter for {base}, trained with GRPO
 
-It adapts {what}. {steps} steps, groups of {group_size}, {prompts_per_step} prompts a
+It adapts {what}. {steps}, groups of {group_size}, {prompts} per
 step{each}; reward `{reward}`, learning rate {lr}, KL {kl_coef}, rank {lora_rank}, {height}x{width} pixels, seed {seed}.
 
 {table}
@@ -26,7 +26,7 @@ from diffusers import GlmImagePipeline
 
 FOLDER = "where this file is"
 # torch.set_num_threads(1)  # ten times faster on a busy CPU, for tiny-glm-image
-pipe = GlmImagePipeline.from_pretrained("{model}", dtype="auto")  # on a GPU: .to("cuda")
+pipe = GlmImagePipeline.from_pretrained("{base}", dtype="auto")  # on a GPU: .to("cuda")
 pipe.{load}
 settings = dict(num_inference_steps={eval_decode_steps}, guidance_scale={eval_guidance_scale})
 settings["generator"] = torch.Generator().manual_seed(0)
@@ -57,15 +57,16 @@ ADAPTERS = {  # folder: what it adapts, and how it loads
 def write_card(folder, settings, before, after, picture):
     """README.md and before-after.png in an adapter's folder. A model from a folder is called by that folder's name.
 
-    before, after: records of evaluation.jsonl.
+    before, after: records of evaluation.jsonl; or no record of before.
     """
     lines = ["| Mean reward | before | after | pictures |", "|---|---|---|---|"]
     for prefix, name in (("", "training prompts"), ("held_out/", "held-out prompts")):
         for key in reward_names(after, prefix):
-            numbers = f"{format_number(before[key])} | {format_number(after[key])} | {after[prefix + 'images']}"
-            lines.append(f"| {short_name(key)}, {name} | {numbers} |")
+            then, now = format_number(before and before[key]), format_number(after[key])
+            lines.append(f"| {short_name(key)}, {name} | {then} | {now} | {after[prefix + 'images']} |")
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
-    values = {**vars(settings), "base": base, "steps": after["step"], "table": "\n".join(lines)}
+    values = {**vars(settings), "base": base, "steps": counted(after["step"], "step"), "table": "\n".join(lines)}
+    values["prompts"] = counted(settings.prompts_per_step, "prompt")
     values |= {"each": f" on each of {ranks.count()} processes" if ranks.count() > 1 else ""}
     values |= dict(zip(("what", "load"), ADAPTERS[folder.name]))
     values |= {"task": "text-to-image", "source": ""}

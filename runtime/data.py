@@ -4,6 +4,7 @@ import math
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from transformers.utils import cached_file
 
 from rewards import RewardError, parse_rewards, score
-from runtime import UserError
+from runtime import UserError, checkpoints, short_name
 from runtime.log import check_tracker
 from runtime.settings import TINY
 
@@ -25,6 +26,10 @@ class Source:
 
     image: Image.Image
     codes: torch.Tensor | None = None  # (rows*columns,) int64, one for 32x32 pixels, once the model has read it
+
+
+def pictures_of(sources):
+    return sources and [source.image for source in sources]
 
 
 @dataclass
@@ -98,14 +103,42 @@ class Data:
     judges: dict  # rewards that nothing is trained to please
 
 
-def load_data(settings):
-    """Prompts and rewards: what is wrong with them is said before 35 GB of model load."""
+def read_inputs(settings):
+    """Prompts of training and held out, and a hash of all that is read: {setting: hash}.
+
+    What is wrong with them is said before anything loads; also if a run that is resumed began with others.
+    """
     check_tracker(settings.tracker)
     with readable_loading(settings.model):
         cached_file(settings.model, "model_index.json")  # fail now if the model is missing: rewards take a while
-    pixels = settings.height * settings.width
-    prompts = read_prompts(settings.prompts, settings.targets, settings.sources, pixels)
-    held_out = read_prompts(settings.eval_prompts, settings.eval_targets, settings.eval_sources, pixels)
+    size = settings.height * settings.width
+    prompts = read_prompts(settings.prompts, settings.targets, settings.sources, size)
+    held_out = read_prompts(settings.eval_prompts, settings.eval_targets, settings.eval_sources, size)
+    folder = settings.adapter
+    adapters = [checkpoints.adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
+    read = {
+        "prompts": "\n".join(prompts.texts).encode(), "targets": pixels(prompts.targets),
+        "eval_prompts": "\n".join(held_out.texts).encode(), "eval_targets": pixels(held_out.targets),
+        "sources": pixels(pictures_of(prompts.sources)), "eval_sources": pixels(pictures_of(held_out.sources)),
+        "adapter": b"".join(file.read_bytes() for file in adapters if file),
+    }  # fmt: skip
+    hashes = {name: sha256(data).hexdigest() for name, data in read.items()}
+    if settings.resume is not None:
+        *_, began = checkpoints.read_state(Path(settings.resume))
+        changed = [name for name in hashes if hashes[name] != began[name]]
+        if changed:
+            named = ", ".join(f"--{name.replace('_', '-')} {getattr(settings, name)}" for name in changed)
+            raise UserError(f"{settings.resume} began with another {named}: put it back as it was, or start anew "
+                            f"with what was learned: --adapter {settings.resume}")  # fmt: skip
+    return prompts, held_out, hashes
+
+
+def pixels(pictures):
+    return b"".join(picture.tobytes() for picture in pictures or [])
+
+
+def load_data(settings, prompts, held_out):
+    """With rewards: what is wrong with them is said before 35 GB of model load."""
     rewards = load_rewards("reward", settings, prompts)
     for one, other in ((prompts, held_out), (held_out, prompts)):
         if one.targets is None and other.targets is not None:  # likeness does not apply there
@@ -118,14 +151,18 @@ def load_data(settings):
 
 def load_rewards(flag, settings, prompts):
     """The rewards that a flag names, tried on two blank pictures: what cannot work fails now, not in an hour."""
+    print(f"loading --{flag.replace('_', '-')} {getattr(settings, flag)}", flush=True)
     blank = [Image.new("RGB", (settings.width, settings.height))] * 2
     try:
         rewards = parse_rewards(getattr(settings, flag))
         texts, targets, sources = prompts.take([0])
-        score(rewards, blank, texts, targets, sources and [source.image for source in sources])
+        score(rewards, blank, texts, targets, pictures_of(sources))
     except (ValueError, torch.OutOfMemoryError) as error:
         tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
         raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}{tried}") from None
+    for name, (function, _) in rewards.items():
+        if hasattr(function, "coverage"):
+            print(f"{short_name(name)}: {function.coverage(prompts.texts)}", flush=True)
     return rewards
 
 

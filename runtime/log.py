@@ -18,6 +18,7 @@ from rewards import weighted_sum
 from runtime import (
     UserError,
     checkpoints,
+    counted,
     format_number,
     ranks,
     reward_names,
@@ -28,12 +29,14 @@ from runtime.metrics import format_step, step_metrics, why_nothing_was_learned
 from runtime.pictures import save_before_after, save_curves, save_grid
 
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
+ROW = 8  # pictures in a row of group-*.png
 
 
 class Phases:
     """with phase("decode", *models): the models are on the GPU, if they take turns there, and the block is measured.
 
-    The name of the phase is also shown in the progress bar. offload: see grpo.Offload; None where nothing ever moves.
+    The name of the phase is also shown in the progress bar: that of the steps, or within evaluation() one over prompts.
+    offload: see grpo.Offload; None where nothing ever moves.
     """
 
     def __init__(self, device, steps, done=0, offload=None):
@@ -41,7 +44,8 @@ class Phases:
         self.offload = offload
         self.name = ""
         self.timings = {}
-        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=ranks.rank() > 0)
+        self.shown = {"dynamic_ncols": True, "disable": ranks.rank() > 0}
+        self.bar = self.steps = tqdm(total=steps, initial=done, unit="step", **self.shown)
 
     @contextmanager
     def __call__(self, name, *models):
@@ -62,6 +66,20 @@ class Phases:
         seconds = time.perf_counter() - started
         self.timings[f"seconds/{name}"] = self.timings.get(f"seconds/{name}", 0) + seconds
 
+    @contextmanager
+    def evaluation(self, prompts):
+        """What is within is no part of a step nor of its time. prompts: how many this rank evaluates."""
+        with tqdm(total=prompts, unit="prompt", postfix="evaluation", leave=False, **self.shown) as self.bar:
+            yield
+        self.bar = self.steps
+        self.bar.unpause()
+        self.read()
+
+    def painted(self):
+        """One prompt more has its pictures."""
+        if self.bar is not self.steps:
+            self.bar.update()
+
     def read(self):
         """What was measured since the last time: seconds/PHASE and, on a GPU, gpu_gb/PHASE, its peak memory."""
         timings = self.timings
@@ -72,13 +90,15 @@ class Phases:
 class Record:
     """What a run leaves in `out`: numbers, pictures, checkpoints, adapters; and a tracker. Only the first rank writes.
 
-    learners: {"codes" or "decoder": GRPO}. done: the steps made so far. Of a resumed run, later records are taken out first, and a line that
-    a kill cut short. Whatever cannot be written is a UserError.
+    inputs: the hashes of what the run reads. learners: {"codes" or "decoder": GRPO}. done: the steps made so far. Of a
+    resumed run, later records are taken out first, and a line that a kill cut short. Whatever cannot be written is a
+    UserError.
     """
 
-    def __init__(self, out, settings, phase, learners, done):
+    def __init__(self, out, settings, inputs, phase, learners, done):
         self.out = out
         self.settings = settings
+        self.inputs = inputs
         self.learners = learners
         self.phase = phase
         self.done = done
@@ -144,10 +164,10 @@ class Record:
         sequences, paintings = self.settings.sequences, self.settings.paintings
         captions = [f"reward {format_number(reward)}" for reward in rewards.tolist()]
         cells = list(zip(images, captions, strict=True))[: sequences * paintings]
-        width = paintings if min(sequences, paintings) > 1 else sequences * paintings
+        width = paintings if min(sequences, paintings) > 1 else ROW
         rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]
         if source is not None:
-            rows[0][1].insert(0, (source, "to edit"))
+            rows[0][1][:0] = [(source, "to edit"), None]
         with checkpoints.writing(self.out):
             picture = save_grid(self.out / f"group-{self.done:06d}.png", rows, f"step {self.done}")
             self.curves()
@@ -164,13 +184,11 @@ class Record:
         shown = [*training[1], *held_out[1]]
         record["shown"] = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards, _ in shown]
         self.evaluations.append(record)
-        first = self.evaluations[0]
-        records, compared = ((record,), "") if first is record else ((first, record), ", before -> after")
+        before = self.before()
+        records, compared = ((record,), "") if before in (None, record) else ((before, record), ", before -> after")
         for prefix, name in (("", "training"), ("held_out/", "held-out")):
-            words = f"evaluation after {self.done} steps, {name} prompts{compared}: {summary(prefix, *records)}"
-            self.write(words)
-        self.phase.read()
-        self.phase.bar.unpause()  # what an evaluation takes is not the time of a step
+            steps = counted(self.done, "step")
+            self.write(f"evaluation after {steps}, {name} prompts{compared}: {summary(prefix, *records)}")
         if self.writes:
             with checkpoints.writing(self.out):
                 folder = self.out / "evaluation" / f"{self.done:06d}"
@@ -186,23 +204,25 @@ class Record:
     def curves(self):
         save_curves(self.out / "reward.png", read_jsonl(self.out / "metrics.jsonl"), self.evaluations)
 
-    def best_step(self):
-        """The step whose adapter did best on prompts held out, or on those of training if no reward applied to them."""
-        name = "held_out/reward" if all(r["held_out/reward"] is not None for r in self.evaluations) else "reward"
-        rated = [record for record in self.evaluations if record[name] is not None]
-        return max(rated, key=lambda record: record[name], default={"step": 0})["step"]
+    def before(self):
+        """The evaluation before training; None if its line was deleted, or was made elsewhere."""
+        return next((record for record in self.evaluations if record["step"] == 0), None)
 
     def save(self):
         """A checkpoint; a run that only evaluates needs none."""
         if self.writes and self.settings.steps > 0:
-            checkpoints.save(self.out, self.done, self.learners, self.settings, self.best_step())
+            best, _ = best_step(self.evaluations)
+            checkpoints.save(self.out, self.done, self.learners, self.settings, self.inputs, best)
 
     def save_whole_step(self):
         if not self.half_made:
             self.save()
 
     def end(self):
-        """The adapters with their cards, and before-after.png; and a warning if training has changed nothing."""
+        """The adapters with their cards, and before-after.png; and a warning if nothing was learned, or more before."""
+        best, words = best_step(self.evaluations)
+        if words:
+            self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
         if reason := why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl")):
             self.write(f"warning: nothing was learned: {reason}")
         if not self.writes:
@@ -215,10 +235,24 @@ class Record:
             if self.settings.train in ("decoder", "both"):
                 folders.append(self.out / "decoder-adapter")
                 self.learners["decoder"].model.base_model.model.save_lora_adapter(folders[-1])
-            before, after = self.evaluations[0], self.evaluations[-1]
+            before, after = self.before(), self.evaluations[-1]
             picture = save_before_after(self.out, before, after)
             for folder in folders:
                 write_card(folder, self.settings, before, after, picture)
+
+
+def best_step(evaluations):
+    """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
+
+    Also words for how much better than at the end, empty if it was not.
+    """
+    held_out = all(record["held_out/reward"] is not None for record in evaluations)
+    name, key = ("held-out", "held_out/reward") if held_out else ("training", "reward")
+    rewards = {record["step"]: record[key] for record in evaluations if record[key] is not None}
+    best = max(rewards, key=rewards.get, default=0)
+    then, now = (format_number(rewards.get(step)) for step in (best, max(rewards, default=0)))
+    words = f"on {name} prompts the reward was higher after {counted(best, 'step')}, {then}, than at the end, {now}"
+    return best, words if then != now else ""
 
 
 def summary(prefix, *records):
@@ -226,7 +260,7 @@ def summary(prefix, *records):
     names = reward_names(records[0], prefix)
     parts = [f"{short_name(name)} {' -> '.join(format_number(r[name]) for r in records)}" for name in names]
     images, prompts = records[0][f"{prefix}images"], records[0][f"{prefix}prompts"]
-    return f"{', '.join(parts)} ({images} images: {prompts} prompts x {images // prompts})"
+    return f"{', '.join(parts)} ({images} images: {counted(prompts, 'prompt')} x {images // prompts})"
 
 
 def start_tracker(kind, out):
@@ -274,18 +308,18 @@ def write_jsonl(path, records):
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM: finish the step, save, evaluate. Once more ends at once."""
+    """Ctrl-C or SIGTERM: finish the step, save, evaluate; before the first step, only leave. Once more ends at once."""
 
     def __init__(self):
         self.received = False
+        self.follows = b"the first evaluation is broken off"
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.receive)
 
     def receive(self, signum, frame):
         if not self.received:  # by os.write: print may have been interrupted by this very signal
             again = b"; once more ends at once" if ranks.count() == 1 else b""
-            words = b"\nasked to stop: this step is finished, saved and evaluated; a first evaluation is broken off"
-            os.write(2, words + again + b"\n")
+            os.write(2, b"\nasked to stop: " + self.follows + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             for number in (signal.SIGINT, signal.SIGTERM):

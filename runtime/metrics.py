@@ -4,10 +4,10 @@ import math
 
 from runtime import format_number, short_name
 
-PARTS = {  # of the line of a step, in order of weight
-    "decoder/reward_std": "decoder +- {:.3f}", "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}",
-    "grad_norm": "norm {:.2f}", "decoder/grad_norm": "decoder norm {:.3f}", "entropy": "entropy {:.4f}",
-    "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB", "clip_fraction": "{:.1%} clipped", "mean_logprob_gap": "gap {:.0e}",
+PARTS = {  # of the line of a step
+    "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "entropy": "entropy {:.4f}", "mean_logprob_gap": "gap {:.0e}",
+    "decoder/reward_std": "decoder +- {:.3f}", "grad_norm": "norm {:.2f}", "decoder/grad_norm": "decoder norm {:.3f}",
+    "clip_fraction": "{:.1%} clipped", "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB",
 }  # fmt: skip
 ALARMS = {
     "skipped": "SKIPPED: the gradient was not finite", "groups_without_spread": "{:.0%} without spread",
@@ -47,7 +47,7 @@ def step_metrics(raw_rewards, combined, sequences, paintings):
 
 
 def format_step(step, metrics, settings):
-    """The line of a step, in 120 columns: what is 0 or was not measured is left out, and what finds no more room."""
+    """The line of a step: what is 0 or was not measured is left out."""
     groups = {prefix: {} for prefix in ("reward", "seconds", "gpu_gb")}
     for name, value in metrics.items():
         prefix, _, rest = name.partition("/")
@@ -60,9 +60,7 @@ def format_step(step, metrics, settings):
     parts = [style.format(metrics[name]) for name, style in ALARMS.items() if metrics.get(name, 0) > 0]
     parts += [", ".join(f"{short_name(name)} {value:.3f}" for name, value in raw.items())] if raw else []
     parts += [style.format(metrics[name]) for name, style in PARTS.items() if metrics.get(name, 0) > 0]
-    for part in parts:
-        line += f" | {part}" if len(line) + len(part) + 3 <= 120 else ""
-    return line
+    return " | ".join([line, *parts])
 
 
 def why_nothing_was_learned(records):

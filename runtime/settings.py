@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rewards import split_spec
+from rewards import REWARDS, split_spec
 from runtime import UserError, checkpoints, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,7 +71,8 @@ def build_parser():
     flag("sources", str, None, "to edit: folder with the picture that each prompt is to change, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
     flag("reward", str, ("ssim:1,mse:1", "pickscore:1,clip:1"),
-         "rewards with weights, or my_file.py:function, which runs that file")  # fmt: skip
+         f"NAME[=FOLDER][:WEIGHT],...: the rewards {', '.join(REWARDS)}, with their weights from a folder; or "
+         "my_file.py:function, which runs that file")  # fmt: skip
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
 
     group = parser.add_argument_group("the algorithm")
@@ -112,7 +113,7 @@ def build_parser():
     flag("eval_reward", str, (f"{TINY}/check.py:shows", "hps"),
          "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
     flag("eval_count", count, (16, 8), "evaluate this many first prompts of training, and of those held out")
-    flag("eval_every", number(int, "[0, inf)"), 0, "steps between evaluations; 0: before and after only")
+    flag("eval_every", number(int, "[0, inf)"), (0, 50), "steps between evaluations; 0: before and after only")
     flag("eval_decode_steps", count, (6, 30), "denoising steps")  # GLM-Image: judged as deployed
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "guidance")
 
@@ -144,8 +145,11 @@ def parse_settings(arguments=None):
         settings = resumed_settings(parser, arguments, settings)
     else:
         complete(settings, by_model)
+    weights = [weight for _, weight in split_spec(settings.reward)]
+    if weights and not any(weights):
+        raise UserError(f"--reward: all weights in {settings.reward} are 0: there is nothing to learn from")
     if settings.combine is None:
-        settings.combine = "zscore" if len(split_spec(settings.reward)) > 1 else "sum"
+        settings.combine = "zscore" if len(weights) > 1 else "sum"
     # Code sequences per prompt, and paintings of each: what is compared, the ones with the ones, the others with the others.
     settings.sequences = 1 if settings.train == "decoder" else settings.group_size
     settings.paintings = {"codes": 1, "decoder": settings.group_size, "both": settings.paintings}[settings.train]
@@ -199,7 +203,7 @@ def resumed_settings(parser, arguments, given):
     out = Path(given.resume)
     if given.out is not None:
         raise UserError("--resume names the folder of the run already: leave out --out")
-    step, num_ranks, saved = checkpoints.read_state(out)
+    step, num_ranks, saved, _ = checkpoints.read_state(out)
     settings = parser.parse_args(arguments, argparse.Namespace(**saved))  # flags that are not given keep these values
     settings.out = settings.resume = str(out)
     changed = [name for name in saved.keys() - MAY_CHANGE if getattr(settings, name) != saved[name]]

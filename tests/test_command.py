@@ -22,12 +22,14 @@ from conftest import (
     shorten,
     tiny_settings,
     write_prompts,
+    write_reward,
 )
 from make import draw
 from PIL import Image
 
 import train
 from grpo import compute_advantages
+from rewards import REWARDS
 from runtime import UserError, ranks, settings
 from runtime.data import read_prompts
 from runtime.log import Phases
@@ -215,6 +217,7 @@ def test_defaults_depend_on_the_model():
     assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (48, 1e-3, 128, 1.0, 0.95)
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
+    assert (tiny.eval_every, other.eval_every) == (0, 50), "a choice of adapters; a tiny run is short"
     assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.3, 0.01, 1e-3, 1e-4)
     assert (tiny.prompts_per_step, tiny.group_size, tiny.clip_range, tiny.noise_level) == (4, 4, 0.2, 0.7)
     assert (tiny.eval_count, other.eval_count, other.eval_guidance_scale, tiny.guidance_scale) == (16, 8, 1.5, 1.0)
@@ -237,6 +240,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
         assert action.help
     for name in vars(tiny_settings()).keys() - {"sequences"}:  # which is decided by --train and --group-size
         assert f"--{name.replace('_', '-')} " in text
+    assert f"NAME[=FOLDER][:WEIGHT],...: the rewards {', '.join(REWARDS)}, with" in " ".join(text.split())
     with pytest.raises(UserError):  # no abbreviations: a later flag must not change what a command means
         train.parse_settings(["--group", "4"])
 
@@ -265,6 +269,9 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--reward", "beauty"], "unknown reward 'beauty'"),
         (["--reward", "bad.py:reward"], "--reward: reward 'bad.py:reward' failed for the prompt 'a "),
         (["--reward", "bad.py:reward"], "KeyError: 'no such face' (bad.py, line 2) (tried on two blank pictures)"),
+        (["--reward", "bad.py:none"], "not NoneType; give NaN, not None, where it does not apply (tried on two blank"),
+        (["--reward", "bad.py:leaves"], "SystemExit: 3 (bad.py, line 11)"),
+        (["--reward", "ssim:0,mse:0.0"], "--reward: all weights in ssim:0,mse:0.0 are 0: there is nothing to learn from"),
         (["--reward", "ssim:1e39"], "--reward: the weight of reward 'ssim' is 1e+39"),
         (["--reward", "bad.py:one"], "--reward: reward 'bad.py:one' gave shape (1,) for 2 images"),
         (["--eval-reward", "clip=few"], "--eval-reward: cannot load reward 'clip'"),
@@ -288,7 +295,9 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     Path("cut.txt").write_bytes("a red circle\n一只".encode()[:-1])
     Path("bad.py").write_text(
         "def reward(images, prompts, targets):\n    raise KeyError('no such face')\n\n"
-        "def one(images, prompts, targets):\n    return [1.0]\n"
+        "def one(images, prompts, targets):\n    return [1.0]\n\n"
+        "def none(images, prompts, targets):\n    return [None, 1.0]\n\n"
+        "def leaves(images, prompts, targets):\n    raise SystemExit(3)\n"
     )
     Path("long.txt").write_text("a" * 10_000)
     Path("cut").mkdir()
@@ -313,6 +322,19 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         assert words in message
     assert sorted(tmp_path.rglob("*")) == before, "no empty run is left"
     assert Path("old/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_reward_is_tried_after_the_start_is_printed(quick, capsys):
+    """It may take minutes; and says of how many prompts it has a file of its own."""
+    write_reward("print('tried')\nif call > 1:\n    raise SystemExit")
+    with open("mine.py", "a") as file:
+        file.write("\n\nclass Own:\n    __call__ = staticmethod(reward)\n")
+        file.write("    coverage = lambda self, prompts: f'questions for 1 of {len(prompts)} prompts'\n\nown = Own()\n")
+    assert quick("--reward", "mine.py:own", "--steps", "1") == 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Loading")]
+    start = next(i for i, line in enumerate(lines) if "what the run leaves goes to runs/1" in line)
+    words = ["loading --reward mine.py:own", "tried", "mine.py:own: questions for 1 of 2 prompts"]
+    assert lines[start + 1 :][:3] == words and lines.index("tried") > start
 
 
 def test_a_refusal_has_no_traceback(tmp_path):
@@ -452,11 +474,10 @@ METRICS = {
 
 
 def test_the_line_of_a_step_by_hand():
-    """What is 0 or was not measured is left out, and what finds no more room; alarms stand in front."""
-    line = format_step(3, METRICS, SimpleNamespace(steps=20))
-    assert len(line) <= 120
-    assert line == (
-        "step 3/20 | reward 1.250 +- 0.500 | 25% without spread | a 0.750 | kl 0.0125 | norm 2.50 | entropy 0.0169 | 3.8s"
+    """What is 0 or was not measured is left out; alarms stand in front, and what is to be watched before the rest."""
+    assert format_step(3, METRICS, SimpleNamespace(steps=20)) == (
+        "step 3/20 | reward 1.250 +- 0.500 | 25% without spread | a 0.750 | kl 0.0125 | entropy 0.0169 | gap 2e-06 | "
+        "norm 2.50 | 12.5% clipped | 3.8s | 9.5 GB"
     )
     trouble = dict.fromkeys(["kl", "clip_fraction", "mean_logprob_gap", "max_logprob_gap"], NAN)  # nothing learned
     trouble |= {"unscored": 0.25, "skipped": 1.0, "grad_norm": 0.0}
@@ -467,10 +488,10 @@ def test_the_line_of_a_step_by_hand():
     assert not re.search("kl|norm|gap|nan", line)
     quiet = METRICS | {"kl": 0.0, "entropy": 0.0, "groups_without_spread": 0.0}
     line = format_step(3, quiet, SimpleNamespace(steps=20))
-    assert line.endswith("0.500 | a 0.750 | norm 2.50 | 3.8s | 9.5 GB | 12.5% clipped | gap 2e-06")
+    assert line.endswith("0.500 | a 0.750 | gap 2e-06 | norm 2.50 | 12.5% clipped | 3.8s | 9.5 GB")
     halves = quiet | {"decoder/reward_std": 0.0625, "decoder/groups_without_spread": 0.5}
     line = format_step(3, halves, SimpleNamespace(steps=20))
-    assert "| decoder: 50% without spread | a 0.750 | decoder +- 0.062 | norm" in line
+    assert "| decoder: 50% without spread | a 0.750 | gap 2e-06 | decoder +- 0.062 | norm" in line
 
 
 @pytest.mark.parametrize(

@@ -790,3 +790,23 @@ def test_the_recipe_offline(tmp_path, monkeypatch, text):
     same(total, [e / math.sqrt(2) for e in expected], atol=1e-3, rtol=0)
     by_hand = sum(weights[name] * values.nan_to_num(0) for name, values in raw_rewards.items())
     same(rewards.combine(raw_rewards, weights), by_hand.tolist())
+
+
+def test_a_reward_that_draws_on_its_pictures_spoils_no_other():
+    """Nor the pictures that are kept, nor prompts and targets."""
+
+    def spoils(images, prompts, targets):
+        for picture in (*images, *targets):
+            if picture is not None:
+                picture.paste("black", (0, 0, 8, 8))
+        prompts.clear()
+        targets.clear()
+        return [0.0, 0.0]
+
+    images, targets = (
+        [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")],
+        [Image.new("RGB", (8, 8), "red"), None],
+    )
+    functions = {"spoils": (spoils, 1.0), "mse": (rewards.mse, 1.0)}
+    assert rewards.score(functions, images, ["a", "b"], targets)["mse"][0] == 0, "as red as its target"
+    assert [image.getpixel((0, 0)) for image in (*images, targets[0])] == [(255, 0, 0), (0, 0, 255), (255, 0, 0)]

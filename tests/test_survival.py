@@ -22,11 +22,14 @@ from conftest import (
     steps_saved,
     write_reward,
 )
+from PIL import Image
 from torch._inductor.exc import InductorError
 
 import train
 from grpo import GRPO
 from runtime.data import Prompts
+
+SHEET = Image.new("RGB", (8, 8))
 
 
 def error_of(capsys):
@@ -110,6 +113,49 @@ def test_resuming_refuses_what_would_change_the_run(quick, capsys):
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2, 3]
 
 
+def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
+    """Prompts, held-out ones, their pictures and the adapter it started from: by what they hold, before anything loads."""
+    assert quick("--steps", "1", "--out", "first") == 0
+    shutil.copy("prompts.txt", "new.txt")
+    shutil.copytree("targets", "new-targets")
+    arguments = ["--eval-prompts", "new.txt", "--eval-targets", "new-targets", "--adapter", "first"]
+    assert quick(*arguments, "--steps", "1", "--out", "run") == 0
+    load = train.load
+    monkeypatch.setattr(train, "load", lambda *arguments: pytest.fail("it loads"))
+    for flag in ("--prompts prompts.txt", "--eval-prompts new.txt"):
+        path = Path(flag.split()[1])
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(reversed(lines)))
+        assert resume("run", "--steps", "2") == 2
+        assert f"run began with another {flag}: put it back" in error_of(capsys)
+        path.write_text("\n\n".join(lines))  # the same prompts
+    for flag in ("--targets targets", "--eval-targets new-targets"):
+        one, other, kept = (Path(flag.split()[1], f"{name}.png") for name in ("1", "2", "kept"))
+        for source, target in ((one, kept), (other, one), (kept, other)):
+            shutil.move(source, target)
+        assert resume("run", "--steps", "2") == 2
+        assert f"run began with another {flag}: put it back" in error_of(capsys)
+        for source, target in ((one, kept), (other, one), (kept, other)):
+            shutil.move(source, target)
+    adapter = Path("first/adapter/adapter_model.safetensors")
+    shutil.move(adapter, "kept")
+    assert resume("run", "--steps", "2") == 2
+    assert "run began with another --adapter first: put it back" in error_of(capsys)
+    shutil.move("kept", adapter)
+    monkeypatch.setattr(train, "load", load)
+    assert resume("run", "--steps", "2") == 0
+
+
+def test_a_run_that_has_all_its_steps_says_how_to_go_on(quick, capsys):
+    assert quick("--steps", "1", "--out", "run") == 0
+    assert "--steps goes on" not in capsys.readouterr().out
+    assert resume("run") == 0
+    assert "1 step, " in (last := capsys.readouterr().out.splitlines()[-1])
+    assert "it had them all: a higher --steps goes on; what it leaves is in run" in last
+    assert resume("run", "--steps", "2") == 0
+    assert "--steps goes on" not in capsys.readouterr().out
+
+
 def test_zero_steps_evaluates_only(quick):
     assert quick("--steps", "0", "--out", "base") == 0
     assert [record["step"] for record in records("base/evaluation.jsonl")] == [0]
@@ -152,7 +198,7 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, cap
     assert "there is no adapter in nowhere" in error_of(capsys)
 
 
-def test_checkpoints_are_pruned_but_for_the_best(quick, monkeypatch):
+def test_checkpoints_are_pruned_but_for_the_best_which_is_named(quick, capsys):
     """Five are made: the newest two stay, and the first to reach the best reward on held-out prompts, that of step 2.
 
     On the prompts of training step 3 does best, and step 4 does as well on those held out.
@@ -166,6 +212,8 @@ def test_checkpoints_are_pruned_but_for_the_best(quick, monkeypatch):
         [0.1, 0.5, 0.5, 0.95, 0.5, 0.5]
     )
     assert steps_saved("run") == ["000002", "000004", "000005"]
+    words = "on held-out prompts the reward was higher after 2 steps, 0.900, than at the end, 0.500"
+    assert f"warning: {words}; that adapter is in run/checkpoints/000002" in capsys.readouterr().out
 
 
 def test_checkpoints_come_every_so_many_steps(quick, monkeypatch):
@@ -190,9 +238,10 @@ def stop_at(number, function):
 # ---- what breaks ----------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
+@pytest.mark.parametrize("error", ["KeyError", "SystemExit"])
+def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys, error):
     """In the third step."""
-    assert quick(*write_reward("if call > 5:\n    raise KeyError('no such face')"), "--steps", "9", "--out", "run") == 2
+    assert quick(*write_reward(f"if call > 5:\n    raise {error}('no such face')"), "--steps", "9", "--out", "run") == 2
     message = error_of(capsys)
     for words in ("reward 'mine.py:reward' failed for the prompt", "background", "no such face", "--resume run"):
         assert words in message
@@ -213,6 +262,23 @@ def test_pictures_that_were_thrown_away_do_not_cost_the_adapter(quick):
     shutil.rmtree("run/adapter")
     assert resume("run", "--steps", "2") == 0
     assert Path("run/adapter/adapter_model.safetensors").exists() and Path("run/before-after.png").exists()
+
+
+def test_what_comes_after_is_never_labelled_before(quick, capsys, monkeypatch):
+    """Where the evaluations were thrown away: neither on the sheet nor in the lines and the card."""
+    assert quick("--steps", "1", "--out", "run") == 0
+    Path("run/evaluation.jsonl").unlink()
+    capsys.readouterr()
+    drawn = []
+    monkeypatch.setattr("runtime.pictures.save_grid", lambda path, rows, title, cell: drawn.append((rows, title)) or SHEET)
+    assert resume("run") == 0
+    assert resume("run", "--steps", "2") == 0
+    output = capsys.readouterr().out
+    assert "evaluation after 2 steps, held-out prompts: reward" in output and "before" not in output
+    for rows, title in drawn:
+        assert {caption.split(",")[0] for _, cells in rows for _, caption in cells} == {"after"}
+        assert "before" not in title
+    assert "| none | -" in Path("run/adapter/README.md").read_text()
 
 
 def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, monkeypatch):
@@ -376,7 +442,7 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd, signum):
     reward = write_reward(f"if call == 5:\n    os.kill(os.getpid(), {int(signum)})")
     assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "run") == 0
     output = "".join(capfd.readouterr())
-    assert "asked to stop" in output and "go on with: python train.py --resume run" in output
+    assert "asked to stop: this step is finished, saved and evaluated; once more" in output and "go on with: python train.py --resume run" in output
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
     assert steps_saved("run")[-1] == "000002"
     assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("run"))
@@ -392,7 +458,9 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     calls = "open('calls', 'a').write('x')\nif call == 2:\n    os.kill(os.getpid(), signal.SIGINT)"
     reward = write_reward(calls)
     assert quick(*reward, "--eval-count", "2", "--steps", "9", "--out", "run") == 0
-    assert "go on with: python train.py --resume run" in "".join(capfd.readouterr())
+    output = "".join(capfd.readouterr())
+    assert "asked to stop: the first evaluation is broken off; once more" in output
+    assert "go on with: python train.py --resume run" in output
     assert len(Path("calls").read_text()) == 2, "the trial, and a first prompt of two"
     assert steps_saved("run") == ["000000"] and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
     write_reward("")

@@ -178,9 +178,7 @@ def test_an_edit_by_teacher_forcing_is_that_of_the_stock_generate(pipe):
         processor_kwargs={"target_h": 128, "target_w": 128},
     )  # fmt: skip
     torch.manual_seed(0)
-    written = policy.generate(
-        **inputs, max_new_tokens=16, min_new_tokens=16, output_logits=True, return_dict_in_generate=True
-    )
+    written = policy.generate(**inputs, max_new_tokens=16, output_logits=True, return_dict_in_generate=True)
     policy.model.rope_deltas = policy.model._cached_decode_position_ids = None  # else they stay with the model
     tokens = written.sequences[:, len(ids) :]  # (1, 16)
     logits = torch.stack(written.logits, dim=1)[..., : make.NUM_CODES]  # (1, 16, 1024)

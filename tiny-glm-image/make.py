@@ -389,7 +389,8 @@ def main():
     train_policy(policy, processor, pictures, preview, large, steps=1300, lr=3e-3, captions=24, edits=0)
     train_policy(policy, processor, pictures, preview, large, steps=1400, lr=1.5e-3, captions=16, edits=48)
 
-    policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0)
+    end = policy.config.image_end_token_id  # suppressed: a picture that ends early has too few codes for the decoder
+    policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0, suppress_tokens=[end])
     pipe.save_pretrained(HERE)
     print(f"saved to {HERE} after {time.time() - started:.0f} s on {torch.get_num_threads()} threads")
 
