@@ -50,9 +50,9 @@ SEEDS = {"evaluation": 2**29, "held out": 2**29 + 2**20, "paths": 2**30, "noise"
 def read_sources(pipe, sources, device):
     """Give each Source its codes, by the model's own vision tower and quantiser."""
     model = pipe.vision_language_encoder
-    for part in (model.model.visual, model.model.vqmodel):
-        part.to(device)
     for source in sources:
+        model.model.visual.to(device)
+        model.model.vqmodel.to(device)
         inputs = pipe.processor.image_processor(source.image, return_tensors="pt").to(device)
         grid = inputs["image_grid_thw"]  # (1, 3)
         if grid.tolist() != [[1, source.image.height // 32, source.image.width // 32]]:
