@@ -9,6 +9,14 @@ Add yours to REWARDS near the end of this file, or keep it in a file of your own
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust
     python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not from the network
 
+A reward that waits for something, a judge behind HTTP for one, is better `async def`: it is then asked about the
+pictures of each prompt as soon as they are painted, while the next are. Such calls share one event loop, in a thread of
+its own; what computes belongs in `await asyncio.to_thread(...)`. Keep it off the GPU, where the decoder is at work, and
+off torch's random numbers, which could come in any order.
+
+    async def judge(images, prompts, targets):      # examples/my_reward.py has one that is complete
+        return await asyncio.to_thread(ask, images, prompts)
+
     mse, ssim, lpips           likeness to the target: in pixels, in local structure, in what AlexNet sees
     text                       whether an OCR reads the words that the prompt puts in quotes
     clip, pickscore, hps       fit to the prompt: CLIP, and two CLIPs tuned to people's choices
@@ -19,6 +27,7 @@ Add yours to REWARDS near the end of this file, or keep it in a file of your own
 Models load once, when named, from where REWARDS says. A folder given instead holds all the files of that row together.
 """
 
+import asyncio
 import functools
 import inspect
 import json
@@ -26,6 +35,8 @@ import math
 import re
 import runpy
 import sys
+import sysconfig
+import threading
 import traceback
 import unicodedata
 from contextlib import contextmanager, suppress
@@ -178,7 +189,8 @@ def infix_distance(pattern, text):
 class Text:
     """Share of the quoted letters and digits that an OCR reads, in 0..1; NaN where the prompt quotes none.
 
-    Each string counts 1 - distance / length, weighted by its length. Text that nobody asked for costs nothing.
+    Each string counts 1 - distance / length, weighted by its length. Text that nobody asked for costs nothing. It reads
+    on the CPU, in a thread, while the decoder paints.
     """
 
     def __init__(self):
@@ -188,8 +200,13 @@ class Text:
         fast |= {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
         self.ocr = RapidOCR(params={"Global.log_level": "error", **fast})
         self.ocr(Image.new("RGB", (64, 64)))  # only a picture makes it load its models
+        self.turn = asyncio.Lock()  # it keeps state while it reads
 
-    def __call__(self, images, prompts, targets):
+    async def __call__(self, images, prompts, targets):
+        async with self.turn:
+            return await asyncio.to_thread(self.accuracies, images, prompts)
+
+    def accuracies(self, images, prompts):
         return torch.tensor([self.accuracy(image, quoted(p)) for image, p in zip(images, prompts, strict=True)])
 
     def accuracy(self, image, strings):
@@ -486,7 +503,8 @@ def _load_from_file(name):
 def in_one_line(error):
     """'ZeroDivisionError: division by zero (my_reward.py, line 12)': the last line on the way there in own code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
+    libraries = "<", sysconfig.get_path("stdlib")
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(libraries)]
     lines = [f" ({Path(f.filename).name}, line {f.lineno})" for f in own if f.filename == own[0].filename]
     return f"{type(error).__name__}: {error}".splitlines()[0] + (lines or [""])[-1]
 
@@ -495,14 +513,54 @@ class RewardError(ValueError):
     """A reward failed, or is not a number one can learn from; the message names it and the prompts."""
 
 
-def score(rewards, images, prompts, targets, sources=None):
+def score(rewards, images, prompts, targets, sources=None, begun=None):
     """What each reward says of each picture: the raw values, {name: (N*M,)}. Raises whatever call_reward raises.
 
-    images: M for each of the N prompts, prompt after prompt. targets, sources: N, or None.
+    images: M for each of the N prompts, prompt after prompt. targets, sources: N, or None. begun: what `begin_scoring`
+    has returned for these pictures, part by part; None: rewards that are `async def` begin here.
     """
+    begun = begun or [begin_scoring(rewards, images, prompts, targets, sources)]
+    given = per_picture(images, prompts, targets, sources)
+    plain = {name: function for name, (function, _) in rewards.items() if name not in begun[0]}
+    values = {name: call_reward(name, function, *given) for name, function in plain.items()}
+    values |= {name: torch.cat([part[name]() for part in begun]) for name in begun[0]}
+    return {name: values[name] for name in rewards}
+
+
+def begin_scoring(rewards, images, prompts, targets, sources=None):
+    """Starts those rewards that are `async def`. Returns {name: a function that waits for the values (N*M,)}.
+
+    Arguments as for `score`. That function raises whatever call_reward raises.
+    """
+    given = per_picture(images, prompts, targets, sources)
+
+    async def call(function):  # in there, so that a wrong signature is the reward's error too
+        return await function(*what_it_takes(function, *given))
+
+    begun = {}
+    for name, (function, _) in rewards.items():
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__):
+            future = asyncio.run_coroutine_threadsafe(call(function), event_loop())
+            wait = lambda *_, future=future: future.result()
+            begun[name] = functools.partial(call_reward, name, wait, *given)
+    return begun
+
+
+@functools.cache
+def event_loop():
+    """Runs the rewards that are `async def`, in a thread of its own: the caller paints on.
+
+    Two that hold torch.no_grad() across an `await` may leave gradients off for good: of that thread, which never trains.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def per_picture(images, prompts, targets, sources):
+    """Images as they are, and for each of them its prompt, its target and its source."""
     times = len(images) // len(prompts)
-    given = [each and [x for x in each for _ in range(times)] for each in (prompts, targets, sources)]
-    return {name: call_reward(name, function, images, *given) for name, (function, _) in rewards.items()}
+    return images, *(each and [x for x in each for _ in range(times)] for each in (prompts, targets, sources))
 
 
 def call_reward(name, function, images, prompts, targets, sources=None):
@@ -512,10 +570,8 @@ def call_reward(name, function, images, prompts, targets, sources=None):
     """
     try:
         with torch.no_grad():  # or advantages would carry a reward model's graph
-            # Copies: a reward may draw on its pictures, or sort its prompts.
-            given = [copies(images), list(prompts), *(each and copies(each) for each in (targets, sources))]
-            three = "sources" not in inspect.signature(function).parameters
-            values = torch.as_tensor(function(*given[: 3 if three else 4]), dtype=torch.float32).detach().cpu()
+            values = function(*what_it_takes(function, images, prompts, targets, sources))
+            values = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
         raise
     except (Exception, SystemExit) as error:
@@ -532,8 +588,12 @@ def call_reward(name, function, images, prompts, targets, sources=None):
     return values
 
 
-def copies(pictures):
-    return [picture and picture.copy() for picture in pictures]
+def what_it_takes(function, images, prompts, targets, sources):
+    """The arguments of a reward: its own copies, which it may draw on or sort; sources if it has such a parameter."""
+    pictures = (images, targets, sources)
+    images, targets, sources = (each and [picture and picture.copy() for picture in each] for each in pictures)
+    takes_sources = "sources" in inspect.signature(function).parameters
+    return images, list(prompts), targets, *([sources] if takes_sources else [])
 
 
 def weights_of(rewards):

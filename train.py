@@ -25,12 +25,12 @@ from transformers import set_seed
 
 from decoder import DecoderGRPO, repeat_for_steps
 from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
-from rewards import combine, score, weighted_sum, weights_of
+from rewards import begin_scoring, combine, score, weighted_sum, weights_of
 from runtime import UserError, checkpoints, counted, ranks
 from runtime.data import load_data, pictures_of, read_inputs, readable_loading
 from runtime.gpu import CapturedForward, keep_one_source, keep_rope_tables, place
 from runtime.log import Phases, Record
-from runtime.metrics import reward_metrics
+from runtime.metrics import reward_metrics, spreads
 from runtime.rescue import failing_together, rescued, resume_command
 from runtime.settings import TINY, claim_folder, parse_settings, print_start
 
@@ -105,13 +105,15 @@ def encode_prompt(processor, prompt, height, width, source=None):
 
 @dataclass
 class PictureSettings:
-    """How pictures are painted."""
+    """How pictures are made."""
 
     height: int  # pixels
     width: int
     decode_steps: int  # denoising steps
+    decode_window: int | None  # how many of them are drawn, in a row, when the decoder learns; None: all but the last
     guidance_scale: float
-    micro_batch_size: int  # pictures at a time
+    micro_batch_size: int  # pictures painted at a time
+    sample_batch: int | None  # prompts whose codes are sampled at a time; None: all
 
 
 def picture_settings(settings, deployed=False):
@@ -119,7 +121,8 @@ def picture_settings(settings, deployed=False):
     steps, guidance = settings.decode_steps, settings.guidance_scale
     if deployed:
         steps, guidance = settings.eval_decode_steps, settings.eval_guidance_scale
-    return PictureSettings(settings.height, settings.width, steps, guidance, settings.micro_batch_size)
+    batches = settings.micro_batch_size, settings.sample_batch
+    return PictureSettings(settings.height, settings.width, steps, settings.decode_window, guidance, *batches)
 
 
 def for_decoder(codes):
@@ -165,7 +168,9 @@ def paint(run, prompt, tokens, pictures, num_paintings, seed, source=None):
         return decode_images(run.pipe, prompt, tokens, pictures, seed, source), []
     decode = lambda pipe, codes: decode_images(pipe, prompt, codes, pictures, seed)
     generator = torch.Generator().manual_seed(seed + SEEDS["paths"])
-    return run.decoder.sample(decode, tokens, num_paintings, generator)
+    count = pictures.decode_window or pictures.decode_steps - 1
+    first = random.Random(seed).randrange(pictures.decode_steps - count)
+    return run.decoder.sample(decode, tokens, num_paintings, generator, range(first, first + count))
 
 
 # ---- what learns ----------------------------------------------------------------------------------------------------
@@ -230,9 +235,16 @@ def having_weights(parameters, weights):
             parameter.data = weight
 
 
-def adamw(model, lr):
+def adamw(model, lr, warmup_steps):
+    """AdamW whose rate grows over its first steps. Its state_dict holds that of the scheduler too, for checkpoints."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+    rate = lambda made: min(1, (made + 1) / (warmup_steps + 1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # so that a step that is skipped does not count
+    optimizer.register_state_dict_post_hook(lambda _, state: state | {"scheduler": scheduler.state_dict()})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: scheduler.load_state_dict(state["scheduler"]))
+    return optimizer
 
 
 def build(pipe, settings, device):
@@ -261,7 +273,7 @@ def build(pipe, settings, device):
     forward = CapturedForward(model, num_new_tokens) if compiled else None
     codes = slice(0, pipe.transformer.config.prior_vq_quantizer_codebook_size)
     algorithm = GRPOSettings(**{field.name: getattr(settings, field.name) for field in fields(GRPOSettings)})
-    policy = GRPO(model, adamw(model, settings.lr), algorithm, codes, forward, reference)
+    policy = GRPO(model, adamw(model, settings.lr, settings.warmup_steps), algorithm, codes, forward, reference)
     if settings.train == "codes" and not (settings.adapter and checkpoints.has_adapter(settings.adapter, "decoder")):
         return pipe, policy, None
 
@@ -271,8 +283,9 @@ def build(pipe, settings, device):
         return pipe, policy, None
     if device.type != "cpu":
         pipe.transformer.enable_gradient_checkpointing()
+    optimizer = adamw(model, settings.decoder_lr, settings.warmup_steps)
     drawn = {"noise_level": settings.noise_level, "guidance_scale": settings.guidance_scale}
-    decoder = DecoderGRPO(model, adamw(model, settings.decoder_lr), algorithm, pipe, **drawn, reference=reference)
+    decoder = DecoderGRPO(model, optimizer, algorithm, pipe, **drawn, reference=reference)
     return pipe, policy, decoder
 
 
@@ -298,14 +311,19 @@ def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_p
     brings the models to the GPU if they take turns there.
     """
     read = sources or [None] * len(prompts)
-    with run.phase("sample", run.policy.model), failing_together(prompts):  # 1. sample G code sequences per prompt
-        size = pictures.height, pictures.width
-        pairs = zip(prompts, read, strict=True)
-        encoded = [encode_prompt(run.pipe.processor, prompt, *size, source) for prompt, source in pairs]
-        groups = run.policy.sample(encoded, num_sequences, seed)  # N
+    groups = []  # N
+    with run.phase("sample", run.policy.model):  # 1. sample G code sequences per prompt
+        for rows in torch.arange(len(prompts)).split(pictures.sample_batch or len(prompts)):
+            batch = [(prompts[i], read[i]) for i in rows]
+            with failing_together([prompt for prompt, _ in batch]):
+                size = pictures.height, pictures.width
+                encoded = [encode_prompt(run.pipe.processor, prompt, *size, source) for prompt, source in batch]
+                groups += run.policy.sample(encoded, num_sequences, seed + rows[0].item())
 
+    originals = pictures_of(sources)
     images = []
     denoising_steps = []
+    begun = []  # of each prompt, the rewards that are scored while the next is painted
     with run.phase("decode", *painters(run.pipe)), failing_together(prompts):  # 2. paint each of them K times ...
         for i, (prompt, source, group) in enumerate(zip(prompts, read, groups, strict=True)):
             painted, steps = paint(run, prompt, group.tokens, pictures, num_paintings, seed + i, source)
@@ -314,9 +332,11 @@ def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_p
             run.phase.painted()
             images += painted
             denoising_steps += steps
+            own = [each and [each[i]] for each in (targets, originals)]
+            begun.append(begin_scoring(rewards, painted, [prompt], *own))
     with run.phase("score"), failing_together(prompts):  # ... and score every picture
-        raw_rewards = score(rewards, images, prompts, targets, pictures_of(sources))
-    return Rollout(groups, denoising_steps, images, raw_rewards, pictures_of(sources))
+        raw_rewards = score(rewards, images, prompts, targets, originals, begun)
+    return Rollout(groups, denoising_steps, images, raw_rewards, originals)
 
 
 def grpo_step(run, settings, rewards, prompts, targets, seed, sources=None):
@@ -370,13 +390,22 @@ def load_run(settings, data, device):
     return Run(pipe, policy, decoder, Phases(device, settings.steps, done, offload)), done
 
 
-def prompt_indices(step, settings, count):
-    """Which prompts a step trains on: every line once per epoch, reshuffled. A function of the seed, not of history.
+def prompt_indices(step, settings, prompts, records=(), weights=None):
+    """Which prompts a step trains on, by --order; each rank takes its share.
 
-    Each rank takes its share of the step's prompts.
+    shuffled, file: every line once per epoch, reshuffled or as in the file: a function of the seed and the step.
+    spread: drawn in proportion to `spreads`, none twice in a step: a function of groups.jsonl (`records`) as well.
     """
+    count = len(prompts)
     groups = settings.prompts_per_step * ranks.count()
+    if settings.order == "spread":
+        drawn = random.Random(f"{settings.seed} {step}")
+        # The smallest of exponential variables with these rates: successive draws without replacement.
+        order = sorted(range(count), key=[drawn.expovariate(s) for s in spreads(prompts, records, weights)].__getitem__)
+        return [order[i % count] for i in ranks.shard(groups)]
     epochs = [divmod(step * groups + i, count) for i in ranks.shard(groups)]
+    if settings.order == "file":
+        return [i for _, i in epochs]
     return [random.Random(f"{settings.seed} {epoch}").sample(range(count), count)[i] for epoch, i in epochs]
 
 
@@ -455,6 +484,7 @@ def train(settings):
         data = load_data(settings, prompts, held_out)
         run, begun = load_run(settings, data, device)
         learners = learners_of(run.policy, run.decoder)
+        weights = weights_of(data.rewards)
         with closing(run.phase.bar), rescued(Record(out, settings, inputs, run.phase, learners, begun)) as record:
             record.save()
             if begun == 0 or due(begun, settings.eval_every):
@@ -466,9 +496,10 @@ def train(settings):
                 # Every draw of a step starts from the step's seed, a reward's own too: no random state needs saving.
                 seed = seed_of_step(step, settings)
                 set_seed(seed % 2**32)
-                texts, targets, sources = data.prompts.take(prompt_indices(step, settings, len(data.prompts.texts)))
+                rows = prompt_indices(step, settings, data.prompts.texts, record.groups, weights)
+                texts, targets, sources = data.prompts.take(rows)
                 rolled, metrics = grpo_step(run, settings, data.rewards, texts, targets, seed, sources)
-                record.step(step + 1, texts, rolled, weights_of(data.rewards), metrics)
+                record.step(step + 1, texts, rolled, weights, metrics)
                 if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
                     record.save()
                 if due(step + 1, settings.eval_every):

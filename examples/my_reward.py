@@ -4,12 +4,12 @@ python train.py --reward examples/my_reward.py:blueness
 python train.py --reward clip:1,examples/my_reward.py:served:0.5
 """
 
+import asyncio
 import base64
 import http.client
 import io
 import json
 import math
-import time
 import urllib.request
 from multiprocessing.pool import ThreadPool
 
@@ -24,8 +24,8 @@ def blueness(images, prompts, targets):
 answered = set()  # judges that have: only those are worth a long wait
 
 
-def served(images, prompts, targets, url="http://localhost:8000/score", limit=100, waits=(1, 10, 60)):
-    """By a judge behind HTTP: all pictures in one request. NaN where it could not judge.
+async def served(images, prompts, targets, url="http://localhost:8000/score", limit=100, waits=(1, 10, 60)):
+    """By a judge behind HTTP: a prompt's pictures in one request, while the next are painted. NaN where it cannot judge.
 
     It has `limit` seconds for an answer. What may mend, such as a judge that restarts, is tried again after each of the
     waits, all else after the first alone. Together that is 8 minutes: other ranks wait for ten.
@@ -38,7 +38,7 @@ def served(images, prompts, targets, url="http://localhost:8000/score", limit=10
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     for tries, seconds in enumerate((*waits, None)):
         try:
-            scores = ask(request, limit)
+            scores = await asyncio.to_thread(ask, request, limit)
             answered.add(url)
             return [math.nan if score is None else score for score in scores]
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -47,7 +47,7 @@ def served(images, prompts, targets, url="http://localhost:8000/score", limit=10
             if seconds is None or (hopeless and tries > 0):
                 raise  # the run saves its last whole step and says so
             print(f"no scores from {url} ({error}); asking again in {seconds} s")
-            time.sleep(seconds)
+            await asyncio.sleep(seconds)
 
 
 def ask(request, limit):

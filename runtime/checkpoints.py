@@ -117,7 +117,7 @@ def writing(out):
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError where the disk is full
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0] + (" (a full disk?)" if isinstance(error, RuntimeError) else "")
         safe = f"; its checkpoints are whole: once there is room, --resume {out} goes on" if find(out) else ""
         raise UserError(f"cannot write to {out}: {reason}{safe}") from None
 

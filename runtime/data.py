@@ -118,8 +118,9 @@ def read_inputs(settings):
     adapters = [checkpoints.adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
     read = {
         "prompts": "\n".join(prompts.texts).encode(), "targets": pixels(prompts.targets),
+        "sources": pixels(pictures_of(prompts.sources)),
         "eval_prompts": "\n".join(held_out.texts).encode(), "eval_targets": pixels(held_out.targets),
-        "sources": pixels(pictures_of(prompts.sources)), "eval_sources": pixels(pictures_of(held_out.sources)),
+        "eval_sources": pixels(pictures_of(held_out.sources)),
         "adapter": b"".join(file.read_bytes() for file in adapters if file),
     }  # fmt: skip
     hashes = {name: sha256(data).hexdigest() for name, data in read.items()}

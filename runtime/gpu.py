@@ -19,7 +19,7 @@ GAPS = 2.5e9  # bytes: the card's context and its kernels, Adam's moments, what 
 def working_memory(settings):
     """Bytes to leave beside GLM-Image's weights, from what benchmarks/memory.py computes."""
     pixels, size = settings.height * settings.width, settings.micro_batch_size
-    rows = settings.prompts_per_step * settings.group_size  # sampled side by side
+    rows = (settings.sample_batch or settings.prompts_per_step) * settings.group_size  # sampled side by side
     tokens = 320 + pixels // 32**2  # prompt, preview and picture
     if settings.sources:
         tokens += pixels // 32**2 - 256  # their codes, and no preview

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from contextlib import contextmanager
 
 import numpy as np
@@ -25,7 +26,12 @@ from runtime import (
     short_name,
 )
 from runtime.card import write_card
-from runtime.metrics import format_step, step_metrics, why_nothing_was_learned
+from runtime.metrics import (
+    format_step,
+    group_records,
+    step_metrics,
+    why_nothing_was_learned,
+)
 from runtime.pictures import save_before_after, save_curves, save_grid
 
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
@@ -106,6 +112,7 @@ class Record:
         self.writes = ranks.rank() == 0
         self.evaluations = read_jsonl(out / "evaluation.jsonl", done)
         metrics = read_jsonl(out / "metrics.jsonl", done)
+        self.groups = read_jsonl(out / "groups.jsonl", done)  # of all ranks
         ranks.gather(None)  # all have read what the first now writes
         self.tracker = None
         if self.writes:
@@ -113,7 +120,8 @@ class Record:
                 (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
                 write_jsonl(out / "evaluation.jsonl", self.evaluations)
                 write_jsonl(out / "metrics.jsonl", metrics)
-            self.tracker = start_tracker(settings.tracker, out)
+                write_jsonl(out / "groups.jsonl", self.groups)
+            self.tracker = start_tracker(settings, out, done)
         self.stop = StopRequest()
         self.half_made = False  # an optimizer has stepped, and the step has not ended: nothing of it is to be saved
         for learner in self.learners.values():
@@ -139,9 +147,13 @@ class Record:
         metrics |= step_metrics(rolled.raw_rewards, total, sequences, paintings)
         metrics = ranks.mean(metrics | self.phase.read())
         recorded = without_nan(metrics)
+        of_ranks = ranks.gather(group_records(done, texts, rolled.raw_rewards))
+        self.groups += [group for groups in of_ranks for group in groups]
         if self.writes:
             with checkpoints.writing(self.out):
                 append_jsonl(self.out / "metrics.jsonl", {"step": done, **recorded})
+                for groups in of_ranks:
+                    append_jsonl(self.out / "groups.jsonl", *groups)
         self.track(done, recorded)
         self.phase.bar.set_postfix_str(f"reward {recorded['reward'] or 0:.3f}")
         self.phase.bar.update()
@@ -240,6 +252,10 @@ class Record:
             for folder in folders:
                 write_card(folder, self.settings, before, after, picture)
 
+    def finish(self):
+        if self.tracker is not None:
+            self.tracker.finish()
+
 
 def best_step(evaluations):
     """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
@@ -263,15 +279,28 @@ def summary(prefix, *records):
     return f"{', '.join(parts)} ({images} images: {counted(prompts, 'prompt')} x {images // prompts})"
 
 
-def start_tracker(kind, out):
-    """A tracker of accelerate's, or None."""
+def start_tracker(settings, out, done):
+    """A tracker of accelerate's, or None. It knows the settings, and a run that is resumed as one and the same."""
+    kind = settings.tracker
     if kind == "none":
         return None
     PartialState()
-    places = {"tensorboard": {"logging_dir": out}, "wandb": {"name": out.name, "dir": out}}
+    path = out / "tracker-id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:8])
+    name = f"{out.resolve().parent.name}-{out.name}-{path.read_text()}"
+    places = {
+        "tensorboard": {"logging_dir": out, "purge_step": done + 1},  # what a kill has left of later steps
+        "wandb": {"id": path.read_text(), "name": name, "resume": "allow", "dir": out},
+        "trackio": {"name": name, "resume": "allow"},
+    }
     project = "tensorboard" if kind == "tensorboard" else "grpo-glm-image"
-    tracker = tracking.LOGGER_TYPE_TO_CLASS[kind](project, **places.get(kind, {}))
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[kind](project, **places[kind])
     tracker.start()
+    if kind == "tensorboard":  # which would make another run of them at every start
+        tracker.log({"settings": json.dumps(vars(settings), indent=2)}, step=done)
+    else:
+        tracker.store_init_configuration(vars(settings))
     return tracker
 
 
@@ -284,9 +313,9 @@ def without_nan(metrics):
     return {name: None if math.isnan(value) else value for name, value in metrics.items()}  # JSON has no NaN
 
 
-def append_jsonl(path, record):
-    with open(path, "a") as file:  # opened anew for each line: a folder that is gone is noticed at once
-        file.write(json.dumps(record) + "\n")
+def append_jsonl(path, *records):
+    with open(path, "a") as file:  # opened anew each time: a folder that is gone is noticed at once
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def read_jsonl(path, last_step=math.inf):

@@ -1,6 +1,7 @@
 """The numbers of a step: rewards over groups, and the line that shows them. Pure functions."""
 
 import math
+import statistics
 
 from runtime import format_number, short_name
 
@@ -44,6 +45,36 @@ def step_metrics(raw_rewards, combined, sequences, paintings):
     if paintings > 1:
         metrics["decoder/reward_std"] = reward_metrics({}, combined, paintings)["reward_std"]
     return metrics
+
+
+def group_records(step, prompts, raw_rewards):
+    """The lines of groups.jsonl: of each group its prompt and {reward: those of its pictures}, None for NaN.
+
+    raw_rewards: {name: (N*M,)}, those of N prompts.
+    """
+    of_groups = {name: values.view(len(prompts), -1).tolist() for name, values in raw_rewards.items()}
+    without_nan = lambda values: [None if math.isnan(value) else value for value in values]
+    return [
+        {"step": step, "prompt": prompt, "rewards": {name: without_nan(rows[i]) for name, rows in of_groups.items()}}
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def spreads(prompts, records, weights):
+    """How far apart the rewards of each prompt's last group lay: one number above 0 per prompt.
+
+    Each reward's spread counts in units of its mean over the prompts, times its weight. A prompt without a group so far
+    has the mean of all; none has less than a tenth of that, or what is solved or out of reach today never came again.
+    """
+    last = {record["prompt"]: record["rewards"] for record in records}
+    unseen = sum(map(abs, weights.values())) or 1.0
+    found = dict.fromkeys(last, 0.0)
+    for name, weight in weights.items():
+        of_prompts = {prompt: [r for r in rewards[name] if r is not None] for prompt, rewards in last.items()}
+        stds = {prompt: statistics.stdev(given) if len(given) > 1 else 0.0 for prompt, given in of_prompts.items()}
+        mean = sum(stds.values()) / max(len(stds), 1) or 1.0
+        found = {prompt: found[prompt] + abs(weight) * std / mean for prompt, std in stds.items()}
+    return [max(found.get(prompt, unseen), unseen / 10) for prompt in prompts]
 
 
 def format_step(step, metrics, settings):

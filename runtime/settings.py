@@ -1,7 +1,9 @@
 """The command line: every setting with its default, going on with a run, and what a start prints."""
 
 import argparse
+import json
 import math
+import sys
 import textwrap
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -25,7 +27,7 @@ EDITS = {
 }  # those for captions would judge the wish as a caption
 # What may be another in a resumed run: its length, what it leaves, and what changes results by rounding alone.
 MAY_CHANGE = {"micro_batch_size", "steps", "offload", "compile", "out", "resume", "sample_every", "save_every"}
-MAY_CHANGE |= {"keep_checkpoints", "eval_every", "tracker"}
+MAY_CHANGE |= {"keep_checkpoints", "eval_every", "tracker", "sample_batch"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,8 +67,11 @@ def build_parser():
 
     group = parser.add_argument_group("model and data")
     flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
+    flag("settings", str, None, "start from the settings in this file, a run's settings.json for one; other flags win")
     flag("adapter", str, None, "start from the adapters in the folder of another run; with --steps 0 evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt a line")
+    flag("order", str, "shuffled", "of the prompts: shuffled anew each epoch; that of the file, easy lines first for one; or "
+         "drawn by the spread of the rewards of a prompt's last group", ("shuffled", "file", "spread"))  # fmt: skip
     flag("targets", str, None, "folder with one picture a prompt, sorted by name (default: tiny's, for its prompts)")
     flag("sources", str, None, "to edit: folder with the picture that each prompt is to change, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
@@ -86,6 +91,8 @@ def build_parser():
     # GLM-Image: published for training all weights are 1e-6 to 1e-5, and an adapter takes about ten times as much.
     flag("lr", positive, (1e-3, 2e-5), "AdamW's learning rate")
     flag("decoder_lr", positive, (1e-3, 1e-4), "the same for the decoder's adapter")
+    # GLM-Image: Adam's first steps are of full size whatever the gradient, and clipping does not bound them.
+    flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the rates grow to these")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
     flag("noise_level", number(float, "(0, 1]"), 0.7, "of the moves that the decoder draws, when it learns")
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
@@ -103,6 +110,8 @@ def build_parser():
     # Pictures are compared in a group that shares noise and steps: what all of them lack cancels in the z-score. But
     # guidance has to be above 1, for the unguided half drops the codes: it makes the decoder follow the policy.
     flag("decode_steps", count, (6, 12), "denoising steps of the decoder")
+    flag("decode_window", count, None, "draw, and learn from, so many denoising steps in a row, chosen by the seed, when "
+         "the decoder learns; the stock sampler makes the others (default: all but the last)")  # fmt: skip
     flag("guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance; above 1 doubles its cost")
 
     group = parser.add_argument_group("evaluation, before and after")
@@ -119,6 +128,7 @@ def build_parser():
 
     group = parser.add_argument_group("memory and speed")
     flag("micro_batch_size", count, 4, "sequences in a pass, pictures painted at a time; bounds memory")
+    flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
     flag("compile", str, "auto", "sample with a compiled CUDA graph; auto: on a GPU", switch)
 
@@ -141,6 +151,9 @@ def parse_settings(arguments=None):
     """
     parser, by_model = build_parser()
     settings = parser.parse_args(arguments)
+    if settings.settings is not None:
+        arguments = [*flags_in(settings.settings), *(sys.argv[1:] if arguments is None else arguments)]
+        settings = parser.parse_args(arguments)
     if settings.resume is not None:
         settings = resumed_settings(parser, arguments, settings)
     else:
@@ -156,6 +169,17 @@ def parse_settings(arguments=None):
     return settings
 
 
+def flags_in(file):
+    """The settings in a file as flags, checked like any. Not those that say where a run was, or that follow from others."""
+    try:
+        saved = json.loads(Path(file).read_text())
+        dropped = {"out", "resume", "settings", "sequences", "" if saved.get("train") == "both" else "paintings"}
+        given = {name: value for name, value in saved.items() if value is not None and name not in dropped}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"cannot read the settings in {file}: {error}") from None
+
+
 def complete(settings, by_model):
     """The defaults of the model, and what cannot be said in a flag's type."""
     tiny_edits = settings.sources is not None and Path(settings.sources).resolve() == Path(TINY, "sources")
@@ -169,6 +193,8 @@ def complete(settings, by_model):
             setattr(settings, name, for_tiny if tiny else release)
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one move has nothing to choose: --decode-steps has to be 2 or more")
+    if settings.decode_window is not None and settings.decode_window >= settings.decode_steps:
+        raise UserError(f"--decode-window must be below --decode-steps {settings.decode_steps}: the last is not drawn")
     if settings.height % 32 or settings.width % 32:
         raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
     pixels = settings.height * settings.width

@@ -92,8 +92,8 @@ def test_log_density_equals_torchs():
     torch.testing.assert_close(log_density(x, mean, 0.3), expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("steps", [2, 6, 50])
-def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, steps):
+@pytest.mark.parametrize(("steps", "window"), [(2, range(1)), (6, range(5)), (50, range(49)), (6, range(2, 4))])
+def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, steps, window):
     """Each move by itself; and the pipeline's latents."""
     latents = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     prior = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -101,7 +101,7 @@ def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, 
     arguments |= {"guidance_scale": 1.5, "output_type": "latent"}
     expected = pipe(**arguments, latents=latents.clone()).images
     other = GlmImagePipeline(**{**pipe.components, "scheduler": PathScheduler.from_config(pipe.scheduler.config)})
-    other.scheduler.begin(1e-12, [0, 1])  # a spread of 1e-12
+    other.scheduler.begin(1e-12, [0, 1], window)  # a spread of 1e-12
     assert (other(**arguments, latents=latents.clone()).images - expected).abs().max() < 1e-4
 
     stock = pipe.scheduler
@@ -149,6 +149,25 @@ def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
     assert torch.equal(other.next_latents, again[2].next_latents)
     later = roll_out(run, settings, seed=7)[0]
     assert not torch.equal(first.latents[0], later.latents[0]), "the noise a group starts from"
+
+
+def test_a_window_of_steps_is_drawn_and_the_others_are_the_stock_samplers():
+    """Two of the five; each prompt's own. Before it all paintings are one."""
+    run, settings = build("--decode-steps", "6", "--decode-window", "2", "--kl-coef", "0.1", "--micro-batch-size", "2")
+    starts = set()
+    for seed in (5, 7, 9):
+        moves = roll_out(run, settings, seed=seed)
+        assert len(moves) == 2 * 2  # prompts x window
+        for first, second in (moves[:2], moves[2:]):
+            assert first.levels[1] == second.levels[0] and torch.equal(second.latents, first.next_latents)
+            torch.testing.assert_close(first.latents, first.latents[:1].expand_as(first.latents), atol=1e-5, rtol=0)
+            assert not torch.equal(second.latents[0], second.latents[1])
+            starts.add(round(first.levels[0], 4))
+    assert len(starts) > 2
+    with torch.no_grad():
+        again = run.decoder.logprobs(moves[1], torch.arange(3))
+    torch.testing.assert_close(again, moves[1].old_logprobs, atol=1e-3, rtol=0)
+    assert learn(run, moves)["grad_norm"] > 0
 
 
 def draws(move):
@@ -370,7 +389,8 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(quick):
 
 
 def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(quick):
-    arguments = ["--train", "both", "--paintings", "2", "--decode-steps", "3", "--save-every", "1"]
+    arguments = ["--train", "both", "--paintings", "2", "--decode-steps", "4", "--save-every", "1"]
+    arguments += ["--decode-window", "1", "--warmup-steps", "3"]
     assert quick(*arguments, "--steps", "2", "--out", "straight") == 0
     assert quick(*arguments, "--steps", "1", "--out", "halves") == 0
     assert train.main(["--resume", "halves", "--steps", "2"]) == 0

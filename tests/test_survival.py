@@ -23,13 +23,12 @@ from conftest import (
     write_reward,
 )
 from PIL import Image
+from safetensors.torch import load_file
 from torch._inductor.exc import InductorError
 
 import train
 from grpo import GRPO
 from runtime.data import Prompts
-
-SHEET = Image.new("RGB", (8, 8))
 
 
 def error_of(capsys):
@@ -43,7 +42,7 @@ def error_of(capsys):
 
 def same_run(expected, found):
     """Bit for bit: the same operations in the same order."""
-    for name in ("metrics.jsonl", "evaluation.jsonl"):
+    for name in ("metrics.jsonl", "evaluation.jsonl", "groups.jsonl"):
         assert records(f"{expected}/{name}") == records(f"{found}/{name}")
     assert adapter_of(expected) == adapter_of(found)
 
@@ -51,18 +50,36 @@ def same_run(expected, found):
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(quick):
+@pytest.mark.parametrize("flags", [[], ["--order", "spread", "--warmup-steps", "9", "--sample-batch", "1"]])
+def test_a_resumed_run_equals_the_uninterrupted_one(quick, flags):
     """Stopped after 2 of 5 steps, with what a kill in the third may leave in the files. The reward throws dice."""
-    arguments = [*write_reward("return torch.rand(len(images))"), "--eval-every", "2", "--iterations", "2"]
+    arguments = [*write_reward("return torch.rand(len(images))"), "--eval-every", "2", "--iterations", "2", *flags]
     assert quick(*arguments, "--steps", "5", "--out", "straight") == 0
     assert quick(*arguments, "--steps", "2", "--out", "halves") == 0
     with open("halves/metrics.jsonl", "a") as file:
         file.write('{"step": 3, "of": "a step that was killed before its checkpoint"}\n{"step": 4, "rew')
+    with open("halves/groups.jsonl", "a") as file:
+        prompt = Path("prompts.txt").read_text().splitlines()[0]
+        later = {"step": 3, "prompt": prompt, "rewards": {"mine.py:reward": [0.0, 9.0]}}
+        file.write(json.dumps(later) + '\n{"step": 3, "pro')
     with open("halves/evaluation.jsonl", "a") as file:
         file.write('{"step": 4, "reward": 9.0, "shown": []}\n')
     assert resume("halves", "--steps", "5") == 0
     same_run("straight", "halves")
     assert json.loads(Path("halves/settings.json").read_text())["steps"] == 5
+
+
+def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(quick):
+    """Adam's first step is as long as the rate, whatever the gradient: a quarter of it, where the fourth has all."""
+    arguments = ["--warmup-steps", "3", "--lr", "0.01", "--save-every", "1", "--keep-checkpoints", "9"]
+    assert quick(*write_reward(""), *arguments, "--steps", "2", "--out", "run") == 0
+    assert resume("run", "--steps", "5") == 0
+    load = lambda step: torch.load(f"run/checkpoints/{step:06d}/optimizer.pt", weights_only=True)
+    rates = [load(step)["param_groups"][0]["lr"] for step in range(6)]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+    weights = load_file("run/checkpoints/000001/adapter_model.safetensors")
+    moved = max(weight.abs().max().item() for name, weight in weights.items() if "lora_B" in name)
+    assert moved == pytest.approx(0.0025, rel=0.01)
 
 
 def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick):
@@ -269,8 +286,8 @@ def test_what_comes_after_is_never_labelled_before(quick, capsys, monkeypatch):
     assert quick("--steps", "1", "--out", "run") == 0
     Path("run/evaluation.jsonl").unlink()
     capsys.readouterr()
-    drawn = []
-    monkeypatch.setattr("runtime.pictures.save_grid", lambda path, rows, title, cell: drawn.append((rows, title)) or SHEET)
+    drawn, sheet = [], Image.new("RGB", (8, 8))
+    monkeypatch.setattr("runtime.pictures.save_grid", lambda path, *given, cell: drawn.append(given) or sheet)
     assert resume("run") == 0
     assert resume("run", "--steps", "2") == 0
     output = capsys.readouterr().out
@@ -350,7 +367,15 @@ def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeyp
         monkeypatch.setattr(GRPO, method, out_of_memory)
     assert quick("--steps", "2", "--out", "run") == 2
     message = error_of(capsys)
-    for words in ("out of GPU memory", f"'{phase}'", "--offload yes", "--micro-batch-size", "--height", "--group-size"):
+    for words in (
+        "out of GPU memory",
+        f"'{phase}'",
+        "--offload yes",
+        "--micro-batch-size",
+        "--sample-batch",
+        "--height",
+        "--group-size",
+    ):
         assert words in message
     assert "--resume run" in message
     assert steps_saved("run") == ["000000"]
@@ -442,7 +467,8 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd, signum):
     reward = write_reward(f"if call == 5:\n    os.kill(os.getpid(), {int(signum)})")
     assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "run") == 0
     output = "".join(capfd.readouterr())
-    assert "asked to stop: this step is finished, saved and evaluated; once more" in output and "go on with: python train.py --resume run" in output
+    assert "asked to stop: this step is finished, saved and evaluated; once more" in output
+    assert "go on with: python train.py --resume run" in output
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
     assert steps_saved("run")[-1] == "000002"
     assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("run"))
