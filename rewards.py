@@ -374,6 +374,9 @@ class Edit(Vqa):
         asked = [(i, question, 1) for i, prompt in enumerate(prompts) for question in self.about(prompt)]
         return self.means(list(zip(sources, images, strict=True)), asked)
 
+    def coverage(self, prompts):
+        return f"two questions for each of {len(prompts)} edits"
+
     def about(self, prompt):
         if CHINESE.search(prompt) and not self.reads_chinese:
             return {}

@@ -27,7 +27,7 @@ from decoder import DecoderGRPO, repeat_for_steps
 from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
 from rewards import begin_scoring, combine, score, weighted_sum, weights_of
 from runtime import UserError, checkpoints, counted, ranks
-from runtime.data import load_data, read_inputs, readable_loading
+from runtime.data import load_data, pictures_of, read_inputs, readable_loading
 from runtime.gpu import CapturedForward, keep_one_source, keep_rope_tables, place
 from runtime.log import Phases, Record
 from runtime.metrics import reward_metrics, spreads
@@ -50,9 +50,9 @@ SEEDS = {"evaluation": 2**29, "held out": 2**29 + 2**20, "paths": 2**30, "noise"
 def read_sources(pipe, sources, device):
     """Give each Source its codes, by the model's own vision tower and quantiser."""
     model = pipe.vision_language_encoder
-    for part in (model.model.visual, model.model.vqmodel):
-        part.to(device)
     for source in sources:
+        model.model.visual.to(device)
+        model.model.vqmodel.to(device)
         inputs = pipe.processor.image_processor(source.image, return_tensors="pt").to(device)
         grid = inputs["image_grid_thw"]  # (1, 3)
         if grid.tolist() != [[1, source.image.height // 32, source.image.width // 32]]:
@@ -320,7 +320,7 @@ def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_p
                 encoded = [encode_prompt(run.pipe.processor, prompt, *size, source) for prompt, source in batch]
                 groups += run.policy.sample(encoded, num_sequences, seed + rows[0].item())
 
-    originals = sources and [source.image for source in sources]
+    originals = pictures_of(sources)
     images = []
     denoising_steps = []
     begun = []  # of each prompt, the rewards that are scored while the next is painted

@@ -28,6 +28,10 @@ class Source:
     codes: torch.Tensor | None = None  # (rows*columns,) int64, one for 32x32 pixels, once the model has read it
 
 
+def pictures_of(sources):
+    return sources and [source.image for source in sources]
+
+
 @dataclass
 class Prompts:
     """Prompts, and for each a picture that some rewards compare with (or None), or None if there are no such.
@@ -114,9 +118,9 @@ def read_inputs(settings):
     adapters = [checkpoints.adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
     read = {
         "prompts": "\n".join(prompts.texts).encode(), "targets": pixels(prompts.targets),
-        "sources": pixels(prompts.sources and [source.image for source in prompts.sources]),
+        "sources": pixels(pictures_of(prompts.sources)),
         "eval_prompts": "\n".join(held_out.texts).encode(), "eval_targets": pixels(held_out.targets),
-        "eval_sources": pixels(held_out.sources and [source.image for source in held_out.sources]),
+        "eval_sources": pixels(pictures_of(held_out.sources)),
         "adapter": b"".join(file.read_bytes() for file in adapters if file),
     }  # fmt: skip
     hashes = {name: sha256(data).hexdigest() for name, data in read.items()}
@@ -153,7 +157,7 @@ def load_rewards(flag, settings, prompts):
     try:
         rewards = parse_rewards(getattr(settings, flag))
         texts, targets, sources = prompts.take([0])
-        score(rewards, blank, texts, targets, sources and [source.image for source in sources])
+        score(rewards, blank, texts, targets, pictures_of(sources))
     except (ValueError, torch.OutOfMemoryError) as error:
         tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
         raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}{tried}") from None

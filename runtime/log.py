@@ -179,7 +179,7 @@ class Record:
         width = paintings if min(sequences, paintings) > 1 else ROW
         rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]
         if source is not None:
-            rows[0][1].insert(0, (source, "to edit"))
+            rows[0][1][:0] = [(source, "to edit"), None]
         with checkpoints.writing(self.out):
             picture = save_grid(self.out / f"group-{self.done:06d}.png", rows, f"step {self.done}")
             self.curves()

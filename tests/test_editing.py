@@ -355,7 +355,8 @@ def test_the_adapter_edits_in_the_stock_pipeline(edits):
     assert edits("--steps", "1", "--lr", "0.1", "--out", "run") == 0
     (code,) = re.findall(r"```python\n(.*?)```", Path("run/adapter/README.md").read_text(), flags=re.DOTALL)
     for words, own in (
-        ('"where this file is"', '"run/adapter"'), ('"YOUR PICTURE"', '"sources/1.png"'), ('"YOUR PROMPT"', '"make it blue"'),
+        ('"tiny-glm-image"', repr(str(TINY))), ('"where this file is"', '"run/adapter"'),
+        ('"YOUR PICTURE"', '"sources/1.png"'), ('"YOUR PROMPT"', '"make it blue"'),
     ):  # fmt: skip
         assert words in code
         code = code.replace(words, own)
@@ -380,9 +381,10 @@ def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
             return torch.zeros(len(images))
 
     both = {"four": (four, 1.0), "three": (Three(), 1.0)}
-    rewards.score(both, ["a1", "a2", "b1", "b2"], ["a", "b"], None, ["A", "B"])
-    rewards.score(both, ["a1", "a2", "b1", "b2"], ["a", "b"], None)
-    assert seen == [["A", "A", "B", "B"], None]
+    images = pictures(*[(32, 32)] * 6)
+    rewards.score(both, images[:4], ["a", "b"], None, images[4:])
+    rewards.score(both, images[:4], ["a", "b"], None)
+    assert seen[1] is None and [source.tobytes() for source in seen[0]] == [images[i].tobytes() for i in (4, 4, 5, 5)]
 
     code = "def own(images, prompts, targets, sources):\n"
     code += "    pink = [source.getpixel((0, 0))[1] < 200 for source in sources]\n"

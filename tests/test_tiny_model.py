@@ -237,8 +237,9 @@ def first_codes(monkeypatch):
     encode = train.encode_prompt
 
     def encode_prompt(*arguments):
-        ids, positions, _ = encode(*arguments)
-        return ids, positions[:, : len(ids) + 20], 20
+        ids, positions, count = encode(*arguments)
+        count = min(count, 20)
+        return ids, positions[:, : len(ids) + count], count
 
     monkeypatch.setattr(train, "encode_prompt", encode_prompt)
 
