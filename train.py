@@ -19,16 +19,17 @@ from pathlib import Path
 
 import peft
 import torch
-from diffusers import GlmImagePipeline
+from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from torch._dynamo.exc import TorchDynamoException
-from transformers import set_seed
+from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_seed
 
 from decoder import DecoderGRPO, repeat_for_steps
 from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
 from rewards import combine, score, weighted_sum, weights_of
 from runtime import UserError, checkpoints, ranks
 from runtime.data import load_data, readable_loading
-from runtime.gpu import CapturedForward, keep_rope_tables, place
+from runtime.gpu import CapturedForward, keep_rope_tables, place, plan
+from runtime.int8 import round_linears
 from runtime.log import Phases, Record
 from runtime.metrics import reward_metrics
 from runtime.rescue import failing_together, rescued, resume_command
@@ -148,13 +149,32 @@ def painters(pipe):
     return pipe.text_encoder, pipe.transformer, pipe.vae
 
 
-def load(settings, device):
-    """The stock pipeline, on the CPU: its weights are mapped from the files, so that several processes share them."""
+def load(settings, device, **modules):
+    """The stock pipeline, on the CPU: its weights are mapped from the files, so that several processes share them.
+
+    modules: parts of it that are there already, by their names.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if version("diffusers").startswith(("0.40.", "0.41.")):
         raise UserError("diffusers 0.40 and 0.41 paint GLM-Image wrong (they drop its timesteps): take 0.42.1 or later")
     with readable_loading(settings.model):
-        return GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True)
+        return GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True, **modules)
+
+
+def outline(settings, device):
+    """What place() will be given, policy first, as tensors that have sizes and no content: made of a few kB of config files."""
+    classes = {"vision_language_encoder": GlmImageForConditionalGeneration, "text_encoder": T5EncoderModel}
+    classes |= {"transformer": GlmImageTransformer2DModel, "vae": AutoencoderKL}
+    modules = {}
+    with readable_loading(settings.model), torch.device("meta"):
+        for name, kind in classes.items():
+            if hasattr(kind, "config_class"):  # of transformers, not of diffusers
+                made = kind(kind.config_class.from_pretrained(settings.model, subfolder=name))
+            else:
+                made = kind.from_config(kind.load_config(settings.model, subfolder=name))
+            modules[name] = made.to(torch.bfloat16)
+    pipe, policy, _ = build(load(settings, device, **modules), settings, torch.device("meta"))
+    return [policy.model, *painters(pipe)]
 
 
 def add_adapter(module, name, settings):
@@ -190,16 +210,20 @@ def adamw(model, lr):
     return torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
 
 
-def build(pipe, settings, device):
+def build(pipe, settings, device, home=None):
     """Splits the stock pipeline into painter, policy trainer and, if it learns, decoder trainer.
 
-    All still on the CPU; it is runtime.gpu.place that moves them.
+    All still on the CPU; it is runtime.gpu.place that moves them. Only what --base int8 rounds goes to `home` at once,
+    if that is given: the host never holds it.
     """
     language_model = pipe.vision_language_encoder
     language_model.model.visual = language_model.model.vqmodel = None  # they read pictures
     pipe = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
     pipe.set_progress_bar_config(disable=True)
     keep_rope_tables(pipe.transformer)
+    if settings.base == "int8":  # embeddings, head, norms, VAE and text encoder stay as they are
+        round_linears(language_model.model.language_model.layers, home)
+        round_linears(pipe.transformer.transformer_blocks, home)
     for module in painters(pipe):
         module.requires_grad_(False)
     if device.type != "cpu":
@@ -301,11 +325,15 @@ def grpo_step(run, settings, rewards, prompts, targets, seed):
 # ---- what a step trains on ------------------------------------------------------------------------------------------
 
 
-def load_run(settings, device):
-    """The models where they belong, with what trains them; and the step they are at, of the run that is resumed."""
+def load_run(settings, device, turns):
+    """The models where they belong, with what trains them; and the step they are at, of the run that is resumed.
+
+    turns: whether policy and painters take turns on the device.
+    """
     try:
-        pipe, policy, decoder = build(load(settings, device), settings, device)
-        offload = place([policy.model, *painters(pipe)], settings, device, policy.forward)
+        home = None if turns else device
+        pipe, policy, decoder = build(load(settings, device), settings, device, home)
+        offload = place([policy.model, *painters(pipe)], device, policy.forward, turns)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no memory for the weights ({reason}); --offload yes spares the GPU, no the host") from None
@@ -389,9 +417,10 @@ def train(settings):
     started = time.time()
     device = ranks.device()
     with claim_folder(settings) as out:
+        turns = plan(partial(outline, device=device), settings, device)  # by sizes alone, before anything is downloaded
         data = load_data(settings)
         print_start(settings, out, device, len(data.prompts.texts), len(data.held_out.texts))
-        run, begun = load_run(settings, device)
+        run, begun = load_run(settings, device, turns)
         learners = learners_of(run.policy, run.decoder)
         with closing(run.phase.bar), rescued(Record(out, settings, run.phase, learners, begun)) as record:
             record.save()

@@ -3,6 +3,7 @@
     python benchmarks/glm_image.py --json full.json                           # a GPU of 48 GB or more
     python benchmarks/glm_image.py --cap-gb 24 --micro-batch-size 2           # held under the memory of a 24 GB card
     python benchmarks/glm_image.py --capture-only                             # the CUDA graph without torch.compile
+    python benchmarks/glm_image.py --base int8                                # the frozen weights as int8
     python benchmarks/glm_image.py --tiny                                     # the tiny model on a CPU, a few minutes
 
 It builds the model with random weights in the released sizes, for time and memory do not depend on their values, and
@@ -34,7 +35,7 @@ import train
 from grpo import GRPO, generate_with_logprobs
 from rewards import mse, ssim
 from runtime import UserError
-from runtime.gpu import CapturedForward, place
+from runtime.gpu import CapturedForward, place, plan
 from runtime.log import Phases
 from runtime.settings import TINY
 
@@ -70,6 +71,13 @@ def pipeline(tiny, device):
     torch.set_default_dtype(torch.float32)
     made = {"vision_language_encoder": policy, "transformer": decoder, "text_encoder": text_encoder, "vae": vae}
     return GlmImagePipeline(**pipe.components | {name: module.eval() for name, module in made.items()})
+
+
+def outline(settings):
+    """The policy and those that paint, without content."""
+    meta = torch.device("meta")
+    pipe, policy, _ = train.build(pipeline(False, meta), settings, meta)
+    return [policy.model, *train.painters(pipe)]
 
 
 def judge(images, prompts, targets):
@@ -267,9 +275,12 @@ def main():
     if options.cap_gb and cuda:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(options.cap_gb * 1e9 / total, 1.0), device)
+    turns = plan(outline, largest, device)  # the largest case decides
+    for settings in cases:
+        settings.micro_batch_size = largest.micro_batch_size
     pipe, policy, _ = train.build(pipeline(options.tiny, device), largest, device)
     captured = SimpleNamespace(release=lambda: run.policy.forward and run.policy.forward.release())
-    offload = place([policy.model, *train.painters(pipe)], largest, device, captured)  # the largest case decides
+    offload = place([policy.model, *train.painters(pipe)], device, captured, turns)
     run = train.Run(pipe, policy, None, Phases(device, len(cases) * (1 + options.steps), offload=offload))
     compile = False if options.capture_only else None if policy.forward is None else True
     bandwidth, read = copy_bandwidth(run.phase), bytes_read_a_token(policy.model)

@@ -14,7 +14,7 @@ tags: [lora, grpo, glm-image]
 # A LoRA adapter for {base}, trained with GRPO
 
 It adapts {what}. {steps} steps, groups of {group_size}, {prompts_per_step} prompts a
-step{each}; reward `{reward}`, learning rate {lr}, KL {kl_coef}, rank {lora_rank}, {height}x{width} pixels, seed {seed}.
+step{each}; reward `{reward}`, learning rate {lr}, KL {kl_coef}, rank {lora_rank}, {height}x{width} pixels, seed {seed}.{base_note}
 
 {table}
 
@@ -33,6 +33,11 @@ settings["generator"] = torch.Generator().manual_seed(0)
 image = pipe("YOUR PROMPT", height={height}, width={width}, **settings).images[0]
 ```
 """
+
+ROUNDED = """
+
+It was trained, and the table below was made, on a base rounded to int8; the code below loads the base as it is. What that
+changes: `python train.py --model {model} --adapter FOLDER --steps 0` judges the adapter there."""
 
 ADAPTERS = {  # folder: what it adapts, and how it loads
     "adapter": ("the language model, which writes the image codes", "vision_language_encoder.load_adapter(FOLDER)"),
@@ -57,6 +62,7 @@ def write_card(folder, settings, before, after, picture):
     values = {**vars(settings), "base": base, "steps": after["step"], "table": "\n".join(lines)}
     values |= {"each": f" on each of {ranks.count()} processes" if ranks.count() > 1 else ""}
     values |= dict(zip(("what", "load"), ADAPTERS[folder.name]))
+    values |= {"base_note": ROUNDED.format(model=settings.model) if settings.base == "int8" else ""}
     if folder.name == "decoder-adapter":
         values |= {"lr": settings.decoder_lr, "group_size": settings.paintings}
     (folder / "README.md").write_text(CARD.format(**values), encoding="utf-8")

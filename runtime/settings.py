@@ -38,6 +38,13 @@ def number(kind, interval):
     return parse
 
 
+def count_or_auto(text):
+    return text if text == "auto" else number(int, "[1, inf)")(text)
+
+
+count_or_auto.__name__ = "int or auto"
+
+
 def build_parser():
     """The parser, and {setting: (its default for tiny, for GLM-Image)} where the best value depends on the model."""
     about = "Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop."
@@ -106,7 +113,10 @@ def build_parser():
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "guidance")
 
     group = parser.add_argument_group("memory and speed")
-    flag("micro_batch_size", count, 4, "sequences in a pass, pictures painted at a time; bounds memory")
+    flag("base", str, "bfloat16", "the frozen weights: as bfloat16 (on a CPU float32), or rounded to int8, half the memory",
+         ("bfloat16", "int8"))  # fmt: skip
+    flag("micro_batch_size", count_or_auto, "auto",
+         "sequences in a pass, pictures painted at a time; auto: 4 on a CPU, on a GPU the most that fit, up to 8")  # fmt: skip
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
     flag("compile", str, "auto", "sample with a compiled CUDA graph; auto: on a GPU", switch)
 
@@ -125,7 +135,7 @@ def build_parser():
 def parse_settings(arguments=None):
     """The command line as settings, completed from the run that it resumes, or by the model's defaults.
 
-    Everything is decided here; later they are only read.
+    Everything is decided here, and later only read; but for the micro-batches of a GPU, see runtime.gpu.plan.
     """
     parser, by_model = build_parser()
     settings = parser.parse_args(arguments)
@@ -135,6 +145,8 @@ def parse_settings(arguments=None):
         complete(settings, by_model)
     if settings.combine is None:
         settings.combine = "zscore" if len(split_spec(settings.reward)) > 1 else "sum"
+    if settings.micro_batch_size == "auto" and not torch.cuda.is_available():
+        settings.micro_batch_size = 4
     # Code sequences per prompt, and paintings of each: what is compared, the ones with the ones, the others with the others.
     settings.sequences = 1 if settings.train == "decoder" else settings.group_size
     settings.paintings = {"codes": 1, "decoder": settings.group_size, "both": settings.paintings}[settings.train]
