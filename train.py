@@ -80,15 +80,16 @@ class PictureSettings:
     width: int
     decode_steps: int  # denoising steps
     guidance_scale: float
+    guidance_steps: int | None  # guided are the first so many, or all
     micro_batch_size: int  # pictures at a time
 
 
 def picture_settings(settings, deployed=False):
     """How a run paints: quickly in training, `deployed` in an evaluation."""
-    steps, guidance = settings.decode_steps, settings.guidance_scale
+    painter = settings.decode_steps, settings.guidance_scale, settings.guidance_steps
     if deployed:
-        steps, guidance = settings.eval_decode_steps, settings.eval_guidance_scale
-    return PictureSettings(settings.height, settings.width, steps, guidance, settings.micro_batch_size)
+        painter = settings.eval_decode_steps, settings.eval_guidance_scale, None
+    return PictureSettings(settings.height, settings.width, *painter, settings.micro_batch_size)
 
 
 def decode_images(pipe, prompt, tokens, pictures, seed):
@@ -104,12 +105,19 @@ def decode_images(pipe, prompt, tokens, pictures, seed):
     prior = large.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)  # (G, 4*rows*columns)
     shape = 1, pipe.transformer.config.in_channels, pictures.height // scale, pictures.width // scale
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed + SEEDS["noise"]))
+
+    def end_guidance(pipe, step, *_):
+        if step + 1 == pictures.guidance_steps:
+            pipe._guidance_scale = 1.0  # which the pipeline reads anew in every denoising step
+        return {}
+
     images = []
     for batch in prior.split(pictures.micro_batch_size):
         images += pipe(
             prompt=[prompt] * len(batch), prior_token_ids=batch.to(pipe.transformer.device),
             latents=noise.expand(len(batch), -1, -1, -1), height=pictures.height, width=pictures.width,
             num_inference_steps=pictures.decode_steps, guidance_scale=pictures.guidance_scale,
+            callback_on_step_end=end_guidance,
         ).images  # fmt: skip
     return images
 

@@ -229,9 +229,16 @@ def table(cases):
     columns |= {"plain s": "plain_seconds", "plain/ours": "plain_over_ours"}
     columns |= {"one by one s": "one_by_one_seconds", "one by one/ours": "one_by_one_over_ours"}
     columns |= {key.removeprefix("gpu_gb/") + " GB": key for key in cases[0] if key.startswith("gpu_gb/")}
-    rows = [[f"{case[key]:.{2 * isinstance(case[key], float)}f}" for key in columns.values()] for case in cases]
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in [list(columns), *rows])
+    return align(
+        [list(columns)]
+        + [[f"{case[key]:.{2 * isinstance(case[key], float)}f}" for key in columns.values()] for case in cases]
+    )
+
+
+def align(rows):
+    """Rows of words as lines whose columns are as wide as their widest word."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

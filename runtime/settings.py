@@ -100,6 +100,7 @@ def build_parser():
     # guidance has to be above 1, for the unguided half drops the codes: it makes the decoder follow the policy.
     flag("decode_steps", count, (6, 12), "denoising steps of the decoder")
     flag("guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance; above 1 doubles its cost")
+    flag("guidance_steps", count, None, "in training, guide the first denoising steps only (default: all)")
 
     group = parser.add_argument_group("evaluation, before and after")
     flag("eval_prompts", str, (f"{TINY}/heldout.txt", f"{ROOT}/prompts/heldout.txt"),
@@ -162,6 +163,11 @@ def complete(settings, by_model):
             setattr(settings, name, tiny if Path(settings.model).resolve() == Path(TINY) else release)
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one move has nothing to choose: --decode-steps has to be 2 or more")
+    if settings.guidance_steps and (settings.guidance_scale == 1 or settings.guidance_steps > settings.decode_steps):
+        raise UserError(
+            f"--guidance-steps {settings.guidance_steps} are some of the --decode-steps {settings.decode_steps}, at a "
+            f"--guidance-scale above 1 (it is {settings.guidance_scale})"
+        )
     if settings.height % 32 or settings.width % 32:
         raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
     pixels = settings.height * settings.width
@@ -247,11 +253,11 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     print(textwrap.fill(words, 118, break_on_hyphens=False, break_long_words=False))  # a path can be copied
     codes = settings.height * settings.width // 32**2 + 256
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
-    for what, pictures, steps, guidance in (
+    for what, pictures, steps, guidance, guided in (
         ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings, settings.decode_steps,
-         settings.guidance_scale),
-        ("an evaluation", judged * settings.group_size, settings.eval_decode_steps, settings.eval_guidance_scale),
+         settings.guidance_scale, settings.guidance_steps),
+        ("an evaluation", judged * settings.group_size, settings.eval_decode_steps, settings.eval_guidance_scale, None),
     ):  # fmt: skip
-        passes = 2 * steps if guidance > 1 else steps  # with codes, and without
+        passes = steps + (guided or steps) * (guidance > 1)  # with codes, and without
         print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each")
     print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {out}", flush=True)
