@@ -9,7 +9,8 @@ from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a = --noise-l
 
 The noise of the last step would stay in the picture, so that step remains the ODE's and is not trained. The path of a
 painting is then a trajectory with probabilities, like a code sequence: Flow-GRPO (Liu et al. 2025, arXiv:2505.05470),
-whose own SDE learns as well, but damages pictures painted in few steps.
+whose own SDE learns as well, but damages pictures painted in few steps. With --decode-window a few of these steps in a
+row are drawn and trained, the others are the ODE's too (MixGRPO, Li et al. 2025, arXiv:2507.21802).
 
 Credit: each of the G code sequences of a prompt is painted K times from one starting noise. The codes get the mean
 reward of their K pictures, compared among the G; the decoder gets the reward of each picture, compared among the K of
@@ -65,11 +66,15 @@ def repeat_for_steps(rewards, steps):
 
 
 class PathScheduler(FlowMatchEulerDiscreteScheduler):
-    """The stock scheduler, with its levels and times, but every step except the last is drawn and recorded."""
+    """The stock scheduler, with its levels and times, but the steps of a window are drawn and recorded."""
 
-    def begin(self, noise_level, seeds):
-        """A group of paintings begins, each drawn by a seed of its own: the same in a batch of any size."""
+    def begin(self, noise_level, seeds, window):
+        """A group of paintings begins, each drawn by a seed of its own: the same in a batch of any size.
+
+        window: a range of steps, without the last. The others are the stock scheduler's.
+        """
         self.noise_level = noise_level
+        self.window = window
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.calls = []
         self.recorded = {}  # {number of the step: a DenoisingStep per batch}
@@ -86,9 +91,9 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
         level, next_level = self.sigmas[i : i + 2].tolist()
         calls = self.calls
         self.calls = []
-        if next_level == 0:
+        if i not in self.window:
             return super().step(model_output, timestep, sample, return_dict=return_dict, **options)
-        if i == 0:  # a batch begins
+        if i == self.window.start:  # of a batch
             self.batch = self.generators[: len(sample)]
             self.generators = self.generators[len(sample) :]
         x = sample.float()  # and so it stays: bfloat16 would round by more than the std of late steps
@@ -118,17 +123,18 @@ class DecoderGRPO(GRPO):
         self.pipe.set_progress_bar_config(disable=True)
 
     @without_cudnn_attention  # as in logprobs
-    def sample(self, decode, tokens, num_paintings, generator):
+    def sample(self, decode, tokens, num_paintings, generator, window):
         """Paint each of G code sequences (G, T) `num_paintings` (K) times, from one starting noise.
 
         decode: (pipeline, codes (K, T)) -> K images; train.py's, which imports this file. generator: seeds the paths.
+        window: see PathScheduler; one for all G, whose pictures are compared.
         Returns G*K images, sequence after sequence, and the DenoisingSteps of each sequence, in that order.
         """
         images = []
         steps = []
         for codes in tokens:
             seeds = torch.randint(2**62, (num_paintings,), generator=generator).tolist()
-            self.scheduler.begin(self.noise_level, seeds)
+            self.scheduler.begin(self.noise_level, seeds, window)
             with self.pipe.transformer.register_forward_pre_hook(self.scheduler.record_call, with_kwargs=True):
                 images += decode(self.pipe, codes.expand(num_paintings, -1))
             steps += [merge(batches) for batches in self.scheduler.recorded.values()]

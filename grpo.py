@@ -23,17 +23,34 @@ One training step, in the order of this file:
     6. GRPO                       ties 1, 4 and 5 together; its update: micro-batches, gradient clipping, the optimiser
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
-base with its adapter disabled is the reference. Nothing here depends on GLM-Image: examples/text_model.py trains a text
-model with this file alone. On a CPU, call torch.set_num_threads(1) for models as small as that one.
+base with its adapter disabled is the reference. Merge an adapter that is to learn further into its base first. Where
+all weights learn, take a frozen copy, made before training, and give the groups to its add_reference at every step:
 
-For another loss, edit:
+    reference = GRPO(copy.deepcopy(model).requires_grad_(False), optimizer, settings, allowed_ids)
+    reference.add_reference(groups)
 
-    Dr. GRPO                      the division in compute_advantages, and `average` in compute_grpo_loss
-    DAPO's two clip ranges        the clamp in compute_grpo_loss
-    DAPO's dynamic sampling       a loop of your own around sampling and scoring
-    GSPO                          the ratio in compute_grpo_loss
+Nothing here depends on GLM-Image: examples/text_model.py trains a text model with this file alone. On a CPU, call
+torch.set_num_threads(1) for models as small as that one. Tried, in tests/test_zoo.py, and refused:
+
+    models      of transformers: dense, experts, windows, linear attention, learned positions, image codes anywhere in
+                the vocabulary; your own, if it takes and returns what generate_with_logprobs gives and reads. No Mamba,
+                RWKV, RecurrentGemma (no past_key_values), nor any with dropout, layerdrop or router jitter
+    adapters    LoRA and its like, or all weights. Not prompt and prefix tuning
+    prompts     of several lengths only where all layers have full attention, by sdpa, and positions are an input
+
+Watch mean_logprob_gap, by which sampling and scoring disagree on fresh samples: 1e-6 in float32, 0.05 in bfloat16, but
+nats with a rope that changes with the length (longrope, dynamic), beyond its window. For another loss, edit:
+
+    Dr. GRPO                 no `/ (std + eps)` in compute_advantages; weight = mask / mask.shape[1] / len(mask)
+    DAPO's token mean        weight = mask / mask.sum().clamp(min=1); GRPO.weight: return group.mask[rows].sum().item()
+    DAPO's two clip ranges   clip_range=(0.2, 0.28); ratio.clamp(1 - clip_range[0], 1 + clip_range[1])
+    DAPO's dynamic sampling  a loop around 1 to 3 that ends, with new seeds; as many groups on one rank as on another
+    GSPO                     clip_range=3e-4; ratio = (log_ratio * share * len(mask)).sum(1, keepdim=True).exp()
 """
 
+import inspect
+import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,9 +87,9 @@ def generate_with_logprobs(
 
     Args:
         prompts: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is masked.
-        position_ids: N tensors (3, L_i+T) int64, or None for a text model. A model with 3-D positions that is not given
-            them falls back to text positions, silently.
-        allowed_ids: which part of the vocabulary may be sampled, V ids. For image codes: no end tokens, no unused ids.
+        position_ids: N tensors (3, L_i+T) int64, or None: the model counts for itself, as in scoring. A model with 3-D
+            positions that is not given them falls back to text positions, silently.
+        allowed_ids: slice(first, end) of the vocabulary, V ids that may be sampled: no end tokens, no unused ids.
         temperature: divides the logits; must be above 0. top_p: must be in (0, 1]; 1 keeps every id. Else ValueError.
         generators: N torch.Generators on the model's device: a group's samples then do not depend on its neighbours.
             None: torch's own.
@@ -88,7 +105,10 @@ def generate_with_logprobs(
     if generators is not None and len(generators) != len(prompts):
         raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts: give one each")
     lengths = [len(ids) + num_new_tokens for ids in prompts]
-    position_ids = position_ids or [torch.arange(length) for length in lengths]
+    padded = len(set(lengths)) > 1
+    if padded:
+        _refuse_padding(model)
+        position_ids = position_ids or [torch.arange(length) for length in lengths]
 
     def side_by_side(tensors):  # N of (..., length), padded on the left -> (..., N*G, longest)
         longest = max(tensor.shape[-1] for tensor in tensors)
@@ -96,23 +116,26 @@ def generate_with_logprobs(
         return torch.stack(rows, dim=-2).repeat_interleave(num_samples, dim=-2).to(model.device)
 
     prompt_ids = side_by_side(prompts)  # (N*G, L)
-    positions = side_by_side(position_ids)  # ([3,] N*G, L+T)
     not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])[:, None, None]
     longest = prompt_ids.shape[1]  # L
-    padded = not not_padding.all()
+    positions = [None] * num_new_tokens  # of each pass
+    if position_ids is not None:  # ([3,] N*G, L), then ([3,] N*G, 1)
+        positions = side_by_side(position_ids)[..., :-1].split([longest] + [1] * (num_new_tokens - 1), dim=-1)
     shaping = allowed_ids, temperature, top_p, generators
     options = {"use_cache": True, "logits_to_keep": 1}
 
     # First the prompts, in one pass that fills the cache; then one token per pass. Masks have four dimensions, which
     # are taken as they are: with a 2-D mask transformers syncs with the GPU at every token.
-    mask = _mask_padding(model.config.get_text_config(), not_padding[..., :longest]) if padded else None
-    output = model(input_ids=prompt_ids, attention_mask=mask, position_ids=positions[..., :longest], **options)
+    mask = _mask_padding(not_padding[..., :longest]) if padded else None
+    output = model(input_ids=prompt_ids, attention_mask=mask, position_ids=positions[0], **options)
+    if getattr(output, "past_key_values", None) is None:
+        raise ValueError("the model returns no past_key_values: Mamba, RWKV and their like cannot be sampled here")
     sampled = [_sample_token(output.logits[:, -1], *shaping)]
-    for position in range(longest, longest + num_new_tokens - 1):
+    for length, place in enumerate(positions[1:], start=longest + 1):
         output = (forward or model)(
             input_ids=sampled[-1][0],  # (N*G, 1)
-            attention_mask=not_padding[..., : position + 1] if padded else None,
-            position_ids=positions[..., position : position + 1],
+            attention_mask=not_padding[..., :length] if padded else None,
+            position_ids=place,
             past_key_values=output.past_key_values,
             **options,
         )
@@ -128,18 +151,12 @@ def generate_with_logprobs(
     return torch.cat(tokens, dim=1).cpu(), logprobs, bits
 
 
-def _mask_padding(config, not_padding):
+def _mask_padding(not_padding):
     """What each token of the prompts attends to: (N*G, 1, 1, L) bool -> (N*G, 1, L, L) bool.
 
     The real tokens up to itself, and itself: a padding token that attended to nothing might get NaN from attention, and
-    0 x NaN is NaN in whatever reads it. ValueError for a model that would not apply this mask as it is.
+    0 x NaN is NaN in whatever reads it.
     """
-    layers = set(getattr(config, "layer_types", None) or ())
-    kind = str(config._attn_implementation)
-    if kind in ("eager", "flex_attention") or "flash" in kind:
-        raise ValueError("prompts of several lengths need another attention: attn_implementation='sdpa'")
-    if layers - {"full_attention"} or getattr(config, "sliding_window", None):
-        raise ValueError("not all layers of this model take such a mask: sample prompts of one length together")
     itself = torch.eye(not_padding.shape[-1], dtype=torch.bool, device=not_padding.device)  # (L, L)
     return not_padding.expand(-1, -1, len(itself), -1).tril() | itself
 
@@ -180,14 +197,15 @@ def compute_advantages(rewards, group_size, eps=1e-6):
     """The z-score of each reward within its group; a group of equal rewards gets exactly 0.
 
     Args:
-        rewards: (N*G,) float, prompt after prompt: the first G are the group of the first prompt. NaN is a sample
+        rewards: (N*G,) numbers, prompt after prompt: the first G are the group of the first prompt. NaN is a sample
             without a reward: it takes no part in mean and spread, and gets 0.
         eps: keeps the division finite, in units of the reward.
 
-    Returns: (N*G,) float32. Raises ValueError for groups below 2 (a lone sample has no baseline) or an infinite reward.
+    Returns: (N*G,) float32. ValueError for another shape, a G below 2 (a lone sample has no baseline), infinity.
     """
-    if group_size < 2 or len(rewards) % group_size:
-        raise ValueError(f"{len(rewards)} rewards do not form groups of {group_size}; a group needs 2 or more")
+    rewards = torch.as_tensor(rewards, device="cpu")
+    if group_size < 2 or rewards.ndim != 1 or len(rewards) % group_size:
+        raise ValueError(f"rewards {tuple(rewards.shape)} are no groups of {group_size}: give (N*G,), with G 2 or more")
     if rewards.isinf().any():
         i = rewards.isinf().nonzero()[0].item()
         raise ValueError(f"the reward of image {i} (prompt {i // group_size}, sample {i % group_size}) is {rewards[i]}")
@@ -220,10 +238,10 @@ def get_per_token_logprobs(
     if position_ids is not None:
         position_ids = position_ids[:, None, :-1].expand(-1, len(input_ids), -1).to(model.device)  # (3, B, L+T-1)
     # The logits at one position predict the id at the next: the last id is only ever a target, and the last T logits
-    # are all we need. Computing them in slices would not save memory: one layer's backward pass sets the peak.
-    logits = model(
-        input_ids=input_ids[:, :-1], position_ids=position_ids, use_cache=False, logits_to_keep=num_new_tokens
-    ).logits  # (B, T, vocabulary)
+    # (B, T, vocabulary) are all we need, even of a model that does not know logits_to_keep. Computing them in slices
+    # would not save memory: one layer's backward pass sets the peak.
+    inputs = {"input_ids": input_ids[:, :-1], "position_ids": position_ids}
+    logits = model(**inputs, use_cache=False, logits_to_keep=num_new_tokens).logits[:, -num_new_tokens:]
     if nucleus is not None:
         bits = np.unpackbits(nucleus, axis=-1, count=logits[..., allowed_ids].shape[-1])
         nucleus = torch.from_numpy(bits).bool().to(model.device)  # (B, T, V)
@@ -243,7 +261,7 @@ def compute_grpo_loss(
     Args:
         new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first carries a gradient.
         advantages: (B,) float32, one per sequence: every token of a picture shares its praise or blame.
-        mask: (B, T), 1 for tokens that count; None: all.
+        mask: (B, T), 1 for tokens that count; None: all. Another shape is a ValueError: (B, 1) would count T times.
         clip_range: a ratio beyond 1 +- this, in the direction the advantage pushes, gets no further gradient.
         kl_coef: weight of k3; above 0 it needs `ref_logprobs`, else ValueError.
 
@@ -254,23 +272,28 @@ def compute_grpo_loss(
     if kl_coef > 0 and ref_logprobs is None:
         raise ValueError("kl_coef above 0 needs ref_logprobs")
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
+    if mask.shape != new_logprobs.shape:
+        raise ValueError(f"a mask {tuple(mask.shape)} for log-probs {tuple(new_logprobs.shape)}")
+    share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), of each token in the mean of the means
+    weight = share  # of each token in the loss
 
     def average(x):
-        return ((x * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+        return (x * share).sum()
 
-    ratio = (new_logprobs - old_logprobs).exp()  # (B, T)
+    log_ratio = new_logprobs - old_logprobs  # (B, T)
+    ratio = log_ratio.exp()
     advantages = advantages.unsqueeze(1)  # (B, 1)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages
-    loss = policy_loss = -average(torch.min(unclipped, clipped))
+    loss = policy_loss = -(torch.min(unclipped, clipped) * weight).sum()
     kl = torch.tensor(float("nan"))  # not measured
     if ref_logprobs is not None:
         # k3 (Schulman 2020, "Approximating KL divergence"): its value estimates KL(pi || ref), but as a loss term its
         # gradient on fresh samples is that of KL(ref || pi). Both pull towards the reference, which is what it is for.
-        log_ratio = ref_logprobs - new_logprobs
-        kl = average(log_ratio.exp() - log_ratio - 1)
-        loss = policy_loss + kl_coef * kl
-    gap = (new_logprobs - old_logprobs).abs()
+        k3 = (ref_logprobs - new_logprobs).exp() - (ref_logprobs - new_logprobs) - 1
+        kl = average(k3)
+        loss = policy_loss + kl_coef * (k3 * weight).sum()
+    gap = log_ratio.abs()
     metrics = (loss, policy_loss, kl, average((clipped < unclipped).float()), average(ratio), average(gap))
     metrics = (*metrics, (gap * mask).max())
     return loss, {name: value.item() for name, value in zip(LOSS_METRICS, metrics, strict=True)}
@@ -316,12 +339,12 @@ class GRPO:
     """Samples groups from a policy, and updates its adapter by their advantages.
 
     Args:
-        model: a PeftModel: a frozen base with a trainable adapter, without dropout. optimizer: over the adapter.
+        model: a PeftModel: a frozen base with a trainable adapter, LoRA or its like. optimizer: over the adapter.
         allowed_ids, forward: as for generate_with_logprobs.
         reference: a context manager within which the model is the reference; None: with its adapter disabled.
 
-    add_reference and update read old_logprobs, mask, advantages and ref_logprobs of a group, and call logprobs() for the
-    rest. With torch.distributed, W ranks with P prompts each make the step of one process with W*P, from equal
+    add_reference and update read old_logprobs, mask, advantages and ref_logprobs of a group, and call logprobs() for
+    the rest. With torch.distributed, W ranks with P prompts each make the step of one process with W*P, from equal
     adapters; the caller gives each rank prompts and seeds of its own.
     """
 
@@ -330,12 +353,12 @@ class GRPO:
         self.optimizer = optimizer
         self.settings = settings
         self.forward = forward
-        self.reference = reference or model.disable_adapter
+        self.reference = reference or self.without_adapter
         self.sampling_args = {"allowed_ids": allowed_ids, "temperature": settings.temperature}  # of scoring, too
-        # Under dropout policy, old policy and reference would disagree. Attention's rate is a number, not a module.
-        numbers = [(name, x) for m in model.modules() for name, x in vars(m).items() if isinstance(x, float)]
-        if any(rate > 0 for name, rate in numbers if name == "p" or "dropout" in name):
-            raise ValueError("the model has dropout; set it to 0 in the adapter's and in the model's config")
+        self.steps = 0  # that the optimiser has made
+        self.sampled_at = 0  # that it had made when the policy last sampled
+        self.doubts = DOUBTS.copy()  # each is raised once
+        _refuse_noise(model)
 
     def sample(self, prompts, group_size, seed):
         """1: a group of `group_size` (G) samples for each of N prompts: (prompt_ids (L,), position_ids (3, L+T), T).
@@ -344,6 +367,7 @@ class GRPO:
         alone: the same prompts and seed give the same samples until the policy moves.
         """
         self.model.eval()
+        self.sampled_at = self.steps
         prompt_ids, position_ids, lengths = zip(*prompts, strict=True)
         if len(set(lengths)) > 1:
             raise ValueError(f"sequences sampled side by side have one length, not {sorted(set(lengths))}")
@@ -362,13 +386,13 @@ class GRPO:
     @torch.no_grad()
     def add_reference(self, groups):
         """4: log-probs under the reference, the same model with the adapter disabled, where the loss needs them."""
+        learning = self.with_spread(groups)
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
         with self.reference():
-            for group in groups:
-                if group.advantages.any():
-                    group.ref_logprobs = torch.cat([self.logprobs(group, rows) for rows in self.micro_batches(group)])
+            for group in learning:
+                group.ref_logprobs = torch.cat([self.logprobs(group, rows) for rows in self.micro_batches(group)])
 
     @without_cudnn_attention  # in the backward pass too: gradient checkpointing computes there what it has not kept
     def update(self, groups):
@@ -378,26 +402,40 @@ class GRPO:
         mean loss, but not in the metrics, which are means over the others (NaN if there are none). skipped: the share
         of iterations without a step because the gradient was not finite; grad_norm: the mean norm of the others.
         """
-        learning = [group for group in groups if group.advantages.any()]
+        learning = self.with_spread(groups)
         micro_batches = [(group, rows) for group in learning for rows in self.micro_batches(group)]
-        reports = []  # (share, metrics)
+        total = self.total_weight(groups)
+        fresh = self.steps == self.sampled_at
+        unmoved = self.steps == 0 and not self.optimizer.state  # that of a resumed run has a state
+        reports = []  # (weight, metrics)
         norms = []
         self.model.train()  # wakes gradient checkpointing, which sleeps in eval mode; there is no dropout to wake
+        self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
         for _ in range(self.settings.iterations):
             for group, rows in micro_batches:
                 loss, metrics = self.loss(group, rows)
-                share = len(rows) / len(group.old_logprobs)  # however groups are cut, the gradients add up to the same
-                (loss * share / len(groups)).backward()
-                reports.append((share, metrics))
+                weight = self.weight(group, rows)  # however groups are cut, the gradients add up to the same
+                (loss * weight / total).backward()
+                reports.append((weight, metrics))
             norms.append(self.optimizer_step())
+
         metrics = _average(reports)
-        fresh = _average(reports[: len(micro_batches)])  # of the first iteration: later the policy has moved
-        metrics |= {name: fresh[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
+        first = _average(reports[: len(micro_batches)])  # iteration: later the policy has moved
+        metrics |= {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
         metrics["groups_without_spread"] = 1 - len(learning) / len(groups)
         stepped = [norm for norm in norms if 0 < norm < float("inf")]
         metrics["grad_norm"] = sum(stepped) / max(len(stepped), 1)
         metrics["skipped"] = sum(not norm < float("inf") for norm in norms) / len(norms)
+        self.doubt("gap", fresh and first["mean_logprob_gap"] > 0.1)
+        self.doubt("kl", unmoved and first["kl"] > 0.01)
+        self.doubt("gradient", learning and norms[0] == 0)
         return metrics
+
+    def with_spread(self, groups):
+        """The groups that teach something: their rewards differ."""
+        if any(group.advantages is None for group in groups):
+            raise ValueError("groups have no advantages yet: set_advantages comes before add_reference and update")
+        return [group for group in groups if group.advantages.any()]
 
     def loss(self, group, rows):
         """5: the mean loss of some samples of a group, and its metrics."""
@@ -411,12 +449,24 @@ class GRPO:
             kl_coef=self.settings.kl_coef,
         )
 
+    def weight(self, group, rows):
+        """5: how much some samples of a group count in the loss of the step, which is a weighted mean: their number."""
+        return len(rows)
+
+    def total_weight(self, groups):
+        """Of all groups, also of those that teach nothing; the mean over ranks, for so are gradients averaged."""
+        total = sum(self.weight(group, rows) for group in groups for rows in self.micro_batches(group))
+        total = torch.tensor(float(total), device=self.model.device)
+        if dist.is_initialized():
+            dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        return total.item()
+
     def optimizer_step(self):
         """6: one step of the optimiser, on the mean gradient of all ranks, clipped. Returns its norm before clipping.
 
         One step on a NaN gradient ruins every weight, and on a gradient of 0 Adam would move on its momentum alone.
         """
-        parameters = [p for param_group in self.optimizer.param_groups for p in param_group["params"]]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if dist.is_initialized():
             for parameter in parameters:
                 if parameter.grad is None:  # no group of this rank has spread, but another rank's may have
@@ -425,12 +475,26 @@ class GRPO:
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
         if 0 < norm < float("inf"):
             self.optimizer.step()
+            self.steps += 1
         self.optimizer.zero_grad()
         return norm
 
     def micro_batches(self, group):
         """Indices of a group's samples, `micro_batch_size` at a time."""
         return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
+
+    @contextmanager
+    def without_adapter(self):
+        """Within it the model is the reference, if nothing but an adapter learns."""
+        with getattr(self.model, "disable_adapter", nullcontext)():
+            if any(p.requires_grad for p in self.model.parameters()):  # PEFT freezes what it disables
+                raise ValueError("not only an adapter learns: the reference must be a frozen copy, see grpo.py")
+            yield
+
+    def doubt(self, name, found):
+        """Warns of one of DOUBTS, once."""
+        if found and name in self.doubts:
+            warnings.warn(self.doubts.pop(name), stacklevel=4)  # where update is called
 
     def logprobs(self, group, rows):
         """4: log-probs (B, T) of some samples of a group under the model as it stands.
@@ -444,12 +508,53 @@ class GRPO:
 
 
 def _average(reports):
-    """The metrics of micro-batches as one: means, weighted by their shares; the largest gap. NaN if there are none."""
+    """The metrics of micro-batches as one: weighted means; the largest gap. NaN if there are none."""
     if not reports:
         return dict.fromkeys(LOSS_METRICS, float("nan"))
-    total = sum(share for share, _ in reports)
-    means = {name: sum(share * metrics[name] for share, metrics in reports) / total for name in LOSS_METRICS}
+    total = sum(weight for weight, _ in reports)
+    means = {name: sum(weight * metrics[name] for weight, metrics in reports) / total for name in LOSS_METRICS}
     return means | {"max_logprob_gap": max(metrics["max_logprob_gap"] for _, metrics in reports)}
+
+
+# ---- faults that would be silent ------------------------------------------------------------------------------------
+
+DOUBTS = {
+    "gap": "sampling and scoring disagree by more than 0.1 nats per token (mean_logprob_gap): the loss is wrong. Look "
+    "at positions, at noise in train mode, at a rope that changes with the length, at a cache that is not used",
+    "kl": "kl is above 0 although nothing has moved: the reference is not the model before training. An adapter must "
+    "change nothing at first: merge one that is trained further into its base; PiSSA and OLoRA have no reference here",
+    "gradient": "rewards differ, but the gradient is exactly 0: does the optimizer hold the weights of the active "
+    "adapter? Or are the samples of a group alike, all tokens masked or clipped, top_p too low to leave a choice?",
+}
+
+
+def _refuse_noise(model):
+    """ValueError for a model that would score other distributions than it sampled from."""
+    adapters = getattr(model, "peft_config", {})
+    if any(config.is_prompt_learning for config in adapters.values()):
+        raise ValueError("prompt and prefix tuning put virtual tokens before each sampled one: take LoRA or its like")
+    trained = {part for name, p in model.named_parameters() if p.requires_grad for part in name.split(".")}
+    for name, module in model.named_modules():
+        for number, value in vars(module).items():  # a rate is a number, of a Dropout or of what calls its function
+            kind = f"{type(module).__name__}.{number}".lower()
+            noise = isinstance(value, float) and value > 0 and ("drop" in kind or "jitter" in kind)
+            if noise and name.split(".")[-1] not in adapters.keys() - trained:  # those are not active
+                raise ValueError(f"{name}.{number} is {value}, which is noise: set it to 0 in the config")
+
+
+def _refuse_padding(model):
+    """ValueError for a model that would not take positions and the mask of _mask_padding as they are."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = getattr(getattr(base, "config", None), "get_text_config", lambda: None)()
+    masked = getattr(config, "_attn_implementation", None) == "sdpa" and not getattr(config, "sliding_window", None)
+    masked = masked and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    offsets = [getattr(module, "padding_idx", None) for name, module in base.named_modules() if "position" in name]
+    placed = "position_ids" in inspect.signature(base.forward).parameters
+    if not masked or not placed or any(offset is not None for offset in offsets):  # Roberta adds padding_idx + 1
+        raise ValueError(
+            "prompts of several lengths need position_ids, full attention in all layers, and "
+            "attn_implementation='sdpa': for this model, sample prompts of one length together"
+        )
 
 
 # ---- one GPU for two models -----------------------------------------------------------------------------------------

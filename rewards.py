@@ -2,27 +2,41 @@
 
 A reward is `f(images, prompts, targets) -> float tensor (N,)`: higher is better, NaN is "does not apply". It gets N PIL
 images, the N prompts they were painted for, and N PIL images they should resemble (None where there is none), or None.
+With a fourth parameter, `sources`, it also gets the N PIL images that they are edits of, or None.
 Add yours to REWARDS near the end of this file, or keep it in a file of your own and name it on the command line:
 
     python train.py --reward lpips:0.4,ssim:0.2,text:0.3,aesthetic:0.1    # a weight left out is 1
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust
     python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not from the network
 
+A reward that waits for something, a judge behind HTTP for one, is better `async def`: it is then asked about the
+pictures of each prompt as soon as they are painted, while the next are. Such calls share one event loop, in a thread of
+its own; what computes belongs in `await asyncio.to_thread(...)`. Keep it off the GPU, where the decoder is at work, and
+off torch's random numbers, which could come in any order.
+
+    async def judge(images, prompts, targets):      # examples/my_reward.py has one that is complete
+        return await asyncio.to_thread(ask, images, prompts)
+
     mse, ssim, lpips           likeness to the target: in pixels, in local structure, in what AlexNet sees
     text                       whether an OCR reads the words that the prompt puts in quotes
     clip, pickscore, hps       fit to the prompt: CLIP, and two CLIPs tuned to people's choices
     aesthetic                  how pretty people find it, whatever the prompt
     vqa                        what a vision-language model answers when asked about the picture
+    edit, keep                 of an edit: whether that model finds it done, all else kept; likeness to the source
 
 Models load once, when named, from where REWARDS says. A folder given instead holds all the files of that row together.
 """
 
+import asyncio
 import functools
+import inspect
 import json
 import math
 import re
 import runpy
 import sys
+import sysconfig
+import threading
 import traceback
 import unicodedata
 from contextlib import contextmanager, suppress
@@ -46,7 +60,7 @@ from grpo import compute_advantages
 
 
 class NoTargets(ValueError):
-    """A reward compares with target pictures and there are none."""
+    """A reward compares with pictures and there are none."""
 
 
 def to_tensor(image, size=None):
@@ -55,11 +69,11 @@ def to_tensor(image, size=None):
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
-def against_targets(name, measure, images, targets):
+def against_targets(name, measure, images, targets, kind="target"):
     """`measure` of each image and its target, as tensors of the image's size: (N,), NaN where the target is None."""
     if targets is None:
-        mend = "give --targets, or --eval-targets, a folder, or take another reward"
-        raise NoTargets(f"reward '{name}' compares with target pictures: {mend}")
+        mend = f"give --{kind}s, or --eval-{kind}s, a folder, or take another reward"
+        raise NoTargets(f"reward '{name}' compares with {kind} pictures: {mend}")
     pairs = zip(images, targets, strict=True)
     return torch.tensor([math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs])
 
@@ -72,6 +86,11 @@ def mse(images, prompts, targets):
 def ssim(images, prompts, targets):
     """Structural similarity in -1..1, 1 for a perfect copy (Wang et al. 2004, eq. 13): see ssim_map."""
     return against_targets("ssim", lambda a, b: ssim_map(a, b).mean(), images, targets)
+
+
+def keep(images, prompts, targets, sources):
+    """Structural similarity to the picture that was edited: at a small weight, against repainting all of it."""
+    return against_targets("keep", lambda a, b: ssim_map(a, b).mean(), images, sources, "source")
 
 
 def ssim_map(a, b):
@@ -170,7 +189,8 @@ def infix_distance(pattern, text):
 class Text:
     """Share of the quoted letters and digits that an OCR reads, in 0..1; NaN where the prompt quotes none.
 
-    Each string counts 1 - distance / length, weighted by its length. Text that nobody asked for costs nothing.
+    Each string counts 1 - distance / length, weighted by its length. Text that nobody asked for costs nothing. It reads
+    on the CPU, in a thread, while the decoder paints.
     """
 
     def __init__(self):
@@ -180,8 +200,13 @@ class Text:
         fast |= {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
         self.ocr = RapidOCR(params={"Global.log_level": "error", **fast})
         self.ocr(Image.new("RGB", (64, 64)))  # only a picture makes it load its models
+        self.turn = asyncio.Lock()  # it keeps state while it reads
 
-    def __call__(self, images, prompts, targets):
+    async def __call__(self, images, prompts, targets):
+        async with self.turn:
+            return await asyncio.to_thread(self.accuracies, images, prompts)
+
+    def accuracies(self, images, prompts):
         return torch.tensor([self.accuracy(image, quoted(p)) for image, p in zip(images, prompts, strict=True)])
 
     def accuracy(self, image, strings):
@@ -285,14 +310,18 @@ class Vqa:
 
     def __call__(self, images, prompts, targets):
         asked = [(i, q, sign) for i, prompt in enumerate(prompts) for q, sign in self.about(prompt).items()]
-        values = self.values([(images[i], question, sign) for i, question, sign in asked])
+        return self.means([[image] for image in images], asked)
+
+    def means(self, shown, asked):
+        """N lists of pictures shown together, (row of one, question, sign) each -> (N,): the mean of its questions."""
+        values = self.values([(shown[i], question, sign) for i, question, sign in asked])
         rows = torch.tensor([i for i, _, _ in asked], dtype=torch.long)
-        return torch.zeros(len(images)).index_add(0, rows, values) / rows.bincount(minlength=len(images))
+        return torch.zeros(len(shown)).index_add(0, rows, values) / rows.bincount(minlength=len(shown))
 
     def answers(self, image, prompt):
         """{question: value in 0..1} of one picture, to look at: near 1 for a right picture, foils too."""
         about = self.about(prompt)
-        values = self.values([(image, question, sign) for question, sign in about.items()])
+        values = self.values([([image], question, sign) for question, sign in about.items()])
         return dict(zip(about, values.tolist(), strict=True))
 
     def coverage(self, prompts):
@@ -309,26 +338,48 @@ class Vqa:
         return {f'Does this image show "{unnested}"?': 1} | own
 
     def values(self, asked):
-        """(image, question, sign) each -> (Q,) float32 on the CPU, in 0..1."""
+        """(pictures shown together, question, sign) each -> (Q,) float32 on the CPU, in 0..1."""
         parts = [asked[at : at + AT_ONCE] for at in range(0, len(asked), AT_ONCE)]
         with lend_gpu(self.model) as device:
-            odds = [self.log_odds([(image, question) for image, question, _ in part], device) for part in parts]
+            odds = [self.log_odds([(shown, question) for shown, question, _ in part], device) for part in parts]
         signs = torch.tensor([float(sign) for _, _, sign in asked])
         return (signs * torch.cat([torch.zeros(0), *odds]) / 2).sigmoid()
 
     def log_odds(self, asked, device):
-        """(image, question) each -> (B,) float32 on the CPU, from the first token of the answers, in one pass."""
+        """(pictures, question) each -> (B,) float32 on the CPU, from the first token of the answers, in one pass."""
 
-        def chat(question):
-            words = [{"type": "image"}, {"type": "text", "text": f"{question} Please answer Yes or No."}]
+        def chat(shown, question):
+            words = [{"type": "image"}] * len(shown)
+            words.append({"type": "text", "text": f"{question} Please answer Yes or No."})
             return self.processor.apply_chat_template([{"role": "user", "content": words}], add_generation_prompt=True)
 
         inputs = self.processor(
-            text=[chat(question) for _, question in asked], images=[[image] for image, _ in asked],
+            text=[chat(*each) for each in asked], images=[shown for shown, _ in asked],
             padding=True, padding_side="left", return_tensors="pt",
         )  # fmt: skip
         logits = self.model(**inputs.to(device, self.model.dtype), logits_to_keep=1).logits[:, -1].float()  # (B, V)
         return (logits[:, self.yes].logsumexp(-1) - logits[:, self.no].logsumexp(-1)).cpu()
+
+
+class Edit(Vqa):
+    """How sure a vision-language model is that a picture has been edited as asked, and nothing else, in 0..1.
+
+    It is shown source and result in one chat, and asked two questions (Edit-R1, Li et al. 2025, asks for a grade). The
+    mean of what they count, see Vqa: a picture left as it was gets half.
+    """
+
+    def __call__(self, images, prompts, targets, sources):
+        if sources is None:
+            raise NoTargets("reward 'edit' judges edits: give --sources, or take another reward")
+        asked = [(i, question, 1) for i, prompt in enumerate(prompts) for question in self.about(prompt)]
+        return self.means(list(zip(sources, images, strict=True)), asked)
+
+    def about(self, prompt):
+        if CHINESE.search(prompt) and not self.reads_chinese:
+            return {}
+        done = prompt.strip().replace('"', "'")
+        return {f'Has the first picture been changed as asked: "{done}"?': 1,
+                "Is everything else in the second picture as it was in the first?": 1}  # fmt: skip
 
 
 def answer_ids(tokenizer, word):
@@ -371,6 +422,7 @@ LPIPS_HEADS = "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpip
 REWARDS = {  # name: a function, or what to make and where its weights come from unless NAME=FOLDER says otherwise
     "mse": mse,
     "ssim": ssim,
+    "keep": keep,
     "lpips": (Lpips, {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
     "text": (Text, {}),
     "clip": (Clip, {"model": CLIP_L, "processor": CLIP_L}),
@@ -378,6 +430,7 @@ REWARDS = {  # name: a function, or what to make and where its weights come from
     "hps": (Clip, {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
     "aesthetic": (Aesthetic, {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"}),
     "vqa": (Vqa, {"model": SMOLVLM}),
+    "edit": (Edit, {"model": SMOLVLM}),
 }
 
 
@@ -447,7 +500,8 @@ def _load_from_file(name):
 def in_one_line(error):
     """'ZeroDivisionError: division by zero (my_reward.py, line 12)': the last line on the way there in own code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
+    libraries = "<", sysconfig.get_path("stdlib")
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(libraries)]
     lines = [f" ({Path(f.filename).name}, line {f.lineno})" for f in own if f.filename == own[0].filename]
     return f"{type(error).__name__}: {error}".splitlines()[0] + (lines or [""])[-1]
 
@@ -456,36 +510,87 @@ class RewardError(ValueError):
     """A reward failed, or is not a number one can learn from; the message names it and the prompts."""
 
 
-def score(rewards, images, prompts, targets):
+def score(rewards, images, prompts, targets, sources=None, begun=None):
     """What each reward says of each picture: the raw values, {name: (N*M,)}. Raises whatever call_reward raises.
 
-    images: M for each of the N prompts, prompt after prompt. targets: N, or None.
+    images: M for each of the N prompts, prompt after prompt. targets, sources: N, or None. begun: what `begin_scoring`
+    has returned for these pictures, part by part; None: rewards that are `async def` begin here.
     """
+    begun = begun or [begin_scoring(rewards, images, prompts, targets, sources)]
+    given = per_picture(images, prompts, targets, sources)
+    plain = {name: function for name, (function, _) in rewards.items() if name not in begun[0]}
+    values = {name: call_reward(name, function, *given) for name, function in plain.items()}
+    values |= {name: torch.cat([part[name]() for part in begun]) for name in begun[0]}
+    return {name: values[name] for name in rewards}
+
+
+def begin_scoring(rewards, images, prompts, targets, sources=None):
+    """Starts those rewards that are `async def`. Returns {name: a function that waits for the values (N*M,)}.
+
+    Arguments as for `score`. That function raises whatever call_reward raises.
+    """
+    given = per_picture(images, prompts, targets, sources)
+
+    async def call(function):  # in there, so that a wrong signature is the reward's error too
+        return await function(*what_it_takes(function, *given))
+
+    begun = {}
+    for name, (function, _) in rewards.items():
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__):
+            future = asyncio.run_coroutine_threadsafe(call(function), event_loop())
+            wait = lambda *_, future=future: future.result()
+            begun[name] = functools.partial(call_reward, name, wait, *given)
+    return begun
+
+
+@functools.cache
+def event_loop():
+    """Runs the rewards that are `async def`, in a thread of its own: the caller paints on.
+
+    Two that hold torch.no_grad() across an `await` may leave gradients off for good: of that thread, which never trains.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def per_picture(images, prompts, targets, sources):
+    """Images as they are, and for each of them its prompt, its target and its source."""
     times = len(images) // len(prompts)
-    prompts, targets = ([x for x in each for _ in range(times)] if each else each for each in (prompts, targets))
-    return {name: call_reward(name, function, images, prompts, targets) for name, (function, _) in rewards.items()}
+    return images, *(each and [x for x in each for _ in range(times)] for each in (prompts, targets, sources))
 
 
-def call_reward(name, function, images, prompts, targets):
+def call_reward(name, function, images, prompts, targets, sources=None):
     """What a reward says of each picture: (N,) float32 on the CPU, NaN where it does not apply.
 
     Raises NoTargets, or RewardError for a reward that raised, is infinite or is not one number a picture.
     """
     try:
         with torch.no_grad():  # or advantages would carry a reward model's graph
-            values = torch.as_tensor(function(images, prompts, targets), dtype=torch.float32).detach().cpu()
+            values = function(*what_it_takes(function, images, prompts, targets, sources))
+            values = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         names = [repr(prompt) for prompt in dict.fromkeys(prompts)]
         which = "prompt" if len(names) == 1 else "prompts"
         names[4:] = [f"and {len(names) - 4} more"] if len(names) > 4 else []
-        raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {in_one_line(error)}") from error
+        mend = "; give NaN, not None, where it does not apply" if "number, not NoneType" in str(error) else ""
+        reason = in_one_line(error) + mend
+        raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {reason}") from error
     if values.shape != (len(images),):
         raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
     for i in values.isinf().nonzero().flatten().tolist():
         raise RewardError(f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompts[i]!r})")
     return values
+
+
+def what_it_takes(function, images, prompts, targets, sources):
+    """The arguments of a reward: its own copies, which it may draw on or sort; sources if it has such a parameter."""
+    pictures = (images, targets, sources)
+    images, targets, sources = (each and [picture and picture.copy() for picture in each] for each in pictures)
+    takes_sources = "sources" in inspect.signature(function).parameters
+    return images, list(prompts), targets, *([sources] if takes_sources else [])
 
 
 def weights_of(rewards):

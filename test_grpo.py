@@ -7,6 +7,7 @@ import copy
 import math
 import os
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -44,7 +45,10 @@ from train import encode_prompt
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # several threads on matrices this small only wait for one another
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of one library about another
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning",  # of one library about another
+    "ignore:(sampling and scoring|kl is above 0|rewards differ)",  # adapters are moved on purpose; see tests/test_zoo.py
+)
 NAN = math.nan
 CODES = slice(0, NUM_CODES)
 SHORT, LONG = torch.tensor([9, 8]), torch.tensor([5, 6, 7, 3, 4])  # prompts of a text model
@@ -173,7 +177,7 @@ def check_against_generate(model, prompts, inputs, length, positions=None, top_p
     """All prompts side by side, against each of them alone: `inputs` are what generate() needs for it."""
     tokens, logprobs, nucleus = generate_with_logprobs(
         model, prompts, length, num_samples=2, position_ids=positions, top_p=top_p,
-        generators=seeded(*range(len(prompts))), **shaping,
+        generators=seeded(*range(10, 10 + len(prompts))), **shaping,
     )  # fmt: skip
     assert tokens.shape == logprobs.shape == (2 * len(prompts), length)
     assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
@@ -191,7 +195,7 @@ def check_against_generate(model, prompts, inputs, length, positions=None, top_p
 
 @pytest.mark.parametrize(
     ("size", "temperature", "top_p"),  # square, wide, tall: an exchange of rows and columns shows on the last two
-    [((128, 128), 1.0, 1.0), ((128, 256), 0.9, 0.75), ((224, 96), 0.9, 0.75)],
+    [((128, 128), 1.5, 1.0), ((128, 256), 0.9, 0.75), ((224, 96), 0.9, 0.75)],
 )
 def test_glm_image_equals_generate(pipe, size, temperature, top_p):
     ids, positions, length = glm_prompts(pipe, RED, BLUE, size=size)
@@ -540,7 +544,9 @@ def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe, kind):
     groups = run.sample(list(prompts), 4, 0)
     set_advantages(groups, likes_low_ids(groups) + torch.arange(8.0) % 4)
     run.add_reference(groups)
-    metrics = run.update(groups)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        metrics = run.update(groups)
     assert set(metrics) == NAMES
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-4)
     assert metrics["kl"] == pytest.approx(0, abs=1e-6)
@@ -686,8 +692,10 @@ def test_what_teaches_nothing_gives_no_step(case):
         group.old_logprobs[0] = NAN
     else:
         parameter = next(p for p in run.model.parameters() if p.requires_grad)
-        parameter.grad = torch.full_like(parameter, torch.inf)
+        hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
     metrics = run.update([group])
+    if case == "overflow":
+        hook.remove()
     skipped = case in ("not a number", "overflow")
     assert (metrics["skipped"], metrics["grad_norm"], steps) == (skipped, 0, [])
     assert metrics["groups_without_spread"] == (case == "no spread")

@@ -25,15 +25,15 @@ from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_s
 
 from decoder import DecoderGRPO, repeat_for_steps
 from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
-from rewards import combine, score, weighted_sum, weights_of
-from runtime import UserError, checkpoints, ranks
-from runtime.data import load_data, readable_loading
-from runtime.gpu import CapturedForward, keep_rope_tables, place, plan
+from rewards import begin_scoring, combine, score, weighted_sum, weights_of
+from runtime import UserError, checkpoints, counted, ranks
+from runtime.data import load_data, read_inputs, readable_loading
+from runtime.gpu import CapturedForward, keep_one_source, keep_rope_tables, place, plan
 from runtime.int8 import round_linears
 from runtime.log import Phases, Record
-from runtime.metrics import reward_metrics
+from runtime.metrics import reward_metrics, spreads
 from runtime.rescue import failing_together, rescued, resume_command
-from runtime.settings import claim_folder, parse_settings, print_start
+from runtime.settings import TINY, claim_folder, parse_settings, print_start
 
 LORA_TARGETS = {
     "codes": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],  # in the language model only
@@ -47,24 +47,56 @@ SEEDS = {"evaluation": 2**29, "held out": 2**29 + 2**20, "paths": 2**30, "noise"
 # ---- GLM-Image: prompts in, pictures out ----------------------------------------------------------------------------
 
 
-def encode_prompt(processor, prompt, height, width):
+@torch.no_grad()
+def read_sources(pipe, sources, device):
+    """Give each Source its codes, by the model's own vision tower and quantiser."""
+    model = pipe.vision_language_encoder
+    for part in (model.model.visual, model.model.vqmodel):
+        part.to(device)
+    for source in sources:
+        inputs = pipe.processor.image_processor(source.image, return_tensors="pt").to(device)
+        grid = inputs["image_grid_thw"]  # (1, 3)
+        if grid.tolist() != [[1, source.image.height // 32, source.image.width // 32]]:
+            raise UserError(f"the model reads a picture of {source.image.size} pixels as {grid.tolist()[0][1:]} codes, "
+                            "not one for 32x32: choose another --height and --width")  # fmt: skip
+        features = model.get_image_features(inputs["pixel_values"], grid).pooler_output
+        source.codes = model.get_image_tokens(features).cpu()
+
+
+def encode_prompt(processor, prompt, height, width, source=None):
     """A prompt as the policy reads it, and the 3-D positions of everything it reads and writes.
 
     GLM-Image writes a preview of about 256 codes first, then the picture proper, one code per 32x32 pixels; both row by
-    row. Positions are (temporal, height, width). Text counts up on all three; a grid keeps the time of its start s and
-    spreads over (s + row, s + column); what follows starts at s + the longer side.
+    row. To edit a picture it reads that one's codes before the text, and writes no preview. Positions are (temporal,
+    height, width). Text counts up on all three; a grid keeps the time of its start s and spreads over (s + row,
+    s + column); what follows starts at s + the longer side.
 
-    Returns: prompt_ids (L,), position_ids (3, L+T), T. Height and width are multiples of 32.
+    Args:
+        height, width: of the picture to be written, multiples of 32.
+        source: the Source to edit, with its codes, or None.
+
+    Returns: prompt_ids (L,), position_ids (3, L+T), T.
     """
-    messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}]]
-    size = {"target_h": height, "target_w": width}
+    content = [{"type": "text", "text": prompt}]
+    if source is not None:
+        content.insert(0, {"type": "image", "image": source.image})
     inputs = processor.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=size
-    )
+        [[{"role": "user", "content": content}]], tokenize=True, return_dict=True, return_tensors="pt",
+        processor_kwargs={"target_h": height, "target_w": width},
+    )  # fmt: skip
     prompt_ids = inputs["input_ids"][0]  # (L,)
-    start = len(prompt_ids)
-    positions = [torch.arange(start).expand(3, -1)]
-    for _, rows, columns in inputs["image_grid_thw"].flip(0).tolist():  # listed large first, written preview first
+    grids = inputs["image_grid_thw"].tolist()
+    token = [1, 1, 1]  # a token of text is a grid of one
+    parts = [token] * len(prompt_ids) + grids[::-1]  # listed large first, written preview first
+    if source is not None:
+        begin = prompt_ids.tolist().index(processor.image_token_id)
+        end = begin + len(source.codes)
+        prompt_ids[begin:end] = source.codes
+        parts = [token] * begin + grids[:1] + [token] * (len(prompt_ids) - end) + grids[1:]
+
+    positions = []
+    start = 0
+    for _, rows, columns in parts:
         grid = torch.cartesian_prod(torch.tensor([0]), torch.arange(rows), torch.arange(columns)).T  # (3, rows*columns)
         positions.append(start + grid)
         start += max(rows, columns)
@@ -74,14 +106,16 @@ def encode_prompt(processor, prompt, height, width):
 
 @dataclass
 class PictureSettings:
-    """How pictures are painted."""
+    """How pictures are made."""
 
     height: int  # pixels
     width: int
     decode_steps: int  # denoising steps
+    decode_window: int | None  # how many of them are drawn, in a row, when the decoder learns; None: all but the last
     guidance_scale: float
     guidance_steps: int | None  # guided are the first so many, or all
-    micro_batch_size: int  # pictures at a time
+    micro_batch_size: int  # pictures painted at a time
+    sample_batch: int | None  # prompts whose codes are sampled at a time; None: all
 
 
 def picture_settings(settings, deployed=False):
@@ -89,20 +123,32 @@ def picture_settings(settings, deployed=False):
     painter = settings.decode_steps, settings.guidance_scale, settings.guidance_steps
     if deployed:
         painter = settings.eval_decode_steps, settings.eval_guidance_scale, None
-    return PictureSettings(settings.height, settings.width, *painter, settings.micro_batch_size)
+    steps, guidance, guided = painter
+    batches = settings.micro_batch_size, settings.sample_batch
+    return PictureSettings(settings.height, settings.width, steps, settings.decode_window, guidance, guided, *batches)
 
 
-def decode_images(pipe, prompt, tokens, pictures, seed):
-    """Paint a group: (G, T) tokens of one prompt -> G PIL images. pictures: PictureSettings.
+def for_decoder(codes):
+    """(B, rows, columns) -> (B, 4*rows*columns): a code stands for 32x32 pixels, the decoder wants one per 16x16."""
+    return codes.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
+
+
+def decode_images(pipe, prompt, tokens, pictures, seed, source=None):
+    """Paint a group: (G, T) tokens of one prompt -> G PIL images. pictures: PictureSettings. source: what they edit.
 
     One starting noise for the whole group: its pictures then differ by the policy's choices alone. One prompt per
     batch: glyph embeddings of different prompts would be padded, and the decoder does not mask the padding.
     """
     rows, columns, scale = pictures.height // 32, pictures.width // 32, pipe.vae_scale_factor
-    # The decoder is not shown the preview: that is what the policy looks at as it writes the picture proper. A code
-    # stands for 32x32 pixels, the decoder wants one per 16x16.
-    large = tokens[:, -rows * columns :].view(-1, rows, columns)
-    prior = large.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)  # (G, 4*rows*columns)
+    device = pipe.transformer.device
+    # The decoder is not shown the preview: that is what the policy looks at as it writes the picture proper.
+    prior = for_decoder(tokens[:, -rows * columns :].view(-1, rows, columns))  # (G, 4*rows*columns)
+    edited = {}  # what the pipeline wants of the source, of each picture
+    if source is not None:
+        size = source.image.height // 16, source.image.width // 16
+        codes = for_decoder(source.codes.view(1, size[0] // 2, size[1] // 2))[0].to(device)
+        edited = {"image": [source.image], "prior_token_image_ids": codes}
+        edited["source_image_grid_thw"] = torch.tensor([[1, *size]])
     shape = 1, pipe.transformer.config.in_channels, pictures.height // scale, pictures.width // scale
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed + SEEDS["noise"]))
 
@@ -114,7 +160,8 @@ def decode_images(pipe, prompt, tokens, pictures, seed):
     images = []
     for batch in prior.split(pictures.micro_batch_size):
         images += pipe(
-            prompt=[prompt] * len(batch), prior_token_ids=batch.to(pipe.transformer.device),
+            prompt=[prompt] * len(batch), prior_token_ids=batch.to(device),
+            **{name: [value] * len(batch) for name, value in edited.items()},
             latents=noise.expand(len(batch), -1, -1, -1), height=pictures.height, width=pictures.width,
             num_inference_steps=pictures.decode_steps, guidance_scale=pictures.guidance_scale,
             callback_on_step_end=end_guidance,
@@ -122,16 +169,18 @@ def decode_images(pipe, prompt, tokens, pictures, seed):
     return images
 
 
-def paint(run, prompt, tokens, pictures, num_paintings, seed):
+def paint(run, prompt, tokens, pictures, num_paintings, seed, source=None):
     """Paint each code sequence (G, T) of a prompt K times: G*K images, and the decoder's denoising steps on the way.
 
     A single painting is made by the stock sampler, which draws nothing: there are no steps to learn from.
     """
     if num_paintings == 1:
-        return decode_images(run.pipe, prompt, tokens, pictures, seed), []
+        return decode_images(run.pipe, prompt, tokens, pictures, seed, source), []
     decode = lambda pipe, codes: decode_images(pipe, prompt, codes, pictures, seed)
     generator = torch.Generator().manual_seed(seed + SEEDS["paths"])
-    return run.decoder.sample(decode, tokens, num_paintings, generator)
+    count = pictures.decode_window or pictures.decode_steps - 1
+    first = random.Random(seed).randrange(pictures.decode_steps - count)
+    return run.decoder.sample(decode, tokens, num_paintings, generator, range(first, first + count))
 
 
 # ---- what learns ----------------------------------------------------------------------------------------------------
@@ -163,6 +212,8 @@ def load(settings, device, **modules):
     modules: parts of it that are there already, by their names.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if settings.sources and Path(settings.model).resolve() == Path(TINY):
+        dtype = torch.float32  # in bfloat16 its vision tower reads a third of the codes wrong
     if version("diffusers").startswith(("0.40.", "0.41.")):
         raise UserError("diffusers 0.40 and 0.41 paint GLM-Image wrong (they drop its timesteps): take 0.42.1 or later")
     with readable_loading(settings.model):
@@ -213,9 +264,16 @@ def having_weights(parameters, weights):
             parameter.data = weight
 
 
-def adamw(model, lr):
+def adamw(model, lr, warmup_steps):
+    """AdamW whose rate grows over its first steps. Its state_dict holds that of the scheduler too, for checkpoints."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+    rate = lambda made: min(1, (made + 1) / (warmup_steps + 1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # so that a step that is skipped does not count
+    optimizer.register_state_dict_post_hook(lambda _, state: state | {"scheduler": scheduler.state_dict()})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: scheduler.load_state_dict(state["scheduler"]))
+    return optimizer
 
 
 def build(pipe, settings, device, home=None):
@@ -225,10 +283,11 @@ def build(pipe, settings, device, home=None):
     if that is given: the host never holds it.
     """
     language_model = pipe.vision_language_encoder
-    language_model.model.visual = language_model.model.vqmodel = None  # they read pictures
+    language_model.model.visual = language_model.model.vqmodel = None  # they read sources, see read_sources
     pipe = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
     pipe.set_progress_bar_config(disable=True)
     keep_rope_tables(pipe.transformer)
+    keep_one_source(pipe.transformer)
     if settings.base == "int8":  # embeddings, head, norms, VAE and text encoder stay as they are
         round_linears(language_model.model.language_model.layers, home)
         round_linears(pipe.transformer.transformer_blocks, home)
@@ -242,10 +301,12 @@ def build(pipe, settings, device, home=None):
     model, reference = add_adapter(language_model, "codes", settings)
     compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
     num_new_tokens = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
+    if settings.sources:
+        num_new_tokens = settings.height * settings.width // 32**2
     forward = CapturedForward(model, num_new_tokens) if compiled else None
     codes = slice(0, pipe.transformer.config.prior_vq_quantizer_codebook_size)
     algorithm = GRPOSettings(**{field.name: getattr(settings, field.name) for field in fields(GRPOSettings)})
-    policy = GRPO(model, adamw(model, settings.lr), algorithm, codes, forward, reference)
+    policy = GRPO(model, adamw(model, settings.lr, settings.warmup_steps), algorithm, codes, forward, reference)
     if settings.train == "codes" and not (settings.adapter and checkpoints.has_adapter(settings.adapter, "decoder")):
         return pipe, policy, None
 
@@ -255,8 +316,9 @@ def build(pipe, settings, device, home=None):
         return pipe, policy, None
     if device.type != "cpu":
         pipe.transformer.enable_gradient_checkpointing()
+    optimizer = adamw(model, settings.decoder_lr, settings.warmup_steps)
     drawn = {"noise_level": settings.noise_level, "guidance_scale": settings.guidance_scale}
-    decoder = DecoderGRPO(model, adamw(model, settings.decoder_lr), algorithm, pipe, **drawn, reference=reference)
+    decoder = DecoderGRPO(model, optimizer, algorithm, pipe, **drawn, reference=reference)
     return pipe, policy, decoder
 
 
@@ -271,40 +333,52 @@ class Rollout:
     denoising_steps: list  # N*G times those of a path, or none where nothing was drawn
     images: list  # N*G*K PIL images, prompt after prompt, sequence after sequence
     raw_rewards: dict  # {name: (N*G*K,)}
+    sources: list | None = None  # N PIL images that these were to edit
 
 
-def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_paintings=1):
+def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_paintings=1, sources=None):
     """The first two parts of a step; all there is to an evaluation.
 
     pictures: PictureSettings. rewards: {name: (function, weight)}. targets: N of anything a reward compares with, or
-    None. seed: fixes all draws. run.phase(name, *models) measures, and before that brings the models to the GPU if they
-    take turns there.
+    None. seed: fixes all draws. sources: N Sources to edit, or None. run.phase(name, *models) measures, and before that
+    brings the models to the GPU if they take turns there.
     """
-    with run.phase("sample", run.policy.model), failing_together(prompts):  # 1. sample G code sequences per prompt
-        encoded = [encode_prompt(run.pipe.processor, prompt, pictures.height, pictures.width) for prompt in prompts]
-        groups = run.policy.sample(encoded, num_sequences, seed)  # N
+    read = sources or [None] * len(prompts)
+    groups = []  # N
+    with run.phase("sample", run.policy.model):  # 1. sample G code sequences per prompt
+        for rows in torch.arange(len(prompts)).split(pictures.sample_batch or len(prompts)):
+            batch = [(prompts[i], read[i]) for i in rows]
+            with failing_together([prompt for prompt, _ in batch]):
+                size = pictures.height, pictures.width
+                encoded = [encode_prompt(run.pipe.processor, prompt, *size, source) for prompt, source in batch]
+                groups += run.policy.sample(encoded, num_sequences, seed + rows[0].item())
 
+    originals = sources and [source.image for source in sources]
     images = []
     denoising_steps = []
+    begun = []  # of each prompt, the rewards that are scored while the next is painted
     with run.phase("decode", *painters(run.pipe)), failing_together(prompts):  # 2. paint each of them K times ...
-        for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-            painted, steps = paint(run, prompt, group.tokens, pictures, num_paintings, seed + i)
+        for i, (prompt, source, group) in enumerate(zip(prompts, read, groups, strict=True)):
+            painted, steps = paint(run, prompt, group.tokens, pictures, num_paintings, seed + i, source)
             if not all(step.old_logprobs.isfinite().all() for step in steps):
                 raise NotFinite([i])
+            run.phase.painted()
             images += painted
             denoising_steps += steps
+            own = [each and [each[i]] for each in (targets, originals)]
+            begun.append(begin_scoring(rewards, painted, [prompt], *own))
     with run.phase("score"), failing_together(prompts):  # ... and score every picture
-        raw_rewards = score(rewards, images, prompts, targets)
-    return Rollout(groups, denoising_steps, images, raw_rewards)
+        raw_rewards = score(rewards, images, prompts, targets, originals, begun)
+    return Rollout(groups, denoising_steps, images, raw_rewards, originals)
 
 
-def grpo_step(run, settings, rewards, prompts, targets, seed):
+def grpo_step(run, settings, rewards, prompts, targets, seed, sources=None):
     """The six parts of a step. N prompts, G code sequences for each, K paintings of each.
 
     K is 1 unless the decoder learns; G is 1 where it learns alone. Returns the Rollout and the metrics.
     """
     G, K = settings.sequences, settings.paintings
-    rolled = rollout(run, picture_settings(settings), rewards, prompts, targets, seed, G, K)  # 1 and 2
+    rolled = rollout(run, picture_settings(settings), rewards, prompts, targets, seed, G, K, sources)  # 1 and 2
     metrics = {}
 
     if G > 1:
@@ -333,14 +407,15 @@ def grpo_step(run, settings, rewards, prompts, targets, seed):
 # ---- what a step trains on ------------------------------------------------------------------------------------------
 
 
-def load_run(settings, device, turns):
+def load_run(settings, data, device, turns):
     """The models where they belong, with what trains them; and the step they are at, of the run that is resumed.
 
     turns: whether policy and painters take turns on the device.
     """
     try:
-        home = None if turns else device
-        pipe, policy, decoder = build(load(settings, device), settings, device, home)
+        pipe = load(settings, device)
+        read_sources(pipe, [*(data.prompts.sources or ()), *(data.held_out.sources or ())], device)
+        pipe, policy, decoder = build(pipe, settings, device, home=None if turns else device)
         offload = place([policy.model, *painters(pipe)], device, policy.forward, turns)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -351,13 +426,22 @@ def load_run(settings, device, turns):
     return Run(pipe, policy, decoder, Phases(device, settings.steps, done, offload)), done
 
 
-def prompt_indices(step, settings, count):
-    """Which prompts a step trains on: every line once per epoch, reshuffled. A function of the seed, not of history.
+def prompt_indices(step, settings, prompts, records=(), weights=None):
+    """Which prompts a step trains on, by --order; each rank takes its share.
 
-    Each rank takes its share of the step's prompts.
+    shuffled, file: every line once per epoch, reshuffled or as in the file: a function of the seed and the step.
+    spread: drawn in proportion to `spreads`, none twice in a step: a function of groups.jsonl (`records`) as well.
     """
+    count = len(prompts)
     groups = settings.prompts_per_step * ranks.count()
+    if settings.order == "spread":
+        drawn = random.Random(f"{settings.seed} {step}")
+        # The smallest of exponential variables with these rates: successive draws without replacement.
+        order = sorted(range(count), key=[drawn.expovariate(s) for s in spreads(prompts, records, weights)].__getitem__)
+        return [order[i % count] for i in ranks.shard(groups)]
     epochs = [divmod(step * groups + i, count) for i in ranks.shard(groups)]
+    if settings.order == "file":
+        return [i for _, i in epochs]
     return [random.Random(f"{settings.seed} {epoch}").sample(range(count), count)[i] for epoch, i in epochs]
 
 
@@ -373,20 +457,23 @@ def evaluate(run, settings, data, prompts, seed, stop=None):
     """Paint the first prompts as deployed, from the same seeds each time: only what was learned makes a difference.
 
     stop: an evaluation that ends early when asked to, and returns None. Otherwise returns the metrics over all ranks,
-    and of the first prompts (prompt, some pictures, their rewards).
+    and of the first prompts (prompt, some pictures, their rewards, the picture they edit or None).
     """
     count = min(settings.eval_count, len(prompts.texts))
     size = settings.group_size
     scored = []
-    shown = []  # (row, prompt, pictures)
+    shown = []  # (row, prompt, source, pictures)
     for rows in batches_of_rank(count, settings.prompts_per_step):  # as many at once as in training
-        texts, targets = prompts.take([row % len(prompts.texts) for row in rows])
+        texts, targets, sources = prompts.take([row % len(prompts.texts) for row in rows])
         set_seed(rows[0])
         pictures = picture_settings(settings, deployed=True)
-        rolled = rollout(run, pictures, data.rewards | data.judges, texts, targets, seed + rows[0], size)
+        rewards = data.rewards | data.judges
+        rolled = rollout(run, pictures, rewards, texts, targets, seed + rows[0], size, sources=sources)
         scored.append(rolled.raw_rewards)
-        groups = zip(rows, texts, torch.arange(len(rolled.images)).split(size), strict=True)
-        shown += [(row, text, [rolled.images[i] for i in own[:SHOWN]]) for row, text, own in groups if row < SHOWN]
+        own = torch.arange(len(rolled.images)).split(size)
+        for row, text, source, group in zip(rows, texts, rolled.sources or [None] * len(texts), own, strict=True):
+            if row < SHOWN:
+                shown.append((row, text, source, [rolled.images[i] for i in group[:SHOWN]]))
         if stop is not None and any(ranks.gather(stop.received)):
             return None
     of_ranks = ranks.gather((scored, shown))
@@ -395,7 +482,8 @@ def evaluate(run, settings, data, prompts, seed, stop=None):
     total = weighted_sum({name: raw_rewards[name] for name in data.rewards}, weights_of(data.rewards), size)
     metrics = reward_metrics(raw_rewards, total, size) | {"images": count * size, "prompts": count}
     shown = [of_prompt for _, shown in of_ranks for of_prompt in shown if of_prompt[0] < count]
-    return metrics, [(text, images, total[row * size :][: len(images)].tolist()) for row, text, images in shown]
+    own = total.split(size)
+    return metrics, [(text, images, own[row][: len(images)].tolist(), source) for row, text, source, images in shown]
 
 
 def batches_of_rank(count, size):
@@ -411,8 +499,10 @@ def judge(run, settings, data, record, stop=None):
     """Evaluate on prompts of training and on held-out ones, unless that was done before the run was resumed."""
     if record.evaluations and record.evaluations[-1]["step"] == record.done:
         return
-    known = evaluate(run, settings, data, data.prompts, SEEDS["evaluation"], stop)
-    new = known and evaluate(run, settings, data, data.held_out, SEEDS["held out"], stop)
+    of_rank = [-(-min(settings.eval_count, len(p.texts)) // ranks.count()) for p in (data.prompts, data.held_out)]
+    with run.phase.evaluation(sum(of_rank)):
+        known = evaluate(run, settings, data, data.prompts, SEEDS["evaluation"], stop)
+        new = known and evaluate(run, settings, data, data.held_out, SEEDS["held out"], stop)
     if new:
         record.evaluation(known, new)
 
@@ -425,26 +515,28 @@ def train(settings):
     started = time.time()
     device = ranks.device()
     with claim_folder(settings) as out:
+        prompts, held_out, inputs = read_inputs(settings)
         turns = plan(partial(outline, device=device), settings, device)  # by sizes alone, before anything is downloaded
-        data = load_data(settings)
-        print_start(settings, out, device, len(data.prompts.texts), len(data.held_out.texts))
-        run, begun = load_run(settings, device, turns)
+        print_start(settings, out, device, len(prompts.texts), len(held_out.texts))
+        data = load_data(settings, prompts, held_out)
+        run, begun = load_run(settings, data, device, turns)
         learners = learners_of(run.policy, run.decoder)
-        with closing(run.phase.bar), rescued(Record(out, settings, run.phase, learners, begun)) as record:
+        weights = weights_of(data.rewards)
+        with closing(run.phase.bar), rescued(Record(out, settings, inputs, run.phase, learners, begun)) as record:
             record.save()
             if begun == 0 or due(begun, settings.eval_every):
                 judge(run, settings, data, record, record.stop)
+            record.stop.follows = b"this step is finished, saved and evaluated"
             for step in range(begun, settings.steps):
-                if any(
-                    ranks.gather(record.stop.received)
-                ):  # together, or the others would wait for the one that stopped
+                if any(ranks.gather(record.stop.received)):  # together, or the others would wait for one that stopped
                     break
                 # Every draw of a step starts from the step's seed, a reward's own too: no random state needs saving.
                 seed = seed_of_step(step, settings)
                 set_seed(seed % 2**32)
-                texts, targets = data.prompts.take(prompt_indices(step, settings, len(data.prompts.texts)))
-                rolled, metrics = grpo_step(run, settings, data.rewards, texts, targets, seed)
-                record.step(step + 1, texts, rolled, weights_of(data.rewards), metrics)
+                rows = prompt_indices(step, settings, data.prompts.texts, record.groups, weights)
+                texts, targets, sources = data.prompts.take(rows)
+                rolled, metrics = grpo_step(run, settings, data.rewards, texts, targets, seed, sources)
+                record.step(step + 1, texts, rolled, weights, metrics)
                 if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
                     record.save()
                 if due(step + 1, settings.eval_every):
@@ -456,7 +548,8 @@ def train(settings):
             if settings.steps > 0 and not (stopped and record.done == begun):  # without a step nothing is new
                 judge(run, settings, data, record)
                 record.end()
-    print(f"{record.done} steps, {time.time() - started:.0f} s; what it leaves is in {out}")
+    more = "; it had them all: a higher --steps goes on" if 0 < begun == settings.steps else ""
+    print(f"{counted(record.done, 'step')}, {time.time() - started:.0f} s{more}; what it leaves is in {out}")
 
 
 def due(step, every):

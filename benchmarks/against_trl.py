@@ -1,7 +1,7 @@
 """Time our training step against that of TRL's GRPOTrainer: the same work, on one CPU thread.
 
     pip install trl datasets
-    python benchmarks/against_trl.py [--steps 10] [--json FILE]
+    python benchmarks/against_trl.py [--steps 10]
 
 Both train a LoRA adapter of the same random Llama with the same prompts, reward, number of new tokens, KL penalty,
 AdamW and micro-batch (one group). Before the clock starts, log-probs, loss and gradient on the same samples are
@@ -18,16 +18,12 @@ differs all the same:
 """
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -40,12 +36,12 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from grpo import (
     GRPO,
+    GRPOSettings,
     compute_advantages,
     compute_grpo_loss,
     get_per_token_logprobs,
     set_advantages,
 )
-from runtime.log import Phases
 from runtime.settings import number
 
 try:
@@ -71,9 +67,8 @@ def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     count, several = number(int, "[1, inf)"), number(int, "[2, inf)")
     parser.add_argument("--steps", type=several, default=10, help="measured steps of each (default: 10)")
-    parser.add_argument("--group-size", type=several, default=4, help="samples a prompt (default: 4)")
+    parser.add_argument("--group-size", type=several, default=4, help="samples per prompt (default: 4)")
     parser.add_argument("--prompts-per-step", type=count, default=4, help="groups in a step (default: 4)")
-    parser.add_argument("--json", type=Path, help="file for settings, versions and every timing")
     return parser.parse_args()
 
 
@@ -106,8 +101,7 @@ def reward(ids):
 # ---- the two trainers ----------------------------------------------------------------------------------------------
 
 
-def build_trl(options, prompts, tokenizer, folder, clock):
-    """A GRPOTrainer that tells the clock what it is at; its update is what is left of the step."""
+def build_trl(options, prompts, tokenizer, folder):
     as_ours = {"temperature": 1.0, "top_p": 1.0, "beta": KL_COEF, "epsilon": CLIP_RANGE, "num_iterations": 1}
     as_ours |= {"learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 1.0, "shuffle_dataset": False}
     as_ours |= {"max_completion_length": NEW_TOKENS, "max_steps": WARM_UP + options.steps}
@@ -125,11 +119,6 @@ def build_trl(options, prompts, tokenizer, folder, clock):
         peft_config=peft.LoraConfig(**LORA),
     )
     trl.remove_callback(PrinterCallback)
-    trl._generate_single_turn = clock("sample")(trl._generate_single_turn)
-    trl._calculate_rewards = clock("score")(trl._calculate_rewards)
-    policy = trl._get_per_token_logps_and_entropies  # of whichever model; without a gradient it is the reference
-    reference = clock("reference")(policy)
-    trl._get_per_token_logps_and_entropies = lambda *a, **k: (policy if torch.is_grad_enabled() else reference)(*a, **k)
     return trl
 
 
@@ -137,23 +126,19 @@ def build_ours(options, weights):
     model = peft.get_peft_model(build_model(), peft.LoraConfig(**LORA))
     model.load_state_dict(weights)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    settings = {"micro_batch_size": options.group_size, "iterations": 1, "temperature": 1.0, "top_p": 1.0}
-    settings = SimpleNamespace(**settings, clip_range=CLIP_RANGE, kl_coef=KL_COEF)
+    settings = GRPOSettings(micro_batch_size=options.group_size, clip_range=CLIP_RANGE, kl_coef=KL_COEF)
     return GRPO(model, torch.optim.AdamW(trainable, lr=LR, weight_decay=0.0), settings)
 
 
-def our_step(ours, prompts, tokenizer, group_size, seed, clock):
-    """A step, with the pieces that a trainer of images has: see grpo_step in train.py. Returns its metrics."""
-    with clock("sample"):
-        encoded = [(torch.tensor(tokenizer(prompt)["input_ids"]), None, NEW_TOKENS) for prompt in prompts]
-        groups = ours.sample(encoded, group_size, seed)
-    with clock("score"):
-        rewards = torch.tensor([reward(ids) for group in groups for ids in group.tokens.tolist()])
-    set_advantages(groups, rewards)
-    with clock("reference"):
-        ours.add_reference(groups)
-    with clock("update"):
-        return ours.update(groups)
+def our_step(ours, prompts, tokenizer, group_size, seed):
+    """A step, see grpo_step in train.py. Raises RuntimeError where it did less than TRL."""
+    encoded = [(torch.tensor(tokenizer(prompt)["input_ids"]), None, NEW_TOKENS) for prompt in prompts]
+    groups = ours.sample(encoded, group_size, seed)
+    set_advantages(groups, torch.tensor([reward(ids) for group in groups for ids in group.tokens.tolist()]))
+    ours.add_reference(groups)
+    metrics = ours.update(groups)
+    if metrics["skipped"] or metrics["groups_without_spread"]:
+        raise RuntimeError("our step passed over a group: the comparison is void")
 
 
 def compare(trl, ours, group_size):
@@ -191,44 +176,22 @@ def compare(trl, ours, group_size):
 
 
 class Alternate(TrainerCallback):
-    """Times each step of TRL, and after it a step of ours on the same prompts."""
+    """Times each step of TRL, and after it a step of ours on the same prompts: step(number)."""
 
-    def __init__(self, step, prompts, count, clock):
-        self.step, self.prompts, self.count, self.clock = step, prompts, count, clock
-        self.timings = {"TRL": [], "ours": []}  # a dict a step: seconds of the step and of its phases
+    def __init__(self, step):
+        self.step = step
+        self.seconds = {"TRL": [], "ours": []}
 
     def on_step_begin(self, *_, **__):
         self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
-        self.note("TRL")
-        first = (state.global_step - 1) * self.count
-        self.started = time.perf_counter()
-        metrics = self.step(self.prompts[first : first + self.count], first)
-        self.note("ours")
-        if metrics["skipped"] or metrics["groups_without_spread"]:
-            raise RuntimeError("our step passed over a group: the comparison is void")
-        self.clock.bar.update()
-
-    def note(self, name):
-        step = time.perf_counter() - self.started
-        phases = {phase.removeprefix("seconds/"): seconds for phase, seconds in self.clock.read().items()}
-        phases.setdefault("update", step - sum(phases.values()))
-        self.timings[name].append({"step": step, **phases})
-
-
-def print_table(timings):
-    """Medians with their quartiles, of the whole step and of phases of a millisecond or more. Returns their ratios."""
-    ratios = {}
-    print(f"\n{'seconds':12}{'TRL':>24}{'ours':>24}{'TRL / ours':>14}")
-    for phase in timings["TRL"][0]:
-        seconds = [[step[phase] for step in steps] for steps in timings.values()]
-        theirs, own = (statistics.quantiles(values, n=4, method="inclusive") for values in seconds)
-        ratios[phase] = theirs[1] / own[1]
-        if own[1] >= 1e-3:
-            cells = "".join(f"{middle:.3f} ({low:.3f}-{high:.3f})".rjust(24) for low, middle, high in (theirs, own))
-            print(f"{phase:12}{cells}{ratios[phase]:14.2f}")
-    return ratios
+        between = time.perf_counter()
+        self.step(state.global_step - 1)
+        self.seconds["TRL"].append(between - self.started)
+        self.seconds["ours"].append(time.perf_counter() - between)
+        theirs, own = (values[-1] for values in self.seconds.values())
+        print(f"step {state.global_step}: TRL {theirs:.2f} s, ours {own:.2f} s", flush=True)
 
 
 def main():
@@ -236,34 +199,26 @@ def main():
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)  # of names that TRL and transformers still use
-    tokenizer, total = build_tokenizer(), WARM_UP + options.steps
-    prompts, clock = draw_prompts(total * options.prompts_per_step), Phases(torch.device("cpu"), total)
+    tokenizer = build_tokenizer()
+    count = options.prompts_per_step
+    prompts = draw_prompts((WARM_UP + options.steps) * count)
     with tempfile.TemporaryDirectory() as folder:
-        trl = build_trl(options, prompts, tokenizer, folder, clock)
+        trl = build_trl(options, prompts, tokenizer, folder)
         ours = build_ours(options, trl.model.state_dict())
         differences = compare(trl, ours, options.group_size)
         print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()))
         if max(differences.values()) > TOLERANCE:
             sys.exit(f"the two do not compute the same thing (tolerance {TOLERANCE}): no timing")
 
-        def step(prompts, seed):
-            return our_step(ours, prompts, tokenizer, options.group_size, seed, clock)
+        def step(number):
+            some = prompts[number * count : (number + 1) * count]
+            our_step(ours, some, tokenizer, options.group_size, seed=number * count)
 
-        alternate = Alternate(step, prompts, options.prompts_per_step, clock)
+        alternate = Alternate(step)
         trl.add_callback(alternate)
         trl.train()
-        clock.bar.close()
-    timings = {name: steps[WARM_UP:] for name, steps in alternate.timings.items()}
-    ratio = print_table(timings)["step"]
-    print(f"\na step of TRL takes {ratio:.2f} times as long as ours")
-    if options.json:
-        settings = {"group_size": options.group_size, "prompts_per_step": options.prompts_per_step, "threads": 1}
-        settings |= {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "model": MODEL, "lora": LORA}
-        settings |= {"lr": LR, "kl_coef": KL_COEF, "warm_up": WARM_UP}
-        packages = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
-        versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
-        results = {"settings": settings, "versions": versions, "differences": differences, "ratio": ratio}
-        options.json.write_text(json.dumps(results | {"timings": timings}, indent=1) + "\n")
+    theirs, own = (statistics.median(values[WARM_UP:]) for values in alternate.seconds.values())
+    print(f"medians {theirs:.2f} and {own:.2f} s: a step of TRL takes {theirs / own:.2f} times as long as ours")
 
 
 if __name__ == "__main__":

@@ -108,8 +108,10 @@ def bytes_read_a_token(policy):
     return sum(p.nbytes for p in policy.parameters()) - policy.get_input_embeddings().weight.nbytes
 
 
-def encode(run, settings, prompts):
-    return [train.encode_prompt(run.pipe.processor, prompt, settings.height, settings.width) for prompt in prompts]
+def encode(run, settings, prompts, sources=None):
+    read = zip(prompts, sources or [None] * len(prompts), strict=True)
+    size = settings.height, settings.width
+    return [train.encode_prompt(run.pipe.processor, prompt, *size, source) for prompt, source in read]
 
 
 def of_case(run, settings, compile):

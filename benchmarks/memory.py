@@ -1,6 +1,6 @@
 """What a step of GLM-Image at full size needs of a GPU's memory, computed without one.
 
-    python benchmarks/memory.py
+    python benchmarks/memory.py [--edits]
 
 Runs models of the released sizes over tensors that have a shape but no content, and adds up what is alive. Reference
 and update are the trainer's own passes; of sampling, decoding and the decoder's update only what makes the peak is
@@ -9,6 +9,7 @@ and what its allocator leaves unused between them. benchmarks/glm_image.py measu
 """
 
 import argparse
+import math
 import sys
 import weakref
 from contextlib import contextmanager
@@ -96,11 +97,16 @@ def build(base="bfloat16"):
     return SimpleNamespace(**vars(codes) | {"settings": settings}, decoder_modules=train.painters(pipe)), decoder
 
 
-def peaks(codes, decoder, size, group, micro_batch):
-    """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which stays if none moves."""
+def peaks(codes, decoder, size, group, micro_batch, edits=False):
+    """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which stays if none moves.
+
+    edits: of pictures of the same size, whose codes are part of the prompt.
+    """
     policy, settings, (_, transformer, vae) = codes.model, codes.settings, codes.decoder_modules
     allowed_ids, prompts, grid = codes.sampling_args["allowed_ids"], settings.prompts_per_step, size // 32
-    rows, length = prompts * group, 256 + grid**2
+    rows, prompt, length = prompts * group, PROMPT, 256 + grid**2
+    if edits:
+        prompt, length = PROMPT + grid**2, grid**2
     forward, found = CapturedForward(policy, length, compile=False), {}
 
     @contextmanager
@@ -119,37 +125,53 @@ def peaks(codes, decoder, size, group, micro_batch):
         generators = [None] * prompts
         return _sample_token(output.logits[:, -1], allowed_ids, settings.temperature, settings.top_p, generators)
 
+    def read_prompts():
+        ids, positions = torch.zeros(rows, prompt, dtype=torch.long), torch.zeros(3, rows, prompt, dtype=torch.long)
+        return policy(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1), positions
+
+    if edits:  # in the next step, beside the sampler's cache
+        with phase("prompts"), torch.no_grad():
+            read_prompts()
     with phase("sample"), torch.no_grad():
         policy.eval()  # what follows is generate_with_logprobs, but of its tokens only the first two and the last
-        ids, positions = torch.zeros(rows, PROMPT, dtype=torch.long), torch.zeros(3, rows, PROMPT, dtype=torch.long)
-        output = policy(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1)
+        output, positions = read_prompts()
         drawn = [draw(output)]
         output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
         drawn += [[torch.empty_like(x) for x in drawn[0]] for _ in range(length - 2)]
         output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
         drawn.append(draw(output))
 
-    def velocity():
+    def velocity(pictures=micro_batch, mode=None, cache=None):
+        cache = cache or GlmImageKVCache(num_layers=30)
+        cache.set_mode(mode)
         return transformer(
-            torch.zeros(micro_batch, 16, size // 8, size // 8).bfloat16(),
-            encoder_hidden_states=torch.zeros(micro_batch, GLYPHS, 1472).bfloat16(),
-            prior_token_id=torch.zeros(micro_batch, 4 * grid**2, dtype=torch.long),
+            torch.zeros(pictures, 16, size // 8, size // 8).bfloat16(),
+            encoder_hidden_states=torch.zeros(pictures, GLYPHS, 1472).bfloat16(),
+            prior_token_id=torch.zeros(pictures, 4 * grid**2, dtype=torch.long),
             prior_token_drop=torch.zeros(0, dtype=torch.long),
-            timestep=torch.zeros(micro_batch),
-            target_size=torch.zeros(micro_batch, 2).bfloat16(),
-            crop_coords=torch.zeros(micro_batch, 2).bfloat16(),
-            kv_caches=GlmImageKVCache(num_layers=30),
+            timestep=torch.zeros(pictures),
+            target_size=torch.zeros(pictures, 2).bfloat16(),
+            crop_coords=torch.zeros(pictures, 2).bfloat16(),
+            kv_caches=cache,
         ).sample
 
     with phase("decode"), torch.no_grad():
+        if edits:
+            source, cache = torch.zeros(1, 3, size, size).bfloat16(), GlmImageKVCache(num_layers=30)
+            for _ in range(2):  # for each picture, of which one copy is kept
+                vae.encode(source)
+                velocity(1, "write", cache)
+            velocity(micro_batch, "read", cache)
+            cache.clear()
         vae.decode(velocity())
-    with phase("decoder update", decoder):  # guided: with and without the codes
-        v, unguided = velocity(), velocity()
-        v = unguided + settings.guidance_scale * (v - unguided)
-        x = torch.zeros_like(v, dtype=torch.float32)
-        log_density(x, *gaussian_step(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
-    ids = torch.zeros(micro_batch, PROMPT + length, dtype=torch.long, device=META)
-    positions = torch.zeros(3, PROMPT + length, dtype=torch.long, device=META)
+    if not edits:
+        with phase("decoder update", decoder):  # guided: with and without the codes
+            v, unguided = velocity(), velocity()
+            v = unguided + settings.guidance_scale * (v - unguided)
+            x = torch.zeros_like(v, dtype=torch.float32)
+            log_density(x, *gaussian_step(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
+    ids = torch.zeros(micro_batch, prompt + length, dtype=torch.long, device=META)
+    positions = torch.zeros(3, prompt + length, dtype=torch.long, device=META)
     nucleus = torch.zeros(micro_batch, length, allowed_ids.stop // 8, dtype=torch.uint8)  # on the CPU, as in a Group
     inputs = {"position_ids": positions, **codes.sampling_args}
     with phase("reference"), torch.no_grad(), policy.disable_adapter():
@@ -167,6 +189,7 @@ def main():
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
     parser.add_argument("--base", default="bfloat16", choices=("bfloat16", "int8"), help="the frozen weights")
+    parser.add_argument("--edits", action="store_true", help="of pictures of the same size, instead of painting anew")
     options = parser.parse_args()
     codes, decoder = build(options.base)
     adapter, own = (gigabytes(learner.optimizer.param_groups[0]["params"]) for learner in (codes, decoder))
@@ -181,8 +204,8 @@ def main():
     header = "".join(f"{name:>14}" for name in [*names, "taking turns"])
     print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}{'both':>8}")
     for size, group, micro_batch in product(options.sizes, options.groups, options.micro_batch_sizes):
-        work, cache = peaks(codes, decoder, size, group, micro_batch)
-        own_update = work.pop("decoder update")
+        work, cache = peaks(codes, decoder, size, group, micro_batch, options.edits)
+        own_update = work.pop("decoder update", math.nan)  # NaN: it does not learn from edits
         turns = [work[name] + adapter + (painters if name == "decode" else base) for name in names]
         beside = [value for name, value in work.items() if name != "sample"]  # whose own cache that is
         both = max(work["sample"], cache + max(beside)) + adapter + painters + base

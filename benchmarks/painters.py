@@ -27,7 +27,7 @@ from benchmarks.glm_image import align, encode
 from grpo import compute_advantages
 from rewards import combine, score, weights_of
 from runtime import UserError, ranks, short_name
-from runtime.data import load_data
+from runtime.data import load_data, read_inputs
 from runtime.gpu import plan
 
 
@@ -52,18 +52,18 @@ def flags_of(painter):
     return f"--decode-steps {painter.decode_steps} --guidance-scale {painter.guidance_scale:g}{guided}"
 
 
-def paint(run, prompts, groups, painter):
+def paint(run, prompts, sources, groups, painter):
     """All pictures, and the seconds that they took."""
     images, started = [], time.perf_counter()
-    for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-        images += train.decode_images(run.pipe, prompt, group.tokens, painter, seed=i)  # PIL: the GPU has finished
+    for i, (prompt, source, group) in enumerate(zip(prompts, sources, groups, strict=True)):
+        images += train.decode_images(run.pipe, prompt, group.tokens, painter, i, source)  # PIL: the GPU has finished
     return images, time.perf_counter() - started
 
 
-def advantages(rewards, images, prompts, targets, settings):
+def advantages(rewards, images, given, settings):
     """{reward: (N*G,)}: of what train.py would train for, and of each reward alone."""
     size = settings.group_size
-    raw = score(rewards, images, prompts, targets)
+    raw = score(rewards, images, *given)
     alone = {name: compute_advantages(values, size) for name, values in raw.items()}
     return {"all": compute_advantages(combine(raw, weights_of(rewards), size, settings.combine), size)} | alone
 
@@ -78,11 +78,14 @@ def correlations(found, expected, size):
 
 def compare(run, data, settings, options):
     """A row for each painter: (seconds, passes, pixels off, {reward: correlations}, flags), the deployed one first."""
-    texts, targets = data.prompts.take(range(min(options.count, len(data.prompts.texts))))
+    texts, targets, sources = data.prompts.take(range(min(options.count, len(data.prompts.texts))))
+    given = texts, targets, sources and [source.image for source in sources]
+    sources = sources or [None] * len(texts)
     groups = []
     with run.phase("sample", run.policy.model):
         for at in range(0, len(texts), settings.prompts_per_step):
-            some = encode(run, settings, texts[at : at + settings.prompts_per_step])
+            rows = slice(at, at + settings.prompts_per_step)
+            some = encode(run, settings, texts[rows], sources[rows])
             groups += run.policy.sample(some, settings.group_size, seed=1000 + at)
     deployed = train.picture_settings(settings, deployed=True)
     painters = [(deployed, ""), *((painter, "") for painter in cheaper(deployed, options.painted_steps))]
@@ -93,10 +96,10 @@ def compare(run, data, settings, options):
         with run.phase("decode", *train.painters(run.pipe)):
             if compiled and not rows[-1][-1].endswith(compiled):
                 run.pipe.transformer.compile_repeated_blocks(fullgraph=True)
-            paint(run, texts[:1], groups[:1], painter)  # warms up
-            images, seconds = paint(run, texts, groups, painter)
+            paint(run, texts[:1], sources[:1], groups[:1], painter)  # warms up
+            images, seconds = paint(run, texts, sources, groups, painter)
         pixels = np.stack(images) / 255.0
-        found = advantages(data.rewards, images, texts, targets, settings)
+        found = advantages(data.rewards, images, given, settings)
         if not rows:
             expected, pictures = found, pixels
         agreement = {name: correlations(found[name], expected[name], settings.group_size) for name in found}
@@ -132,8 +135,9 @@ def main():
     try:
         settings = train.parse_settings([*flags, "--compile", "no", "--steps", "0"])
         turns = plan(partial(train.outline, device=device), settings, device)
-        data = load_data(settings)
-        run, _ = train.load_run(settings, device, turns)
+        prompts, held_out, _ = read_inputs(settings)
+        data = load_data(settings, prompts, held_out)
+        run, _ = train.load_run(settings, data, device, turns)
         rows = compare(run, data, settings, options)
     except UserError as error:
         parser.error(str(error))

@@ -48,8 +48,8 @@ def load_rounded(bits, load=train.load):
 
 def drawings(settings):
     """For training, and held out: (caption, drawing, its large codes (1, 16)) of each picture that the model knows."""
-    pictures, _, _, codes = make.dataset()
-    rows = zip(pictures, codes.split(1), strict=True)
+    pictures, pixels, codebook = make.dataset()
+    rows = zip(pictures, make.encode(pixels, codebook, 4).split(1), strict=True)
     examples = [(make.caption(*words), make.draw(*words, radius=radius), own) for (words, radius), own in rows]
     files = [read_prompts(file, None).texts for file in (settings.prompts, settings.eval_prompts)]
     return [[example for example in examples if example[0] in captions] for captions in files]

@@ -52,7 +52,8 @@ def train(steps=30):
         metrics = trainer.update(groups)
         means.append(torch.cat(rewards).mean().item())
         length = torch.cat([group.mask for group in groups]).sum(1).mean()
-        print(f"step {step + 1}: reward {means[-1]:.3f}, length {length:.1f}, kl {metrics['kl']:.4f}")
+        gap = metrics["mean_logprob_gap"]  # of sampling and scoring: what grpo.py gets wrong with a model shows here
+        print(f"step {step + 1}: reward {means[-1]:.3f}, length {length:.1f}, kl {metrics['kl']:.4f}, gap {gap:.0e}")
     return means
 
 

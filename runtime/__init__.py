@@ -21,6 +21,10 @@ def format_number(value):
     return "none" if value is None or math.isnan(value) else f"{value:.3f}"  # none: no image had this reward
 
 
+def counted(number, noun):
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def short_name(name):
     """A reward's metric as people read it: 'reward/clip=a/folder' -> 'clip', 'held_out/reward/a/own.py:f' -> 'own.py:f'."""
     return name.removeprefix("held_out/").removeprefix("reward/").partition("=")[0].split("/")[-1]

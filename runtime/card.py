@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
-from runtime import format_number, ranks, reward_names, short_name
+from runtime import counted, format_number, ranks, reward_names, short_name
 
 CARD = """---
 base_model: {base}
 library_name: peft
-pipeline_tag: text-to-image
+pipeline_tag: {task}
 tags: [lora, grpo, glm-image]
 ---
 
 # A LoRA adapter for {base}, trained with GRPO
 
-It adapts {what}. {steps} steps, groups of {group_size}, {prompts_per_step} prompts a
+It adapts {what}. {steps}, groups of {group_size}, {prompts} per
 step{each}; reward `{reward}`, learning rate {lr}, KL {kl_coef}, rank {lora_rank}, {height}x{width} pixels, seed {seed}.{base_note}
 
 {table}
@@ -26,11 +26,11 @@ from diffusers import GlmImagePipeline
 
 FOLDER = "where this file is"
 # torch.set_num_threads(1)  # ten times faster on a busy CPU, for tiny-glm-image
-pipe = GlmImagePipeline.from_pretrained("{model}", dtype="auto")  # on a GPU: .to("cuda")
+pipe = GlmImagePipeline.from_pretrained("{base}", dtype="auto")  # on a GPU: .to("cuda")
 pipe.{load}
 settings = dict(num_inference_steps={eval_decode_steps}, guidance_scale={eval_guidance_scale})
 settings["generator"] = torch.Generator().manual_seed(0)
-image = pipe("YOUR PROMPT", height={height}, width={width}, **settings).images[0]
+{source}image = pipe("YOUR PROMPT", height={height}, width={width}, **settings).images[0]
 ```
 """
 
@@ -38,6 +38,17 @@ ROUNDED = """
 
 It was trained, and the table below was made, on a base rounded to int8; the code below loads the base as it is. What that
 changes: `python train.py --model {model} --adapter FOLDER --steps 0` judges the adapter there."""
+
+SOURCE = """
+# diffusers 0.42.1 joins the vision features of pictures, which transformers 5.23 wants apart: these lines part them.
+policy = pipe.vision_language_encoder
+read, channels = policy.get_image_tokens, policy.config.vision_config.hidden_size
+policy.get_image_tokens = lambda joined, grids: read(joined.unflatten(0, (-1, channels)), grids)
+
+from PIL import Image
+
+settings["image"] = [Image.open("YOUR PICTURE").convert("RGB").resize(({width}, {height}))]  # multiples of 32
+"""
 
 ADAPTERS = {  # folder: what it adapts, and how it loads
     "adapter": ("the language model, which writes the image codes", "vision_language_encoder.load_adapter(FOLDER)"),
@@ -51,18 +62,22 @@ ADAPTERS = {  # folder: what it adapts, and how it loads
 def write_card(folder, settings, before, after, picture):
     """README.md and before-after.png in an adapter's folder. A model from a folder is called by that folder's name.
 
-    before, after: records of evaluation.jsonl.
+    before, after: records of evaluation.jsonl; or no record of before.
     """
     lines = ["| Mean reward | before | after | pictures |", "|---|---|---|---|"]
     for prefix, name in (("", "training prompts"), ("held_out/", "held-out prompts")):
         for key in reward_names(after, prefix):
-            numbers = f"{format_number(before[key])} | {format_number(after[key])} | {after[prefix + 'images']}"
-            lines.append(f"| {short_name(key)}, {name} | {numbers} |")
+            then, now = format_number(before and before[key]), format_number(after[key])
+            lines.append(f"| {short_name(key)}, {name} | {then} | {now} | {after[prefix + 'images']} |")
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
-    values = {**vars(settings), "base": base, "steps": after["step"], "table": "\n".join(lines)}
+    values = {**vars(settings), "base": base, "steps": counted(after["step"], "step"), "table": "\n".join(lines)}
+    values["prompts"] = counted(settings.prompts_per_step, "prompt")
     values |= {"each": f" on each of {ranks.count()} processes" if ranks.count() > 1 else ""}
     values |= dict(zip(("what", "load"), ADAPTERS[folder.name]))
     values |= {"base_note": ROUNDED.format(model=settings.model) if settings.base == "int8" else ""}
+    values |= {"task": "text-to-image", "source": ""}
+    if settings.sources:
+        values |= {"task": "image-to-image", "source": SOURCE.format(**vars(settings))}
     if folder.name == "decoder-adapter":
         values |= {"lr": settings.decoder_lr, "group_size": settings.paintings}
     (folder / "README.md").write_text(CARD.format(**values), encoding="utf-8")

@@ -21,25 +21,25 @@ def find(out):
     return sorted((out / "checkpoints").glob("[0-9]*"))
 
 
-def save(out, step, learners, settings, best_step=0):
+def save(out, step, learners, settings, inputs, best_step=0):
     """Write beside and rename; then only the newest `--keep-checkpoints` and that of the best evaluation stay.
 
-    learners: {"codes" or "decoder": GRPO}. Random states are not saved: the prompts and all random draws of a step are
-    functions of the seed and the step.
+    learners: {"codes" or "decoder": GRPO}. inputs: hashes, see read_inputs in data.py. Random states are not saved: the
+    prompts and all random draws of a step are functions of the seed and the step.
     """
     with writing(out):
-        _save(out, step, learners, settings)
+        _save(out, step, learners, settings, inputs)
         for old in find(out)[: -settings.keep_checkpoints]:
             if old.name != f"{best_step:06d}":
                 shutil.rmtree(old)
 
 
-def _save(out, step, learners, settings):
+def _save(out, step, learners, settings, inputs):
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    state = {"step": step, "ranks": ranks.count(), "settings": vars(settings)}
+    state = {"step": step, "ranks": ranks.count(), "settings": vars(settings), "inputs": inputs}
     (unfinished / "state.json").write_text(json.dumps(state))
     if final.exists():  # resumed from here; only the settings may be new, a larger --steps for one
         os.replace(unfinished / "state.json", final / "state.json")
@@ -54,12 +54,12 @@ def _save(out, step, learners, settings):
 
 
 def read_state(out):
-    """Of the newest checkpoint: its step, the number of ranks that made it, and the settings of the run."""
+    """Of the newest checkpoint: its step, the number of ranks that made it, settings and hashes of inputs of the run."""
     if not find(out):
         raise UserError(f"there is no checkpoint in {out} to resume")
     with readable_errors(find(out)[-1]):
         state = json.loads((find(out)[-1] / "state.json").read_text())
-        return state["step"], state["ranks"], state["settings"]
+        return state["step"], state["ranks"], state["settings"], state["inputs"]
 
 
 def load(out, learners):
@@ -117,7 +117,7 @@ def writing(out):
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError where the disk is full
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0] + (" (a full disk?)" if isinstance(error, RuntimeError) else "")
         safe = f"; its checkpoints are whole: once there is room, --resume {out} goes on" if find(out) else ""
         raise UserError(f"cannot write to {out}: {reason}{safe}") from None
 

@@ -1,8 +1,10 @@
 """What a run trains on and what judges it: prompts, pictures that some rewards compare with, rewards."""
 
+import math
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ from safetensors import SafetensorError
 from transformers.utils import cached_file
 
 from rewards import RewardError, parse_rewards, score
-from runtime import UserError
+from runtime import UserError, checkpoints, short_name
 from runtime.log import check_tracker
 from runtime.settings import TINY
 
@@ -19,18 +21,33 @@ LONGEST_PROMPT = 4096  # characters: all prompts of a step take as much memory a
 
 
 @dataclass
+class Source:
+    """A picture to edit: its sides are multiples of 32."""
+
+    image: Image.Image
+    codes: torch.Tensor | None = None  # (rows*columns,) int64, one for 32x32 pixels, once the model has read it
+
+
+@dataclass
 class Prompts:
-    """Prompts, and for each a picture that some rewards compare with (or None), or None if there are no such."""
+    """Prompts, and for each a picture that some rewards compare with (or None), or None if there are no such.
+
+    sources: for each the Source that it says how to edit, or None where pictures are painted from nothing.
+    """
 
     texts: list
     targets: list | None
+    sources: list | None = None
 
     def take(self, rows):
-        return [self.texts[i] for i in rows], self.targets and [self.targets[i] for i in rows]
+        return tuple(each and [each[i] for i in rows] for each in (self.texts, self.targets, self.sources))
 
 
-def read_prompts(path, folder):
-    """The prompts in a file, with the target pictures in a folder, unless it is None or "none"."""
+def read_prompts(path, folder, sources=None, pixels=0):
+    """The prompts in a file, with the target pictures in a folder, unless it is None or "none".
+
+    sources: a folder with the pictures to edit, or None. pixels: those of a picture to be painted; see fitted.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -40,19 +57,36 @@ def read_prompts(path, folder):
         raise UserError(f"the prompts file {path} has no prompt in it; write one a line")
     if (longest := max(map(len, prompts))) > LONGEST_PROMPT:
         raise UserError(f"the prompts file {path} has a prompt of {longest:,} characters; {LONGEST_PROMPT:,} at most")
-    if folder in (None, "none", ""):
-        return Prompts(prompts, None)
+    targets = None if folder in (None, "none", "") else read_pictures(folder, "target", len(prompts))
+    images = sources and read_pictures(sources, "source", len(prompts))
+    return Prompts(prompts, targets, images and [Source(fitted(image, pixels)) for image in images])
+
+
+def read_pictures(folder, kind, count):
+    """`count` pictures of a folder, sorted by name, 2 before 10."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"the folder of target pictures {folder} does not exist")
+        raise UserError(f"the folder of {kind} pictures {folder} does not exist")
     files = [f for f in folder.iterdir() if f.suffix.lower() in Image.registered_extensions()]
     files.sort(key=lambda f: [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", f.name)])
-    if len(files) != len(prompts):
-        raise UserError(f"{folder} has {len(files)} pictures for {len(prompts)} prompts; give one a prompt, by line")
+    if len(files) != count:
+        raise UserError(f"{folder} has {len(files)} pictures for {count} prompts; give one a prompt, by line")
     try:
-        return Prompts(prompts, [Image.open(file := each).convert("RGB") for each in files])
+        return [Image.open(file := each).convert("RGB") for each in files]
     except OSError as error:
-        raise UserError(f"the target picture {file} cannot be opened: {error}") from None
+        raise UserError(f"the {kind} picture {file} cannot be opened: {error}") from None
+
+
+def fitted(image, pixels):
+    """A source of about so many pixels and nearly its own shape, with sides that are multiples of 32.
+
+    Other sides break the pipeline off, as do sides below 512 with the released model, which would read them enlarged.
+    """
+    if max(image.size) > 4 * min(image.size):
+        raise UserError(f"a source of {image.width}x{image.height} pixels: one side is over 4 times the other, cut it")
+    scale = math.sqrt(pixels / (image.width * image.height))
+    size = [max(32, round(side * scale / 32) * 32) for side in image.size]
+    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 @dataclass
@@ -65,13 +99,43 @@ class Data:
     judges: dict  # rewards that nothing is trained to please
 
 
-def load_data(settings):
-    """Prompts and rewards: what is wrong with them is said before 35 GB of model load."""
+def read_inputs(settings):
+    """Prompts of training and held out, and a hash of all that is read: {setting: hash}.
+
+    What is wrong with them is said before anything loads; also if a run that is resumed began with others.
+    """
     check_tracker(settings.tracker)
     with readable_loading(settings.model):
         cached_file(settings.model, "model_index.json")  # fail now if the model is missing: rewards take a while
-    prompts = read_prompts(settings.prompts, settings.targets)
-    held_out = read_prompts(settings.eval_prompts, settings.eval_targets)
+    size = settings.height * settings.width
+    prompts = read_prompts(settings.prompts, settings.targets, settings.sources, size)
+    held_out = read_prompts(settings.eval_prompts, settings.eval_targets, settings.eval_sources, size)
+    folder = settings.adapter
+    adapters = [checkpoints.adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
+    read = {
+        "prompts": "\n".join(prompts.texts).encode(), "targets": pixels(prompts.targets),
+        "sources": pixels(prompts.sources and [source.image for source in prompts.sources]),
+        "eval_prompts": "\n".join(held_out.texts).encode(), "eval_targets": pixels(held_out.targets),
+        "eval_sources": pixels(held_out.sources and [source.image for source in held_out.sources]),
+        "adapter": b"".join(file.read_bytes() for file in adapters if file),
+    }  # fmt: skip
+    hashes = {name: sha256(data).hexdigest() for name, data in read.items()}
+    if settings.resume is not None:
+        *_, began = checkpoints.read_state(Path(settings.resume))
+        changed = [name for name in hashes if hashes[name] != began[name]]
+        if changed:
+            named = ", ".join(f"--{name.replace('_', '-')} {getattr(settings, name)}" for name in changed)
+            raise UserError(f"{settings.resume} began with another {named}: put it back as it was, or start anew "
+                            f"with what was learned: --adapter {settings.resume}")  # fmt: skip
+    return prompts, held_out, hashes
+
+
+def pixels(pictures):
+    return b"".join(picture.tobytes() for picture in pictures or [])
+
+
+def load_data(settings, prompts, held_out):
+    """With rewards: what is wrong with them is said before 35 GB of model load."""
     rewards = load_rewards("reward", settings, prompts)
     for one, other in ((prompts, held_out), (held_out, prompts)):
         if one.targets is None and other.targets is not None:  # likeness does not apply there
@@ -84,13 +148,18 @@ def load_data(settings):
 
 def load_rewards(flag, settings, prompts):
     """The rewards that a flag names, tried on two blank pictures: what cannot work fails now, not in an hour."""
+    print(f"loading --{flag.replace('_', '-')} {getattr(settings, flag)}", flush=True)
     blank = [Image.new("RGB", (settings.width, settings.height))] * 2
     try:
         rewards = parse_rewards(getattr(settings, flag))
-        score(rewards, blank, *prompts.take([0]))
+        texts, targets, sources = prompts.take([0])
+        score(rewards, blank, texts, targets, sources and [source.image for source in sources])
     except (ValueError, torch.OutOfMemoryError) as error:
         tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
         raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}{tried}") from None
+    for name, (function, _) in rewards.items():
+        if hasattr(function, "coverage"):
+            print(f"{short_name(name)}: {function.coverage(prompts.texts)}", flush=True)
     return rewards
 
 

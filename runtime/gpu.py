@@ -35,20 +35,24 @@ def working_memory(settings):
 
     Three numbers: where both models stay on the GPU, in the policy's turn on it, in the painters' turn.
     """
-    pixels, rows = settings.height * settings.width, settings.prompts_per_step * settings.group_size  # side by side
+    pixels = settings.height * settings.width
+    rows = (settings.sample_batch or settings.prompts_per_step) * settings.group_size  # sampled side by side
     size = min(settings.micro_batch_size, largest_micro_batch(settings))
     tokens = 320 + pixels // 32**2  # prompt, preview and picture
+    if settings.sources:
+        tokens += pixels // 32**2 - 256  # their codes, and no preview
     room = (tokens // CapturedForward.ROOM + 1) * CapturedForward.ROOM
     cache = 41e3 * room * rows
     nucleus = 17e3 * tokens * rows  # of all tokens drawn
+    reading = 0.37e6 * (64 + pixels // 32**2) * rows if settings.sources else 0  # prompts with their sources' codes
     cast = CAST if settings.base == "int8" else 0
     update = 0.8e6 * tokens * size + cast
     painting = 3.1e3 * pixels  # by the VAE, one picture at a time
     if settings.train in ("decoder", "both"):  # its training pass, a token for 16x16 pixels, with guidance twice
         passes = 2 if settings.guidance_scale > 1 else 1
         painting = max(painting, 0.37e6 * pixels // 16**2 * size * passes + cast)
-    together = cache + max(nucleus, update, painting)
-    return together + GAPS, max(cache + nucleus, update) + GAPS, painting + GAPS
+    sampling = cache + max(nucleus, reading)
+    return max(sampling, cache + max(update, painting)) + GAPS, max(sampling, update) + GAPS, painting + GAPS
 
 
 def largest_micro_batch(settings):
@@ -165,6 +169,22 @@ def keep_rope_tables(transformer):
         return tables[key]
 
     transformer.rope.register_forward_hook(hook)
+
+
+def keep_one_source(transformer):
+    """The pipeline keeps a source's keys and values for every picture of a batch, 2.0 GB each at 1024x1024.
+
+    Here all of a batch edit one source: before it is written anew, the copy before is dropped. The cache spreads one
+    over the batch.
+    """
+
+    def hook(module, inputs, options):
+        cache = options.get("kv_caches")
+        if cache is not None and cache[0].mode == "write":
+            cache.clear()
+            cache.set_mode("write")
+
+    transformer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):

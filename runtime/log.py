@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,22 +19,30 @@ from rewards import weighted_sum
 from runtime import (
     UserError,
     checkpoints,
+    counted,
     format_number,
     ranks,
     reward_names,
     short_name,
 )
 from runtime.card import write_card
-from runtime.metrics import format_step, step_metrics, why_nothing_was_learned
+from runtime.metrics import (
+    format_step,
+    group_records,
+    step_metrics,
+    why_nothing_was_learned,
+)
 from runtime.pictures import save_before_after, save_curves, save_grid
 
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
+ROW = 8  # pictures in a row of group-*.png
 
 
 class Phases:
     """with phase("decode", *models): the models are on the GPU, if they take turns there, and the block is measured.
 
-    The name of the phase is also shown in the progress bar. offload: see grpo.Offload; None where nothing ever moves.
+    The name of the phase is also shown in the progress bar: that of the steps, or within evaluation() one over prompts.
+    offload: see grpo.Offload; None where nothing ever moves.
     """
 
     def __init__(self, device, steps, done=0, offload=None):
@@ -41,7 +50,8 @@ class Phases:
         self.offload = offload
         self.name = ""
         self.timings = {}
-        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=ranks.rank() > 0)
+        self.shown = {"dynamic_ncols": True, "disable": ranks.rank() > 0}
+        self.bar = self.steps = tqdm(total=steps, initial=done, unit="step", **self.shown)
 
     @contextmanager
     def __call__(self, name, *models):
@@ -62,6 +72,20 @@ class Phases:
         seconds = time.perf_counter() - started
         self.timings[f"seconds/{name}"] = self.timings.get(f"seconds/{name}", 0) + seconds
 
+    @contextmanager
+    def evaluation(self, prompts):
+        """What is within is no part of a step nor of its time. prompts: how many this rank evaluates."""
+        with tqdm(total=prompts, unit="prompt", postfix="evaluation", leave=False, **self.shown) as self.bar:
+            yield
+        self.bar = self.steps
+        self.bar.unpause()
+        self.read()
+
+    def painted(self):
+        """One prompt more has its pictures."""
+        if self.bar is not self.steps:
+            self.bar.update()
+
     def read(self):
         """What was measured since the last time: seconds/PHASE and, on a GPU, gpu_gb/PHASE, its peak memory."""
         timings = self.timings
@@ -72,13 +96,15 @@ class Phases:
 class Record:
     """What a run leaves in `out`: numbers, pictures, checkpoints, adapters; and a tracker. Only the first rank writes.
 
-    learners: {"codes" or "decoder": GRPO}. done: the steps made so far. Of a resumed run, later records are taken out first, and a line that
-    a kill cut short. Whatever cannot be written is a UserError.
+    inputs: the hashes of what the run reads. learners: {"codes" or "decoder": GRPO}. done: the steps made so far. Of a
+    resumed run, later records are taken out first, and a line that a kill cut short. Whatever cannot be written is a
+    UserError.
     """
 
-    def __init__(self, out, settings, phase, learners, done):
+    def __init__(self, out, settings, inputs, phase, learners, done):
         self.out = out
         self.settings = settings
+        self.inputs = inputs
         self.learners = learners
         self.phase = phase
         self.done = done
@@ -86,6 +112,7 @@ class Record:
         self.writes = ranks.rank() == 0
         self.evaluations = read_jsonl(out / "evaluation.jsonl", done)
         metrics = read_jsonl(out / "metrics.jsonl", done)
+        self.groups = read_jsonl(out / "groups.jsonl", done)  # of all ranks
         ranks.gather(None)  # all have read what the first now writes
         self.tracker = None
         if self.writes:
@@ -93,7 +120,8 @@ class Record:
                 (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
                 write_jsonl(out / "evaluation.jsonl", self.evaluations)
                 write_jsonl(out / "metrics.jsonl", metrics)
-            self.tracker = start_tracker(settings.tracker, out)
+                write_jsonl(out / "groups.jsonl", self.groups)
+            self.tracker = start_tracker(settings, out, done)
         self.stop = StopRequest()
         self.half_made = False  # an optimizer has stepped, and the step has not ended: nothing of it is to be saved
         for learner in self.learners.values():
@@ -119,30 +147,39 @@ class Record:
         metrics |= step_metrics(rolled.raw_rewards, total, sequences, paintings)
         metrics = ranks.mean(metrics | self.phase.read())
         recorded = without_nan(metrics)
+        of_ranks = ranks.gather(group_records(done, texts, rolled.raw_rewards))
+        self.groups += [group for groups in of_ranks for group in groups]
         if self.writes:
             with checkpoints.writing(self.out):
                 append_jsonl(self.out / "metrics.jsonl", {"step": done, **recorded})
+                for groups in of_ranks:
+                    append_jsonl(self.out / "groups.jsonl", *groups)
         self.track(done, recorded)
         self.phase.bar.set_postfix_str(f"reward {recorded['reward'] or 0:.3f}")
         self.phase.bar.update()
         self.write(format_step(done, metrics, self.settings))
         if done in (1, self.settings.steps) or done % self.settings.sample_every == 0 or self.stop.received:
-            self.group(texts[0], rolled.images, total)
+            self.group(texts[0], rolled.images, total, rolled.sources and rolled.sources[0])
         self.skipped = self.skipped + 1 if metrics["skipped"] >= 1 else 0
         if self.skipped == MAX_SKIPPED:
             raise UserError(
                 f"{MAX_SKIPPED} steps in a row had no finite gradient; start anew with a lower --lr or --decoder-lr"
             )
 
-    def group(self, prompt, images, rewards):
-        """The first pictures of a step, with their rewards: those of a prompt, one row per code sequence."""
+    def group(self, prompt, images, rewards, source):
+        """The first pictures of a step, with their rewards: those of a prompt, one row per code sequence.
+
+        First the picture that they edit, unless that is None.
+        """
         if not self.writes:
             return
         sequences, paintings = self.settings.sequences, self.settings.paintings
         captions = [f"reward {format_number(reward)}" for reward in rewards.tolist()]
         cells = list(zip(images, captions, strict=True))[: sequences * paintings]
-        width = paintings if min(sequences, paintings) > 1 else sequences * paintings
+        width = paintings if min(sequences, paintings) > 1 else ROW
         rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]
+        if source is not None:
+            rows[0][1].insert(0, (source, "to edit"))
         with checkpoints.writing(self.out):
             picture = save_grid(self.out / f"group-{self.done:06d}.png", rows, f"step {self.done}")
             self.curves()
@@ -151,26 +188,26 @@ class Record:
             self.tracker.log_images({"group": np.asarray(picture)[None]}, step=self.done, **layout)
 
     def evaluation(self, training, held_out):
-        """Of both: (metrics, [(prompt, pictures, their rewards)]), the latter for before-after.png."""
+        """Of both: (metrics, [(prompt, pictures, their rewards, source)]), the latter for before-after.png."""
         record = {"step": self.done}
         for prefix, (metrics, _) in (("", training), ("held_out/", held_out)):
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
         self.track(self.done, {f"evaluation/{name}": value for name, value in record.items()})
         shown = [*training[1], *held_out[1]]
-        record["shown"] = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards in shown]
+        record["shown"] = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards, _ in shown]
         self.evaluations.append(record)
-        first = self.evaluations[0]
-        records, compared = ((record,), "") if first is record else ((first, record), ", before -> after")
+        before = self.before()
+        records, compared = ((record,), "") if before in (None, record) else ((before, record), ", before -> after")
         for prefix, name in (("", "training"), ("held_out/", "held-out")):
-            words = f"evaluation after {self.done} steps, {name} prompts{compared}: {summary(prefix, *records)}"
-            self.write(words)
-        self.phase.read()
-        self.phase.bar.unpause()  # what an evaluation takes is not the time of a step
+            steps = counted(self.done, "step")
+            self.write(f"evaluation after {steps}, {name} prompts{compared}: {summary(prefix, *records)}")
         if self.writes:
             with checkpoints.writing(self.out):
                 folder = self.out / "evaluation" / f"{self.done:06d}"
                 folder.mkdir(parents=True, exist_ok=True)
-                for i, (_, images, _) in enumerate(shown):
+                for i, (_, images, _, source) in enumerate(shown):
+                    if source is not None:
+                        source.save(folder / f"{i + 1}-source.png")
                     for j, image in enumerate(images):
                         image.save(folder / f"{i + 1}-{j + 1}.png")
                 append_jsonl(self.out / "evaluation.jsonl", record)
@@ -179,23 +216,25 @@ class Record:
     def curves(self):
         save_curves(self.out / "reward.png", read_jsonl(self.out / "metrics.jsonl"), self.evaluations)
 
-    def best_step(self):
-        """The step whose adapter did best on prompts held out, or on those of training if no reward applied to them."""
-        name = "held_out/reward" if all(r["held_out/reward"] is not None for r in self.evaluations) else "reward"
-        rated = [record for record in self.evaluations if record[name] is not None]
-        return max(rated, key=lambda record: record[name], default={"step": 0})["step"]
+    def before(self):
+        """The evaluation before training; None if its line was deleted, or was made elsewhere."""
+        return next((record for record in self.evaluations if record["step"] == 0), None)
 
     def save(self):
         """A checkpoint; a run that only evaluates needs none."""
         if self.writes and self.settings.steps > 0:
-            checkpoints.save(self.out, self.done, self.learners, self.settings, self.best_step())
+            best, _ = best_step(self.evaluations)
+            checkpoints.save(self.out, self.done, self.learners, self.settings, self.inputs, best)
 
     def save_whole_step(self):
         if not self.half_made:
             self.save()
 
     def end(self):
-        """The adapters with their cards, and before-after.png; and a warning if training has changed nothing."""
+        """The adapters with their cards, and before-after.png; and a warning if nothing was learned, or more before."""
+        best, words = best_step(self.evaluations)
+        if words:
+            self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
         if reason := why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl")):
             self.write(f"warning: nothing was learned: {reason}")
         if not self.writes:
@@ -208,10 +247,28 @@ class Record:
             if self.settings.train in ("decoder", "both"):
                 folders.append(self.out / "decoder-adapter")
                 self.learners["decoder"].model.base_model.model.save_lora_adapter(folders[-1])
-            before, after = self.evaluations[0], self.evaluations[-1]
+            before, after = self.before(), self.evaluations[-1]
             picture = save_before_after(self.out, before, after)
             for folder in folders:
                 write_card(folder, self.settings, before, after, picture)
+
+    def finish(self):
+        if self.tracker is not None:
+            self.tracker.finish()
+
+
+def best_step(evaluations):
+    """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
+
+    Also words for how much better than at the end, empty if it was not.
+    """
+    held_out = all(record["held_out/reward"] is not None for record in evaluations)
+    name, key = ("held-out", "held_out/reward") if held_out else ("training", "reward")
+    rewards = {record["step"]: record[key] for record in evaluations if record[key] is not None}
+    best = max(rewards, key=rewards.get, default=0)
+    then, now = (format_number(rewards.get(step)) for step in (best, max(rewards, default=0)))
+    words = f"on {name} prompts the reward was higher after {counted(best, 'step')}, {then}, than at the end, {now}"
+    return best, words if then != now else ""
 
 
 def summary(prefix, *records):
@@ -219,18 +276,31 @@ def summary(prefix, *records):
     names = reward_names(records[0], prefix)
     parts = [f"{short_name(name)} {' -> '.join(format_number(r[name]) for r in records)}" for name in names]
     images, prompts = records[0][f"{prefix}images"], records[0][f"{prefix}prompts"]
-    return f"{', '.join(parts)} ({images} images: {prompts} prompts x {images // prompts})"
+    return f"{', '.join(parts)} ({images} images: {counted(prompts, 'prompt')} x {images // prompts})"
 
 
-def start_tracker(kind, out):
-    """A tracker of accelerate's, or None."""
+def start_tracker(settings, out, done):
+    """A tracker of accelerate's, or None. It knows the settings, and a run that is resumed as one and the same."""
+    kind = settings.tracker
     if kind == "none":
         return None
     PartialState()
-    places = {"tensorboard": {"logging_dir": out}, "wandb": {"name": out.name, "dir": out}}
+    path = out / "tracker-id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:8])
+    name = f"{out.resolve().parent.name}-{out.name}-{path.read_text()}"
+    places = {
+        "tensorboard": {"logging_dir": out, "purge_step": done + 1},  # what a kill has left of later steps
+        "wandb": {"id": path.read_text(), "name": name, "resume": "allow", "dir": out},
+        "trackio": {"name": name, "resume": "allow"},
+    }
     project = "tensorboard" if kind == "tensorboard" else "grpo-glm-image"
-    tracker = tracking.LOGGER_TYPE_TO_CLASS[kind](project, **places.get(kind, {}))
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[kind](project, **places[kind])
     tracker.start()
+    if kind == "tensorboard":  # which would make another run of them at every start
+        tracker.log({"settings": json.dumps(vars(settings), indent=2)}, step=done)
+    else:
+        tracker.store_init_configuration(vars(settings))
     return tracker
 
 
@@ -243,9 +313,9 @@ def without_nan(metrics):
     return {name: None if math.isnan(value) else value for name, value in metrics.items()}  # JSON has no NaN
 
 
-def append_jsonl(path, record):
-    with open(path, "a") as file:  # opened anew for each line: a folder that is gone is noticed at once
-        file.write(json.dumps(record) + "\n")
+def append_jsonl(path, *records):
+    with open(path, "a") as file:  # opened anew each time: a folder that is gone is noticed at once
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def read_jsonl(path, last_step=math.inf):
@@ -267,18 +337,18 @@ def write_jsonl(path, records):
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM: finish the step, save, evaluate. Once more ends at once."""
+    """Ctrl-C or SIGTERM: finish the step, save, evaluate; before the first step, only leave. Once more ends at once."""
 
     def __init__(self):
         self.received = False
+        self.follows = b"the first evaluation is broken off"
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.receive)
 
     def receive(self, signum, frame):
         if not self.received:  # by os.write: print may have been interrupted by this very signal
             again = b"; once more ends at once" if ranks.count() == 1 else b""
-            words = b"\nasked to stop: this step is finished, saved and evaluated; a first evaluation is broken off"
-            os.write(2, words + again + b"\n")
+            os.write(2, b"\nasked to stop: " + self.follows + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             for number in (signal.SIGINT, signal.SIGTERM):

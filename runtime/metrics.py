@@ -1,13 +1,14 @@
 """The numbers of a step: rewards over groups, and the line that shows them. Pure functions."""
 
 import math
+import statistics
 
 from runtime import format_number, short_name
 
-PARTS = {  # of the line of a step, in order of weight
-    "decoder/reward_std": "decoder +- {:.3f}", "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}",
-    "grad_norm": "norm {:.2f}", "decoder/grad_norm": "decoder norm {:.3f}", "entropy": "entropy {:.4f}",
-    "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB", "clip_fraction": "{:.1%} clipped", "mean_logprob_gap": "gap {:.0e}",
+PARTS = {  # of the line of a step
+    "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "entropy": "entropy {:.4f}", "mean_logprob_gap": "gap {:.0e}",
+    "decoder/reward_std": "decoder +- {:.3f}", "grad_norm": "norm {:.2f}", "decoder/grad_norm": "decoder norm {:.3f}",
+    "clip_fraction": "{:.1%} clipped", "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB",
 }  # fmt: skip
 ALARMS = {
     "skipped": "SKIPPED: the gradient was not finite", "groups_without_spread": "{:.0%} without spread",
@@ -46,8 +47,38 @@ def step_metrics(raw_rewards, combined, sequences, paintings):
     return metrics
 
 
+def group_records(step, prompts, raw_rewards):
+    """The lines of groups.jsonl: of each group its prompt and {reward: those of its pictures}, None for NaN.
+
+    raw_rewards: {name: (N*M,)}, those of N prompts.
+    """
+    of_groups = {name: values.view(len(prompts), -1).tolist() for name, values in raw_rewards.items()}
+    without_nan = lambda values: [None if math.isnan(value) else value for value in values]
+    return [
+        {"step": step, "prompt": prompt, "rewards": {name: without_nan(rows[i]) for name, rows in of_groups.items()}}
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def spreads(prompts, records, weights):
+    """How far apart the rewards of each prompt's last group lay: one number above 0 per prompt.
+
+    Each reward's spread counts in units of its mean over the prompts, times its weight. A prompt without a group so far
+    has the mean of all; none has less than a tenth of that, or what is solved or out of reach today never came again.
+    """
+    last = {record["prompt"]: record["rewards"] for record in records}
+    unseen = sum(map(abs, weights.values())) or 1.0
+    found = dict.fromkeys(last, 0.0)
+    for name, weight in weights.items():
+        of_prompts = {prompt: [r for r in rewards[name] if r is not None] for prompt, rewards in last.items()}
+        stds = {prompt: statistics.stdev(given) if len(given) > 1 else 0.0 for prompt, given in of_prompts.items()}
+        mean = sum(stds.values()) / max(len(stds), 1) or 1.0
+        found = {prompt: found[prompt] + abs(weight) * std / mean for prompt, std in stds.items()}
+    return [max(found.get(prompt, unseen), unseen / 10) for prompt in prompts]
+
+
 def format_step(step, metrics, settings):
-    """The line of a step, in 120 columns: what is 0 or was not measured is left out, and what finds no more room."""
+    """The line of a step: what is 0 or was not measured is left out."""
     groups = {prefix: {} for prefix in ("reward", "seconds", "gpu_gb")}
     for name, value in metrics.items():
         prefix, _, rest = name.partition("/")
@@ -60,9 +91,7 @@ def format_step(step, metrics, settings):
     parts = [style.format(metrics[name]) for name, style in ALARMS.items() if metrics.get(name, 0) > 0]
     parts += [", ".join(f"{short_name(name)} {value:.3f}" for name, value in raw.items())] if raw else []
     parts += [style.format(metrics[name]) for name, style in PARTS.items() if metrics.get(name, 0) > 0]
-    for part in parts:
-        line += f" | {part}" if len(line) + len(part) + 3 <= 120 else ""
-    return line
+    return " | ".join([line, *parts])
 
 
 def why_nothing_was_learned(records):

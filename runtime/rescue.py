@@ -41,6 +41,7 @@ def rescued(record):
     """Whatever breaks a step off: the last whole step is saved, and what the user can mend is said in one line."""
     try:
         yield record
+        record.finish()
     except StepFailed as error:
         record.save_whole_step()
         raise UserError(f"{error}; once mended, --resume {record.out} goes on" if record.done else error) from None
@@ -49,8 +50,8 @@ def rescued(record):
     except torch.OutOfMemoryError:
         record.save_whole_step()
         raise UserError(
-            f"out of GPU memory while at '{record.phase.name}'; --resume {record.out} goes on, also with --offload yes or "
-            "a lower --micro-batch-size; start anew with a lower --height and --width, or --group-size"
+            f"out of GPU memory while at '{record.phase.name}'; --resume {record.out} goes on, also with --offload yes, a "
+            "lower --micro-batch-size or --sample-batch; start anew with a lower --height and --width, or --group-size"
         ) from None
     except Exception:  # no mistake of the user's: the traceback is shown
         record.save_whole_step()

@@ -1,7 +1,9 @@
 """The command line: every setting with its default, going on with a run, and what a start prints."""
 
 import argparse
+import json
 import math
+import sys
 import textwrap
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -9,14 +11,23 @@ from pathlib import Path
 
 import torch
 
-from rewards import split_spec
+from rewards import REWARDS, split_spec
 from runtime import UserError, checkpoints, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY, RELEASE = str(ROOT / "tiny-glm-image"), "zai-org/GLM-Image"
+TINY_TARGETS = {"prompts.txt": f"{TINY}/targets", "heldout.txt": f"{TINY}/heldout-targets"}
+TINY_TARGETS |= {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
+# With sources these take the place of the defaults for captions.
+TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-edits.txt"}
+TINY_EDITS["eval_sources"] = f"{TINY}/heldout-sources"
+EDITS = {
+    "reward": "edit:1,keep:0.2",
+    "eval_reward": "aesthetic",
+}  # those for captions would judge the wish as a caption
 # What may be another in a resumed run: its length, what it leaves, and what changes results by rounding alone.
 MAY_CHANGE = {"micro_batch_size", "steps", "offload", "compile", "out", "resume", "sample_every", "save_every"}
-MAY_CHANGE |= {"keep_checkpoints", "eval_every", "tracker"}
+MAY_CHANGE |= {"keep_checkpoints", "eval_every", "tracker", "sample_batch"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,12 +74,17 @@ def build_parser():
 
     group = parser.add_argument_group("model and data")
     flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
+    flag("settings", str, None, "start from the settings in this file, a run's settings.json for one; other flags win")
     flag("adapter", str, None, "start from the adapters in the folder of another run; with --steps 0 evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt a line")
+    flag("order", str, "shuffled", "of the prompts: shuffled anew each epoch; that of the file, easy lines first for one; or "
+         "drawn by the spread of the rewards of a prompt's last group", ("shuffled", "file", "spread"))  # fmt: skip
     flag("targets", str, None, "folder with one picture a prompt, sorted by name (default: tiny's, for its prompts)")
+    flag("sources", str, None, "to edit: folder with the picture that each prompt is to change, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
     flag("reward", str, ("ssim:1,mse:1", "pickscore:1,clip:1"),
-         "rewards with weights, or my_file.py:function, which runs that file")  # fmt: skip
+         f"NAME[=FOLDER][:WEIGHT],...: the rewards {', '.join(REWARDS)}, with their weights from a folder; or "
+         "my_file.py:function, which runs that file")  # fmt: skip
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
 
     group = parser.add_argument_group("the algorithm")
@@ -82,6 +98,8 @@ def build_parser():
     # GLM-Image: published for training all weights are 1e-6 to 1e-5, and an adapter takes about ten times as much.
     flag("lr", positive, (1e-3, 2e-5), "AdamW's learning rate")
     flag("decoder_lr", positive, (1e-3, 1e-4), "the same for the decoder's adapter")
+    # GLM-Image: Adam's first steps are of full size whatever the gradient, and clipping does not bound them.
+    flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the rates grow to these")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
     flag("noise_level", number(float, "(0, 1]"), 0.7, "of the moves that the decoder draws, when it learns")
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
@@ -99,6 +117,8 @@ def build_parser():
     # Pictures are compared in a group that shares noise and steps: what all of them lack cancels in the z-score. But
     # guidance has to be above 1, for the unguided half drops the codes: it makes the decoder follow the policy.
     flag("decode_steps", count, (6, 12), "denoising steps of the decoder")
+    flag("decode_window", count, None, "draw, and learn from, so many denoising steps in a row, chosen by the seed, when "
+         "the decoder learns; the stock sampler makes the others (default: all but the last)")  # fmt: skip
     flag("guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance; above 1 doubles its cost")
     flag("guidance_steps", count, None, "in training, guide the first denoising steps only (default: all)")
 
@@ -106,10 +126,11 @@ def build_parser():
     flag("eval_prompts", str, (f"{TINY}/heldout.txt", f"{ROOT}/prompts/heldout.txt"),
          "prompts that are never trained on, one a line")  # fmt: skip
     flag("eval_targets", str, None, "folder with one picture for each of them (default: tiny's, for its held-out ones)")
+    flag("eval_sources", str, None, "folder with the picture that each of them is to change")
     flag("eval_reward", str, (f"{TINY}/check.py:shows", "hps"),
          "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
     flag("eval_count", count, (16, 8), "evaluate this many first prompts of training, and of those held out")
-    flag("eval_every", number(int, "[0, inf)"), 0, "steps between evaluations; 0: before and after only")
+    flag("eval_every", number(int, "[0, inf)"), (0, 50), "steps between evaluations; 0: before and after only")
     flag("eval_decode_steps", count, (6, 30), "denoising steps")  # GLM-Image: judged as deployed
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "guidance")
 
@@ -118,6 +139,7 @@ def build_parser():
          ("bfloat16", "int8"))  # fmt: skip
     flag("micro_batch_size", count_or_auto, "auto",
          "sequences in a pass, pictures painted at a time; auto: 4 on a CPU, on a GPU the most that fit, up to 8")  # fmt: skip
+    flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
     flag("compile", str, "auto", "sample with a compiled CUDA graph; auto: on a GPU", switch)
 
@@ -140,12 +162,18 @@ def parse_settings(arguments=None):
     """
     parser, by_model = build_parser()
     settings = parser.parse_args(arguments)
+    if settings.settings is not None:
+        arguments = [*flags_in(settings.settings), *(sys.argv[1:] if arguments is None else arguments)]
+        settings = parser.parse_args(arguments)
     if settings.resume is not None:
         settings = resumed_settings(parser, arguments, settings)
     else:
         complete(settings, by_model)
+    weights = [weight for _, weight in split_spec(settings.reward)]
+    if weights and not any(weights):
+        raise UserError(f"--reward: all weights in {settings.reward} are 0: there is nothing to learn from")
     if settings.combine is None:
-        settings.combine = "zscore" if len(split_spec(settings.reward)) > 1 else "sum"
+        settings.combine = "zscore" if len(weights) > 1 else "sum"
     if settings.micro_batch_size == "auto" and not torch.cuda.is_available():
         settings.micro_batch_size = 4
     # Code sequences per prompt, and paintings of each: what is compared, the ones with the ones, the others with the others.
@@ -154,13 +182,28 @@ def parse_settings(arguments=None):
     return settings
 
 
+def flags_in(file):
+    """The settings in a file as flags, checked like any. Not those that say where a run was, or that follow from others."""
+    try:
+        saved = json.loads(Path(file).read_text())
+        dropped = {"out", "resume", "settings", "sequences", "" if saved.get("train") == "both" else "paintings"}
+        given = {name: value for name, value in saved.items() if value is not None and name not in dropped}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"cannot read the settings in {file}: {error}") from None
+
+
 def complete(settings, by_model):
     """The defaults of the model, and what cannot be said in a flag's type."""
+    tiny_edits = settings.sources is not None and Path(settings.sources).resolve() == Path(TINY, "sources")
     if settings.model is None:
-        settings.model = RELEASE if torch.cuda.is_available() else TINY
-    for name, (tiny, release) in by_model.items():
+        settings.model = RELEASE if torch.cuda.is_available() and not tiny_edits else TINY
+    tiny = Path(settings.model).resolve() == Path(TINY)
+    if settings.sources or settings.eval_sources:
+        complete_edits(settings, (TINY_EDITS if tiny_edits else {}) | ({} if tiny else EDITS))
+    for name, (for_tiny, release) in by_model.items():
         if getattr(settings, name) is None:
-            setattr(settings, name, tiny if Path(settings.model).resolve() == Path(TINY) else release)
+            setattr(settings, name, for_tiny if tiny else release)
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one move has nothing to choose: --decode-steps has to be 2 or more")
     if settings.guidance_steps and (settings.guidance_scale == 1 or settings.guidance_steps > settings.decode_steps):
@@ -168,22 +211,35 @@ def complete(settings, by_model):
             f"--guidance-steps {settings.guidance_steps} are some of the --decode-steps {settings.decode_steps}, at a "
             f"--guidance-scale above 1 (it is {settings.guidance_scale})"
         )
+    if settings.decode_window is not None and settings.decode_window >= settings.decode_steps:
+        raise UserError(f"--decode-window must be below --decode-steps {settings.decode_steps}: the last is not drawn")
     if settings.height % 32 or settings.width % 32:
         raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
     pixels = settings.height * settings.width
     if settings.model == RELEASE and not 2**20 <= pixels <= 2**22:
         print(f"warning: GLM-Image was trained on 2^20 to 2^22 pixels, this is {pixels:,}")
-    choose_targets(settings, by_model)
+    choose_targets(settings)
 
 
-def choose_targets(settings, by_model):
-    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told too, see prompts.py."""
-    for prompts, targets, folder in (
-        ("prompts", "targets", "targets"), ("eval_prompts", "eval_targets", "heldout-targets"),
-    ):  # fmt: skip
-        own = Path(getattr(settings, prompts)).resolve() == Path(by_model[prompts][0])
-        if getattr(settings, targets) is None and own:
-            setattr(settings, targets, f"{TINY}/{folder}")
+def complete_edits(settings, defaults):
+    """Defaults of a run that edits, and what such a run cannot do."""
+    for name, value in defaults.items():
+        if getattr(settings, name) is None:
+            setattr(settings, name, value)
+    if None in (settings.sources, settings.prompts, settings.eval_sources, settings.eval_prompts):
+        raise UserError(
+            "edits need --sources with --prompts, and others to judge by: --eval-sources with --eval-prompts"
+        )
+    if settings.train != "codes":
+        raise UserError("--sources trains the codes; the decoder's steps beside a source it cannot: leave out --train")
+
+
+def choose_targets(settings):
+    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told too, see data.py."""
+    for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):
+        file = Path(getattr(settings, prompts)).resolve()
+        if getattr(settings, targets) is None and file.parent == Path(TINY):
+            setattr(settings, targets, TINY_TARGETS.get(file.name))
 
 
 def resumed_settings(parser, arguments, given):
@@ -191,7 +247,7 @@ def resumed_settings(parser, arguments, given):
     out = Path(given.resume)
     if given.out is not None:
         raise UserError("--resume names the folder of the run already: leave out --out")
-    step, num_ranks, saved = checkpoints.read_state(out)
+    step, num_ranks, saved, _ = checkpoints.read_state(out)
     settings = parser.parse_args(arguments, argparse.Namespace(**saved))  # flags that are not given keep these values
     settings.out = settings.resume = str(out)
     changed = [name for name in saved.keys() - MAY_CHANGE if getattr(settings, name) != saved[name]]
@@ -251,7 +307,7 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     words = "settings: " + " ".join(f"{name}={value}" for name, value in vars(settings).items())
     print(textwrap.fill(words, 118, break_on_hyphens=False, break_long_words=False))  # a path can be copied
-    codes = settings.height * settings.width // 32**2 + 256
+    codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
     for what, pictures, steps, guidance, guided in (
         ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings, settings.decode_steps,

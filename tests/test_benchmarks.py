@@ -11,7 +11,6 @@ from conftest import CODES, CPU, build_run, shorten, tiny_settings
 
 import train
 from benchmarks import glm_image, memory, painters
-from runtime.log import Phases
 
 
 @pytest.fixture
@@ -194,18 +193,27 @@ def against_trl(monkeypatch):
 
 def test_our_half_of_the_comparison(against_trl):
     """A step of ours, alternating with one of TRL in which nothing happens."""
-    options, clock = SimpleNamespace(group_size=2, prompts_per_step=1), Phases(CPU, 1)
+    options = SimpleNamespace(group_size=2, prompts_per_step=1)
     lora = against_trl.peft.LoraConfig(**against_trl.LORA)
     weights = against_trl.peft.get_peft_model(against_trl.build_model(), lora).state_dict()
     ours, words = against_trl.build_ours(options, weights), against_trl.build_tokenizer()
-    make_step = lambda prompts, seed: against_trl.our_step(ours, prompts, words, 2, seed, clock)
-    alternate = against_trl.Alternate(make_step, against_trl.draw_prompts(1), 1, clock)
+    alternate = against_trl.Alternate(lambda number: against_trl.our_step(ours, prompts, words, 2, seed=number))
+    prompts = against_trl.draw_prompts(1)
     alternate.on_step_begin()
     alternate.on_step_end(None, SimpleNamespace(global_step=1), None)
-    (nothing,), (step,) = alternate.timings["TRL"], alternate.timings["ours"]
-    assert nothing.keys() == {"step", "update"} and nothing["step"] == nothing["update"]
-    assert step.keys() == {"step", "sample", "score", "reference", "update"}
-    assert min(step.values()) > 0 and sum(step.values()) <= 2 * step["step"]  # the phases are parts of the step
+    (nothing,), (step,) = alternate.seconds.values()
+    assert 0 <= nothing < step
+
+
+def test_log_probs_loss_and_gradient_are_trls(tmp_path):
+    """Where TRL is installed: pip install trl datasets."""
+    for name in ("trl", "datasets"):
+        pytest.importorskip(name)
+    against_trl = importlib.import_module("benchmarks.against_trl")
+    options = SimpleNamespace(group_size=4, prompts_per_step=1, steps=1)
+    trl = against_trl.build_trl(options, against_trl.draw_prompts(1), against_trl.build_tokenizer(), str(tmp_path))
+    differences = against_trl.compare(trl, against_trl.build_ours(options, trl.model.state_dict()), 4)
+    assert max(differences.values()) < against_trl.TOLERANCE, differences
 
 
 def test_against_trl_says_what_it_needs(monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """The command line: what a run prints and leaves, what it refuses, which prompts and seeds a step takes, its numbers."""
 
+import asyncio
+import importlib.machinery
 import json
 import math
 import os
@@ -7,6 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,18 +27,21 @@ from conftest import (
     shorten,
     tiny_settings,
     write_prompts,
+    write_reward,
 )
 from make import draw
 from PIL import Image
 
 import train
 from grpo import compute_advantages
+from rewards import REWARDS
 from runtime import UserError, ranks, settings
 from runtime.data import read_prompts
 from runtime.log import Phases
 from runtime.metrics import (
     format_step,
     reward_metrics,
+    spreads,
     step_metrics,
     why_nothing_was_learned,
 )
@@ -194,17 +202,114 @@ def test_prompts_of_every_kind_work(quick):
     assert records("run/evaluation.jsonl")[0]["prompts"] == 4
 
 
-def test_tensorboard_gets_numbers_and_pictures(quick):
+def test_groups_jsonl_has_the_prompts_and_rewards_of_all_groups(quick):
+    """The reward counts its pictures, and leaves out each third."""
+    Path("mine.py").write_text(
+        "seen = []\n\ndef count(images, prompts, targets):\n    seen.extend(images)\n"
+        "    numbers = range(len(seen) - len(images), len(seen))\n"
+        "    return [float('nan') if i % 3 == 2 else i for i in numbers]\n"
+    )
+    both = ["--train", "both", "--paintings", "2", "--decode-steps", "2"]
+    for name, flags, size in (("codes", [], 2), ("both", both, 4)):
+        arguments = ["--reward", "mine.py:count,mse:0.5", "--prompts-per-step", "2", "--steps", "2", *flags]
+        assert quick(*arguments, "--order", "file", "--out", name) == 0
+        groups = records(f"{name}/groups.jsonl")
+        assert [group["step"] for group in groups] == [1, 1, 2, 2]
+        assert [group["prompt"] for group in groups] == Path("prompts.txt").read_text().splitlines() * 2
+        first = 2 + 2 * 2  # pictures of the trial, and of two evaluations
+        numbers = [None if i % 3 == 2 else i for i in range(first, first + 4 * size)]
+        assert [value for group in groups for value in group["rewards"]["mine.py:count"]] == numbers
+        for step, line in enumerate(records(f"{name}/metrics.jsonl")):
+            mses = [value for group in groups[2 * step :][:2] for value in group["rewards"]["mse"]]
+            assert len(mses) == 2 * size and np.mean(mses) == pytest.approx(line["reward/mse"])
+
+
+def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
+    """The judge of the first waits for the second to be begun; the last one's ends after the painting."""
+    decode, painting = train.decode_images, threading.Event()
+
+    def decode_images(pipe, prompt, *given):
+        if prompt.startswith("a blue"):
+            painting.set()
+        return decode(pipe, prompt, *given)
+
+    async def judge(images, prompts, targets):
+        return [float(await asyncio.to_thread(painting.wait, 20))] * len(images)
+
+    monkeypatch.setattr(train, "decode_images", decode_images)
+    settings = tiny_settings("--height", "32", "--width", "32", "--decode-steps", "1")
+    run, pictures = build_run(settings), train.picture_settings(settings)
+    prompts = Path("prompts.txt").read_text().splitlines()
+    rolled = train.rollout(run, pictures, {"judge": (judge, 1.0)}, prompts, None, 0, 2)
+    assert rolled.raw_rewards["judge"].tolist() == [1] * 4
+
+
+def test_prompts_sampled_a_few_at_a_time_are_as_if_sampled_side_by_side(quick, monkeypatch):
+    prompts = ["a red circle", "a blue cross", "a red cross"]  # of one length: no padding that would round otherwise
+    flags = ["--height", "32", "--width", "32", "--decode-steps", "1", "--temperature", "2", "--top-p", "1"]
+    run, found, sampled = build_run(tiny_settings(*flags)), [], []
+    sample = run.policy.sample
+
+    def counted(encoded, *given):
+        sampled.append(len(encoded))
+        if len(sampled) == 9:  # of the last rollout
+            raise train.NotFinite([0])
+        return sample(encoded, *given)
+
+    monkeypatch.setattr(run.policy, "sample", counted)
+    batches = [[], ["--sample-batch", "2"], ["--sample-batch", "1"]]
+    rollout = lambda batch: train.rollout(
+        run, train.picture_settings(tiny_settings(*flags, *batch)), {}, prompts, None, 7, 2
+    )
+    found = [rollout(batch) for batch in batches]
+    assert sampled == [3, 2, 1, 1, 1, 1]
+    for other in found[1:]:
+        for one, another in zip(found[0].groups, other.groups, strict=True):
+            assert torch.equal(one.tokens, another.tokens)
+            torch.testing.assert_close(one.old_logprobs, another.old_logprobs, atol=1e-5, rtol=0)
+        assert [image.tobytes() for image in other.images] == [image.tobytes() for image in found[0].images]
+    assert len({tuple(row) for group in found[0].groups for row in group.tokens.tolist()}) == 6
+    with pytest.raises(UserError, match="sampled for 'a red cross' are not finite"):
+        rollout(batches[-1])
+
+
+def test_tensorboard_gets_numbers_and_pictures_of_one_run_however_often_resumed(quick):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert quick("--steps", "2", "--out", "run", "--tracker", "tensorboard") == 0
+    shutil.rmtree("run/checkpoints/000002")  # as if the second step had been killed before it was saved
+    time.sleep(1)  # its files are named by the second
+    assert train.main(["--resume", "run", "--steps", "3"]) == 0
     events = EventAccumulator("run/tensorboard")
     events.Reload()
     written = [record["reward"] for record in records("run/metrics.jsonl")]
     assert [event.value for event in events.Scalars("reward")] == pytest.approx(written)
+    assert [event.step for event in events.Scalars("reward")] == [1, 2, 3]
     assert {"grad_norm", "evaluation/reward"} <= set(events.Tags()["scalars"])
-    assert [event.step for event in events.Images("group")] == [1, 2]
+    assert [event.step for event in events.Images("group")] == [1, 3]
+    assert b'"group_size": 2' in events.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
+    """A stand-in for the package: which calls reach it."""
+    package, seen = types.ModuleType(kind), []
+    package.__spec__ = importlib.machinery.ModuleSpec(kind, None)
+    package.Image = lambda array: array
+    package.config = SimpleNamespace(update=lambda values, **options: seen.append(("settings", values["lr"])))
+    log = lambda values, step: seen.append(("step", step)) if "reward" in values else None
+    run = SimpleNamespace(log=log, finish=lambda: seen.append("finish"))
+    package.init = lambda **options: seen.append(options) or run
+    monkeypatch.setitem(sys.modules, kind, package)
+    assert quick("--steps", "1", "--tracker", kind, "--out", "run") == 0
+    assert train.main(["--resume", "run", "--steps", "2"]) == 0
+    begun = seen[0]
+    assert seen == [begun, ("settings", 1e-3), ("step", 1), "finish", begun, ("settings", 1e-3), ("step", 2), "finish"]
+    assert begun["resume"] == "allow" and begun["project"] == "grpo-glm-image" and "-run-" in begun["name"]
+    assert begun["name"].endswith(Path("run/tracker-id").read_text())
+    assert quick("--steps", "1", "--tracker", kind, "--out", "other/run") == 0
+    assert seen[8]["name"] != begun["name"] and seen[8].get("id") != begun.get("id", 0)
 
 
 # ---- settings and refusals ------------------------------------------------------------------------------------------
@@ -215,6 +320,7 @@ def test_defaults_depend_on_the_model():
     assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (48, 1e-3, 128, 1.0, 0.95)
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
+    assert (tiny.eval_every, other.eval_every) == (0, 50), "a choice of adapters; a tiny run is short"
     assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.3, 0.01, 1e-3, 1e-4)
     assert (tiny.prompts_per_step, tiny.group_size, tiny.clip_range, tiny.noise_level) == (4, 4, 0.2, 0.7)
     assert (tiny.eval_count, other.eval_count, other.eval_guidance_scale, tiny.guidance_scale) == (16, 8, 1.5, 1.0)
@@ -228,6 +334,28 @@ def test_defaults_depend_on_the_model():
     assert spelled.targets == tiny.targets, "however these are spelled"
 
 
+def test_settings_of_a_file_are_a_start_and_flags_win(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = tiny_settings(
+        "--train", "decoder", "--group-size", "8", "--lr", "0.00123", "--eval-reward", "", "--out", "a"
+    )
+    Path("settings.json").write_text(json.dumps(vars(first)))
+    again = train.parse_settings(["--settings", "settings.json"])
+    assert vars(again) == vars(first) | {"out": None, "settings": "settings.json"}
+    other = train.parse_settings(["--settings", "settings.json", "--train", "both", "--group-size", "3"])
+    assert (other.lr, other.group_size, other.sequences, other.paintings) == (0.00123, 3, 3, 4)
+    Path("settings.json").write_text('{"lr": 0.5, "train": "both", "paintings": 7}')
+    few = tiny_settings("--settings", "settings.json", "--lr", "0.25")
+    assert (few.lr, few.paintings, few.steps) == (0.25, 7, 48)
+    for text, words in (("{", "cannot read the settings in"), ("[1]", "cannot read the settings in"),
+                        ('{"lr": -1}', "--lr: must be in"), ('{"rate": 1}', "unrecognized arguments: --rate=1")):  # fmt: skip
+        Path("settings.json").write_text(text)
+        with pytest.raises(UserError, match=words):
+            train.parse_settings(["--settings", "settings.json"])
+    with pytest.raises(UserError, match="cannot read the settings in missing"):
+        train.parse_settings(["--settings", "missing"])
+
+
 def test_every_setting_is_a_flag_with_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--help"])
@@ -237,6 +365,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
         assert action.help
     for name in vars(tiny_settings()).keys() - {"sequences"}:  # which is decided by --train and --group-size
         assert f"--{name.replace('_', '-')} " in text
+    assert f"NAME[=FOLDER][:WEIGHT],...: the rewards {', '.join(REWARDS)}, with" in " ".join(text.split())
     with pytest.raises(UserError):  # no abbreviations: a later flag must not change what a command means
         train.parse_settings(["--group", "4"])
 
@@ -265,6 +394,9 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--reward", "beauty"], "unknown reward 'beauty'"),
         (["--reward", "bad.py:reward"], "--reward: reward 'bad.py:reward' failed for the prompt 'a "),
         (["--reward", "bad.py:reward"], "KeyError: 'no such face' (bad.py, line 2) (tried on two blank pictures)"),
+        (["--reward", "bad.py:none"], "not NoneType; give NaN, not None, where it does not apply (tried on two blank"),
+        (["--reward", "bad.py:leaves"], "SystemExit: 3 (bad.py, line 11)"),
+        (["--reward", "ssim:0,mse:0.0"], "--reward: all weights in ssim:0,mse:0.0 are 0: there is nothing"),
         (["--reward", "ssim:1e39"], "--reward: the weight of reward 'ssim' is 1e+39"),
         (["--reward", "bad.py:one"], "--reward: reward 'bad.py:one' gave shape (1,) for 2 images"),
         (["--eval-reward", "clip=few"], "--eval-reward: cannot load reward 'clip'"),
@@ -275,6 +407,8 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--out", "old"], "old already holds a run; choose another --out, or go on with it: --resume old"),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
         (["--reward", "ssim", "--targets", "none"], "'ssim' compares with target pictures: give --targets"),
+        (["--train", "decoder", "--decode-window", "6"], "--decode-window must be below --decode-steps 6"),
+        (["--settings", "missing.json"], "cannot read the settings in missing.json"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
         (["--resume", "run", "--out", "other"], "leave out --out"),
     ],
@@ -288,7 +422,9 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     Path("cut.txt").write_bytes("a red circle\n一只".encode()[:-1])
     Path("bad.py").write_text(
         "def reward(images, prompts, targets):\n    raise KeyError('no such face')\n\n"
-        "def one(images, prompts, targets):\n    return [1.0]\n"
+        "def one(images, prompts, targets):\n    return [1.0]\n\n"
+        "def none(images, prompts, targets):\n    return [None, 1.0]\n\n"
+        "def leaves(images, prompts, targets):\n    raise SystemExit(3)\n"
     )
     Path("long.txt").write_text("a" * 10_000)
     Path("cut").mkdir()
@@ -315,6 +451,19 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     assert Path("old/metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
+def test_a_reward_is_tried_after_the_start_is_printed(quick, capsys):
+    """It may take minutes; and says of how many prompts it has a file of its own."""
+    write_reward("print('tried')\nif call > 1:\n    raise SystemExit")
+    with open("mine.py", "a") as file:
+        file.write("\n\nclass Own:\n    __call__ = staticmethod(reward)\n")
+        file.write("    coverage = lambda self, prompts: f'questions for 1 of {len(prompts)} prompts'\n\nown = Own()\n")
+    assert quick("--reward", "mine.py:own", "--steps", "1") == 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Loading")]
+    start = next(i for i, line in enumerate(lines) if "what the run leaves goes to runs/1" in line)
+    words = ["loading --reward mine.py:own", "tried", "mine.py:own: questions for 1 of 2 prompts"]
+    assert lines[start + 1 :][:3] == words and lines.index("tried") > start
+
+
 def test_a_refusal_has_no_traceback(tmp_path):
     process = command(tmp_path, "--group-size", "1")
     assert (process.returncode, process.stdout) == (2, "")
@@ -325,14 +474,43 @@ def test_a_refusal_has_no_traceback(tmp_path):
 
 
 def test_prompts_come_round_once_an_epoch_in_another_order():
-    settings = SimpleNamespace(seed=0, prompts_per_step=3)
-    rows = [row for step in range(20) for row in train.prompt_indices(step, settings, 4)]
+    settings = SimpleNamespace(seed=0, prompts_per_step=3, order="shuffled")
+    rows = [row for step in range(20) for row in train.prompt_indices(step, settings, "abcd")]
     epochs = [rows[i : i + 4] for i in range(0, 60, 4)]
     assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 5
-    assert train.prompt_indices(7, settings, 4) == rows[21:24], "a function of the step"
-    other = SimpleNamespace(seed=1, prompts_per_step=60)
-    assert train.prompt_indices(0, other, 4) != rows
+    assert train.prompt_indices(7, settings, "abcd") == rows[21:24], "a function of the step"
+    other = SimpleNamespace(seed=1, prompts_per_step=60, order="shuffled")
+    assert train.prompt_indices(0, other, "abcd") != rows
+    settings.order = "file"
+    assert [train.prompt_indices(step, settings, "abcd") for step in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
+
+
+def test_spreads_of_prompts_by_hand():
+    """The last group counts, each reward in units of its mean; "new" has the mean of all, "dead" a tenth of it."""
+    records = [
+        {"prompt": "wide", "rewards": {"a": [0.0, 0.0], "b": [0.0, 0.0]}},
+        {"prompt": "dead", "rewards": {"a": [3.0, 3.0, None], "b": [None, 7.0, None]}},
+        {"prompt": "wide", "rewards": {"a": [0.0, 4.0, None], "b": [10.0, 70.0, 40.0]}},
+        {"prompt": "near", "rewards": {"a": [1.0, 2.0, 3.0], "b": [None, None, None]}},
+    ]
+    of_a, of_b = np.array([np.std([0, 4], ddof=1), 0, 1]), np.array([30, 0, 0])  # wide, dead, near
+    wide, _, near = 2 * of_a / of_a.mean() + 0.5 * of_b / of_b.mean()
+    found = spreads(["new", "dead", "near", "wide"], records, {"a": 2.0, "b": -0.5})
+    assert found == pytest.approx([2.5, 0.25, near, wide])
+    assert spreads("xy", [], {"a": 2.0}) == [2, 2] and spreads("xy", [], {"a": 0.0}) == [1, 1]
+
+
+def test_prompts_are_drawn_by_their_spreads_and_none_twice_in_a_step():
+    settings = SimpleNamespace(seed=0, prompts_per_step=1, order="spread")
+    records = [{"prompt": p, "rewards": {"r": [0.0, r]}} for p, r in (("a", 6.0), ("b", 3.0), ("c", 3.0), ("d", 0.0))]
+    draw = lambda step: train.prompt_indices(step, settings, "abcd", records, {"r": 1.0})
+    shares = np.bincount([draw(step)[0] for step in range(4000)], minlength=4) / 4000
+    assert shares == pytest.approx(np.array([6, 3, 3, 0.3]) / 12.3, abs=0.03)
+    settings.prompts_per_step = 4
+    assert all(sorted(draw(step)) == [0, 1, 2, 3] for step in range(9)) and len({tuple(draw(s)) for s in range(9)}) > 2
+    settings.prompts_per_step = 6
+    assert draw(3)[4:] == draw(3)[:2], "more than there are: some twice"
 
 
 def test_no_two_groups_share_a_seed(monkeypatch):
@@ -381,9 +559,9 @@ def test_an_evaluation_is_always_of_the_same_prompts_and_seeds(quick, monkeypatc
     """And of seeds that training never draws from; how many are painted at once is no matter."""
     painted, decode = [], train.decode_images
 
-    def decode_images(pipe, prompt, tokens, settings, seed):
+    def decode_images(pipe, prompt, tokens, settings, seed, source):
         painted.append((prompt, seed))
-        return decode(pipe, prompt, tokens, settings, seed)
+        return decode(pipe, prompt, tokens, settings, seed, source)
 
     monkeypatch.setattr(train, "decode_images", decode_images)
     Path("new.txt").write_text("a green ring\na blue ring\na third that is never asked for\n")
@@ -452,11 +630,10 @@ METRICS = {
 
 
 def test_the_line_of_a_step_by_hand():
-    """What is 0 or was not measured is left out, and what finds no more room; alarms stand in front."""
-    line = format_step(3, METRICS, SimpleNamespace(steps=20))
-    assert len(line) <= 120
-    assert line == (
-        "step 3/20 | reward 1.250 +- 0.500 | 25% without spread | a 0.750 | kl 0.0125 | norm 2.50 | entropy 0.0169 | 3.8s"
+    """What is 0 or was not measured is left out; alarms stand in front, and what is to be watched before the rest."""
+    assert format_step(3, METRICS, SimpleNamespace(steps=20)) == (
+        "step 3/20 | reward 1.250 +- 0.500 | 25% without spread | a 0.750 | kl 0.0125 | entropy 0.0169 | gap 2e-06 | "
+        "norm 2.50 | 12.5% clipped | 3.8s | 9.5 GB"
     )
     trouble = dict.fromkeys(["kl", "clip_fraction", "mean_logprob_gap", "max_logprob_gap"], NAN)  # nothing learned
     trouble |= {"unscored": 0.25, "skipped": 1.0, "grad_norm": 0.0}
@@ -467,10 +644,10 @@ def test_the_line_of_a_step_by_hand():
     assert not re.search("kl|norm|gap|nan", line)
     quiet = METRICS | {"kl": 0.0, "entropy": 0.0, "groups_without_spread": 0.0}
     line = format_step(3, quiet, SimpleNamespace(steps=20))
-    assert line.endswith("0.500 | a 0.750 | norm 2.50 | 3.8s | 9.5 GB | 12.5% clipped | gap 2e-06")
+    assert line.endswith("0.500 | a 0.750 | gap 2e-06 | norm 2.50 | 12.5% clipped | 3.8s | 9.5 GB")
     halves = quiet | {"decoder/reward_std": 0.0625, "decoder/groups_without_spread": 0.5}
     line = format_step(3, halves, SimpleNamespace(steps=20))
-    assert "| decoder: 50% without spread | a 0.750 | decoder +- 0.062 | norm" in line
+    assert "| decoder: 50% without spread | a 0.750 | gap 2e-06 | decoder +- 0.062 | norm" in line
 
 
 @pytest.mark.parametrize(
@@ -539,6 +716,25 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     assert all(rolled.raw_rewards[name].tolist()[3] == values[3] for name, values in (("a", a), ("b", b))), (
         "the log has these"
     )
+
+
+def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
+    """Two prompts, three sequences each: a picture's colour is a number of its codes, and its reward is that colour."""
+    shorten(monkeypatch.setattr)
+    number = lambda codes: int(codes.sum()) % 251
+    paint = lambda pipe, prompt, tokens, *given: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
+    monkeypatch.setattr(train, "decode_images", paint)
+    settings = tiny_settings(
+        "--height", "32", "--width", "32", "--group-size", "3", "--temperature", "9", "--top-p", "1"
+    )
+    colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
+    prompts = ["a red circle", "a blue cross"]
+    rolled, _ = train.grpo_step(build_run(settings), settings, {"colour": (colour, 1.0)}, prompts, None, 0)
+    assert len(rolled.groups) == 2 and len(rolled.images) == 6
+    for group in rolled.groups:
+        numbers = torch.tensor([float(number(codes)) for codes in group.tokens])
+        assert numbers.std() > 1
+        torch.testing.assert_close(group.advantages, compute_advantages(numbers, 3), atol=1e-5, rtol=0)
 
 
 def test_several_rewards_are_combined_by_zscores_unless_told_otherwise(quick):

@@ -92,8 +92,8 @@ def test_log_density_equals_torchs():
     torch.testing.assert_close(log_density(x, mean, 0.3), expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("steps", [2, 6, 50])
-def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, steps):
+@pytest.mark.parametrize(("steps", "window"), [(2, range(1)), (6, range(5)), (50, range(49)), (6, range(2, 4))])
+def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, steps, window):
     """Each move by itself; and the pipeline's latents."""
     latents = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     prior = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -101,7 +101,7 @@ def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, 
     arguments |= {"guidance_scale": 1.5, "output_type": "latent"}
     expected = pipe(**arguments, latents=latents.clone()).images
     other = GlmImagePipeline(**{**pipe.components, "scheduler": PathScheduler.from_config(pipe.scheduler.config)})
-    other.scheduler.begin(1e-12, [0, 1])  # a spread of 1e-12
+    other.scheduler.begin(1e-12, [0, 1], window)  # a spread of 1e-12
     assert (other(**arguments, latents=latents.clone()).images - expected).abs().max() < 1e-4
 
     stock = pipe.scheduler
@@ -149,6 +149,25 @@ def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
     assert torch.equal(other.next_latents, again[2].next_latents)
     later = roll_out(run, settings, seed=7)[0]
     assert not torch.equal(first.latents[0], later.latents[0]), "the noise a group starts from"
+
+
+def test_a_window_of_steps_is_drawn_and_the_others_are_the_stock_samplers():
+    """Two of the five; each prompt's own. Before it all paintings are one."""
+    run, settings = build("--decode-steps", "6", "--decode-window", "2", "--kl-coef", "0.1", "--micro-batch-size", "2")
+    starts = set()
+    for seed in (5, 7, 9):
+        moves = roll_out(run, settings, seed=seed)
+        assert len(moves) == 2 * 2  # prompts x window
+        for first, second in (moves[:2], moves[2:]):
+            assert first.levels[1] == second.levels[0] and torch.equal(second.latents, first.next_latents)
+            torch.testing.assert_close(first.latents, first.latents[:1].expand_as(first.latents), atol=1e-5, rtol=0)
+            assert not torch.equal(second.latents[0], second.latents[1])
+            starts.add(round(first.levels[0], 4))
+    assert len(starts) > 2
+    with torch.no_grad():
+        again = run.decoder.logprobs(moves[1], torch.arange(3))
+    torch.testing.assert_close(again, moves[1].old_logprobs, atol=1e-3, rtol=0)
+    assert learn(run, moves)["grad_norm"] > 0
 
 
 def draws(move):
@@ -239,9 +258,9 @@ def watched(run, monkeypatch):
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_themselves(monkeypatch, missing):
-    """Two prompts, two code sequences each, four paintings of each; a painting without a reward is left out."""
-    run, settings = build("--train", "both", "--group-size", "2", "--paintings", "4", "--combine", "sum")
-    values, given, seen = torch.arange(16.0) ** 2, {}, watched(run, monkeypatch)
+    """Two prompts, three code sequences each, four paintings of each; a painting without a reward is left out."""
+    run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4", "--combine", "sum")
+    values, given, seen = torch.arange(24.0) ** 2, {}, watched(run, monkeypatch)
     if missing:
         values[5] = math.nan
 
@@ -250,19 +269,34 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         return values
 
     rolled, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, PROMPTS, ["a", "b"], 5)
-    expected = {"prompts": [PROMPTS[0]] * 8 + [PROMPTS[1]] * 8, "targets": ["a"] * 8 + ["b"] * 8, "images": 16}
-    assert given == expected and len(rolled.images) == 16 and metrics["decoder/skipped"] == 0
-    means = values.view(4, 4).nanmean(1)
+    expected = {"prompts": [PROMPTS[0]] * 12 + [PROMPTS[1]] * 12, "targets": ["a"] * 12 + ["b"] * 12, "images": 24}
+    assert given == expected and len(rolled.images) == 24 and metrics["decoder/skipped"] == 0
+    means = values.view(6, 4).nanmean(1)
     for i, group in enumerate(seen["codes"]):
-        own = means[2 * i : 2 * i + 2]
+        own = means[3 * i : 3 * i + 3]
         torch.testing.assert_close(group.advantages, (own - own.mean()) / own.std(), atol=1e-4, rtol=0)
     moves_each = settings.decode_steps - 1
-    assert len(seen["decoder"]) == 2 * 2 * moves_each
+    assert len(seen["decoder"]) == 2 * 3 * moves_each
     for i, move in enumerate(seen["decoder"]):
-        own = values.view(4, 4)[i // moves_each]
+        own = values.view(6, 4)[i // moves_each]
         spread = own[~own.isnan()].std()
         by_hand = ((own - own.nanmean()) / spread).nan_to_num(0)
         torch.testing.assert_close(move.advantages, by_hand, atol=1e-4, rtol=0)
+
+
+def test_a_path_ends_in_its_own_picture():
+    """Of every prompt, code sequence and painting: what is clean in the last latents that were drawn, seen by the VAE."""
+    run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4", "--decode-steps", "6")
+    pictures = train.picture_settings(settings)
+    rolled = train.rollout(run, pictures, {}, PROMPTS, None, 5, settings.sequences, settings.paintings)
+    last = torch.cat([step.next_latents for step in rolled.denoising_steps[4::5]])  # (N*G*K, C, H, W)
+    vae = run.pipe.vae
+    mean, std = (torch.tensor(getattr(vae.config, f"latents_{name}")).view(1, -1, 1, 1) for name in ("mean", "std"))
+    with torch.no_grad():
+        guessed = torch.cat([vae.decode(x * std + mean).sample for x in last.split(8)]).add(1).div(2).clamp(0, 1)
+    found = torch.stack([rewards.to_tensor(image) for image in rolled.images])
+    distances = (guessed[:, None] - found[None]).square().mean((2, 3, 4))  # (N*G*K, N*G*K)
+    assert len(found) == 24 and distances.argmin(1).tolist() == list(range(24))
 
 
 def test_zscores_of_several_rewards_are_of_the_groups_that_are_compared(monkeypatch):
@@ -355,7 +389,8 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(quick):
 
 
 def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(quick):
-    arguments = ["--train", "both", "--paintings", "2", "--decode-steps", "3", "--save-every", "1"]
+    arguments = ["--train", "both", "--paintings", "2", "--decode-steps", "4", "--save-every", "1"]
+    arguments += ["--decode-window", "1", "--warmup-steps", "3"]
     assert quick(*arguments, "--steps", "2", "--out", "straight") == 0
     assert quick(*arguments, "--steps", "1", "--out", "halves") == 0
     assert train.main(["--resume", "halves", "--steps", "2"]) == 0

@@ -5,7 +5,6 @@ import json
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,11 +20,12 @@ from conftest import (
 )
 from PIL import Image
 from test_rewards import tiny_clip
+from tqdm import tqdm
 
 import train
 from runtime import ranks
 from runtime.card import write_card
-from runtime.log import Record, summary
+from runtime.log import best_step, summary
 from runtime.pictures import save_curves
 from runtime.settings import RELEASE, TINY
 
@@ -63,9 +63,9 @@ def test_what_only_judges_is_logged_and_not_trained_on(quick):
 def test_pictures_are_judged_as_they_will_be_deployed(quick, monkeypatch):
     seen, decode = [], train.decode_images
 
-    def decode_images(pipe, prompt, tokens, settings, seed):
+    def decode_images(pipe, prompt, tokens, settings, seed, source):
         seen.append((seed >= train.SEEDS["evaluation"], settings.decode_steps, settings.guidance_scale))
-        return decode(pipe, prompt, tokens, settings, seed)
+        return decode(pipe, prompt, tokens, settings, seed, source)
 
     monkeypatch.setattr(train, "decode_images", decode_images)
     arguments = ["--steps", "1", "--eval-decode-steps", "3", "--eval-guidance-scale", "1.5"]
@@ -120,14 +120,16 @@ def test_the_pictures_shown_have_their_own_rewards(quick, prompts_per_step):
     assert len(list(Path("run/evaluation/000000").iterdir())) == 5 * 3
 
 
-def test_the_best_step_where_no_reward_applies_to_prompts_held_out():
+def test_the_best_step_is_that_of_prompts_held_out_unless_no_reward_applies_to_them():
     def best(*pairs):
-        evaluations = [{"step": i, "reward": known, "held_out/reward": new} for i, (known, new) in enumerate(pairs)]
-        return Record.best_step(SimpleNamespace(evaluations=evaluations))
+        return best_step([{"step": i, "reward": known, "held_out/reward": new} for i, (known, new) in enumerate(pairs)])
 
-    assert best((0.1, 0.5), (0.9, 0.4), (0.2, 0.6)) == 2
-    assert best((0.1, None), (0.9, None), (0.2, None)) == 1
-    assert best((None, None)) == best() == 0
+    assert best((0.1, 0.5), (0.9, 0.4), (0.2, 0.6)) == (2, "")
+    words = "prompts the reward was higher after 1 step, 0.900, than at the end, 0.200"
+    assert best((0.1, None), (0.9, None), (0.2, None)) == (1, f"on training {words}")
+    assert best((0.1, 0.2), (0.1, 0.9), (0.9, 0.2)) == (1, f"on held-out {words}")
+    assert best((0.1, 0.20004), (0.1, 0.20001)) == (0, ""), "as people read it"
+    assert best((None, None)) == best() == (0, "")
 
 
 def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
@@ -144,6 +146,27 @@ def test_what_an_evaluation_takes_is_no_part_of_the_next_step(quick, monkeypatch
     for line in Path("run/metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["seconds/score"] < 0.4
     assert waited == [0, 1, 2], "nor in the progress bar"
+
+
+@pytest.mark.parametrize("prompts_per_step", ["1", "2"])
+def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(quick, monkeypatch, prompts_per_step):
+    """Two of training and one held out, before and after; a step's pictures do not count."""
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            bars.append((options["unit"], options["total"], []))
+            self.seen = bars[-1][2]
+
+        def update(self, n=1):
+            self.seen.append(n)
+
+    monkeypatch.setattr("runtime.log.tqdm", Bar)
+    Path("new.txt").write_text("a green ring\n")
+    arguments = ["--eval-prompts", "new.txt", "--eval-targets", "none", "--eval-count", "2"]
+    assert quick(*arguments, "--prompts-per-step", prompts_per_step, "--steps", "2", "--out", "run") == 0
+    assert bars == [("step", 2, [1, 1]), ("prompt", 3, [1, 1, 1]), ("prompt", 3, [1, 1, 1])]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +203,7 @@ def test_the_last_lines_tell_before_and_after_of_both(quick, capfd):
             f"{name} prompts, before -> after: reward {before[prefix + 'reward']:.3f} -> {after[prefix + 'reward']:.3f}"
         )
         assert words in output
-    assert "seven.py:judge 7.000 -> 7.000 (2 images: 1 prompts x 2)" in output
+    assert "seven.py:judge 7.000 -> 7.000 (2 images: 1 prompt x 2)" in output
 
 
 def test_training_prompts_without_targets_are_judged_by_what_applies(quick):
@@ -215,7 +238,8 @@ def test_the_card_says_what_the_adapter_is(quick, monkeypatch):
     card = Path("run/adapter/README.md").read_text()
     before, after = records("run/evaluation.jsonl")
     for words in (
-        "base_model: tiny-glm-image", f'from_pretrained("{TINY}", dtype="auto")', "1 steps, groups of 2", "reward `ssim:1,mse:1`", "load_adapter(",
+        "base_model: tiny-glm-image", 'from_pretrained("tiny-glm-image", dtype="auto")', "reward `ssim:1,mse:1`",
+        "1 step, groups of 2, 1 prompt per\nstep; reward", "load_adapter(",
         f"| ssim, held-out prompts | {before['held_out/reward/ssim']:.3f} | {after['held_out/reward/ssim']:.3f} | 2 |",
     ):  # fmt: skip
         assert words in card
@@ -223,7 +247,7 @@ def test_the_card_says_what_the_adapter_is(quick, monkeypatch):
     monkeypatch.setattr(ranks, "count", lambda: 2)
     settings = argparse.Namespace(**json.loads(Path("run/settings.json").read_text()))
     write_card(Path("run/adapter"), settings, before, after, Image.open("run/before-after.png"))
-    assert "1 prompts a\nstep on each of 2 processes; reward" in Path("run/adapter/README.md").read_text()
+    assert "1 prompt per\nstep on each of 2 processes; reward" in Path("run/adapter/README.md").read_text()
     assert Image.open("run/adapter/before-after.png").width > 100
 
 
@@ -239,6 +263,11 @@ def test_the_curve_shows_every_reward(tmp_path):
     def has(picture, colour):
         return (np.abs(picture[40:] - np.array(colour)).sum(-1) < 30).any()
 
+    watched = [line | {"kl": 0.01 * line["step"], "entropy": 5.0, "decoder/kl": None} for line in metrics]
+    save_curves(tmp_path / "five.png", watched, evaluations)
+    five = np.asarray(Image.open(tmp_path / "five.png"))
+    assert five.shape[0] == three.shape[0] + 200, "a second row of panels, for entropy and KL"
+    assert (five[-200:, :640] < 200).any() and (five[-180:-60, 740:] == 255).all(), "two"
     assert has(three, (0x20, 0x60, 0xC0)) and has(three, (0xD0, 0x20, 0x30)) and not has(one, (0x20, 0x60, 0xC0))
 
 

@@ -1,20 +1,31 @@
 """What the README tells people to copy from runs, and learns."""
 
 import base64
+import csv
 import functools
 import importlib.util
+import inspect
 import io
 import json
 import math
+import re
+import runpy
+import socket
 import threading
+import time
+import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, records
 from PIL import Image
+from voter import votes
 
 import rewards
+import train
 from grpo import generate_with_logprobs
 
 
@@ -45,12 +56,19 @@ def test_text_models_whose_layers_see_no_mask_are_told_what_to_do(change):
 class Judge(BaseHTTPRequestHandler):
     """Fails as often as it is told, then scores each picture by its red, and cannot judge what a cat is."""
 
-    failures, cut = 0, False
+    failures, cut, asked, status, says = 0, False, 0, 500, None
 
     def do_POST(self):
+        Judge.asked += 1
         if Judge.failures > 0:
             Judge.failures -= 1
-            self.send_error(500)
+            self.send_error(Judge.status)
+            return
+        if Judge.says is not None:
+            self.send_response(200)
+            self.end_headers()
+            for part in Judge.says:
+                self.wfile.write(part)
             return
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         pictures = [Image.open(io.BytesIO(base64.b64decode(picture))) for picture in asked["images"]]
@@ -70,22 +88,251 @@ class Judge(BaseHTTPRequestHandler):
 def url():
     server = HTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    Judge.failures, Judge.asked, Judge.status, Judge.says = 0, 0, 500, None
     yield f"http://127.0.0.1:{server.server_port}/score"
     server.shutdown()
 
 
 def test_a_judge_behind_http_is_asked_again(url):
-    images, prompts = [Image.new("RGB", (8, 8), (red, 0, 0)) for red in (10, 20, 30)], ["a", "a cat", "b"]
     served = functools.partial(load("my_reward").served, url=url, waits=(0, 0))
-    for failures, Judge.cut in ((0, False), (2, False), (0, True)):
+    for failures, Judge.cut in ((0, False), (2, False), (0, True)):  # it has answered before it fails
         Judge.failures = failures
-        first, cat, last = rewards.score({"served": (served, 1.0)}, images, prompts, None)["served"].tolist()
+        first, cat, last = ask(served)
         assert (first, last) == (10, 30) and math.isnan(cat)
     Judge.failures = 3
     with pytest.raises(rewards.RewardError, match="HTTP Error 500"):
-        rewards.score({"served": (served, 1.0)}, images, prompts, None)
+        ask(served)
+
+
+def test_a_judge_that_cannot_mend_is_asked_twice(url):
+    """One that is not there, refuses, answers with something else, or has never answered; the error is named."""
+    example = load("my_reward")
+    served = functools.partial(example.served, url=url, waits=(0, 0, 100))
+    for Judge.failures, Judge.says, words in (
+        (9, None, "HTTP Error 500"), (0, [b'{"error": "out of memory"}'], "list of scores: {'error': 'out of memory'}"),
+        (0, [b"<html>"], "JSONDecodeError"), (0, [b"[1, 2, 3]"], "without a list of scores: \\[1, 2, 3"),
+    ):  # fmt: skip
+        Judge.asked = 0
+        with pytest.raises(rewards.RewardError, match=words):
+            ask(served)
+        assert Judge.asked == 2
+    Judge.failures, Judge.says, Judge.status = 0, None, 404
+    assert ask(served)[0] == 10 and example.answered == {url}
+    for Judge.failures, Judge.status, times in ((9, 404, 2), (2, 500, 3)):
+        Judge.asked = 0
+        if times == 2:
+            with pytest.raises(rewards.RewardError, match="HTTP Error 404"):
+                ask(served)
+        else:
+            ask(served)
+        assert Judge.asked == times
+
+
+def test_a_judge_that_drips_is_given_up_in_time(url):
+    """No single read takes long, and what comes in the end would be an answer."""
+    Judge.says = (time.sleep(0.05) or part for part in [b" "] * 30 + [b'{"scores": []}'])
+    with pytest.raises(TimeoutError, match="no whole answer in 0.3 seconds"):
+        load("my_reward").ask(urllib.request.Request(url, b'{"images": [], "prompts": []}'), 0.3)
+
+
+def test_the_judge_is_given_up_before_other_ranks_are():
+    defaults = inspect.signature(load("my_reward").served).parameters
+    waits, limit = defaults["waits"].default, defaults["limit"].default
+    assert sum(waits) + (len(waits) + 1) * limit < 9 * 60
+
+
+def ask(served):
+    """Of three pictures, what they get."""
+    images, prompts = [Image.new("RGB", (8, 8), (red, 0, 0)) for red in (10, 20, 30)], ["a", "a cat", "b"]
+    return rewards.score({"served": (served, 1.0)}, images, prompts, None)["served"].tolist()
 
 
 def test_blueness_by_hand():
     images = [Image.new("RGB", (8, 8), colour) for colour in ("blue", "white", (51, 102, 204))]
     assert load("my_reward").blueness(images, [""] * 3, None) == pytest.approx([1, 0, 0.8 - 0.3])
+
+
+# ---- examples/vote.py -----------------------------------------------------------------------------------------------
+
+RED, GREEN, BLUE = (Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue"))
+IMAGES, PROMPTS = [RED, BLUE, GREEN, BLUE, BLUE, RED], ["a", "a", "a", "b", "b", "b"]
+
+
+def blue(images):
+    return [int(image.getpixel((0, 0))[2] > image.getpixel((0, 0))[0]) for image in images]
+
+
+@pytest.fixture
+def port(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number = free.getsockname()[1]
+    monkeypatch.setenv("VOTE_PORT", str(number))
+    return number
+
+
+@pytest.fixture
+def voting(port):
+    """The example's reward, which may not wait for ever, and what a browser does: GET without a body, POST with one."""
+    example = load("vote")
+
+    def vote(images, prompts):
+        scores = []
+        in_background(lambda: scores.extend(example.vote(images, prompts, None))).join(timeout=20)
+        assert len(scores) == len(images), "it still waits, or failed"
+        return scores
+
+    def browse(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", data, timeout=20) as answer:
+            return answer.read().decode()
+
+    example.serve()
+    yield vote, browse
+    example.serve().server_close()
+
+
+def in_background(work):
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_votes_are_those_of_the_page(voting, port):
+    """Each group is shown by itself, with its prompt; blank pictures, on which rewards are tried, wait for nobody."""
+    vote, _ = voting
+    assert np.isnan(vote([RED, RED], ["a", "a"])).all()
+    seen = []
+    likes = lambda images: seen.append([image.getpixel((0, 0)) for image in images]) or blue(images)
+    counts = []
+    in_background(lambda: counts.extend(votes(f"http://127.0.0.1:{port}", likes, timeout=5)))
+    assert vote(IMAGES, PROMPTS) == [0, 1, 0, 1, 1, 0]
+    assert seen == [[image.getpixel((0, 0)) for image in group] for group in (IMAGES[:3], IMAGES[3:])]
+
+
+def test_a_vote_on_other_pictures_does_not_count(voting):
+    vote, browse = voting
+
+    def person():
+        first = json.loads(browse("/group"))
+        assert first["prompt"] == "a" and len(first["pictures"]) == 3 and "fetch(" in browse("/")
+        time.sleep(1.2)  # people think
+        browse("/vote", {"id": first["id"], "liked": [1, 0, 0]})
+        browse("/vote", {"id": first["id"], "liked": [1, 1, 1]})  # of a second page
+        second = json.loads(browse("/group"))
+        assert second["prompt"] == "b" and second["id"] != first["id"]
+        browse("/vote", {"id": second["id"], "liked": [0, 0, 1]})
+
+    in_background(person)
+    assert vote(IMAGES, PROMPTS) == [1, 0, 0, 0, 0, 1]
+
+
+def test_while_the_page_is_closed_nothing_is_judged(voting):
+    """Loaded again at once it is as if it had never been closed; opened later it is asked again."""
+    vote, browse = voting
+
+    def person():
+        browse("/closed", "")
+        reloaded = json.loads(browse("/group"))
+        browse("/vote", {"id": reloaded["id"], "liked": [0, 1, 0]})
+        browse("/closed", "")
+
+    in_background(person)
+    first, second = np.split(np.array(vote(IMAGES, PROMPTS)), 2)
+    assert first.tolist() == [0, 1, 0] and np.isnan(second).all()
+    assert np.isnan(vote(IMAGES[:3], PROMPTS[:3])).all()
+
+    def later():
+        opened = json.loads(browse("/group"))
+        time.sleep(1.2)
+        browse("/vote", {"id": opened["id"], "liked": [1, 1, 0]})
+
+    in_background(later)
+    assert vote(IMAGES[:3], PROMPTS[:3]) == [1, 1, 0]
+
+
+def test_ten_steps_of_voting_move_the_pictures(quick, port):
+    """Towards what the voter likes: bluish pictures."""
+    code = "import numpy as np\n\ndef bluish(images, *_):\n    rgb = [np.asarray(image).mean((0, 1)) for image in images]\n"
+    Path("taste.py").write_text(code + "    return [int(blue > red) for red, _, blue in rgb]\n")
+    likes = runpy.run_path("taste.py")["bluish"]
+    in_background(lambda: list(votes_when_there(f"http://127.0.0.1:{port}", likes)))
+    reward = ["--reward", f"{ROOT}/examples/vote.py:vote", "--eval-reward", "taste.py:bluish"]
+    flags = ["--targets", "none", "--eval-targets", "none", "--lr", "3e-3", "--kl-coef", "0", "--group-size", "8"]
+    assert quick(*reward, *flags, "--prompts-per-step", "2", "--eval-count", "2", "--steps", "10", "--out", "run") == 0
+    before, after = (record["reward/taste.py:bluish"] for record in records("run/evaluation.jsonl"))
+    assert before < 0.5 and after > 0.8
+
+
+def votes_when_there(url, likes):
+    """The run loads its model first."""
+    while not (counts := list(votes(url, likes, timeout=20))):
+        pass
+    return counts
+
+
+# ---- notebook.ipynb -------------------------------------------------------------------------------------------------
+
+
+def code_cells():
+    cells = json.loads((ROOT / "notebook.ipynb").read_text())["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def as_script(cells):
+    """As a notebook runs them, but for what it installs; files that cells write are written now."""
+    code = []
+    for cell in cells:
+        first, _, rest = (source := "".join(cell["source"])).partition("\n")
+        if first.startswith("%%writefile "):
+            Path(first.split()[1]).write_text(rest)
+        elif not first.startswith("%pip install"):
+            code.append(source)
+    return "\n".join(code)
+
+
+def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
+    """From top to bottom, on short pictures: flags are added to those of each command."""
+    short = ["--height", "32", "--width", "32", "--decode-steps", "1", "--steps", "2", "--eval-count", "2"]
+    short += ["--eval-decode-steps", "1", "--temperature", "2"]
+    parse = train.parse_settings
+    monkeypatch.setattr(train, "parse_settings", lambda arguments: parse([*arguments, *short]))
+    monkeypatch.setattr(train, "GRPO", train.GRPO)  # a cell puts another in its place
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("cells.py").write_text(as_script(code_cells()))
+    names = runpy.run_path("cells.py")
+    trained, own = (records(f"{names[folder]}/metrics.jsonl") for folder in ("folder", "own"))
+    assert len(trained) == len(own) == 2 and "reward/ssim" in trained[0] and "reward/my_size.py:size" in own[0]
+    assert names["advantages"].abs().max() > 0.5 and names["change"].abs().max() > 0
+    held_back = [
+        module.compute_grpo_loss(torch.tensor([[math.log(1.25)]]), torch.zeros(1, 1), torch.ones(1))[1]["clip_fraction"]
+        for module in (names["grpo"], names["my_grpo"])
+    ]
+    assert held_back == [1, 0]
+
+
+def test_the_outputs_of_the_notebook_are_of_one_run():
+    """From top to bottom, without errors, and it got better at what the judge looks for."""
+    cells = code_cells()
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert (ROOT / "notebook.ipynb").stat().st_size < 500_000
+    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
+    texts = ["".join(text for output in cell["outputs"] for text in output.get("text", "")) for cell in cells]
+    found = [re.findall(r"reward (\S+) -> (\S+), .*?shows (\S+) -> (\S+) ", text) for text in texts]
+    (trained, held_out), *_ = filter(None, found)
+    for before, after, wrong, right in (trained, held_out):
+        assert float(after) > float(before) and float(right) > float(wrong)
+
+
+# ---- the curve in the README ----------------------------------------------------------------------------------------
+
+
+def test_the_curve_in_numbers_is_that_of_the_readme():
+    """Each figure of its two lines about the default run is in the table, which has every step."""
+    rows = list(csv.DictReader((ROOT / "assets" / "reward.csv").open()))
+    assert [int(row["step"]) for row in rows if row["curve"] == "mean of a step"] == list(range(1, 49))
+    for name in ("training prompts", "held-out prompts"):
+        line = re.search(rf"evaluation after 48 steps, {name}.*", (ROOT / "README.md").read_text())[0]
+        before, after = (row for row in rows if row["curve"] == f"evaluation: {name}")
+        for reward in ("reward", "ssim", "mse", "check.py:shows"):
+            assert f"{reward} {float(before[reward]):.3f} -> {float(after[reward]):.3f}" in line

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import make
 import pytest
 import torch
-from conftest import CPU, build_run, records, shorten, tiny_settings
+from conftest import CPU, TINY, build_run, records, shorten, tiny_settings
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -177,7 +177,7 @@ def test_nothing_loads_where_it_does_not_fit(quick, card, capsys, monkeypatch):
     """The command itself, as on a card: one line, and no weight and no reward has been looked for."""
     card.free, loaded = 1.0, []
     monkeypatch.setattr(ranks, "device", lambda: CUDA)
-    monkeypatch.setattr(train, "load_data", lambda settings: loaded.append(settings))
+    monkeypatch.setattr(train, "load_data", lambda *given: loaded.append(given))
     assert quick("--out", "small") == 2 and not loaded
     assert "error: too little memory: with micro-batches of 4 (" in capsys.readouterr().err
 
@@ -227,6 +227,25 @@ def test_what_is_planned_fits(released, base, size, group, micro_batch):
         together, turn, _ = (value / 1e9 for value in gpu.memory_needed(models, settings))
         assert peak + beside < together < peak + beside + 3, "and not so much that a card is left half empty"
         assert in_turns + beside < turn < in_turns + beside + 3
+
+
+def test_an_edit_fits_and_is_counted_by_hand(released):
+    """Its codes are read with the prompt, and one copy of the source's keys and values lies beside what is painted."""
+    codes, decoder, weights = released
+    work, cache = memory.peaks(codes, decoder, 1024, 4, 4, edits=True)
+    rows, layers, room = 16, 40, 2304  # 60 of the prompt, 1,024 of the source, 1,024 of the picture, rounded up
+    assert cache == pytest.approx(1e-9 * layers * 2 * rows * 2 * room * 128 * 2)
+    layer = 1e-9 * 2 * (1024 // 16) ** 2 * 4096 * 2  # of the decoder: a picture's keys and values
+    assert 30 * layer == pytest.approx(2.0, abs=0.02), "as README.md says"
+    assert 30 * layer + 4 * 2 * layer < work["decode"] < 30 * layer + 20 * 2 * layer
+    read = (
+        1e-9 * rows * (60 + 1024) * 27_392 * (2 + 4)
+    )  # a layer's widest matrix: output, and the adapter's, in float32
+    assert read < work["prompts"] < 3 * read
+
+    edits = ["--sources", str(TINY / "sources"), "--height", "1024", "--width", "1024", "--micro-batch-size", "4"]
+    peak = max(work["sample"], cache + max(work.values())) + weights + 0.4 + 0.6  # Adam's moments, the card's context
+    assert peak < weights + gpu.working_memory(tiny_settings(*edits)) / 1e9 < peak + 3
 
 
 # ---- the step of one token ------------------------------------------------------------------------------------------

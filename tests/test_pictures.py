@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import make
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image, ImageFont
 import train
 from grpo import get_per_token_logprobs
 from runtime import UserError, checkpoints
+from runtime.log import Record
 from runtime.pictures import fitting, font_for, save_before_after, save_grid
 from runtime.settings import TINY
 from train import encode_prompt  # quick shortens that in train.py
@@ -253,15 +255,42 @@ def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
     save_before_after(tmp_path, before, after)
     ((path, rows, title),) = grids
     assert path == tmp_path / "before-after.png" and "7 steps" in title
-    assert [(label, [caption for _, caption in cells]) for label, cells in rows] == [
-        ("one", ["before, 0.500", "before, none", "after, 0.750", "after, 1.000"]),
-        ("two", ["before, 0.250", "before, 0.125", "after, none", "after, 2.000"]),
+    assert [(label, [cell and cell[1] for cell in cells]) for label, cells in rows] == [
+        ("one", ["before, 0.500", "before, none", None, "after, 0.750", "after, 1.000"]),
+        ("two", ["before, 0.250", "before, 0.125", None, "after, none", "after, 2.000"]),
     ]
     for _, cells in rows:
-        assert [image.getpixel((0, 0)) for image, _ in cells] == [RED, RED, GREEN, GREEN]
+        assert [cell and cell[0].getpixel((0, 0)) for cell in cells] == [RED, RED, None, GREEN, GREEN]
     (tmp_path / "evaluation" / "000000" / "1-1.png").unlink()
     save_before_after(tmp_path, before, after)
-    assert [caption for _, caption in grids[1][1][0][1]] == ["before, none", "after, 0.750", "after, 1.000"]
+    save_before_after(tmp_path, None, after)
+    found = [[cell and cell[1] for cell in rows[0][1]] for _, rows, _ in grids[1:]]
+    assert found == [["before, none", None, "after, 0.750", "after, 1.000"], ["after, 0.750", "after, 1.000"]]
+    assert "before" not in grids[2][2]
+
+
+def test_a_sheet_has_gaps_and_room_for_its_title(tmp_path):
+    red, green = (Image.new("RGB", (80, 80), colour) for colour in (RED, GREEN))
+    sheet = save_grid(tmp_path / "grid.png", [("", [(red, ""), None, (green, "")])], "t", cell=80)
+    assert columns_of(sheet, GREEN, 0, sheet.height)[0] - columns_of(sheet, RED, 0, sheet.height)[1] > 80 / 4
+    assert sheet.width - columns_of(sheet, GREEN, 0, sheet.height)[1] < 20
+    title = "a title that is much wider than a single picture"
+    wide = np.asarray(save_grid(tmp_path / "grid.png", [("", [(red, "")])], title, cell=80).convert("L"))
+    written = (wide[:25] < 128).any(0).nonzero()[0]
+    assert written.max() - written.min() >= ImageFont.load_default(15).getlength(title) - 4
+    assert written.max() < wide.shape[1] - 4
+
+
+@pytest.mark.parametrize(("flags", "rows"), [(["12"], [8, 4]), (["3"], [3]), (["2", "--train", "both"], [4, 4])])
+def test_a_large_group_is_wrapped_at_eight_pictures(tmp_path, monkeypatch, flags, rows):
+    """Those of one code sequence stay in a row of their own."""
+    settings, drawn = tiny_settings("--group-size", *flags), []
+    monkeypatch.setattr("runtime.log.save_grid", lambda path, rows, title: drawn.append(rows))
+    record = SimpleNamespace(writes=True, settings=settings, out=tmp_path, done=1, curves=lambda: None)
+    images = list(range(3 * settings.sequences * settings.paintings))
+    Record.group(record, "prompt", images, torch.arange(len(images)).float())
+    assert [len(cells) for _, cells in drawn[0]] == rows
+    assert [image for _, cells in drawn[0] for image, _ in cells] == images[: sum(rows)]
 
 
 def test_guidance_in_the_first_steps_only(pipe, monkeypatch):

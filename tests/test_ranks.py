@@ -207,26 +207,28 @@ def test_shards_of_the_ranks_are_all_there_is(monkeypatch):
 def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
     def groups(rank, count, prompts_per_step):
         as_rank(monkeypatch, rank, count)
-        settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step)
-        rows, seed = train.prompt_indices(5, settings, 7), train.seed_of_step(5, settings)
+        settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step, order=order)
+        rows, seed = train.prompt_indices(5, settings, "abcdefg", seen, {"r": 1.0}), train.seed_of_step(5, settings)
         return [(row, seed + i) for i, row in enumerate(rows)]
 
-    assert groups(0, 3, 2) + groups(1, 3, 2) + groups(2, 3, 2) == groups(0, 1, 6)
+    seen = [{"prompt": prompt, "rewards": {"r": [0.0, i]}} for i, prompt in enumerate("abcde")]
+    for order in ("shuffled", "file", "spread"):
+        assert groups(0, 3, 2) + groups(1, 3, 2) + groups(2, 3, 2) == groups(0, 1, 6)
 
 
 def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
     """Three on two ranks, in two chunks each: the fourth, which keeps them in step, is painted and does not count."""
     settings = SimpleNamespace(
         eval_count=3, group_size=2, prompts_per_step=1, eval_decode_steps=3, eval_guidance_scale=1,
-        decode_steps=1, guidance_scale=1, height=32, width=32, micro_batch_size=4,
+        decode_steps=1, guidance_scale=1, height=32, width=32, micro_batch_size=4, sample_batch=None, decode_window=None,
     )  # fmt: skip
     data = Data(None, None, {"r": (None, 2.0)}, {})
     prompts, scored = Prompts(["a", "b", "c", "d", "e"], None), []
 
-    def rollout(run, pictures, rewards, texts, targets, seed, size):
+    def rollout(run, pictures, rewards, texts, targets, seed, size, sources):
         assert (pictures.decode_steps, size, seed) == (3, 2, 100 + "abcd".index(texts[0]))
-        values = torch.full((2,), float("abcd".index(texts[0])))
-        return train.Rollout([], [], [f"{texts[0]}1", f"{texts[0]}2"], {"r": values})
+        values = 10.0 * "abcd".index(texts[0]) + torch.arange(2)
+        return train.Rollout([], [], [f"{texts[0]}1", f"{texts[0]}2"], {"r": values}, [f"{texts[0]}0"])
 
     monkeypatch.setattr(train, "rollout", rollout)
     monkeypatch.setattr(ranks, "gather", lambda part: scored.append(part) or list(scored))
@@ -234,11 +236,11 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
         as_rank(monkeypatch, rank, 2)
         metrics, shown = train.evaluate(None, settings, data, prompts, 100)
     assert (
-        metrics["reward/r"] == (0 + 1 + 2) / 3
-        and metrics["reward"] == 2
+        metrics["reward/r"] == (0 + 10 + 20) / 3 + 0.5
+        and metrics["reward"] == 21
         and (metrics["images"], metrics["prompts"]) == (6, 3)
     )
-    assert shown == [(p, [f"{p}1", f"{p}2"], [2.0 * i] * 2) for i, p in enumerate("abc")]
+    assert shown == [(p, [f"{p}1", f"{p}2"], [20.0 * i, 20.0 * i + 2], f"{p}0") for i, p in enumerate("abc")]
 
 
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):

@@ -1,5 +1,6 @@
 """rewards.py against published numbers, cases computed by hand and weights made here: no network, no GPU."""
 
+import asyncio
 import importlib.util
 import math
 import pickle
@@ -265,7 +266,7 @@ def test_infix_distance_by_hand(pattern, text, distance):
 def test_text_by_hand(lines, prompt, expected):
     text = object.__new__(rewards.Text)
     text.ocr = lambda image: SimpleNamespace(txts=lines or None)
-    same(text(noise(1), [prompt], None), [expected])
+    same(text.accuracies(noise(1), [prompt]), [expected])
 
 
 @pytest.fixture(scope="module")
@@ -307,13 +308,15 @@ def test_text_reads_english(text):
         (red, '"SALE"', 1),
     ]
     images, prompts, expected = zip(*cases, strict=True)
-    same(text(images, prompts, None), expected)
-    assert text([banner], ['a banner "Closed 7 days"'], None) < 0.6
+    same(asyncio.run(text(images, prompts, None)), expected)
+    assert text.accuracies([banner], ['a banner "Closed 7 days"']) < 0.6
 
 
 def test_text_reads_chinese(text):
     images = [hanzi(ZHONG, SHAN), hanzi(RI, ZHONG), hanzi(ZHONG, SHAN)]
-    same(text(images, ["写着「中山」的招牌", "写着'日中'的招牌", "写着「中日」的招牌"], None), [1, 1, 0.5])
+    prompts = ["写着「中山」的招牌", "写着'日中'的招牌", "写着「中日」的招牌"]
+    (values,) = rewards.score({"text": (text, 1.0)}, images, prompts, None).values()
+    same(values, [1, 1, 0.5])
 
 
 # ---- CLIP and its relatives -----------------------------------------------------------------------------------------
@@ -592,6 +595,78 @@ def test_a_reward_may_return_whatever_becomes_a_tensor(values):
     assert scored.dtype == torch.float32 and scored.tolist() == [1, 0]
 
 
+# ---- rewards that are `async def` -----------------------------------------------------------------------------------
+
+
+def test_async_rewards_of_several_groups_run_side_by_side_and_keep_their_order():
+    """Each waits until all four have begun, of two rewards on two groups; the first group ends last."""
+    begun = []
+
+    async def slow(images, prompts, targets):
+        begun.append(prompts)
+        async with asyncio.timeout(20):
+            while len(begun) < 4 or (prompts[0] == "x" and len(begun) < 6):
+                await asyncio.sleep(0.001)
+        begun.append("ended")
+        return [targets[0].getpixel((0, 0))] * len(images)
+
+    class Judge:
+        async def __call__(self, images, prompts, targets):
+            return torch.stack([2 * value for value in torch.tensor(await slow(images, prompts, targets))])
+
+    functions = {"a": (slow, 1.0), "plain": (lambda images, *_: range(len(images)), 1.0), "b": (Judge(), 1.0)}
+    images, prompts, targets = noise(6), ["x", "y"], [Image.new("L", (1, 1), grey) for grey in (1, 5)]
+    parts = [rewards.begin_scoring(functions, images[i * 3 :][:3], [prompts[i]], [targets[i]]) for i in range(2)]
+    found = rewards.score(functions, images, prompts, targets, parts)
+    assert list(found) == ["a", "plain", "b"], "in the order of the command line"
+    assert [values.tolist() for values in found.values()] == [[1] * 3 + [5] * 3, [*range(6)], [2] * 3 + [10] * 3]
+    assert begun[:4] == [["x"] * 3] * 2 + [["y"] * 3] * 2, "once per group"
+    begun.clear()
+    begun += ["all"] * 9
+    assert rewards.score(functions, images, prompts, targets)["a"].tolist() == [1] * 6, "at once: one call for all"
+
+
+def test_an_async_reward_that_fails_is_named_with_the_prompts_of_its_group():
+    async def judge(images, prompts, targets):
+        await asyncio.sleep(0)
+        await asyncio.to_thread(int, "no number")
+
+    async def wrong(images):
+        return [0.0]
+
+    async def few(images, prompts, targets):
+        return [0.0]
+
+    where = f"(test_rewards.py, line {judge.__code__.co_firstlineno + 2})"
+    for function, message in (
+        (judge, f"failed for the prompt 'y': ValueError: invalid literal for int() with base 10: 'no number' {where}"),
+        (wrong, "failed for the prompt 'y': TypeError: "),
+        (few, "gave shape (1,) for 2 images"),
+    ):
+        functions = {"mine": (function, 1.0)}
+        (wait,) = rewards.begin_scoring(functions, noise(2), ["y"], None).values()
+        with pytest.raises(rewards.RewardError, match=re.escape(f"reward 'mine' {message}")):
+            wait()
+
+
+def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
+    """Two by turns: the first to begin is the first to end, which on one thread would leave them off for good."""
+    ended = []
+
+    async def judge(images, prompts, targets):
+        with torch.no_grad():
+            while prompts[0] == "second" and not ended:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
+        ended.append(prompts[0])
+        return torch.ones(len(images), requires_grad=True)
+
+    functions = {"judge": (judge, 1.0)}
+    parts = [rewards.begin_scoring(functions, noise(1), [prompt], None) for prompt in ("first", "second")]
+    (values,) = rewards.score(functions, noise(2), ["first", "second"], None, parts).values()
+    assert ended == ["first", "second"] and torch.is_grad_enabled() and not values.requires_grad
+
+
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 
@@ -790,3 +865,23 @@ def test_the_recipe_offline(tmp_path, monkeypatch, text):
     same(total, [e / math.sqrt(2) for e in expected], atol=1e-3, rtol=0)
     by_hand = sum(weights[name] * values.nan_to_num(0) for name, values in raw_rewards.items())
     same(rewards.combine(raw_rewards, weights), by_hand.tolist())
+
+
+def test_a_reward_that_draws_on_its_pictures_spoils_no_other():
+    """Nor the pictures that are kept, nor prompts and targets."""
+
+    def spoils(images, prompts, targets):
+        for picture in (*images, *targets):
+            if picture is not None:
+                picture.paste("black", (0, 0, 8, 8))
+        prompts.clear()
+        targets.clear()
+        return [0.0, 0.0]
+
+    images, targets = (
+        [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")],
+        [Image.new("RGB", (8, 8), "red"), None],
+    )
+    functions = {"spoils": (spoils, 1.0), "mse": (rewards.mse, 1.0)}
+    assert rewards.score(functions, images, ["a", "b"], targets)["mse"][0] == 0, "as red as its target"
+    assert [image.getpixel((0, 0)) for image in (*images, targets[0])] == [(255, 0, 0), (0, 0, 255), (255, 0, 0)]

@@ -22,6 +22,8 @@ from conftest import (
     steps_saved,
     write_reward,
 )
+from PIL import Image
+from safetensors.torch import load_file
 from torch._inductor.exc import InductorError
 
 import train
@@ -40,7 +42,7 @@ def error_of(capsys):
 
 def same_run(expected, found):
     """Bit for bit: the same operations in the same order."""
-    for name in ("metrics.jsonl", "evaluation.jsonl"):
+    for name in ("metrics.jsonl", "evaluation.jsonl", "groups.jsonl"):
         assert records(f"{expected}/{name}") == records(f"{found}/{name}")
     assert adapter_of(expected) == adapter_of(found)
 
@@ -48,18 +50,68 @@ def same_run(expected, found):
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(quick):
+@pytest.mark.parametrize("flags", [[], ["--order", "spread", "--warmup-steps", "9", "--sample-batch", "1"]])
+def test_a_resumed_run_equals_the_uninterrupted_one(quick, flags):
     """Stopped after 2 of 5 steps, with what a kill in the third may leave in the files. The reward throws dice."""
-    arguments = [*write_reward("return torch.rand(len(images))"), "--eval-every", "2", "--iterations", "2"]
+    arguments = [*write_reward("return torch.rand(len(images))"), "--eval-every", "2", "--iterations", "2", *flags]
     assert quick(*arguments, "--steps", "5", "--out", "straight") == 0
     assert quick(*arguments, "--steps", "2", "--out", "halves") == 0
     with open("halves/metrics.jsonl", "a") as file:
         file.write('{"step": 3, "of": "a step that was killed before its checkpoint"}\n{"step": 4, "rew')
+    with open("halves/groups.jsonl", "a") as file:
+        prompt = Path("prompts.txt").read_text().splitlines()[0]
+        later = {"step": 3, "prompt": prompt, "rewards": {"mine.py:reward": [0.0, 9.0]}}
+        file.write(json.dumps(later) + '\n{"step": 3, "pro')
     with open("halves/evaluation.jsonl", "a") as file:
         file.write('{"step": 4, "reward": 9.0, "shown": []}\n')
     assert resume("halves", "--steps", "5") == 0
     same_run("straight", "halves")
     assert json.loads(Path("halves/settings.json").read_text())["steps"] == 5
+
+
+def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(quick):
+    """Adam's first step is as long as the rate, whatever the gradient: a quarter of it, where the fourth has all."""
+    arguments = ["--warmup-steps", "3", "--lr", "0.01", "--save-every", "1", "--keep-checkpoints", "9"]
+    assert quick(*write_reward(""), *arguments, "--steps", "2", "--out", "run") == 0
+    assert resume("run", "--steps", "5") == 0
+    load = lambda step: torch.load(f"run/checkpoints/{step:06d}/optimizer.pt", weights_only=True)
+    rates = [load(step)["param_groups"][0]["lr"] for step in range(6)]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+    weights = load_file("run/checkpoints/000001/adapter_model.safetensors")
+    moved = max(weight.abs().max().item() for name, weight in weights.items() if "lora_B" in name)
+    assert moved == pytest.approx(0.0025, rel=0.01)
+
+
+def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick):
+    """Killed after the checkpoint of step 2, which was to be evaluated."""
+    assert quick("--steps", "4", "--eval-every", "2", "--keep-checkpoints", "9", "--out", "straight") == 0
+    shutil.copytree("straight", "killed")
+    for left in ("checkpoints/000004", "adapter"):
+        shutil.rmtree(f"killed/{left}")
+    first = Path("killed/evaluation.jsonl").read_text().splitlines()[0]
+    Path("killed/evaluation.jsonl").write_text(f"{first}\n")
+    assert resume("killed") == 0
+    assert [record["step"] for record in records("killed/evaluation.jsonl")] == [0, 2, 4]
+    same_run("straight", "killed")
+
+
+def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
+    """A connection that breaks, in the second step: its traceback is shown, and the first step is saved."""
+    update, calls = train.GRPO.update, []
+
+    def broken(self, groups):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ConnectionError("503 Service Unavailable")
+        return update(self, groups)
+
+    monkeypatch.setattr(train.GRPO, "update", broken)
+    with pytest.raises(ConnectionError, match="503"):
+        quick("--steps", "3", "--out", "run")
+    output = "".join(capfd.readouterr())
+    assert "the last whole step is saved; go on with: python train.py --resume run" in output
+    assert "cannot write" not in output and steps_saved("run")[-1] == "000001"
+    assert resume("run") == 0
 
 
 def test_resuming_refuses_what_would_change_the_run(quick, capsys):
@@ -76,6 +128,49 @@ def test_resuming_refuses_what_would_change_the_run(quick, capsys):
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
     assert resume("run", "--micro-batch-size", "1", "--sample-every", "1", "--steps", "3") == 0
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
+    """Prompts, held-out ones, their pictures and the adapter it started from: by what they hold, before anything loads."""
+    assert quick("--steps", "1", "--out", "first") == 0
+    shutil.copy("prompts.txt", "new.txt")
+    shutil.copytree("targets", "new-targets")
+    arguments = ["--eval-prompts", "new.txt", "--eval-targets", "new-targets", "--adapter", "first"]
+    assert quick(*arguments, "--steps", "1", "--out", "run") == 0
+    load = train.load
+    monkeypatch.setattr(train, "load", lambda *arguments: pytest.fail("it loads"))
+    for flag in ("--prompts prompts.txt", "--eval-prompts new.txt"):
+        path = Path(flag.split()[1])
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(reversed(lines)))
+        assert resume("run", "--steps", "2") == 2
+        assert f"run began with another {flag}: put it back" in error_of(capsys)
+        path.write_text("\n\n".join(lines))  # the same prompts
+    for flag in ("--targets targets", "--eval-targets new-targets"):
+        one, other, kept = (Path(flag.split()[1], f"{name}.png") for name in ("1", "2", "kept"))
+        for source, target in ((one, kept), (other, one), (kept, other)):
+            shutil.move(source, target)
+        assert resume("run", "--steps", "2") == 2
+        assert f"run began with another {flag}: put it back" in error_of(capsys)
+        for source, target in ((one, kept), (other, one), (kept, other)):
+            shutil.move(source, target)
+    adapter = Path("first/adapter/adapter_model.safetensors")
+    shutil.move(adapter, "kept")
+    assert resume("run", "--steps", "2") == 2
+    assert "run began with another --adapter first: put it back" in error_of(capsys)
+    shutil.move("kept", adapter)
+    monkeypatch.setattr(train, "load", load)
+    assert resume("run", "--steps", "2") == 0
+
+
+def test_a_run_that_has_all_its_steps_says_how_to_go_on(quick, capsys):
+    assert quick("--steps", "1", "--out", "run") == 0
+    assert "--steps goes on" not in capsys.readouterr().out
+    assert resume("run") == 0
+    assert "1 step, " in (last := capsys.readouterr().out.splitlines()[-1])
+    assert "it had them all: a higher --steps goes on; what it leaves is in run" in last
+    assert resume("run", "--steps", "2") == 0
+    assert "--steps goes on" not in capsys.readouterr().out
 
 
 def test_zero_steps_evaluates_only(quick):
@@ -120,7 +215,7 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, cap
     assert "there is no adapter in nowhere" in error_of(capsys)
 
 
-def test_checkpoints_are_pruned_but_for_the_best(quick, monkeypatch):
+def test_checkpoints_are_pruned_but_for_the_best_which_is_named(quick, capsys):
     """Five are made: the newest two stay, and the first to reach the best reward on held-out prompts, that of step 2.
 
     On the prompts of training step 3 does best, and step 4 does as well on those held out.
@@ -134,6 +229,8 @@ def test_checkpoints_are_pruned_but_for_the_best(quick, monkeypatch):
         [0.1, 0.5, 0.5, 0.95, 0.5, 0.5]
     )
     assert steps_saved("run") == ["000002", "000004", "000005"]
+    words = "on held-out prompts the reward was higher after 2 steps, 0.900, than at the end, 0.500"
+    assert f"warning: {words}; that adapter is in run/checkpoints/000002" in capsys.readouterr().out
 
 
 def test_checkpoints_come_every_so_many_steps(quick, monkeypatch):
@@ -158,9 +255,10 @@ def stop_at(number, function):
 # ---- what breaks ----------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
+@pytest.mark.parametrize("error", ["KeyError", "SystemExit"])
+def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys, error):
     """In the third step."""
-    assert quick(*write_reward("if call > 5:\n    raise KeyError('no such face')"), "--steps", "9", "--out", "run") == 2
+    assert quick(*write_reward(f"if call > 5:\n    raise {error}('no such face')"), "--steps", "9", "--out", "run") == 2
     message = error_of(capsys)
     for words in ("reward 'mine.py:reward' failed for the prompt", "background", "no such face", "--resume run"):
         assert words in message
@@ -181,6 +279,23 @@ def test_pictures_that_were_thrown_away_do_not_cost_the_adapter(quick):
     shutil.rmtree("run/adapter")
     assert resume("run", "--steps", "2") == 0
     assert Path("run/adapter/adapter_model.safetensors").exists() and Path("run/before-after.png").exists()
+
+
+def test_what_comes_after_is_never_labelled_before(quick, capsys, monkeypatch):
+    """Where the evaluations were thrown away: neither on the sheet nor in the lines and the card."""
+    assert quick("--steps", "1", "--out", "run") == 0
+    Path("run/evaluation.jsonl").unlink()
+    capsys.readouterr()
+    drawn, sheet = [], Image.new("RGB", (8, 8))
+    monkeypatch.setattr("runtime.pictures.save_grid", lambda path, *given, cell: drawn.append(given) or sheet)
+    assert resume("run") == 0
+    assert resume("run", "--steps", "2") == 0
+    output = capsys.readouterr().out
+    assert "evaluation after 2 steps, held-out prompts: reward" in output and "before" not in output
+    for rows, title in drawn:
+        assert {caption.split(",")[0] for _, cells in rows for _, caption in cells} == {"after"}
+        assert "before" not in title
+    assert "| none | -" in Path("run/adapter/README.md").read_text()
 
 
 def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, monkeypatch):
@@ -252,7 +367,15 @@ def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeyp
         monkeypatch.setattr(GRPO, method, out_of_memory)
     assert quick("--steps", "2", "--out", "run") == 2
     message = error_of(capsys)
-    for words in ("out of GPU memory", f"'{phase}'", "--offload yes", "--micro-batch-size", "--height", "--group-size"):
+    for words in (
+        "out of GPU memory",
+        f"'{phase}'",
+        "--offload yes",
+        "--micro-batch-size",
+        "--sample-batch",
+        "--height",
+        "--group-size",
+    ):
         assert words in message
     assert "--resume run" in message
     assert steps_saved("run") == ["000000"]
@@ -344,7 +467,8 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd, signum):
     reward = write_reward(f"if call == 5:\n    os.kill(os.getpid(), {int(signum)})")
     assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "run") == 0
     output = "".join(capfd.readouterr())
-    assert "asked to stop" in output and "go on with: python train.py --resume run" in output
+    assert "asked to stop: this step is finished, saved and evaluated; once more" in output
+    assert "go on with: python train.py --resume run" in output
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
     assert steps_saved("run")[-1] == "000002"
     assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("run"))
@@ -360,7 +484,9 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     calls = "open('calls', 'a').write('x')\nif call == 2:\n    os.kill(os.getpid(), signal.SIGINT)"
     reward = write_reward(calls)
     assert quick(*reward, "--eval-count", "2", "--steps", "9", "--out", "run") == 0
-    assert "go on with: python train.py --resume run" in "".join(capfd.readouterr())
+    output = "".join(capfd.readouterr())
+    assert "asked to stop: the first evaluation is broken off; once more" in output
+    assert "go on with: python train.py --resume run" in output
     assert len(Path("calls").read_text()) == 2, "the trial, and a first prompt of two"
     assert steps_saved("run") == ["000000"] and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
     write_reward("")

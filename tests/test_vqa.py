@@ -187,7 +187,7 @@ def test_groups_keep_their_spread(folder, monkeypatch):
     monkeypatch.setattr(vqa, "log_odds", lambda asked, device: log_odds(asked, device) + 8)
     values = vqa(group, ["a cat"] * 8, None)
     with torch.no_grad():
-        chances = vqa.log_odds([(image, whole("a cat")) for image in group], "cpu").sigmoid()
+        chances = vqa.log_odds([([image], whole("a cat")) for image in group], "cpu").sigmoid()
     assert values.std() > 5 * chances.std() and values.argsort().tolist() == chances.argsort().tolist()
 
 

@@ -3,7 +3,8 @@
     python tiny-glm-image/check.py                      # the model as shipped
     python tiny-glm-image/check.py --adapter runs/1     # after training: a run's folder, or that of an adapter
 
-Prints the share of right pictures for the prompts of training and for those kept out of it, and saves a sheet of them.
+Prints the share of right pictures for captions and for edits, those of training and those kept out of it, and saves a
+sheet of them.
 It is what `vqa` of rewards.py is for real pictures: a judge that reads the prompt.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors import SafetensorError
 
 HERE = Path(__file__).resolve().parent
@@ -21,6 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import make
 
 MATCH = 0.85  # a shape counts from this overlap (intersection over union) with one of the shapes as drawn
+FILES = {"prompts": None, "heldout": None, "edits": "sources", "heldout-edits": "heldout-sources"}  # and sources
 SEED = 10**9  # not that of evaluations, nor of training by default
 
 
@@ -58,49 +61,72 @@ def outlines():
     return [(mask(shape, radius), shape) for shape in make.SHAPES for radius in make.RADII]
 
 
-def shows(images, prompts, targets=None):
-    """A reward, see rewards.py: 1 where the picture shows what 'a red circle on a pink background' says, else 0.
+def wanted(prompt, source=None):
+    """(shape, colour, background) that a caption names, or that a wish makes of its source; else None."""
+    if prompt in make.WISHES:
+        before = source and describe(source)
+        return before and make.edited(before, *make.WISHES[prompt])
+    return next((attributes for attributes in make.ALL if make.caption(*attributes) == prompt), None)
 
-    NaN for prompts that are no such caption.
+
+def shows(images, prompts, targets=None, sources=None):
+    """A reward, see rewards.py: 1 where the picture shows what its prompt says, else 0.
+
+    'a red circle on a pink background' says it all; 'make it blue' says it of its source, which keeps all else. NaN for
+    other prompts, and for sources that show no clean shape. sources: a picture or None for each image, or None.
     """
-    captions = {make.caption(*attributes) for attributes in make.ALL}
-    found = [describe(image) for image in images]
-    right = [float(words is not None and make.caption(*words) == p) for words, p in zip(found, prompts, strict=True)]
-    return torch.tensor([value if p in captions else float("nan") for value, p in zip(right, prompts, strict=True)])
+    asked = [wanted(*pair) for pair in zip(prompts, sources or [None] * len(prompts), strict=True)]
+    right = [float(describe(image) == words) for image, words in zip(images, asked, strict=True)]
+    return torch.tensor([float("nan") if words is None else value for value, words in zip(right, asked, strict=True)])
 
 
-def paint(samples, prompts, adapter=None):
-    """`samples` pictures of each prompt, prompt after prompt, by the shipped model or with the adapters of a folder."""
+def paint(samples, prompts, adapter=None, sources=None):
+    """`samples` pictures of each prompt, prompt after prompt, by the shipped model or with the adapters of a folder.
+
+    sources: the pictures that the prompts are to change, or None.
+    """
     import train  # here, for as a reward this file has no use for it
+    from runtime.data import Source
     from runtime.log import Phases
     from runtime.settings import TINY
 
     settings = train.parse_settings(["--model", TINY, *(["--adapter", adapter] if adapter else [])])
     device = torch.device("cpu")
-    pipe, policy, _ = train.build(train.load(settings, device), settings, device)
+    pipe = train.load(settings, device)
+    sources = sources and [Source(image) for image in sources]
+    train.read_sources(pipe, sources or [], device)
+    pipe, policy, _ = train.build(pipe, settings, device)
     run = train.Run(pipe, policy, None, Phases(device, len(prompts)))
     images = []
     for i in range(0, len(prompts), 4):
         some = prompts[i : i + 4]
-        images += train.rollout(run, train.picture_settings(settings), {}, some, None, SEED + i, samples).images
+        edited = sources and sources[i : i + 4]
+        pictures = train.picture_settings(settings)
+        images += train.rollout(run, pictures, {}, some, None, SEED + i, samples, sources=edited).images
         run.phase.bar.update(len(some))
     run.phase.bar.close()
     return images
 
 
-def count_right(name, options):
-    """Prints the share of right pictures for the prompts in a file. Returns the first four rows of a sheet."""
+def count_right(name, folder, options):
+    """Prints the share of right pictures for the prompts in a file. Returns the first four rows of a sheet.
+
+    folder: of the pictures that the prompts are to change, or None.
+    """
     prompts = (HERE / f"{name}.txt").read_text().splitlines()
-    images = paint(options.samples, prompts, options.adapter)
-    asked = [prompt for prompt in prompts for _ in range(options.samples)]
-    right, words = shows(images, asked), np.zeros(3, dtype=int)
-    for image, prompt in zip(images, asked, strict=True):
-        words += [f" {word} " in f" {prompt} " for word in describe(image) or ("none", "none", "none")]
-    parts = ", ".join(f"{word} {n / len(images):.0%}" for word, n in zip(("shape", "colour", "background"), words))
+    sources = folder and [Image.open(file) for file in sorted((HERE / folder).iterdir())]
+    images = paint(options.samples, prompts, options.adapter, sources)
+    asked = [wanted(*pair) for pair in zip(prompts, sources or [None] * len(prompts), strict=True)]
+    asked = [attributes for attributes in asked for _ in range(options.samples)]
+    shown = [describe(image) or ("none", "none", "none") for image in images]
+    words = np.array(shown) == np.array(asked)  # (pictures, 3): its shape, colour and background
+    right = words.all(1)
+    parts = ", ".join(f"{word} {n:.0%}" for word, n in zip(("shape", "colour", "background"), words.mean(0)))
     print(f"{name}.txt: {int(right.sum())}/{len(images)} right = {right.mean():.1%} ({parts})", flush=True)
     cells = list(zip(images, ("right" if r else "wrong" for r in right.tolist()), strict=True))
     rows = [cells[i * options.samples :][: options.samples] for i in range(4)]
-    return [(prompt, row[:8]) for prompt, row in zip(prompts, rows)]
+    first = [[(source, "to edit")] for source in sources or ()] or [[] for _ in prompts]
+    return [(prompt, edited + row[:8]) for prompt, edited, row in zip(prompts, first, rows)]
 
 
 def main():
@@ -115,8 +141,9 @@ def main():
     try:
         options = parser.parse_args()
         torch.set_num_threads(1)  # see train.py
-        rows = [row for name in ("prompts", "heldout") for row in count_right(name, options)]
-        save_grid(options.sheet, rows, "first four prompts of training, then of those kept out", cell=128)
+        rows = [row for file, folder in FILES.items() for row in count_right(file, folder, options)]
+        title = "first four captions of training, then of those kept out; edits likewise"
+        save_grid(options.sheet, rows, title, cell=128)
     except (UserError, OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
         # An adapter of another model, a damaged one, a folder that cannot be written to.
         print("error:", str(error).strip().split("\n")[0], file=sys.stderr)

@@ -1,21 +1,21 @@
-"""Make tiny-glm-image: a GLM-Image of 2.2 million parameters that paints one coloured shape.
+"""Make tiny-glm-image: a GLM-Image of 2.3 million parameters that paints one coloured shape, and edits it.
 
-    python tiny-glm-image/make.py        # rewrites this folder: seven model parts, prompts, targets
+    python tiny-glm-image/make.py        # rewrites this folder: seven model parts, prompts, pictures
 
 Every part is the class the released model uses, only small, so whatever trains this trains the release:
 
-1. draw        Pillow draws a shape on a background; a caption names both.
-2. codebook    k-means over patch colours stands in for the vision tower and its quantiser: a picture becomes
-               16x16 preview codes and 4x4 large codes.
+1. draw        Pillow draws a shape on a background; a caption names both, a wish changes one of them.
+2. codebook    k-means over patch colours: a picture becomes 16x16 preview codes and 4x4 large codes. The vision tower
+               and its quantiser are set, not trained, to read the large codes.
 3. VAE         pixels <-> latents.
-4. decoder     a flow-matching transformer: large codes -> latents.
-5. policy      the language model: caption -> preview codes -> large codes. A quarter of the words it reads are
-               wrong on purpose, so it draws well and follows its prompt only some of the time. GRPO mends that.
+4. decoder     a flow-matching transformer: large codes -> latents, also beside the latents of a picture to edit.
+5. policy      the language model: caption -> preview codes -> large codes, and picture, wish -> large codes. Some of
+               the words it reads are wrong on purpose, so it draws well and follows its prompt only some of the time.
+               GRPO mends that.
 """
 
 import itertools
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -39,11 +40,14 @@ COLOURS = {"red": (215, 40, 45), "green": (35, 150, 70), "blue": (40, 80, 205)}
 COLOURS |= {"yellow": (250, 205, 40), "purple": (125, 55, 165)}
 BACKGROUNDS = {"white": (245, 245, 240), "black": (25, 25, 30), "pink": (250, 165, 185), "cyan": (140, 220, 230)}
 RADII = (34, 39, 44)  # pixels; the caption does not say which, the target pictures are all 39
-ALL = list(itertools.product(SHAPES, COLOURS, BACKGROUNDS))
-WRONG_WORDS = 0.25  # chance that a word of the caption is drawn anew
+WORDS = SHAPES, tuple(COLOURS), tuple(BACKGROUNDS)
+ALL = list(itertools.product(*WORDS))
+FORMS = "make it a {}", "make it {}", "make the background {}"
+WISHES = {form.format(word): (kind, word) for kind, form in enumerate(FORMS) for word in WORDS[kind]}  # 13
+WRONG_WORDS = 0.22  # chance that a word of the prompt, or of what the picture to edit shows, is drawn anew
 
 
-# ---- 1. pictures and captions ------------------------------------------------------------------------------------
+# ---- 1. pictures, captions and wishes ----------------------------------------------------------------------------
 
 
 def draw(shape, colour, background, radius=39):
@@ -68,11 +72,15 @@ def caption(shape, colour, background):
     return f"a {colour} {shape} on a {background} background"
 
 
-def misread(shape, colour, background, rng):
-    """The caption of another picture, word by word, `WRONG_WORDS` of the time (a redrawn word may be the same)."""
-    redraw = [rng.random() < WRONG_WORDS for _ in range(3)]
-    words = zip(redraw, (shape, colour, background), (SHAPES, list(COLOURS), list(BACKGROUNDS)), strict=True)
-    return caption(*(rng.choice(others) if wrong else word for wrong, word, others in words))
+def edited(attributes, kind, word):
+    """The (shape, colour, background) of a picture with one of them replaced: kind 0, 1 or 2."""
+    return (*attributes[:kind], word, *attributes[kind + 1 :])
+
+
+def misread(attributes, rng):
+    """Each of the three words drawn anew `WRONG_WORDS` of the time (it may come out the same)."""
+    choices = zip(attributes, WORDS, strict=True)
+    return tuple(rng.choice(words) if rng.random() < WRONG_WORDS else word for word, words in choices)
 
 
 def to_tensor(images):
@@ -104,12 +112,12 @@ def encode(pixels, codebook, grid):
 
 
 def dataset():
-    """240 (attributes, radius), their pixels (240, 3, 128, 128), preview codes (240, 256) and large codes (240, 16)."""
+    """240 (attributes, radius), their pixels (240, 3, 128, 128), and the centres of the codes (1024, 48)."""
     torch.manual_seed(0)
     pictures = list(itertools.product(ALL, RADII))
     pixels = to_tensor([draw(*attributes, radius=radius) for attributes, radius in pictures])
     codebook = kmeans(torch.cat([patches(pixels, grid).flatten(0, 1) for grid in (16, 4)]), NUM_CODES)
-    return pictures, pixels, encode(pixels, codebook, 16), encode(pixels, codebook, 4)
+    return pictures, pixels, codebook
 
 
 # ---- 3. the seven parts, small -----------------------------------------------------------------------------------
@@ -134,9 +142,15 @@ def build_processor():
     )
     template = (
         "{% for message in messages %}<|user|>{% for part in message['content'] %}{% if part['type'] == 'text' %}"
-        "{{ part['text'] }}{% else %}<|image|>{% endif %}{% endfor %}{% endfor %}<|assistant|>"
+        "{{ part['text'] }}{% else %}<|begin_of_image|><|image|><|end_of_image|>{% endif %}{% endfor %}{% endfor %}"
+        "<|assistant|>"
     )
-    return transformers.GlmImageProcessor(transformers.GlmImageImageProcessorPil(), fast, chat_template=template)
+    # Pictures are halved, as the released processor does: a patch of 16 is what a code stands for, 32x32 pixels.
+    reader = transformers.GlmImageImageProcessorPil(
+        patch_size=16, merge_size=1, temporal_patch_size=1, size={"shortest_edge": 64**2, "longest_edge": 2048**2},
+        image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=Image.Resampling.BILINEAR,
+    )  # fmt: skip
+    return transformers.GlmImageProcessor(reader, fast, chat_template=template)
 
 
 def build_policy(processor):
@@ -148,12 +162,34 @@ def build_policy(processor):
     text = {"vocab_size": len(processor.tokenizer), "vision_vocab_size": NUM_CODES + 128, "rope_parameters": rope}
     text |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 4096}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": padding, "eos_token_id": end}
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 32}
-    vision |= {"image_size": 256, "patch_size": 16}
-    vq = {"embed_dim": 8, "num_embeddings": NUM_CODES, "latent_channels": 16}
+    vision = {"depth": 1, "hidden_size": 48, "num_heads": 1, "intermediate_size": 32}
+    vision |= {"image_size": 64, "patch_size": 16}
+    vq = {"embed_dim": 50, "num_embeddings": NUM_CODES, "latent_channels": 48}
     special = {"image_token_id": image, "image_start_token_id": start, "image_end_token_id": end}
     config = transformers.GlmImageConfig(text_config=text, vision_config=vision, vq_config=vq, **special)
     return transformers.GlmImageForConditionalGeneration(config)
+
+
+@torch.no_grad()
+def set_tower(model, codebook):
+    """Sets the vision tower to the 4x4 mean colours of a patch, and the quantiser to the nearest centre.
+
+    The quantiser compares directions: it takes the centre c of the largest cosine to x. The nearest is that of the
+    largest x.c - |c|^2 / 2. So c gets one coordinate more for the second term, where x has a constant, and one, where
+    x has 0, that makes all centres equally long.
+    """
+    for parameter in (*model.visual.parameters(), *model.vqmodel.parameters()):
+        parameter.zero_()  # attention and MLP add nothing
+    cells = torch.eye(48).view(48, 3, 4, 4).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    model.visual.patch_embed.proj.weight.copy_(cells / 16)  # (48, 3, 16, 16)
+    mean, constant = codebook.mean(0), 5.0
+    centres = codebook - mean
+    term = -centres.square().sum(1, keepdim=True) / (2 * constant)
+    squares = centres.square().sum(1, keepdim=True) + term.square()
+    centres = torch.cat([centres, term, (1.01 * squares.max() - squares).sqrt()], dim=1)
+    model.vqmodel.quantize.embedding.weight.copy_(centres)  # (1024, 50)
+    model.vqmodel.quant_conv.weight[:48, :, 0, 0] = torch.eye(48)
+    model.vqmodel.quant_conv.bias[:49] = torch.cat([-mean, torch.tensor([constant])])
 
 
 def build_vae():
@@ -205,83 +241,133 @@ def train_vae(vae, pixels, steps):
     optimise("VAE", vae, steps, 2e-3, loss)
 
 
-def train_decoder(decoder, latents, codes, glyphs, steps):
+def train_decoder(decoder, latents, codes, glyphs, steps, lr, sources=False):
+    """Trains on pictures painted from nothing and, with `sources`, as many beside a picture to edit."""
     # The pipeline shifts the noise levels for the size of the picture, but tells the decoder the time before the shift.
     mu = calculate_shift(latents.shape[-1] * latents.shape[-2] // decoder.config.patch_size**2)
+    prior = codes.view(-1, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # 2x2 each
+    size = {"target_size": torch.full((16, 2), float(SIZE)), "crop_coords": torch.zeros(16, 2)}
+    text, drop = glyphs.expand(16, -1, -1), torch.zeros(16, 64, dtype=torch.bool)
 
-    def loss():
-        rows = torch.randint(len(latents), (16,))
+    def remember(rows):
+        """Keys and values of pictures as the pipeline takes them: clean, at time 0, without a text."""
+        cache = GlmImageKVCache(decoder.config.num_layers)
+        cache.set_mode("write")
+        decoder(latents[rows], text[:, :0], prior[rows], drop, torch.zeros(16), kv_caches=cache, **size)
+        cache.set_mode("read")
+        return cache
+
+    def flow_loss(rows, cache=None):
         clean, noise = latents[rows], torch.randn_like(latents[rows])
         sigma = torch.sigmoid(torch.randn(16))
         time = sigma / (sigma + mu * (1 - sigma))  # sigma = mu / (mu + 1 / time - 1)
         noisy = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1))
-        prior = codes[rows].view(-1, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # 2x2 each
-        predicted = decoder(
-            hidden_states=noisy,
-            encoder_hidden_states=glyphs.expand(16, -1, -1),
-            prior_token_id=prior,
-            prior_token_drop=(torch.rand(16, 1) < 0.1).expand_as(prior),  # what guidance compares with
-            timestep=time * 1000 - 1,
-            target_size=torch.full((16, 2), float(SIZE)),
-            crop_coords=torch.zeros(16, 2),
-            return_dict=False,
-        )[0]
+        dropped = drop | (torch.rand(16, 1) < 0.1)  # what guidance compares with
+        predicted = decoder(noisy, text, prior[rows], dropped, time * 1000 - 1, kv_caches=cache, **size).sample
         return F.mse_loss(predicted, noise - clean)
 
-    optimise("decoder", decoder, steps, 2e-3, loss)
-
-
-def train_policy(policy, processor, pictures, codes, steps):
-    sys.path.append(str(HERE.parent))
-    from train import (
-        encode_prompt,  # the trainer's own layout of a prompt; nothing else here needs the trainer
-    )
-
-    rng = random.Random(2)
-    prompts = {caption(*a): encode_prompt(processor, caption(*a), SIZE, SIZE) for a in ALL}
-    lengths = {len(ids) for ids, _, _ in prompts.values()}
-    assert len(lengths) == 1, f"captions of one length need no padding, these have {lengths}"
-
     def loss():
-        rows = [rng.randrange(len(pictures)) for _ in range(24)]
-        read = [prompts[misread(*pictures[i][0], rng)] for i in rows]
-        targets = codes[rows]
-        ids = torch.cat([torch.stack([p[0] for p in read]), targets], dim=1)
-        positions = torch.stack([p[1] for p in read], dim=1)  # (3, B, L+T)
+        painted, beside, source = torch.randint(len(latents), (3, 16))
+        # Any source: the codes alone say what to paint, for the policy may well misread the picture.
+        return flow_loss(painted) + (flow_loss(beside, remember(source)) if sources else 0)
+
+    optimise("decoder", decoder, steps, lr, loss)
+
+
+def read_prompt(policy, processor, text, picture=None):
+    """A prompt's ids (L,), with room for the codes of a picture, and by the model's own rule the positions (3, L+T)."""
+    content = [{"type": "text", "text": text}]
+    if picture is not None:
+        content.insert(0, {"type": "image", "image": picture})
+    inputs = processor.apply_chat_template(
+        [[{"role": "user", "content": content}]], tokenize=True, return_dict=True, return_tensors="pt",
+        processor_kwargs={"target_h": SIZE, "target_w": SIZE},
+    )  # fmt: skip
+    ids, model = inputs["input_ids"], policy.model
+    read, _ = model.get_rope_index(ids, inputs["image_grid_thw"], inputs["images_per_sample"])
+    written = model._cached_decode_position_ids[:, :, :-1]  # (1, 3, T), without that of the end of the image
+    return ids[0], torch.cat([read[:, 0], written[0]], dim=1)
+
+
+def train_policy(policy, processor, pictures, preview, large, steps, lr, captions, edits):
+    """Trains on so many captions and edits a step. What is painted is right, what was read of it may be wrong."""
+    rng = random.Random(2)
+    row = {picture: i for i, picture in enumerate(pictures)}
+    prompts = {caption(*a): read_prompt(policy, processor, caption(*a)) for a in ALL}
+    prompts |= {wish: read_prompt(policy, processor, wish, draw(*ALL[0])) for wish in WISHES}
+
+    def cross_entropy(texts, sources, targets):
+        """Mean over codes (B, T) after prompts of one length, into which the codes of sources go: (B, 16), or none."""
+        ids, positions = zip(*(prompts[text] for text in texts), strict=True)
+        ids = torch.stack(ids)
+        ids = ids.masked_scatter(ids == policy.config.image_token_id, sources)
         # One logit more than there are codes: the last code predicts the end of the image, as generate() expects.
-        logits = policy(input_ids=ids, position_ids=positions, logits_to_keep=targets.shape[1] + 1).logits
-        end = torch.full((len(rows), 1), policy.config.image_end_token_id)
+        logits = policy(
+            input_ids=torch.cat([ids, targets], dim=1), position_ids=torch.stack(positions, dim=1),
+            logits_to_keep=targets.shape[1] + 1,
+        ).logits  # fmt: skip
+        end = torch.full((len(texts), 1), policy.config.image_end_token_id)
         return F.cross_entropy(logits.flatten(0, 1), torch.cat([targets, end], dim=1).flatten())
 
-    policy.model.visual.requires_grad_(False)
-    policy.model.vqmodel.requires_grad_(False)
-    optimise("policy", policy, steps, 3e-3, loss)
+    def loss():
+        painted = rng.choices(range(len(pictures)), k=captions)
+        texts = [caption(*misread(pictures[i][0], rng)) for i in painted]
+        total = cross_entropy(texts, large[[]], torch.cat([preview, large], dim=1)[painted])  # 256 + 16 codes
+        if edits:
+            kind = rng.randrange(3)  # wishes of one kind are equally long
+            painted = rng.choices(range(len(pictures)), k=edits)
+            wishes, sources = [], []
+            for attributes, radius in [pictures[i] for i in painted]:
+                read = misread(attributes, rng)
+                wishes.append(FORMS[kind].format(read[kind]))
+                sources.append(row[edited(read, kind, rng.choice(WORDS[kind])), radius])
+            total = total + cross_entropy(wishes, large[sources], large[painted])
+        return total
+
+    optimise("policy", policy, steps, lr, loss)
 
 
 # ---- 5. everything, in order -------------------------------------------------------------------------------------
 
 
+def write_lines(file, lines):
+    (HERE / file).write_text("".join(line + "\n" for line in lines))
+
+
+def write_pictures(folder, pictures):
+    (HERE / folder).mkdir(exist_ok=True)
+    for line, attributes in enumerate(pictures, 1):
+        draw(*attributes).save(HERE / folder / f"{line:03d}.png", optimize=True)
+
+
 def write_prompts():
-    """32 prompts to train on with their target pictures, 16 kept out: the held-out combinations are never rewarded."""
+    """32 captions and 32 edits to train on with their target pictures, and 16 of each kept out, never rewarded."""
     order = random.Random(0).sample(ALL, len(ALL))
     for file, folder, pictures in [("prompts", "targets", order[:32]), ("heldout", "heldout-targets", order[32:48])]:
-        (HERE / f"{file}.txt").write_text("".join(caption(*a) + "\n" for a in pictures))
-        (HERE / folder).mkdir(exist_ok=True)
-        for line, attributes in enumerate(pictures, 1):
-            draw(*attributes).save(HERE / folder / f"{line:03d}.png", optimize=True)
+        write_lines(f"{file}.txt", [caption(*attributes) for attributes in pictures])
+        write_pictures(folder, pictures)
+    edits = [(source, kind, word) for source in ALL for kind, word in WISHES.values() if word not in source]  # 800
+    random.Random(0).shuffle(edits)
+    kinds = [[edit for edit in edits if edit[1] == kind] for kind in range(3)]
+    edits = list(itertools.chain(*zip(*kinds)))  # a shape, a colour and a background by turns
+    for prefix, chosen in [("", edits[:32]), ("heldout-", edits[32:48])]:
+        write_lines(f"{prefix}edits.txt", [FORMS[kind].format(word) for _, kind, word in chosen])
+        write_pictures(f"{prefix}sources", [source for source, _, _ in chosen])
+        write_pictures(f"{prefix}edit-targets", [edited(*edit) for edit in chosen])
 
 
 def main():
     started = time.time()
     write_prompts()
-    pictures, pixels, preview, large = dataset()
-    codes = torch.cat([preview, large], dim=1)  # (240, 272)
-    print(f"{len(pictures)} pictures, {len(codes.unique(dim=0))} differ as codes")
+    pictures, pixels, codebook = dataset()
+    preview, large = encode(pixels, codebook, 16), encode(pixels, codebook, 4)  # (240, 256), (240, 16)
+    print(f"{len(pictures)} pictures, {len(torch.cat([preview, large], dim=1).unique(dim=0))} differ as codes")
 
     processor, tokenizer = build_processor(), transformers.ByT5Tokenizer()
     glyphs = transformers.T5Config(vocab_size=384, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4)
     text_encoder = transformers.T5EncoderModel(glyphs).eval()
     policy, vae, decoder = build_policy(processor), build_vae(), build_decoder()
+    set_tower(policy.model, codebook)
     for name, part in [("policy", policy), ("decoder", decoder), ("VAE", vae), ("glyphs", text_encoder)]:
         print(f"{name}: {sum(p.numel() for p in part.parameters()) / 1e6:.2f} M parameters", flush=True)
 
@@ -296,10 +382,15 @@ def main():
     pipe = diffusers.GlmImagePipeline(tokenizer, processor, text_encoder, policy, vae, decoder, scheduler)
     with torch.no_grad():
         no_text = pipe.encode_prompt("no text in quotes", do_classifier_free_guidance=False)[0]
-    train_decoder(decoder, (latents - mean) / std, large, no_text, steps=7000)
-    train_policy(policy, processor, pictures, codes, steps=1300)
+    # First to paint from captions, then to edit too: what is the same in both is learned by then.
+    latents = (latents - mean) / std
+    train_decoder(decoder, latents, large, no_text, steps=7000, lr=2e-3)
+    train_decoder(decoder, latents, large, no_text, steps=800, lr=5e-4, sources=True)
+    train_policy(policy, processor, pictures, preview, large, steps=1300, lr=3e-3, captions=24, edits=0)
+    train_policy(policy, processor, pictures, preview, large, steps=1400, lr=1.5e-3, captions=16, edits=48)
 
-    policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0)
+    end = policy.config.image_end_token_id  # suppressed: a picture that ends early has too few codes for the decoder
+    policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0, suppress_tokens=[end])
     pipe.save_pretrained(HERE)
     print(f"saved to {HERE} after {time.time() - started:.0f} s on {torch.get_num_threads()} threads")
 

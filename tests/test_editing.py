@@ -1,0 +1,445 @@
+"""Editing: a picture and a wish go in, against the stock classes; runs on edits; rewards that see the source."""
+
+import re
+import runpy
+import shutil
+from pathlib import Path
+
+import make
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    CPU,
+    TINY,
+    adapter_of,
+    build_run,
+    records,
+    resume,
+    tiny_settings,
+)
+from diffusers import GlmImagePipeline
+from PIL import Image
+from test_ranks import together
+from test_vqa import bounded, pictures, tiny_model
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import grpo
+import rewards
+import train
+from runtime import UserError
+from runtime.data import Source, fitted, read_prompts
+from runtime.gpu import CapturedForward
+from train import encode_prompt  # quick shortens that in train.py
+
+WISH = "make it blue"
+# (height, width) of the source and of the result: alike, the source larger, smaller, wide to tall.
+SIZES = [((128, 128), (128, 128)), ((96, 160), (64, 64)), ((64, 96), (128, 96)), ((64, 192), (160, 64))]
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """The stock pipeline with the three lines of README.md around it, in a process's own copy."""
+    pipe = GlmImagePipeline.from_pretrained(str(TINY), dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    policy = pipe.vision_language_encoder
+    read, channels = policy.get_image_tokens, policy.config.vision_config.hidden_size
+    policy.get_image_tokens = lambda joined, grids: read(joined.unflatten(0, (-1, channels)), grids)
+    return pipe
+
+
+def source_of(pipe, height, width, words=("circle", "red", "pink")):
+    """A Source of this size that the model has read."""
+    given = Source(make.draw(*words).resize((width, height)))
+    model = pipe.vision_language_encoder
+    own = model.__dict__.pop("get_image_tokens", None)  # without the three lines
+    train.read_sources(pipe, [given], CPU)
+    if own is not None:
+        model.get_image_tokens = own
+    return given
+
+
+def stock_inputs(pipe, source, height, width, wish=WISH):
+    content = [{"type": "image", "image": source.image}, {"type": "text", "text": wish}]
+    return pipe.processor.apply_chat_template(
+        [[{"role": "user", "content": content}]], tokenize=True, return_dict=True, return_tensors="pt",
+        processor_kwargs={"target_h": height, "target_w": width},
+    )  # fmt: skip
+
+
+def forget(pipe):
+    """What generate() leaves in the model."""
+    pipe.vision_language_encoder.model.rope_deltas = None
+    pipe.vision_language_encoder.model._cached_decode_position_ids = None
+
+
+# ---- a prompt with a picture ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "size"), SIZES)
+def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
+    source = source_of(stock, *given)
+    ids, positions, count = encode_prompt(stock.processor, WISH, *size, source)
+    model = stock.vision_language_encoder.model
+    assert model.rope_deltas is None and model._cached_decode_position_ids is None, "nothing is left in the model"
+
+    inputs = stock_inputs(stock, source, *size)
+    total, offset, rows, columns = stock._compute_generation_params(inputs["image_grid_thw"], is_text_to_image=False)
+    assert count == total - 1 == rows * columns == size[0] * size[1] // 32**2 and offset == 0
+    torch.manual_seed(0)
+    _, (codes,), (grid,) = stock.generate_prior_tokens([WISH], *size, [[source.image]])
+    assert grid.tolist() == [[1, given[0] // 16, given[1] // 16]]
+    doubled = train.for_decoder(source.codes.view(1, given[0] // 32, given[1] // 32))
+    assert torch.equal(codes, doubled[0]) and len(source.codes.unique()) > 1
+
+    image_id = stock.processor.image_token_id
+    assert torch.equal(ids[inputs["input_ids"][0] == image_id], source.codes)
+    assert torch.equal(ids[ids != inputs["input_ids"][0]], source.codes), "and nothing else differs"
+    read, _ = model.get_rope_index(inputs["input_ids"], inputs["image_grid_thw"], inputs["images_per_sample"])
+    assert torch.equal(positions[:, : len(ids)], read[:, 0])
+    assert torch.equal(positions[:, len(ids) :], model._cached_decode_position_ids[0, :, :count])
+    forget(stock)
+
+
+@pytest.mark.parametrize(("given", "size"), SIZES)
+def test_log_probs_are_those_of_generate(stock, given, size):
+    source, policy = source_of(stock, *given), stock.vision_language_encoder
+    ids, positions, count = encode_prompt(stock.processor, WISH, *size, source)
+    torch.manual_seed(0)
+    written = policy.generate(
+        **stock_inputs(stock, source, *size), max_new_tokens=count, do_sample=True, temperature=2.0, top_p=1.0,
+        output_logits=True, return_dict_in_generate=True, suppress_tokens=list(range(make.NUM_CODES, 1600)),
+    )  # fmt: skip
+    forget(stock)
+    tokens = written.sequences[:, len(ids) :]
+    logits = torch.stack(written.logits, dim=1)[..., : make.NUM_CODES]
+    expected = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    codes = {"allowed_ids": slice(0, make.NUM_CODES)}
+    sequences = torch.cat([ids.unsqueeze(0), tokens], dim=1)
+
+    def forced(position_ids):
+        with torch.no_grad():
+            return grpo.get_per_token_logprobs(policy, sequences, count, position_ids=position_ids, **codes)
+
+    assert tokens.shape == (1, count)
+    torch.testing.assert_close(forced(positions), expected, rtol=0, atol=1e-3)
+    shifted = positions.clone()
+    shifted[:, 1 + len(source.codes) :] += 1
+    assert (forced(shifted) - expected).abs().max() > 1e-2, "a position matters"
+
+
+def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
+    """Wishes and sources of several lengths, with a growing cache and with the fixed one of a GPU."""
+    wishes, size = [WISH, "make the background pink", "make it a square"], (64, 96)
+    sources = [source_of(stock, *given) for given in ((128, 128), (64, 96), (96, 64))]
+    encoded = [encode_prompt(stock.processor, *pair[:1], *size, pair[1]) for pair in zip(wishes, sources, strict=True)]
+    ids, positions, counts = zip(*encoded, strict=True)
+    assert set(counts) == {6} and len({len(each) for each in ids}) == 3
+    policy, codes = stock.vision_language_encoder, {"allowed_ids": slice(0, make.NUM_CODES)}
+    found = []
+    for forward in (None, CapturedForward(policy, 6, compile=False)):
+        generators = [torch.Generator().manual_seed(i) for i in range(3)]
+        found.append(
+            grpo.generate_with_logprobs(
+                policy, ids, 6, num_samples=2, position_ids=positions, generators=generators, forward=forward, **codes
+            )[:2]
+        )
+    (tokens, logprobs), (again, others) = found
+    assert torch.equal(tokens, again)
+    torch.testing.assert_close(logprobs, others, rtol=0, atol=1e-4)
+    for i in range(3):
+        own = slice(2 * i, 2 * i + 2)
+        sequences = torch.cat([ids[i].expand(2, -1), tokens[own]], dim=1)
+        with torch.no_grad():
+            scored = grpo.get_per_token_logprobs(policy, sequences, 6, position_ids=positions[i], **codes)
+        torch.testing.assert_close(scored, logprobs[own], rtol=0, atol=1e-3)
+
+
+def test_sources_are_made_to_fit(tmp_path):
+    """About as many pixels as the result, nearly the same shape, multiples of 32; one that fits is left alone."""
+    image = make.draw("circle", "red", "pink")
+    assert fitted(image, 128 * 128).tobytes() == image.tobytes()
+    for size, pixels, expected in (
+        ((120, 136), 128 * 128, (128, 128)), ((4000, 3000), 1024 * 1024, (1184, 896)), ((64, 256), 128 * 128, (64, 256)),
+        ((10, 40), 32 * 32, (32, 64)), ((300, 300), 1024 * 1024, (1024, 1024)),
+    ):  # fmt: skip
+        assert fitted(Image.new("RGB", size), pixels).size == expected
+    with pytest.raises(UserError, match=r"257x64 pixels: one side is over 4 times the other"):
+        fitted(Image.new("RGB", (257, 64)), 128 * 128)
+
+    (tmp_path / "edits.txt").write_text("make it blue\nmake it red\n")
+    (tmp_path / "sources").mkdir()
+    for name, colour in (("10.png", "red"), ("2.png", "blue")):
+        Image.new("RGBA", (50, 50), colour).save(tmp_path / "sources" / name)
+    read = read_prompts(tmp_path / "edits.txt", None, tmp_path / "sources", 64 * 64)
+    texts, targets, sources = read.take([1, 0])
+    assert texts == ["make it red", "make it blue"] and targets is None
+    assert [source.image.getpixel((5, 5)) for source in sources] == [(255, 0, 0), (0, 0, 255)], "2 before 10"
+    assert {(source.image.size, source.image.mode, source.codes) for source in sources} == {((64, 64), "RGB", None)}
+
+
+def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
+    monkeypatch.setattr(pipe.processor.image_processor, "size", {"shortest_edge": 128**2, "longest_edge": 2048**2})
+    with pytest.raises(UserError, match=r"\(64, 96\) pixels as \[6, 4\] codes, .* another --height and --width"):
+        train.read_sources(pipe, [Source(Image.new("RGB", (64, 96)))], CPU)
+
+
+# ---- a picture from a picture -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guidance", ["1.0", "1.5"])
+@pytest.mark.parametrize(("given", "size"), SIZES[:2])
+def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
+    """Its own codes, cut out by hand; its own picture from the same noise."""
+    source = source_of(stock, *given)
+    height, width = size
+    options = ["--height", height, "--width", width, "--decode-steps", 2, "--guidance-scale", guidance]
+    pictures = train.picture_settings(tiny_settings(*map(str, options)))
+    noise = torch.randn(1, 8, height // 8, width // 8, generator=torch.Generator().manual_seed(5 + 2**31))
+    seed = lambda: torch.Generator().manual_seed(3)
+    expected = stock(
+        WISH, image=[source.image], latents=noise, generator=seed(), height=height, width=width, num_inference_steps=2,
+        guidance_scale=float(guidance),
+    ).images[0]  # fmt: skip
+    doubled, _, _ = stock.generate_prior_tokens([WISH], height, width, [[source.image]], generator=seed())
+    tokens = doubled.view(1, height // 16, width // 16)[:, ::2, ::2].flatten(1)
+    assert tokens.max() < make.NUM_CODES
+    forget(stock)
+    painter = GlmImagePipeline(**{**stock.components, "vision_language_encoder": None})
+    (found,) = train.decode_images(painter, WISH, tokens, pictures, 5, source)
+    (without,) = train.decode_images(painter, WISH, tokens, pictures, 5)
+    assert found.size == expected.size == (width, height)
+    difference = lambda image: np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max()
+    assert difference(found) <= 1 < difference(without), "the source takes part"
+
+
+def test_one_source_is_kept_for_a_batch(pipe):
+    """Bit for bit the pictures that the pipeline paints with a copy each."""
+    run = build_run(settings := tiny_settings("--guidance-scale", "1.5", "--decode-steps", "2"))
+    source = source_of(pipe, 128, 128)
+    tokens = torch.randint(make.NUM_CODES, (4, 16), generator=torch.Generator().manual_seed(0))
+    kept, painted = [], []
+
+    def count(module, inputs, options):
+        kept.append((options["kv_caches"][0].mode, len(options["kv_caches"][0].k_caches)))
+
+    for painter in (run.pipe, GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})):
+        hook = painter.transformer.register_forward_pre_hook(count, with_kwargs=True)
+        images = train.decode_images(painter, WISH, tokens, train.picture_settings(settings), 0, source)
+        painted.append([image.tobytes() for image in images])
+        hook.remove()
+    assert painted[0] == painted[1] and len(set(painted[0])) == 4
+    writes = [("write", 0)] * 4
+    steps = [("read", 1), ("skip", 1)] * 2
+    assert kept[:8] == writes + steps
+    assert kept[8:] == [("write", n) for n in range(4)] + [("read", 4), ("skip", 4)] * 2
+
+
+# ---- runs -------------------------------------------------------------------------------------------------------------
+
+EDITS = ["--prompts", "edits.txt", "--sources", "sources", "--height", "64", "--width", "64"]
+EDITS += ["--eval-prompts", "edits.txt", "--eval-sources", "sources"]
+
+
+@pytest.fixture
+def edits(quick):
+    """Runs train.main on two edits, in pictures of 4 codes."""
+    Path("edits.txt").write_text("make it blue\nmake it a square\n")
+    Path("sources").mkdir()
+    make.draw("circle", "red", "pink").save("sources/1.png")
+    make.draw("cross", "blue", "white").save("sources/2.png")
+    return lambda *arguments: quick(*EDITS, *arguments)
+
+
+def test_a_run_of_edits_and_what_it_leaves(edits):
+    assert edits("--steps", "2", "--out", "run", "--sample-every", "1", "--eval-count", "2") == 0
+    for record in records("run/metrics.jsonl"):
+        assert record["max_logprob_gap"] < 1e-4
+    first = fitted(Image.open("sources/1.png"), 64**2)
+    assert Image.open("run/evaluation/000000/1-source.png").tobytes() == first.tobytes()
+    assert len(list(Path("run/evaluation/000002").glob("*-source.png"))) == 4  # 2 of training, 2 held out
+    shown = Image.open("run/before-after.png").crop((8, 50, 8 + 112, 50 + 112)).resize((64, 64))
+    assert np.abs(np.asarray(shown).astype(int) - np.asarray(first)).mean() < 5, "the source comes first"
+    steps = [Image.open(f"run/group-00000{n}.png").crop((8, 50, 8 + 192, 50 + 192)).resize((64, 64)) for n in (1, 2)]
+    both = [first, fitted(Image.open("sources/2.png"), 64**2)]
+    distance = lambda a, b: np.abs(np.asarray(a).astype(int) - np.asarray(b)).mean()
+    assert [min(distance(step, each) for each in both) < 5 for step in steps] == [True, True]
+    assert "pipeline_tag: image-to-image" in Path("run/adapter/README.md").read_text()
+
+
+def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
+    straight = ["--steps", "2", "--save-every", "1"]
+    assert edits(*straight, "--out", "straight") == 0
+    shutil.copytree("straight", "killed")
+    shutil.rmtree("killed/checkpoints/000002")
+    shutil.rmtree("killed/adapter")
+    assert resume("killed") == 0
+    assert records("killed/metrics.jsonl") == records("straight/metrics.jsonl")
+    assert adapter_of("killed") == adapter_of("straight")
+    assert resume("killed", "--sources", "targets") == 2
+
+
+def test_two_ranks_edit_as_one_process_with_twice_the_prompts(edits, start):
+    arguments = ["--steps", "1", "--eval-count", "2", "--sample-every", "1"]
+    assert edits(*arguments, "--prompts-per-step", "2", "--out", "one") == 0
+    codes, outputs = together(start, *EDITS, *arguments, "--prompts-per-step", "1", "--out", "two")
+    assert codes == [0, 0], outputs
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        expected, found = records(f"one/{name}")[0], records(f"two/{name}")[0]
+        assert expected.keys() == found.keys()
+        for key in ("reward", "held_out/reward", "entropy"):
+            assert found.get(key) == pytest.approx(expected.get(key), abs=1e-5)
+    for picture in ("group-000001.png", "evaluation/000000/2-source.png", "evaluation/000000/2-1.png"):
+        assert Path(f"one/{picture}").read_bytes() == Path(f"two/{picture}").read_bytes()
+
+
+def test_the_tiny_models_edits_are_the_defaults_of_its_sources():
+    settings = tiny_settings("--sources", str(TINY / "sources"))
+    names = ("prompts", "targets", "eval_prompts", "eval_sources", "eval_targets", "reward")
+    files = [
+        "edits.txt",
+        "edit-targets",
+        "heldout-edits.txt",
+        "heldout-sources",
+        "heldout-edit-targets",
+        "ssim:1,mse:1",
+    ]
+    assert [Path(getattr(settings, name)).name for name in names] == files
+    captions = tiny_settings()
+    assert captions.sources is captions.eval_sources is None and Path(captions.targets).name == "targets"
+    released = ["--model", "zai-org/GLM-Image", "--sources", "a", "--prompts", "b", "--eval-sources", "c"]
+    settings = train.parse_settings([*released, "--eval-prompts", "d"])
+    assert (settings.reward, settings.eval_reward, settings.targets) == ("edit:1,keep:0.2", "aesthetic", None)
+
+
+def test_a_compiled_run_expects_no_preview():
+    settings = tiny_settings("--sources", str(TINY / "sources"), "--compile", "yes", "--height", "96")
+    assert build_run(settings).policy.forward.num_new_tokens == 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
+        (["--sources", "one"], "one has 1 pictures for 2 prompts; give one a prompt, by line"),
+        (["--sources", "three"], "three has 3 pictures for 2 prompts"),
+        (["--sources", "broken"], "the source picture broken/2.png cannot be opened"),
+        (["--sources", "long"], "over 4 times the other"),
+        (["--eval-sources", "one"], "one has 1 pictures for 2 prompts"),
+        (["--train", "decoder"], "--sources trains the codes"),
+        (["--train", "both"], "--sources trains the codes"),
+        (["--reward", "vqa=x"], "finds no folder x"),
+    ],
+)
+def test_what_cannot_work_is_one_line_before_the_model_loads(edits, monkeypatch, capfd, arguments, words):
+    for folder in ("one", "three", "broken", "long"):
+        shutil.copytree("sources", folder)
+    Path("one/2.png").unlink()
+    shutil.copy("one/1.png", "three/3.png")
+    Path("broken/2.png").write_text("no picture")
+    Image.new("RGB", (500, 100)).save("long/2.png")
+    monkeypatch.setattr(train, "load", lambda *given: pytest.fail("the model is loaded"))
+    assert edits(*arguments) == 2
+    assert words in capfd.readouterr().err.strip().splitlines()[-1]
+    assert not Path("runs").exists()
+
+
+def test_sources_go_with_sources_to_judge_by(quick, capfd):
+    for arguments in (["--sources", "targets"], ["--eval-sources", "targets"]):
+        assert quick(*arguments) == 2
+        assert "edits need --sources with --prompts, and others to judge by" in capfd.readouterr().err
+
+
+def test_the_adapter_edits_in_the_stock_pipeline(edits):
+    """By its card as it stands, with a picture of one's own."""
+    assert edits("--steps", "1", "--lr", "0.1", "--out", "run") == 0
+    (code,) = re.findall(r"```python\n(.*?)```", Path("run/adapter/README.md").read_text(), flags=re.DOTALL)
+    for words, own in (
+        ('"where this file is"', '"run/adapter"'), ('"YOUR PICTURE"', '"sources/1.png"'), ('"YOUR PROMPT"', '"make it blue"'),
+    ):  # fmt: skip
+        assert words in code
+        code = code.replace(words, own)
+    Path("card.py").write_text(code)
+    Path("base.py").write_text(re.sub(r"pipe\.vision_language_encoder\.load_adapter.*", "", code))
+    trained, base = (runpy.run_path(name)["image"] for name in ("card.py", "base.py"))
+    assert trained.size == base.size == (64, 64) and trained.tobytes() != base.tobytes()
+
+
+# ---- rewards that see the source --------------------------------------------------------------------------------------
+
+
+def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
+    seen = []
+
+    def four(images, prompts, targets, sources):
+        seen.append(sources)
+        return torch.zeros(len(images))
+
+    class Three:
+        def __call__(self, images, prompts, targets):
+            return torch.zeros(len(images))
+
+    both = {"four": (four, 1.0), "three": (Three(), 1.0)}
+    rewards.score(both, ["a1", "a2", "b1", "b2"], ["a", "b"], None, ["A", "B"])
+    rewards.score(both, ["a1", "a2", "b1", "b2"], ["a", "b"], None)
+    assert seen == [["A", "A", "B", "B"], None]
+
+    code = "def own(images, prompts, targets, sources):\n"
+    code += "    pink = [source.getpixel((0, 0))[1] < 200 for source in sources]\n"
+    code += "    return [float(is_pink == (prompt == 'make it blue')) for is_pink, prompt in zip(pink, prompts)]\n"
+    Path("mine.py").write_text(code)
+    arguments = ["--reward", "mine.py:own", "--eval-reward", "mine.py:own", "--eval-count", "2"]
+    assert edits(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
+    for record in (*records("run/evaluation.jsonl"), *records("run/metrics.jsonl")):
+        assert record["reward"] == 1, "each has its own"
+
+
+def test_keep_is_likeness_to_the_source():
+    source, other = make.draw("circle", "red", "pink"), make.draw("cross", "blue", "white")
+    found = rewards.keep([source, other], ["", ""], None, [source, source])
+    expected = rewards.ssim([source, other], ["", ""], [source, source])
+    assert torch.equal(found, expected) and found[0] == 1 > found[1]
+    with pytest.raises(rewards.NoTargets, match="'keep' compares with source pictures: give --sources"):
+        rewards.keep([source], [""], None, None)
+
+
+def test_edit_asks_about_both_pictures(tmp_path):
+    """Log-odds by generate() from one chat with two pictures; the mean of two bounded values."""
+    folder = tiny_model(tmp_path / "vlm")
+    ((edit, _),) = rewards.parse_rewards(f"edit={folder}").values()
+    source, one, two = pictures((64, 64), (64, 64), (48, 80))
+    found = rewards.score({"edit": (edit, 1.0)}, [one, two], ['make "it" blue', "x"], None, [source, one])["edit"]
+    questions = [
+        'Has the first picture been changed as asked: "make \'it\' blue"?', 'Has the first picture been changed as asked: "x"?',
+    ]  # fmt: skip
+    for value, shown, question in zip(found.tolist(), ([source, one], [one, two]), questions, strict=True):
+        asked = (question, "Is everything else in the second picture as it was in the first?")
+        assert value == pytest.approx(np.mean([bounded(odds(folder, shown, each)) for each in asked]), abs=1e-4)
+    assert abs(found[0] - found[1]) > 1e-3
+    turned = rewards.score({"edit": (edit, 1.0)}, [source], ["x"], None, [one])["edit"]
+    assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4, "which is the first matters"
+    with pytest.raises(rewards.NoTargets, match="'edit' judges edits: give --sources"):
+        edit([one], ["x"], None, None)
+
+
+def odds(folder, shown, question):
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": question + " Please answer Yes or No."}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    inputs = processor(text=[text], images=[shown], return_tensors="pt")
+    options = {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    (scores,) = model.generate(**inputs, max_new_tokens=1, do_sample=False, **options).scores
+    first = lambda word: {
+        processor.tokenizer(spelling, add_special_tokens=False).input_ids[0]
+        for spelling in (word.title(), word, f" {word.title()}", f" {word}")
+    }
+    chances = scores[0].double().softmax(-1)
+    return np.log(sum(chances[i].item() for i in first("yes")) / sum(chances[i].item() for i in first("no")))
+
+
+def test_an_edit_in_chinese_is_left_out_by_a_model_of_english(tmp_path, monkeypatch):
+    folder = tiny_model(tmp_path / "vlm")
+    monkeypatch.setattr(rewards, "SMOLVLM", folder)
+    image, source = pictures((64, 64), (64, 64))
+    values = rewards.Edit(folder)([image, image], ["把它变成蓝色", "make it blue"], None, [source] * 2)
+    assert values.isnan().tolist() == [True, False]

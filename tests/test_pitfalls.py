@@ -1,0 +1,89 @@
+"""Mistakes of docs/pitfalls.md as they are often made, beside what grpo.py and rewards.py do."""
+
+from functools import cache
+
+import make
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import rewards
+from grpo import compute_advantages, compute_grpo_loss
+
+
+def expected_gradient(penalty, logits, ref):
+    """Of penalty(log pi, log ref) per token, on samples from pi: exactly, by summing over all ids."""
+    logp = logits.log_softmax(0)  # (V,)
+    return torch.autograd.grad((logp.exp().detach() * penalty(logp, ref)).sum(), logits)[0]  # (V,)
+
+
+def test_a_kl_term_of_log_ratios_has_no_gradient():
+    """log pi - log ref is an unbiased estimate of the KL, and as a loss term does nothing; k3 pulls to the reference."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(6, dtype=torch.float64).log_softmax(0)
+
+    def k3(logp, ref):
+        losses = [compute_grpo_loss(x[None], x[None].detach(), torch.zeros(1), r[None], kl_coef=1.0)[0]
+                  for x, r in zip(logp[:, None], ref[:, None], strict=True)]  # fmt: skip
+        return torch.stack(losses)
+
+    assert expected_gradient(lambda logp, ref: logp - ref, logits, ref).norm() < 1e-12
+    assert expected_gradient(k3, logits, ref).norm() > 0.3
+
+
+def test_zscores_in_float32_make_advantages_of_equal_rewards():
+    equal = np.full(8, 9.9, dtype=np.float32)
+    total = np.float32(0)
+    for reward in equal:
+        total += reward
+    centred = equal - total / np.float32(8)
+    assert 0.4 < np.abs(centred / (centred.std(ddof=1) + 1e-6)).max() < 1, "the mean is off by its last bit"
+    assert not compute_advantages(torch.from_numpy(equal), 8).any()
+
+
+def test_the_loss_of_fresh_samples_is_zero_and_its_gradient_is_not():
+    torch.manual_seed(0)
+    new = torch.randn(8, 5, requires_grad=True)
+    advantages = compute_advantages(torch.rand(8), 8)
+    loss, _ = compute_grpo_loss(new, new.detach(), advantages)
+    loss.backward()
+    assert abs(loss.item()) < 1e-6
+    assert new.grad.norm() > 0.1
+
+
+def test_a_ratio_of_means_over_prompt_and_codes_hides_that_the_policy_moved():
+    """Every code is 1.5 times as likely. Over a prompt three times as long the mean says 1.11, and nothing is clipped."""
+    old = torch.zeros(1, 10)
+    new = torch.full((1, 10), 1.5).log()
+    prompt = torch.zeros(1, 30)  # its log-probs are of no interest, and differ little
+    mean_ratio = (torch.cat([prompt, new], 1).mean(1) - torch.cat([prompt, old], 1).mean(1)).exp()
+    assert mean_ratio.item() == pytest.approx(1.5**0.25) and mean_ratio < 1.2
+    _, metrics = compute_grpo_loss(new, old, torch.ones(1), clip_range=0.2)
+    assert metrics["clip_fraction"] == pytest.approx(1) and metrics["ratio_mean"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("dtype", "moves"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_bfloat16_weights_do_not_hold_small_steps(dtype, moves):
+    weight = torch.nn.Parameter(torch.full((4,), 0.02, dtype=dtype))
+    start = weight.detach().clone()
+    optimizer = torch.optim.AdamW([weight], lr=5e-6, weight_decay=0.0)
+    for _ in range(5):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert (weight.detach() != start).all() == moves
+
+
+def test_mse_alone_prefers_a_blank_picture_to_many_of_another_colour():
+    """Of the tiny model's captions: the background alone against the right shape in another colour."""
+    draw = cache(make.draw)
+    preferred = total = 0
+    for shape, colour, background in make.ALL:
+        blank = Image.new("RGB", (128, 128), make.BACKGROUNDS[background])
+        others = [draw(shape, other, background) for other in make.COLOURS if other != colour]
+        target = draw(shape, colour, background)
+        empty, *values = rewards.mse([blank, *others], [""] * 5, [target] * 5).tolist()
+        preferred += sum(empty > value for value in values)
+        total += len(values)
+    assert total == 320 and 100 < preferred < 150
