@@ -14,6 +14,7 @@ from transformers.utils import cached_file
 
 from rewards import RewardError, parse_rewards, score
 from runtime import UserError, checkpoints, short_name
+from runtime.adapters import adapter_file
 from runtime.log import check_tracker
 from runtime.settings import TINY
 
@@ -115,7 +116,7 @@ def read_inputs(settings):
     prompts = read_prompts(settings.prompts, settings.targets, settings.sources, size)
     held_out = read_prompts(settings.eval_prompts, settings.eval_targets, settings.eval_sources, size)
     folder = settings.adapter
-    adapters = [checkpoints.adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
+    adapters = [adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
     read = {
         "prompts": "\n".join(prompts.texts).encode(), "targets": pixels(prompts.targets),
         "sources": pixels(pictures_of(prompts.sources)),
