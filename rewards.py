@@ -536,7 +536,10 @@ def begin_scoring(rewards, images, prompts, targets, sources=None):
     given = per_picture(images, prompts, targets, sources)
 
     async def call(function):  # in there, so that a wrong signature is the reward's error too
-        return await function(*what_it_takes(function, *given))
+        try:
+            return await function(*what_it_takes(function, *given))
+        except SystemExit as error:  # or it would end the loop, and all would wait for ever
+            raise RuntimeError(f"SystemExit: {error}") from error
 
     begun = {}
     for name, (function, _) in rewards.items():

@@ -19,16 +19,17 @@ from pathlib import Path
 
 import peft
 import torch
-from diffusers import GlmImagePipeline
+from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from torch._dynamo.exc import TorchDynamoException
-from transformers import set_seed
+from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_seed
 
 from decoder import DecoderGRPO, repeat_for_steps
 from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
 from rewards import begin_scoring, combine, score, weighted_sum, weights_of
 from runtime import UserError, checkpoints, counted, ranks
 from runtime.data import load_data, pictures_of, read_inputs, readable_loading
-from runtime.gpu import CapturedForward, keep_one_source, keep_rope_tables, place
+from runtime.gpu import CapturedForward, keep_one_source, keep_rope_tables, place, plan
+from runtime.int8 import round_linears
 from runtime.log import Phases, Record
 from runtime.metrics import reward_metrics, spreads
 from runtime.rescue import failing_together, rescued, resume_command
@@ -112,17 +113,19 @@ class PictureSettings:
     decode_steps: int  # denoising steps
     decode_window: int | None  # how many of them are drawn, in a row, when the decoder learns; None: all but the last
     guidance_scale: float
+    guidance_steps: int | None  # guided are the first so many, or all
     micro_batch_size: int  # pictures painted at a time
     sample_batch: int | None  # prompts whose codes are sampled at a time; None: all
 
 
 def picture_settings(settings, deployed=False):
     """How a run paints: quickly in training, `deployed` in an evaluation."""
-    steps, guidance = settings.decode_steps, settings.guidance_scale
+    painter = settings.decode_steps, settings.guidance_scale, settings.guidance_steps
     if deployed:
-        steps, guidance = settings.eval_decode_steps, settings.eval_guidance_scale
+        painter = settings.eval_decode_steps, settings.eval_guidance_scale, None
+    steps, guidance, guided = painter
     batches = settings.micro_batch_size, settings.sample_batch
-    return PictureSettings(settings.height, settings.width, steps, settings.decode_window, guidance, *batches)
+    return PictureSettings(settings.height, settings.width, steps, settings.decode_window, guidance, guided, *batches)
 
 
 def for_decoder(codes):
@@ -148,6 +151,12 @@ def decode_images(pipe, prompt, tokens, pictures, seed, source=None):
         edited["source_image_grid_thw"] = torch.tensor([[1, *size]])
     shape = 1, pipe.transformer.config.in_channels, pictures.height // scale, pictures.width // scale
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed + SEEDS["noise"]))
+
+    def end_guidance(pipe, step, *_):
+        if step + 1 == pictures.guidance_steps:
+            pipe._guidance_scale = 1.0  # which the pipeline reads anew in every denoising step
+        return {}
+
     images = []
     for batch in prior.split(pictures.micro_batch_size):
         images += pipe(
@@ -155,6 +164,7 @@ def decode_images(pipe, prompt, tokens, pictures, seed, source=None):
             **{name: [value] * len(batch) for name, value in edited.items()},
             latents=noise.expand(len(batch), -1, -1, -1), height=pictures.height, width=pictures.width,
             num_inference_steps=pictures.decode_steps, guidance_scale=pictures.guidance_scale,
+            callback_on_step_end=end_guidance,
         ).images  # fmt: skip
     return images
 
@@ -196,15 +206,34 @@ def painters(pipe):
     return pipe.text_encoder, pipe.transformer, pipe.vae
 
 
-def load(settings, device):
-    """The stock pipeline, on the CPU: its weights are mapped from the files, so that several processes share them."""
+def load(settings, device, **modules):
+    """The stock pipeline, on the CPU: its weights are mapped from the files, so that several processes share them.
+
+    modules: parts of it that are there already, by their names.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if settings.sources and Path(settings.model).resolve() == Path(TINY):
         dtype = torch.float32  # in bfloat16 its vision tower reads a third of the codes wrong
     if version("diffusers").startswith(("0.40.", "0.41.")):
         raise UserError("diffusers 0.40 and 0.41 paint GLM-Image wrong (they drop its timesteps): take 0.42.1 or later")
     with readable_loading(settings.model):
-        return GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True)
+        return GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True, **modules)
+
+
+def outline(settings, device):
+    """What place() will be given, policy first, as tensors that have sizes and no content: made of a few kB of config files."""
+    classes = {"vision_language_encoder": GlmImageForConditionalGeneration, "text_encoder": T5EncoderModel}
+    classes |= {"transformer": GlmImageTransformer2DModel, "vae": AutoencoderKL}
+    modules = {}
+    with readable_loading(settings.model), torch.device("meta"):
+        for name, kind in classes.items():
+            if hasattr(kind, "config_class"):  # of transformers, not of diffusers
+                made = kind(kind.config_class.from_pretrained(settings.model, subfolder=name))
+            else:
+                made = kind.from_config(kind.load_config(settings.model, subfolder=name))
+            modules[name] = made.to(torch.bfloat16)
+    pipe, policy, _ = build(load(settings, device, **modules), settings, torch.device("meta"))
+    return [policy.model, *painters(pipe)]
 
 
 def add_adapter(module, name, settings):
@@ -247,10 +276,11 @@ def adamw(model, lr, warmup_steps):
     return optimizer
 
 
-def build(pipe, settings, device):
+def build(pipe, settings, device, home=None):
     """Splits the stock pipeline into painter, policy trainer and, if it learns, decoder trainer.
 
-    All still on the CPU; it is runtime.gpu.place that moves them.
+    All still on the CPU; it is runtime.gpu.place that moves them. Only what --base int8 rounds goes to `home` at once,
+    if that is given: the host never holds it.
     """
     language_model = pipe.vision_language_encoder
     language_model.model.visual = language_model.model.vqmodel = None  # they read sources, see read_sources
@@ -258,6 +288,9 @@ def build(pipe, settings, device):
     pipe.set_progress_bar_config(disable=True)
     keep_rope_tables(pipe.transformer)
     keep_one_source(pipe.transformer)
+    if settings.base == "int8":  # embeddings, head, norms, VAE and text encoder stay as they are
+        round_linears(language_model.model.language_model.layers, home)
+        round_linears(pipe.transformer.transformer_blocks, home)
     for module in painters(pipe):
         module.requires_grad_(False)
     if device.type != "cpu":
@@ -374,13 +407,16 @@ def grpo_step(run, settings, rewards, prompts, targets, seed, sources=None):
 # ---- what a step trains on ------------------------------------------------------------------------------------------
 
 
-def load_run(settings, data, device):
-    """The models where they belong, with what trains them; and the step they are at, of the run that is resumed."""
+def load_run(settings, data, device, turns):
+    """The models where they belong, with what trains them; and the step they are at, of the run that is resumed.
+
+    turns: whether policy and painters take turns on the device.
+    """
     try:
         pipe = load(settings, device)
         read_sources(pipe, [*(data.prompts.sources or ()), *(data.held_out.sources or ())], device)
-        pipe, policy, decoder = build(pipe, settings, device)
-        offload = place([policy.model, *painters(pipe)], settings, device, policy.forward)
+        pipe, policy, decoder = build(pipe, settings, device, home=None if turns else device)
+        offload = place([policy.model, *painters(pipe)], device, policy.forward, turns)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no memory for the weights ({reason}); --offload yes spares the GPU, no the host") from None
@@ -480,9 +516,10 @@ def train(settings):
     device = ranks.device()
     with claim_folder(settings) as out:
         prompts, held_out, inputs = read_inputs(settings)
+        turns = plan(partial(outline, device=device), settings, device)  # by sizes alone, before anything is downloaded
         print_start(settings, out, device, len(prompts.texts), len(held_out.texts))
         data = load_data(settings, prompts, held_out)
-        run, begun = load_run(settings, data, device)
+        run, begun = load_run(settings, data, device, turns)
         learners = learners_of(run.policy, run.decoder)
         weights = weights_of(data.rewards)
         with closing(run.phase.bar), rescued(Record(out, settings, inputs, run.phase, learners, begun)) as record:

@@ -3,6 +3,7 @@
     python benchmarks/glm_image.py --json full.json                           # a GPU of 48 GB or more
     python benchmarks/glm_image.py --cap-gb 24 --micro-batch-size 2           # held under the memory of a 24 GB card
     python benchmarks/glm_image.py --capture-only                             # the CUDA graph without torch.compile
+    python benchmarks/glm_image.py --base int8                                # the frozen weights as int8
     python benchmarks/glm_image.py --tiny                                     # the tiny model on a CPU, a few minutes
 
 It builds the model with random weights in the released sizes, for time and memory do not depend on their values, and
@@ -34,7 +35,7 @@ import train
 from grpo import GRPO, generate_with_logprobs
 from rewards import mse, ssim
 from runtime import UserError
-from runtime.gpu import CapturedForward, place
+from runtime.gpu import CapturedForward, place, plan
 from runtime.log import Phases
 from runtime.settings import TINY
 
@@ -72,6 +73,13 @@ def pipeline(tiny, device):
     return GlmImagePipeline(**pipe.components | {name: module.eval() for name, module in made.items()})
 
 
+def outline(settings):
+    """The policy and those that paint, without content."""
+    meta = torch.device("meta")
+    pipe, policy, _ = train.build(pipeline(False, meta), settings, meta)
+    return [policy.model, *train.painters(pipe)]
+
+
 def judge(images, prompts, targets):
     """SSIM and MSE for the time they take; the reward is the order in the group, so that no group is without spread."""
     blank = [Image.new("RGB", image.size, "gray") for image in images]
@@ -100,8 +108,10 @@ def bytes_read_a_token(policy):
     return sum(p.nbytes for p in policy.parameters()) - policy.get_input_embeddings().weight.nbytes
 
 
-def encode(run, settings, prompts):
-    return [train.encode_prompt(run.pipe.processor, prompt, settings.height, settings.width) for prompt in prompts]
+def encode(run, settings, prompts, sources=None):
+    read = zip(prompts, sources or [None] * len(prompts), strict=True)
+    size = settings.height, settings.width
+    return [train.encode_prompt(run.pipe.processor, prompt, *size, source) for prompt, source in read]
 
 
 def of_case(run, settings, compile):
@@ -221,9 +231,16 @@ def table(cases):
     columns |= {"plain s": "plain_seconds", "plain/ours": "plain_over_ours"}
     columns |= {"one by one s": "one_by_one_seconds", "one by one/ours": "one_by_one_over_ours"}
     columns |= {key.removeprefix("gpu_gb/") + " GB": key for key in cases[0] if key.startswith("gpu_gb/")}
-    rows = [[f"{case[key]:.{2 * isinstance(case[key], float)}f}" for key in columns.values()] for case in cases]
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in [list(columns), *rows])
+    return align(
+        [list(columns)]
+        + [[f"{case[key]:.{2 * isinstance(case[key], float)}f}" for key in columns.values()] for case in cases]
+    )
+
+
+def align(rows):
+    """Rows of words as lines whose columns are as wide as their widest word."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -267,9 +284,12 @@ def main():
     if options.cap_gb and cuda:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(options.cap_gb * 1e9 / total, 1.0), device)
+    turns = plan(outline, largest, device)  # the largest case decides
+    for settings in cases:
+        settings.micro_batch_size = largest.micro_batch_size
     pipe, policy, _ = train.build(pipeline(options.tiny, device), largest, device)
     captured = SimpleNamespace(release=lambda: run.policy.forward and run.policy.forward.release())
-    offload = place([policy.model, *train.painters(pipe)], largest, device, captured)  # the largest case decides
+    offload = place([policy.model, *train.painters(pipe)], device, captured, turns)
     run = train.Run(pipe, policy, None, Phases(device, len(cases) * (1 + options.steps), offload=offload))
     compile = False if options.capture_only else None if policy.forward is None else True
     bandwidth, read = copy_bandwidth(run.phase), bytes_read_a_token(policy.model)

@@ -29,7 +29,7 @@ import train
 from benchmarks.glm_image import pipeline
 from decoder import gaussian_step, log_density
 from grpo import _sample_token, get_per_token_logprobs
-from runtime.gpu import CapturedForward, place
+from runtime.gpu import CapturedForward, memory_needed
 
 META = torch.device("meta")
 PROMPT, GLYPHS = 60, 16  # tokens; both are small beside a picture's
@@ -87,11 +87,12 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
     return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
 
-def build():
+def build(base="bfloat16"):
     """What learns of the released sizes, set up as train.py does it for a GPU: codes, with what paints, and decoder."""
-    settings = train.parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both"])
+    settings = train.parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both", "--base", base])
     pipe, codes, decoder = train.build(pipeline(False, META), settings, META)
-    place([codes.model, *train.painters(pipe)], settings, META, None)
+    for model in (codes.model, *train.painters(pipe)):
+        model.to(META)
     # As a whole run's, beside what GRPO itself is told.
     return SimpleNamespace(**vars(codes) | {"settings": settings}, decoder_modules=train.painters(pipe)), decoder
 
@@ -187,15 +188,18 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024], help="pixels, square (default: 512 1024)")
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
+    parser.add_argument("--base", default="bfloat16", choices=("bfloat16", "int8"), help="the frozen weights")
     parser.add_argument("--edits", action="store_true", help="of pictures of the same size, instead of painting anew")
     options = parser.parse_args()
-    codes, decoder = build()
+    codes, decoder = build(options.base)
     adapter, own = (gigabytes(learner.optimizer.param_groups[0]["params"]) for learner in (codes, decoder))
     base = gigabytes(tensors([codes.model])) - adapter
     painters = gigabytes(tensors(codes.decoder_modules)) - own
     adapter, own = 3 * adapter, 3 * own  # and the two of Adam
     print(f"policy {base:.1f} GB, adapter with its optimiser state {adapter:.2f} GB, ", end="")
-    print(f"decoder {painters:.1f} GB, its own adapter {own:.2f} GB\n{NOTE}")
+    print(f"decoder {painters:.1f} GB, its own adapter {own:.2f} GB")
+    locked = memory_needed([codes.model, *codes.decoder_modules], codes.settings)[2]
+    print(f"host memory for taking turns {locked / 1e9:.1f} GB\n{NOTE}")
     names = ["sample", "decode", "reference", "update", "of one token"]
     header = "".join(f"{name:>14}" for name in [*names, "taking turns"])
     print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}{'both':>8}")

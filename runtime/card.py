@@ -14,7 +14,7 @@ tags: [lora, grpo, glm-image]
 # A LoRA adapter for {base}, trained with GRPO
 
 It adapts {what}. {steps}, groups of {group_size}, {prompts} per
-step{each}; reward `{reward}`, learning rate {lr}, KL {kl_coef}, rank {lora_rank}, {height}x{width} pixels, seed {seed}.
+step{each}; reward `{reward}`, learning rate {lr}, KL {kl_coef}, rank {lora_rank}, {height}x{width} pixels, seed {seed}.{base_note}
 
 {table}
 
@@ -33,6 +33,11 @@ settings["generator"] = torch.Generator().manual_seed(0)
 {source}image = pipe("YOUR PROMPT", height={height}, width={width}, **settings).images[0]
 ```
 """
+
+ROUNDED = """
+
+It was trained, and the table below was made, on a base rounded to int8; the code below loads the base as it is. What that
+changes: `python train.py --model {model} --adapter FOLDER --steps 0` judges the adapter there."""
 
 SOURCE = """
 # diffusers 0.42.1 joins the vision features of pictures, which transformers 5.23 wants apart: these lines part them.
@@ -69,6 +74,7 @@ def write_card(folder, settings, before, after, picture):
     values["prompts"] = counted(settings.prompts_per_step, "prompt")
     values |= {"each": f" on each of {ranks.count()} processes" if ranks.count() > 1 else ""}
     values |= dict(zip(("what", "load"), ADAPTERS[folder.name]))
+    values |= {"base_note": ROUNDED.format(model=settings.model) if settings.base == "int8" else ""}
     values |= {"task": "text-to-image", "source": ""}
     if settings.sources:
         values |= {"task": "image-to-image", "source": SOURCE.format(**vars(settings))}

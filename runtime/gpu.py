@@ -1,6 +1,11 @@
 """What a GPU needs: whether policy and decoder have to take turns on it, and the step of one token as a CUDA graph."""
 
+import functools
+import math
 import os
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -13,61 +18,144 @@ from transformers.masking_utils import sdpa_mask
 from grpo import Offload
 from runtime import UserError, ranks
 
+LIMITS = "memory.max", "memory.limit_in_bytes"  # files of a control group
 GAPS = 2.5e9  # bytes: the card's context and its kernels, Adam's moments, what lies unused between tensors
+CAST = 0.5e9  # of an int8 base: a layer's weights as the 16 bits in which they are multiplied
+SMALLER = [  # what to try where a run does not fit
+    {"micro_batch_size": "auto"}, {"base": "int8"}, {"train": "codes"}, {"base": "int8", "train": "codes"},
+    {"height": 512, "width": 512}, {"base": "int8", "height": 512, "width": 512},
+]  # fmt: skip
+
+
+# ---- what fits ------------------------------------------------------------------------------------------------------
 
 
 def working_memory(settings):
-    """Bytes to leave beside GLM-Image's weights, from what benchmarks/memory.py computes."""
-    pixels, size = settings.height * settings.width, settings.micro_batch_size
+    """Bytes to leave beside GLM-Image's weights, from what benchmarks/memory.py computes.
+
+    Three numbers: where both models stay on the GPU, in the policy's turn on it, in the painters' turn.
+    """
+    pixels = settings.height * settings.width
     rows = (settings.sample_batch or settings.prompts_per_step) * settings.group_size  # sampled side by side
+    size = min(settings.micro_batch_size, largest_micro_batch(settings))
     tokens = 320 + pixels // 32**2  # prompt, preview and picture
     if settings.sources:
         tokens += pixels // 32**2 - 256  # their codes, and no preview
     room = (tokens // CapturedForward.ROOM + 1) * CapturedForward.ROOM
     cache = 41e3 * room * rows
-    # A training pass; the VAE, which paints one picture at a time; of all tokens drawn, the nucleus.
-    work = [0.8e6 * tokens * size, 3.1e3 * pixels, 17e3 * tokens * rows]
-    if settings.sources:  # all prompts of a step are read side by side
-        work.append(0.37e6 * (64 + pixels // 32**2) * rows)
+    nucleus = 17e3 * tokens * rows  # of all tokens drawn
+    reading = 0.37e6 * (64 + pixels // 32**2) * rows if settings.sources else 0  # prompts with their sources' codes
+    cast = CAST if settings.base == "int8" else 0
+    update = 0.8e6 * tokens * size + cast
+    painting = 3.1e3 * pixels  # by the VAE, one picture at a time
     if settings.train in ("decoder", "both"):  # its training pass, a token for 16x16 pixels, with guidance twice
-        work.append(0.37e6 * pixels // 16**2 * size * (2 if settings.guidance_scale > 1 else 1))
-    return cache + max(work) + GAPS
+        passes = 2 if settings.guidance_scale > 1 else 1
+        painting = max(painting, 0.37e6 * pixels // 16**2 * size * passes + cast)
+    sampling = cache + max(nucleus, reading)
+    return max(sampling, cache + max(update, painting)) + GAPS, max(sampling, update) + GAPS, painting + GAPS
 
 
-def place(models, settings, device, forward):
-    """All models to the device for good, or an Offload if they have to take turns on it, which is returned.
+def largest_micro_batch(settings):
+    return max(settings.group_size, settings.paintings)  # micro-batches are cut from one group
 
-    Prints which, and why; all ranks decide alike. forward: the captured step, or None. Raises UserError if the host has
-    too little memory for taking turns.
+
+def memory_needed(models, settings):
+    """Bytes of the GPU where all models stay on it, of the GPU where they take turns, and then of the host.
+
+    models: the policy, then those that paint; with or without content.
     """
-    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    if device.type == "cuda" and needs_offload(tensors, settings, device):
-        # Page-locked memory comes in powers of two.
-        need = sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors if not tensor.requires_grad)
-        need *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        there = min(ranks.gather(psutil.virtual_memory().available))  # all have asked before the first takes any
-        if need > there:
-            raise UserError(
-                f"taking turns on the GPU needs {need / 1e9:.1f} GB of free host memory, which has "
-                f"{there / 1e9:.1f}; --offload no needs a larger GPU instead, or a lower --micro-batch-size"
-            )
+    trained, frozen = 0, []
+    for model in models:
+        tensors = [*model.parameters(), *model.buffers()]
+        trained += sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
+        frozen.append([tensor.nbytes for tensor in tensors if not tensor.requires_grad])
+    policy, painters = sum(frozen[0]), sum(map(sum, frozen[1:]))
+    together, sampling, painting = working_memory(settings)
+    locked = sum(1 << (size - 1).bit_length() for sizes in frozen for size in sizes)  # it comes in powers of two
+    locked *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return policy + painters + trained + together, max(policy + sampling, painters + painting) + trained, locked
+
+
+def choose(needed, settings, free, host):
+    """What fits: (whether to take turns, the size of micro-batches), or None. Staying is best, then large micro-batches.
+
+    needed: settings -> as memory_needed. Who gives both --offload and --micro-batch-size decides about the GPU alone.
+    """
+    sizes = [settings.micro_batch_size]
+    if sizes == ["auto"]:
+        sizes = sorted({min(size, largest_micro_batch(settings)) for size in (1, 2, 4, 8)}, reverse=True)
+    elif settings.offload != "auto":
+        free = math.inf
+    for turns in {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]:
+        for size in sizes:
+            together, turn, locked = needed(changed(settings, micro_batch_size=size))
+            if (turn <= free and locked <= host) if turns else together <= free:
+                return turns, size
+    return None
+
+
+def changed(settings, **values):
+    return Namespace(**{**vars(settings), **values})
+
+
+def plan(outline, settings, device):
+    """Whether policy and painters take turns on the device; decides settings.micro_batch_size where that is "auto".
+
+    Prints both, with the reason; all ranks decide alike. outline: settings -> the policy and those that paint, without
+    content, for this comes before anything is loaded. Raises UserError if nothing fits, which names what would.
+    """
+    if device.type != "cuda":
+        return False
+    torch.cuda.empty_cache()
+    free, size = torch.cuda.mem_get_info(device)
+    free = min(ranks.gather(min(free, torch.cuda.get_per_process_memory_fraction(device) * size)))
+    host = min(ranks.gather(host_memory()))  # all have asked before the first takes any
+    of_base = functools.cache(lambda base: outline(changed(settings, base=base)))
+    needed = lambda settings: memory_needed(of_base(settings.base), settings)
+    chosen = choose(needed, settings, free, host)
+    turns, size = chosen or (True, 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size)
+    together, turn, locked = needed(changed(settings, micro_batch_size=size))
+    reason = (
+        f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy and decoder need "
+        f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {locked / 1e9:.1f} of page-locked host "
+        f"memory; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
+    )
+    if chosen is None:
+        free_choice = changed(settings, micro_batch_size="auto", offload="auto")
+        fitting = (flags for flags in SMALLER if choose(needed, changed(free_choice, **flags), free, host))
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in next(fitting, {}).items())
+        raise UserError(f"too little memory: {reason}; {f'{flags} would fit' if flags else 'nothing smaller fits'}")
+    settings.micro_batch_size = size
+    print(f"memory: {reason}: they {'take turns' if turns else 'both stay'} (--offload {settings.offload})")
+    return turns
+
+
+def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
+    """Bytes of host memory that are free, at most what the control groups of this process allow, a container's for one."""
+    there = [psutil.virtual_memory().available]
+    with suppress(OSError):  # not on Linux
+        for line in Path(own).read_text().splitlines():  # 0::/PATH or, of version 1, NUMBER:memory:/PATH
+            _, kind, path = line.split(":", 2)
+            folder = Path(groups, kind, path.lstrip("/"))
+            for file in [each / name for each in (folder, *folder.parents) for name in LIMITS]:
+                with suppress(OSError, ValueError):  # not there, or no limit: "max"
+                    there.append(int(file.read_text()))
+    return min(there)
+
+
+def place(models, device, forward, turns):
+    """All models to the device for good, or an Offload if they take turns on it, which is returned.
+
+    forward: the captured step, or None.
+    """
+    if turns:
         return Offload(models, device, forward.release if forward else lambda: None)
     for model in models:
         model.to(device)
     return None
 
 
-def needs_offload(tensors, settings, device):
-    torch.cuda.empty_cache()  # reward models have been there and back
-    weights, work = sum(tensor.nbytes for tensor in tensors), working_memory(settings)
-    free, size = torch.cuda.mem_get_info(device)
-    free = min(ranks.gather(min(free, torch.cuda.get_per_process_memory_fraction(device) * size)))
-    offload = {"yes": True, "no": False, "auto": weights + work > free}[settings.offload]
-    print(
-        f"memory: {weights / 1e9:.1f} GB of weights, {work / 1e9:.1f} GB to work in, {free / 1e9:.1f} GB free on the "
-        f"GPU: policy and decoder {'take turns on it' if offload else 'both stay on it'} (--offload {settings.offload})"
-    )
-    return offload
+# ---- what costs time ------------------------------------------------------------------------------------------------
 
 
 def keep_rope_tables(transformer):

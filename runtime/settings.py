@@ -49,6 +49,13 @@ def number(kind, interval):
     return parse
 
 
+def count_or_auto(text):
+    return text if text == "auto" else number(int, "[1, inf)")(text)
+
+
+count_or_auto.__name__ = "int or auto"
+
+
 def build_parser():
     """The parser, and {setting: (its default for tiny, for GLM-Image)} where the best value depends on the model."""
     about = "Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop."
@@ -76,8 +83,8 @@ def build_parser():
     flag("sources", str, None, "to edit: folder with the picture that each prompt is to change, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
     flag("reward", str, ("ssim:1,mse:1", "pickscore:1,clip:1"),
-         f"NAME[=FOLDER][:WEIGHT],...: the rewards {', '.join(REWARDS)}, with their weights from a folder; or "
-         "my_file.py:function, which runs that file")  # fmt: skip
+         f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function, which runs that "
+         "file; FOLDER: the model's files, in place of a download")  # fmt: skip
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
 
     group = parser.add_argument_group("the algorithm")
@@ -113,6 +120,7 @@ def build_parser():
     flag("decode_window", count, None, "draw, and learn from, so many denoising steps in a row, chosen by the seed, when "
          "the decoder learns; the stock sampler makes the others (default: all but the last)")  # fmt: skip
     flag("guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance; above 1 doubles its cost")
+    flag("guidance_steps", count, None, "in training, guide the first denoising steps only (default: all)")
 
     group = parser.add_argument_group("evaluation, before and after")
     flag("eval_prompts", str, (f"{TINY}/heldout.txt", f"{ROOT}/prompts/heldout.txt"),
@@ -127,7 +135,10 @@ def build_parser():
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "guidance")
 
     group = parser.add_argument_group("memory and speed")
-    flag("micro_batch_size", count, 4, "sequences in a pass, pictures painted at a time; bounds memory")
+    flag("base", str, "bfloat16", "the frozen weights: as bfloat16 (on a CPU float32), or rounded to int8, half the memory",
+         ("bfloat16", "int8"))  # fmt: skip
+    flag("micro_batch_size", count_or_auto, "auto",
+         "sequences in a pass, pictures painted at a time; auto: 4 on a CPU, on a GPU the most that fit, up to 8")  # fmt: skip
     flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
     flag("compile", str, "auto", "sample with a compiled CUDA graph; auto: on a GPU", switch)
@@ -147,7 +158,7 @@ def build_parser():
 def parse_settings(arguments=None):
     """The command line as settings, completed from the run that it resumes, or by the model's defaults.
 
-    Everything is decided here; later they are only read.
+    Everything is decided here, and later only read; but for the micro-batches of a GPU, see runtime.gpu.plan.
     """
     parser, by_model = build_parser()
     settings = parser.parse_args(arguments)
@@ -163,6 +174,8 @@ def parse_settings(arguments=None):
         raise UserError(f"--reward: all weights in {settings.reward} are 0: there is nothing to learn from")
     if settings.combine is None:
         settings.combine = "zscore" if len(weights) > 1 else "sum"
+    if settings.micro_batch_size == "auto" and not torch.cuda.is_available():
+        settings.micro_batch_size = 4
     # Code sequences per prompt, and paintings of each: what is compared, the ones with the ones, the others with the others.
     settings.sequences = 1 if settings.train == "decoder" else settings.group_size
     settings.paintings = {"codes": 1, "decoder": settings.group_size, "both": settings.paintings}[settings.train]
@@ -193,6 +206,11 @@ def complete(settings, by_model):
             setattr(settings, name, for_tiny if tiny else release)
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one move has nothing to choose: --decode-steps has to be 2 or more")
+    if settings.guidance_steps and (settings.guidance_scale == 1 or settings.guidance_steps > settings.decode_steps):
+        raise UserError(
+            f"--guidance-steps {settings.guidance_steps} are some of the --decode-steps {settings.decode_steps}, at a "
+            f"--guidance-scale above 1 (it is {settings.guidance_scale})"
+        )
     if settings.decode_window is not None and settings.decode_window >= settings.decode_steps:
         raise UserError(f"--decode-window must be below --decode-steps {settings.decode_steps}: the last is not drawn")
     if settings.height % 32 or settings.width % 32:
@@ -291,11 +309,11 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     print(textwrap.fill(words, 118, break_on_hyphens=False, break_long_words=False))  # a path can be copied
     codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
-    for what, pictures, steps, guidance in (
+    for what, pictures, steps, guidance, guided in (
         ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings, settings.decode_steps,
-         settings.guidance_scale),
-        ("an evaluation", judged * settings.group_size, settings.eval_decode_steps, settings.eval_guidance_scale),
+         settings.guidance_scale, settings.guidance_steps),
+        ("an evaluation", judged * settings.group_size, settings.eval_decode_steps, settings.eval_guidance_scale, None),
     ):  # fmt: skip
-        passes = 2 * steps if guidance > 1 else steps  # with codes, and without
+        passes = steps + (guided or steps) * (guidance > 1)  # with codes, and without
         print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each")
     print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {out}", flush=True)

@@ -10,7 +10,7 @@ import torch
 from conftest import CODES, CPU, build_run, shorten, tiny_settings
 
 import train
-from benchmarks import glm_image, memory
+from benchmarks import glm_image, memory, painters
 
 
 @pytest.fixture
@@ -100,7 +100,8 @@ def test_memory_at_full_size(run, monkeypatch):
         return work, cache
 
     monkeypatch.setattr(memory, "peaks", remember)
-    weights, *_, row = run(memory, "--sizes", 512, "--groups", 4, "--micro-batch-sizes", 1)
+    weights, host, *_, row = run(memory, "--sizes", 512, "--groups", 4, "--micro-batch-sizes", 1)
+    assert host == "host memory for taking turns 37.9 GB"  # 32.9, in powers of two
     expected = "policy 17.8 GB, adapter with its optimiser state 0.57 GB, decoder 15.1 GB, its own adapter 0.19 GB"
     assert weights == expected  # 8.9 B and 7.5 B, two bytes each; the adapters 48 M and 16 M, twelve
     work, cache = found[0]
@@ -124,6 +125,56 @@ def test_memory_at_full_size(run, monkeypatch):
     assert decoder_update == pytest.approx(15.1 + 0.57 + 0.19 + work["decoder update"], abs=0.1)
     assert both_learning == pytest.approx(max(both + 0.19, decoder_update + 17.8 + cache), abs=0.1)
     assert turns[:3] == pytest.approx([18.4 + work["sample"], 15.7 + work["decode"], 18.4 + work["reference"]], abs=0.1)
+
+
+# ---- how cheap a painter ---------------------------------------------------------------------------------------------
+
+
+def test_painters(run, monkeypatch):
+    """The deployed painter agrees with itself; all cheaper ones are there, the fastest that agrees is named."""
+    shorten(monkeypatch.setattr)
+    flags = [
+        "--model",
+        train.__file__.replace("train.py", "tiny-glm-image"),
+        "--height",
+        32,
+        "--width",
+        32,
+        "--count",
+        2,
+    ]
+    flags += ["--eval-decode-steps", 3, "--eval-guidance-scale", 3, "--eval-reward", "none", "--temperature", 4]
+    flags += ["--painted-steps", 2, "--reward", "ssim", "--threshold", -1]
+    names, deployed, *others, advice = run(painters, *flags)[-6:]
+    assert names.split()[:4] == ["seconds", "passes", "pixels", "off"] and "ssim corr" in names
+    assert deployed.split()[1:7] == ["6", "0.0000", "1.000", "1.000", "1.000", "1.000"]
+    seconds = [float(row.split()[0]) for row in others]
+    assert seconds == sorted(seconds)
+    told = {row.partition("--")[2]: row.split()[1:3] for row in others}
+    assert {flags: row[0] for flags, row in told.items()} == {
+        "decode-steps 2 --guidance-scale 3": "4",
+        "decode-steps 2 --guidance-scale 3 --guidance-steps 1": "3",
+        "decode-steps 2 --guidance-scale 1": "2",
+    }
+    assert all(float(off) > 0 for _, off in told.values()) and advice.endswith(others[0].partition("--")[2])
+    rows = [(5.0, 6, 0, {"all": (1.0, 1.0)}, "--a"), (1.0, 2, 0.1, {"all": (0.8, 0.9)}, "--b"), (3.0, 4, 0.1, {"all": (0.96, 1.0)}, "--c"),
+            (2.0, 4, 0.1, {"all": (0.97, 1.0)}, "--d")]  # fmt: skip
+    *order, advice = painters.report(rows, 0.95).splitlines()[1:]
+    assert [row.split()[-1] for row in order] == ["--a", "--d", "--c", "--b"], (
+        "who agrees comes first, the fastest first"
+    )
+    assert advice == "the fastest at 0.95 or above: --d"
+    assert painters.report(rows, 0.98).endswith("none of them reaches 0.98")
+
+
+def test_agreement_is_of_advantages_and_ranks():
+    expected = torch.tensor([1.0, 2, 3, 1, 2, 3])
+    assert painters.correlations(2 * expected, expected, 3) == pytest.approx((1, 1))
+    assert painters.correlations(-expected, expected, 3) == pytest.approx((-1, -1))
+    found = torch.tensor([1.0, 2, 30, 1, 20, 3])
+    ranks = (1 + 0.5) / 2  # the second group's last two have changed places
+    assert painters.correlations(found, expected, 3)[1] == pytest.approx(ranks)
+    assert painters.correlations(torch.tensor([1.0, 1, 1, 1, 2, 3]), expected, 3)[1] == 1, "ties say nothing"
 
 
 # ---- against TRL ----------------------------------------------------------------------------------------------------

@@ -365,7 +365,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
         assert action.help
     for name in vars(tiny_settings()).keys() - {"sequences"}:  # which is decided by --train and --group-size
         assert f"--{name.replace('_', '-')} " in text
-    assert f"NAME[=FOLDER][:WEIGHT],...: the rewards {', '.join(REWARDS)}, with" in " ".join(text.split())
+    assert f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or" in " ".join(text.split())
     with pytest.raises(UserError):  # no abbreviations: a later flag must not change what a command means
         train.parse_settings(["--group", "4"])
 

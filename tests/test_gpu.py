@@ -4,6 +4,7 @@ No graph is captured here; a stand-in checks that everything a replay would read
 """
 
 import copy
+import functools
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import train
 from benchmarks import memory
 from grpo import Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
-from runtime.gpu import CapturedForward, grouped_attention, needs_offload, place
+from runtime.gpu import CapturedForward, grouped_attention, place, plan
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
 CODES = slice(0, make.NUM_CODES)
@@ -29,89 +30,203 @@ SHAPING = {"allowed_ids": CODES, "temperature": 3.0, "top_p": 0.9}  # as sharp a
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
+CUDA = torch.device("cuda", 0)
+PIXELS = ["--height", "1024", "--width", "1024"]
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU and a host with so many GB free, told apart from this machine's."""
+    there = SimpleNamespace(free=80.0, cap=1.0, host=60.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (there.free * 1e9, 40e9))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: there.cap)
+    monkeypatch.setattr(gpu, "host_memory", lambda: there.host * 1e9)
+    return there
+
+
+def weights(policy, painters):
+    """Models of so many GB, half that as int8."""
+
+    def outline(settings):
+        size = 4 if settings.base == "bfloat16" else 8
+        layer = lambda gb: torch.nn.Linear(10**5, int(1e4 * gb / size), bias=False, device="meta").requires_grad_(False)
+        return [layer(policy), layer(painters)]
+
+    return outline
+
+
+def told(*flags):
+    """Settings as on a machine with a GPU."""
+    settings = tiny_settings(*PIXELS, *flags)
+    settings.micro_batch_size = settings.micro_batch_size if "--micro-batch-size" in flags else "auto"
+    return settings
+
+
 @pytest.mark.parametrize(
     ("choice", "free", "cap", "expected"),
     [
-        ("auto", 8.3, 1.0, False),  # 0.4 GB of weights and 7.8 GB to work in
-        ("auto", 8.1, 1.0, True),
+        ("auto", 11.5, 1.0, False),  # 4 GB of weights, and 7.1 to work in with micro-batches of 2
+        ("auto", 9.7, 1.0, True),
         ("auto", 40.0, 0.2, True),  # a cap counts like a smaller card
         ("yes", 40.0, 1.0, True),
         ("no", 1.0, 1.0, False),
     ],
 )
-def test_what_fits_stays_on_the_gpu(monkeypatch, capsys, choice, free, cap, expected):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 1e9, 40e9))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: cap)
-    weights = [torch.zeros(10_000, 10_000, device="meta")]  # 0.4 GB
-    settings = tiny_settings("--offload", choice, "--height", "1024", "--width", "1024")
-    assert needs_offload(weights, settings, torch.device("cuda", 0)) == expected
+def test_what_fits_stays_on_the_gpu(card, capsys, choice, free, cap, expected):
+    card.free, card.cap = free, cap
+    settings = told("--offload", choice, "--micro-batch-size", "2")
+    assert plan(weights(2, 2), settings, CUDA) == expected
     output = capsys.readouterr().out
-    assert ("take turns" if expected else "both stay") in output and "0.4 GB of weights" in output
+    assert f"they {'take turns' if expected else 'both stay'} (--offload {choice})" in output
 
 
-def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80e9, 80e9))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-    assert not needs_offload([], tiny_settings(), torch.device("cuda", 0))
-    monkeypatch.setattr(ranks, "gather", lambda value: [value, 1e9])
-    assert needs_offload([], tiny_settings(), torch.device("cuda", 0))
+def test_the_largest_micro_batch_that_fits(card, capsys):
+    """Both staying comes first; 1,344 tokens are 1.08 GB a sequence, and the VAE's 3.25 GB are there in any case."""
+    sizes = {}
+    for free in (10.9, 11.4, 12.5, 40.0):
+        card.free, settings = free, told("--group-size", "16", "--prompts-per-step", "1")
+        sizes[free] = plan(weights(2, 2), settings, CUDA), settings.micro_batch_size
+    assert sizes == {10.9: (False, 2), 11.4: (False, 2), 12.5: (False, 4), 40.0: (False, 8)}
+    assert "with micro-batches of 8 (--micro-batch-size auto)" in capsys.readouterr().out
+    card.free, settings = 40.0, told("--group-size", "3")
+    plan(weights(2, 2), settings, CUDA)
+    assert settings.micro_batch_size == 3, "a group has no more"
+    card.free, settings = 9.9, told()
+    assert plan(weights(2, 2), settings, CUDA) and settings.micro_batch_size == 4, "and in turns"
+
+
+@pytest.mark.parametrize(
+    ("free", "host", "flags", "mend"),
+    [
+        (16.6, 60.0, [], "; --base int8 would fit"),
+        (25.0, 30.0, [], "; --base int8 would fit"),  # the GPU would do
+        (25.0, 60.0, ["--micro-batch-size", "16", "--group-size", "16", "--prompts-per-step", "1"],
+         "; --micro-batch-size auto would fit"),
+        (14.0, 60.0, ["--base", "int8", *PIXELS[:1], "2048"], "; --height 512 --width 512 would fit"),
+        (12.0, 60.0, ["--base", "int8"], "; nothing smaller fits"),
+        (14.6, 60.0, ["--base", "int8", "--train", "both", "--guidance-scale", "1.5", "--paintings", "4",
+                      "--micro-batch-size", "4"], "; --micro-batch-size auto would fit"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_told_what_would(card, free, host, flags, mend):
+    """Before anything loads. Released sizes: 17.8 and 15.1 GB, 9.7 and 8.3 as int8, and what they take page-locked."""
+    card.free, card.host = free, host
+    sizes = {"bfloat16": (17.8, 15.1, 37.9), "int8": (9.7, 8.3, 21.4)}
+
+    def needed(models, settings):
+        policy, painters, host = sizes[settings.base]
+        together, turn, painting = gpu.working_memory(settings)
+        return (policy + painters) * 1e9 + together, max(policy * 1e9 + turn, painters * 1e9 + painting), host * 1e9
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as error:
+        patch.setattr(gpu, "memory_needed", needed)
+        plan(lambda settings: None, told(*flags), CUDA)
+    assert str(error.value).startswith("too little memory: with micro-batches of ") and str(error.value).endswith(mend)
+    assert f"free are {free:.1f} GB of the GPU and {host:.1f} of the host" in str(error.value)
+
+
+def test_page_locked_memory_comes_in_powers_of_two(monkeypatch):
+    model = torch.nn.Linear(300, 300).requires_grad_(False)  # 360,000 bytes and 1,200: 524,288 and 2,048 page-locked
+    learns = torch.nn.Linear(5, 2, bias=False)  # stays on the GPU
+    settings = tiny_settings()
+    work = gpu.working_memory(settings)
+    assert gpu.memory_needed([model, learns], settings) == (361_240 + work[0], 361_200 + work[1] + 40, 526_336)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert gpu.memory_needed([model], settings)[2] == 2 * 526_336
+
+
+def test_the_rank_with_the_least_memory_decides_for_all(card, monkeypatch):
+    card.free = 40.0
+    assert not plan(weights(2, 2), told(), CUDA)
+    monkeypatch.setattr(ranks, "gather", lambda value: [value, 9.9e9])
+    assert plan(weights(2, 2), told(), CUDA)
+    monkeypatch.setattr(ranks, "gather", lambda value: [value, 4e9])
+    with pytest.raises(UserError, match="free are 4.0 GB of the GPU and 4.0 of the host"):
+        plan(weights(2, 2), told(), CUDA)
+
+
+def test_host_memory_of_a_container_is_what_its_control_group_allows(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu.psutil, "virtual_memory", lambda: SimpleNamespace(available=20e9))
+    own, groups = tmp_path / "cgroup", tmp_path / "groups"
+    (groups / "pod" / "own").mkdir(parents=True)
+    (groups / "memory").mkdir()
+    assert gpu.host_memory(groups, own) == 20e9  # not on Linux
+    own.write_text("0::/pod/own\n")
+    (groups / "pod" / "own" / "memory.max").write_text("max\n")
+    assert gpu.host_memory(groups, own) == 20e9
+    (groups / "pod" / "memory.max").write_text("1500000000\n")
+    assert gpu.host_memory(groups, own) == 1.5e9
+    own.write_text("5:cpu:/x\n4:memory:/docker/its/name\n")  # version 1, whose folder is seen as the root within
+    (groups / "memory" / "memory.limit_in_bytes").write_text("3000000000\n")
+    assert gpu.host_memory(groups, own) == 3e9
+
+
+@pytest.mark.parametrize("flags", [[], ["--base", "int8"], ["--train", "both"]])
+def test_what_is_planned_is_what_loads(flags):
+    """From the config files alone: the same tensors, but for the few bytes of a table that stays float32."""
+    settings = tiny_settings(*flags)
+    pipe, policy, _ = train.build(train.load(settings, CUDA), settings, CPU)
+    loaded, outlined = [policy.model, *train.painters(pipe)], train.outline(settings, CUDA)
+    assert all(p.device.type == "meta" for model in outlined for p in model.parameters())
+    for expected, found in zip(loaded, outlined, strict=True):
+        assert sum(p.nbytes for p in found.parameters()) == sum(p.nbytes for p in expected.parameters())
+        assert [p.shape for p in found.parameters()] == [p.shape for p in expected.parameters()]
+
+
+def test_nothing_loads_where_it_does_not_fit(quick, card, capsys, monkeypatch):
+    """The command itself, as on a card: one line, and no weight and no reward has been looked for."""
+    card.free, loaded = 1.0, []
+    monkeypatch.setattr(ranks, "device", lambda: CUDA)
+    monkeypatch.setattr(train, "load_data", lambda *given: loaded.append(given))
+    assert quick("--out", "small") == 2 and not loaded
+    assert "error: too little memory: with micro-batches of 4 (" in capsys.readouterr().err
 
 
 def test_place_puts_models_where_they_belong(monkeypatch):
-    """On a CPU at once; on a GPU as needs_offload decides, if the host has the page-locked memory for it."""
     models = [torch.nn.Linear(3, 3), torch.nn.Linear(2, 2)]
-    assert place(models, tiny_settings(), CPU, None) is None
-    place(models, tiny_settings(), torch.device("meta"), None)
+    assert place(models, torch.device("meta"), None, False) is None
     assert all(p.device.type == "meta" for model in models for p in model.parameters())
 
-    released, device = [], torch.device("cuda", 0)
-    model = torch.nn.Linear(300, 300).requires_grad_(False)  # 360,000 bytes and 1,200: 524,288 and 2,048 page-locked
-    monkeypatch.setattr(gpu, "needs_offload", lambda *given: True)
+    released, model = [], torch.nn.Linear(300, 300).requires_grad_(False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
-    forward, host = SimpleNamespace(release=lambda: released.append(1)), SimpleNamespace(available=526_336)
-    monkeypatch.setattr(gpu.psutil, "virtual_memory", lambda: host)
-    offload = place([model], tiny_settings(), device, forward)
-    assert isinstance(offload, Offload) and list(offload.homes) == [model] and offload.device == device
+    forward = SimpleNamespace(release=lambda: released.append(1))
+    offload = place([model], CUDA, forward, True)
+    assert isinstance(offload, Offload) and list(offload.homes) == [model] and offload.device == CUDA
     offload.on_evict()
     assert released == [1]
-    place([model], tiny_settings(), device, None).on_evict()  # nothing is captured, nothing to release
-
-    host.available -= 1
-    with pytest.raises(UserError, match=r"needs 0.0 GB of free host memory, .* --offload no"):
-        place([model], tiny_settings(), device, forward)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    host.available = 2 * 526_336 - 1
-    with pytest.raises(UserError, match="host memory"):
-        place([model], tiny_settings(), device, forward)
-    host.available = 2 * 526_336
-    place([model], tiny_settings(), device, forward)
-    monkeypatch.setattr(ranks, "gather", lambda value: [value, value - 1])
-    with pytest.raises(UserError, match="host memory"):  # another rank saw less, and all decide alike
-        place([model], tiny_settings(), device, forward)
+    place([model], CUDA, None, True).on_evict()  # nothing is captured, nothing to release
 
 
 @pytest.fixture(scope="module")
 def released():
-    """The released sizes, and the bytes of their weights."""
-    codes, decoder = memory.build()
-    return codes, decoder, memory.gigabytes(memory.tensors([codes.model, *codes.decoder_modules]))
+    """What learns of the released sizes, by the base."""
+    return functools.cache(memory.build)
 
 
-@pytest.mark.parametrize("size, group, micro_batch", [(1024, 4, 1), (1024, 16, 4), (1024, 64, 1), (2048, 4, 1)])
-def test_what_stays_fits(released, size, group, micro_batch):
-    """On every card: where auto lets both stay, the peak that benchmarks/memory.py computes fits beside the context."""
-    codes, decoder, weights = released
+@pytest.mark.parametrize(
+    "base, size, group, micro_batch",
+    [("int8", 1024, 4, 2), ("bfloat16", 1024, 16, 4), ("bfloat16", 1024, 64, 1), ("bfloat16", 2048, 4, 1)],
+)  # fmt: skip
+def test_what_is_planned_fits(released, base, size, group, micro_batch):
+    """On every card: whether both stay or take turns, the peak that benchmarks/memory.py computes fits beside the context."""
+    codes, decoder = released(base)
     work, cache = memory.peaks(codes, decoder, size, group, micro_batch)
-    adapters = [memory.gigabytes(learner.optimizer.param_groups[0]["params"]) for learner in (codes, decoder)]
+    models = [codes.model, *codes.decoder_modules]
+    own = [memory.gigabytes(learner.optimizer.param_groups[0]["params"]) for learner in (codes, decoder)]
+    policy, painters = (memory.gigabytes(memory.tensors(part)) for part in (models[:1], models[1:]))
+    policy, painters = policy - own[0], painters - own[1]
     for half, learning in (("codes", 1), ("both", 2)):
-        arguments = ["--height", f"{size}", "--width", f"{size}", "--group-size", f"{group}", "--train", half]
-        settings = tiny_settings(*arguments, "--micro-batch-size", f"{micro_batch}", "--guidance-scale", "1.5")
-        left_out = {"sample"} if half == "both" else {"sample", "decoder update"}
-        passes = [value for name, value in work.items() if name not in left_out]
-        adam, context = 2 * sum(adapters[:learning]), 0.6
-        peak = max(work["sample"], cache + max(passes)) + weights + adam + context
-        asked = weights + gpu.working_memory(settings) / 1e9
-        assert peak < asked < peak + 3, "and not so much that a card is left half empty"
+        settings = tiny_settings(
+            *["--height", f"{size}", "--width", f"{size}", "--group-size", f"{group}", "--train", half],
+            *["--micro-batch-size", f"{micro_batch}", "--guidance-scale", "1.5", "--base", base],
+        )
+        passes = {name: value for name, value in work.items() if half == "both" or name != "decoder update"}
+        beside = sum(own) + 2 * sum(own[:learning]) + 0.6  # adapters, Adam's moments, and the context
+        peak = max(value + (0 if name == "sample" else cache) for name, value in passes.items()) + policy + painters
+        in_turns = max(value + (painters if "decode" in name else policy) for name, value in passes.items())
+        together, turn, _ = (value / 1e9 for value in gpu.memory_needed(models, settings))
+        assert peak + beside < together < peak + beside + 3, "and not so much that a card is left half empty"
+        assert in_turns + beside < turn < in_turns + beside + 3
 
 
 def test_an_edit_fits_and_is_counted_by_hand(released):

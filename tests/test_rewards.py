@@ -885,3 +885,18 @@ def test_a_reward_that_draws_on_its_pictures_spoils_no_other():
     functions = {"spoils": (spoils, 1.0), "mse": (rewards.mse, 1.0)}
     assert rewards.score(functions, images, ["a", "b"], targets)["mse"][0] == 0, "as red as its target"
     assert [image.getpixel((0, 0)) for image in (*images, targets[0])] == [(255, 0, 0), (0, 0, 255), (255, 0, 0)]
+
+
+def test_an_async_reward_that_leaves_fails_as_any_other():
+    """It must not end the loop that it shares with others."""
+
+    async def leaves(images, prompts, targets):
+        raise SystemExit(3)
+
+    async def works(images, prompts, targets):
+        return [1.0]
+
+    image = [Image.new("RGB", (8, 8))]
+    with pytest.raises(rewards.RewardError, match="reward 'leaves' failed for the prompt 'a': .*SystemExit: 3"):
+        rewards.score({"leaves": (leaves, 1.0)}, image, ["a"], None)
+    assert rewards.score({"works": (works, 1.0)}, image, ["a"], None)["works"].tolist() == [1.0]

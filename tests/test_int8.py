@@ -1,0 +1,120 @@
+"""A base rounded to 8 bits: how far off it is, that only the frozen weights are, and that all else works with it."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CPU, adapter_of, build_run, records, resume, tiny_settings
+
+import train
+from grpo import Offload, get_per_token_logprobs
+from runtime.int8 import Int8Linear, round_linears
+
+
+def rounded_pair(dtype, bias=True):
+    torch.manual_seed(0)
+    exact = torch.nn.Linear(64, 32, bias=bias)
+    exact.weight.data[3] *= 1000  # a row of its own scale
+    exact.weight.data[5] = 0
+    rounded = torch.nn.Sequential(copy.deepcopy(exact).to(dtype))
+    round_linears(rounded)
+    return exact.to(dtype), rounded[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_weight_is_off_by_half_a_step_of_its_row_at_most(dtype):
+    exact, rounded = rounded_pair(dtype)
+    assert rounded.weight.dtype == torch.int8 and rounded.scale.dtype == dtype and not rounded.weight.requires_grad
+    weight, scale = exact.weight.float(), rounded.scale.float()[:, None]
+    assert ((rounded.weight * scale - weight).abs() <= scale / 2 * 1.0001).all()
+    torch.testing.assert_close(scale[:, 0], weight.abs().amax(1) / 127, rtol=1e-2, atol=1e-11)
+    assert (rounded.weight.abs().amax(1) == torch.tensor([127] * 32).where(torch.arange(32) != 5, 0)).all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_layer_multiplies_by_what_was_rounded(bias):
+    _, rounded = rounded_pair(torch.float32, bias)
+    x = torch.randn(2, 7, 64, requires_grad=True)
+    dense = rounded.weight.float() * rounded.scale[:, None]
+    expected = x @ dense.T + (rounded.bias if bias else 0)
+    torch.testing.assert_close(rounded(x), expected, atol=1e-3, rtol=1e-5)
+    (gradient,) = torch.autograd.grad(rounded(x).sum(), x)
+    torch.testing.assert_close(gradient, dense.sum(0).expand_as(x), atol=1e-3, rtol=1e-5)
+
+
+def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
+    run = build_run(tiny_settings("--base", "int8", "--train", "both"))
+    base = run.policy.model.get_base_model()
+    rounded = {name for part in (base, run.pipe.transformer, run.pipe.text_encoder, run.pipe.vae)
+               for name, module in part.named_modules() if isinstance(module, Int8Linear)}  # fmt: skip
+    assert any(name.endswith("mlp.down_proj.base_layer") for name in rounded), "what the adapter is added to"
+    assert all(".layers." in name or "transformer_blocks." in name for name in rounded)
+    within = [*base.model.language_model.layers.modules(), *run.pipe.transformer.transformer_blocks.modules()]
+    plain = [module for module in within if type(module) is torch.nn.Linear]
+    assert all(module.weight.requires_grad for module in plain), "all others are the adapters'"
+    for learner in (run.policy, run.decoder):
+        trained = [p for p in learner.model.parameters() if p.requires_grad]
+        assert trained and all(p.dtype == torch.float32 for p in trained)
+
+
+def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
+    """And in bfloat16 as on a GPU; log-probs (of -20) are off by as little as bfloat16 is, and the adapter has gradients."""
+    settings = tiny_settings("--base", "int8")
+    ids, positions, _ = train.encode_prompt(pipe.processor, "a red circle", 64, 32)
+    codes = torch.randint(256, (2, 10), generator=torch.Generator().manual_seed(0))
+    ids, positions = torch.cat([ids.expand(2, -1), codes], 1), positions[:, : len(ids) + 10]
+    logprobs = lambda model: get_per_token_logprobs(model, ids, 10, position_ids=positions, allowed_ids=slice(0, 256))
+
+    for dtype, off in ((torch.float32, 0.05), (torch.bfloat16, 0.3)):
+        own = copy.deepcopy(pipe.vision_language_encoder).to(dtype)
+        with torch.no_grad():
+            exact = logprobs(pipe.vision_language_encoder)
+            round_linears(own.model.language_model.layers)
+            reference = logprobs(own)
+        assert 0 < (reference - exact).abs().mean() < off
+        model, _ = train.add_adapter(own, "codes", settings)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad(), model.disable_adapter():
+            assert torch.equal(logprobs(model), reference)
+        logprobs(model).sum().backward()
+        assert not torch.equal(logprobs(model), reference)
+        assert all(p.grad.isfinite().all() and p.grad.any() and p.grad.dtype == torch.float32 for p in trained)
+
+
+def test_rounded_weights_take_turns(monkeypatch):
+    """Weights and scales have their homes, at half the bytes, and come back."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    run = build_run(tiny_settings("--base", "int8"))
+    policy, decoder = run.policy.model, run.pipe.transformer
+    offload = Offload([policy, decoder], CPU)
+    assert {tensor.dtype for tensor, _ in offload.homes[policy]} >= {torch.int8, torch.float32}
+    layer = decoder.transformer_blocks[0].attn1.to_q
+    for models, there in (((decoder,), True), ((policy,), False), ((decoder,), True)):
+        offload(*models)
+        homes = {id(tensor): home.data_ptr() for tensor, home in offload.homes[decoder]}
+        for tensor in (layer.weight, layer.scale):
+            assert (tensor.data_ptr() != homes[id(tensor)]) == there
+
+
+def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(quick, capsys):
+    flags = ["--base", "int8"]
+    assert quick(*flags, "--steps", "2", "--out", "whole") == 0
+    assert quick(*flags, "--steps", "1", "--out", "parts") == 0
+    assert resume("parts", "--steps", "2", "--base", "bfloat16") == 2
+    assert "--base bfloat16 (was int8)" in capsys.readouterr().err
+    assert resume("parts", "--steps", "2") == 0
+    assert adapter_of("parts") == adapter_of("whole") and records("parts/metrics.jsonl") == records(
+        "whole/metrics.jsonl"
+    )
+    assert records("whole/metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6), "the reference is the rounded base"
+
+    card = Path("whole/adapter/README.md").read_text()
+    assert "rounded to int8" in card and "--adapter FOLDER --steps 0` judges" in card
+    for base in ("int8", "bfloat16"):
+        assert quick("--adapter", "whole", "--steps", "0", "--base", base, "--out", f"judged-{base}") == 0
+    rounded, exact = (records(f"judged-{base}/evaluation.jsonl")[0] for base in ("int8", "bfloat16"))
+    assert rounded["reward"] == pytest.approx(exact["reward"], abs=0.05) and rounded["reward"] != exact["reward"]
