@@ -72,7 +72,8 @@ def to_tensor(image, size=None):
 def against_targets(name, measure, images, targets, kind="target"):
     """`measure` of each image and its target, as tensors of the image's size: (N,), NaN where the target is None."""
     if targets is None:
-        mend = f"give --{kind}s, or --eval-{kind}s, a folder, or take another reward"
+        flags = {"target": "--targets, or --eval-targets", "source": "--sources, or --eval-sources"}
+        mend = f"give {flags[kind]}, a folder, or take another reward"
         raise NoTargets(f"reward '{name}' compares with {kind} pictures: {mend}")
     pairs = zip(images, targets, strict=True)
     return torch.tensor([math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs])

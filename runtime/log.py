@@ -166,7 +166,7 @@ class Record:
                 f"{MAX_SKIPPED} steps in a row had no finite gradient; start anew with a lower --lr or --decoder-lr"
             )
 
-    def group(self, prompt, images, rewards, source):
+    def group(self, prompt, images, rewards, source=None):
         """The first pictures of a step, with their rewards: those of a prompt, one row per code sequence.
 
         First the picture that they edit, unless that is None.
