@@ -129,7 +129,7 @@ def picture_settings(settings, deployed=False):
 
 
 def for_decoder(codes):
-    """(B, rows, columns) -> (B, 4*rows*columns): a code stands for 32x32 pixels, the decoder wants one per 16x16."""
+    """(B, rows, columns) -> (B, 4*rows*columns): one code per 32x32 pixels becomes one per 16x16, as the decoder wants."""
     return codes.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
 
 
@@ -139,7 +139,9 @@ def decode_images(pipe, prompt, tokens, pictures, seed, source=None):
     One starting noise for the whole group: its pictures then differ by the policy's choices alone. One prompt per
     batch: glyph embeddings of different prompts would be padded, and the decoder does not mask the padding.
     """
-    rows, columns, scale = pictures.height // 32, pictures.width // 32, pipe.vae_scale_factor
+    rows = pictures.height // 32
+    columns = pictures.width // 32
+    scale = pipe.vae_scale_factor
     device = pipe.transformer.device
     # The decoder is not shown the preview: that is what the policy looks at as it writes the picture proper.
     prior = for_decoder(tokens[:, -rows * columns :].view(-1, rows, columns))  # (G, 4*rows*columns)

@@ -58,7 +58,8 @@ def has_adapter(folder, name):
 
 def adapter_file(folder, name):
     """The weights of the "codes"' or "decoder"'s adapter in the folder of a run, of a checkpoint or of an adapter; or None."""
-    own, other = "adapter_model.safetensors", "pytorch_lora_weights.safetensors"  # as PEFT and as diffusers name them
+    own = "adapter_model.safetensors"  # as PEFT and as diffusers name them
+    other = "pytorch_lora_weights.safetensors"
     files = {"codes": [f"adapter/{own}", own], "decoder": [f"decoder-adapter/{other}", f"decoder/{own}", other]}
     return next((Path(folder) / file for file in files[name] if (Path(folder) / file).is_file()), None)
 
@@ -79,7 +80,8 @@ def start_from(folder, name, model):
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"cannot read the adapter {file}: {str(error).splitlines()[0]}") from None
     weights = {f"base_model.model.{key.removeprefix('base_model.model.')}": weights[key] for key in weights}
-    fresh, lora = peft.get_peft_model_state_dict(model), model.peft_config["default"]
+    fresh = peft.get_peft_model_state_dict(model)
+    lora = model.peft_config["default"]
     if (config.get("r"), config.get("lora_alpha")) != (lora.r, lora.lora_alpha):
         raise UserError(f"--adapter {folder} was made with --lora-rank {config.get('r')} --lora-alpha "
                         f"{config.get('lora_alpha')}: give the same")  # fmt: skip
