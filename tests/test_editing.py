@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    CODES,
     CPU,
     TINY,
     adapter_of,
@@ -251,8 +252,17 @@ def edits(quick):
     return lambda *arguments: quick(*EDITS, *arguments)
 
 
-def test_a_run_of_edits_and_what_it_leaves(edits):
+def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
+    decode, painted = train.decode_images, set()
+
+    def decode_images(pipe, prompt, tokens, pictures, seed, source):
+        painted.add((prompt, source.image.getpixel((0, 0)), len(source.codes)))
+        return decode(pipe, prompt, tokens, pictures, seed, source)
+
+    monkeypatch.setattr(train, "decode_images", decode_images)
     assert edits("--steps", "2", "--out", "run", "--sample-every", "1", "--eval-count", "2") == 0
+    pink, white = make.BACKGROUNDS["pink"], make.BACKGROUNDS["white"]
+    assert painted == {("make it blue", pink, CODES), ("make it a square", white, CODES)}, "each with its own source"
     for record in records("run/metrics.jsonl"):
         assert record["max_logprob_gap"] < 1e-4
     first = fitted(Image.open("sources/1.png"), 64**2)

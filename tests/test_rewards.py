@@ -617,7 +617,7 @@ def test_async_rewards_of_several_groups_run_side_by_side_and_keep_their_order()
     functions = {"a": (slow, 1.0), "plain": (lambda images, *_: range(len(images)), 1.0), "b": (Judge(), 1.0)}
     images, prompts, targets = noise(6), ["x", "y"], [Image.new("L", (1, 1), grey) for grey in (1, 5)]
     parts = [rewards.begin_scoring(functions, images[i * 3 :][:3], [prompts[i]], [targets[i]]) for i in range(2)]
-    found = rewards.score(functions, images, prompts, targets, parts)
+    found = rewards.score(functions, images, prompts, targets, begun=parts)
     assert list(found) == ["a", "plain", "b"], "in the order of the command line"
     assert [values.tolist() for values in found.values()] == [[1] * 3 + [5] * 3, [*range(6)], [2] * 3 + [10] * 3]
     assert begun[:4] == [["x"] * 3] * 2 + [["y"] * 3] * 2, "once per group"
@@ -663,7 +663,7 @@ def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
 
     functions = {"judge": (judge, 1.0)}
     parts = [rewards.begin_scoring(functions, noise(1), [prompt], None) for prompt in ("first", "second")]
-    (values,) = rewards.score(functions, noise(2), ["first", "second"], None, parts).values()
+    (values,) = rewards.score(functions, noise(2), ["first", "second"], None, begun=parts).values()
     assert ended == ["first", "second"] and torch.is_grad_enabled() and not values.requires_grad
 
 
