@@ -143,7 +143,8 @@ class Lpips(torch.nn.Module):
     def distance(self, a, b):
         """(3, H, W) and (3, H, W), values in 0..1 -> scalar, 0 or more: weighted differences of unit features."""
         shift, scale = torch.tensor([[-0.030, -0.088, -0.188], [0.458, 0.448, 0.450]]).to(a).view(2, 3, 1, 1)
-        x, total = (torch.stack([a, b]) * 2 - 1 - shift) / scale, 0
+        x = (torch.stack([a, b]) * 2 - 1 - shift) / scale
+        total = 0
         for n, (kernel, bias, head) in enumerate(zip(self.kernels, self.biases, self.heads, strict=True)):
             x = F.max_pool2d(x, 3, stride=2) if n in (1, 2) else x
             x = F.conv2d(x, kernel, bias, stride=(4, 1, 1, 1, 1)[n], padding=(2, 2, 1, 1, 1)[n]).relu()  # (2, C, h, w)
@@ -305,7 +306,8 @@ class Vqa:
         self.processor = AutoProcessor.from_pretrained(model)
         tokenizer = self.processor.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        self.yes, self.no = answer_ids(tokenizer, "yes"), answer_ids(tokenizer, "no")
+        self.yes = answer_ids(tokenizer, "yes")
+        self.no = answer_ids(tokenizer, "no")
         if self.processor.chat_template is None or not (self.yes and self.no):
             raise ValueError("it cannot be asked: it has no chat template, or no tokens for yes and no")
 
@@ -418,9 +420,10 @@ def _signed(prompt, questions, foils=()):
     return prompt.strip(), dict.fromkeys(questions, 1) | dict.fromkeys(foils, -1)
 
 
-# ---- from the command line to one number a picture -----------------------------------------------------------------
+# ---- from the command line to one number per picture ---------------------------------------------------------------
 
-CLIP_L, CLIP_H = "openai/clip-vit-large-patch14", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+CLIP_L = "openai/clip-vit-large-patch14"
+CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 ALEXNET = "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
 LPIPS_HEADS = "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpips/weights/v0.1/alex.pth"
 REWARDS = {  # name: a function, or what to make and where its weights come from unless NAME=FOLDER says otherwise
@@ -442,7 +445,8 @@ def split_spec(spec):
     """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]: where each reward is from, its weight."""
     found = []
     for item in filter(None, (part.strip() for part in spec.split(","))):
-        source, weight = item, 1.0
+        source = item
+        weight = 1.0
         head, _, last = item.rpartition(":")
         with suppress(ValueError):  # what is no number belongs to the name, as does a function that is called inf
             source, weight = (item, 1.0) if head.endswith(".py") else (head or item, float(last))

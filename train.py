@@ -11,13 +11,12 @@ ids and positions, sampled codes become pictures, and one step of GRPO is grpo_s
 import random
 import sys
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import peft
 import torch
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from torch._dynamo.exc import TorchDynamoException
@@ -27,6 +26,7 @@ from decoder import DecoderGRPO, repeat_for_steps
 from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
 from rewards import begin_scoring, combine, score, weighted_sum, weights_of
 from runtime import UserError, checkpoints, counted, ranks
+from runtime.adapters import adamw, add_adapter, has_adapter
 from runtime.data import load_data, pictures_of, read_inputs, readable_loading
 from runtime.gpu import CapturedForward, keep_one_source, keep_rope_tables, place, plan
 from runtime.int8 import round_linears
@@ -129,7 +129,7 @@ def picture_settings(settings, deployed=False):
 
 
 def for_decoder(codes):
-    """(B, rows, columns) -> (B, 4*rows*columns): a code stands for 32x32 pixels, the decoder wants one per 16x16."""
+    """(B, rows, columns) -> (B, 4*rows*columns): one code per 32x32 pixels becomes one per 16x16, as the decoder wants."""
     return codes.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
 
 
@@ -139,7 +139,9 @@ def decode_images(pipe, prompt, tokens, pictures, seed, source=None):
     One starting noise for the whole group: its pictures then differ by the policy's choices alone. One prompt per
     batch: glyph embeddings of different prompts would be padded, and the decoder does not mask the padding.
     """
-    rows, columns, scale = pictures.height // 32, pictures.width // 32, pipe.vae_scale_factor
+    rows = pictures.height // 32
+    columns = pictures.width // 32
+    scale = pipe.vae_scale_factor
     device = pipe.transformer.device
     # The decoder is not shown the preview: that is what the policy looks at as it writes the picture proper.
     prior = for_decoder(tokens[:, -rows * columns :].view(-1, rows, columns))  # (G, 4*rows*columns)
@@ -236,46 +238,6 @@ def outline(settings, device):
     return [policy.model, *painters(pipe)]
 
 
-def add_adapter(module, name, settings):
-    """The module with a LoRA adapter, float32 even over a bfloat16 base, and the reference, see GRPO.
-
-    The adapter is a fresh one, and the reference the module without it; or it is that of --adapter, which then is the
-    reference too. name: "codes" or "decoder".
-    """
-    alpha = settings.lora_alpha or 2 * settings.lora_rank
-    lora = peft.LoraConfig(r=settings.lora_rank, lora_alpha=alpha, target_modules=LORA_TARGETS[name])
-    model = peft.get_peft_model(module, lora)
-    if settings.adapter is None or not checkpoints.start_from(settings.adapter, name, model):
-        return model, None
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return model, partial(having_weights, trained, [p.detach().clone() for p in trained])
-
-
-@contextmanager
-def having_weights(parameters, weights):
-    """Within it the parameters have these weights."""
-    own = [parameter.data for parameter in parameters]
-    try:
-        for parameter, weight in zip(parameters, weights, strict=True):
-            parameter.data = weight.to(parameter.device)
-        yield
-    finally:
-        for parameter, weight in zip(parameters, own, strict=True):
-            parameter.data = weight
-
-
-def adamw(model, lr, warmup_steps):
-    """AdamW whose rate grows over its first steps. Its state_dict holds that of the scheduler too, for checkpoints."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
-    rate = lambda made: min(1, (made + 1) / (warmup_steps + 1))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # so that a step that is skipped does not count
-    optimizer.register_state_dict_post_hook(lambda _, state: state | {"scheduler": scheduler.state_dict()})
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: scheduler.load_state_dict(state["scheduler"]))
-    return optimizer
-
-
 def build(pipe, settings, device, home=None):
     """Splits the stock pipeline into painter, policy trainer and, if it learns, decoder trainer.
 
@@ -298,7 +260,7 @@ def build(pipe, settings, device, home=None):
         pipe.vae.enable_slicing()  # one picture at a time: the VAE takes more memory than all the rest, and little time
 
     set_seed(settings.seed)  # the adapters' start
-    model, reference = add_adapter(language_model, "codes", settings)
+    model, reference = add_adapter(language_model, "codes", LORA_TARGETS["codes"], settings)
     compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
     num_new_tokens = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
     if settings.sources:
@@ -307,10 +269,12 @@ def build(pipe, settings, device, home=None):
     codes = slice(0, pipe.transformer.config.prior_vq_quantizer_codebook_size)
     algorithm = GRPOSettings(**{field.name: getattr(settings, field.name) for field in fields(GRPOSettings)})
     policy = GRPO(model, adamw(model, settings.lr, settings.warmup_steps), algorithm, codes, forward, reference)
-    if settings.train == "codes" and not (settings.adapter and checkpoints.has_adapter(settings.adapter, "decoder")):
+    if settings.train == "codes" and not (settings.adapter and has_adapter(settings.adapter, "decoder")):
         return pipe, policy, None
 
-    model, reference = add_adapter(pipe.transformer, "decoder", settings)  # pipe.transformer now contains it
+    model, reference = add_adapter(
+        pipe.transformer, "decoder", LORA_TARGETS["decoder"], settings
+    )  # pipe.transformer now contains it
     if settings.train == "codes":
         model.requires_grad_(False)
         return pipe, policy, None

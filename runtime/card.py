@@ -67,7 +67,8 @@ def write_card(folder, settings, before, after, picture):
     lines = ["| Mean reward | before | after | pictures |", "|---|---|---|---|"]
     for prefix, name in (("", "training prompts"), ("held_out/", "held-out prompts")):
         for key in reward_names(after, prefix):
-            then, now = format_number(before and before[key]), format_number(after[key])
+            then = format_number(before and before[key])
+            now = format_number(after[key])
             lines.append(f"| {short_name(key)}, {name} | {then} | {now} | {after[prefix + 'images']} |")
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
     values = {**vars(settings), "base": base, "steps": counted(after["step"], "step"), "table": "\n".join(lines)}

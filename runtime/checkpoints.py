@@ -5,11 +5,10 @@ import os
 import pickle
 import shutil
 from contextlib import contextmanager
-from pathlib import Path
 
 import peft
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from runtime import UserError, ranks
 
@@ -72,43 +71,6 @@ def load(out, learners):
             state = torch.load(folder / FOLDERS[name] / "optimizer.pt", map_location="cpu", weights_only=True)
             learner.optimizer.load_state_dict(state)
     return read_state(out)[0]
-
-
-def has_adapter(folder, name):
-    return adapter_file(folder, name) is not None
-
-
-def adapter_file(folder, name):
-    """The weights of the "codes"' or "decoder"'s adapter in the folder of a run, of a checkpoint or of an adapter; or None."""
-    own, other = "adapter_model.safetensors", "pytorch_lora_weights.safetensors"  # as PEFT and as diffusers name them
-    files = {"codes": [f"adapter/{own}", own], "decoder": [f"decoder-adapter/{other}", f"decoder/{own}", other]}
-    return next((Path(folder) / file for file in files[name] if (Path(folder) / file).is_file()), None)
-
-
-def start_from(folder, name, model):
-    """Give a model's fresh adapter the weights of one in a folder. Returns whether there was one for this model."""
-    if not any(has_adapter(folder, kind) for kind in FOLDERS):
-        raise UserError(f"there is no adapter in {folder}: give --adapter the folder of a run that has ended")
-    file = adapter_file(folder, name)
-    if file is None:
-        return False
-    try:
-        with safe_open(file, "pt") as opened:
-            weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            config = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        if (file.parent / "adapter_config.json").is_file():
-            config = json.loads((file.parent / "adapter_config.json").read_text())
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"cannot read the adapter {file}: {str(error).splitlines()[0]}") from None
-    weights = {f"base_model.model.{key.removeprefix('base_model.model.')}": weights[key] for key in weights}
-    fresh, lora = peft.get_peft_model_state_dict(model), model.peft_config["default"]
-    if (config.get("r"), config.get("lora_alpha")) != (lora.r, lora.lora_alpha):
-        raise UserError(f"--adapter {folder} was made with --lora-rank {config.get('r')} --lora-alpha "
-                        f"{config.get('lora_alpha')}: give the same")  # fmt: skip
-    if {key: x.shape for key, x in weights.items()} != {key: x.shape for key, x in fresh.items()}:
-        raise UserError(f"--adapter {folder} does not fit: it is that of another model, or of other layers")
-    peft.set_peft_model_state_dict(model, weights)
-    return True
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from transformers.utils import cached_file
 
 from rewards import RewardError, parse_rewards, score
 from runtime import UserError, checkpoints, short_name
+from runtime.adapters import adapter_file
 from runtime.log import check_tracker
 from runtime.settings import TINY
 
@@ -58,7 +59,7 @@ def read_prompts(path, folder, sources=None, pixels=0):
         raise UserError(f"cannot read the prompts file {path}: {error}") from None
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
-        raise UserError(f"the prompts file {path} has no prompt in it; write one a line")
+        raise UserError(f"the prompts file {path} has no prompt in it; write one per line")
     if (longest := max(map(len, prompts))) > LONGEST_PROMPT:
         raise UserError(f"the prompts file {path} has a prompt of {longest:,} characters; {LONGEST_PROMPT:,} at most")
     targets = None if folder in (None, "none", "") else read_pictures(folder, "target", len(prompts))
@@ -74,7 +75,7 @@ def read_pictures(folder, kind, count):
     files = [f for f in folder.iterdir() if f.suffix.lower() in Image.registered_extensions()]
     files.sort(key=lambda f: [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", f.name)])
     if len(files) != count:
-        raise UserError(f"{folder} has {len(files)} pictures for {count} prompts; give one a prompt, by line")
+        raise UserError(f"{folder} has {len(files)} pictures for {count} prompts; give one per prompt, by line")
     try:
         return [Image.open(file := each).convert("RGB") for each in files]
     except OSError as error:
@@ -115,7 +116,7 @@ def read_inputs(settings):
     prompts = read_prompts(settings.prompts, settings.targets, settings.sources, size)
     held_out = read_prompts(settings.eval_prompts, settings.eval_targets, settings.eval_sources, size)
     folder = settings.adapter
-    adapters = [checkpoints.adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
+    adapters = [adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
     read = {
         "prompts": "\n".join(prompts.texts).encode(), "targets": pixels(prompts.targets),
         "sources": pixels(pictures_of(prompts.sources)),
@@ -172,5 +173,6 @@ def readable_loading(model):
     try:
         yield
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
-        reason, mend = str(error).strip().split("\n")[0], f"give --model a folder with a GLM-Image pipeline, or {TINY}"
+        reason = str(error).strip().split("\n")[0]
+        mend = f"give --model a folder with a GLM-Image pipeline, or {TINY}"
         raise UserError(f"cannot load {model} ({reason}); {mend}") from None

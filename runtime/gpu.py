@@ -48,7 +48,7 @@ def working_memory(settings):
     cast = CAST if settings.base == "int8" else 0
     update = 0.8e6 * tokens * size + cast
     painting = 3.1e3 * pixels  # by the VAE, one picture at a time
-    if settings.train in ("decoder", "both"):  # its training pass, a token for 16x16 pixels, with guidance twice
+    if settings.train in ("decoder", "both"):  # its training pass, one token per 16x16 pixels, with guidance twice
         passes = 2 if settings.guidance_scale > 1 else 1
         painting = max(painting, 0.37e6 * pixels // 16**2 * size * passes + cast)
     sampling = cache + max(nucleus, reading)
@@ -64,12 +64,14 @@ def memory_needed(models, settings):
 
     models: the policy, then those that paint; with or without content.
     """
-    trained, frozen = 0, []
+    trained = 0
+    frozen = []
     for model in models:
         tensors = [*model.parameters(), *model.buffers()]
         trained += sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
         frozen.append([tensor.nbytes for tensor in tensors if not tensor.requires_grad])
-    policy, painters = sum(frozen[0]), sum(map(sum, frozen[1:]))
+    policy = sum(frozen[0])
+    painters = sum(map(sum, frozen[1:]))
     together, sampling, painting = working_memory(settings)
     locked = sum(1 << (size - 1).bit_length() for sizes in frozen for size in sizes)  # it comes in powers of two
     locked *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -213,7 +215,7 @@ class CapturedForward:
     update would be rounded away. On a CPU there is no graph, only the fixed cache.
 
     Captured by hand: torch.compile(mode="reduce-overhead") records anew whenever offloading has moved the weights, and
-    cannot give its memory back; transformers' static generate() breaks off in GLM-Image's positions, once a token.
+    cannot give its memory back; transformers' static generate() breaks off in GLM-Image's positions, once per token.
 
     num_new_tokens: of every sequence. compile: let torch.compile fuse the small kernels first, which takes a C compiler
     and, once, a minute or more.
@@ -226,7 +228,10 @@ class CapturedForward:
         if compile:
             base.config.get_text_config()._attn_implementation = "grouped"
         self.forward = torch.compile(base.forward, dynamic=False) if compile else base.forward
-        self.config, self.num_new_tokens, self.size, self.stream = base.config, num_new_tokens, 0, None
+        self.config = base.config
+        self.num_new_tokens = num_new_tokens
+        self.size = 0
+        self.stream = None
         self.release()
 
     def release(self):
@@ -246,7 +251,9 @@ class CapturedForward:
 
     def _start(self, input_ids, attention_mask, position_ids, prompts):
         """Copy the prompts' cache into the fixed one, which is made anew if it is too small, and capture the step."""
-        rows, length, device = len(input_ids), prompts.get_seq_length(), input_ids.device
+        rows = len(input_ids)
+        length = prompts.get_seq_length()
+        device = input_ids.device
         if self.cache is None or rows > len(self.ids) or length + self.num_new_tokens > self.size:
             self.release()
             self.size = max(self.size, -(-(length + self.num_new_tokens) // self.ROOM) * self.ROOM)

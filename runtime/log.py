@@ -141,7 +141,8 @@ class Record:
         """A step has been made: its line, its metrics, at times its pictures. Raises UserError where none learns."""
         self.done = done
         self.half_made = False
-        sequences, paintings = self.settings.sequences, self.settings.paintings
+        sequences = self.settings.sequences
+        paintings = self.settings.paintings
         metrics["skipped"] = metrics.get("skipped", 0) + metrics.get("decoder/skipped", 0)
         total = weighted_sum(rolled.raw_rewards, weights, sequences * paintings)
         metrics |= step_metrics(rolled.raw_rewards, total, sequences, paintings)
@@ -173,7 +174,8 @@ class Record:
         """
         if not self.writes:
             return
-        sequences, paintings = self.settings.sequences, self.settings.paintings
+        sequences = self.settings.sequences
+        paintings = self.settings.paintings
         captions = [f"reward {format_number(reward)}" for reward in rewards.tolist()]
         cells = list(zip(images, captions, strict=True))[: sequences * paintings]
         width = paintings if min(sequences, paintings) > 1 else ROW
@@ -275,7 +277,8 @@ def summary(prefix, *records):
     """'reward 0.692 -> 0.864, ssim ... (64 images: 16 prompts x 4)', of one record or of several."""
     names = reward_names(records[0], prefix)
     parts = [f"{short_name(name)} {' -> '.join(format_number(r[name]) for r in records)}" for name in names]
-    images, prompts = records[0][f"{prefix}images"], records[0][f"{prefix}prompts"]
+    images = records[0][f"{prefix}images"]
+    prompts = records[0][f"{prefix}prompts"]
     return f"{', '.join(parts)} ({images} images: {counted(prompts, 'prompt')} x {images // prompts})"
 
 

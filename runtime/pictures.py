@@ -40,7 +40,8 @@ def save_grid(path, rows, title, cell=192):
 
     rows: a list of (label, [(image, caption), ...]); None among those is a gap.
     """
-    font, small = ImageFont.load_default(15), ImageFont.load_default(12)
+    font = ImageFont.load_default(15)
+    small = ImageFont.load_default(12)
     width, height = cell + 8, cell + 60
     places = [[0, *accumulate(GAP if each is None else width for each in cells)] for _, cells in rows]
     widest = max(font.getlength(title) + 8, *(ends[-1] for ends in places))
@@ -90,7 +91,9 @@ def save_curves(path, metrics, evaluations):
     names = dict.fromkeys(name for record in (*evaluations, *metrics) for name in reward_names(record))
     watched = ("entropy", "kl", "decoder/kl")
     names |= dict.fromkeys(name for name in watched if any(record.get(name) is not None for record in metrics))
-    font, side, height = ImageFont.load_default(24), 640, 400  # drawn at twice the size, for smooth lines
+    font = ImageFont.load_default(24)  # drawn at twice the size, for smooth lines
+    side = 640
+    height = 400
     sheet = Image.new("RGB", (min(len(names), 3) * side, -(-len(names) // 3) * height + 60), "white")
     pen = ImageDraw.Draw(sheet)
     for x, (text, colour) in enumerate(CURVES.values()):

@@ -20,7 +20,8 @@ def join():
     """Meet the other processes that torchrun has started, if it has. Only the first rank prints and writes."""
     if not dist.is_torchelastic_launched():
         return
-    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    local = int(os.environ["LOCAL_RANK"])
+    gpus = torch.cuda.device_count()
     if 0 < gpus <= local:
         raise UserError(f"this machine has {gpus} GPUs, so --nproc-per-node can be {gpus} at most")
     if gpus:
@@ -91,7 +92,8 @@ def gather(value):
 
 def mean(metrics):
     """{name: number or NaN} -> its mean over the ranks that have it; of memory's peaks and largest gaps the largest."""
-    merged, of_ranks = {}, gather(metrics)
+    merged = {}
+    of_ranks = gather(metrics)
     for name in metrics:
         values = [metrics[name] for metrics in of_ranks if not math.isnan(metrics[name])]
         largest = name.removeprefix("decoder/") == "max_logprob_gap" or name.startswith("gpu_gb/")

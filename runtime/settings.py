@@ -15,7 +15,8 @@ from rewards import REWARDS, split_spec
 from runtime import UserError, checkpoints, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY, RELEASE = str(ROOT / "tiny-glm-image"), "zai-org/GLM-Image"
+TINY = str(ROOT / "tiny-glm-image")
+RELEASE = "zai-org/GLM-Image"
 TINY_TARGETS = {"prompts.txt": f"{TINY}/targets", "heldout.txt": f"{TINY}/heldout-targets"}
 TINY_TARGETS |= {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
 # With sources these take the place of the defaults for captions.
@@ -59,27 +60,32 @@ count_or_auto.__name__ = "int or auto"
 def build_parser():
     """The parser, and {setting: (its default for tiny, for GLM-Image)} where the best value depends on the model."""
     about = "Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop."
-    parser, by_model = Parser(description=about, allow_abbrev=False), {}
-    count, positive, switch = number(int, "[1, inf)"), number(float, "(0, inf)"), ("auto", "yes", "no")
+    parser = Parser(description=about, allow_abbrev=False)
+    by_model = {}
+    count = number(int, "[1, inf)")
+    positive = number(float, "(0, inf)")
+    switch = ("auto", "yes", "no")
 
     def flag(name, kind, default, help, choices=None):
         """`default`: one for all models, a pair (tiny, GLM-Image), or None."""
         if isinstance(default, tuple):
-            by_model[name], shown = default, [str(value).replace(f"{ROOT}/", "") for value in default]
+            by_model[name] = default
+            shown = [str(value).replace(f"{ROOT}/", "") for value in default]
             default, help = None, f"{help} (default: {shown[0]} for tiny, {shown[1]} for GLM-Image)"
         elif default is not None:
             help += f" (default: {default})"
-        option, metavar = "--" + name.replace("_", "-"), "|".join(choices) if choices else kind.__name__.upper()
+        option = "--" + name.replace("_", "-")
+        metavar = "|".join(choices) if choices else kind.__name__.upper()
         group.add_argument(option, type=kind, default=default, help=help, choices=choices, metavar=metavar)
 
     group = parser.add_argument_group("model and data")
     flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
     flag("settings", str, None, "start from the settings in this file, a run's settings.json for one; other flags win")
     flag("adapter", str, None, "start from the adapters in the folder of another run; with --steps 0 evaluate them")
-    flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt a line")
+    flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt per line")
     flag("order", str, "shuffled", "of the prompts: shuffled anew each epoch; that of the file, easy lines first for one; or "
          "drawn by the spread of the rewards of a prompt's last group", ("shuffled", "file", "spread"))  # fmt: skip
-    flag("targets", str, None, "folder with one picture a prompt, sorted by name (default: tiny's, for its prompts)")
+    flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
     flag("sources", str, None, "to edit: folder with the picture that each prompt is to change, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
     flag("reward", str, ("ssim:1,mse:1", "pickscore:1,clip:1"),
@@ -101,7 +107,7 @@ def build_parser():
     # GLM-Image: Adam's first steps are of full size whatever the gradient, and clipping does not bound them.
     flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the rates grow to these")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
-    flag("noise_level", number(float, "(0, 1]"), 0.7, "of the moves that the decoder draws, when it learns")
+    flag("noise_level", number(float, "(0, 1]"), 0.7, "of the denoising steps that the decoder draws, when it learns")
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
     flag("kl_coef", number(float, "[0, inf)"), (0.3, 0.01), "weight of the KL towards the model before training")
     flag("lora_rank", count, 16, "rank of the adapter")
@@ -124,7 +130,7 @@ def build_parser():
 
     group = parser.add_argument_group("evaluation, before and after")
     flag("eval_prompts", str, (f"{TINY}/heldout.txt", f"{ROOT}/prompts/heldout.txt"),
-         "prompts that are never trained on, one a line")  # fmt: skip
+         "prompts that are never trained on, one per line")  # fmt: skip
     flag("eval_targets", str, None, "folder with one picture for each of them (default: tiny's, for its held-out ones)")
     flag("eval_sources", str, None, "folder with the picture that each of them is to change")
     flag("eval_reward", str, (f"{TINY}/check.py:shows", "hps"),
@@ -205,7 +211,7 @@ def complete(settings, by_model):
         if getattr(settings, name) is None:
             setattr(settings, name, for_tiny if tiny else release)
     if settings.train != "codes" and settings.decode_steps == 1:
-        raise UserError("a decoder of one move has nothing to choose: --decode-steps has to be 2 or more")
+        raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")
     if settings.guidance_steps and (settings.guidance_scale == 1 or settings.guidance_steps > settings.decode_steps):
         raise UserError(
             f"--guidance-steps {settings.guidance_steps} are some of the --decode-steps {settings.decode_steps}, at a "

@@ -549,6 +549,7 @@ def test_a_gpu_is_named_by_its_number(quick, capsys, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(train, "plan", lambda *given: False)
     monkeypatch.setattr(train, "print_start", refuse)
     assert quick("--steps", "1") == 2
     assert "on cuda:1" in capsys.readouterr().err

@@ -288,7 +288,7 @@ def test_a_large_group_is_wrapped_at_eight_pictures(tmp_path, monkeypatch, flags
     monkeypatch.setattr("runtime.log.save_grid", lambda path, rows, title: drawn.append(rows))
     record = SimpleNamespace(writes=True, settings=settings, out=tmp_path, done=1, curves=lambda: None)
     images = list(range(3 * settings.sequences * settings.paintings))
-    Record.group(record, "prompt", images, torch.arange(len(images)).float())
+    Record.group(record, "prompt", images, torch.arange(len(images)).float(), None)
     assert [len(cells) for _, cells in drawn[0]] == rows
     assert [image for _, cells in drawn[0] for image, _ in cells] == images[: sum(rows)]
 
