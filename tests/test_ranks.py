@@ -221,6 +221,7 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
     settings = SimpleNamespace(
         eval_count=3, group_size=2, prompts_per_step=1, eval_decode_steps=3, eval_guidance_scale=1,
         decode_steps=1, guidance_scale=1, height=32, width=32, micro_batch_size=4, sample_batch=None, decode_window=None,
+        guidance_steps=None,
     )  # fmt: skip
     data = Data(None, None, {"r": (None, 2.0)}, {})
     prompts, scored = Prompts(["a", "b", "c", "d", "e"], None), []
