@@ -331,7 +331,7 @@ def test_a_compiled_run_expects_no_preview():
     ("arguments", "words"),
     [
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
-        (["--sources", "one"], "one has 1 pictures for 2 prompts; give one a prompt, by line"),
+        (["--sources", "one"], "one has 1 pictures for 2 prompts; give one per prompt, by line"),
         (["--sources", "three"], "three has 3 pictures for 2 prompts"),
         (["--sources", "broken"], "the source picture broken/2.png cannot be opened"),
         (["--sources", "long"], "over 4 times the other"),

@@ -231,7 +231,7 @@ def test_what_is_planned_fits(released, base, size, group, micro_batch):
 
 def test_an_edit_fits_and_is_counted_by_hand(released):
     """Its codes are read with the prompt, and one copy of the source's keys and values lies beside what is painted."""
-    codes, decoder, weights = released
+    codes, decoder = released("bfloat16")
     work, cache = memory.peaks(codes, decoder, 1024, 4, 4, edits=True)
     rows, layers, room = 16, 40, 2304  # 60 of the prompt, 1,024 of the source, 1,024 of the picture, rounded up
     assert cache == pytest.approx(1e-9 * layers * 2 * rows * 2 * room * 128 * 2)
@@ -244,8 +244,12 @@ def test_an_edit_fits_and_is_counted_by_hand(released):
     assert read < work["prompts"] < 3 * read
 
     edits = ["--sources", str(TINY / "sources"), "--height", "1024", "--width", "1024", "--micro-batch-size", "4"]
-    peak = max(work["sample"], cache + max(work.values())) + weights + 0.4 + 0.6  # Adam's moments, the card's context
-    assert peak < weights + gpu.working_memory(tiny_settings(*edits)) / 1e9 < peak + 3
+    together, sampling, painting = (value / 1e9 for value in gpu.working_memory(tiny_settings(*edits)))
+    beside = 0.4 + 0.6  # Adam's moments, the card's context
+    peak = max(work["sample"], cache + max(work.values())) + beside
+    assert peak < together < peak + 3
+    assert max(work["sample"], work["prompts"], work["update"]) + beside < sampling < peak + 3
+    assert work["decode"] + beside < painting
 
 
 # ---- the step of one token ------------------------------------------------------------------------------------------

@@ -52,8 +52,8 @@ def leave_adapter():
     """For `prepare`: each rank writes down the adapter that it ends with."""
     build, run, made = train.build, train.main, []
 
-    def remember(*given):
-        made.append(build(*given))
+    def remember(*given, **options):
+        made.append(build(*given, **options))
         return made[0]
 
     def main(arguments):
@@ -121,7 +121,7 @@ def test_a_rank_that_has_nothing_to_learn_steps_with_the_others(start):
     """Rewards of the second rank are all equal: its share of the gradient is 0, and it has no say in the means."""
     reward = write_reward("if os.environ['RANK'] == '1':\n    return torch.ones(len(images))")
     settings = ["--steps", "2", "--iterations", "2", "--out", "run"]
-    codes, outputs = together(start, *reward, *settings, prepare=leave_adapter)
+    codes, outputs = together(start, *reward, *settings, "--base", "int8", prepare=leave_adapter)
     assert codes == [0, 0], outputs
     for record in records("run/metrics.jsonl"):
         assert record["groups_without_spread"] == 0.5

@@ -675,7 +675,10 @@ def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
     [
         ("", "no reward in ''; known rewards: aesthetic, clip, edit, hps, keep, lpips, mse, pickscore, ssim, text"),
         (" , ", "no reward in ' , '"),
-        ("beauty", "unknown reward 'beauty'; known: aesthetic, clip, edit, hps, keep, lpips, mse, pickscore, ssim, text, vqa;"),
+        (
+            "beauty",
+            "unknown reward 'beauty'; known: aesthetic, clip, edit, hps, keep, lpips, mse, pickscore, ssim, text, vqa;",
+        ),
         ("ssim:much", "unknown reward 'ssim:much'"),
         ("mse=.", "unknown reward 'mse=.'"),
         ("0.5", "unknown reward '0.5'"),
