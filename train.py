@@ -264,7 +264,7 @@ def build(pipe, settings, device, home=None):
     compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
     num_new_tokens = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
     if settings.sources:
-        num_new_tokens = settings.height * settings.width // 32**2
+        num_new_tokens = settings.height * settings.width // 32**2  # no preview
     forward = CapturedForward(model, num_new_tokens) if compiled else None
     codes = slice(0, pipe.transformer.config.prior_vq_quantizer_codebook_size)
     algorithm = GRPOSettings(**{field.name: getattr(settings, field.name) for field in fields(GRPOSettings)})
@@ -272,9 +272,8 @@ def build(pipe, settings, device, home=None):
     if settings.train == "codes" and not (settings.adapter and has_adapter(settings.adapter, "decoder")):
         return pipe, policy, None
 
-    model, reference = add_adapter(
-        pipe.transformer, "decoder", LORA_TARGETS["decoder"], settings
-    )  # pipe.transformer now contains it
+    # From here on pipe.transformer contains the adapter.
+    model, reference = add_adapter(pipe.transformer, "decoder", LORA_TARGETS["decoder"], settings)
     if settings.train == "codes":
         model.requires_grad_(False)
         return pipe, policy, None
