@@ -546,7 +546,9 @@ def _refuse_padding(model):
     """ValueError for a model that would not take positions and the mask of _mask_padding as they are."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(getattr(base, "config", None), "get_text_config", lambda: None)()
-    masked = getattr(config, "_attn_implementation", None) == "sdpa" and not getattr(config, "sliding_window", None)
+    attention = getattr(config, "_attn_implementation", None) or "eager"
+    masked = attention not in ("eager", "flex_attention") and "flash" not in attention
+    masked = masked and not getattr(config, "sliding_window", None)
     masked = masked and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     offsets = [getattr(module, "padding_idx", None) for name, module in base.named_modules() if "position" in name]
     placed = "position_ids" in inspect.signature(base.forward).parameters

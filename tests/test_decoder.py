@@ -9,6 +9,7 @@ import torch
 from conftest import CPU, build_run, tiny_settings
 from diffusers import GlmImagePipeline
 from make import draw
+from PIL import Image
 from safetensors.torch import load_file
 
 import rewards
@@ -261,6 +262,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
     """Two prompts, three code sequences each, four paintings of each; a painting without a reward is left out."""
     run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4", "--combine", "sum")
     values, given, seen = torch.arange(24.0) ** 2, {}, watched(run, monkeypatch)
+    red, blue = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
     if missing:
         values[5] = math.nan
 
@@ -268,8 +270,8 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         given.update(prompts=prompts, targets=targets, images=len(images))
         return values
 
-    rolled, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, PROMPTS, ["a", "b"], 5)
-    expected = {"prompts": [PROMPTS[0]] * 12 + [PROMPTS[1]] * 12, "targets": ["a"] * 12 + ["b"] * 12, "images": 24}
+    rolled, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, PROMPTS, [red, blue], 5)
+    expected = {"prompts": [PROMPTS[0]] * 12 + [PROMPTS[1]] * 12, "targets": [red] * 12 + [blue] * 12, "images": 24}
     assert given == expected and len(rolled.images) == 24 and metrics["decoder/skipped"] == 0
     means = values.view(6, 4).nanmean(1)
     for i, group in enumerate(seen["codes"]):
