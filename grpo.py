@@ -23,14 +23,14 @@ One training step, in the order of this file:
     6. GRPO                       ties 1, 4 and 5 together; its update: micro-batches, gradient clipping, the optimiser
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
-base with its adapter disabled is the reference. Merge an adapter that is to learn further into its base first. Where
+base with its adapter disabled is the reference. To train an adapter further, first merge it into its base. Where
 all weights learn, take a frozen copy, made before training, and give the groups to its add_reference at every step:
 
     reference = GRPO(copy.deepcopy(model).requires_grad_(False), optimizer, settings, allowed_ids)
     reference.add_reference(groups)
 
 Nothing here depends on GLM-Image: examples/text_model.py trains a text model with this file alone. On a CPU, call
-torch.set_num_threads(1) for models as small as that one. Tried, in tests/test_zoo.py, and refused:
+torch.set_num_threads(1) for models as small as that one. What works, and what does not (tests/test_zoo.py):
 
     models      of transformers: dense, experts, windows, linear attention, learned positions, image codes anywhere in
                 the vocabulary; your own, if it takes and returns what generate_with_logprobs gives and reads. No Mamba,
@@ -38,13 +38,13 @@ torch.set_num_threads(1) for models as small as that one. Tried, in tests/test_z
     adapters    LoRA and its like, or all weights. Not prompt and prefix tuning
     prompts     of several lengths only where all layers have full attention, by sdpa, and positions are an input
 
-Watch mean_logprob_gap, by which sampling and scoring disagree on fresh samples: 1e-6 in float32, 0.05 in bfloat16, but
+Watch mean_logprob_gap, how far sampling and scoring disagree on fresh samples: 1e-6 in float32, 0.05 in bfloat16, but
 nats with a rope that changes with the length (longrope, dynamic), beyond its window. For another loss, edit:
 
     Dr. GRPO                 no `/ (std + eps)` in compute_advantages; weight = mask / mask.shape[1] / len(mask)
     DAPO's token mean        weight = mask / mask.sum().clamp(min=1); GRPO.weight: return group.mask[rows].sum().item()
     DAPO's two clip ranges   clip_range=(0.2, 0.28); ratio.clamp(1 - clip_range[0], 1 + clip_range[1])
-    DAPO's dynamic sampling  a loop around 1 to 3 that ends, with new seeds; as many groups on one rank as on another
+    DAPO's dynamic sampling  loop over 1 to 3 with new seeds, up to a limit; the same number of groups on every rank
     GSPO                     clip_range=3e-4; ratio = (log_ratio * share * len(mask)).sum(1, keepdim=True).exp()
 """
 
@@ -82,12 +82,12 @@ def generate_with_logprobs(
 ):  # fmt: skip
     """Sample `num_samples` (G) continuations of exactly `num_new_tokens` (T) tokens for each of N prompts.
 
-    All N*G run side by side, because a token costs one read of all weights, for one sequence as for many. Not with
+    All N*G run side by side, since each token reads all weights once, however many sequences there are. Not with
     transformers' generate(): it takes no generator per prompt, and to tell what top-p removed it keeps all scores.
 
     Args:
         prompts: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is masked.
-        position_ids: N tensors (3, L_i+T) int64, or None: the model counts for itself, as in scoring. A model with 3-D
+        position_ids: N tensors (3, L_i+T) int64, or None: the model makes its own, as in scoring. A model with 3-D
             positions that is not given them falls back to text positions, silently.
         allowed_ids: slice(first, end) of the vocabulary, V ids that may be sampled: no end tokens, no unused ids.
         temperature: divides the logits; must be above 0. top_p: must be in (0, 1]; 1 keeps every id. Else ValueError.
@@ -275,7 +275,7 @@ def compute_grpo_loss(
     if mask.shape != new_logprobs.shape:
         raise ValueError(f"a mask {tuple(mask.shape)} for log-probs {tuple(new_logprobs.shape)}")
     share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), of each token in the mean of the means
-    weight = share  # of each token in the loss
+    weight = share  # of each token in the loss; other losses change this
 
     def average(x):
         return (x * share).sum()
@@ -355,9 +355,9 @@ class GRPO:
         self.forward = forward
         self.reference = reference or self.without_adapter
         self.sampling_args = {"allowed_ids": allowed_ids, "temperature": settings.temperature}  # of scoring, too
-        self.steps = 0  # that the optimiser has made
-        self.sampled_at = 0  # that it had made when the policy last sampled
-        self.doubts = DOUBTS.copy()  # each is raised once
+        self.steps = 0  # optimiser steps so far
+        self.sampled_at = 0  # self.steps at the last sampling
+        self.warnings = WARNINGS.copy()  # each is given once
         _refuse_noise(model)
 
     def sample(self, prompts, group_size, seed):
@@ -370,7 +370,7 @@ class GRPO:
         self.sampled_at = self.steps
         prompt_ids, position_ids, lengths = zip(*prompts, strict=True)
         if len(set(lengths)) > 1:
-            raise ValueError(f"sequences sampled side by side have one length, not {sorted(set(lengths))}")
+            raise ValueError(f"sequences sampled together need one length, not {sorted(set(lengths))}")
         generators = [torch.Generator(self.model.device).manual_seed(seed + i) for i in range(len(prompts))]
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model, prompt_ids, lengths[0], num_samples=group_size, top_p=self.settings.top_p,
@@ -409,7 +409,7 @@ class GRPO:
         unmoved = self.steps == 0 and not self.optimizer.state  # that of a resumed run has a state
         reports = []  # (weight, metrics)
         norms = []
-        self.model.train()  # wakes gradient checkpointing, which sleeps in eval mode; there is no dropout to wake
+        self.model.train()  # enables gradient checkpointing, which is off in eval mode; there is no dropout
         self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
         for _ in range(self.settings.iterations):
             for group, rows in micro_batches:
@@ -420,15 +420,15 @@ class GRPO:
             norms.append(self.optimizer_step())
 
         metrics = _average(reports)
-        first = _average(reports[: len(micro_batches)])  # iteration: later the policy has moved
+        first = _average(reports[: len(micro_batches)])  # iteration only: then the policy moves
         metrics |= {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
         metrics["groups_without_spread"] = 1 - len(learning) / len(groups)
         stepped = [norm for norm in norms if 0 < norm < float("inf")]
         metrics["grad_norm"] = sum(stepped) / max(len(stepped), 1)
         metrics["skipped"] = sum(not norm < float("inf") for norm in norms) / len(norms)
-        self.doubt("gap", fresh and first["mean_logprob_gap"] > 0.1)
-        self.doubt("kl", unmoved and first["kl"] > 0.01)
-        self.doubt("gradient", learning and norms[0] == 0)
+        self.warn_once("gap", fresh and first["mean_logprob_gap"] > 0.1)
+        self.warn_once("kl", unmoved and first["kl"] > 0.01)
+        self.warn_once("gradient", learning and norms[0] == 0)
         return metrics
 
     def with_spread(self, groups):
@@ -454,7 +454,7 @@ class GRPO:
         return len(rows)
 
     def total_weight(self, groups):
-        """Of all groups, also of those that teach nothing; the mean over ranks, for so are gradients averaged."""
+        """Over all groups, skipped ones included; averaged over ranks, as the gradients are."""
         total = sum(self.weight(group, rows) for group in groups for rows in self.micro_batches(group))
         total = torch.tensor(float(total), device=self.model.device)
         if dist.is_initialized():
@@ -491,10 +491,10 @@ class GRPO:
                 raise ValueError("not only an adapter learns: the reference must be a frozen copy, see grpo.py")
             yield
 
-    def doubt(self, name, found):
-        """Warns of one of DOUBTS, once."""
-        if found and name in self.doubts:
-            warnings.warn(self.doubts.pop(name), stacklevel=4)  # where update is called
+    def warn_once(self, name, condition):
+        """Gives one of WARNINGS."""
+        if condition and name in self.warnings:
+            warnings.warn(self.warnings.pop(name), stacklevel=4)  # where update is called
 
     def logprobs(self, group, rows):
         """4: log-probs (B, T) of some samples of a group under the model as it stands.
@@ -518,7 +518,7 @@ def _average(reports):
 
 # ---- faults that would be silent ------------------------------------------------------------------------------------
 
-DOUBTS = {
+WARNINGS = {
     "gap": "sampling and scoring disagree by more than 0.1 nats per token (mean_logprob_gap): the loss is wrong. Look "
     "at positions, at noise in train mode, at a rope that changes with the length, at a cache that is not used",
     "kl": "kl is above 0 although nothing has moved: the reference is not the model before training. An adapter must "
@@ -535,7 +535,7 @@ def _refuse_noise(model):
         raise ValueError("prompt and prefix tuning put virtual tokens before each sampled one: take LoRA or its like")
     trained = {part for name, p in model.named_parameters() if p.requires_grad for part in name.split(".")}
     for name, module in model.named_modules():
-        for number, value in vars(module).items():  # a rate is a number, of a Dropout or of what calls its function
+        for number, value in vars(module).items():  # the rate sits on a Dropout, or on the caller of F.dropout
             kind = f"{type(module).__name__}.{number}".lower()
             noise = isinstance(value, float) and value > 0 and ("drop" in kind or "jitter" in kind)
             if noise and name.split(".")[-1] not in adapters.keys() - trained:  # those are not active
@@ -589,7 +589,7 @@ class Offload:
             for weight, home in others:
                 weight.data = home
             self.on_evict()
-            torch.cuda.empty_cache()  # memory cut into pieces for one model does not fit the other's
+            torch.cuda.empty_cache()  # memory fragmented by one model would not fit the other
         for weight, home in [weight for model in models for weight in self.homes[model]]:
             if weight.data_ptr() == home.data_ptr():
                 weight.data = home.to(self.device, non_blocking=True, copy=True)

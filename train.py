@@ -39,7 +39,7 @@ LORA_TARGETS = {
     "codes": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],  # in the language model only
     "decoder": ["to_q", "to_k", "to_v", "to_out.0"],  # the attention of every block
 }
-SHOWN = 3  # of training and held out each: prompts in before-after.png, and pictures of each
+SHOWN = 3  # in before-after.png: prompts per set (training, held out), pictures per prompt
 # The codes of a group draw from its seed itself, see seed_of_step; all else draws far from there. No run of 1,000 steps
 # with a --seed below 1,000 comes near an evaluation's.
 SEEDS = {"evaluation": 2**29, "held out": 2**29 + 2**20, "paths": 2**30, "noise": 2**31}
@@ -111,25 +111,25 @@ class PictureSettings:
     height: int  # pixels
     width: int
     decode_steps: int  # denoising steps
-    decode_window: int | None  # how many of them are drawn, in a row, when the decoder learns; None: all but the last
+    decode_window: int | None  # consecutive steps made stochastic when the decoder learns; None: all but the last
     guidance_scale: float
-    guidance_steps: int | None  # guided are the first so many, or all
+    guidance_steps: int | None  # guide only the first few; None: all
     micro_batch_size: int  # pictures painted at a time
     sample_batch: int | None  # prompts whose codes are sampled at a time; None: all
 
 
 def picture_settings(settings, deployed=False):
     """How a run paints: quickly in training, `deployed` in an evaluation."""
-    painter = settings.decode_steps, settings.guidance_scale, settings.guidance_steps
     if deployed:
-        painter = settings.eval_decode_steps, settings.eval_guidance_scale, None
-    steps, guidance, guided = painter
+        steps, guidance, guided = settings.eval_decode_steps, settings.eval_guidance_scale, None
+    else:
+        steps, guidance, guided = settings.decode_steps, settings.guidance_scale, settings.guidance_steps
     batches = settings.micro_batch_size, settings.sample_batch
     return PictureSettings(settings.height, settings.width, steps, settings.decode_window, guidance, guided, *batches)
 
 
 def for_decoder(codes):
-    """(B, rows, columns) -> (B, 4*rows*columns): one code per 32x32 pixels becomes one per 16x16, as the decoder wants."""
+    """(B, rows, columns) -> (B, 4*rows*columns): from one code per 32x32 pixels to one per 16x16, for the decoder."""
     return codes.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
 
 
@@ -223,7 +223,7 @@ def load(settings, device, **modules):
 
 
 def outline(settings, device):
-    """What place() will be given, policy first, as tensors that have sizes and no content: made of a few kB of config files."""
+    """What place() will get, policy first, as tensors without data, built from a few kB of config files."""
     classes = {"vision_language_encoder": GlmImageForConditionalGeneration, "text_encoder": T5EncoderModel}
     classes |= {"transformer": GlmImageTransformer2DModel, "vae": AutoencoderKL}
     modules = {}
@@ -306,11 +306,11 @@ def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_p
     None. seed: fixes all draws. sources: N Sources to edit, or None. run.phase(name, *models) measures, and before that
     brings the models to the GPU if they take turns there.
     """
-    read = sources or [None] * len(prompts)
+    edited = sources or [None] * len(prompts)
     groups = []  # N
     with run.phase("sample", run.policy.model):  # 1. sample G code sequences per prompt
         for rows in torch.arange(len(prompts)).split(pictures.sample_batch or len(prompts)):
-            batch = [(prompts[i], read[i]) for i in rows]
+            batch = [(prompts[i], edited[i]) for i in rows]
             with failing_together([prompt for prompt, _ in batch]):
                 size = pictures.height, pictures.width
                 encoded = [encode_prompt(run.pipe.processor, prompt, *size, source) for prompt, source in batch]
@@ -319,19 +319,20 @@ def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_p
     originals = pictures_of(sources)
     images = []
     denoising_steps = []
-    begun = []  # of each prompt, the rewards that are scored while the next is painted
+    pending = []  # of each prompt, the rewards that are scored while the next is painted
     with run.phase("decode", *painters(run.pipe)), failing_together(prompts):  # 2. paint each of them K times ...
-        for i, (prompt, source, group) in enumerate(zip(prompts, read, groups, strict=True)):
+        for i, (prompt, source, group) in enumerate(zip(prompts, edited, groups, strict=True)):
             painted, steps = paint(run, prompt, group.tokens, pictures, num_paintings, seed + i, source)
             if not all(step.old_logprobs.isfinite().all() for step in steps):
                 raise NotFinite([i])
             run.phase.painted()
             images += painted
             denoising_steps += steps
-            own = [each and [each[i]] for each in (targets, originals)]
-            begun.append(begin_scoring(rewards, painted, [prompt], *own))
+            target = targets and [targets[i]]
+            original = originals and [originals[i]]
+            pending.append(begin_scoring(rewards, painted, [prompt], target, original))
     with run.phase("score"), failing_together(prompts):  # ... and score every picture
-        raw_rewards = score(rewards, images, prompts, targets, originals, begun)
+        raw_rewards = score(rewards, images, prompts, targets, originals, pending)
     return Rollout(groups, denoising_steps, images, raw_rewards, originals)
 
 
@@ -349,9 +350,9 @@ def grpo_step(run, settings, rewards, prompts, targets, seed, sources=None):
         means = {name: values.view(-1, K).nanmean(1) for name, values in rolled.raw_rewards.items()}  # {name: (N*G,)}
         set_advantages(rolled.groups, combine(means, weights_of(rewards), G, settings.combine))
         with run.phase("reference", run.policy.model):
-            run.policy.add_reference(rolled.groups)  # 4. log-probs of these codes under the model before training
+            run.policy.add_reference(rolled.groups)  # 4. log-probs of these codes under the reference
         with run.phase("update", run.policy.model):
-            metrics |= run.policy.update(rolled.groups)  # 5. the loss of each micro-batch, and 6. the update
+            metrics |= run.policy.update(rolled.groups)  # 4. under the policy, 5. the loss, and 6. the update
 
     if K > 1:
         # 3. to 6. for the decoder: its paintings are compared among the K of the same codes
@@ -382,7 +383,7 @@ def load_run(settings, data, device, turns):
         offload = place([policy.model, *painters(pipe)], device, policy.forward, turns)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"no memory for the weights ({reason}); --offload yes spares the GPU, no the host") from None
+        raise UserError(f"no memory for the weights ({reason}); try --offload yes (GPU full) or no (host)") from None
     done = 0
     if settings.resume is not None:
         done = checkpoints.load(Path(settings.resume), learners_of(policy, decoder))
@@ -400,7 +401,8 @@ def prompt_indices(step, settings, prompts, records=(), weights=None):
     if settings.order == "spread":
         drawn = random.Random(f"{settings.seed} {step}")
         # The smallest of exponential variables with these rates: successive draws without replacement.
-        order = sorted(range(count), key=[drawn.expovariate(s) for s in spreads(prompts, records, weights)].__getitem__)
+        times = [drawn.expovariate(spread) for spread in spreads(prompts, records, weights)]
+        order = sorted(range(count), key=lambda i: times[i])
         return [order[i % count] for i in ranks.shard(groups)]
     epochs = [divmod(step * groups + i, count) for i in ranks.shard(groups)]
     if settings.order == "file":
@@ -419,7 +421,7 @@ def seed_of_step(step, settings):
 def evaluate(run, settings, data, prompts, seed, stop=None):
     """Paint the first prompts as deployed, from the same seeds each time: only what was learned makes a difference.
 
-    stop: an evaluation that ends early when asked to, and returns None. Otherwise returns the metrics over all ranks,
+    stop: StopRequest; once received, this ends early and returns None. Otherwise returns the metrics over all ranks,
     and of the first prompts (prompt, some pictures, their rewards, the picture they edit or None).
     """
     count = min(settings.eval_count, len(prompts.texts))
@@ -511,7 +513,7 @@ def train(settings):
             if settings.steps > 0 and not (stopped and record.done == begun):  # without a step nothing is new
                 judge(run, settings, data, record)
                 record.end()
-    more = "; it had them all: a higher --steps goes on" if 0 < begun == settings.steps else ""
+    more = "; already complete: raise --steps for more" if 0 < begun == settings.steps else ""
     print(f"{counted(record.done, 'step')}, {time.time() - started:.0f} s{more}; what it leaves is in {out}")
 
 
@@ -520,7 +522,7 @@ def due(step, every):
 
 
 def main(arguments=None):
-    """train(), with what the user can mend as one line and exit code 2, whichever rank it happened on."""
+    """train(), but errors the user can fix end in one line and exit code 2, on whichever rank."""
     try:
         ranks.join()
         train(parse_settings(arguments))
@@ -531,7 +533,7 @@ def main(arguments=None):
     except UserError as error:
         ranks.print_error(error)
     except TorchDynamoException as error:
-        ranks.print_error(f"torch.compile failed ({str(error).strip().splitlines()[0]}); --compile no does without")
+        ranks.print_error(f"torch.compile failed ({str(error).strip().splitlines()[0]}); try --compile no")
     return 2
 
 

@@ -26,7 +26,7 @@ def counted(number, noun):
 
 
 def short_name(name):
-    """A reward's metric as people read it: 'reward/clip=a/folder' -> 'clip', 'held_out/reward/a/own.py:f' -> 'own.py:f'."""
+    """A reward's metric as people read it: 'reward/clip=a/folder' -> 'clip', 'reward/a/own.py:f' -> 'own.py:f'."""
     return name.removeprefix("held_out/").removeprefix("reward/").partition("=")[0].split("/")[-1]
 
 

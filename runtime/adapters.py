@@ -57,7 +57,7 @@ def has_adapter(folder, name):
 
 
 def adapter_file(folder, name):
-    """The weights of the "codes"' or "decoder"'s adapter in the folder of a run, of a checkpoint or of an adapter; or None."""
+    """The weights of one half's adapter in the folder of a run, of a checkpoint or of an adapter; or None."""
     own = "adapter_model.safetensors"  # as PEFT and as diffusers name them
     other = "pytorch_lora_weights.safetensors"
     files = {"codes": [f"adapter/{own}", own], "decoder": [f"decoder-adapter/{other}", f"decoder/{own}", other]}

@@ -79,7 +79,7 @@ def memory_needed(models, settings):
 
 
 def choose(needed, settings, free, host):
-    """What fits: (whether to take turns, the size of micro-batches), or None. Staying is best, then large micro-batches.
+    """What fits: (whether to take turns, size of micro-batches), or None. Staying is best, then large micro-batches.
 
     needed: settings -> as memory_needed. Who gives both --offload and --micro-batch-size decides about the GPU alone.
     """
@@ -133,7 +133,7 @@ def plan(outline, settings, device):
 
 
 def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
-    """Bytes of host memory that are free, at most what the control groups of this process allow, a container's for one."""
+    """Bytes of host memory that are free, at most what the control groups of this process (a container's) allow."""
     there = [psutil.virtual_memory().available]
     with suppress(OSError):  # not on Linux
         for line in Path(own).read_text().splitlines():  # 0::/PATH or, of version 1, NUMBER:memory:/PATH

@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 class Int8Linear(torch.nn.Linear):
     """A linear layer whose weights (out, in) are int8 times a scale for each row: off by half a scale at most.
 
-    They are plain tensors: PEFT adds an adapter as to any linear layer, and whoever counts or moves bytes sees all there are.
+    They are plain tensors: PEFT adds an adapter as to any linear layer, and whatever counts or moves bytes sees them all.
     """
 
     def forward(self, x):

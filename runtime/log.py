@@ -344,7 +344,7 @@ class StopRequest:
 
     def __init__(self):
         self.received = False
-        self.follows = b"the first evaluation is broken off"
+        self.follows = b"the first evaluation is aborted"
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.receive)
 

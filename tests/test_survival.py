@@ -168,7 +168,7 @@ def test_a_run_that_has_all_its_steps_says_how_to_go_on(quick, capsys):
     assert "--steps goes on" not in capsys.readouterr().out
     assert resume("run") == 0
     assert "1 step, " in (last := capsys.readouterr().out.splitlines()[-1])
-    assert "it had them all: a higher --steps goes on; what it leaves is in run" in last
+    assert "already complete: raise --steps for more; what it leaves is in run" in last
     assert resume("run", "--steps", "2") == 0
     assert "--steps goes on" not in capsys.readouterr().out
 
@@ -485,7 +485,7 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     reward = write_reward(calls)
     assert quick(*reward, "--eval-count", "2", "--steps", "9", "--out", "run") == 0
     output = "".join(capfd.readouterr())
-    assert "asked to stop: the first evaluation is broken off; once more" in output
+    assert "asked to stop: the first evaluation is aborted; once more" in output
     assert "go on with: python train.py --resume run" in output
     assert len(Path("calls").read_text()) == 2, "the trial, and a first prompt of two"
     assert steps_saved("run") == ["000000"] and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
