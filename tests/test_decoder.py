@@ -200,6 +200,17 @@ def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     assert 0 < metrics["grad_norm"] < 1 and metrics["skipped"] == 0
 
 
+def test_latents_in_bfloat16_are_drawn_and_kept_in_float32(pipe):
+    """bfloat16 would round by more than the spread of late steps."""
+    scheduler = PathScheduler.from_config(pipe.scheduler.config)
+    scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=0.6)
+    scheduler.begin(0.7, [0, 1], range(1))
+    latents = torch.randn(2, 8, 4, 4).bfloat16()
+    (after,) = scheduler.step(torch.randn(2, 8, 4, 4), scheduler.timesteps[0], latents)
+    ((drawn,),) = scheduler.recorded.values()
+    assert after.dtype == drawn.latents.dtype == drawn.next_latents.dtype == drawn.old_logprobs.dtype == torch.float32
+
+
 def test_micro_batches_change_neither_the_paths_nor_the_gradient():
     found = []
     for size in ("3", "1", "2"):

@@ -28,7 +28,9 @@ from torch._inductor.exc import InductorError
 
 import train
 from grpo import GRPO
+from runtime import UserError
 from runtime.data import Prompts
+from runtime.settings import build_parser
 
 
 def error_of(capsys):
@@ -112,6 +114,27 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
     assert "the last whole step is saved; go on with: python train.py --resume run" in output
     assert "cannot write" not in output and steps_saved("run")[-1] == "000001"
     assert resume("run") == 0
+
+
+def test_a_resumed_run_keeps_every_setting_but_these(quick):
+    """All settings in turn, each with another value."""
+    assert quick("--steps", "1", "--out", "run") == 0
+    saved = json.loads(Path("run/checkpoints/000001/state.json").read_text())["settings"]
+    may_change = {"micro_batch_size", "steps", "offload", "compile", "sample_every", "save_every", "keep_checkpoints"}
+    may_change |= {"eval_every", "tracker", "sample_batch"}
+    for action in build_parser()[0]._actions:
+        if action.dest in ("help", "out", "resume", "settings"):
+            continue
+        value = saved[action.dest]
+        others = [c for c in action.choices or () if c != value]
+        number = 2 if value is None or value == 1 else 0.5 if isinstance(value, float) else value * 2 or 3
+        other = others[0] if others else "other" if isinstance(value, str) or action.metavar == "STR" else number
+        flags = ["--resume", "run", action.option_strings[-1], str(other)]
+        if action.dest in may_change:
+            assert str(getattr(train.parse_settings(flags), action.dest)) == str(other)
+        else:
+            with pytest.raises(UserError, match="a resumed run keeps its settings, but these differ"):
+                train.parse_settings(flags)
 
 
 def test_resuming_refuses_what_would_change_the_run(quick, capsys):
