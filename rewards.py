@@ -527,7 +527,9 @@ def score(rewards, images, prompts, targets, sources=None, begun=None):
     begun = begun or [begin_scoring(rewards, images, prompts, targets, sources)]
     given = per_picture(images, prompts, targets, sources)
     plain = {name: function for name, (function, _) in rewards.items() if name not in begun[0]}
-    values = {name: call_reward(name, function, *given) for name, function in plain.items()}
+    values = {}
+    for name, function in plain.items():
+        values[name] = call_reward(name, lambda f=function: f(*what_it_takes(f, *given)), *given[:2])
     values |= {name: torch.cat([part[name]() for part in begun]) for name in begun[0]}
     return {name: values[name] for name in rewards}
 
@@ -549,8 +551,7 @@ def begin_scoring(rewards, images, prompts, targets, sources=None):
     for name, (function, _) in rewards.items():
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__):
             future = asyncio.run_coroutine_threadsafe(call(function), event_loop())
-            wait = lambda *_, future=future: future.result()
-            begun[name] = functools.partial(call_reward, name, wait, *given)
+            begun[name] = functools.partial(call_reward, name, future.result, *given[:2])
     return begun
 
 
@@ -571,15 +572,15 @@ def per_picture(images, prompts, targets, sources):
     return images, *(each and [x for x in each for _ in range(times)] for each in (prompts, targets, sources))
 
 
-def call_reward(name, function, images, prompts, targets, sources=None):
+def call_reward(name, call, images, prompts):
     """What a reward says of each picture: (N,) float32 on the CPU, NaN where it does not apply.
 
-    Raises NoTargets, or RewardError for a reward that raised, is infinite or is not one number a picture.
+    call: gives the reward's own answer about these images, which have these prompts. Raises NoTargets, or RewardError for
+    a reward that raised, is infinite or is not one number per picture.
     """
     try:
         with torch.no_grad():  # or advantages would carry a reward model's graph
-            values = function(*what_it_takes(function, images, prompts, targets, sources))
-            values = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
+            values = torch.as_tensor(call(), dtype=torch.float32).detach().cpu()
     except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
         raise
     except (Exception, SystemExit) as error:

@@ -25,6 +25,10 @@ def counted(number, noun):
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def none_for_nan(value):
+    return None if math.isnan(value) else value  # JSON has no NaN
+
+
 def short_name(name):
     """A reward's metric as people read it: 'reward/clip=a/folder' -> 'clip', 'reward/a/own.py:f' -> 'own.py:f'."""
     return name.removeprefix("held_out/").removeprefix("reward/").partition("=")[0].split("/")[-1]

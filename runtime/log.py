@@ -21,6 +21,7 @@ from runtime import (
     checkpoints,
     counted,
     format_number,
+    none_for_nan,
     ranks,
     reward_names,
     short_name,
@@ -196,7 +197,7 @@ class Record:
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
         self.track(self.done, {f"evaluation/{name}": value for name, value in record.items()})
         shown = [*training[1], *held_out[1]]
-        record["shown"] = [(prompt, [None if math.isnan(r) else r for r in rewards]) for prompt, _, rewards, _ in shown]
+        record["shown"] = [(prompt, [*map(none_for_nan, rewards)]) for prompt, _, rewards, _ in shown]
         self.evaluations.append(record)
         before = self.before()
         records, compared = ((record,), "") if before in (None, record) else ((before, record), ", before -> after")
@@ -313,7 +314,7 @@ def check_tracker(kind):
 
 
 def without_nan(metrics):
-    return {name: None if math.isnan(value) else value for name, value in metrics.items()}  # JSON has no NaN
+    return {name: none_for_nan(value) for name, value in metrics.items()}
 
 
 def append_jsonl(path, *records):

@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from runtime import format_number, short_name
+from runtime import format_number, none_for_nan, short_name
 
 PARTS = {  # of the line of a step
     "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "entropy": "entropy {:.4f}", "mean_logprob_gap": "gap {:.0e}",
@@ -53,9 +53,12 @@ def group_records(step, prompts, raw_rewards):
     raw_rewards: {name: (N*M,)}, those of N prompts.
     """
     of_groups = {name: values.view(len(prompts), -1).tolist() for name, values in raw_rewards.items()}
-    without_nan = lambda values: [None if math.isnan(value) else value for value in values]
     return [
-        {"step": step, "prompt": prompt, "rewards": {name: without_nan(rows[i]) for name, rows in of_groups.items()}}
+        {
+            "step": step,
+            "prompt": prompt,
+            "rewards": {name: [*map(none_for_nan, rows[i])] for name, rows in of_groups.items()},
+        }
         for i, prompt in enumerate(prompts)
     ]
 

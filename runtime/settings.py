@@ -182,7 +182,7 @@ def parse_settings(arguments=None):
         settings.combine = "zscore" if len(weights) > 1 else "sum"
     if settings.micro_batch_size == "auto" and not torch.cuda.is_available():
         settings.micro_batch_size = 4
-    # Code sequences per prompt, and paintings of each: what is compared, the ones with the ones, the others with the others.
+    # Code sequences per prompt, and paintings of each: sequences are compared with each other, and so are paintings.
     settings.sequences = 1 if settings.train == "decoder" else settings.group_size
     settings.paintings = {"codes": 1, "decoder": settings.group_size, "both": settings.paintings}[settings.train]
     return settings
