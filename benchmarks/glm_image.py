@@ -77,7 +77,7 @@ def outline(settings):
     """The policy and those that paint, without content."""
     meta = torch.device("meta")
     pipe, policy, _ = train.build(pipeline(False, meta), settings, meta)
-    return [policy.model, *train.painters(pipe)]
+    return [policy.model, *train.painting_models(pipe)]
 
 
 def judge(images, prompts, targets):
@@ -151,10 +151,10 @@ def measure_plain(run, settings, count):
         tokens = generate(length)
     text._attn_implementation = own
 
-    with clock("warm-up", *train.painters(run.pipe)):
-        train.decode_images(run.pipe, PROMPTS[0], tokens[:1], settings, 0)
-    with patch.object(settings, "micro_batch_size", count), clock("decode", *train.painters(run.pipe)):
-        train.decode_images(run.pipe, PROMPTS[0], tokens, settings, 0)
+    with clock("warm-up", *train.painting_models(run.pipe)):
+        train.paint(run.pipe, PROMPTS[0], tokens[:1], settings, 0)
+    with patch.object(settings, "micro_batch_size", count), clock("paint", *train.painting_models(run.pipe)):
+        train.paint(run.pipe, PROMPTS[0], tokens, settings, 0)
     return clock.read()
 
 
@@ -199,9 +199,9 @@ def measure_compiled_decoder(run, settings):
     codes = torch.randint(run.policy.sampling_args["allowed_ids"].stop, shape)
 
     def decode():
-        with run.phase("decode", *train.painters(run.pipe)):
-            train.decode_images(run.pipe, PROMPTS[0], codes, settings, 0)
-        return run.phase.read()["seconds/decode"]
+        with run.phase("paint", *train.painting_models(run.pipe)):
+            train.paint(run.pipe, PROMPTS[0], codes, settings, 0)
+        return run.phase.read()["seconds/paint"]
 
     _, without = decode(), decode()
     run.pipe.transformer.compile_repeated_blocks(fullgraph=True)
@@ -219,7 +219,7 @@ def with_ratios(case, floor):
     case["tokens_per_second"] = pictures * case["tokens"] / case["seconds/sample"]
     case["times_the_floor"] = case["seconds/sample"] / (case["tokens"] * floor)
     for recipe, times in (("plain", groups), ("one_by_one", pictures)):
-        plain, ours = (of["seconds/sample"] + of["seconds/decode"] for of in (case[recipe], case))
+        plain, ours = (of["seconds/sample"] + of["seconds/paint"] for of in (case[recipe], case))
         case |= {f"{recipe}_seconds": times * plain, f"{recipe}_over_ours": times * plain / ours}
     return case
 
@@ -289,7 +289,7 @@ def main():
         settings.micro_batch_size = largest.micro_batch_size
     pipe, policy, _ = train.build(pipeline(options.tiny, device), largest, device)
     captured = SimpleNamespace(release=lambda: run.policy.forward and run.policy.forward.release())
-    offload = place([policy.model, *train.painters(pipe)], device, captured, turns)
+    offload = place([policy.model, *train.painting_models(pipe)], device, captured, turns)
     run = train.Run(pipe, policy, None, Phases(device, len(cases) * (1 + options.steps), offload=offload))
     compile = False if options.capture_only else None if policy.forward is None else True
     bandwidth, read = copy_bandwidth(run.phase), bytes_read_a_token(policy.model)

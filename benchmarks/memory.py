@@ -27,9 +27,10 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from benchmarks.glm_image import pipeline
-from decoder import gaussian_step, log_density
+from glm_image.decoder import gaussian_step, log_density
 from grpo import _sample_token, get_per_token_logprobs
-from runtime.gpu import CapturedForward, memory_needed
+from glm_image.memory import needed
+from runtime.gpu import CapturedForward
 
 META = torch.device("meta")
 PROMPT, GLYPHS = 60, 16  # tokens; both are small beside a picture's
@@ -91,10 +92,10 @@ def build(base="bfloat16"):
     """What learns of the released sizes, set up as train.py does it for a GPU: codes, with what paints, and decoder."""
     settings = train.parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both", "--base", base])
     pipe, codes, decoder = train.build(pipeline(False, META), settings, META)
-    for model in (codes.model, *train.painters(pipe)):
+    for model in (codes.model, *train.painting_models(pipe)):
         model.to(META)
     # As a whole run's, beside what GRPO itself is told.
-    return SimpleNamespace(**vars(codes) | {"settings": settings}, decoder_modules=train.painters(pipe)), decoder
+    return SimpleNamespace(**vars(codes) | {"settings": settings}, decoder_modules=train.painting_models(pipe)), decoder
 
 
 def peaks(codes, decoder, size, group, micro_batch, edits=False):
@@ -155,7 +156,7 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
             kv_caches=cache,
         ).sample
 
-    with phase("decode"), torch.no_grad():
+    with phase("paint"), torch.no_grad():
         if edits:
             source, cache = torch.zeros(1, 3, size, size).bfloat16(), GlmImageKVCache(num_layers=30)
             for _ in range(2):  # for each picture, of which one copy is kept
@@ -198,15 +199,15 @@ def main():
     adapter, own = 3 * adapter, 3 * own  # and the two of Adam
     print(f"policy {base:.1f} GB, adapter with its optimiser state {adapter:.2f} GB, ", end="")
     print(f"decoder {painters:.1f} GB, its own adapter {own:.2f} GB")
-    locked = memory_needed([codes.model, *codes.decoder_modules], codes.settings)[2]
+    locked = needed([codes.model, *codes.decoder_modules], codes.settings)[2]
     print(f"host memory for taking turns {locked / 1e9:.1f} GB\n{NOTE}")
-    names = ["sample", "decode", "reference", "update", "of one token"]
+    names = ["sample", "paint", "reference", "update", "of one token"]
     header = "".join(f"{name:>14}" for name in [*names, "taking turns"])
     print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}{'both':>8}")
     for size, group, micro_batch in product(options.sizes, options.groups, options.micro_batch_sizes):
         work, cache = peaks(codes, decoder, size, group, micro_batch, options.edits)
         own_update = work.pop("decoder update", math.nan)  # NaN: it does not learn from edits
-        turns = [work[name] + adapter + (painters if name == "decode" else base) for name in names]
+        turns = [work[name] + adapter + (painters if name == "paint" else base) for name in names]
         beside = [value for name, value in work.items() if name != "sample"]  # whose own cache that is
         both = max(work["sample"], cache + max(beside)) + adapter + painters + base
         learning = own_update + adapter + own + painters

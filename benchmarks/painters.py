@@ -56,7 +56,7 @@ def paint(run, prompts, sources, groups, painter):
     """All pictures, and the seconds that they took."""
     images, started = [], time.perf_counter()
     for i, (prompt, source, group) in enumerate(zip(prompts, sources, groups, strict=True)):
-        images += train.decode_images(run.pipe, prompt, group.tokens, painter, i, source)  # PIL: the GPU has finished
+        images += train.paint(run.pipe, prompt, group.tokens, painter, i, source)  # PIL: the GPU has finished
     return images, time.perf_counter() - started
 
 
@@ -87,13 +87,13 @@ def compare(run, data, settings, options):
             rows = slice(at, at + settings.prompts_per_step)
             some = encode(run, settings, texts[rows], sources[rows])
             groups += run.policy.sample(some, settings.group_size, seed=1000 + at)
-    deployed = train.picture_settings(settings, deployed=True)
+    deployed = deployed(settings)
     painters = [(deployed, ""), *((painter, "") for painter in cheaper(deployed, options.painted_steps))]
     if options.compiled:
         painters += [(painter, "  (compiled)") for painter, _ in painters]
     rows = []
     for painter, compiled in painters:
-        with run.phase("decode", *train.painters(run.pipe)):
+        with run.phase("paint", *train.painting_models(run.pipe)):
             if compiled and not rows[-1][-1].endswith(compiled):
                 run.pipe.transformer.compile_repeated_blocks(fullgraph=True)
             paint(run, texts[:1], sources[:1], groups[:1], painter)  # warms up

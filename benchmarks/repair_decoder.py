@@ -22,7 +22,7 @@ import torch
 
 import rewards
 import train
-from decoder import repeat_for_steps
+from glm_image.decoder import repeat_for_steps
 from grpo import set_advantages
 from runtime.data import read_prompts
 from runtime.pictures import save_grid
@@ -57,7 +57,7 @@ def drawings(settings):
 
 def judge(pipe, examples, settings):
     """Mean SSIM of the stock sampler's pictures, and the pictures."""
-    images = [train.decode_images(pipe, text, codes, settings, seed=10**9)[0] for text, _, codes in examples]
+    images = [train.paint(pipe, text, codes, settings, seed=10**9)[0] for text, _, codes in examples]
     return rewards.ssim(images, None, [drawing for _, drawing, _ in examples]).mean().item(), images
 
 

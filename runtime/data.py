@@ -29,23 +29,29 @@ class Source:
     codes: torch.Tensor | None = None  # (rows*columns,) int64, one for 32x32 pixels, once the model has read it
 
 
-def pictures_of(sources):
-    return sources and [source.image for source in sources]
-
-
 @dataclass
 class Prompts:
-    """Prompts, and for each a picture that some rewards compare with (or None), or None if there are no such.
-
-    sources: for each the Source that it says how to edit, or None where pictures are painted from nothing.
-    """
+    """N prompts, with what goes with each."""
 
     texts: list
-    targets: list | None
-    sources: list | None = None
+    targets: list | None = None  # pictures that some rewards compare with; an entry may be None
+    sources: list | None = None  # the Sources to edit; None where pictures are painted from nothing
+
+    def __len__(self):
+        return len(self.texts)
 
     def take(self, rows):
-        return tuple(each and [each[i] for i in rows] for each in (self.texts, self.targets, self.sources))
+        columns = self.texts, self.targets, self.sources
+        return Prompts(*(column and [column[row] for row in rows] for column in columns))
+
+    def with_sources(self):
+        """Pairs of a text and the Source to edit, or None."""
+        return zip(self.texts, self.sources or [None] * len(self), strict=True)
+
+    @property
+    def for_rewards(self):
+        """What rewards are given beside the pictures: texts, targets, pictures that are edited."""
+        return self.texts, self.targets, self.sources and [source.image for source in self.sources]
 
 
 def read_prompts(path, folder, sources=None, pixels=0):
@@ -117,14 +123,12 @@ def read_inputs(settings):
     held_out = read_prompts(settings.eval_prompts, settings.eval_targets, settings.eval_sources, size)
     folder = settings.adapter
     adapters = [adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
-    read = {
-        "prompts": "\n".join(prompts.texts).encode(), "targets": pixels(prompts.targets),
-        "sources": pixels(pictures_of(prompts.sources)),
-        "eval_prompts": "\n".join(held_out.texts).encode(), "eval_targets": pixels(held_out.targets),
-        "eval_sources": pixels(pictures_of(held_out.sources)),
-        "adapter": b"".join(file.read_bytes() for file in adapters if file),
-    }  # fmt: skip
-    hashes = {name: sha256(data).hexdigest() for name, data in read.items()}
+    hashes = {"adapter": sha256_of(file.read_bytes() for file in adapters if file)}
+    for prefix, some in (("", prompts), ("eval_", held_out)):
+        texts, *pictures = some.for_rewards
+        hashes[f"{prefix}prompts"] = sha256_of(["\n".join(texts).encode()])
+        for kind, given in zip(("targets", "sources"), pictures, strict=True):
+            hashes[f"{prefix}{kind}"] = sha256_of(picture.tobytes() for picture in given or [])
     if settings.resume is not None:
         *_, began = checkpoints.read_state(Path(settings.resume))
         changed = [name for name in hashes if hashes[name] != began[name]]
@@ -135,8 +139,11 @@ def read_inputs(settings):
     return prompts, held_out, hashes
 
 
-def pixels(pictures):
-    return b"".join(picture.tobytes() for picture in pictures or [])
+def sha256_of(parts):
+    digest = sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def load_data(settings, prompts, held_out):
@@ -157,8 +164,7 @@ def load_rewards(flag, settings, prompts):
     blank = [Image.new("RGB", (settings.width, settings.height))] * 2
     try:
         rewards = parse_rewards(getattr(settings, flag))
-        texts, targets, sources = prompts.take([0])
-        score(rewards, blank, texts, targets, pictures_of(sources))
+        score(rewards, blank, *prompts.take([0]).for_rewards)
     except (ValueError, torch.OutOfMemoryError) as error:
         tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
         raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}{tried}") from None
@@ -174,5 +180,5 @@ def readable_loading(model):
         yield
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
-        mend = f"give --model a folder with a GLM-Image pipeline, or {TINY}"
-        raise UserError(f"cannot load {model} ({reason}); {mend}") from None
+        hint = f"give --model a folder with a GLM-Image pipeline, or {TINY}"
+        raise UserError(f"cannot load {model} ({reason}); {hint}") from None

@@ -3,7 +3,6 @@
 import functools
 import math
 import os
-from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,9 @@ from transformers.masking_utils import sdpa_mask
 
 from grpo import Offload
 from runtime import UserError, ranks
+from runtime.settings import changed
 
 LIMITS = "memory.max", "memory.limit_in_bytes"  # files of a control group
-GAPS = 2.5e9  # bytes: the card's context and its kernels, Adam's moments, what lies unused between tensors
-CAST = 0.5e9  # of an int8 base: a layer's weights as the 16 bits in which they are multiplied
 SMALLER = [  # what to try where a run does not fit
     {"micro_batch_size": "auto"}, {"base": "int8"}, {"train": "codes"}, {"base": "int8", "train": "codes"},
     {"height": 512, "width": 512}, {"base": "int8", "height": 512, "width": 512},
@@ -30,106 +28,59 @@ SMALLER = [  # what to try where a run does not fit
 # ---- what fits ------------------------------------------------------------------------------------------------------
 
 
-def working_memory(settings):
-    """Bytes to leave beside GLM-Image's weights, from what benchmarks/memory.py computes.
+def plan(needed, meta_models, settings, device):
+    """Whether the models take turns on the device. Also decides settings.micro_batch_size where that is "auto".
 
-    Three numbers: where both models stay on the GPU, in the policy's turn on it, in the painters' turn.
-    """
-    pixels = settings.height * settings.width
-    rows = (settings.sample_batch or settings.prompts_per_step) * settings.group_size  # sampled side by side
-    size = min(settings.micro_batch_size, largest_micro_batch(settings))
-    tokens = 320 + pixels // 32**2  # prompt, preview and picture
-    if settings.sources:
-        tokens += pixels // 32**2 - 256  # their codes, and no preview
-    room = (tokens // CapturedForward.ROOM + 1) * CapturedForward.ROOM
-    cache = 41e3 * room * rows
-    nucleus = 17e3 * tokens * rows  # of all tokens drawn
-    reading = 0.37e6 * (64 + pixels // 32**2) * rows if settings.sources else 0  # prompts with their sources' codes
-    cast = CAST if settings.base == "int8" else 0
-    update = 0.8e6 * tokens * size + cast
-    painting = 3.1e3 * pixels  # by the VAE, one picture at a time
-    if settings.train in ("decoder", "both"):  # its training pass, one token per 16x16 pixels, with guidance twice
-        passes = 2 if settings.guidance_scale > 1 else 1
-        painting = max(painting, 0.37e6 * pixels // 16**2 * size * passes + cast)
-    sampling = cache + max(nucleus, reading)
-    return max(sampling, cache + max(update, painting)) + GAPS, max(sampling, update) + GAPS, painting + GAPS
-
-
-def largest_micro_batch(settings):
-    return max(settings.group_size, settings.paintings)  # micro-batches are cut from one group
-
-
-def memory_needed(models, settings):
-    """Bytes of the GPU where all models stay on it, of the GPU where they take turns, and then of the host.
-
-    models: the policy, then those that paint; with or without content.
-    """
-    trained = 0
-    frozen = []
-    for model in models:
-        tensors = [*model.parameters(), *model.buffers()]
-        trained += sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
-        frozen.append([tensor.nbytes for tensor in tensors if not tensor.requires_grad])
-    policy = sum(frozen[0])
-    painters = sum(map(sum, frozen[1:]))
-    together, sampling, painting = working_memory(settings)
-    locked = sum(1 << (size - 1).bit_length() for sizes in frozen for size in sizes)  # it comes in powers of two
-    locked *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return policy + painters + trained + together, max(policy + sampling, painters + painting) + trained, locked
-
-
-def choose(needed, settings, free, host):
-    """What fits: (whether to take turns, size of micro-batches), or None. Staying is best, then large micro-batches.
-
-    needed: settings -> as memory_needed. Who gives both --offload and --micro-batch-size decides about the GPU alone.
-    """
-    sizes = [settings.micro_batch_size]
-    if sizes == ["auto"]:
-        sizes = sorted({min(size, largest_micro_batch(settings)) for size in (1, 2, 4, 8)}, reverse=True)
-    elif settings.offload != "auto":
-        free = math.inf
-    for turns in {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]:
-        for size in sizes:
-            together, turn, locked = needed(changed(settings, micro_batch_size=size))
-            if (turn <= free and locked <= host) if turns else together <= free:
-                return turns, size
-    return None
-
-
-def changed(settings, **values):
-    return Namespace(**{**vars(settings), **values})
-
-
-def plan(outline, settings, device):
-    """Whether policy and painters take turns on the device; decides settings.micro_batch_size where that is "auto".
-
-    Prints both, with the reason; all ranks decide alike. outline: settings -> the policy and those that paint, without
-    content, for this comes before anything is loaded. Raises UserError if nothing fits, which names what would.
+    Prints both, with the reason; all ranks decide alike. This comes before anything is downloaded, so it works by sizes:
+    meta_models: (settings, device) -> the policy and the models that paint, without data. needed: (models, settings) ->
+    bytes, see glm_image/memory.py. Raises UserError where nothing fits; it names flags that would, if there are any.
     """
     if device.type != "cuda":
         return False
     torch.cuda.empty_cache()
-    free, size = torch.cuda.mem_get_info(device)
-    free = min(ranks.gather(min(free, torch.cuda.get_per_process_memory_fraction(device) * size)))
-    host = min(ranks.gather(host_memory()))  # all have asked before the first takes any
-    of_base = functools.cache(lambda base: outline(changed(settings, base=base)))
-    needed = lambda settings: memory_needed(of_base(settings.base), settings)
-    chosen = choose(needed, settings, free, host)
+    free, total = torch.cuda.mem_get_info(device)
+    free = min(ranks.gather(min(free, torch.cuda.get_per_process_memory_fraction(device) * total)))
+    host = min(ranks.gather(host_memory()))  # all ranks have asked before the first takes any
+    models = functools.cache(lambda base: meta_models(changed(settings, base=base), device))
+
+    def bytes_for(settings, size):
+        return needed(models(settings.base), changed(settings, micro_batch_size=size))
+
+    def choose(settings):
+        """(whether to take turns, size of micro-batches), or None. Prefers to stay, then large micro-batches."""
+        sizes = [settings.micro_batch_size]
+        if sizes == ["auto"]:
+            largest = largest_micro_batch(settings)
+            sizes = sorted({min(size, largest) for size in (1, 2, 4, 8)}, reverse=True)
+        # With both flags given, GPU memory is not checked.
+        limit = math.inf if "auto" not in (settings.micro_batch_size, settings.offload) else free
+        for turns in {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]:
+            for size in sizes:
+                together, turn, locked = bytes_for(settings, size)
+                if (turn <= limit and locked <= host) if turns else together <= limit:
+                    return turns, size
+        return None
+
+    chosen = choose(settings)
     turns, size = chosen or (True, 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size)
-    together, turn, locked = needed(changed(settings, micro_batch_size=size))
+    together, turn, locked = bytes_for(settings, size)
     reason = (
         f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy and decoder need "
         f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {locked / 1e9:.1f} of page-locked host "
         f"memory; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
     )
     if chosen is None:
-        free_choice = changed(settings, micro_batch_size="auto", offload="auto")
-        fitting = (flags for flags in SMALLER if choose(needed, changed(free_choice, **flags), free, host))
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in next(fitting, {}).items())
-        raise UserError(f"too little memory: {reason}; {f'{flags} would fit' if flags else 'nothing smaller fits'}")
+        free_choice = {"micro_batch_size": "auto", "offload": "auto"}
+        fitting = (flags for flags in SMALLER if choose(changed(settings, **{**free_choice, **flags})))
+        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in next(fitting, {}).items())
+        raise UserError(f"too little memory: {reason}; {f'{words} would fit' if words else 'nothing smaller fits'}")
     settings.micro_batch_size = size
     print(f"memory: {reason}: they {'take turns' if turns else 'both stay'} (--offload {settings.offload})")
     return turns
+
+
+def largest_micro_batch(settings):
+    return max(settings.group_size, settings.paintings)  # micro-batches are cut from one group
 
 
 def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
@@ -157,36 +108,7 @@ def place(models, device, forward, turns):
     return None
 
 
-# ---- what costs time ------------------------------------------------------------------------------------------------
-
-
-def keep_rope_tables(transformer):
-    """The decoder makes the tables of its positions on the CPU, in every pass, and would copy them in every block."""
-    tables = {}
-
-    def hook(rope, inputs, made):
-        key = inputs[0].shape[2:], inputs[0].device
-        if key not in tables:
-            tables[key] = [table.to(inputs[0].device) for table in made]
-        return tables[key]
-
-    transformer.rope.register_forward_hook(hook)
-
-
-def keep_one_source(transformer):
-    """The pipeline keeps a source's keys and values for every picture of a batch, 2.0 GB each at 1024x1024.
-
-    Here all of a batch edit one source: before it is written anew, the copy before is dropped. The cache spreads one
-    over the batch.
-    """
-
-    def hook(module, inputs, options):
-        cache = options.get("kv_caches")
-        if cache is not None and cache[0].mode == "write":
-            cache.clear()
-            cache.set_mode("write")
-
-    transformer.register_forward_pre_hook(hook, with_kwargs=True)
+# ---- the step of one token ------------------------------------------------------------------------------------------------
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):

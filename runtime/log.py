@@ -37,22 +37,31 @@ from runtime.pictures import save_before_after, save_curves, save_grid
 
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 ROW = 8  # pictures in a row of group-*.png
+SAMPLE_EVERY = 10  # steps between group-*.png
 
 
 class Phases:
-    """with phase("decode", *models): the models are on the GPU, if they take turns there, and the block is measured.
+    """with phase("paint", *models): the models are on the GPU, if they take turns there, and the block is measured.
 
-    The name of the phase is also shown in the progress bar: that of the steps, or within evaluation() one over prompts.
+    The name of the phase is also shown in the progress bar, which counts steps, or prompts within evaluation().
     offload: see grpo.Offload; None where nothing ever moves.
     """
 
-    def __init__(self, device, steps, done=0, offload=None):
+    def __init__(self, device, offload=None):
         self.device = device
         self.offload = offload
         self.name = ""
         self.timings = {}
         self.shown = {"dynamic_ncols": True, "disable": ranks.rank() > 0}
-        self.bar = self.steps = tqdm(total=steps, initial=done, unit="step", **self.shown)
+        self.bar = self.steps = tqdm(disable=True)  # until there is something to count
+
+    def begin(self, steps, done=0):
+        """From here on the bar counts steps, of which so many are already made."""
+        if steps > 0:
+            self.bar = self.steps = tqdm(total=steps, initial=done, unit="step", **self.shown)
+
+    def close(self):
+        self.steps.close()
 
     @contextmanager
     def __call__(self, name, *models):
@@ -75,7 +84,7 @@ class Phases:
 
     @contextmanager
     def evaluation(self, prompts):
-        """What is within is no part of a step nor of its time. prompts: how many this rank evaluates."""
+        """The block is no part of a step, nor is its time. prompts: how many this rank evaluates."""
         with tqdm(total=prompts, unit="prompt", postfix="evaluation", leave=False, **self.shown) as self.bar:
             yield
         self.bar = self.steps
@@ -97,23 +106,23 @@ class Phases:
 class Record:
     """What a run leaves in `out`: numbers, pictures, checkpoints, adapters; and a tracker. Only the first rank writes.
 
-    inputs: the hashes of what the run reads. learners: {"codes" or "decoder": GRPO}. done: the steps made so far. Of a
-    resumed run, later records are taken out first, and a line that a kill cut short. Whatever cannot be written is a
-    UserError.
+    hashes: of all files that the run reads. trainers: {"codes" or "decoder": GRPO}. done: steps made so far. If a run is
+    resumed, records of later steps are taken out first, and a line that a kill cut short. Raises UserError where it
+    cannot write.
     """
 
-    def __init__(self, out, settings, inputs, phase, learners, done):
+    def __init__(self, out, settings, hashes, phase, trainers, done):
         self.out = out
         self.settings = settings
-        self.inputs = inputs
-        self.learners = learners
+        self.hashes = hashes
+        self.trainers = trainers
         self.phase = phase
         self.done = done
         self.skipped = 0  # steps in a row without a finite gradient
         self.writes = ranks.rank() == 0
         self.evaluations = read_jsonl(out / "evaluation.jsonl", done)
         metrics = read_jsonl(out / "metrics.jsonl", done)
-        self.groups = read_jsonl(out / "groups.jsonl", done)  # of all ranks
+        groups = read_jsonl(out / "groups.jsonl", done)
         ranks.gather(None)  # all have read what the first now writes
         self.tracker = None
         if self.writes:
@@ -121,12 +130,12 @@ class Record:
                 (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
                 write_jsonl(out / "evaluation.jsonl", self.evaluations)
                 write_jsonl(out / "metrics.jsonl", metrics)
-                write_jsonl(out / "groups.jsonl", self.groups)
+                write_jsonl(out / "groups.jsonl", groups)
             self.tracker = start_tracker(settings, out, done)
         self.stop = StopRequest()
         self.half_made = False  # an optimizer has stepped, and the step has not ended: nothing of it is to be saved
-        for learner in self.learners.values():
-            learner.optimizer.register_step_post_hook(self._optimizer_has_stepped)
+        for trainer in self.trainers.values():
+            trainer.optimizer.register_step_post_hook(self._optimizer_has_stepped)
 
     def _optimizer_has_stepped(self, *_):
         self.half_made = True
@@ -138,8 +147,9 @@ class Record:
         if self.tracker is not None:
             self.tracker.log({name: value for name, value in values.items() if value is not None}, step=step)
 
-    def step(self, done, texts, rolled, weights, metrics):
+    def step(self, done, prompts, rolled, weights, metrics):
         """A step has been made: its line, its metrics, at times its pictures. Raises UserError where none learns."""
+        texts, _, sources = prompts.for_rewards
         self.done = done
         self.half_made = False
         sequences = self.settings.sequences
@@ -149,19 +159,18 @@ class Record:
         metrics |= step_metrics(rolled.raw_rewards, total, sequences, paintings)
         metrics = ranks.mean(metrics | self.phase.read())
         recorded = without_nan(metrics)
-        of_ranks = ranks.gather(group_records(done, texts, rolled.raw_rewards))
-        self.groups += [group for groups in of_ranks for group in groups]
+        per_rank = ranks.gather(group_records(done, texts, rolled.raw_rewards))
         if self.writes:
             with checkpoints.writing(self.out):
                 append_jsonl(self.out / "metrics.jsonl", {"step": done, **recorded})
-                for groups in of_ranks:
+                for groups in per_rank:
                     append_jsonl(self.out / "groups.jsonl", *groups)
         self.track(done, recorded)
         self.phase.bar.set_postfix_str(f"reward {recorded['reward'] or 0:.3f}")
         self.phase.bar.update()
         self.write(format_step(done, metrics, self.settings))
-        if done in (1, self.settings.steps) or done % self.settings.sample_every == 0 or self.stop.received:
-            self.group(texts[0], rolled.images, total, rolled.sources and rolled.sources[0])
+        if done in (1, self.settings.steps) or done % SAMPLE_EVERY == 0 or self.stop.received:
+            self.group(texts[0], rolled.images, total, sources and sources[0])
         self.skipped = self.skipped + 1 if metrics["skipped"] >= 1 else 0
         if self.skipped == MAX_SKIPPED:
             raise UserError(
@@ -227,7 +236,7 @@ class Record:
         """A checkpoint; a run that only evaluates needs none."""
         if self.writes and self.settings.steps > 0:
             best, _ = best_step(self.evaluations)
-            checkpoints.save(self.out, self.done, self.learners, self.settings, self.inputs, best)
+            checkpoints.save(self.out, self.done, self.trainers, self.settings, self.hashes, best)
 
     def save_whole_step(self):
         if not self.half_made:
@@ -246,10 +255,10 @@ class Record:
             folders = []
             if self.settings.train in ("codes", "both"):
                 folders.append(self.out / "adapter")
-                self.learners["codes"].model.save_pretrained(folders[-1])
+                self.trainers["codes"].model.save_pretrained(folders[-1])
             if self.settings.train in ("decoder", "both"):
                 folders.append(self.out / "decoder-adapter")
-                self.learners["decoder"].model.base_model.model.save_lora_adapter(folders[-1])
+                self.trainers["decoder"].model.base_model.model.save_lora_adapter(folders[-1])
             before, after = self.before(), self.evaluations[-1]
             picture = save_before_after(self.out, before, after)
             for folder in folders:

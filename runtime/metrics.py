@@ -1,11 +1,10 @@
 """The numbers of a step: rewards over groups, and the line that shows them. Pure functions."""
 
 import math
-import statistics
 
 from runtime import format_number, none_for_nan, short_name
 
-PARTS = {  # of the line of a step
+PARTS = {  # parts of a step's line
     "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "entropy": "entropy {:.4f}", "mean_logprob_gap": "gap {:.0e}",
     "decoder/reward_std": "decoder +- {:.3f}", "grad_norm": "norm {:.2f}", "decoder/grad_norm": "decoder norm {:.3f}",
     "clip_fraction": "{:.1%} clipped", "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB",
@@ -52,32 +51,15 @@ def group_records(step, prompts, raw_rewards):
 
     raw_rewards: {name: (N*M,)}, those of N prompts.
     """
-    of_groups = {name: values.view(len(prompts), -1).tolist() for name, values in raw_rewards.items()}
+    per_group = {name: values.view(len(prompts), -1).tolist() for name, values in raw_rewards.items()}
     return [
         {
             "step": step,
             "prompt": prompt,
-            "rewards": {name: [*map(none_for_nan, rows[i])] for name, rows in of_groups.items()},
+            "rewards": {name: [*map(none_for_nan, rows[i])] for name, rows in per_group.items()},
         }
         for i, prompt in enumerate(prompts)
     ]
-
-
-def spreads(prompts, records, weights):
-    """How far apart the rewards of each prompt's last group lay: one number above 0 per prompt.
-
-    Each reward's spread counts in units of its mean over the prompts, times its weight. A prompt without a group so far
-    has the mean of all; none has less than a tenth of that, or what is solved or out of reach today never came again.
-    """
-    last = {record["prompt"]: record["rewards"] for record in records}
-    unseen = sum(map(abs, weights.values())) or 1.0
-    found = dict.fromkeys(last, 0.0)
-    for name, weight in weights.items():
-        of_prompts = {prompt: [r for r in rewards[name] if r is not None] for prompt, rewards in last.items()}
-        stds = {prompt: statistics.stdev(given) if len(given) > 1 else 0.0 for prompt, given in of_prompts.items()}
-        mean = sum(stds.values()) / max(len(stds), 1) or 1.0
-        found = {prompt: found[prompt] + abs(weight) * std / mean for prompt, std in stds.items()}
-    return [max(found.get(prompt, unseen), unseen / 10) for prompt in prompts]
 
 
 def format_step(step, metrics, settings):

@@ -78,6 +78,15 @@ def shard(number):
     return range(rank() * number // count(), (rank() + 1) * number // count())
 
 
+def batches(number, size):
+    """This rank's share of so many things as lists of rows, `size` at a time.
+
+    Rows from `number` on are padding, so that every rank makes equally many calls: leave their results out.
+    """
+    rows = shard(-(-number // count()) * count())
+    return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+
 def gather(value):
     """The values of all ranks, in order."""
     values = [value] * count()
@@ -93,9 +102,9 @@ def gather(value):
 def mean(metrics):
     """{name: number or NaN} -> its mean over the ranks that have it; of memory's peaks and largest gaps the largest."""
     merged = {}
-    of_ranks = gather(metrics)
+    per_rank = gather(metrics)
     for name in metrics:
-        values = [metrics[name] for metrics in of_ranks if not math.isnan(metrics[name])]
+        values = [metrics[name] for metrics in per_rank if not math.isnan(metrics[name])]
         largest = name.removeprefix("decoder/") == "max_logprob_gap" or name.startswith("gpu_gb/")
         merged[name] = (max(values) if largest else sum(values) / len(values)) if values else math.nan
     return merged

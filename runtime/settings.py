@@ -27,8 +27,8 @@ EDITS = {
     "eval_reward": "aesthetic",
 }  # those for captions would judge the wish as a caption
 # What may be another in a resumed run: its length, what it leaves, and what changes results by rounding alone.
-MAY_CHANGE = {"micro_batch_size", "steps", "offload", "compile", "out", "resume", "sample_every", "save_every"}
-MAY_CHANGE |= {"keep_checkpoints", "eval_every", "tracker", "sample_batch"}
+MAY_CHANGE = {"micro_batch_size", "sample_batch", "steps", "offload", "compile", "out", "resume", "save_every"}
+MAY_CHANGE |= {"eval_every", "tracker"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,11 +80,11 @@ def build_parser():
 
     group = parser.add_argument_group("model and data")
     flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
-    flag("settings", str, None, "start from the settings in this file, a run's settings.json for one; other flags win")
+    flag("settings", str, None, "start from the settings in this file, such as a run's settings.json; flags on the command line win")
     flag("adapter", str, None, "start from the adapters in the folder of another run; with --steps 0 evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt per line")
-    flag("order", str, "shuffled", "of the prompts: shuffled anew each epoch; that of the file, easy lines first for one; or "
-         "drawn by the spread of the rewards of a prompt's last group", ("shuffled", "file", "spread"))  # fmt: skip
+    flag("order", str, "shuffled", "order of the prompts: shuffled each epoch, or as in the file (say, easy ones first)",
+         ("shuffled", "file"))  # fmt: skip
     flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
     flag("sources", str, None, "to edit: folder with the picture that each prompt is to change, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
@@ -123,8 +123,6 @@ def build_parser():
     # Pictures are compared in a group that shares noise and steps: what all of them lack cancels in the z-score. But
     # guidance has to be above 1, for the unguided half drops the codes: it makes the decoder follow the policy.
     flag("decode_steps", count, (6, 12), "denoising steps of the decoder")
-    flag("decode_window", count, None, "draw, and learn from, so many denoising steps in a row, chosen by the seed, when "
-         "the decoder learns; the stock sampler makes the others (default: all but the last)")  # fmt: skip
     flag("guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance; above 1 doubles its cost")
     flag("guidance_steps", count, None, "in training, guide the first denoising steps only (default: all)")
 
@@ -152,9 +150,7 @@ def build_parser():
     group = parser.add_argument_group("what a run leaves")
     flag("out", str, None, "folder for everything the run leaves (default: the next free runs/N)")
     flag("resume", str, None, "go on with the run in this folder, from its newest checkpoint")
-    flag("sample_every", count, 10, "steps between pictures of a group")
     flag("save_every", count, 20, "steps between checkpoints")
-    flag("keep_checkpoints", count, 2, "newest checkpoints kept, beside that of the best evaluation")
     trackers = ("none", "tensorboard", "wandb", "trackio")
     # Not --log, which torchrun would take for an abbreviation of its own --log-dir.
     flag("tracker", str, "none", "also log metrics there, and pictures (not to trackio)", trackers)
@@ -188,6 +184,18 @@ def parse_settings(arguments=None):
     return settings
 
 
+def changed(settings, **values):
+    return argparse.Namespace(**{**vars(settings), **values})
+
+
+def deployed(settings):
+    """The settings by which an evaluation samples and paints: as deployed, each code sequence once."""
+    return changed(
+        settings, decode_steps=settings.eval_decode_steps, guidance_scale=settings.eval_guidance_scale,
+        guidance_steps=None, sequences=settings.group_size, paintings=1,
+    )  # fmt: skip
+
+
 def flags_in(file):
     """The settings in a file as flags, checked like any. Not those that say where a run was, or that follow from others."""
     try:
@@ -217,8 +225,6 @@ def complete(settings, by_model):
             f"--guidance-steps {settings.guidance_steps} are some of the --decode-steps {settings.decode_steps}, at a "
             f"--guidance-scale above 1 (it is {settings.guidance_scale})"
         )
-    if settings.decode_window is not None and settings.decode_window >= settings.decode_steps:
-        raise UserError(f"--decode-window must be below --decode-steps {settings.decode_steps}: the last is not drawn")
     if settings.height % 32 or settings.width % 32:
         raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
     pixels = settings.height * settings.width
@@ -256,9 +262,9 @@ def resumed_settings(parser, arguments, given):
     step, num_ranks, saved, _ = checkpoints.read_state(out)
     settings = parser.parse_args(arguments, argparse.Namespace(**saved))  # flags that are not given keep these values
     settings.out = settings.resume = str(out)
-    changed = [name for name in saved.keys() - MAY_CHANGE if getattr(settings, name) != saved[name]]
-    if changed:
-        was = ", ".join(f"--{n.replace('_', '-')} {getattr(settings, n)} (was {saved[n]})" for n in sorted(changed))
+    differ = sorted(name for name in saved.keys() - MAY_CHANGE if getattr(settings, name) != saved[name])
+    if differ:
+        was = ", ".join(f"--{name.replace('_', '-')} {getattr(settings, name)} (was {saved[name]})" for name in differ)
         raise UserError(f"a resumed run keeps its settings, but these differ: {was}")
     if given.steps == 0 and step > 0:
         raise UserError(f"a run is resumed to be longer; to evaluate its adapters: --adapter {out} --steps 0")

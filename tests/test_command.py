@@ -101,7 +101,7 @@ def test_a_run_logs_every_step_and_evaluation(real_run):
     assert [line["step"] for line in lines] == [1, 2]
     names = ["loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "grad_norm", "max_logprob_gap", "skipped"]
     names += ["reward", "reward_std", "reward/ssim", "reward/mse", "groups_without_spread", "unscored"]
-    names += [f"seconds/{phase}" for phase in ("sample", "decode", "score", "reference", "update")]
+    names += [f"seconds/{phase}" for phase in ("sample", "paint", "score", "reference", "update")]
     assert all(math.isfinite(line[name]) for line in lines for name in names)
     for line in lines:  # the log is the weighted sum of raw rewards, though z-scores were maximised
         assert line["reward"] == pytest.approx(line["reward/ssim"] + 0.5 * line["reward/mse"], abs=1e-5)
@@ -226,9 +226,9 @@ def test_groups_jsonl_has_the_prompts_and_rewards_of_all_groups(quick):
 
 def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
     """The judge of the first waits for the second to be begun; the last one's ends after the painting."""
-    decode, painting = train.decode_images, threading.Event()
+    decode, painting = train.paint, threading.Event()
 
-    def decode_images(pipe, prompt, *given):
+    def paint(pipe, prompt, *given):
         if prompt.startswith("a blue"):
             painting.set()
         return decode(pipe, prompt, *given)
@@ -236,9 +236,9 @@ def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
     async def judge(images, prompts, targets):
         return [float(await asyncio.to_thread(painting.wait, 20))] * len(images)
 
-    monkeypatch.setattr(train, "decode_images", decode_images)
+    monkeypatch.setattr(train, "paint", decode_images)
     settings = tiny_settings("--height", "32", "--width", "32", "--decode-steps", "1")
-    run, pictures = build_run(settings), train.picture_settings(settings)
+    run, pictures = build_run(settings), settings
     prompts = Path("prompts.txt").read_text().splitlines()
     rolled = train.rollout(run, pictures, {"judge": (judge, 1.0)}, prompts, None, 0, 2)
     assert rolled.raw_rewards["judge"].tolist() == [1] * 4
@@ -259,7 +259,7 @@ def test_prompts_sampled_a_few_at_a_time_are_as_if_sampled_side_by_side(quick, m
     monkeypatch.setattr(run.policy, "sample", counted)
     batches = [[], ["--sample-batch", "2"], ["--sample-batch", "1"]]
     rollout = lambda batch: train.rollout(
-        run, train.picture_settings(tiny_settings(*flags, *batch)), {}, prompts, None, 7, 2
+        run, tiny_settings(*flags, *batch), {}, prompts, None, 7, 2
     )
     found = [rollout(batch) for batch in batches]
     assert sampled == [3, 2, 1, 1, 1, 1]
@@ -558,13 +558,13 @@ def test_a_gpu_is_named_by_its_number(quick, capsys, monkeypatch):
 @pytest.mark.parametrize("prompts_per_step", [1, 2])
 def test_an_evaluation_is_always_of_the_same_prompts_and_seeds(quick, monkeypatch, prompts_per_step):
     """And of seeds that training never draws from; how many are painted at once is no matter."""
-    painted, decode = [], train.decode_images
+    painted, decode = [], train.paint
 
-    def decode_images(pipe, prompt, tokens, settings, seed, source):
+    def paint(pipe, prompt, tokens, settings, seed, source):
         painted.append((prompt, seed))
         return decode(pipe, prompt, tokens, settings, seed, source)
 
-    monkeypatch.setattr(train, "decode_images", decode_images)
+    monkeypatch.setattr(train, "paint", decode_images)
     Path("new.txt").write_text("a green ring\na blue ring\na third that is never asked for\n")
     arguments = ["--prompts-per-step", f"{prompts_per_step}", "--eval-prompts", "new.txt", "--eval-targets", "none"]
     assert quick("--steps", "2", *arguments, "--eval-count", "2", "--out", "run") == 0
@@ -724,7 +724,7 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     shorten(monkeypatch.setattr)
     number = lambda codes: int(codes.sum()) % 251
     paint = lambda pipe, prompt, tokens, *given: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
-    monkeypatch.setattr(train, "decode_images", paint)
+    monkeypatch.setattr(train, "paint", paint)
     settings = tiny_settings(
         "--height", "32", "--width", "32", "--group-size", "3", "--temperature", "9", "--top-p", "1"
     )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import rewards
 import runtime
 import train
-from decoder import PathScheduler, gaussian_step, log_density, repeat_for_steps
+from glm_image.decoder import PathScheduler, gaussian_step, log_density, repeat_for_steps
 from grpo import Offload, compute_advantages
 from runtime import checkpoints
 from runtime.settings import TINY
@@ -300,7 +300,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 def test_a_path_ends_in_its_own_picture():
     """Of every prompt, code sequence and painting: what is clean in the last latents that were drawn, seen by the VAE."""
     run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4", "--decode-steps", "6")
-    pictures = train.picture_settings(settings)
+    pictures = settings
     rolled = train.rollout(run, pictures, {}, PROMPTS, None, 5, settings.sequences, settings.paintings)
     last = torch.cat([step.next_latents for step in rolled.denoising_steps[4::5]])  # (N*G*K, C, H, W)
     vae = run.pipe.vae
@@ -345,7 +345,7 @@ def taking_turns(monkeypatch, offload):
     weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
     head = run.policy.model.get_base_model().lm_head.weight
     if offload:
-        models = [run.policy.model, *train.painters(run.pipe)]
+        models = [run.policy.model, *train.painting_models(run.pipe)]
         run = train.Run(run.pipe, run.policy, run.decoder, train.Phases(CPU, 0, offload=Offload(models, CPU)))
     adapters = adapter(run.policy.model) + adapter(run.decoder.model)
     home, own, places, seen = weight.data_ptr(), head.data_ptr(), [p.data_ptr() for p in adapters], []
@@ -354,7 +354,7 @@ def taking_turns(monkeypatch, offload):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: (seen.append(look()), original(*given))[1])
 
-    for owner, name in ((run.decoder, "logprobs"), (train, "decode_images")):
+    for owner, name in ((run.decoder, "logprobs"), (train, "paint")):
         watch(owner, name, lambda: weight.data_ptr() != home and head.data_ptr() == own)
     for name in ("sample", "logprobs"):
         watch(run.policy, name, lambda: head.data_ptr() != own and weight.data_ptr() == home)
@@ -391,11 +391,11 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(quick):
         if load:
             pipe.vision_language_encoder.load_adapter("run/adapter")
             pipe.transformer.load_lora_adapter("run/decoder-adapter", prefix=None, use_safetensors=True)
-        return train.decode_images(pipe, PROMPTS[0], codes, settings, 3)[0]
+        return train.paint(pipe, PROMPTS[0], codes, settings, 3)[0]
 
     run, _ = build("--train", "both")
     checkpoints.load(Path("run"), train.learners_of(run.policy, run.decoder))
-    here = train.decode_images(run.pipe, PROMPTS[0], codes, settings, 3)[0]
+    here = train.paint(run.pipe, PROMPTS[0], codes, settings, 3)[0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
     assert difference.max() <= 1
     assert here.tobytes() != paint(False).tobytes()

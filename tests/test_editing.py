@@ -207,8 +207,8 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     assert tokens.max() < make.NUM_CODES
     forget(stock)
     painter = GlmImagePipeline(**{**stock.components, "vision_language_encoder": None})
-    (found,) = train.decode_images(painter, WISH, tokens, pictures, 5, source)
-    (without,) = train.decode_images(painter, WISH, tokens, pictures, 5)
+    (found,) = train.paint(painter, WISH, tokens, pictures, 5, source)
+    (without,) = train.paint(painter, WISH, tokens, pictures, 5)
     assert found.size == expected.size == (width, height)
     difference = lambda image: np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max()
     assert difference(found) <= 1 < difference(without), "the source takes part"
@@ -226,7 +226,7 @@ def test_one_source_is_kept_for_a_batch(pipe):
 
     for painter in (run.pipe, GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})):
         hook = painter.transformer.register_forward_pre_hook(count, with_kwargs=True)
-        images = train.decode_images(painter, WISH, tokens, train.picture_settings(settings), 0, source)
+        images = train.paint(painter, WISH, tokens, settings, 0, source)
         painted.append([image.tobytes() for image in images])
         hook.remove()
     assert painted[0] == painted[1] and len(set(painted[0])) == 4
@@ -253,13 +253,13 @@ def edits(quick):
 
 
 def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
-    decode, painted = train.decode_images, set()
+    decode, painted = train.paint, set()
 
-    def decode_images(pipe, prompt, tokens, pictures, seed, source):
+    def paint(pipe, prompt, tokens, pictures, seed, source):
         painted.add((prompt, source.image.getpixel((0, 0)), len(source.codes)))
         return decode(pipe, prompt, tokens, pictures, seed, source)
 
-    monkeypatch.setattr(train, "decode_images", decode_images)
+    monkeypatch.setattr(train, "paint", decode_images)
     assert edits("--steps", "2", "--out", "run", "--sample-every", "1", "--eval-count", "2") == 0
     pink, white = make.BACKGROUNDS["pink"], make.BACKGROUNDS["white"]
     assert painted == {("make it blue", pink, CODES), ("make it a square", white, CODES)}, "each with its own source"

@@ -61,13 +61,13 @@ def test_what_only_judges_is_logged_and_not_trained_on(quick):
 
 
 def test_pictures_are_judged_as_they_will_be_deployed(quick, monkeypatch):
-    seen, decode = [], train.decode_images
+    seen, decode = [], train.paint
 
-    def decode_images(pipe, prompt, tokens, settings, seed, source):
+    def paint(pipe, prompt, tokens, settings, seed, source):
         seen.append((seed >= train.SEEDS["evaluation"], settings.decode_steps, settings.guidance_scale))
         return decode(pipe, prompt, tokens, settings, seed, source)
 
-    monkeypatch.setattr(train, "decode_images", decode_images)
+    monkeypatch.setattr(train, "paint", decode_images)
     arguments = ["--steps", "1", "--eval-decode-steps", "3", "--eval-guidance-scale", "1.5"]
     assert quick(*arguments, "--out", "run") == 0
     assert set(seen) == {(True, 3, 1.5), (False, 1, 1.0)}

@@ -166,7 +166,7 @@ def test_what_is_planned_is_what_loads(flags):
     """From the config files alone: the same tensors, but for the few bytes of a table that stays float32."""
     settings = tiny_settings(*flags)
     pipe, policy, _ = train.build(train.load(settings, CUDA), settings, CPU)
-    loaded, outlined = [policy.model, *train.painters(pipe)], train.outline(settings, CUDA)
+    loaded, outlined = [policy.model, *train.painting_models(pipe)], train.outline(settings, CUDA)
     assert all(p.device.type == "meta" for model in outlined for p in model.parameters())
     for expected, found in zip(loaded, outlined, strict=True):
         assert sum(p.nbytes for p in found.parameters()) == sum(p.nbytes for p in expected.parameters())
@@ -223,7 +223,7 @@ def test_what_is_planned_fits(released, base, size, group, micro_batch):
         passes = {name: value for name, value in work.items() if half == "both" or name != "decoder update"}
         beside = sum(own) + 2 * sum(own[:learning]) + 0.6  # adapters, Adam's moments, and the context
         peak = max(value + (0 if name == "sample" else cache) for name, value in passes.items()) + policy + painters
-        in_turns = max(value + (painters if "decode" in name else policy) for name, value in passes.items())
+        in_turns = max(value + (painters if "paint" in name else policy) for name, value in passes.items())
         together, turn, _ = (value / 1e9 for value in gpu.memory_needed(models, settings))
         assert peak + beside < together < peak + beside + 3, "and not so much that a card is left half empty"
         assert in_turns + beside < turn < in_turns + beside + 3
@@ -237,7 +237,7 @@ def test_an_edit_fits_and_is_counted_by_hand(released):
     assert cache == pytest.approx(1e-9 * layers * 2 * rows * 2 * room * 128 * 2)
     layer = 1e-9 * 2 * (1024 // 16) ** 2 * 4096 * 2  # of the decoder: a picture's keys and values
     assert 30 * layer == pytest.approx(2.0, abs=0.02), "as README.md says"
-    assert 30 * layer + 4 * 2 * layer < work["decode"] < 30 * layer + 20 * 2 * layer
+    assert 30 * layer + 4 * 2 * layer < work["paint"] < 30 * layer + 20 * 2 * layer
     read = (
         1e-9 * rows * (60 + 1024) * 27_392 * (2 + 4)
     )  # a layer's widest matrix: output, and the adapter's, in float32
@@ -249,7 +249,7 @@ def test_an_edit_fits_and_is_counted_by_hand(released):
     peak = max(work["sample"], cache + max(work.values())) + beside
     assert peak < together < peak + 3
     assert max(work["sample"], work["prompts"], work["update"]) + beside < sampling < peak + 3
-    assert work["decode"] + beside < painting
+    assert work["paint"] + beside < painting
 
 
 # ---- the step of one token ------------------------------------------------------------------------------------------

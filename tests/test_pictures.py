@@ -78,7 +78,7 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
     total, offset, rows, columns = pipe._compute_generation_params(grids, is_text_to_image=True)
     tokens = codes(2, train.encode_prompt(pipe.processor, PROMPT, *size)[2])
     assert total == tokens.shape[1] + 1, "generate() writes an end token too"
-    images = train.decode_images(decoder_of(pipe), PROMPT, tokens, settings, seed=5)
+    images = train.paint(decoder_of(pipe), PROMPT, tokens, settings, seed=5)
     own = torch.Generator().manual_seed(5 + 2**31)  # of the noise, not of the codes
     latents = torch.randn(1, 8, size[0] // 8, size[1] // 8, generator=own)
     for row, image in zip(tokens, images, strict=True):
@@ -98,7 +98,7 @@ def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, pa
     hook = decoder.transformer.register_forward_pre_hook(lambda *arguments: calls.append(1))
     try:
         settings = small("--guidance-scale", guidance, "--micro-batch-size", "2")
-        assert len(train.decode_images(decoder, "a ring", codes(4, CODES), settings, 0)) == 4
+        assert len(train.paint(decoder, "a ring", codes(4, CODES), settings, 0)) == 4
     finally:
         hook.remove()
     assert len(calls) == passes
@@ -106,9 +106,9 @@ def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, pa
 
 def test_one_noise_for_a_group_and_any_batch_size(pipe):
     decoder, tokens = decoder_of(pipe), codes(1, CODES).repeat(3, 1)
-    batched = pixels(train.decode_images(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5))
+    batched = pixels(train.paint(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5))
     assert np.abs(batched[1:] - batched[:1]).max() <= 1, "equal codes, equal pictures"
-    other = pixels(train.decode_images(decoder, PROMPT, tokens[:1], small(), seed=6))
+    other = pixels(train.paint(decoder, PROMPT, tokens[:1], small(), seed=6))
     assert np.abs(other - batched[:1]).max() > 1, "the seed is used"
 
 
@@ -137,14 +137,14 @@ def test_the_adapters_sit_where_they_belong(run, half, layers, place):
 
 
 def test_only_adapters_are_trained(run):
-    for module in (run.policy.model, *train.painters(run.pipe)):
+    for module in (run.policy.model, *train.painting_models(run.pipe)):
         assert all(p.requires_grad == ("lora_" in name) for name, p in module.named_parameters())
 
 
 def test_the_vision_tower_is_left_behind(run):
-    names = [name for module in (run.policy.model, *train.painters(run.pipe)) for name, _ in module.named_parameters()]
+    names = [name for module in (run.policy.model, *train.painting_models(run.pipe)) for name, _ in module.named_parameters()]
     assert not [name for name in names if ".visual." in name or ".vqmodel." in name]
-    assert len(train.painters(run.pipe)) == 3, "glyph encoder, transformer, VAE"
+    assert len(train.painting_models(run.pipe)) == 3, "glyph encoder, transformer, VAE"
 
 
 def test_the_seed_fixes_the_adapters_start(run):
@@ -303,7 +303,7 @@ def test_guidance_in_the_first_steps_only(pipe, monkeypatch):
     def painted(*flags):
         settings = tiny_settings("--height", "64", "--width", "64", "--decode-steps", "3", *flags)
         passes.clear()
-        images = train.decode_images(pipe, "a red circle", codes, train.picture_settings(settings), seed=1)
+        images = train.paint(pipe, "a red circle", codes, settings, seed=1)
         return len(passes), torch.tensor(np.asarray(images[0]))
 
     count, guided = painted("--guidance-scale", "5")
@@ -313,7 +313,7 @@ def test_guidance_in_the_first_steps_only(pipe, monkeypatch):
         assert count == expected and torch.equal(picture, guided) == (steps == 3)
     assert painted("--guidance-scale", "5")[0] == 6, "the next picture is guided again"
     settings = tiny_settings("--decode-steps", "3", "--guidance-scale", "5", "--guidance-steps", "1")
-    assert train.picture_settings(settings, deployed=True).guidance_steps is None
+    assert deployed(settings).guidance_steps is None
     for flags in (
         ["--guidance-scale", "1", "--guidance-steps", "1"],
         ["--guidance-scale", "2", "--guidance-steps", "7"],

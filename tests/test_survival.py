@@ -381,11 +381,11 @@ def out_of_memory(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("method", "phase"), [("update", "update"), ("add_reference", "reference"), ("decode", "decode")]
+    ("method", "phase"), [("update", "update"), ("add_reference", "reference"), ("paint", "paint")]
 )
 def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeypatch, method, phase):
-    if method == "decode":
-        monkeypatch.setattr(train, "decode_images", out_of_memory)
+    if method == "paint":
+        monkeypatch.setattr(train, "paint", out_of_memory)
     else:
         monkeypatch.setattr(GRPO, method, out_of_memory)
     assert quick("--steps", "2", "--out", "run") == 2

@@ -299,7 +299,7 @@ def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys, first_codes):
     monkeypatch.setattr(sys, "argv", ["check.py", "--samples", "2", "--sheet", str(tmp_path / "sheet.png")])
     painted, seeds = [], []
 
-    def decode_images(pipe, prompt, tokens, settings, seed, source):
+    def paint(pipe, prompt, tokens, settings, seed, source):
         painted.append(prompt)
         seeds.append(seed)
         right = check.wanted(prompt, source and source.image)
@@ -307,7 +307,7 @@ def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys, first_codes):
         shown = [make.draw(*words) for words in (right, wrong)]
         return shown if len(painted) <= 2 or 48 < len(painted) <= 50 else [Image.new("RGB", (128, 128))] * 2
 
-    monkeypatch.setattr(train, "decode_images", decode_images)
+    monkeypatch.setattr(train, "paint", decode_images)
     assert check.main() == 0
     captions, held_out, edits, held_out_edits = capsys.readouterr().out.splitlines()[-4:]
     assert painted == [line for name in ("prompts", "heldout", "edits", "heldout-edits") for line in lines(name)]

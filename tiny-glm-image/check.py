@@ -101,7 +101,7 @@ def paint(samples, prompts, adapter=None, sources=None):
     for i in range(0, len(prompts), 4):
         some = prompts[i : i + 4]
         edited = sources and sources[i : i + 4]
-        pictures = train.picture_settings(settings)
+        pictures = settings
         images += train.rollout(run, pictures, {}, some, None, SEED + i, samples, sources=edited).images
         run.phase.bar.update(len(some))
     run.phase.bar.close()

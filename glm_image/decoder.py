@@ -9,8 +9,7 @@ from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a = --noise-l
 
 The noise of the last step would stay in the picture, so that step remains the ODE's and is not trained. The path of a
 painting is then a trajectory with probabilities, like a code sequence: Flow-GRPO (Liu et al. 2025, arXiv:2505.05470),
-whose own SDE learns as well, but damages pictures painted in few steps. With --decode-window a few of these steps in a
-row are drawn and trained, the others are the ODE's too (MixGRPO, Li et al. 2025, arXiv:2507.21802).
+whose own SDE learns as well, but damages pictures painted in few steps.
 
 Credit: each of the G code sequences of a prompt is painted K times from one starting noise. The codes get the mean
 reward of their K pictures, compared among the G; the decoder gets the reward of each picture, compared among the K of
@@ -27,7 +26,10 @@ from dataclasses import dataclass
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 
+from glm_image.painting import paint
 from grpo import GRPO, without_cudnn_attention
+
+PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see SEEDS in train.py
 
 
 def gaussian_step(x, v, level, next_level, noise_level):
@@ -61,20 +63,16 @@ class DenoisingStep:
 
 def repeat_for_steps(rewards, steps):
     """The rewards (N*G*K,) of all paintings, once for each denoising step of their paths, as set_advantages wants them."""
-    of_paths = rewards.view(-1, len(steps[0].old_logprobs))  # (N*G, K)
-    return of_paths.repeat_interleave(len(steps) // len(of_paths), dim=0).flatten()
+    per_sequence = rewards.view(-1, len(steps[0].old_logprobs))  # (N*G, K)
+    return per_sequence.repeat_interleave(len(steps) // len(per_sequence), dim=0).flatten()
 
 
 class PathScheduler(FlowMatchEulerDiscreteScheduler):
-    """The stock scheduler, with its levels and times, but the steps of a window are drawn and recorded."""
+    """The stock scheduler, with its levels and times, but all steps except the last are drawn and recorded."""
 
-    def begin(self, noise_level, seeds, window):
-        """A group of paintings begins, each drawn by a seed of its own: the same in a batch of any size.
-
-        window: a range of steps, without the last. The others are the stock scheduler's.
-        """
+    def begin(self, noise_level, seeds):
+        """A group of paintings begins, each drawn by a seed of its own: the same in a batch of any size."""
         self.noise_level = noise_level
-        self.window = window
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.calls = []
         self.recorded = {}  # {number of the step: a DenoisingStep per batch}
@@ -91,9 +89,9 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
         level, next_level = self.sigmas[i : i + 2].tolist()
         calls = self.calls
         self.calls = []
-        if i not in self.window:
+        if next_level == 0:  # the last step
             return super().step(model_output, timestep, sample, return_dict=return_dict, **options)
-        if i == self.window.start:  # of a batch
+        if i == 0:  # a batch begins
             self.batch = self.generators[: len(sample)]
             self.generators = self.generators[len(sample) :]
         x = sample.float()  # and so it stays: bfloat16 would round by more than the std of late steps
@@ -111,7 +109,7 @@ class DecoderGRPO(GRPO):
     """Trains an adapter of a pipeline's decoder by the paths on which it has painted. What it samples are paintings.
 
     model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: GRPOSettings. noise_level: in 0..1.
-    guidance_scale: that of the paintings. pipe: a GlmImagePipeline; it is not changed. reference: as for GRPO.
+    guidance_scale: of the paintings. pipe: a GlmImagePipeline; it is not changed. reference: as for GRPO.
     """
 
     def __init__(self, model, optimizer, settings, pipe, noise_level, guidance_scale, reference=None):
@@ -123,20 +121,20 @@ class DecoderGRPO(GRPO):
         self.pipe.set_progress_bar_config(disable=True)
 
     @without_cudnn_attention  # as in logprobs
-    def sample(self, decode, tokens, num_paintings, generator, window):
-        """Paint each of G code sequences (G, T) `num_paintings` (K) times, from one starting noise.
+    def sample(self, prompt, tokens, num_paintings, settings, seed):
+        """Paint each of G code sequences (G, T) of a prompt `num_paintings` (K) times, all from one starting noise.
 
-        decode: (pipeline, codes (K, T)) -> K images; train.py's, which imports this file. generator: seeds the paths.
-        window: see PathScheduler; one for all G, whose pictures are compared.
-        Returns G*K images, sequence after sequence, and the DenoisingSteps of each sequence, in that order.
+        settings: as for `paint`. seed: fixes the noise and the paths. Returns G*K PIL images, sequence after sequence,
+        and the DenoisingSteps of each sequence, in that order.
         """
+        generator = torch.Generator().manual_seed(seed + PATH_SEED)
         images = []
         steps = []
         for codes in tokens:
             seeds = torch.randint(2**62, (num_paintings,), generator=generator).tolist()
-            self.scheduler.begin(self.noise_level, seeds, window)
+            self.scheduler.begin(self.noise_level, seeds)
             with self.pipe.transformer.register_forward_pre_hook(self.scheduler.record_call, with_kwargs=True):
-                images += decode(self.pipe, codes.expand(num_paintings, -1))
+                images += paint(self.pipe, prompt, codes.expand(num_paintings, -1), settings, seed)
             steps += [merge(batches) for batches in self.scheduler.recorded.values()]
         return images, steps
 
