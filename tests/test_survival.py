@@ -30,6 +30,7 @@ import train
 from grpo import GRPO
 from runtime import UserError, checkpoints
 from runtime.data import Prompts
+from runtime.gpu import CapturedForward
 from runtime.settings import build_parser
 
 
@@ -435,7 +436,7 @@ def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
     def no_compiler(*arguments, **options):
         raise InductorError(RuntimeError("Failed to find C compiler."), None)
 
-    monkeypatch.setattr(train.CapturedForward, "__call__", no_compiler)
+    monkeypatch.setattr(CapturedForward, "__call__", no_compiler)
     assert quick("--steps", "1", "--compile", "yes") == 2
     message = error_of(capsys)
     assert "Failed to find C compiler" in message and "--compile no" in message
