@@ -1,6 +1,7 @@
 """The pages: links lead somewhere; flags, rewards and tests that they name exist; what they count is near."""
 
 import re
+import runpy
 from functools import cache
 from pathlib import Path
 
@@ -155,3 +156,14 @@ def test_the_comparison_counts_this_project():
     }
     told = {row: re.search(rf"^\| {row} \| ([\d,]+) \|", page, flags=re.MULTILINE)[1] for row in counted}
     assert told == {row: f"{number:,}" for row, number in counted.items()}, "docs/comparison.md, the column 'this'"
+
+
+def test_the_report_for_diffusers_still_holds(tmp_path):
+    """When this fails, transformers has changed: look whether the three lines around the editing call are still needed."""
+    page = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    shown = re.search(r"^RuntimeError: (.*)$", page, flags=re.MULTILINE)[1]
+    (tmp_path / "report.py").write_text(code)
+    with pytest.raises(RuntimeError) as error:
+        runpy.run_path(str(tmp_path / "report.py"))
+    assert str(error.value) == shown
