@@ -46,12 +46,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    CLIPModel,
-    CLIPProcessor,
-)
+from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature, CLIPModel, CLIPProcessor
 from transformers.utils import cached_file
 
 from grpo import compute_advantages
@@ -277,7 +272,7 @@ SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
 QUESTIONS = Path(__file__).parent / "prompts" / "questions.jsonl"
 QUESTIONS_FORM = '{"prompt": "...", "questions": ["...?"], "foils": ["...?"]}'
 CHINESE = re.compile("[\u4e00-\u9fff]")
-AT_ONCE = 8  # questions in a pass
+AT_ONCE = 8  # pictures in a pass, counted anew for each question about them
 
 
 class Vqa:
@@ -304,6 +299,7 @@ class Vqa:
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         self.model = _pretrained(AutoModelForImageTextToText, model, dtype)
         self.processor = AutoProcessor.from_pretrained(model)
+        self.processor.image_processor = PreparesOnce(self.processor.image_processor)
         tokenizer = self.processor.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         self.yes = answer_ids(tokenizer, "yes")
@@ -342,7 +338,9 @@ class Vqa:
 
     def values(self, asked):
         """(pictures shown together, question, sign) each -> (Q,) float32 on the CPU, in 0..1."""
-        parts = [asked[at : at + AT_ONCE] for at in range(0, len(asked), AT_ONCE)]
+        size = AT_ONCE // max((len(shown) for shown, _, _ in asked), default=1)
+        parts = [asked[at : at + size] for at in range(0, len(asked), size)]
+        self.processor.image_processor.prepared = {}  # those of an earlier call may have changed since
         with lend_gpu(self.model) as device:
             odds = [self.log_odds([(shown, question) for shown, question, _ in part], device) for part in parts]
         signs = torch.tensor([float(sign) for _, _, sign in asked])
@@ -360,7 +358,8 @@ class Vqa:
             text=[chat(*each) for each in asked], images=[shown for shown, _ in asked],
             padding=True, padding_side="left", return_tensors="pt",
         )  # fmt: skip
-        logits = self.model(**inputs.to(device, self.model.dtype), logits_to_keep=1).logits[:, -1].float()  # (B, V)
+        options = {"logits_to_keep": 1, "use_cache": False}  # a cache would take 2.4 GB, and nothing reads it
+        logits = self.model(**inputs.to(device, self.model.dtype), **options).logits[:, -1].float()  # (B, V)
         return (logits[:, self.yes].logsumexp(-1) - logits[:, self.no].logsumexp(-1)).cpu()
 
 
@@ -386,6 +385,31 @@ class Edit(Vqa):
         done = prompt.strip().replace('"', "'")
         return {f'Has the first picture been changed as asked: "{done}"?': 1,
                 "Is everything else in the second picture as it was in the first?": 1}  # fmt: skip
+
+
+class PreparesOnce:
+    """An image processor that prepares a picture once, not once per question: for SmolVLM it is cut into 17 tiles.
+
+    Pictures of several sizes are prepared together as ever, because they are padded to one size.
+    """
+
+    def __init__(self, prepare):
+        self.prepare = prepare
+        self.prepared = {}  # {ids of the pictures shown together: BatchFeature}, those of the last pass
+
+    def __getattr__(self, name):
+        return getattr(self.prepare, name)
+
+    def __call__(self, images, **options):
+        """images: B lists of pictures shown together."""
+        if any(isinstance(shown, Image.Image) for shown in images) or len({p.size for s in images for p in s}) > 1:
+            return self.prepare(images, **options)
+        shown = {tuple(map(id, pictures)): pictures for pictures in images}
+        known = self.prepared
+        self.prepared = {ids: known.get(ids) or self.prepare([each], **options) for ids, each in shown.items()}
+        rows = [self.prepared[tuple(map(id, pictures))] for pictures in images]
+        joined = {name: [row[name] for row in rows] for name in rows[0]}
+        return BatchFeature({n: torch.cat(v) if torch.is_tensor(v[0]) else sum(v, []) for n, v in joined.items()})
 
 
 def answer_ids(tokenizer, word):
