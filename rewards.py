@@ -68,8 +68,8 @@ def against_targets(name, measure, images, targets, kind="target"):
     """`measure` of each image and its target, as tensors of the image's size: (N,), NaN where the target is None."""
     if targets is None:
         flags = {"target": "--targets, or --eval-targets", "source": "--sources, or --eval-sources"}
-        mend = f"give {flags[kind]}, a folder, or take another reward"
-        raise NoTargets(f"reward '{name}' compares with {kind} pictures: {mend}")
+        advice = f"give {flags[kind]}, a folder, or a reward that needs none, such as examples/my_reward.py:blueness"
+        raise NoTargets(f"reward '{name}' compares with {kind} pictures: {advice}")
     pairs = zip(images, targets, strict=True)
     return torch.tensor([math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs])
 
@@ -524,7 +524,7 @@ def _load_from_file(name):
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         raise ValueError(f"the reward file {path} cannot be loaded: {in_one_line(error)}") from error
-    if function not in names:
+    if not callable(names.get(function)):
         raise ValueError(f"{path} has no function {function!r}")
     return names[function]
 
@@ -553,7 +553,7 @@ def score(rewards, images, prompts, targets, sources=None, begun=None):
     plain = {name: function for name, (function, _) in rewards.items() if name not in begun[0]}
     values = {}
     for name, function in plain.items():
-        values[name] = call_reward(name, lambda f=function: f(*what_it_takes(f, *given)), *given[:2])
+        values[name] = call_reward(name, lambda f=function: with_its_arguments(f, *given), *given[:2])
     values |= {name: torch.cat([part[name]() for part in begun]) for name in begun[0]}
     return {name: values[name] for name in rewards}
 
@@ -567,9 +567,9 @@ def begin_scoring(rewards, images, prompts, targets, sources=None):
 
     async def call(function):  # in there, so that a wrong signature is the reward's error too
         try:
-            return await function(*what_it_takes(function, *given))
-        except SystemExit as error:  # or it would end the loop, and all would wait for ever
-            raise RuntimeError(f"SystemExit: {error}") from error
+            return await with_its_arguments(function, *given)
+        except (SystemExit, KeyboardInterrupt) as error:  # or it would end the loop, and all would wait for ever
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     begun = {}
     for name, (function, _) in rewards.items():
@@ -621,12 +621,21 @@ def call_reward(name, call, images, prompts):
     return values
 
 
-def what_it_takes(function, images, prompts, targets, sources):
-    """The arguments of a reward: its own copies, which it may draw on or sort; sources if it has such a parameter."""
-    pictures = (images, targets, sources)
-    images, targets, sources = (each and [picture and picture.copy() for picture in each] for each in pictures)
-    takes_sources = "sources" in inspect.signature(function).parameters
-    return images, list(prompts), targets, *([sources] if takes_sources else [])
+def with_its_arguments(function, images, prompts, targets, sources):
+    """Calls a reward with copies of its own, which it may draw on or sort: by name where it names them all, else in order.
+
+    Sources are given only to a reward that has a parameter of this name.
+    """
+    pictures = {"images": images, "targets": targets, "sources": sources}
+    given = {name: each and [picture and picture.copy() for picture in each] for name, each in pictures.items()}
+    given["prompts"] = list(prompts)
+    signature = inspect.signature(function)
+    taken = {name: given[name] for name in signature.parameters if name in given}
+    if {"images", "prompts", "targets"} <= taken.keys():
+        call = inspect.BoundArguments(signature, taken)
+        return function(*call.args, **call.kwargs)
+    in_order = [given[name] for name in ("images", "prompts", "targets")]
+    return function(*in_order, **({"sources": given["sources"]} if "sources" in taken else {}))
 
 
 def weights_of(rewards):
