@@ -46,7 +46,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature, CLIPModel, CLIPProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BatchFeature,
+    CLIPModel,
+    CLIPProcessor,
+)
 from transformers.utils import cached_file
 
 from grpo import compute_advantages
@@ -409,7 +415,8 @@ class PreparesOnce:
         self.prepared = {ids: known.get(ids) or self.prepare([each], **options) for ids, each in shown.items()}
         rows = [self.prepared[tuple(map(id, pictures))] for pictures in images]
         joined = {name: [row[name] for row in rows] for name in rows[0]}
-        return BatchFeature({n: torch.cat(v) if torch.is_tensor(v[0]) else sum(v, []) for n, v in joined.items()})
+        flat = lambda lists: [value for each in lists for value in each]
+        return BatchFeature({n: torch.cat(v) if torch.is_tensor(v[0]) else flat(v) for n, v in joined.items()})
 
 
 def answer_ids(tokenizer, word):
@@ -524,7 +531,7 @@ def _load_from_file(name):
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         raise ValueError(f"the reward file {path} cannot be loaded: {in_one_line(error)}") from error
-    if not callable(names.get(function)):
+    if function not in names or not callable(names[function]):
         raise ValueError(f"{path} has no function {function!r}")
     return names[function]
 
