@@ -570,17 +570,21 @@ class Offload:
     stays on the device with its optimiser.
 
     models: all that take turns, with their adapters. on_evict: called after weights have left the GPU: a CUDA graph
-    that read them must be dropped.
+    that read them must be dropped. pin: False leaves frozen weights where they are, such as mapped from a file: that
+    takes no host memory, but copies at a fifth of the speed.
     """
 
-    def __init__(self, models, device, on_evict=lambda: None):
+    def __init__(self, models, device, on_evict=lambda: None, pin=True):
         self.device = device
         self.on_evict = on_evict
         self.homes = {}  # {model: [(frozen weight, its place in host memory)]}
         for model in models:
             tensors = [*model.parameters(), *model.buffers()]
             for tensor in tensors:
-                tensor.data = tensor.data.to(device) if tensor.requires_grad else tensor.data.pin_memory()
+                if tensor.requires_grad:
+                    tensor.data = tensor.data.to(device)
+                elif pin:
+                    tensor.data = tensor.data.pin_memory()
             self.homes[model] = [(tensor, tensor.data) for tensor in tensors if not tensor.requires_grad]
 
     def __call__(self, *models):

@@ -250,6 +250,7 @@ def train(settings):
         print_start(settings, out, device, len(prompts), len(held_out))
         data = load_data(settings, prompts, held_out)
         run, begun = load_run(settings, data, device, turns)
+        ranks.wait()
         with closing(run.phase), rescued(Record(out, settings, hashes, run.phase, run.trainers, begun)) as record:
             loop(run, settings, data, record, begun)
     more = "; already complete: raise --steps for more" if 0 < begun == settings.steps else ""

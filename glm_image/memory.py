@@ -1,32 +1,33 @@
 """GLM-Image: how much memory a run needs. Where the numbers come from: benchmarks/memory.py."""
 
-import os
-
-from runtime.gpu import CapturedForward
+from runtime.gpu import CapturedForward, largest_micro_batch
 
 GAPS = 2.5e9  # bytes: the card's context and its kernels, Adam's moments, what lies unused between tensors
 CAST = 0.5e9  # of an int8 base: a layer's weights as the 16 bits in which they are multiplied
 
 
 def needed(models, settings):
-    """Bytes of the GPU if all models stay on it, of the GPU if they take turns, and then of page-locked host memory.
+    """Bytes of the GPU if all models stay on it, of the GPU if they take turns, and then of the host, to keep them.
 
     models: the policy, then the models that paint; with or without data.
     """
-    trained = 0
-    frozen = []
-    for model in models:
-        tensors = [*model.parameters(), *model.buffers()]
-        trained += sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
-        frozen.append([tensor.nbytes for tensor in tensors if not tensor.requires_grad])
-    policy = sum(frozen[0])
-    painting = sum(map(sum, frozen[1:]))
+    tensors = [[*model.parameters(), *model.buffers()] for model in models]
+    trained = sum(tensor.nbytes for each in tensors for tensor in each if tensor.requires_grad)
+    policy, *painting = (sum(tensor.nbytes for tensor in each if not tensor.requires_grad) for each in tensors)
     work_together, work_sampling, work_painting = working_memory(settings)
-    locked = sum(1 << (size - 1).bit_length() for sizes in frozen for size in sizes)  # it comes in powers of two
-    locked *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    together = policy + painting + trained + work_together
-    turn = max(policy + work_sampling, painting + work_painting) + trained
-    return together, turn, locked
+    together = policy + sum(painting) + trained + work_together
+    turn = max(policy + work_sampling, sum(painting) + work_painting) + trained
+    return together, turn, policy + sum(painting)
+
+
+def vae_memory(pixels):
+    """Bytes that the VAE takes to decode a picture.
+
+    The tensors are 3.1e3 per pixel. The release reports peaks of 5.1e3 at 512x512 and 1024x1024, and of 3.1e3 at
+    2048x2048: cuDNN reorders what it convolves, in a workspace, as long as it has fewer than 2^31 numbers.
+    """
+    workspace = 2e3 if 512 * pixels < 2**31 else 0
+    return (3.1e3 + workspace) * pixels
 
 
 def working_memory(settings):
@@ -43,13 +44,9 @@ def working_memory(settings):
     reading = 0.37e6 * (64 + pixels // 32**2) * rows if settings.sources else 0  # prompts with their sources' codes
     cast = CAST if settings.base == "int8" else 0
     update = 0.8e6 * tokens * size + cast
-    painting = 3.1e3 * pixels  # by the VAE, one picture at a time
+    painting = vae_memory(pixels)  # one picture at a time
     if settings.train in ("decoder", "both"):  # its training pass, one token per 16x16 pixels, with guidance twice
         passes = 2 if settings.guidance_scale > 1 else 1
         painting = max(painting, 0.37e6 * pixels // 16**2 * size * passes + cast)
     sampling = cache + max(nucleus, reading)
     return max(sampling, cache + max(update, painting)) + GAPS, max(sampling, update) + GAPS, painting + GAPS
-
-
-def largest_micro_batch(settings):
-    return max(settings.group_size, settings.paintings)  # micro-batches are cut from one group

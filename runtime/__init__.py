@@ -6,6 +6,7 @@ import warnings
 import diffusers
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # of one library about another
+warnings.filterwarnings("ignore", message="TensorFloat32")  # the adapter's products stay float32 on purpose
 diffusers.utils.logging.set_verbosity_error()  # it warns of modules to keep in float32 where there are none
 
 

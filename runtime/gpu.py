@@ -1,7 +1,11 @@
 """What a GPU needs: whether policy and decoder have to take turns on it, and the step of one token as a CUDA graph."""
 
 import functools
+import gc
 import math
+import os
+import platform
+import re
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +21,8 @@ from grpo import Offload
 from runtime import UserError, ranks
 from runtime.settings import changed
 
-LIMITS = "memory.max", "memory.limit_in_bytes"  # files of a control group
+LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # of a control group
+PROCESS = 4e9  # bytes of host memory for all but the weights: CUDA's libraries, the compiler, pictures
 SMALLER = [  # what to try where a run does not fit
     {"micro_batch_size": "auto"}, {"base": "int8"}, {"train": "codes"}, {"base": "int8", "train": "codes"},
     {"height": 512, "width": 512}, {"base": "int8", "height": 512, "width": 512},
@@ -28,18 +33,20 @@ SMALLER = [  # what to try where a run does not fit
 
 
 def plan(needed, meta_models, settings, device):
-    """Whether the models take turns on the device. Also decides settings.micro_batch_size where that is "auto".
+    """How the models take turns on the device. Also decides settings.micro_batch_size where that is "auto".
+
+    None: they all stay. Otherwise the frozen weights wait on the host: "pinned", in page-locked memory; "mapped", where
+    so much cannot be locked: as they were loaded, those in bfloat16 mapped from their files.
 
     Prints both, with the reason; all ranks decide alike. This comes before anything is downloaded, so it works by sizes:
     meta_models: (settings, device) -> the policy and the models that paint, without data. needed: (models, settings) ->
     bytes, see glm_image/memory.py. Raises UserError where nothing fits; it names flags that would, if there are any.
     """
     if device.type != "cuda":
-        return False
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    free = min(ranks.gather(min(free, torch.cuda.get_per_process_memory_fraction(device) * total)))
-    host = min(ranks.gather(host_memory()))  # all ranks have asked before the first takes any
+        return None
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(f"{torch.cuda.get_device_name(device)} has no bfloat16: take a GPU of the Ampere series or newer")
+    free, host = free_memory(device)
     models = functools.cache(lambda base: meta_models(changed(settings, base=base), device))
 
     def bytes_for(settings, size):
@@ -55,17 +62,18 @@ def plan(needed, meta_models, settings, device):
         limit = math.inf if "auto" not in (settings.micro_batch_size, settings.offload) else free
         for turns in {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]:
             for size in sizes:
-                together, turn, locked = bytes_for(settings, size)
-                if (turn <= limit and locked <= host) if turns else together <= limit:
+                together, turn, weights = bytes_for(settings, size)
+                held = weights if settings.base == "int8" else 0  # no file has these, so they can only be in memory
+                if (turn <= limit and held <= host) if turns else together <= limit:
                     return turns, size
         return None
 
     chosen = choose(settings)
     turns, size = chosen or (True, 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size)
-    together, turn, locked = bytes_for(settings, size)
+    together, turn, weights = bytes_for(settings, size)
     reason = (
         f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy and decoder need "
-        f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {locked / 1e9:.1f} of page-locked host "
+        f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {weights / 1e9:.1f} of page-locked host "
         f"memory; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
     )
     if chosen is None:
@@ -74,37 +82,56 @@ def plan(needed, meta_models, settings, device):
         words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in next(fitting, {}).items())
         raise UserError(f"too little memory: {reason}; {f'{words} would fit' if words else 'nothing smaller fits'}")
     settings.micro_batch_size = size
-    print(f"memory: {reason}: they {'take turns' if turns else 'both stay'} (--offload {settings.offload})")
-    return turns
+    pinned = weights <= host and "microsoft" not in platform.release().lower()  # WSL2 can lock 1 to 4 GB only
+    words = "take turns" + ("" if pinned else ", more slowly: so much cannot be page-locked") if turns else "both stay"
+    print(f"memory: {reason}: they {words} (--offload {settings.offload})")
+    return ("pinned" if pinned else "mapped") if turns else None
 
 
 def largest_micro_batch(settings):
     return max(settings.group_size, settings.paintings)  # micro-batches are cut from one group
 
 
+def free_memory(device):
+    """Bytes that are free on the GPU, and on the host for the weights of one process; the least of all ranks."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    free = min(free, torch.cuda.get_per_process_memory_fraction(device) * total)
+    host = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - PROCESS
+    # All ranks have asked before the first takes any.
+    return tuple(map(min, zip(*ranks.gather((free, host)), strict=True)))
+
+
 def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
-    """Bytes of host memory that are free, at most what the control groups of this process (a container's) allow."""
+    """Bytes of host memory that are free, at most what the control groups of this process (a container's) leave."""
     there = [psutil.virtual_memory().available]
     with suppress(OSError):  # not on Linux
         for line in Path(own).read_text().splitlines():  # 0::/PATH or, of version 1, NUMBER:memory:/PATH
             _, kind, path = line.split(":", 2)
             folder = Path(groups, kind, path.lstrip("/"))
-            for file in [each / name for each in (folder, *folder.parents) for name in LIMITS]:
-                with suppress(OSError, ValueError):  # not there, or no limit: "max"
-                    there.append(int(file.read_text()))
+            for each in (folder, *folder.parents):
+                for limit, used in LIMITS.items():
+                    with suppress(OSError, ValueError):  # not there, or no limit: "max"
+                        left = int((each / limit).read_text()) - int((each / used).read_text())
+                        # Files that were read count as used, but give way. The last line is that of all subgroups.
+                        files = re.findall(r"^(?:total_)?inactive_file (\d+)$", (each / "memory.stat").read_text(), re.M)
+                        there.append(left + int(files[-1]))
     return min(there)
 
 
 def place(models, device, forward, turns):
     """All models to the device for good, or an Offload if they take turns on it, which is returned.
 
-    forward: the captured step, or None.
+    forward: the captured step, or None. turns: as plan returns it.
     """
-    if turns:
-        return Offload(models, device, forward.release if forward else lambda: None)
-    for model in models:
-        model.to(device)
-    return None
+    if turns is None:
+        for model in models:
+            model.to(device)
+        return None
+    # Else each tensor is rounded up to a power of two, 37.9 GB in place of 32.9, to be used again, which none is.
+    allocator = torch._C._accelerator_getAllocatorSettings(), "pinned_max_round_threshold_mb:1"
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, allocator)))
+    return Offload(models, device, forward.release if forward else lambda: None, pin=turns == "pinned")
 
 
 # ---- the step of one token ------------------------------------------------------------------------------------------------
@@ -153,11 +180,15 @@ class CapturedForward:
         self.num_new_tokens = num_new_tokens
         self.size = 0
         self.stream = None
+        self.cache = None
         self.release()
 
     def release(self):
         """Forget the graph, for the weights that it reads have left the GPU, and free the cache."""
+        held = self.cache is not None
         self.graph = self.logits = self.cache = self.ids = None
+        if held:
+            gc.collect()  # torch.compile keeps the cache with which it traced in a reference cycle: 1 GB
 
     def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
         if past_key_values is not self.cache:  # that of the prompts, which the model has just read

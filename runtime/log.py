@@ -41,7 +41,7 @@ SAMPLE_EVERY = 10  # steps between group-*.png
 
 
 class Phases:
-    """with phase("paint", *models): the models are on the GPU, if they take turns there, and the block is measured.
+    """with phase("paint", *models): the block is measured; if models take turns on the GPU, these are there, and no others.
 
     The name of the phase is also shown in the progress bar, which counts steps, or prompts within evaluation().
     offload: see grpo.Offload; None where nothing ever moves.
@@ -65,9 +65,14 @@ class Phases:
 
     @contextmanager
     def __call__(self, name, *models):
-        if self.offload is not None and models:
-            with self("move"):
+        if self.offload is not None:
+            with self.measured("move"):
                 self.offload(*models)
+        with self.measured(name):
+            yield
+
+    @contextmanager
+    def measured(self, name):
         self.name = name
         started = time.perf_counter()
         cuda = self.device.type == "cuda"

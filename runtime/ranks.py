@@ -29,10 +29,18 @@ def join():
     device = torch.device("cuda", local) if gpus else None
     timeout = timedelta(minutes=10)  # a rank that has run out of memory must not keep the others waiting for longer
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=device, timeout=timeout)
+    global patient
+    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         transformers.utils.logging.disable_progress_bar()
         diffusers.utils.logging.disable_progress_bar()
+
+
+def wait():
+    """Until all ranks are here, up to an hour: one machine may download much faster than another."""
+    if dist.is_initialized():
+        dist.barrier(patient)
 
 
 def device():

@@ -4,6 +4,7 @@ import os
 from contextlib import contextmanager
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from grpo import NotFinite
 from rewards import RewardError
@@ -46,6 +47,9 @@ def rescued(record):
         record.save_whole_step()
         raise UserError(f"{error}; once mended, --resume {record.out} goes on" if record.done else error) from None
     except UserError:
+        raise
+    except TorchDynamoException:  # main says what helps: --resume alone would fail again
+        record.save_whole_step()
         raise
     except torch.OutOfMemoryError:
         record.save_whole_step()
