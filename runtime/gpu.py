@@ -114,7 +114,7 @@ def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
                     with suppress(OSError, ValueError):  # not there, or no limit: "max"
                         left = int((each / limit).read_text()) - int((each / used).read_text())
                         # Files that were read count as used, but give way. The last line is that of all subgroups.
-                        files = re.findall(r"^(?:total_)?inactive_file (\d+)$", (each / "memory.stat").read_text(), re.M)
+                        files = re.findall(r"^(?:total_)?inactive_file (\d+)$", (each / "memory.stat").read_text(), re.MULTILINE)
                         there.append(left + int(files[-1]))
     return min(there)
 

@@ -164,7 +164,7 @@ class Record:
         metrics |= step_metrics(rolled.raw_rewards, total, sequences, paintings)
         metrics = ranks.mean(metrics | self.phase.read())
         recorded = without_nan(metrics)
-        per_rank = ranks.gather(group_records(done, texts, rolled.raw_rewards))
+        per_rank = ranks.gather(group_records(done, prompts, rolled.raw_rewards))
         if self.writes:
             with checkpoints.writing(self.out):
                 append_jsonl(self.out / "metrics.jsonl", {"step": done, **recorded})

@@ -47,18 +47,19 @@ def step_metrics(raw_rewards, combined, sequences, paintings):
 
 
 def group_records(step, prompts, raw_rewards):
-    """The lines of groups.jsonl: of each group its prompt and {reward: those of its pictures}, None for NaN.
+    """The lines of groups.jsonl: of each group its prompt, the place of that in its file, and the rewards of its pictures.
 
-    raw_rewards: {name: (N*M,)}, those of N prompts.
+    prompts: N Prompts. raw_rewards: {name: (N*M,)}, NaN is written as None.
     """
     per_group = {name: values.view(len(prompts), -1).tolist() for name, values in raw_rewards.items()}
     return [
         {
             "step": step,
+            "line": line,
             "prompt": prompt,
             "rewards": {name: [*map(none_for_nan, rows[i])] for name, rows in per_group.items()},
         }
-        for i, prompt in enumerate(prompts)
+        for i, (line, prompt) in enumerate(zip(prompts.lines, prompts.texts, strict=True))
     ]
 
 

@@ -175,7 +175,7 @@ def test_targets_are_sorted_as_people_count(tmp_path):
     for i, name in enumerate(names):
         Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / name)
     (tmp_path / "prompts.txt").write_text("a\nb\nc\nd\n", encoding="utf-8-sig")
-    prompts = read_prompts(tmp_path / "prompts.txt", tmp_path)
+    prompts = read_prompts(tmp_path / "prompts.txt", tmp_path, None, (8, 8))
     assert prompts.texts == ["a", "b", "c", "d"], "without the mark that some editors write"
     assert [target.getpixel((0, 0))[0] for target in prompts.targets] == [0, 1, 2, 3]
 

@@ -172,7 +172,7 @@ def test_sources_are_made_to_fit(tmp_path):
     (tmp_path / "sources").mkdir()
     for name, colour in (("10.png", "red"), ("2.png", "blue")):
         Image.new("RGBA", (50, 50), colour).save(tmp_path / "sources" / name)
-    read = read_prompts(tmp_path / "edits.txt", None, tmp_path / "sources", 64 * 64)
+    read = read_prompts(tmp_path / "edits.txt", None, tmp_path / "sources", (64, 64))
     taken = read.take([1, 0])
     sources = taken.sources
     assert taken.texts == ["make it red", "make it blue"] and taken.targets is None
@@ -335,7 +335,7 @@ def test_a_compiled_run_expects_no_preview():
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
         (["--sources", "one"], "one has 1 pictures for 2 prompts; give one per prompt, by line"),
         (["--sources", "three"], "three has 3 pictures for 2 prompts"),
-        (["--sources", "broken"], "the source picture broken/2.png cannot be opened"),
+        (["--sources", "broken"], "the source picture broken/2.png cannot be read"),
         (["--sources", "long"], "over 4 times the other"),
         (["--eval-sources", "one"], "one has 1 pictures for 2 prompts"),
         (["--train", "decoder"], "--sources trains the codes"),
