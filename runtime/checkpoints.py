@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shlex
 import shutil
 from contextlib import contextmanager
 
@@ -49,7 +50,8 @@ def _save(out, step, trainers, settings, hashes):
         folder = unfinished / FOLDERS[name]
         trainer.model.save_pretrained(folder)
         (folder / "README.md").unlink()  # PEFT's form, empty
-        torch.save(trainer.optimizer.state_dict(), folder / "optimizer.pt")
+        with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not say that the disk is full
+            torch.save(trainer.optimizer.state_dict(), file)
     os.replace(unfinished, final)
 
 
@@ -76,13 +78,15 @@ def load(out, trainers):
 
 @contextmanager
 def writing(out):
-    """What cannot be written to the folder of a run: a full disk, one that is gone, rights that were taken away."""
+    """A full disk, a folder that is gone or rights that were taken away become a UserError."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError where the disk is full
-        reason = str(error).strip().split("\n")[0] + (" (a full disk?)" if isinstance(error, RuntimeError) else "")
-        safe = f"; its checkpoints are whole: once there is room, --resume {out} goes on" if find(out) else ""
-        raise UserError(f"cannot write to {out}: {reason}{safe}") from None
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # The last error of torch.save hides why it failed, such as "No space left on device".
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = str(cause).strip().split("\n")[0]
+        hint = f"its checkpoints are whole; once that is fixed, --resume {shlex.quote(str(out))} goes on"
+        raise UserError(f"cannot write to {out}: {reason}" + (f"; {hint}" if find(out) else "")) from None
 
 
 @contextmanager

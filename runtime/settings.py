@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import textwrap
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -286,37 +286,56 @@ def resumed_settings(parser, arguments, given):
 @contextmanager
 def claim_folder(settings):
     """The folder of the run, taken before anything loads, so that two runs never share one. Left empty it is removed."""
-    out, reason = ranks.gather(_claim(settings) if ranks.rank() == 0 else None)[0]
-    if reason is not None:
-        raise UserError(reason)
-    try:
-        yield out
-    finally:
-        if ranks.rank() == 0:
-            with suppress(OSError):  # runs/ goes too, if this was the first
-                if [file.name for file in out.iterdir()] == ["settings.json"]:
-                    (out / "settings.json").unlink()
-                    out.rmdir()
-                    out.parent.rmdir()
+    with ExitStack() as locks:
+        out, reason = ranks.gather(_claim(settings, locks) if ranks.rank() == 0 else None)[0]
+        if reason is not None:
+            raise UserError(reason)
+        try:
+            yield out
+        finally:
+            if ranks.rank() == 0:
+                with suppress(OSError):  # runs/ goes too, if this was the first
+                    if [file.name for file in out.iterdir()] == ["settings.json"]:
+                        (out / "settings.json").unlink()
+                        out.rmdir()
+                        out.parent.rmdir()
 
 
-def _claim(settings):
-    """(folder, None), or (folder, why it cannot be had). To make settings.json is to take a folder: only one run can."""
+def _claim(settings, locks):
+    """(folder, None), or (folder, why it cannot be had).
+
+    To create settings.json is to take a new folder. `locks` keeps it open and locked, so that nothing else resumes the
+    run; a kill at any moment ends the lock.
+    """
     names = [settings.resume or settings.out] if settings.resume or settings.out else map("runs/{}".format, count(1))
     for out in map(Path, names):
         try:
-            if settings.resume is not None:
-                return out, None
-            out.mkdir(parents=True, exist_ok=settings.out is not None)
-            if checkpoints.find(out):
-                return out, f"{out} already holds a run; choose another --out, or go on with it: --resume {out}"
-            (out / "settings.json").open("x").close()
+            if settings.resume is None:
+                out.mkdir(parents=True, exist_ok=settings.out is not None)
+                if checkpoints.find(out):
+                    return out, f"{out} already holds a run; choose another --out, or go on with it: --resume {out}"
+            file = locks.enter_context(open(out / "settings.json", "x" if settings.resume is None else "a"))
+            _lock(file)
             return out, None
         except FileExistsError:
             if out.is_dir() and settings.out is not None:
                 return out, f"{out} already holds a run; choose another --out, or delete it: it has no checkpoint"
+        except BlockingIOError:
+            return out, f"another process is still at work on the run in {out}: wait for it, or stop it"
         except OSError as error:
             return out, f"cannot write to {out}: {error.strerror or error}"
+
+
+def _lock(file):
+    """Raises BlockingIOError if another process has locked it. Windows and some file systems have no such lock."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except (ImportError, OSError):
+        pass
 
 
 def print_start(settings, out, device, num_prompts, num_held_out):

@@ -447,6 +447,18 @@ def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
     assert "cannot write to run" in error_of(capsys)
 
 
+def test_why_a_checkpoint_cannot_be_written_is_said(quick, capsys, monkeypatch):
+    """The file of the optimiser on a device that is full, then in a folder that another process has taken away."""
+    assert quick("--steps", "1", "--out", "a run") == 0
+    for path, words in (("/dev/full", "No space left on device"), ("gone/optimizer.pt", "No such file or directory")):
+        monkeypatch.setattr("runtime.checkpoints.open", lambda _, mode, path=path: open(path, mode), raising=False)
+        assert resume("a run", "--steps", "2") == 2
+        message = error_of(capsys)
+        assert words in message and "full disk" not in message
+        assert "its checkpoints are whole; once that is fixed, --resume 'a run' goes on" in message
+    assert steps_saved("a run")[-1] == "000001"
+
+
 @pytest.mark.parametrize("limit", [10**5, 10**3])
 def test_a_full_disk_ends_in_a_clear_line(quick, capsys, limit):
     """The system refuses files above 100 KB, in the middle of the adapter, or above 1 KB, in its settings."""
@@ -544,6 +556,28 @@ def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monke
 # ---- kills ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
+    """A run that another process has begun, or resumed, is refused before anything is written; a kill frees it."""
+    reward = write_reward("import time\nif os.path.exists('wait') and call > 1:\n    open('waits', 'w')\n    time.sleep(60)")
+    arguments = [*reward, "--steps", "2", "--save-every", "1"]
+    if begun:
+        assert quick(*arguments, "--steps", "1", "--out", "run") == 0
+    Path("wait").touch()
+    process = start(*(["--resume", "run", "--steps", "2"] if begun else [*QUICK, *arguments, "--out", "run"]))
+    while process.is_alive() and not Path("waits").exists():
+        time.sleep(0.05)
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    assert resume("run", "--steps", "2") == 2
+    assert "another process is still at work on the run in run: wait for it, or stop it" in error_of(capsys)
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    process.kill()
+    process.join()
+    Path("wait").unlink()
+    assert resume("run", "--steps", "2") == 0
+    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
+
+
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -551,10 +585,10 @@ def die():
 def in_the_middle_of_the_optimiser():
     save = torch.save
 
-    def half(state, path):
-        save(state, path)
+    def half(state, file):
+        save(state, file)
         if "000002" in steps_saved("run"):
-            os.truncate(path, os.path.getsize(path) // 2)
+            os.truncate(file.name, os.path.getsize(file.name) // 2)
             die()
 
     torch.save = half
