@@ -45,7 +45,9 @@ def plan(needed, meta_models, settings, device):
     if device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(f"{torch.cuda.get_device_name(device)} has no bfloat16: take a GPU of the Ampere series or newer")
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has no bfloat16: take a GPU of the Ampere series or newer"
+        )
     free, host = free_memory(device)
     models = functools.cache(lambda base: meta_models(changed(settings, base=base), device))
 
@@ -114,7 +116,9 @@ def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
                     with suppress(OSError, ValueError):  # not there, or no limit: "max"
                         left = int((each / limit).read_text()) - int((each / used).read_text())
                         # Files that were read count as used, but give way. The last line is that of all subgroups.
-                        files = re.findall(r"^(?:total_)?inactive_file (\d+)$", (each / "memory.stat").read_text(), re.MULTILINE)
+                        files = re.findall(
+                            r"^(?:total_)?inactive_file (\d+)$", (each / "memory.stat").read_text(), re.MULTILINE
+                        )
                         there.append(left + int(files[-1]))
     return min(there)
 

@@ -355,7 +355,7 @@ def write_jsonl(path, records):
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM: finish the step, save, evaluate; before the first step, only leave. Once more ends at once."""
+    """Ctrl-C or SIGTERM: finish the step, save, evaluate; before the first step, only leave. A second signal quits."""
 
     def __init__(self):
         self.received = False
@@ -365,7 +365,7 @@ class StopRequest:
 
     def receive(self, signum, frame):
         if not self.received:  # by os.write: print may have been interrupted by this very signal
-            again = b"; once more ends at once" if ranks.count() == 1 else b""
+            again = b"; press again to quit now" if ranks.count() == 1 else b""
             os.write(2, b"\nasked to stop: " + self.follows + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already

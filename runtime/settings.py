@@ -1,9 +1,12 @@
 """The command line: every setting with its default, going on with a run, and what a start prints."""
 
 import argparse
+import difflib
 import json
 import math
 import os
+import shlex
+import shutil
 import sys
 import textwrap
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,21 +23,31 @@ TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
 TINY_TARGETS = {"prompts.txt": f"{TINY}/targets", "heldout.txt": f"{TINY}/heldout-targets"}
 TINY_TARGETS |= {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
-# With sources these take the place of the defaults for captions.
+# Defaults of a run that edits.
 TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-edits.txt"}
 TINY_EDITS["eval_sources"] = f"{TINY}/heldout-sources"
-EDITS = {
-    "reward": "edit:1,keep:0.2",
-    "eval_reward": "aesthetic",
-}  # those for captions would judge the wish as a caption
-# What may be another in a resumed run: its length, what it leaves, and what changes results by rounding alone.
+EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
+# A resumed run may change these: its length, what it leaves, and settings that change results by rounding alone.
 MAY_CHANGE = {"micro_batch_size", "sample_batch", "steps", "offload", "compile", "out", "resume", "save_every"}
 MAY_CHANGE |= {"eval_every", "tracker"}
 
 
+ABOUT = """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop.
+
+    python train.py --steps 8
+    python train.py --prompts mine.txt --eval-prompts new.txt --reward mine.py:f"""
+
+
 class Parser(argparse.ArgumentParser):
-    def error(self, message):  # one line, as for any other mistake of the user's
-        raise UserError(message.removeprefix("argument "))
+    def error(self, message):
+        """One line, as for any error that the user can fix, with the flag that an unknown one may have meant."""
+        known = self._option_string_actions
+        meant = ""
+        if message.startswith("unrecognized arguments: --"):
+            flag = message.split()[2].partition("=")[0].replace("_", "-")
+            similar = [name for name in known if name.startswith(flag)] or difflib.get_close_matches(flag, known)
+            meant = f"; did you mean {similar[0]}?" if similar else ""
+        raise UserError(message.removeprefix("argument ") + meant)
 
 
 def number(kind, interval):
@@ -60,8 +73,8 @@ count_or_auto.__name__ = "int or auto"
 
 def build_parser():
     """The parser, and {setting: (its default for tiny, for GLM-Image)} where the best value depends on the model."""
-    about = "Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop."
-    parser = Parser(description=about, allow_abbrev=False)
+    layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "usage": "python train.py [--FLAG VALUE ...]"}
+    parser = Parser(description=ABOUT, allow_abbrev=False, **layout)
     by_model = {}
     count = number(int, "[1, inf)")
     positive = number(float, "(0, inf)")
@@ -81,77 +94,81 @@ def build_parser():
 
     group = parser.add_argument_group("model and data")
     flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
-    flag(
-        "settings",
-        str,
-        None,
-        "start from the settings in this file, such as a run's settings.json; flags on the command line win",
-    )
-    flag("adapter", str, None, "start from the adapters in the folder of another run; with --steps 0 evaluate them")
+    flag("settings", str, None, "file of settings to start from, such as a run's settings.json; other flags win")
+    flag("adapter", str, None, "start from the adapters of the run in this folder; with --steps 0 only evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt per line")
     flag("order", str, "shuffled", "order of the prompts: shuffled each epoch, or as in the file (say, easy ones first)",
          ("shuffled", "file"))  # fmt: skip
     flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
-    flag("sources", str, None, "to edit: folder with the picture that each prompt is to change, sorted by name")
+    flag("sources", str, None, "to train edits: folder with the picture that each prompt changes, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
     flag("reward", str, ("ssim:1,mse:1", "pickscore:1,clip:1"),
          f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function, which runs that "
          "file; FOLDER: the model's files, in place of a download")  # fmt: skip
-    flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
+    flag("combine", str, None, "sum of the rewards, or of their z-scores in a group (default: zscore for several)",
+         ("sum", "zscore"))  # fmt: skip
 
     group = parser.add_argument_group("the algorithm")
     flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both",
          ("codes", "decoder", "both"))  # fmt: skip
     flag("group_size", number(int, "[2, inf)"), 4,
-         "code sequences of a prompt, compared with one another; with --train decoder, paintings of one")  # fmt: skip
-    flag("prompts_per_step", count, 4, "prompts in a step, on each GPU")
+         "code sequences per prompt, compared with one another; with --train decoder, paintings of a single one")  # fmt: skip
+    flag("prompts_per_step", count, 4, "prompts per step, on each GPU")
     flag("steps", number(int, "[0, inf)"), (48, 200), "training steps; 0 evaluates only")
-    flag("iterations", count, 1, "optimiser steps on each step's pictures; clipping acts above 1")
+    flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
     # GLM-Image: published for training all weights are 1e-6 to 1e-5, and an adapter takes about ten times as much.
     flag("lr", positive, (1e-3, 2e-5), "AdamW's learning rate")
-    flag("decoder_lr", positive, (1e-3, 1e-4), "the same for the decoder's adapter")
+    flag("decoder_lr", positive, (1e-3, 1e-4), "AdamW's learning rate for the decoder's adapter")
     # GLM-Image: Adam's first steps are of full size whatever the gradient, and clipping does not bound them.
-    flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the rates grow to these")
+    flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the learning rates rise")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
-    flag("noise_level", number(float, "(0, 1]"), 0.7, "of the denoising steps that the decoder draws, when it learns")
+    flag("noise_level", number(float, "(0, 1]"), 0.7,
+         "if the decoder learns: how much of the noise in a picture each denoising step draws anew; 1: all of it")  # fmt: skip
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
-    flag("kl_coef", number(float, "[0, inf)"), (0.3, 0.01), "weight of the KL towards the model before training")
+    flag("kl_coef", number(float, "[0, inf)"), (0.3, 0.01),
+         "weight of the KL divergence from the model before training")  # fmt: skip
     flag("lora_rank", count, 16, "rank of the adapter")
-    flag("lora_alpha", count, None, "its scale, times the rank (default: twice the rank)")
-    flag("seed", number(int, "[0, 4294967295]"), 0, "fixes prompts, samples and noise")
+    flag("lora_alpha", count, None, "the adapter's update is scaled by this over the rank (default: twice the rank)")
+    flag("seed", number(int, "[0, 4294967295]"), 0, "fixes the order of prompts, the samples and the noise")
 
     group = parser.add_argument_group("pictures")
     # GLM-Image: its own sampler's, so that what is trained is what is deployed.
     flag("temperature", positive, (1.0, 0.9), "divides the logits, in sampling and in scoring")
-    flag("top_p", number(float, "(0, 1]"), (0.95, 0.75), "sample from the likeliest codes that hold this share")
+    flag("top_p", number(float, "(0, 1]"), (0.95, 0.75), "sample from the likeliest codes, this probability in all")
     flag("height", count, (128, 1024), "height of the pictures in pixels, a multiple of 32")  # never trained below 1024
     flag("width", count, (128, 1024), "width of the pictures in pixels, a multiple of 32")
     # Pictures are compared in a group that shares noise and steps: what all of them lack cancels in the z-score. But
     # guidance has to be above 1, for the unguided half drops the codes: it makes the decoder follow the policy.
     flag("decode_steps", count, (6, 12), "denoising steps of the decoder")
     flag("guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance; above 1 doubles its cost")
-    flag("guidance_steps", count, None, "in training, guide the first denoising steps only (default: all)")
+    flag("guidance_steps", count, None, "in training, guide only so many denoising steps, the first (default: all)")
 
     group = parser.add_argument_group("evaluation, before and after")
     flag("eval_prompts", str, (f"{TINY}/heldout.txt", f"{ROOT}/prompts/heldout.txt"),
          "prompts that are never trained on, one per line")  # fmt: skip
-    flag("eval_targets", str, None, "folder with one picture for each of them (default: tiny's, for its held-out ones)")
-    flag("eval_sources", str, None, "folder with the picture that each of them is to change")
+    flag("eval_targets", str, None, "folder with one picture per held-out prompt (default: tiny's, for its prompts)")
+    flag("eval_sources", str, None, "folder with the picture that each held-out prompt changes")
     flag("eval_reward", str, (f"{TINY}/check.py:shows", "hps"),
          "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
-    flag("eval_count", count, (16, 8), "evaluate this many first prompts of training, and of those held out")
+    flag("eval_count", count, (16, 8), "prompts in an evaluation: the first so many of training, and of those held out")
     flag("eval_every", number(int, "[0, inf)"), (0, 50), "steps between evaluations; 0: before and after only")
-    flag("eval_decode_steps", count, (6, 30), "denoising steps")  # GLM-Image: judged as deployed
-    flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "guidance")
+    flag("eval_decode_steps", count, (6, 30), "denoising steps in an evaluation")  # GLM-Image: judged as deployed
+    flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
 
     group = parser.add_argument_group("memory and speed")
     flag("base", str, "bfloat16", "the frozen weights: as bfloat16 (on a CPU float32), or rounded to int8, half the memory",
          ("bfloat16", "int8"))  # fmt: skip
     flag("micro_batch_size", count_or_auto, "auto",
-         "sequences in a pass, pictures painted at a time; auto: 4 on a CPU, on a GPU the most that fit, up to 8")  # fmt: skip
+         "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU the most that fit, up to 8")  # fmt: skip
     flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
-    flag("compile", str, "auto", "compile the step of a token that sampling repeats; auto: on a GPU, which captures it either way", switch)
+    flag(
+        "compile",
+        str,
+        "auto",
+        "compile the step of a token that sampling repeats; auto: on a GPU, which captures it either way",
+        switch,
+    )
 
     group = parser.add_argument_group("what a run leaves")
     flag("out", str, None, "folder for everything the run leaves (default: the next free runs/N)")
@@ -203,7 +220,7 @@ def deployed(settings):
 
 
 def flags_in(file):
-    """The settings in a file as flags, checked like any. Not those that say where a run was, or that follow from others."""
+    """The settings in a file as flags, checked like any; without a run's folder and settings that follow from others."""
     try:
         saved = json.loads(Path(file).read_text())
         dropped = {"out", "resume", "settings", "sequences", "" if saved.get("train") == "both" else "paintings"}
@@ -219,7 +236,9 @@ def complete(settings, by_model):
     if settings.model is None:
         settings.model = RELEASE if torch.cuda.is_available() and not tiny_edits else TINY
         if Path("/dev/nvidia0").exists() and not torch.cuda.is_available() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            print("warning: torch cannot use this machine's GPU, maybe for its driver is too old: training the tiny model")
+            print(
+                "warning: torch cannot use this machine's GPU, maybe for its driver is too old: training the tiny model"
+            )
     tiny = Path(settings.model).resolve() == Path(TINY)
     if settings.sources or settings.eval_sources:
         complete_edits(settings, (TINY_EDITS if tiny_edits else {}) | ({} if tiny else EDITS))
@@ -283,6 +302,12 @@ def resumed_settings(parser, arguments, given):
     return settings
 
 
+def fill(words):
+    """As wide as the terminal; no word is broken, so that a path can be copied."""
+    width = shutil.get_terminal_size((118, 0)).columns
+    return textwrap.fill(words, width, break_on_hyphens=False, break_long_words=False)
+
+
 @contextmanager
 def claim_folder(settings):
     """The folder of the run, taken before anything loads, so that two runs never share one. Left empty it is removed."""
@@ -313,8 +338,10 @@ def _claim(settings, locks):
             if settings.resume is None:
                 out.mkdir(parents=True, exist_ok=settings.out is not None)
                 if checkpoints.find(out):
-                    return out, f"{out} already holds a run; choose another --out, or go on with it: --resume {out}"
-            file = locks.enter_context(open(out / "settings.json", "x" if settings.resume is None else "a"))
+                    resume = f"--resume {shlex.quote(str(out))}"
+                    return out, f"{out} already holds a run; choose another --out, or go on with it: {resume}"
+            file = (out / "settings.json").open("x" if settings.resume is None else "a")
+            locks.enter_context(file)
             _lock(file)
             return out, None
         except FileExistsError:
@@ -340,12 +367,15 @@ def _lock(file):
 
 def print_start(settings, out, device, num_prompts, num_held_out):
     """What runs where, with which settings, and how much there is to do."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
-    name += " (OMP_NUM_THREADS sets another number)" if device.type == "cpu" else ""
+    name = f"CPU in float32, threads: {torch.get_num_threads()} (OMP_NUM_THREADS sets another number)"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else name
     several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
-    words = "settings: " + " ".join(f"{name}={value}" for name, value in vars(settings).items())
-    print(textwrap.fill(words, 118, break_on_hyphens=False, break_long_words=False))  # a path can be copied
+    by_default = vars(parse_settings(["--model", settings.model]))
+    shown = {name: value for name, value in vars(settings).items() if value is not None and name != "model"}
+    for label, default in (("settings", False), ("by default", True)):
+        words = [f"{name}={value}" for name, value in shown.items() if (value == by_default[name]) == default]
+        print(fill(" ".join([f"{label}:", *(word.replace(f"={Path.cwd()}/", "=") for word in words)])))
     codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
     for what, pictures, steps, guidance, guided in (

@@ -366,6 +366,35 @@ def test_every_setting_is_a_flag_with_help(capsys):
     assert f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or" in " ".join(text.split())
     with pytest.raises(UserError):  # no abbreviations: a later flag must not change what a command means
         train.parse_settings(["--group", "4"])
+    head = [line.strip() for line in text.splitlines()[:6]]
+    examples = [line.split()[2:] for line in head if line.startswith("python train.py --")]
+    assert len(examples) == 2 and all(map(train.parse_settings, examples)), "shown by --help | head"
+
+
+def test_an_unknown_flag_names_the_one_that_was_meant(capsys):
+    for words, meant in (
+        ("--kl 0.1", "--kl-coef"),
+        ("--group_size=4", "--group-size"),
+        ("--lr-decoder 1", "--decoder-lr"),
+    ):
+        assert train.main(words.split()) == 2
+        assert capsys.readouterr().err == f"error: unrecognized arguments: {words}; did you mean {meant}?\n"
+    assert train.main(["--zzz", "1"]) == 2
+    assert capsys.readouterr().err == "error: unrecognized arguments: --zzz 1\n"
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_settings_are_shown_within_the_terminal_and_first_those_that_are_no_default(monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    chosen = tiny_settings("--group-size", "8", "--lr", "0.1", "--seed", "0")
+    settings.print_start(chosen, Path("runs/1"), CPU, 32, 16)
+    output = capsys.readouterr().out.partition("settings: ")[2].partition("\na step:")[0]
+    first, rest = output.split("\nby default: ")
+    assert first.split() == ["group_size=8", "lr=0.1", "sequences=8"]
+    assert {"seed=0", "kl_coef=0.3", "height=128"} < set(rest.split()) and "None" not in rest
+    paths = [word for word in rest.split() if len(word) > width]
+    assert all(len(line) <= width or line in paths for line in output.splitlines()[1:])
+    assert (max(map(len, output.splitlines())) > 118) == (width == 200)
 
 
 @pytest.mark.parametrize(

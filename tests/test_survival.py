@@ -6,7 +6,9 @@ Everything here is a run of train.main on short pictures; see conftest.py.
 import json
 import os
 import random
+import re
 import resource
+import shlex
 import shutil
 import signal
 import time
@@ -16,6 +18,7 @@ import pytest
 import torch
 from conftest import (
     QUICK,
+    ROOT,
     adapter_of,
     records,
     resume,
@@ -114,7 +117,7 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
     with pytest.raises(ConnectionError, match="503"):
         quick("--steps", "3", "--out", "run")
     output = "".join(capfd.readouterr())
-    assert "the last whole step is saved; go on with: python train.py --resume run" in output
+    assert re.search("the last whole step is saved; go on with: python .*train.py --resume run", output)
     assert "cannot write" not in output and steps_saved("run")[-1] == "000001"
     assert resume("run") == 0
 
@@ -343,7 +346,7 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
     for words in (
         f"the log-probs sampled for {named[0]!r} are not finite",
         "too high a --lr",
-        "once mended, --resume run goes on",
+        "once that is fixed, --resume run goes on",
     ):
         assert words in message
     assert steps_saved("run") == ["000000", "000002"]
@@ -503,18 +506,20 @@ def test_a_corrupt_checkpoint_is_named(quick, capsys):
 def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd, signum):
     """It comes in the second step, when its pictures are judged."""
     reward = write_reward(f"if call == 5:\n    os.kill(os.getpid(), {int(signum)})")
-    assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "run") == 0
+    assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "the run") == 0
     output = "".join(capfd.readouterr())
-    assert "asked to stop: this step is finished, saved and evaluated; once more" in output
-    assert "go on with: python train.py --resume run" in output
-    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
-    assert steps_saved("run")[-1] == "000002"
-    assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("run"))
-    assert [record["step"] for record in records("run/evaluation.jsonl")] == [0, 2]
+    assert "asked to stop: this step is finished, saved and evaluated; press again to quit" in output
+    command = re.search("go on with: python (.*)", output)[1]
+    assert [Path(word).resolve() for word in shlex.split(command)[:1]] == [ROOT / "train.py"], "from any folder"
+    assert shlex.split(command)[1:] == ["--resume", "the run"]
+    assert [record["step"] for record in records("the run/metrics.jsonl")] == [1, 2]
+    assert steps_saved("the run")[-1] == "000002"
+    assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("the run"))
+    assert [record["step"] for record in records("the run/evaluation.jsonl")] == [0, 2]
     write_reward("")
-    assert resume("run", "--steps", "4") == 0
+    assert resume("the run", "--steps", "4") == 0
     assert quick(*reward, "--steps", "4", "--eval-every", "2", "--out", "straight") == 0
-    same_run("straight", "run")
+    same_run("straight", "the run")
 
 
 def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
@@ -523,8 +528,8 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     reward = write_reward(calls)
     assert quick(*reward, "--eval-count", "2", "--steps", "9", "--out", "run") == 0
     output = "".join(capfd.readouterr())
-    assert "asked to stop: the first evaluation is aborted; once more" in output
-    assert "go on with: python train.py --resume run" in output
+    assert "asked to stop: the first evaluation is aborted; press again to quit" in output
+    assert re.search("go on with: python .*train.py --resume run", output)
     assert len(Path("calls").read_text()) == 2, "the trial, and a first prompt of two"
     assert steps_saved("run") == ["000000"] and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
     write_reward("")
@@ -559,7 +564,9 @@ def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monke
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
     """A run that another process has begun, or resumed, is refused before anything is written; a kill frees it."""
-    reward = write_reward("import time\nif os.path.exists('wait') and call > 1:\n    open('waits', 'w')\n    time.sleep(60)")
+    reward = write_reward(
+        "import time\nif os.path.exists('wait') and call > 1:\n    open('waits', 'w')\n    time.sleep(60)"
+    )
     arguments = [*reward, "--steps", "2", "--save-every", "1"]
     if begun:
         assert quick(*arguments, "--steps", "1", "--out", "run") == 0
