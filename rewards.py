@@ -49,6 +49,7 @@ from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
+    BatchFeature,
     CLIPModel,
     CLIPProcessor,
 )
@@ -73,8 +74,8 @@ def against_targets(name, measure, images, targets, kind="target"):
     """`measure` of each image and its target, as tensors of the image's size: (N,), NaN where the target is None."""
     if targets is None:
         flags = {"target": "--targets, or --eval-targets", "source": "--sources, or --eval-sources"}
-        mend = f"give {flags[kind]}, a folder, or take another reward"
-        raise NoTargets(f"reward '{name}' compares with {kind} pictures: {mend}")
+        advice = f"give {flags[kind]}, a folder, or a reward that needs none, such as examples/my_reward.py:blueness"
+        raise NoTargets(f"reward '{name}' compares with {kind} pictures: {advice}")
     pairs = zip(images, targets, strict=True)
     return torch.tensor([math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs])
 
@@ -277,7 +278,7 @@ SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
 QUESTIONS = Path(__file__).parent / "prompts" / "questions.jsonl"
 QUESTIONS_FORM = '{"prompt": "...", "questions": ["...?"], "foils": ["...?"]}'
 CHINESE = re.compile("[\u4e00-\u9fff]")
-AT_ONCE = 8  # questions in a pass
+AT_ONCE = 8  # pictures in a pass, counted anew for each question about them
 
 
 class Vqa:
@@ -304,6 +305,7 @@ class Vqa:
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         self.model = _pretrained(AutoModelForImageTextToText, model, dtype)
         self.processor = AutoProcessor.from_pretrained(model)
+        self.processor.image_processor = PreparesOnce(self.processor.image_processor)
         tokenizer = self.processor.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         self.yes = answer_ids(tokenizer, "yes")
@@ -342,7 +344,9 @@ class Vqa:
 
     def values(self, asked):
         """(pictures shown together, question, sign) each -> (Q,) float32 on the CPU, in 0..1."""
-        parts = [asked[at : at + AT_ONCE] for at in range(0, len(asked), AT_ONCE)]
+        size = AT_ONCE // max((len(shown) for shown, _, _ in asked), default=1)
+        parts = [asked[at : at + size] for at in range(0, len(asked), size)]
+        self.processor.image_processor.prepared = {}  # those of an earlier call may have changed since
         with lend_gpu(self.model) as device:
             odds = [self.log_odds([(shown, question) for shown, question, _ in part], device) for part in parts]
         signs = torch.tensor([float(sign) for _, _, sign in asked])
@@ -360,7 +364,8 @@ class Vqa:
             text=[chat(*each) for each in asked], images=[shown for shown, _ in asked],
             padding=True, padding_side="left", return_tensors="pt",
         )  # fmt: skip
-        logits = self.model(**inputs.to(device, self.model.dtype), logits_to_keep=1).logits[:, -1].float()  # (B, V)
+        options = {"logits_to_keep": 1, "use_cache": False}  # a cache would take 2.4 GB, and nothing reads it
+        logits = self.model(**inputs.to(device, self.model.dtype), **options).logits[:, -1].float()  # (B, V)
         return (logits[:, self.yes].logsumexp(-1) - logits[:, self.no].logsumexp(-1)).cpu()
 
 
@@ -386,6 +391,32 @@ class Edit(Vqa):
         done = prompt.strip().replace('"', "'")
         return {f'Has the first picture been changed as asked: "{done}"?': 1,
                 "Is everything else in the second picture as it was in the first?": 1}  # fmt: skip
+
+
+class PreparesOnce:
+    """An image processor that prepares a picture once, not once per question: for SmolVLM it is cut into 17 tiles.
+
+    Pictures of several sizes are prepared together as ever, because they are padded to one size.
+    """
+
+    def __init__(self, prepare):
+        self.prepare = prepare
+        self.prepared = {}  # {ids of the pictures shown together: BatchFeature}, those of the last pass
+
+    def __getattr__(self, name):
+        return getattr(self.prepare, name)
+
+    def __call__(self, images, **options):
+        """images: B lists of pictures shown together."""
+        if any(isinstance(shown, Image.Image) for shown in images) or len({p.size for s in images for p in s}) > 1:
+            return self.prepare(images, **options)
+        shown = {tuple(map(id, pictures)): pictures for pictures in images}
+        known = self.prepared
+        self.prepared = {ids: known.get(ids) or self.prepare([each], **options) for ids, each in shown.items()}
+        rows = [self.prepared[tuple(map(id, pictures))] for pictures in images]
+        joined = {name: [row[name] for row in rows] for name in rows[0]}
+        flat = lambda lists: [value for each in lists for value in each]
+        return BatchFeature({n: torch.cat(v) if torch.is_tensor(v[0]) else flat(v) for n, v in joined.items()})
 
 
 def answer_ids(tokenizer, word):
@@ -500,7 +531,7 @@ def _load_from_file(name):
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         raise ValueError(f"the reward file {path} cannot be loaded: {in_one_line(error)}") from error
-    if function not in names:
+    if function not in names or not callable(names[function]):
         raise ValueError(f"{path} has no function {function!r}")
     return names[function]
 
@@ -529,7 +560,7 @@ def score(rewards, images, prompts, targets, sources=None, begun=None):
     plain = {name: function for name, (function, _) in rewards.items() if name not in begun[0]}
     values = {}
     for name, function in plain.items():
-        values[name] = call_reward(name, lambda f=function: f(*what_it_takes(f, *given)), *given[:2])
+        values[name] = call_reward(name, lambda f=function: with_its_arguments(f, *given), *given[:2])
     values |= {name: torch.cat([part[name]() for part in begun]) for name in begun[0]}
     return {name: values[name] for name in rewards}
 
@@ -543,9 +574,9 @@ def begin_scoring(rewards, images, prompts, targets, sources=None):
 
     async def call(function):  # in there, so that a wrong signature is the reward's error too
         try:
-            return await function(*what_it_takes(function, *given))
-        except SystemExit as error:  # or it would end the loop, and all would wait for ever
-            raise RuntimeError(f"SystemExit: {error}") from error
+            return await with_its_arguments(function, *given)
+        except (SystemExit, KeyboardInterrupt) as error:  # or it would end the loop, and all would wait for ever
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     begun = {}
     for name, (function, _) in rewards.items():
@@ -597,12 +628,21 @@ def call_reward(name, call, images, prompts):
     return values
 
 
-def what_it_takes(function, images, prompts, targets, sources):
-    """The arguments of a reward: its own copies, which it may draw on or sort; sources if it has such a parameter."""
-    pictures = (images, targets, sources)
-    images, targets, sources = (each and [picture and picture.copy() for picture in each] for each in pictures)
-    takes_sources = "sources" in inspect.signature(function).parameters
-    return images, list(prompts), targets, *([sources] if takes_sources else [])
+def with_its_arguments(function, images, prompts, targets, sources):
+    """Calls a reward with copies of its own, which it may draw on or sort: by name where it names them all, else in order.
+
+    Sources are given only to a reward that has a parameter of this name.
+    """
+    pictures = {"images": images, "targets": targets, "sources": sources}
+    given = {name: each and [picture and picture.copy() for picture in each] for name, each in pictures.items()}
+    given["prompts"] = list(prompts)
+    signature = inspect.signature(function)
+    taken = {name: given[name] for name in signature.parameters if name in given}
+    if {"images", "prompts", "targets"} <= taken.keys():
+        call = inspect.BoundArguments(signature, taken)
+        return function(*call.args, **call.kwargs)
+    in_order = [given[name] for name in ("images", "prompts", "targets")]
+    return function(*in_order, **({"sources": given["sources"]} if "sources" in taken else {}))
 
 
 def weights_of(rewards):

@@ -56,13 +56,12 @@ def test_text_models_whose_layers_see_no_mask_are_told_what_to_do(change):
 class Judge(BaseHTTPRequestHandler):
     """Fails as often as it is told, then scores each picture by its red, and cannot judge what a cat is."""
 
-    failures, cut, asked, status, says = 0, False, 0, 500, None
+    failures, cut, says = 0, False, None
 
     def do_POST(self):
-        Judge.asked += 1
         if Judge.failures > 0:
             Judge.failures -= 1
-            self.send_error(Judge.status)
+            self.send_error(500)
             return
         if Judge.says is not None:
             self.send_response(200)
@@ -88,14 +87,14 @@ class Judge(BaseHTTPRequestHandler):
 def url():
     server = HTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    Judge.failures, Judge.asked, Judge.status, Judge.says = 0, 0, 500, None
+    Judge.failures, Judge.says = 0, None
     yield f"http://127.0.0.1:{server.server_port}/score"
     server.shutdown()
 
 
 def test_a_judge_behind_http_is_asked_again(url):
     served = functools.partial(load("my_reward").served, url=url, waits=(0, 0))
-    for failures, Judge.cut in ((0, False), (2, False), (0, True)):  # it has answered before it fails
+    for failures, Judge.cut in ((0, False), (2, False), (0, True)):
         Judge.failures = failures
         first, cat, last = ask(served)
         assert (first, last) == (10, 30) and math.isnan(cat)
@@ -104,41 +103,17 @@ def test_a_judge_behind_http_is_asked_again(url):
         ask(served)
 
 
-def test_a_judge_that_cannot_mend_is_asked_twice(url):
-    """One that is not there, refuses, answers with something else, or has never answered; the error is named."""
-    example = load("my_reward")
-    served = functools.partial(example.served, url=url, waits=(0, 0, 100))
-    for Judge.failures, Judge.says, words in (
-        (9, None, "HTTP Error 500"), (0, [b'{"error": "out of memory"}'], "list of scores: {'error': 'out of memory'}"),
-        (0, [b"<html>"], "JSONDecodeError"), (0, [b"[1, 2, 3]"], "without a list of scores: \\[1, 2, 3"),
-    ):  # fmt: skip
-        Judge.asked = 0
+def test_an_answer_of_another_form_is_named(url):
+    served = functools.partial(load("my_reward").served, url=url, waits=())
+    for Judge.says, words in (([b'{"error": "out of memory"}'], "KeyError: 'scores'"), ([b"<html>"], "JSONDecodeError"),
+                              ([b'{"scores": [1]}'], "gave shape \\(1,\\) for 3 images")):  # fmt: skip
         with pytest.raises(rewards.RewardError, match=words):
             ask(served)
-        assert Judge.asked == 2
-    Judge.failures, Judge.says, Judge.status = 0, None, 404
-    assert ask(served)[0] == 10 and example.answered == {url}
-    for Judge.failures, Judge.status, times in ((9, 404, 2), (2, 500, 3)):
-        Judge.asked = 0
-        if times == 2:
-            with pytest.raises(rewards.RewardError, match="HTTP Error 404"):
-                ask(served)
-        else:
-            ask(served)
-        assert Judge.asked == times
-
-
-def test_a_judge_that_drips_is_given_up_in_time(url):
-    """No single read takes long, and what comes in the end would be an answer."""
-    Judge.says = (time.sleep(0.05) or part for part in [b" "] * 30 + [b'{"scores": []}'])
-    with pytest.raises(TimeoutError, match="no whole answer in 0.3 seconds"):
-        load("my_reward").ask(urllib.request.Request(url, b'{"images": [], "prompts": []}'), 0.3)
 
 
 def test_the_judge_is_given_up_before_other_ranks_are():
-    defaults = inspect.signature(load("my_reward").served).parameters
-    waits, limit = defaults["waits"].default, defaults["limit"].default
-    assert sum(waits) + (len(waits) + 1) * limit < 9 * 60
+    waits = inspect.signature(load("my_reward").served).parameters["waits"].default
+    assert sum(waits) + (len(waits) + 1) * 100 < 9 * 60
 
 
 def ask(served):

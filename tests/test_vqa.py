@@ -281,6 +281,68 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
     assert lent == [vqa.model] and next(vqa.model.parameters()).device.type == "cpu" and torch.is_grad_enabled()
 
 
+def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, monkeypatch):
+    """However many questions there are, over several passes; pictures of several sizes too, which are padded together."""
+    vqa = rewards.Vqa(folder)
+    plain = vqa.processor.image_processor.prepare
+    prepared, seen, cached = [], [], []
+    prepare, forward = type(plain).preprocess, vqa.model.forward
+    monkeypatch.setattr(
+        type(plain),
+        "preprocess",
+        lambda self, images, *a, **k: prepared.append(len(images)) or prepare(self, images, *a, **k),
+    )
+
+    def spy(**inputs):
+        output = forward(**inputs)
+        seen.append({name: inputs[name] for name in ("pixel_values", "pixel_attention_mask", "input_ids")})
+        cached.append(output.past_key_values)
+        return output
+
+    monkeypatch.setattr(vqa.model, "forward", spy)
+    one, two, three = pictures((64, 64), (64, 64), (48, 80))
+    for images, prompts, alone in (([one, two], [LEMONS] * 2, 2), ([one, three], [LEMONS] * 2, None)):
+        found = []
+        for processor in (rewards.PreparesOnce(plain), plain):
+            vqa.processor.image_processor = processor
+            processor.prepared = {}
+            found.append(vqa(images, prompts, None))
+        assert torch.equal(*found) and len(seen) == 4, "two passes each"
+        for ours, expected in zip(seen[:2], seen[2:], strict=True):
+            assert all(torch.equal(ours[name], expected[name]) for name in expected)
+        assert alone is None or prepared == [1] * alone + [8, 8]
+        seen.clear()
+        prepared.clear()
+    assert not any(cached), "nothing would read it"
+
+
+def test_a_picture_that_has_changed_is_prepared_again(folder):
+    vqa = rewards.Vqa(folder)
+    (image,) = pictures((64, 64))
+    before = vqa([image], ["a cat"], None)
+    image.paste("black", (0, 0, 64, 64))
+    assert vqa([image], ["a cat"], None) != before
+
+
+def test_logits_are_those_with_a_cache(folder):
+    vqa = rewards.Vqa(folder)
+    forward = vqa.model.forward
+    image = pictures((64, 64))
+    without = vqa(image, [LEMONS], None)
+    vqa.model.forward = lambda **inputs: forward(**inputs | {"use_cache": True})
+    assert torch.equal(vqa(image, [LEMONS], None), without)
+
+
+def test_a_pass_has_as_many_pictures_whether_one_or_two_are_shown_together(folder, monkeypatch):
+    sizes = []
+    edit = rewards.Edit(folder)
+    log_odds = edit.log_odds
+    monkeypatch.setattr(edit, "log_odds", lambda asked, device: sizes.append(len(asked)) or log_odds(asked, device))
+    images = pictures(*[(32, 32)] * 5)
+    edit(images, ["x"] * 5, None, images[::-1])
+    assert sizes == [rewards.AT_ONCE // 2] * 2 + [2]
+
+
 # ---- what cannot be asked -------------------------------------------------------------------------------------------
 
 
