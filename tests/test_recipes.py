@@ -1,0 +1,151 @@
+"""The recipes of grpo.COPYING, edited into a copy to the letter: against the papers, and in whole runs."""
+
+import importlib.util
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
+
+import grpo
+
+EDITS = {  # [what stands in grpo.py, what replaces it]
+    "GRPO": [],
+    "Dr. GRPO": [
+        [" / (std + eps)", ""],
+        ["weight = share", "weight = mask / mask.shape[1] / len(mask)"],
+    ],
+    "DAPO's token mean": [
+        ["weight = share", "weight = mask / mask.sum().clamp(min=1)"],
+        ["return len(rows)", "return len(rows) if group.mask is None else group.mask[rows].sum().item()"],
+    ],
+    "DAPO's two clip ranges": [
+        ["ratio.clamp(1 - clip_range, 1 + clip_range)", "ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range)"]
+    ],
+    "GSPO": [
+        ["ratio = log_ratio.exp()", "ratio = (log_ratio * share * len(mask)).sum(1, keepdim=True).exp()"],
+        ["clip_range: float = 0.2", "clip_range: float = 3e-4"],
+    ],
+}
+REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
+
+
+moved_on_purpose = pytest.mark.filterwarnings("ignore:sampling and scoring", "ignore:kl is above 0")
+
+
+def edit(name, file):
+    """Writes grpo.py after an edit that COPYING names."""
+    code, copying = (ROOT / "grpo.py").read_text().split("COPYING = ")
+    for old, new in EDITS[name]:
+        assert code.count(old) == 1 and new in grpo.COPYING, old
+        code = code.replace(old, new)
+    file.write_text(f"{code}COPYING = {copying}")
+
+
+def edited(name, folder):
+    """The module after an edit."""
+    edit(name, folder / "edited.py")
+    spec = importlib.util.spec_from_file_location("edited", folder / "edited.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.MAX_GRAD_NORM = float("inf")  # a step of SGD is then the gradient
+    return module
+
+
+def paper(name, model, groups, kl_coef=0.1):
+    """The gradient of the loss as the papers write it, over all sequences at once, padded by their masks."""
+    terms, masks = [], []
+    for group, rewards in zip(groups, REWARDS.split(4), strict=True):
+        ids = torch.cat([group.prompt_ids.expand(4, -1), group.tokens], dim=1)
+        logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1, IDS].log_softmax(-1)
+        new = logprobs.gather(-1, (group.tokens - IDS.start)[..., None])[..., 0]  # (4, T)
+        advantages = (rewards - rewards.mean())[:, None]
+        if name != "Dr. GRPO":
+            advantages = advantages / (rewards.std() + 1e-6)
+        log_ratio = new - group.old_logprobs
+        if name == "GSPO":  # the geometric mean of a sequence's ratios, for all of its tokens
+            lengths = group.mask.sum(1, keepdim=True)
+            log_ratio = ((log_ratio * group.mask).sum(1, keepdim=True) / lengths).expand(-1, LENGTH)
+        ratio = log_ratio.exp()
+        low, high = {"DAPO's two clip ranges": (0.2, 0.28), "GSPO": (3e-4, 3e-4)}.get(name, (0.2, 0.2))
+        gain = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+        k3 = (group.ref_logprobs - new).exp() - (group.ref_logprobs - new) - 1
+        terms.append(kl_coef * k3 - gain)
+        masks.append(group.mask)
+    terms, mask = torch.cat(terms), torch.cat(masks)
+    if name == "DAPO's token mean":
+        loss = (terms * mask).sum() / mask.sum()
+    elif name == "Dr. GRPO":
+        loss = (terms * mask).sum() / LENGTH / len(mask)
+    else:
+        loss = ((terms * mask).sum(1) / mask.sum(1)).mean()
+    return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+
+
+def prepared(name, micro_batch_size, folder):
+    """A trainer with an edit, and two groups of ragged masks from before its policy moved."""
+    module = edited(name, folder)
+    settings = {"micro_batch_size": micro_batch_size, "kl_coef": 0.1}
+    run = trainer(with_adapter(llama()), lr=1.0, module=module, **settings)
+    groups = run.sample([(ids, None, LENGTH) for ids in EQUAL], 4, 0)
+    module.set_advantages(groups, REWARDS)
+    for group, lengths in zip(groups, ([8, 3, 5, 1], [2, 1, 2, 4]), strict=True):
+        group.mask = (torch.arange(LENGTH) < torch.tensor(lengths)[:, None]).float()
+    run.add_reference(groups)
+    perturb(run.model, 0.2)
+    return run, groups
+
+
+def taken(run, update):
+    """By how much each weight that learns goes down in an update."""
+    learning = [p for p in run.model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in learning]
+    metrics = update()
+    return [b - p.detach() for b, p in zip(before, learning, strict=True)], metrics
+
+
+@moved_on_purpose
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
+    run, groups = prepared(name, size, tmp_path)
+    expected = paper(name, run.model, groups)
+    gradient, metrics = taken(run, lambda: run.update(groups))
+    for found, wanted in zip(gradient, expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
+    assert 0 < metrics["clip_fraction"] < 1
+    if name == "Dr. GRPO":
+        plain, same_groups = prepared("GRPO", size, tmp_path)
+        expected = plain.update(same_groups)
+        for metric in ("ratio_mean", "kl", "mean_logprob_gap"):
+            assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5), "means stay means"
+
+
+@moved_on_purpose
+@pytest.mark.parametrize("name", ["GRPO", "DAPO's token mean"])
+def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
+    """Each has one of two groups, whose tokens differ in number; dist is played by two threads."""
+    barrier, given = threading.Barrier(2, timeout=60), {}
+
+    def all_reduce(tensor, op):
+        given[threading.get_ident()] = tensor.clone()
+        barrier.wait()
+        both = torch.stack([*given.values()])
+        barrier.wait()
+        tensor.copy_({dist.ReduceOp.AVG: both.double().mean(0), dist.ReduceOp.MAX: both.amax(0)}[op])
+
+    ranks = [prepared(name, 3, tmp_path) for _ in range(2)]
+    expected = paper(name, ranks[0][0].model, ranks[0][1])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(taken, run, lambda run=run, group=groups[i]: run.update([group]))
+            for i, (run, groups) in enumerate(ranks)
+        ]
+        for gradient, _ in [job.result() for job in jobs]:
+            for found, wanted in zip(gradient, expected, strict=True):
+                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
