@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 import train
 from benchmarks.glm_image import pipeline
 from glm_image.decoder import gaussian_step, log_density
-from grpo import _sample_token, get_per_token_logprobs
 from glm_image.memory import needed
+from grpo import _sample_token, get_per_token_logprobs
 from runtime.gpu import CapturedForward
 
 META = torch.device("meta")

@@ -87,7 +87,7 @@ def compare(run, data, settings, options):
             rows = slice(at, at + settings.prompts_per_step)
             some = encode(run, settings, texts[rows], sources[rows])
             groups += run.policy.sample(some, settings.group_size, seed=1000 + at)
-    deployed = deployed(settings)
+    deployed = train.deployed(settings)
     painters = [(deployed, ""), *((painter, "") for painter in cheaper(deployed, options.painted_steps))]
     if options.compiled:
         painters += [(painter, "  (compiled)") for painter, _ in painters]

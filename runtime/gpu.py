@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace

@@ -80,7 +80,12 @@ def build_parser():
 
     group = parser.add_argument_group("model and data")
     flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
-    flag("settings", str, None, "start from the settings in this file, such as a run's settings.json; flags on the command line win")
+    flag(
+        "settings",
+        str,
+        None,
+        "start from the settings in this file, such as a run's settings.json; flags on the command line win",
+    )
     flag("adapter", str, None, "start from the adapters in the folder of another run; with --steps 0 evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt per line")
     flag("order", str, "shuffled", "order of the prompts: shuffled each epoch, or as in the file (say, easy ones first)",

@@ -35,13 +35,12 @@ from PIL import Image
 import train
 from grpo import compute_advantages
 from rewards import REWARDS
-from runtime import UserError, ranks, settings
-from runtime.data import read_prompts
+from runtime import UserError, log, ranks, settings
+from runtime.data import Prompts, read_prompts
 from runtime.log import Phases
 from runtime.metrics import (
     format_step,
     reward_metrics,
-    spreads,
     step_metrics,
     why_nothing_was_learned,
 )
@@ -76,7 +75,7 @@ def real_run(tmp_path_factory):
     process = command(
         folder, "--model", TINY, "--prompts", "prompts.txt", "--targets", "targets", "--steps", "2",
         "--prompts-per-step", "2", "--group-size", "3", "--iterations", "2", "--reward", "ssim:1,mse:0.5",
-        "--sample-every", "1", "--eval-count", "2", environment=environment,
+        "--eval-count", "2", environment=environment,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     return folder, process
@@ -181,8 +180,9 @@ def test_targets_are_sorted_as_people_count(tmp_path):
     assert [target.getpixel((0, 0))[0] for target in prompts.targets] == [0, 1, 2, 3]
 
 
-def test_pictures_and_evaluations_come_when_asked_for(quick):
-    assert quick("--steps", "5", "--sample-every", "3", "--eval-every", "2", "--out", "run") == 0
+def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
+    monkeypatch.setattr(log, "SAMPLE_EVERY", 3)
+    assert quick("--steps", "5", "--eval-every", "2", "--out", "run") == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
     assert groups == ["group-000001.png", "group-000003.png", "group-000005.png"]
     assert [record["step"] for record in records("run/evaluation.jsonl")] == [0, 2, 4, 5]
@@ -226,27 +226,27 @@ def test_groups_jsonl_has_the_prompts_and_rewards_of_all_groups(quick):
 
 def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
     """The judge of the first waits for the second to be begun; the last one's ends after the painting."""
-    decode, painting = train.paint, threading.Event()
+    stock_paint, painting = train.paint, threading.Event()
 
     def paint(pipe, prompt, *given):
         if prompt.startswith("a blue"):
             painting.set()
-        return decode(pipe, prompt, *given)
+        return stock_paint(pipe, prompt, *given)
 
     async def judge(images, prompts, targets):
         return [float(await asyncio.to_thread(painting.wait, 20))] * len(images)
 
-    monkeypatch.setattr(train, "paint", decode_images)
-    settings = tiny_settings("--height", "32", "--width", "32", "--decode-steps", "1")
-    run, pictures = build_run(settings), settings
-    prompts = Path("prompts.txt").read_text().splitlines()
-    rolled = train.rollout(run, pictures, {"judge": (judge, 1.0)}, prompts, None, 0, 2)
+    monkeypatch.setattr(train, "paint", paint)
+    settings = tiny_settings("--height", "32", "--width", "32", "--decode-steps", "1", "--group-size", "2")
+    prompts = Prompts(Path("prompts.txt").read_text().splitlines())
+    rolled = train.rollout(build_run(settings), settings, {"judge": (judge, 1.0)}, prompts, 0)
     assert rolled.raw_rewards["judge"].tolist() == [1] * 4
 
 
 def test_prompts_sampled_a_few_at_a_time_are_as_if_sampled_side_by_side(quick, monkeypatch):
-    prompts = ["a red circle", "a blue cross", "a red cross"]  # of one length: no padding that would round otherwise
+    prompts = Prompts(["a red circle", "a blue cross", "a red cross"])  # equally long: no padding to round differently
     flags = ["--height", "32", "--width", "32", "--decode-steps", "1", "--temperature", "2", "--top-p", "1"]
+    flags += ["--group-size", "2"]
     run, found, sampled = build_run(tiny_settings(*flags)), [], []
     sample = run.policy.sample
 
@@ -258,9 +258,7 @@ def test_prompts_sampled_a_few_at_a_time_are_as_if_sampled_side_by_side(quick, m
 
     monkeypatch.setattr(run.policy, "sample", counted)
     batches = [[], ["--sample-batch", "2"], ["--sample-batch", "1"]]
-    rollout = lambda batch: train.rollout(
-        run, tiny_settings(*flags, *batch), {}, prompts, None, 7, 2
-    )
+    rollout = lambda batch: train.rollout(run, tiny_settings(*flags, *batch), {}, prompts, 7)
     found = [rollout(batch) for batch in batches]
     assert sampled == [3, 2, 1, 1, 1, 1]
     for other in found[1:]:
@@ -407,7 +405,6 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--out", "old"], "old already holds a run; choose another --out, or go on with it: --resume old"),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
         (["--reward", "ssim", "--targets", "none"], "'ssim' compares with target pictures: give --targets"),
-        (["--train", "decoder", "--decode-window", "6"], "--decode-window must be below --decode-steps 6"),
         (["--settings", "missing.json"], "cannot read the settings in missing.json"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
         (["--resume", "run", "--out", "other"], "leave out --out"),
@@ -475,42 +472,15 @@ def test_a_refusal_has_no_traceback(tmp_path):
 
 def test_prompts_come_round_once_an_epoch_in_another_order():
     settings = SimpleNamespace(seed=0, prompts_per_step=3, order="shuffled")
-    rows = [row for step in range(20) for row in train.prompt_indices(step, settings, "abcd")]
+    rows = [row for step in range(20) for row in train.prompt_indices(step, settings, 4)]
     epochs = [rows[i : i + 4] for i in range(0, 60, 4)]
     assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 5
-    assert train.prompt_indices(7, settings, "abcd") == rows[21:24], "a function of the step"
+    assert train.prompt_indices(7, settings, 4) == rows[21:24], "a function of the step"
     other = SimpleNamespace(seed=1, prompts_per_step=60, order="shuffled")
-    assert train.prompt_indices(0, other, "abcd") != rows
+    assert train.prompt_indices(0, other, 4) != rows
     settings.order = "file"
-    assert [train.prompt_indices(step, settings, "abcd") for step in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
-
-
-def test_spreads_of_prompts_by_hand():
-    """The last group counts, each reward in units of its mean; "new" has the mean of all, "dead" a tenth of it."""
-    records = [
-        {"prompt": "wide", "rewards": {"a": [0.0, 0.0], "b": [0.0, 0.0]}},
-        {"prompt": "dead", "rewards": {"a": [3.0, 3.0, None], "b": [None, 7.0, None]}},
-        {"prompt": "wide", "rewards": {"a": [0.0, 4.0, None], "b": [10.0, 70.0, 40.0]}},
-        {"prompt": "near", "rewards": {"a": [1.0, 2.0, 3.0], "b": [None, None, None]}},
-    ]
-    of_a, of_b = np.array([np.std([0, 4], ddof=1), 0, 1]), np.array([30, 0, 0])  # wide, dead, near
-    wide, _, near = 2 * of_a / of_a.mean() + 0.5 * of_b / of_b.mean()
-    found = spreads(["new", "dead", "near", "wide"], records, {"a": 2.0, "b": -0.5})
-    assert found == pytest.approx([2.5, 0.25, near, wide])
-    assert spreads("xy", [], {"a": 2.0}) == [2, 2] and spreads("xy", [], {"a": 0.0}) == [1, 1]
-
-
-def test_prompts_are_drawn_by_their_spreads_and_none_twice_in_a_step():
-    settings = SimpleNamespace(seed=0, prompts_per_step=1, order="spread")
-    records = [{"prompt": p, "rewards": {"r": [0.0, r]}} for p, r in (("a", 6.0), ("b", 3.0), ("c", 3.0), ("d", 0.0))]
-    draw = lambda step: train.prompt_indices(step, settings, "abcd", records, {"r": 1.0})
-    shares = np.bincount([draw(step)[0] for step in range(4000)], minlength=4) / 4000
-    assert shares == pytest.approx(np.array([6, 3, 3, 0.3]) / 12.3, abs=0.03)
-    settings.prompts_per_step = 4
-    assert all(sorted(draw(step)) == [0, 1, 2, 3] for step in range(9)) and len({tuple(draw(s)) for s in range(9)}) > 2
-    settings.prompts_per_step = 6
-    assert draw(3)[4:] == draw(3)[:2], "more than there are: some twice"
+    assert [train.prompt_indices(step, settings, 4) for step in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
 
 
 def test_no_two_groups_share_a_seed(monkeypatch):
@@ -534,7 +504,7 @@ def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps
         first, last = (train.seed_of_step(s, SimpleNamespace(seed=seed, prompts_per_step=4)) for s in (0, steps))
         own, *evaluations = (
             [start + offset for offset in (0, 2**30, 2**31)]
-            for start in (first, train.SEEDS["evaluation"], train.SEEDS["held out"])
+            for start in (first, train.SEEDS["training"], train.SEEDS["held out"])
         )
         for start in own:
             for other in {*own, *evaluations[0], *evaluations[1]} - {start}:
@@ -558,26 +528,26 @@ def test_a_gpu_is_named_by_its_number(quick, capsys, monkeypatch):
 @pytest.mark.parametrize("prompts_per_step", [1, 2])
 def test_an_evaluation_is_always_of_the_same_prompts_and_seeds(quick, monkeypatch, prompts_per_step):
     """And of seeds that training never draws from; how many are painted at once is no matter."""
-    painted, decode = [], train.paint
+    painted, stock_paint = [], train.paint
 
     def paint(pipe, prompt, tokens, settings, seed, source):
         painted.append((prompt, seed))
-        return decode(pipe, prompt, tokens, settings, seed, source)
+        return stock_paint(pipe, prompt, tokens, settings, seed, source)
 
-    monkeypatch.setattr(train, "paint", decode_images)
+    monkeypatch.setattr(train, "paint", paint)
     Path("new.txt").write_text("a green ring\na blue ring\na third that is never asked for\n")
     arguments = ["--prompts-per-step", f"{prompts_per_step}", "--eval-prompts", "new.txt", "--eval-targets", "none"]
     assert quick("--steps", "2", *arguments, "--eval-count", "2", "--out", "run") == 0
     prompts = Path("prompts.txt").read_text().splitlines()
     before, training, after = painted[:4], painted[4:-4], painted[-4:]
-    known = [(prompts[0], train.SEEDS["evaluation"]), (prompts[1], train.SEEDS["evaluation"] + 1)]
+    known = [(prompts[0], train.SEEDS["training"]), (prompts[1], train.SEEDS["training"] + 1)]
     assert (
         before
         == after
         == [*known, ("a green ring", train.SEEDS["held out"]), ("a blue ring", train.SEEDS["held out"] + 1)]
     )
     assert len({seed for _, seed in training}) == len(training) == 2 * prompts_per_step
-    assert max(seed for _, seed in training) < train.SEEDS["evaluation"] < train.SEEDS["held out"] < 2**30
+    assert max(seed for _, seed in training) < train.SEEDS["training"] < train.SEEDS["held out"] < 2**30
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -685,7 +655,7 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
     """Weights move three times in a step where policy and decoder take turns."""
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Phases(CPU, 1)
+    clock = Phases(CPU)
     for phase in ("move", "sample", "move"):
         with clock(phase):
             assert clock.name == phase
@@ -693,7 +663,6 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
     with clock("move"):
         pass
     assert clock.read() == {"seconds/move": 1}, "of the next step"
-    clock.bar.close()
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])
@@ -705,7 +674,7 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     settings = tiny_settings("--height", "32", "--width", "32", "--combine", combine)
     run = build_run(settings)
     monkeypatch.setattr(run.policy, "update", lambda groups: seen.extend(groups) or {})
-    rolled, metrics = train.grpo_step(run, settings, functions, ["a red circle"], None, 0)
+    rolled, metrics = train.grpo_step(run, settings, functions, Prompts(["a red circle"]), 0)
     total = 2 * a + 0.5 * b
     if combine == "zscore":
         total = 2 * compute_advantages(a, 4) + 0.5 * compute_advantages(b, 4)
@@ -729,8 +698,8 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
         "--height", "32", "--width", "32", "--group-size", "3", "--temperature", "9", "--top-p", "1"
     )
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
-    prompts = ["a red circle", "a blue cross"]
-    rolled, _ = train.grpo_step(build_run(settings), settings, {"colour": (colour, 1.0)}, prompts, None, 0)
+    prompts = Prompts(["a red circle", "a blue cross"])
+    rolled, _ = train.grpo_step(build_run(settings), settings, {"colour": (colour, 1.0)}, prompts, 0)
     assert len(rolled.groups) == 2 and len(rolled.images) == 6
     for group in rolled.groups:
         numbers = torch.tensor([float(number(codes)) for codes in group.tokens])

@@ -28,7 +28,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import grpo
 import rewards
 import train
-from runtime import UserError
+from runtime import UserError, log
 from runtime.data import Source, fitted, read_prompts
 from runtime.gpu import CapturedForward
 from train import encode_prompt  # quick shortens that in train.py
@@ -173,8 +173,9 @@ def test_sources_are_made_to_fit(tmp_path):
     for name, colour in (("10.png", "red"), ("2.png", "blue")):
         Image.new("RGBA", (50, 50), colour).save(tmp_path / "sources" / name)
     read = read_prompts(tmp_path / "edits.txt", None, tmp_path / "sources", (64, 64))
-    texts, targets, sources = read.take([1, 0])
-    assert texts == ["make it red", "make it blue"] and targets is None
+    taken = read.take([1, 0])
+    sources = taken.sources
+    assert taken.texts == ["make it red", "make it blue"] and taken.targets is None
     assert [source.image.getpixel((5, 5)) for source in sources] == [(255, 0, 0), (0, 0, 255)], "2 before 10"
     assert {(source.image.size, source.image.mode, source.codes) for source in sources} == {((64, 64), "RGB", None)}
 
@@ -195,7 +196,7 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     source = source_of(stock, *given)
     height, width = size
     options = ["--height", height, "--width", width, "--decode-steps", 2, "--guidance-scale", guidance]
-    pictures = train.picture_settings(tiny_settings(*map(str, options)))
+    settings = tiny_settings(*map(str, options))
     noise = torch.randn(1, 8, height // 8, width // 8, generator=torch.Generator().manual_seed(5 + 2**31))
     seed = lambda: torch.Generator().manual_seed(3)
     expected = stock(
@@ -207,8 +208,8 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     assert tokens.max() < make.NUM_CODES
     forget(stock)
     painter = GlmImagePipeline(**{**stock.components, "vision_language_encoder": None})
-    (found,) = train.paint(painter, WISH, tokens, pictures, 5, source)
-    (without,) = train.paint(painter, WISH, tokens, pictures, 5)
+    (found,) = train.paint(painter, WISH, tokens, settings, 5, source)
+    (without,) = train.paint(painter, WISH, tokens, settings, 5)
     assert found.size == expected.size == (width, height)
     difference = lambda image: np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max()
     assert difference(found) <= 1 < difference(without), "the source takes part"
@@ -253,14 +254,15 @@ def edits(quick):
 
 
 def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
-    decode, painted = train.paint, set()
+    stock_paint, painted = train.paint, set()
 
-    def paint(pipe, prompt, tokens, pictures, seed, source):
+    def paint(pipe, prompt, tokens, settings, seed, source):
         painted.add((prompt, source.image.getpixel((0, 0)), len(source.codes)))
-        return decode(pipe, prompt, tokens, pictures, seed, source)
+        return stock_paint(pipe, prompt, tokens, settings, seed, source)
 
-    monkeypatch.setattr(train, "paint", decode_images)
-    assert edits("--steps", "2", "--out", "run", "--sample-every", "1", "--eval-count", "2") == 0
+    monkeypatch.setattr(train, "paint", paint)
+    monkeypatch.setattr(log, "SAMPLE_EVERY", 1)
+    assert edits("--steps", "2", "--out", "run", "--eval-count", "2") == 0
     pink, white = make.BACKGROUNDS["pink"], make.BACKGROUNDS["white"]
     assert painted == {("make it blue", pink, CODES), ("make it a square", white, CODES)}, "each with its own source"
     for record in records("run/metrics.jsonl"):
@@ -290,7 +292,7 @@ def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
 
 
 def test_two_ranks_edit_as_one_process_with_twice_the_prompts(edits, start):
-    arguments = ["--steps", "1", "--eval-count", "2", "--sample-every", "1"]
+    arguments = ["--steps", "1", "--eval-count", "2"]
     assert edits(*arguments, "--prompts-per-step", "2", "--out", "one") == 0
     codes, outputs = together(start, *EDITS, *arguments, "--prompts-per-step", "1", "--out", "two")
     assert codes == [0, 0], outputs

@@ -8,7 +8,9 @@ import torch
 from conftest import CPU, adapter_of, build_run, records, resume, tiny_settings
 
 import train
+from glm_image.model import LORA_TARGETS
 from grpo import Offload, get_per_token_logprobs
+from runtime.adapters import add_adapter
 from runtime.int8 import Int8Linear, round_linears
 
 
@@ -73,7 +75,7 @@ def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
             round_linears(own.model.language_model.layers)
             reference = logprobs(own)
         assert 0 < (reference - exact).abs().mean() < off
-        model, _ = train.add_adapter(own, "codes", LORA_TARGETS["codes"], settings)
+        model, _ = add_adapter(own, "codes", LORA_TARGETS["codes"], settings)
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,7 @@ from grpo import get_per_token_logprobs
 from runtime import UserError, checkpoints
 from runtime.log import Record
 from runtime.pictures import fitting, font_for, save_before_after, save_grid
-from runtime.settings import TINY
+from runtime.settings import TINY, deployed
 from train import encode_prompt  # quick shortens that in train.py
 
 SIZES = [(128, 128), (128, 256), (224, 96)]  # square, wide, tall: an exchange of rows and columns shows on the last two
@@ -142,16 +142,18 @@ def test_only_adapters_are_trained(run):
 
 
 def test_the_vision_tower_is_left_behind(run):
-    names = [name for module in (run.policy.model, *train.painting_models(run.pipe)) for name, _ in module.named_parameters()]
+    names = [
+        name for module in (run.policy.model, *train.painting_models(run.pipe)) for name, _ in module.named_parameters()
+    ]
     assert not [name for name in names if ".visual." in name or ".vqmodel." in name]
     assert len(train.painting_models(run.pipe)) == 3, "glyph encoder, transformer, VAE"
 
 
 def test_the_seed_fixes_the_adapters_start(run):
     def start(run):
-        learners = (run.policy, run.decoder)
+        trainers = (run.policy, run.decoder)
         return torch.cat(
-            [p.detach().flatten() for half in learners for p in half.model.parameters() if p.requires_grad]
+            [p.detach().flatten() for half in trainers for p in half.model.parameters() if p.requires_grad]
         )
 
     flags = ["--lora-rank", "8", "--train", "both", "--seed"]

@@ -28,8 +28,9 @@ from torch._inductor.exc import InductorError
 
 import train
 from grpo import GRPO
-from runtime import UserError
+from runtime import UserError, checkpoints
 from runtime.data import Prompts
+from runtime.gpu import CapturedForward
 from runtime.settings import build_parser
 
 
@@ -52,7 +53,7 @@ def same_run(expected, found):
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [[], ["--order", "spread", "--warmup-steps", "9", "--sample-batch", "1"]])
+@pytest.mark.parametrize("flags", [[], ["--order", "file", "--warmup-steps", "9", "--sample-batch", "1"]])
 def test_a_resumed_run_equals_the_uninterrupted_one(quick, flags):
     """Stopped after 2 of 5 steps, with what a kill in the third may leave in the files. The reward throws dice."""
     arguments = [*write_reward("return torch.rand(len(images))"), "--eval-every", "2", "--iterations", "2", *flags]
@@ -71,9 +72,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick, flags):
     assert json.loads(Path("halves/settings.json").read_text())["steps"] == 5
 
 
-def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(quick):
+def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(quick, monkeypatch):
     """Adam's first step is as long as the rate, whatever the gradient: a quarter of it, where the fourth has all."""
-    arguments = ["--warmup-steps", "3", "--lr", "0.01", "--save-every", "1", "--keep-checkpoints", "9"]
+    monkeypatch.setattr(checkpoints, "KEPT", 9)
+    arguments = ["--warmup-steps", "3", "--lr", "0.01", "--save-every", "1"]
     assert quick(*write_reward(""), *arguments, "--steps", "2", "--out", "run") == 0
     assert resume("run", "--steps", "5") == 0
     load = lambda step: torch.load(f"run/checkpoints/{step:06d}/optimizer.pt", weights_only=True)
@@ -84,9 +86,10 @@ def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(
     assert moved == pytest.approx(0.0025, rel=0.01)
 
 
-def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick):
+def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick, monkeypatch):
     """Killed after the checkpoint of step 2, which was to be evaluated."""
-    assert quick("--steps", "4", "--eval-every", "2", "--keep-checkpoints", "9", "--out", "straight") == 0
+    monkeypatch.setattr(checkpoints, "KEPT", 9)
+    assert quick("--steps", "4", "--eval-every", "2", "--out", "straight") == 0
     shutil.copytree("straight", "killed")
     for left in ("checkpoints/000004", "adapter"):
         shutil.rmtree(f"killed/{left}")
@@ -120,8 +123,8 @@ def test_a_resumed_run_keeps_every_setting_but_these(quick):
     """All settings in turn, each with another value."""
     assert quick("--steps", "1", "--out", "run") == 0
     saved = json.loads(Path("run/checkpoints/000001/state.json").read_text())["settings"]
-    may_change = {"micro_batch_size", "steps", "offload", "compile", "sample_every", "save_every", "keep_checkpoints"}
-    may_change |= {"eval_every", "tracker", "sample_batch"}
+    may_change = {"micro_batch_size", "steps", "offload", "compile", "save_every", "eval_every"}
+    may_change |= {"tracker", "sample_batch"}
     for action in build_parser()[0]._actions:
         if action.dest in ("help", "out", "resume", "settings"):
             continue
@@ -149,7 +152,7 @@ def test_resuming_refuses_what_would_change_the_run(quick, capsys):
         assert resume("run", *arguments) == 2
         assert words in error_of(capsys)
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
-    assert resume("run", "--micro-batch-size", "1", "--sample-every", "1", "--steps", "3") == 0
+    assert resume("run", "--micro-batch-size", "1", "--save-every", "1", "--steps", "3") == 0
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2, 3]
 
 
@@ -246,7 +249,7 @@ def test_checkpoints_are_pruned_but_for_the_best_which_is_named(quick, capsys):
     write_reward(  # by call: the trial, the evaluation before, and then a step and its two evaluations of one prompt each
         "value = {2: 0.1, 3: 0.1, 9: 0.9, 11: 0.95, 15: 0.9}.get(call, 0.5)\nreturn torch.full((len(images),), value)"
     )
-    arguments = ["--reward", "mine.py:reward", "--steps", "5", "--eval-every", "1", "--keep-checkpoints", "2"]
+    arguments = ["--reward", "mine.py:reward", "--steps", "5", "--eval-every", "1"]
     assert quick(*arguments, "--out", "run") == 0
     assert [record["reward"] for record in records("run/evaluation.jsonl")] == pytest.approx(
         [0.1, 0.5, 0.5, 0.95, 0.5, 0.5]
@@ -334,7 +337,7 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
 
     monkeypatch.setattr(GRPO, "sample", broken)
     take, texts, named = Prompts.take, [], []
-    monkeypatch.setattr(Prompts, "take", lambda *given: texts.extend((taken := take(*given))[0]) or taken)
+    monkeypatch.setattr(Prompts, "take", lambda *given: texts.extend((taken := take(*given)).texts) or taken)
     assert quick("--steps", "9", "--prompts-per-step", "2", "--out", "run") == 2
     message = error_of(capsys)
     for words in (
@@ -433,7 +436,7 @@ def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
     def no_compiler(*arguments, **options):
         raise InductorError(RuntimeError("Failed to find C compiler."), None)
 
-    monkeypatch.setattr(train.CapturedForward, "__call__", no_compiler)
+    monkeypatch.setattr(CapturedForward, "__call__", no_compiler)
     assert quick("--steps", "1", "--compile", "yes") == 2
     message = error_of(capsys)
     assert "Failed to find C compiler" in message and "--compile no" in message

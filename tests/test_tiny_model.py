@@ -307,7 +307,7 @@ def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys, first_codes):
         shown = [make.draw(*words) for words in (right, wrong)]
         return shown if len(painted) <= 2 or 48 < len(painted) <= 50 else [Image.new("RGB", (128, 128))] * 2
 
-    monkeypatch.setattr(train, "paint", decode_images)
+    monkeypatch.setattr(train, "paint", paint)
     assert check.main() == 0
     captions, held_out, edits, held_out_edits = capsys.readouterr().out.splitlines()[-4:]
     assert painted == [line for name in ("prompts", "heldout", "edits", "heldout-edits") for line in lines(name)]

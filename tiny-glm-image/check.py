@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors import SafetensorError
+from tqdm import trange
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -86,25 +87,23 @@ def paint(samples, prompts, adapter=None, sources=None):
     sources: the pictures that the prompts are to change, or None.
     """
     import train  # here, for as a reward this file has no use for it
-    from runtime.data import Source
+    from runtime.data import Prompts, Source
     from runtime.log import Phases
     from runtime.settings import TINY
 
-    settings = train.parse_settings(["--model", TINY, *(["--adapter", adapter] if adapter else [])])
+    settings = train.parse_settings(
+        ["--model", TINY, "--group-size", str(samples), *(["--adapter", adapter] if adapter else [])]
+    )
     device = torch.device("cpu")
     pipe = train.load(settings, device)
     sources = sources and [Source(image) for image in sources]
     train.read_sources(pipe, sources or [], device)
     pipe, policy, _ = train.build(pipe, settings, device)
-    run = train.Run(pipe, policy, None, Phases(device, len(prompts)))
+    run = train.Run(pipe, policy, None, Phases(device))
     images = []
-    for i in range(0, len(prompts), 4):
-        some = prompts[i : i + 4]
-        edited = sources and sources[i : i + 4]
-        pictures = settings
-        images += train.rollout(run, pictures, {}, some, None, SEED + i, samples, sources=edited).images
-        run.phase.bar.update(len(some))
-    run.phase.bar.close()
+    for i in trange(0, len(prompts), 4, unit="prompts"):
+        some = Prompts(prompts, None, sources).take(range(i, min(i + 4, len(prompts))))
+        images += train.rollout(run, settings, {}, some, SEED + i).images
     return images
 
 
