@@ -31,11 +31,11 @@ from runtime import UserError, checkpoints, counted, ranks
 from runtime.data import load_data, read_inputs
 from runtime.gpu import place, plan
 from runtime.log import Phases, Record
-from runtime.metrics import reward_metrics
+from runtime.metrics import evaluation_metrics
 from runtime.rescue import failing_together, rescued, resume_command
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
-SHOWN = 3  # in before-after.png: prompts per set (training, held out), pictures per prompt
+SHOWN = 3  # in before-after.png: pictures per prompt; prompts of one kind
 # Codes are sampled with the group's own seed, see seed_of_step; an evaluation uses that plus one of these, and the noise
 # and the paths of paintings lie further up, at 2**31 and 2**30. Runs with neighbouring --seed start 10^9 apart, so with
 # fewer than 1,000 steps and a --seed below 1,000 no run shares a seed with an evaluation.
@@ -193,46 +193,46 @@ def seed_of_step(step, settings):
 
 
 def evaluate(run, settings, data, prompts, seed, stop=None):
-    """Paint the first prompts as deployed, from the same seeds each time: only what was learned makes a difference.
+    """Paint the prompts as deployed, from the same seeds each time: only what was learned makes a difference.
 
-    stop: StopRequest; once received, this ends early and returns None. Otherwise returns the metrics over all ranks,
-    and of the first prompts (prompt, some pictures, their rewards, the picture they edit or None).
+    stop: StopRequest; once received, this ends early and returns None. Otherwise returns what Record.evaluation takes.
     """
     settings = deployed(settings)
-    count = min(settings.eval_count, len(prompts))
+    count = len(prompts)
+    num_shown = max(SHOWN, len(set(prompts.kinds or ())))  # one of each kind: see Prompts.evenly
     rewards = data.rewards | data.judges
     judged = {}  # {row: its rewards {name: (G,)}, the first pictures}
     for rows in ranks.batches(count, settings.prompts_per_step):  # as many at once as in training
         set_seed(rows[0])
-        some = prompts.take([row % len(prompts) for row in rows])
+        some = prompts.take([row % count for row in rows])
         rolled = rollout(run, settings, rewards, some, seed + rows[0])
         for i, row in enumerate(rows):
             own = slice(i * settings.sequences, (i + 1) * settings.sequences)
             scores = {name: values[own] for name, values in rolled.raw_rewards.items()}
-            judged[row] = scores, rolled.images[own][:SHOWN] if row < SHOWN else []
+            judged[row] = scores, rolled.images[own][:SHOWN] if row < num_shown else []
         if stop is not None and any(ranks.gather(stop.received)):
             return None
     judged = {row: result for part in ranks.gather(judged) for row, result in part.items()}
     raw_rewards = {name: torch.cat([judged[row][0][name] for row in range(count)]) for name in rewards}  # (count*G,)
     trained = {name: raw_rewards[name] for name in data.rewards}
     total = weighted_sum(trained, weights_of(data.rewards), settings.sequences)
-    metrics = reward_metrics(raw_rewards, total, settings.sequences) | {"images": len(total), "prompts": count}
+    metrics = evaluation_metrics(raw_rewards, total, settings.sequences, prompts.kinds)
     shown = []
-    for row, (text, source) in enumerate(prompts.take(range(min(SHOWN, count))).with_sources()):
-        images = judged[row][1]
-        scores = total[row * settings.sequences :][: len(images)].tolist()
-        shown.append((text, images, scores, source and source.image))
+    for row, (text, source) in enumerate([*prompts.with_sources()][:num_shown]):
+        scores, images = judged[row]
+        judges = {name: scores[name][:SHOWN].tolist() for name in data.judges}
+        shown.append((text, images, total.view(count, -1)[row, :SHOWN].tolist(), judges, source and source.image))
     return metrics, shown
 
 
 def judge(run, settings, data, record, stop=None):
-    """Evaluate on prompts of training and on held-out ones, unless that was done before the run was resumed."""
+    """Evaluate on some prompts of training and held-out ones, unless that was done before the run was resumed."""
     if record.evaluations and record.evaluations[-1]["step"] == record.done:
         return
-    counts = [min(settings.eval_count, len(prompts)) for prompts in (data.prompts, data.held_out)]
-    with run.phase.evaluation(sum(-(-count // ranks.count()) for count in counts)):
-        training = evaluate(run, settings, data, data.prompts, SEEDS["training"], stop)
-        held_out = training and evaluate(run, settings, data, data.held_out, SEEDS["held out"], stop)
+    known, new = (prompts.evenly(settings.eval_count) for prompts in (data.prompts, data.held_out))
+    with run.phase.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in (known, new))):
+        training = evaluate(run, settings, data, known, SEEDS["training"], stop)
+        held_out = training and evaluate(run, settings, data, new, SEEDS["held out"], stop)
     if held_out:
         record.evaluation(training, held_out)
 

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from runtime import counted, format_number, ranks, reward_names, short_name
+from runtime import counted, ranks, reward_names, short_name
+from runtime.metrics import kinds_tables, with_error
 
 CARD = """---
 base_model: {base}
@@ -64,12 +65,15 @@ def write_card(folder, settings, before, after, picture):
 
     before, after: records of evaluation.jsonl; or no record of before.
     """
-    lines = ["| Mean reward | before | after | pictures |", "|---|---|---|---|"]
+    lines = ["| Mean reward +- standard error over prompts | before | after | pictures |", "|---|---|---|---|"]
     for prefix, name in (("", "training prompts"), ("held_out/", "held-out prompts")):
         for key in reward_names(after, prefix):
-            then = format_number(before and before[key])
-            now = format_number(after[key])
+            then = with_error(before, key) if before else "none"
+            now = with_error(after, key)
             lines.append(f"| {short_name(key)}, {name} | {then} | {now} | {after[prefix + 'images']} |")
+    for rows in kinds_tables(*([before] if before else []), after):
+        rows[1:1] = [["---"] * len(rows[0])]
+        lines += ["", *(f"| {' | '.join(row)} |" for row in rows)]
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
     values = {**vars(settings), "base": base, "steps": counted(after["step"], "step"), "table": "\n".join(lines)}
     values["prompts"] = counted(settings.prompts_per_step, "prompt")

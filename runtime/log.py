@@ -28,12 +28,16 @@ from runtime import (
 )
 from runtime.card import write_card
 from runtime.metrics import (
+    aligned,
+    error_name,
     format_step,
     group_records,
+    kinds_tables,
     step_metrics,
     why_nothing_was_learned,
+    with_error,
 )
-from runtime.pictures import save_before_after, save_curves, save_grid
+from runtime.pictures import save_before_after, save_curves, save_grid, save_kinds
 
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 ROW = 8  # pictures in a row of group-*.png
@@ -205,30 +209,44 @@ class Record:
             self.tracker.log_images({"group": np.asarray(picture)[None]}, step=self.done, **layout)
 
     def evaluation(self, training, held_out):
-        """Of both: (metrics, [(prompt, pictures, their rewards, source)]), the latter for before-after.png."""
+        """Of both: (metrics, [(prompt, pictures, their rewards, {judge: its own}, the picture they edit or None)]).
+
+        The latter is for before-after.png.
+        """
         record = {"step": self.done}
+        tracked = {}
         for prefix, (metrics, _) in (("", training), ("held_out/", held_out)):
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
-        self.track(self.done, {f"evaluation/{name}": value for name, value in record.items()})
+            for kind, own in metrics.get("kinds", {}).items():
+                tracked |= {f"{prefix}{kind}/{name}": none_for_nan(own[name]) for name in reward_names(own)}
+        tracked |= {name: value for name, value in record.items() if not isinstance(value, dict)}
+        self.track(self.done, {f"evaluation/{name}": value for name, value in tracked.items()})
         shown = [*training[1], *held_out[1]]
-        record["shown"] = [(prompt, [*map(none_for_nan, rewards)]) for prompt, _, rewards, _ in shown]
+        record["shown"] = [
+            (prompt, [*map(none_for_nan, rewards)], {name: [*map(none_for_nan, own)] for name, own in judges.items()})
+            for prompt, _, rewards, judges, _ in shown
+        ]
         self.evaluations.append(record)
         before = self.before()
         records, compared = ((record,), "") if before in (None, record) else ((before, record), ", before -> after")
         for prefix, name in (("", "training"), ("held_out/", "held-out")):
             steps = counted(self.done, "step")
             self.write(f"evaluation after {steps}, {name} prompts{compared}: {summary(prefix, *records)}")
+        if self.done >= self.settings.steps or self.stop.received:
+            for table in kinds_tables(*records):
+                self.write(aligned(table))
         if self.writes:
             with checkpoints.writing(self.out):
                 folder = self.out / "evaluation" / f"{self.done:06d}"
                 folder.mkdir(parents=True, exist_ok=True)
-                for i, (_, images, _, source) in enumerate(shown):
+                for i, (_, images, _, _, source) in enumerate(shown):
                     if source is not None:
                         source.save(folder / f"{i + 1}-source.png")
                     for j, image in enumerate(images):
                         image.save(folder / f"{i + 1}-{j + 1}.png")
                 append_jsonl(self.out / "evaluation.jsonl", record)
                 self.curves()
+                save_kinds(self.out / "kinds.png", *records)
 
     def curves(self):
         save_curves(self.out / "reward.png", read_jsonl(self.out / "metrics.jsonl"), self.evaluations)
@@ -277,21 +295,25 @@ class Record:
 def best_step(evaluations):
     """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
 
-    Also words for how much better than at the end, empty if it was not.
+    Also words for how much better than at the end, empty if that is within the standard error of the difference.
     """
     held_out = all(record["held_out/reward"] is not None for record in evaluations)
     name, key = ("held-out", "held_out/reward") if held_out else ("training", "reward")
-    rewards = {record["step"]: record[key] for record in evaluations if record[key] is not None}
-    best = max(rewards, key=rewards.get, default=0)
-    then, now = (format_number(rewards.get(step)) for step in (best, max(rewards, default=0)))
-    words = f"on {name} prompts the reward was higher after {counted(best, 'step')}, {then}, than at the end, {now}"
-    return best, words if then != now else ""
+    judged = [record for record in evaluations if record[key] is not None]
+    if not judged:
+        return 0, ""
+    best = max(judged, key=lambda record: record[key])
+    now = judged[-1]
+    error = math.hypot(*(record.get(error_name(key)) or 0 for record in (best, now)))
+    words = f"on {name} prompts the reward was higher after {counted(best['step'], 'step')}, {with_error(best, key)}, "
+    words += f"than at the end, {with_error(now, key)}"
+    return best["step"], words if best[key] - now[key] > max(error, 0.0005) else ""
 
 
 def summary(prefix, *records):
-    """'reward 0.692 -> 0.864, ssim ... (64 images: 16 prompts x 4)', of one record or of several."""
+    """'reward 0.692 +- 0.031 -> 0.864 +- 0.020, ssim ... (64 images: 16 prompts x 4)', of one record or of several."""
     names = reward_names(records[0], prefix)
-    parts = [f"{short_name(name)} {' -> '.join(format_number(r[name]) for r in records)}" for name in names]
+    parts = [f"{short_name(name)} {' -> '.join(with_error(record, name) for record in records)}" for name in names]
     images = records[0][f"{prefix}images"]
     prompts = records[0][f"{prefix}prompts"]
     return f"{', '.join(parts)} ({images} images: {counted(prompts, 'prompt')} x {images // prompts})"
@@ -328,7 +350,9 @@ def check_tracker(kind):
 
 
 def without_nan(metrics):
-    return {name: none_for_nan(value) for name, value in metrics.items()}
+    return {
+        name: without_nan(value) if isinstance(value, dict) else none_for_nan(value) for name, value in metrics.items()
+    }
 
 
 def append_jsonl(path, *records):

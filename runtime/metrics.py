@@ -2,7 +2,9 @@
 
 import math
 
-from runtime import format_number, none_for_nan, short_name
+import torch
+
+from runtime import format_number, none_for_nan, reward_names, short_name
 
 PARTS = {  # parts of a step's line
     "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "entropy": "entropy {:.4f}", "mean_logprob_gap": "gap {:.0e}",
@@ -16,19 +18,112 @@ ALARMS = {
 
 
 def reward_metrics(raw_rewards, combined, group_size):
-    """The mean over all pictures, and the mean of the groups' spreads, of the combined and of each raw reward.
+    """Of the combined and of each raw reward: its mean, and the means of the groups' spreads and of their best pictures.
+
+    The best is what is left to gain by choosing among the pictures of a prompt.
 
     raw_rewards: {name: (N*G,)}, combined: (N*G,), group after group. NaN, a picture to which a reward does not apply,
     is left out; where nothing is left the metric is NaN.
     """
     metrics = {}
-    for name, values in {"": combined, **{f"/{name}": values for name, values in raw_rewards.items()}}.items():
+    for name, values in named(raw_rewards, combined):
         groups = values.double().view(-1, group_size)  # (N, G)
         count = (~groups.isnan()).sum(1)
         squares = (groups - groups.nanmean(1, keepdim=True)).square().nansum(1)
         metrics[f"reward{name}"] = values.nanmean().item()
         metrics[f"reward_std{name}"] = (squares / (count - 1)).sqrt()[count > 1].mean().item()  # unbiased
+        metrics[f"reward_best{name}"] = groups.nan_to_num(-math.inf).amax(1)[count > 0].mean().item()
     return metrics
+
+
+def named(raw_rewards, combined):
+    """Pairs of what a reward's metrics end in, and its values: nothing for the combined one."""
+    return [("", combined), *((f"/{name}", values) for name, values in raw_rewards.items())]
+
+
+def evaluation_metrics(raw_rewards, combined, group_size, kinds=None):
+    """Those of reward_metrics, the standard error of each mean, numbers of pictures and prompts; in "kinds" for each kind.
+
+    Errors are over prompts, by the spread of their means: pictures of one prompt are not independent. NaN for one prompt.
+
+    raw_rewards: {name: (N*G,)}, combined: (N*G,), kinds: of each prompt, (N,) strings; None: all are of one.
+    """
+    count = len(combined) // group_size
+    metrics = reward_metrics(raw_rewards, combined, group_size) | {"images": len(combined), "prompts": count}
+    for name, values in named(raw_rewards, combined):
+        means = values.double().view(count, group_size).nanmean(1)  # (N,)
+        means = means[~means.isnan()]
+        variance = (means - means.mean()).square().sum() / (len(means) - 1)
+        metrics[f"reward_error{name}"] = (variance / len(means)).sqrt().item()
+    if kinds is not None:
+        metrics["kinds"] = {}
+        for kind in dict.fromkeys(kinds):
+            own = torch.tensor([each == kind for each in kinds]).repeat_interleave(group_size)  # (N*G,)
+            raw = {name: values[own] for name, values in raw_rewards.items()}
+            metrics["kinds"][kind] = evaluation_metrics(raw, combined[own], group_size)
+    return metrics
+
+
+def error_name(name):
+    """The name of a mean's standard error: reward/ssim -> reward_error/ssim."""
+    return name.replace("reward", "reward_error", 1)
+
+
+def with_error(record, name, form="{:.3f}"):
+    """'0.692 +- 0.031', the reward of this name with its standard error, if it has one."""
+    mean = record[name]
+    error = record.get(error_name(name))
+    if mean is None:
+        return format_number(mean)
+    return form.format(mean) + ("" if error is None else f" +- {form.format(error)}")
+
+
+def by_kind(prefix, *records):
+    """The names of the rewards, and for each record {kind: its metrics}; the last kind is the mean of all.
+
+    That is their plain mean, however many prompts they have, as in GenEval's overall score (Ghosh et al. 2023). prefix: ""
+    for prompts of training, "held_out/". records: of evaluation.jsonl. Nothing where they do not have several kinds.
+    """
+    parts = [dict(record.get(f"{prefix}kinds") or {}) for record in records]
+    if any(len(part) < 2 for part in parts):
+        return [], []
+    for part in parts:
+        part["mean of the kinds"] = mean_of_kinds(list(part.values()))
+    names = reward_names(parts[-1]["mean of the kinds"])
+    if all(metrics[names[1]] == metrics["reward"] for part in parts for metrics in part.values()):
+        del names[1]  # the only reward, of weight 1
+    return names, parts
+
+
+def mean_of_kinds(kinds):
+    """The plain mean of each reward over kinds, and its standard error. kinds: the metrics of each."""
+    metrics = {"prompts": sum(kind["prompts"] for kind in kinds)}
+    for name in reward_names(kinds[0]):
+        means = [kind[name] for kind in kinds if kind[name] is not None]
+        errors = [kind[error_name(name)] for kind in kinds if kind[name] is not None]
+        metrics[name] = sum(means) / len(means) if means else None
+        metrics[error_name(name)] = math.hypot(*errors) / len(errors) if errors and None not in errors else None
+    return metrics
+
+
+def kinds_tables(*records):
+    """For prompts of training and held-out ones a table by kind: rows of cells such as '0.41 +- 0.05 -> 0.72 +- 0.04'."""
+    tables = []
+    for prefix, heading in (("", "training prompts"), ("held_out/", "held-out prompts")):
+        names, parts = by_kind(prefix, *records)
+        rows = [[heading, "number", *map(short_name, names)]]
+        for kind, metrics in parts[-1].items() if parts else ():
+            cells = [" -> ".join(with_error(part[kind], name, "{:.2f}") for part in parts) for name in names]
+            rows.append([kind, str(metrics["prompts"]), *cells])
+        tables += [rows] if parts else []
+    return tables
+
+
+def aligned(rows):
+    """A table as text, its columns under one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def step_metrics(raw_rewards, combined, sequences, paintings):

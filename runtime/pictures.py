@@ -4,15 +4,21 @@ import functools
 import textwrap
 from contextlib import suppress
 from itertools import accumulate
+from statistics import fmean
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from runtime import counted, format_number, reward_names, short_name
+from runtime.metrics import by_kind, error_name
 
 GAP = 24  # pixels
 
-CURVES = {"step": ("mean of a step", "#aaaaaa"), "training": ("evaluation: training prompts", "#2060c0")}
-CURVES["held_out"] = ("evaluation: held-out prompts", "#d02030")
+CURVES = {
+    "step": ("mean of a step", "#cccccc"), "mean": ("its mean over {} steps", "#666666"),
+    "training": ("evaluation: training prompts", "#2060c0"), "held_out": ("evaluation: held-out prompts", "#d02030"),
+}  # fmt: skip
+BARS = {"": ("training prompts", "#a8c4e8", "#2060c0"), "held_out/": ("held-out prompts", "#f0b0b4", "#d02030")}
+FRAMES = {1: "#20a040", 0: "#d02030"}  # right and wrong
 
 
 # Of the system, if it has one of these: Pillow's own font has no Chinese.
@@ -38,24 +44,28 @@ def fitting(text, font, width):
 def save_grid(path, rows, title, cell=192):
     """Rows of pictures as one PNG. Returns the sheet.
 
-    rows: a list of (label, [(image, caption), ...]); None among those is a gap.
+    rows: a list of (label, [(image, caption), ...]); None among those is a gap, and a third entry the colour of a frame.
     """
     font = ImageFont.load_default(15)
     small = ImageFont.load_default(12)
     width, height = cell + 8, cell + 60
     places = [[0, *accumulate(GAP if each is None else width for each in cells)] for _, cells in rows]
-    widest = max(font.getlength(title) + 8, *(ends[-1] for ends in places))
-    sheet = Image.new("RGB", (int(widest) + 8, len(rows) * height + 30), "white")
+    widest = max(*(font.getlength(line) + 8 for line in title.split("\n")), *(ends[-1] for ends in places))
+    head = 30 + 20 * title.count("\n")
+    sheet = Image.new("RGB", (int(widest) + 8, len(rows) * height + head), "white")
     pen = ImageDraw.Draw(sheet)
     pen.text((8, 6), title, "black", font)
     for r, (label, cells) in enumerate(rows):
-        top = 30 + r * height
+        top = head + r * height
         own = font_for(label, 15)
         pen.text((8, top), fitting(label, own, sheet.width - 16), "black", own)
         for left, each in zip(places[r], cells):
             if each is not None:
-                image, caption = each
-                sheet.paste(ImageOps.contain(image, (cell, cell)), (8 + left, top + 20))
+                image, caption, *frame = each
+                image = ImageOps.contain(image, (cell, cell))
+                if frame:
+                    pen.rectangle((5 + left, top + 17, 10 + left + image.width, top + 22 + image.height), frame[0])
+                sheet.paste(image, (8 + left, top + 20))
                 caption = textwrap.fill(textwrap.shorten(caption, 2 * cell // 7), cell // 7)
                 pen.multiline_text((8 + left, top + 22 + cell), caption, "black", small, spacing=2)
     sheet.save(path)
@@ -63,27 +73,40 @@ def save_grid(path, rows, title, cell=192):
 
 
 def save_before_after(out, before, after):
-    """Groups of the first prompts, before training and after: same prompts, seeds and noise, side by side.
+    """The first prompts, before training and after: same prompts, seeds and noise, side by side; right ones framed green.
 
-    before, after: records of evaluation.jsonl; without one of before only what is after is shown.
+    before, after: records of evaluation.jsonl; without one of before only what is after is shown. Which prompts these are
+    no picture has a say in: the first of each kind, or the first three.
     """
     sides = {"before": before, "after": after} if before else {"after": after}
+    judge = yes_or_no(*sides.values())
     rows = []
-    for i, (prompt, _) in enumerate(after["shown"]):
+    for i, (prompt, *_) in enumerate(after["shown"]):
         cells = []
         source = out / "evaluation" / f"{after['step']:06d}" / f"{i + 1}-source.png"
         if source.exists():
             cells.append((Image.open(source), "to edit"))
         for label, record in sides.items():
             cells += [None] if cells else []
-            for j, reward in enumerate(record["shown"][i][1]):
+            _, rewards, judges = record["shown"][i]
+            for j, reward in enumerate(rewards):
                 file = out / "evaluation" / f"{record['step']:06d}" / f"{i + 1}-{j + 1}.png"
                 if file.exists():  # or a user has made room
-                    cells.append((Image.open(file), f"{label}, {format_number(reward)}"))
+                    frame = [FRAMES[judges[judge][j]]] if judge and judges[judge][j] is not None else []
+                    cells.append((Image.open(file), f"{label}, {format_number(reward)}", *frame))
         rows.append((prompt, cells))
-    steps = counted(after["step"], "step")
-    title = f"{' and '.join(sides)} {steps}, same seeds and noise; training prompts, then held-out ones"
+    title = f"{' and '.join(sides)} {counted(after['step'], 'step')}, same seeds and noise; training prompts, then held-out ones"
+    title += f"\ngreen: right, red: wrong, says {short_name(judge)}" if judge else ""
     return save_grid(out / "before-after.png", rows, title, cell=112)
+
+
+def yes_or_no(*records):
+    """The first judge whose answers to all pictures shown are 1 or 0, or None where it does not apply; if there is one."""
+    answers = {}
+    for *_, judges in (entry for record in records for entry in record["shown"]):
+        for name, values in judges.items():
+            answers.setdefault(name, set()).update(values)
+    return next((name for name, values in answers.items() if values - {None} and values <= {0, 1, None}), None)
 
 
 def save_curves(path, metrics, evaluations):
@@ -94,17 +117,21 @@ def save_curves(path, metrics, evaluations):
     font = ImageFont.load_default(24)  # drawn at twice the size, for smooth lines
     side = 640
     height = 400
-    sheet = Image.new("RGB", (min(len(names), 3) * side, -(-len(names) // 3) * height + 60), "white")
+    window = max(5, len(metrics) // 8)  # steps
+    sheet = Image.new("RGB", (min(len(names), 3) * side, -(-len(names) // 3) * height + 100), "white")
     pen = ImageDraw.Draw(sheet)
-    for x, (text, colour) in enumerate(CURVES.values()):
-        pen.text((80 + 420 * x, 14), text, colour, font)
+    for i, (text, colour) in enumerate(CURVES.values()):
+        pen.text((20 + i % 2 * 340, 10 + i // 2 * 36), text.format(window), colour, font)
     for i, name in enumerate(names):
-        left, top = i % 3 * side + 110, i // 3 * height + 110
+        left, top = i % 3 * side + 110, i // 3 * height + 150
         records = {"step": metrics, "training": evaluations, "held_out": evaluations}
         curves = {
             kind: [(record["step"], record[key]) for record in records[kind] if record.get(key) is not None]
             for kind, key in (("step", name), ("training", name), ("held_out", f"held_out/{name}"))
         }
+        steps = curves["step"]
+        means = [(s, fmean(v for _, v in steps[max(0, n - window + 1) : n + 1])) for n, (s, _) in enumerate(steps)]
+        curves = {"step": steps, "mean": means, **curves}
         values = [value for points in curves.values() for _, value in points] or [0]
         low, high = min(values), max(max(values), min(values) + 1e-6)
         last = max([step for points in curves.values() for step, _ in points] or [1])
@@ -119,7 +146,62 @@ def save_curves(path, metrics, evaluations):
             if not places:
                 continue
             pen.line(places, colour, 3 if kind == "step" else 6, joint="curve")
-            if kind != "step":
+            if kind in ("training", "held_out"):
                 for x, y in places:
                     pen.ellipse((x - 8, y - 8, x + 8, y + 8), fill=colour)
     sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(path)
+
+
+def save_kinds(path, *records):
+    """Bars for each kind of prompt: the mean of each reward with its standard error, pale before training, dark after.
+
+    records: of evaluation.jsonl, before and after, or one. Where they do not know several kinds nothing is saved.
+    """
+    found = {prefix: by_kind(prefix, *records) for prefix in BARS}
+    found = {prefix: (names, parts) for prefix, (names, parts) in found.items() if parts}
+    if not found:
+        return
+    font = ImageFont.load_default(24)  # drawn at twice the size, for smooth lines
+    columns = list(dict.fromkeys(name for names, _ in found.values() for name in names))
+    heights = [120 + 56 * len(parts[-1]) for _, parts in found.values()]
+    sheet = Image.new("RGB", (280 + max(2, len(columns)) * 620, 50 + sum(heights)), "white")
+    pen = ImageDraw.Draw(sheet)
+    words = " pale: before, dark:" if len(records) > 1 else ""
+    words = f"{words} after {counted(records[-1]['step'], 'step')}; lines: standard error over prompts".strip()
+    pen.text((20, 20), words, "#666666", font)
+    top = 60
+    for (prefix, (names, parts)), height in zip(found.items(), heights, strict=True):
+        title, *colours = BARS[prefix]
+        pen.text((20, top + 20), title, colours[1], font)
+        for i, kind in enumerate(parts[-1]):
+            pen.text((20, top + 86 + 56 * i), kind, "black", font, anchor="lm")
+        for name in names:
+            left = 280 + columns.index(name) * 620
+            pen.text((left, top + 20), short_name(name), "black", font)
+            everything = [part for _, others in found.values() for part in others]
+            draw_bars(pen, (left, top + 66), name, parts, colours[-len(parts) :], everything)
+        top += height
+    sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(path)
+
+
+def draw_bars(pen, place, name, parts, colours, everything):
+    """A panel of save_kinds at `place`: a row for each kind, in which each part has a bar. `everything` sets the scale."""
+    font = ImageFont.load_default(20)
+    left, top = place
+    error_of = lambda metrics: metrics[error_name(name)] or 0
+    known = [metrics for part in everything for metrics in part.values() if metrics.get(name) is not None]
+    low = min([0, *(metrics[name] - error_of(metrics) for metrics in known)])
+    high = max([1e-6, *(metrics[name] + error_of(metrics) for metrics in known)])
+    x = lambda value: left + 400 * (value - low) / (high - low)
+    thick = 40 // len(parts)
+    for i, kind in enumerate(parts[-1]):
+        for j, (part, colour) in enumerate(zip(parts, colours, strict=True)):
+            mean = part[kind][name]
+            y = top + 56 * i + thick * j
+            if mean is not None:
+                error = error_of(part[kind])
+                pen.rectangle((min(x(0), x(mean)), y, max(x(0), x(mean)), y + thick - 3), colour)
+                pen.line((x(mean - error), y + thick // 2 - 2, x(mean + error), y + thick // 2 - 2), "black", 3)
+        words = " -> ".join("none" if part[kind][name] is None else f"{part[kind][name]:.2f}" for part in parts)
+        pen.text((left + 412, top + 20 + 56 * i), words, "black", font, anchor="lm")
+    pen.line((x(0), top - 6, x(0), top + 56 * len(parts[-1])), "#999999", 2)
