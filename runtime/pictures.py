@@ -6,6 +6,7 @@ from contextlib import suppress
 from itertools import accumulate
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from tqdm import tqdm
 
 from runtime import counted, format_number, reward_names, short_name
 
@@ -15,16 +16,20 @@ CURVES = {"step": ("mean of a step", "#aaaaaa"), "training": ("evaluation: train
 CURVES["held_out"] = ("evaluation: held-out prompts", "#d02030")
 
 
-# Of the system, if it has one of these: Pillow's own font has no Chinese.
+# Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
 CHINESE_FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "DroidSansFallbackFull.ttf", "PingFang.ttc", "msyh.ttc")
 
 
-@functools.cache
 def font_for(text, size):
-    if max(text, default="") > "\u2e80":
-        for name in CHINESE_FONTS:
-            with suppress(OSError):
-                return ImageFont.truetype(name, size)
+    return chinese_font(size) if max(text, default="") > "\u2e80" else ImageFont.load_default(size)
+
+
+@functools.cache
+def chinese_font(size):
+    for name in CHINESE_FONTS:
+        with suppress(OSError):
+            return ImageFont.truetype(name, size)
+    tqdm.write("warning: this system has no Chinese font, so captions show boxes; try: apt install fonts-noto-cjk")
     return ImageFont.load_default(size)
 
 

@@ -454,7 +454,8 @@ def test_why_a_checkpoint_cannot_be_written_is_said(quick, capsys, monkeypatch):
     """The file of the optimiser on a device that is full, then in a folder that another process has taken away."""
     assert quick("--steps", "1", "--out", "a run") == 0
     for path, words in (("/dev/full", "No space left on device"), ("gone/optimizer.pt", "No such file or directory")):
-        monkeypatch.setattr("runtime.checkpoints.open", lambda _, mode, path=path: open(path, mode), raising=False)
+        elsewhere = lambda _, mode, path=path: open(path, mode)  # noqa: SIM115
+        monkeypatch.setattr("runtime.checkpoints.open", elsewhere, raising=False)
         assert resume("a run", "--steps", "2") == 2
         message = error_of(capsys)
         assert words in message and "full disk" not in message
@@ -564,7 +565,9 @@ def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monke
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
     """A run that another process has begun, or resumed, is refused before anything is written; a kill frees it."""
-    reward = write_reward("import time\nif os.path.exists('wait') and call > 1:\n    open('waits', 'w')\n    time.sleep(60)")
+    reward = write_reward(
+        "import time\nif os.path.exists('wait') and call > 1:\n    open('waits', 'w')\n    time.sleep(60)"
+    )
     arguments = [*reward, "--steps", "2", "--save-every", "1"]
     if begun:
         assert quick(*arguments, "--steps", "1", "--out", "run") == 0
