@@ -1,4 +1,4 @@
-"""What a run leaves as it goes: numbers, pictures, a progress bar, the time of each phase; and how a signal ends it."""
+"""The records of a run: numbers, pictures, a progress bar, the time of each phase; and how a signal ends the run."""
 
 import importlib.util
 import json
@@ -42,12 +42,13 @@ from runtime.pictures import save_before_after, save_curves, save_grid, save_kin
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 ROW = 8  # pictures in a row of group-*.png
 SAMPLE_EVERY = 10  # steps between group-*.png
+CONSTANT = ("step", "images", "prompts")  # numbers of an evaluation that make no curve
 
 
 class Phases:
     """with phase("paint", *models): the block is measured; if models take turns on the GPU, these are there, and no others.
 
-    The name of the phase is also shown in the progress bar, which counts steps, or prompts within evaluation().
+    The progress bar, in a terminal, shows the name of the phase; it counts steps, or prompts within evaluation().
     offload: see grpo.Offload; None where nothing ever moves.
     """
 
@@ -56,11 +57,11 @@ class Phases:
         self.offload = offload
         self.name = ""
         self.timings = {}
-        self.shown = {"dynamic_ncols": True, "disable": ranks.rank() > 0}
+        self.shown = {"dynamic_ncols": True, "disable": ranks.rank() > 0 or not sys.stderr.isatty()}
         self.bar = self.steps = tqdm(disable=True)  # until there is something to count
 
     def begin(self, steps, done=0):
-        """From here on the bar counts steps, of which so many are already made."""
+        """From here on the bar counts steps, `done` of which are already made."""
         if steps > 0:
             self.bar = self.steps = tqdm(total=steps, initial=done, unit="step", **self.shown)
 
@@ -80,7 +81,7 @@ class Phases:
         self.name = name
         started = time.perf_counter()
         cuda = self.device.type == "cuda"
-        self.bar.set_description_str(name, refresh=sys.stderr.isatty())
+        self.bar.set_description_str(name)
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         yield
@@ -94,6 +95,8 @@ class Phases:
     @contextmanager
     def evaluation(self, prompts):
         """The block is no part of a step, nor is its time. prompts: how many this rank evaluates."""
+        if not sys.stderr.isatty():
+            self.bar.write(f"evaluating {counted(prompts, 'prompt')}")
         with tqdm(total=prompts, unit="prompt", postfix="evaluation", leave=False, **self.shown) as self.bar:
             yield
         self.bar = self.steps
@@ -101,22 +104,22 @@ class Phases:
         self.read()
 
     def painted(self):
-        """One prompt more has its pictures."""
+        """Another prompt has its pictures."""
         if self.bar is not self.steps:
             self.bar.update()
 
     def read(self):
-        """What was measured since the last time: seconds/PHASE and, on a GPU, gpu_gb/PHASE, its peak memory."""
+        """Timings since the last call: seconds/PHASE and, on a GPU, gpu_gb/PHASE, its peak memory."""
         timings = self.timings
         self.timings = {}
         return timings
 
 
 class Record:
-    """What a run leaves in `out`: numbers, pictures, checkpoints, adapters; and a tracker. Only the first rank writes.
+    """The files of a run in `out`: numbers, pictures, checkpoints, adapters; and a tracker. Only the first rank writes.
 
-    hashes: of all files that the run reads. trainers: {"codes" or "decoder": GRPO}. done: steps made so far. If a run is
-    resumed, records of later steps are taken out first, and a line that a kill cut short. Raises UserError where it
+    hashes: see read_inputs in data.py. trainers: {"codes" or "decoder": GRPO}. done: steps made so far. When a run is
+    resumed, records of later steps are removed first, as is a line that a kill cut short. Raises UserError where it
     cannot write.
     """
 
@@ -132,7 +135,7 @@ class Record:
         self.evaluations = read_jsonl(out / "evaluation.jsonl", done)
         metrics = read_jsonl(out / "metrics.jsonl", done)
         groups = read_jsonl(out / "groups.jsonl", done)
-        ranks.gather(None)  # all have read what the first now writes
+        ranks.gather(None)  # all ranks have read the files that the first one now writes
         self.tracker = None
         if self.writes:
             with checkpoints.writing(out):
@@ -154,10 +157,16 @@ class Record:
 
     def track(self, step, values):
         if self.tracker is not None:
-            self.tracker.log({name: value for name, value in values.items() if value is not None}, step=step)
+            changing = [name for name in values if values[name] is not None and name.split("/")[-1] not in CONSTANT]
+            self.tracker.log({name: values[name] for name in changing}, step=step)
+
+    def track_picture(self, name, picture):
+        layout = {"dataformats": "NHWC"} if self.settings.tracker == "tensorboard" else {}
+        if self.settings.tracker in ("tensorboard", "wandb"):
+            self.tracker.log_images({name: np.asarray(picture)[None]}, step=self.done, **layout)
 
     def step(self, done, prompts, rolled, weights, metrics):
-        """A step has been made: its line, its metrics, at times its pictures. Raises UserError where none learns."""
+        """After a step: its line, its metrics, at times its pictures. Raises UserError if step after step is skipped."""
         texts, _, sources = prompts.for_rewards
         self.done = done
         self.half_made = False
@@ -187,9 +196,9 @@ class Record:
             )
 
     def group(self, prompt, images, rewards, source=None):
-        """The first pictures of a step, with their rewards: those of a prompt, one row per code sequence.
+        """The pictures of a step's first prompt with their rewards, one row per code sequence if each has several.
 
-        First the picture that they edit, unless that is None.
+        The picture that they edit comes first, unless that is None.
         """
         if not self.writes:
             return
@@ -204,9 +213,7 @@ class Record:
         with checkpoints.writing(self.out):
             picture = save_grid(self.out / f"group-{self.done:06d}.png", rows, f"step {self.done}")
             self.curves()
-        layout = {"dataformats": "NHWC"} if self.settings.tracker == "tensorboard" else {}
-        if self.settings.tracker in ("tensorboard", "wandb"):
-            self.tracker.log_images({"group": np.asarray(picture)[None]}, step=self.done, **layout)
+        self.track_picture("group", picture)
 
     def evaluation(self, training, held_out):
         """Of both: (metrics, [(prompt, pictures, their rewards, {judge: its own}, the picture they edit or None)]).
@@ -252,7 +259,7 @@ class Record:
         save_curves(self.out / "reward.png", read_jsonl(self.out / "metrics.jsonl"), self.evaluations)
 
     def before(self):
-        """The evaluation before training; None if its line was deleted, or was made elsewhere."""
+        """The record of the evaluation before training; None if its line was deleted."""
         return next((record for record in self.evaluations if record["step"] == 0), None)
 
     def save(self):
@@ -266,7 +273,7 @@ class Record:
             self.save()
 
     def end(self):
-        """The adapters with their cards, and before-after.png; and a warning if nothing was learned, or more before."""
+        """The adapters with their cards, and before-after.png; warns if nothing was learned or an earlier step was better."""
         best, words = best_step(self.evaluations)
         if words:
             self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
@@ -286,6 +293,7 @@ class Record:
             picture = save_before_after(self.out, before, after)
             for folder in folders:
                 write_card(folder, self.settings, before, after, picture)
+        self.track_picture("before_after", picture)
 
     def finish(self):
         if self.tracker is not None:
@@ -293,7 +301,7 @@ class Record:
 
 
 def best_step(evaluations):
-    """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
+    """The first step whose adapter did best on held-out prompts, or on training prompts if no reward applied to those.
 
     Also words for how much better than at the end, empty if that is within the standard error of the difference.
     """
@@ -311,7 +319,7 @@ def best_step(evaluations):
 
 
 def summary(prefix, *records):
-    """'reward 0.692 +- 0.031 -> 0.864 +- 0.020, ssim ... (64 images: 16 prompts x 4)', of one record or of several."""
+    """'reward 0.692 +- 0.031 -> 0.864 +- 0.020, ssim ... (64 images: 16 prompts x 4)', from one record or several."""
     names = reward_names(records[0], prefix)
     parts = [f"{short_name(name)} {' -> '.join(with_error(record, name) for record in records)}" for name in names]
     images = records[0][f"{prefix}images"]
@@ -320,7 +328,7 @@ def summary(prefix, *records):
 
 
 def start_tracker(settings, out, done):
-    """A tracker of accelerate's, or None. It knows the settings, and a run that is resumed as one and the same."""
+    """One of accelerate's trackers, or None. It gets the settings, and knows a resumed run as the same run."""
     kind = settings.tracker
     if kind == "none":
         return None
@@ -330,14 +338,14 @@ def start_tracker(settings, out, done):
         path.write_text(uuid.uuid4().hex[:8])
     name = f"{out.resolve().parent.name}-{out.name}-{path.read_text()}"
     places = {
-        "tensorboard": {"logging_dir": out, "purge_step": done + 1},  # what a kill has left of later steps
+        "tensorboard": {"logging_dir": out, "purge_step": done + 1},  # removes later steps, which a kill has left
         "wandb": {"id": path.read_text(), "name": name, "resume": "allow", "dir": out},
         "trackio": {"name": name, "resume": "allow"},
     }
     project = "tensorboard" if kind == "tensorboard" else "grpo-glm-image"
     tracker = tracking.LOGGER_TYPE_TO_CLASS[kind](project, **places[kind])
     tracker.start()
-    if kind == "tensorboard":  # which would make another run of them at every start
+    if kind == "tensorboard":  # its store_init_configuration would add another run at every start
         tracker.log({"settings": json.dumps(vars(settings), indent=2)}, step=done)
     else:
         tracker.store_init_configuration(vars(settings))

@@ -7,6 +7,7 @@ from itertools import accumulate
 from statistics import fmean
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from tqdm import tqdm
 
 from runtime import counted, format_number, reward_names, short_name
 from runtime.metrics import by_kind, error_name
@@ -21,16 +22,20 @@ BARS = {"": ("training prompts", "#a8c4e8", "#2060c0"), "held_out/": ("held-out 
 FRAMES = {1: "#20a040", 0: "#d02030"}  # right and wrong
 
 
-# Of the system, if it has one of these: Pillow's own font has no Chinese.
+# Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
 CHINESE_FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "DroidSansFallbackFull.ttf", "PingFang.ttc", "msyh.ttc")
 
 
-@functools.cache
 def font_for(text, size):
-    if max(text, default="") > "\u2e80":
-        for name in CHINESE_FONTS:
-            with suppress(OSError):
-                return ImageFont.truetype(name, size)
+    return chinese_font(size) if max(text, default="") > "\u2e80" else ImageFont.load_default(size)
+
+
+@functools.cache
+def chinese_font(size):
+    for name in CHINESE_FONTS:
+        with suppress(OSError):
+            return ImageFont.truetype(name, size)
+    tqdm.write("warning: this system has no Chinese font, so captions show boxes; try: apt install fonts-noto-cjk")
     return ImageFont.load_default(size)
 
 

@@ -115,12 +115,13 @@ def test_a_run_logs_every_step_and_evaluation(real_run):
 def test_a_run_says_what_it_does(real_run):
     output = real_run[1].stdout + real_run[1].stderr
     for words in (
-        "device: CPU, threads: 1", "--model FOLDER_OR_ID chooses another", "group_size=3", "kl_coef=0.3",
+        "device: CPU in float32, threads: 1", "--model FOLDER_OR_ID chooses another", "group_size=3", "kl_coef=0.3",
         "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 16 held out; what the run", "step 1/2 | reward", "an evaluation: 12 pictures of",
-        "step 2/2", "sample", "evaluation after 0 steps, training prompts: reward", "(6 images: 2 prompts x 3)",
+        "step 2/2", "evaluation after 0 steps, training prompts: reward", "(6 images: 2 prompts x 3)",
         "evaluation after 2 steps, held-out prompts", "held-out prompts, before -> after: reward 0.",
     ):  # fmt: skip
         assert words in output
+    assert "evaluating 4 prompts" in output and not re.search(r"\r|\x1b|%\|", output), "in a file no bars, only lines"
     assert real_run[1].stdout.splitlines()[-1].endswith("what it leaves is in runs/1")
 
 
@@ -286,6 +287,7 @@ def test_tensorboard_gets_numbers_and_pictures_of_one_run_however_often_resumed(
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3]
     assert {"grad_norm", "evaluation/reward"} <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Images("group")] == [1, 3]
+    assert [event.step for event in events.Images("before_after")] == [3]
     assert b'"group_size": 2' in events.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0]
 
 
@@ -296,7 +298,13 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
     package.__spec__ = importlib.machinery.ModuleSpec(kind, None)
     package.Image = lambda array: array
     package.config = SimpleNamespace(update=lambda values, **options: seen.append(("settings", values["lr"])))
-    log = lambda values, step: seen.append(("step", step)) if "reward" in values else None
+    tracked = {}
+
+    def log(values, step):
+        tracked.update(values)
+        if "reward" in values:
+            seen.append(("step", step))
+
     run = SimpleNamespace(log=log, finish=lambda: seen.append("finish"))
     package.init = lambda **options: seen.append(options) or run
     monkeypatch.setitem(sys.modules, kind, package)
@@ -307,6 +315,9 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
     assert begun["resume"] == "allow" and begun["project"] == "grpo-glm-image" and "-run-" in begun["name"]
     assert begun["name"].endswith(Path("run/tracker-id").read_text())
     assert quick("--steps", "1", "--tracker", kind, "--out", "other/run") == 0
+    assert {"evaluation/reward", "evaluation/held_out/reward"} < tracked.keys()
+    assert not {"evaluation/step", "evaluation/images", "evaluation/held_out/prompts"} & tracked.keys(), "no curves"
+    assert ({"before_after", "group"} <= tracked.keys()) == (kind == "wandb")
     assert seen[8]["name"] != begun["name"] and seen[8].get("id") != begun.get("id", 0)
 
 

@@ -141,6 +141,7 @@ def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
 
 def test_what_an_evaluation_takes_is_no_part_of_the_next_step(quick, monkeypatch):
     waited = []
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.log.tqdm.unpause", lambda bar: waited.append(bar.n))
     reward = write_reward("import time\nif call in (2, 3, 5, 6):\n    time.sleep(0.5)")
     assert quick(*reward, "--steps", "2", "--eval-every", "1", "--out", "run") == 0
@@ -164,11 +165,14 @@ def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(quick, monkeypatch,
         def update(self, n=1):
             self.seen.append(n)
 
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.log.tqdm", Bar)
     Path("new.txt").write_text("a green ring\n")
     arguments = ["--eval-prompts", "new.txt", "--eval-targets", "none", "--eval-count", "2"]
     assert quick(*arguments, "--prompts-per-step", prompts_per_step, "--steps", "2", "--out", "run") == 0
     assert bars == [("prompt", 3, [1, 1, 1]), ("step", 2, [1, 1]), ("prompt", 3, [1, 1, 1])]
+    assert quick(*arguments, "--steps", "0", "--out", "judged") == 0
+    assert bars[3:] == [("prompt", 3, [1, 1, 1])], "no bar of 0 steps"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,13 @@ import train
 from grpo import get_per_token_logprobs
 from runtime import UserError, checkpoints
 from runtime.log import Record
-from runtime.pictures import fitting, font_for, save_before_after, save_grid
+from runtime.pictures import (
+    chinese_font,
+    fitting,
+    font_for,
+    save_before_after,
+    save_grid,
+)
 from runtime.settings import TINY, deployed
 from train import encode_prompt  # quick shortens that in train.py
 
@@ -223,8 +229,8 @@ def test_a_label_is_cut_where_the_sheet_ends():
     assert fitting("short", font, 200) == "short" and fitting("", font, 0) == ""
 
 
-def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
-    """The first of the system's; where there is none, and for all else, Pillow's own."""
+def test_chinese_is_written_in_a_font_that_has_it(monkeypatch, capsys):
+    """The first of the system's; where there is none, which is said once, and for all else, Pillow's own."""
     asked, here = [], ["wqy-microhei.ttc"]
 
     def truetype(name, size, own=ImageFont.truetype, **options):
@@ -236,12 +242,16 @@ def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
         return name, size
 
     monkeypatch.setattr(ImageFont, "truetype", truetype)
-    font_for.cache_clear()
+    chinese_font.cache_clear()
     assert font_for("招牌", 15) == ("wqy-microhei.ttc", 15) and len(asked) == 2
     assert isinstance(font_for("a sign", 15), ImageFont.FreeTypeFont) and len(asked) == 2
     here.clear()
-    assert isinstance(font_for("一只红色的圆", 15), ImageFont.FreeTypeFont)
-    font_for.cache_clear()
+    chinese_font.cache_clear()
+    assert capsys.readouterr().out == ""
+    for _ in range(2):
+        assert isinstance(font_for("一只红色的圆", 15), ImageFont.FreeTypeFont)
+    assert capsys.readouterr().out.count("no Chinese font") == 1
+    chinese_font.cache_clear()
 
 
 def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):

@@ -454,7 +454,8 @@ def test_why_a_checkpoint_cannot_be_written_is_said(quick, capsys, monkeypatch):
     """The file of the optimiser on a device that is full, then in a folder that another process has taken away."""
     assert quick("--steps", "1", "--out", "a run") == 0
     for path, words in (("/dev/full", "No space left on device"), ("gone/optimizer.pt", "No such file or directory")):
-        monkeypatch.setattr("runtime.checkpoints.open", lambda _, mode, path=path: open(path, mode), raising=False)  # noqa: SIM115
+        elsewhere = lambda _, mode, path=path: open(path, mode)  # noqa: SIM115
+        monkeypatch.setattr("runtime.checkpoints.open", elsewhere, raising=False)
         assert resume("a run", "--steps", "2") == 2
         message = error_of(capsys)
         assert words in message and "full disk" not in message
