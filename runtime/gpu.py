@@ -72,7 +72,7 @@ def plan(needed, meta_models, settings, device):
     turns, size = chosen or (True, 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size)
     together, turn, weights = bytes_for(settings, size)
     reason = (
-        f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy and decoder need "
+        f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy, decoder and rewards need "
         f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {weights / 1e9:.1f} of page-locked host "
         f"memory; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
     )
@@ -97,7 +97,7 @@ def free_memory(device):
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     free = min(free, torch.cuda.get_per_process_memory_fraction(device) * total)
-    host = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - PROCESS
+    host = max(0, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - PROCESS)
     # All ranks have asked before the first takes any.
     return tuple(map(min, zip(*ranks.gather((free, host)), strict=True)))
 
