@@ -133,7 +133,7 @@ def arguments():
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
     parser.add_argument("--capture-only", action="store_true", help="capture the step of a token without compiling it")
     parser.add_argument("--cap-gb", type=float, help="hold the run under this much GPU memory, in 10^9 bytes")
-    parser.add_argument("--steps", type=int, default=2, help="measured steps per case, after one to warm up (default: 2)")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps per case, after a first one (default: 2)")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options, flags = parser.parse_known_args()
     if not options.tiny and not torch.cuda.is_available():

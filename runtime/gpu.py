@@ -113,8 +113,8 @@ def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
                 for limit, used in LIMITS.items():
                     with suppress(OSError, ValueError):  # not there, or no limit: "max"
                         left = int((each / limit).read_text()) - int((each / used).read_text())
-                        # Files that were read count as used, but give way. The last line is that of all subgroups.
-                        files = re.findall(r"^(?:total_)?inactive_file (\d+)$", (each / "memory.stat").read_text(), re.M)
+                        # Files that were read count as used, but give way; the last line counts subgroups too.
+                        files = re.findall(r"(?m)^(?:total_)?inactive_file (\d+)", (each / "memory.stat").read_text())
                         there.append(left + int(files[-1]))
     return min(there)
 
