@@ -23,10 +23,9 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import transformers
-from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 
 import train
+from benchmarks.memory import meta_models, pipeline
 from glm_image import memory
 from glm_image.model import build, painting_models
 from glm_image.painting import paint
@@ -38,42 +37,6 @@ from runtime.log import Phases
 from runtime.settings import TINY, parse_settings
 
 PROMPTS = Path(TINY, "prompts.txt").read_text().splitlines()
-
-
-def pipeline(tiny, device):
-    """The tiny pipeline, or one of the released sizes with random bfloat16 weights and the tiny one's other parts."""
-    pipe = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
-    if tiny:
-        return pipe
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
-    # The vision tower is cut down to a layer: it is left behind before anything runs.
-    config = transformers.GlmImageConfig(text_config={"rope_parameters": rope}, vision_config={"depth": 1})
-    byt5 = {"d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6, "vocab_size": 384}
-    byt5 = transformers.T5Config(**byt5, feed_forward_proj="gated-gelu")  # the encoder of ByT5-small
-    # 16 latent channels and a factor of 8 are GLM-Image's; the channels of the blocks are taken from CogView4's.
-    blocks = {"block_out_channels": (128, 512, 1024, 1024), "layers_per_block": 3, "mid_block_add_attention": False}
-    blocks |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    latents = {"latent_channels": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
-    latents |= {"use_quant_conv": False, "use_post_quant_conv": False}
-
-    home = "meta" if device.type == "meta" else "cpu"
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):  # made on the GPU, where that takes seconds, and put away one by one
-        policy = transformers.GlmImageForConditionalGeneration(config).to(home)  # 8.9 B parameters
-        # 6.9 B; the defaults of the class, 64 heads of 40, would be a model of 2.9 B.
-        decoder = GlmImageTransformer2DModel(num_layers=30, num_attention_heads=32, attention_head_dim=128).to(home)
-        text_encoder = transformers.T5EncoderModel(byt5).to(home)  # 0.2 B
-        vae = AutoencoderKL(**blocks, **latents).to(home)
-    torch.set_default_dtype(torch.float32)
-    made = {"vision_language_encoder": policy, "transformer": decoder, "text_encoder": text_encoder, "vae": vae}
-    return GlmImagePipeline(**pipe.components | {name: module.eval() for name, module in made.items()})
-
-
-def meta_models(settings, device):
-    """The policy and the models that paint, in the released sizes, without data."""
-    meta = torch.device("meta")
-    pipe, policy, _ = build(pipeline(False, meta), settings, meta)
-    return [policy.model, *painting_models(pipe)]
 
 
 def order(images, prompts, targets):
@@ -170,9 +133,7 @@ def arguments():
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
     parser.add_argument("--capture-only", action="store_true", help="capture the step of a token without compiling it")
     parser.add_argument("--cap-gb", type=float, help="hold the run under this much GPU memory, in 10^9 bytes")
-    parser.add_argument(
-        "--steps", type=int, default=2, help="measured steps per case, after one to warm up (default: 2)"
-    )
+    parser.add_argument("--steps", type=int, default=2, help="measured steps per case, after a first one (default: 2)")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options, flags = parser.parse_known_args()
     if not options.tiny and not torch.cuda.is_available():

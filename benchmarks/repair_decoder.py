@@ -97,7 +97,7 @@ def main():
         steps = []  # denoising steps
         seed = train.seed_of_step(step, settings)
         for i, (text, sequence) in enumerate(zip(texts, codes, strict=True)):
-            painted, path = train.paint(run, text, sequence, settings, settings.paintings, seed + i)
+            painted, path = train.paint_group(run, settings, text, sequence, seed + i)
             images += painted
             steps += path
         raw_rewards = rewards.score(likeness, images, texts, targets)

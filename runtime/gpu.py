@@ -74,7 +74,7 @@ def plan(needed, meta_models, settings, device):
     turns, size = chosen or (True, 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size)
     together, turn, weights = bytes_for(settings, size)
     reason = (
-        f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy and decoder need "
+        f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy, decoder and rewards need "
         f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {weights / 1e9:.1f} of page-locked host "
         f"memory; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
     )
@@ -99,7 +99,7 @@ def free_memory(device):
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     free = min(free, torch.cuda.get_per_process_memory_fraction(device) * total)
-    host = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - PROCESS
+    host = max(0, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - PROCESS)
     # All ranks have asked before the first takes any.
     return tuple(map(min, zip(*ranks.gather((free, host)), strict=True)))
 
@@ -115,10 +115,8 @@ def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
                 for limit, used in LIMITS.items():
                     with suppress(OSError, ValueError):  # not there, or no limit: "max"
                         left = int((each / limit).read_text()) - int((each / used).read_text())
-                        # Files that were read count as used, but give way. The last line is that of all subgroups.
-                        files = re.findall(
-                            r"^(?:total_)?inactive_file (\d+)$", (each / "memory.stat").read_text(), re.MULTILINE
-                        )
+                        # Files that were read count as used, but give way; the last line counts subgroups too.
+                        files = re.findall(r"(?m)^(?:total_)?inactive_file (\d+)", (each / "memory.stat").read_text())
                         there.append(left + int(files[-1]))
     return min(there)
 
