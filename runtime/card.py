@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from runtime import counted, ranks, reward_names, short_name
-from runtime.metrics import kinds_tables, with_error
+from runtime.metrics import kinds_table, with_error
 
 CARD = """---
 base_model: {base}
@@ -71,9 +71,7 @@ def write_card(folder, settings, before, after, picture):
             then = with_error(before, key) if before else "none"
             now = with_error(after, key)
             lines.append(f"| {short_name(key)}, {name} | {then} | {now} | {after[prefix + 'images']} |")
-    for rows in kinds_tables(*([before] if before else []), after):
-        rows[1:1] = [["---"] * len(rows[0])]
-        lines += ["", *(f"| {' | '.join(row)} |" for row in rows)]
+    lines += kinds_table(*([before] if before else []), after)
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
     values = {**vars(settings), "base": base, "steps": counted(after["step"], "step"), "table": "\n".join(lines)}
     values["prompts"] = counted(settings.prompts_per_step, "prompt")

@@ -28,11 +28,10 @@ from runtime import (
 )
 from runtime.card import write_card
 from runtime.metrics import (
-    aligned,
     error_name,
     format_step,
     group_records,
-    kinds_tables,
+    kinds_table,
     step_metrics,
     why_nothing_was_learned,
     with_error,
@@ -221,13 +220,10 @@ class Record:
         The latter is for before-after.png.
         """
         record = {"step": self.done}
-        tracked = {}
         for prefix, (metrics, _) in (("", training), ("held_out/", held_out)):
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
-            for kind, own in metrics.get("kinds", {}).items():
-                tracked |= {f"{prefix}{kind}/{name}": none_for_nan(own[name]) for name in reward_names(own)}
-        tracked |= {name: value for name, value in record.items() if not isinstance(value, dict)}
-        self.track(self.done, {f"evaluation/{name}": value for name, value in tracked.items()})
+        numbers = {f"evaluation/{name}": value for name, value in record.items() if not isinstance(value, dict)}
+        self.track(self.done, numbers)
         shown = [*training[1], *held_out[1]]
         record["shown"] = [
             (prompt, [*map(none_for_nan, rewards)], {name: [*map(none_for_nan, own)] for name, own in judges.items()})
@@ -240,8 +236,7 @@ class Record:
             steps = counted(self.done, "step")
             self.write(f"evaluation after {steps}, {name} prompts{compared}: {summary(prefix, *records)}")
         if self.done >= self.settings.steps or self.stop.received:
-            for table in kinds_tables(*records):
-                self.write(aligned(table))
+            self.write("\n".join(kinds_table(*records)))
         if self.writes:
             with checkpoints.writing(self.out):
                 folder = self.out / "evaluation" / f"{self.done:06d}"

@@ -42,11 +42,12 @@ def named(raw_rewards, combined):
 
 
 def evaluation_metrics(raw_rewards, combined, group_size, kinds=None):
-    """Those of reward_metrics, the standard error of each mean, numbers of pictures and prompts; in "kinds" for each kind.
+    """Those of reward_metrics with standard errors, and in "kinds" the same for each of several kinds of prompt.
 
-    Errors are over prompts, by the spread of their means: pictures of one prompt are not independent. NaN for one prompt.
+    An error is that of the mean over prompts: pictures of one prompt are not independent. "mean of the kinds" is their
+    plain mean whatever their sizes, like GenEval's overall score (Ghosh et al. 2023).
 
-    raw_rewards: {name: (N*G,)}, combined: (N*G,), kinds: of each prompt, (N,) strings; None: all are of one.
+    raw_rewards: {name: (N*G,)}, combined: (N*G,), kinds: of each prompt, (N,) strings, or None.
     """
     count = len(combined) // group_size
     metrics = reward_metrics(raw_rewards, combined, group_size) | {"images": len(combined), "prompts": count}
@@ -55,13 +56,20 @@ def evaluation_metrics(raw_rewards, combined, group_size, kinds=None):
         means = means[~means.isnan()]
         variance = (means - means.mean()).square().sum() / (len(means) - 1)
         metrics[f"reward_error{name}"] = (variance / len(means)).sqrt().item()
-    if kinds is not None:
-        metrics["kinds"] = {}
-        for kind in dict.fromkeys(kinds):
-            own = torch.tensor([each == kind for each in kinds]).repeat_interleave(group_size)  # (N*G,)
-            raw = {name: values[own] for name, values in raw_rewards.items()}
-            metrics["kinds"][kind] = evaluation_metrics(raw, combined[own], group_size)
-    return metrics
+    if len(set(kinds or ())) < 2:
+        return metrics
+    parts = {}
+    for kind in dict.fromkeys(kinds):
+        own = torch.tensor([each == kind for each in kinds]).repeat_interleave(group_size)  # (N*G,)
+        raw = {name: values[own] for name, values in raw_rewards.items()}
+        parts[kind] = evaluation_metrics(raw, combined[own], group_size)
+    mean = {"prompts": count}
+    for name in reward_names(metrics):
+        pairs = [(part[name], part[error_name(name)]) for part in parts.values()]
+        pairs = torch.tensor(pairs, dtype=torch.float64)  # (kinds, 2)
+        means, errors = pairs[~pairs[:, 0].isnan()].T
+        mean |= {name: means.mean().item(), error_name(name): (errors.norm() / len(errors)).item()}
+    return metrics | {"kinds": parts | {"mean of the kinds": mean}}
 
 
 def error_name(name):
@@ -71,59 +79,38 @@ def error_name(name):
 
 def with_error(record, name, form="{:.3f}"):
     """'0.692 +- 0.031', the reward of this name with its standard error, if it has one."""
-    mean = record[name]
     error = record.get(error_name(name))
-    if mean is None:
-        return format_number(mean)
-    return form.format(mean) + ("" if error is None else f" +- {form.format(error)}")
+    if record[name] is None or error is None:
+        return format_number(record[name])
+    return f"{form} +- {form}".format(record[name], error)
 
 
 def by_kind(prefix, *records):
-    """The names of the rewards, and for each record {kind: its metrics}; the last kind is the mean of all.
+    """Of records of evaluation.jsonl: names of rewards, and for each record {kind: its metrics}; or two empty lists.
 
-    That is their plain mean, however many prompts they have, as in GenEval's overall score (Ghosh et al. 2023). prefix: ""
-    for prompts of training, "held_out/". records: of evaluation.jsonl. Nothing where they do not have several kinds.
+    prefix: "" for prompts of training, "held_out/".
     """
-    parts = [dict(record.get(f"{prefix}kinds") or {}) for record in records]
-    if any(len(part) < 2 for part in parts):
+    if not all(f"{prefix}kinds" in record for record in records):
         return [], []
-    for part in parts:
-        part["mean of the kinds"] = mean_of_kinds(list(part.values()))
-    names = reward_names(parts[-1]["mean of the kinds"])
-    if all(metrics[names[1]] == metrics["reward"] for part in parts for metrics in part.values()):
-        del names[1]  # the only reward, of weight 1
-    return names, parts
+    parts = [record[f"{prefix}kinds"] for record in records]
+    mean = parts[-1]["mean of the kinds"]
+    names = reward_names(mean)
+    return names[1:] if mean[names[0]] == mean[names[1]] else names, parts  # a lone reward of weight 1 is their sum
 
 
-def mean_of_kinds(kinds):
-    """The plain mean of each reward over kinds, and its standard error. kinds: the metrics of each."""
-    metrics = {"prompts": sum(kind["prompts"] for kind in kinds)}
-    for name in reward_names(kinds[0]):
-        means = [kind[name] for kind in kinds if kind[name] is not None]
-        errors = [kind[error_name(name)] for kind in kinds if kind[name] is not None]
-        metrics[name] = sum(means) / len(means) if means else None
-        metrics[error_name(name)] = math.hypot(*errors) / len(errors) if errors and None not in errors else None
-    return metrics
-
-
-def kinds_tables(*records):
-    """For prompts of training and held-out ones a table by kind: rows of cells such as '0.41 +- 0.05 -> 0.72 +- 0.04'."""
-    tables = []
-    for prefix, heading in (("", "training prompts"), ("held_out/", "held-out prompts")):
+def kinds_table(*records):
+    """Lines of Markdown: for both sets of prompts a row per kind, with cells such as '0.41 +- 0.05 -> 0.72 +- 0.04'."""
+    lines = []
+    for prefix, heading in (("", "training"), ("held_out/", "held out")):
         names, parts = by_kind(prefix, *records)
-        rows = [[heading, "number", *map(short_name, names)]]
-        for kind, metrics in parts[-1].items() if parts else ():
+        rows = [[heading, "prompts", *map(short_name, names)]] if names else []
+        for kind in parts[-1] if parts else ():
             cells = [" -> ".join(with_error(part[kind], name, "{:.2f}") for part in parts) for name in names]
-            rows.append([kind, str(metrics["prompts"]), *cells])
-        tables += [rows] if parts else []
-    return tables
-
-
-def aligned(rows):
-    """A table as text, its columns under one another."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+            rows.append([kind, str(parts[-1][kind]["prompts"]), *cells])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows[1:1] = [["-" * width for width in widths]] if rows else []
+        lines += ["", *(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)] if rows else []
+    return lines
 
 
 def step_metrics(raw_rewards, combined, sequences, paintings):

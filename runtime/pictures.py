@@ -163,50 +163,41 @@ def save_kinds(path, *records):
     records: of evaluation.jsonl, before and after, or one. Where they do not know several kinds nothing is saved.
     """
     found = {prefix: by_kind(prefix, *records) for prefix in BARS}
-    found = {prefix: (names, parts) for prefix, (names, parts) in found.items() if parts}
-    if not found:
+    rows = [(prefix, kind) for prefix, (_, parts) in found.items() if parts for kind in ("", *parts[-1])]  # "": heading
+    if not rows:
         return
-    font = ImageFont.load_default(24)  # drawn at twice the size, for smooth lines
-    columns = list(dict.fromkeys(name for names, _ in found.values() for name in names))
-    heights = [120 + 56 * len(parts[-1]) for _, parts in found.values()]
-    sheet = Image.new("RGB", (280 + max(2, len(columns)) * 620, 50 + sum(heights)), "white")
+    names = list(dict.fromkeys(name for names, _ in found.values() for name in names))
+    font = ImageFont.load_default(12)
+    sheet = Image.new("RGB", (160 + max(2, len(names)) * 310, 40 + 28 * len(rows)), "white")
     pen = ImageDraw.Draw(sheet)
-    words = " pale: before, dark:" if len(records) > 1 else ""
-    words = f"{words} after {counted(records[-1]['step'], 'step')}; lines: standard error over prompts".strip()
-    pen.text((20, 20), words, "#666666", font)
-    top = 60
-    for (prefix, (names, parts)), height in zip(found.items(), heights, strict=True):
-        title, *colours = BARS[prefix]
-        pen.text((20, top + 20), title, colours[1], font)
-        for i, kind in enumerate(parts[-1]):
-            pen.text((20, top + 86 + 56 * i), kind, "black", font, anchor="lm")
-        for name in names:
-            left = 280 + columns.index(name) * 620
-            pen.text((left, top + 20), short_name(name), "black", font)
-            everything = [part for _, others in found.values() for part in others]
-            draw_bars(pen, (left, top + 66), name, parts, colours[-len(parts) :], everything)
-        top += height
-    sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(path)
+    words = f"{'pale: before, dark: ' if records[1:] else ''}after {counted(records[-1]['step'], 'step')}"
+    pen.text((10, 10), f"{words}; lines: standard error over prompts", "#666666", font)
+    for i, (prefix, kind) in enumerate(rows):
+        title, _, colour = BARS[prefix]
+        pen.text((10, 50 + 28 * i), kind or title, "black" if kind else colour, font, anchor="lm")
+    for i, name in enumerate(names):
+        measured = []  # for each row the metrics of each record that has this reward
+        for prefix, kind in rows:
+            measured.append([part[kind] for part in found[prefix][1] if kind and part[kind].get(name) is not None])
+            if not kind:
+                pen.text((160 + i * 310, 40 + 28 * len(measured) - 18), short_name(name), "black", font, anchor="lm")
+        draw_bars(pen, 160 + i * 310, name, measured, [BARS[prefix][1:] for prefix, _ in rows])
+    sheet.save(path)
 
 
-def draw_bars(pen, place, name, parts, colours, everything):
-    """A panel of save_kinds at `place`: a row for each kind, in which each part has a bar. `everything` sets the scale."""
-    font = ImageFont.load_default(20)
-    left, top = place
-    error_of = lambda metrics: metrics[error_name(name)] or 0
-    known = [metrics for part in everything for metrics in part.values() if metrics.get(name) is not None]
-    low = min([0, *(metrics[name] - error_of(metrics) for metrics in known)])
-    high = max([1e-6, *(metrics[name] + error_of(metrics) for metrics in known)])
-    x = lambda value: left + 400 * (value - low) / (high - low)
-    thick = 40 // len(parts)
-    for i, kind in enumerate(parts[-1]):
-        for j, (part, colour) in enumerate(zip(parts, colours, strict=True)):
-            mean = part[kind][name]
-            y = top + 56 * i + thick * j
-            if mean is not None:
-                error = error_of(part[kind])
-                pen.rectangle((min(x(0), x(mean)), y, max(x(0), x(mean)), y + thick - 3), colour)
-                pen.line((x(mean - error), y + thick // 2 - 2, x(mean + error), y + thick // 2 - 2), "black", 3)
-        words = " -> ".join("none" if part[kind][name] is None else f"{part[kind][name]:.2f}" for part in parts)
-        pen.text((left + 412, top + 20 + 56 * i), words, "black", font, anchor="lm")
-    pen.line((x(0), top - 6, x(0), top + 56 * len(parts[-1])), "#999999", 2)
+def draw_bars(pen, left, name, measured, colours):
+    """A column of save_kinds, 28 pixels per row. measured: for each row the metrics before and after, or none."""
+    font = ImageFont.load_default(12)
+    pairs = [[(metrics[name], metrics[error_name(name)] or 0) for metrics in row] for row in measured]
+    low = min([0, *(mean - error for row in pairs for mean, error in row)])
+    high = max([1e-6, *(mean + error for row in pairs for mean, error in row)])
+    x = lambda value: left + 200 * (value - low) / (high - low)
+    for i, row in enumerate(pairs):
+        y = 40 + 28 * i
+        for (mean, error), colour in zip(row, colours[i][-len(row) :]):
+            height = 20 // len(row)
+            start, end = sorted((x(0), x(mean)))
+            pen.rectangle((start, y, end, y + height - 2), colour)
+            pen.line((x(mean - error), y + height // 2 - 1, x(mean + error), y + height // 2 - 1), "black", 2)
+            y += height
+        pen.text((left + 206, 50 + 28 * i), " -> ".join(f"{mean:.2f}" for mean, _ in row), "black", font, anchor="lm")
