@@ -147,7 +147,7 @@ def grpo_step(run, settings, rewards, prompts, seed):
     metrics = {}
 
     if G > 1:
-        # 3. advantages: codes have the mean reward of their paintings, and are compared among the G of a prompt
+        # 3. advantages: a code sequence gets the mean reward of its paintings, compared among the G of a prompt
         means = {name: values.view(-1, K).nanmean(1) for name, values in rolled.raw_rewards.items()}  # {name: (N*G,)}
         set_advantages(rolled.groups, combine(means, weights_of(rewards), G, settings.combine))
         with run.phase("reference", run.policy.model):
@@ -267,7 +267,7 @@ def loop(run, settings, data, record, begun):
     for step in range(begun, settings.steps):
         if any(ranks.gather(record.stop.received)):  # together, or the others would wait for a rank that stopped
             break
-        # Every draw of a step starts from the step's seed, a reward's own too: no random state needs saving.
+        # All draws of a step, even those of a reward, start from the step's seed: no random state needs saving.
         seed = seed_of_step(step, settings)
         set_seed(seed % 2**32)
         prompts = data.prompts.take(prompt_indices(step, settings, len(data.prompts)))

@@ -38,8 +38,8 @@ def gaussian_step(x, v, level, next_level, noise_level):
     x: latents (K, C, H, W) float32. v: velocity, like x. level, next_level: of noise, in 0..1. noise_level: in 0..1.
     """
     std = next_level * math.sin(noise_level * math.pi / 2)
-    replaced = next_level - math.sqrt(next_level**2 - std**2)  # that much of the predicted noise makes room for fresh
-    return x + (next_level - level) * v - replaced * (x + (1 - level) * v), std  # the ODE's step, less that
+    replaced = next_level - math.sqrt(next_level**2 - std**2)  # this much of the predicted noise gives way to new noise
+    return x + (next_level - level) * v - replaced * (x + (1 - level) * v), std  # the ODE's step, less that noise
 
 
 def log_density(x, mean, std):
@@ -54,8 +54,8 @@ class DenoisingStep:
     latents: torch.Tensor  # (K, C, H, W)
     next_latents: torch.Tensor  # (K, C, H, W)
     old_logprobs: torch.Tensor  # (K, D)
-    levels: tuple  # of noise: before, after
-    calls: list  # what else the pipeline gave the transformer, for one painting: [with codes], guided [with, without]
+    levels: tuple  # noise levels before and after
+    calls: list  # the transformer's other arguments, for one painting: [with codes], or if guided [with, without]
     mask: None = None  # all numbers count
     advantages: torch.Tensor | None = None  # (K,)
     ref_logprobs: torch.Tensor | None = None  # (K, D), None when kl_coef is 0
@@ -80,7 +80,7 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
     def record_call(self, transformer, _, options):
         """For a hook of the transformer. All paintings share codes, prompt and time: one row of each tensor is enough."""
         row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        self.calls = [*self.calls, row | {"hidden_states": None}]  # these are kept as latents
+        self.calls = [*self.calls, row | {"hidden_states": None}]  # kept as latents
 
     def step(self, model_output, timestep, sample, return_dict=True, **options):
         if self.step_index is None:
@@ -106,10 +106,10 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
 
 
 class DecoderGRPO(GRPO):
-    """Trains an adapter of a pipeline's decoder by the paths on which it has painted. What it samples are paintings.
+    """Trains an adapter of a pipeline's decoder by the denoising paths that it has drawn. Its samples are paintings.
 
     model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: GRPOSettings. noise_level: in 0..1.
-    guidance_scale: of the paintings. pipe: a GlmImagePipeline; it is not changed. reference: as for GRPO.
+    guidance_scale: as for painting. pipe: a GlmImagePipeline; it is not changed. reference: as for GRPO.
     """
 
     def __init__(self, model, optimizer, settings, pipe, noise_level, guidance_scale, reference=None):

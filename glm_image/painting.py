@@ -18,7 +18,7 @@ def read_sources(pipe, sources, device):
         grid = inputs["image_grid_thw"]  # (1, 3)
         if grid.tolist() != [[1, source.image.height // 32, source.image.width // 32]]:
             raise UserError(f"the model reads a picture of {source.image.size} pixels as {grid.tolist()[0][1:]} codes, "
-                            "not one for 32x32: choose another --height and --width")  # fmt: skip
+                            "not one per 32x32 pixels: choose another --height and --width")  # fmt: skip
         features = model.get_image_features(inputs["pixel_values"], grid).pooler_output
         source.codes = model.get_image_tokens(features).cpu()
 
@@ -79,9 +79,9 @@ def paint(pipe, prompt, tokens, settings, seed, source=None):
     columns = settings.width // 32
     scale = pipe.vae_scale_factor
     device = pipe.transformer.device
-    # The decoder is not shown the preview: that is what the policy looks at as it writes the picture proper.
+    # The decoder is not shown the preview: only the policy looks at it, as it writes the picture proper.
     prior = for_decoder(tokens[:, -rows * columns :].view(-1, rows, columns))  # (G, 4*rows*columns)
-    edited = {}  # what the pipeline wants to know of the source, for each picture
+    edited = {}  # the pipeline's arguments for the source, per picture
     if source is not None:
         size = source.image.height // 16, source.image.width // 16
         codes = for_decoder(source.codes.view(1, size[0] // 2, size[1] // 2))[0].to(device)
