@@ -1,9 +1,9 @@
 """The diffusion decoder as a policy too, trained by the very update of grpo.py: `train.py --train decoder` or `both`.
 
-A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S denoising steps. At level s its latents are
-x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean: so clean = x - s v, noise = x + (1 - s) v.
-The stock sampler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every step but the last is drawn
-from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a = --noise-level:
+A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S denoising steps. At level s its latents
+are x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean, so that clean = x - s v and
+noise = x + (1 - s) v. The stock sampler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every step
+but the last is drawn from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a = --noise-level:
 
     std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise
 
@@ -15,9 +15,9 @@ Credit: each of the G code sequences of a prompt is painted K times from one sta
 reward of their K pictures, compared among the G; the decoder gets the reward of each picture, compared among the K of
 the same codes. In one flat group of G*K nearly all of the spread would be the codes'.
 
-In the terms of grpo.py, one denoising step of these K paintings is a group, and the D = C*H*W numbers of its latents are
-the tokens, each drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes.
-(Flow-GRPO has one ratio for all D, by the mean of their log-probs: the same gradient on fresh samples, a KL term of 1/D.)
+In the terms of grpo.py, one denoising step of these K paintings is a group, and the D = C*H*W numbers of its latents
+are the tokens, each drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes.
+(Flow-GRPO has one ratio for all D, by the mean of their log-probs: the same gradient on fresh samples, KL term 1/D.)
 """
 
 import math
@@ -62,7 +62,7 @@ class DenoisingStep:
 
 
 def repeat_for_steps(rewards, steps):
-    """The rewards (N*G*K,) of all paintings, once for each denoising step of their paths, as set_advantages wants them."""
+    """The rewards (N*G*K,) of all paintings, repeated for each denoising step of their paths, for set_advantages."""
     per_sequence = rewards.view(-1, len(steps[0].old_logprobs))  # (N*G, K)
     return per_sequence.repeat_interleave(len(steps) // len(per_sequence), dim=0).flatten()
 
@@ -78,7 +78,7 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
         self.recorded = {}  # {number of the step: a DenoisingStep per batch}
 
     def record_call(self, transformer, _, options):
-        """For a hook of the transformer. All paintings share codes, prompt and time: one row of each tensor is enough."""
+        """For a hook of the transformer. All paintings share codes, prompt and time: one row of each tensor will do."""
         row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         self.calls = [*self.calls, row | {"hidden_states": None}]  # kept as latents
 

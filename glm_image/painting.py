@@ -27,9 +27,9 @@ def encode_prompt(processor, prompt, height, width, source=None):
     """A prompt as the policy reads it, and the 3-D positions of everything it reads and writes.
 
     GLM-Image writes a preview of about 256 codes first, then the picture proper, one code per 32x32 pixels; both row by
-    row. To edit a picture, it reads that picture's codes before the text, and writes no preview. Positions are (temporal,
-    height, width). Text counts up on all three; a grid keeps the time of its start s and spreads over (s + row,
-    s + column); what follows starts at s + the longer side.
+    row. To edit a picture, it reads that picture's codes before the text, and writes no preview. Positions are
+    (temporal, height, width). Text counts up on all three; a grid keeps the time of its start s and spreads over
+    (s + row, s + column); whatever follows the grid starts at s + its longer side.
 
     Args:
         height, width: of the picture to be written, multiples of 32.

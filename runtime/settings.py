@@ -96,7 +96,7 @@ def build_parser():
     flag("settings", str, None, "file of settings to start from, such as a run's settings.json; other flags win")
     flag("adapter", str, None, "start from the adapters of the run in this folder; with --steps 0 only evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt per line")
-    flag("order", str, "shuffled", "order of the prompts: shuffled each epoch, or as in the file (say, easy ones first)",
+    flag("order", str, "shuffled", "order of the prompts: shuffled each epoch, or as in the file, say easy ones first",
          ("shuffled", "file"))  # fmt: skip
     flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
     flag("sources", str, None, "to train edits: folder with the picture that each prompt changes, sorted by name")
@@ -111,7 +111,7 @@ def build_parser():
     flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both",
          ("codes", "decoder", "both"))  # fmt: skip
     flag("group_size", number(int, "[2, inf)"), 4,
-         "code sequences per prompt, compared with one another; with --train decoder, paintings of a single one")  # fmt: skip
+         "code sequences per prompt, compared with one another; with --train decoder, paintings of one")  # fmt: skip
     flag("prompts_per_step", count, 4, "prompts per step, on each GPU")
     flag("steps", number(int, "[0, inf)"), (48, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
@@ -122,7 +122,7 @@ def build_parser():
     flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the learning rates rise")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
     flag("noise_level", number(float, "(0, 1]"), 0.7,
-         "if the decoder learns: how much of the noise in a picture each denoising step draws anew; 1: all of it")  # fmt: skip
+         "if the decoder learns: how much of the noise a denoising step draws anew; 1: all")  # fmt: skip
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
     flag("kl_coef", number(float, "[0, inf)"), (0.3, 0.01),
          "weight of the KL divergence from the model before training")  # fmt: skip
@@ -155,10 +155,10 @@ def build_parser():
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
 
     group = parser.add_argument_group("memory and speed")
-    flag("base", str, "bfloat16", "the frozen weights: as bfloat16 (on a CPU float32), or rounded to int8, half the memory",
+    flag("base", str, "bfloat16", "frozen weights: as bfloat16 (on a CPU float32), or rounded to int8, half the memory",
          ("bfloat16", "int8"))  # fmt: skip
     flag("micro_batch_size", count_or_auto, "auto",
-         "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU the most that fit, up to 8")  # fmt: skip
+         "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU up to 8, as fit")  # fmt: skip
     flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
     flag("compile", str, "auto", "sample with a compiled CUDA graph; auto: on a GPU", switch)
@@ -213,7 +213,7 @@ def deployed(settings):
 
 
 def flags_in(file):
-    """The settings in a file as flags, checked like any; without a run's folder and settings that follow from others."""
+    """The settings in a file as flags, checked like any; not a run's folder, nor settings that follow from others."""
     try:
         saved = json.loads(Path(file).read_text())
         dropped = {"out", "resume", "settings", "sequences", "" if saved.get("train") == "both" else "paintings"}
@@ -238,8 +238,8 @@ def complete(settings, by_model):
         raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")
     if settings.guidance_steps and (settings.guidance_scale == 1 or settings.guidance_steps > settings.decode_steps):
         raise UserError(
-            f"--guidance-steps {settings.guidance_steps} must be at most --decode-steps {settings.decode_steps}, with a "
-            f"--guidance-scale above 1 (it is {settings.guidance_scale})"
+            f"--guidance-steps {settings.guidance_steps} must be at most --decode-steps {settings.decode_steps}, "
+            f"with a --guidance-scale above 1 (it is {settings.guidance_scale})"
         )
     if settings.height % 32 or settings.width % 32:
         raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
@@ -299,7 +299,7 @@ def fill(words):
 
 @contextmanager
 def claim_folder(settings):
-    """The folder of the run, taken before anything loads, so that two runs never share one. Left empty it is removed."""
+    """The run's folder, taken before anything loads, so that two runs never share one. Left empty it is removed."""
     with ExitStack() as locks:
         out, reason = ranks.gather(_claim(settings, locks) if ranks.rank() == 0 else None)[0]
         if reason is not None:
@@ -361,15 +361,16 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     by_default = vars(parse_settings(["--model", settings.model]))
-    shown = {name: value for name, value in vars(settings).items() if value is not None and name != "model"}
+    hidden = ("model", "sequences")  # printed above, and no flag
+    shown = {name: value for name, value in vars(settings).items() if value is not None and name not in hidden}
     for label, default in (("settings", False), ("by default", True)):
         words = [f"{name}={value}" for name, value in shown.items() if (value == by_default[name]) == default]
         print(fill(" ".join([f"{label}:", *(word.replace(f"={Path.cwd()}/", "=") for word in words)])))
     codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
     for what, pictures, steps, guidance, guided in (
-        ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings, settings.decode_steps,
-         settings.guidance_scale, settings.guidance_steps),
+        ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings,
+         settings.decode_steps, settings.guidance_scale, settings.guidance_steps),
         ("an evaluation", judged * settings.group_size, settings.eval_decode_steps, settings.eval_guidance_scale, None),
     ):  # fmt: skip
         passes = steps + (guided or steps) * (guidance > 1)  # with codes, and without
