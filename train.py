@@ -10,15 +10,18 @@ and train() is the loop around both.
 """
 
 import random
+import signal
 import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the seconds that the imports take: no traceback
+
 import torch
 from diffusers import GlmImagePipeline
-from torch._dynamo.exc import TorchDynamoException
 from transformers import set_seed
 
 from glm_image import memory
@@ -36,9 +39,9 @@ from runtime.rescue import failing_together, rescued, resume_command
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
 SHOWN = 3  # in before-after.png: pictures per prompt; prompts of one kind
-# Codes are sampled with the group's own seed, see seed_of_step; an evaluation uses that plus one of these, and the noise
-# and the paths of paintings lie further up, at 2**31 and 2**30. Runs with neighbouring --seed start 10^9 apart, so with
-# fewer than 1,000 steps and a --seed below 1,000 no run shares a seed with an evaluation.
+# Codes are sampled with the group's own seed, see seed_of_step; an evaluation counts up from these. The noise and the
+# paths of paintings lie further up, at 2**31 and 2**30. Runs with neighbouring --seed start 10^9 apart, so with fewer
+# than 1,000 steps and a --seed below 1,000 no run shares a seed with an evaluation.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
 
 
@@ -71,9 +74,7 @@ def load_run(settings, data, device, turns):
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no memory for the weights ({reason}); try --offload yes (GPU full) or no (host)") from None
     run = Run(pipe, policy, decoder, Phases(device, offload))
-    done = 0
-    if settings.resume is not None:
-        done = checkpoints.load(Path(settings.resume), run.trainers)
+    done = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
     return run, done
 
 
@@ -147,7 +148,7 @@ def grpo_step(run, settings, rewards, prompts, seed):
     metrics = {}
 
     if G > 1:
-        # 3. advantages: codes have the mean reward of their paintings, and are compared among the G of a prompt
+        # 3. advantages: a code sequence gets the mean reward of its paintings, compared among the G of a prompt
         means = {name: values.view(-1, K).nanmean(1) for name, values in rolled.raw_rewards.items()}  # {name: (N*G,)}
         set_advantages(rolled.groups, combine(means, weights_of(rewards), G, settings.combine))
         with run.phase("reference", run.policy.model):
@@ -268,7 +269,7 @@ def loop(run, settings, data, record, begun):
     for step in range(begun, settings.steps):
         if any(ranks.gather(record.stop.received)):  # together, or the others would wait for a rank that stopped
             break
-        # Every draw of a step starts from the step's seed, a reward's own too: no random state needs saving.
+        # All draws of a step, even those of a reward, start from the step's seed: no random state needs saving.
         seed = seed_of_step(step, settings)
         set_seed(seed % 2**32)
         prompts = data.prompts.take(prompt_indices(step, settings, len(data.prompts)))
@@ -302,10 +303,9 @@ def main(arguments=None):
         return 130
     except UserError as error:
         ranks.print_error(error)
-    except TorchDynamoException as error:
-        ranks.print_error(f"torch.compile failed ({str(error).strip().splitlines()[0]}); try --compile no")
     return 2
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -1,9 +1,9 @@
 """The diffusion decoder as a policy too, trained by the very update of grpo.py: `train.py --train decoder` or `both`.
 
-A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S denoising steps. At level s its latents are
-x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean: so clean = x - s v, noise = x + (1 - s) v.
-The stock sampler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every step but the last is drawn
-from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a = --noise-level:
+A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S denoising steps. At level s its latents
+are x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean, so that clean = x - s v and
+noise = x + (1 - s) v. The stock sampler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every step
+but the last is drawn from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a = --noise-level:
 
     std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise
 
@@ -15,9 +15,9 @@ Credit: each of the G code sequences of a prompt is painted K times from one sta
 reward of their K pictures, compared among the G; the decoder gets the reward of each picture, compared among the K of
 the same codes. In one flat group of G*K nearly all of the spread would be the codes'.
 
-In the terms of grpo.py, one denoising step of these K paintings is a group, and the D = C*H*W numbers of its latents are
-the tokens, each drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes.
-(Flow-GRPO has one ratio for all D, by the mean of their log-probs: the same gradient on fresh samples, a KL term of 1/D.)
+In the terms of grpo.py, one denoising step of these K paintings is a group, and the D = C*H*W numbers of its latents
+are the tokens, each drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes.
+(Flow-GRPO has one ratio for all D, by the mean of their log-probs: the same gradient on fresh samples, KL term 1/D.)
 """
 
 import math
@@ -38,8 +38,8 @@ def gaussian_step(x, v, level, next_level, noise_level):
     x: latents (K, C, H, W) float32. v: velocity, like x. level, next_level: of noise, in 0..1. noise_level: in 0..1.
     """
     std = next_level * math.sin(noise_level * math.pi / 2)
-    replaced = next_level - math.sqrt(next_level**2 - std**2)  # that much of the predicted noise makes room for fresh
-    return x + (next_level - level) * v - replaced * (x + (1 - level) * v), std  # the ODE's step, less that
+    replaced = next_level - math.sqrt(next_level**2 - std**2)  # this much of the predicted noise gives way to new noise
+    return x + (next_level - level) * v - replaced * (x + (1 - level) * v), std  # the ODE's step, less that noise
 
 
 def log_density(x, mean, std):
@@ -54,15 +54,15 @@ class DenoisingStep:
     latents: torch.Tensor  # (K, C, H, W)
     next_latents: torch.Tensor  # (K, C, H, W)
     old_logprobs: torch.Tensor  # (K, D)
-    levels: tuple  # of noise: before, after
-    calls: list  # what else the pipeline gave the transformer, for one painting: [with codes], guided [with, without]
+    levels: tuple  # noise levels before and after
+    calls: list  # the transformer's other arguments, for one painting: [with codes], or if guided [with, without]
     mask: None = None  # all numbers count
     advantages: torch.Tensor | None = None  # (K,)
     ref_logprobs: torch.Tensor | None = None  # (K, D), None when kl_coef is 0
 
 
 def repeat_for_steps(rewards, steps):
-    """The rewards (N*G*K,) of all paintings, once for each denoising step of their paths, as set_advantages wants them."""
+    """The rewards (N*G*K,) of all paintings, repeated for each denoising step of their paths, for set_advantages."""
     per_sequence = rewards.view(-1, len(steps[0].old_logprobs))  # (N*G, K)
     return per_sequence.repeat_interleave(len(steps) // len(per_sequence), dim=0).flatten()
 
@@ -78,9 +78,9 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
         self.recorded = {}  # {number of the step: a DenoisingStep per batch}
 
     def record_call(self, transformer, _, options):
-        """For a hook of the transformer. All paintings share codes, prompt and time: one row of each tensor is enough."""
+        """For a hook of the transformer. All paintings share codes, prompt and time: one row of each tensor will do."""
         row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        self.calls = [*self.calls, row | {"hidden_states": None}]  # these are kept as latents
+        self.calls = [*self.calls, row | {"hidden_states": None}]  # kept as latents
 
     def step(self, model_output, timestep, sample, return_dict=True, **options):
         if self.step_index is None:
@@ -106,10 +106,10 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
 
 
 class DecoderGRPO(GRPO):
-    """Trains an adapter of a pipeline's decoder by the paths on which it has painted. What it samples are paintings.
+    """Trains an adapter of a pipeline's decoder by the denoising paths that it has drawn. Its samples are paintings.
 
     model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: GRPOSettings. noise_level: in 0..1.
-    guidance_scale: of the paintings. pipe: a GlmImagePipeline; it is not changed. reference: as for GRPO.
+    guidance_scale: as for painting. pipe: a GlmImagePipeline; it is not changed. reference: as for GRPO.
     """
 
     def __init__(self, model, optimizer, settings, pipe, noise_level, guidance_scale, reference=None):

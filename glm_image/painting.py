@@ -18,7 +18,7 @@ def read_sources(pipe, sources, device):
         grid = inputs["image_grid_thw"]  # (1, 3)
         if grid.tolist() != [[1, source.image.height // 32, source.image.width // 32]]:
             raise UserError(f"the model reads a picture of {source.image.size} pixels as {grid.tolist()[0][1:]} codes, "
-                            "not one for 32x32: choose another --height and --width")  # fmt: skip
+                            "not one per 32x32 pixels: choose another --height and --width")  # fmt: skip
         features = model.get_image_features(inputs["pixel_values"], grid).pooler_output
         source.codes = model.get_image_tokens(features).cpu()
 
@@ -27,9 +27,9 @@ def encode_prompt(processor, prompt, height, width, source=None):
     """A prompt as the policy reads it, and the 3-D positions of everything it reads and writes.
 
     GLM-Image writes a preview of about 256 codes first, then the picture proper, one code per 32x32 pixels; both row by
-    row. To edit a picture, it reads that picture's codes before the text, and writes no preview. Positions are (temporal,
-    height, width). Text counts up on all three; a grid keeps the time of its start s and spreads over (s + row,
-    s + column); what follows starts at s + the longer side.
+    row. To edit a picture, it reads that picture's codes before the text, and writes no preview. Positions are
+    (temporal, height, width). Text counts up on all three; a grid keeps the time of its start s and spreads over
+    (s + row, s + column); whatever follows the grid starts at s + its longer side.
 
     Args:
         height, width: of the picture to be written, multiples of 32.
@@ -79,9 +79,9 @@ def paint(pipe, prompt, tokens, settings, seed, source=None):
     columns = settings.width // 32
     scale = pipe.vae_scale_factor
     device = pipe.transformer.device
-    # The decoder is not shown the preview: that is what the policy looks at as it writes the picture proper.
+    # The decoder is not shown the preview: only the policy looks at it, as it writes the picture proper.
     prior = for_decoder(tokens[:, -rows * columns :].view(-1, rows, columns))  # (G, 4*rows*columns)
-    edited = {}  # what the pipeline wants to know of the source, for each picture
+    edited = {}  # the pipeline's arguments for the source, per picture
     if source is not None:
         size = source.image.height // 16, source.image.width // 16
         codes = for_decoder(source.codes.view(1, size[0] // 2, size[1] // 2))[0].to(device)

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 
 from runtime import UserError, ranks
 
-KEPT = 2  # newest checkpoints, beside that of the best evaluation
-FOLDERS = {"codes": ".", "decoder": "decoder"}  # of a checkpoint: that of the codes loads as an adapter does
+KEPT = 2  # the newest checkpoints, beside that of the best evaluation
+FOLDERS = {"codes": ".", "decoder": "decoder"}  # within a checkpoint, which so loads as an adapter of the codes
 
 
 def find(out):
@@ -23,10 +23,10 @@ def find(out):
 
 
 def save(out, step, trainers, settings, hashes, best_step=0):
-    """Write beside and rename; then only the newest and that of the best evaluation stay.
+    """Write to a temporary folder and rename it; then only the newest and that of the best evaluation stay.
 
-    trainers: {"codes" or "decoder": GRPO}. hashes: of what the run reads, see read_inputs in data.py. Random states are not saved: the
-    prompts and all random draws of a step are functions of the seed and the step.
+    trainers: {"codes" or "decoder": GRPO}. hashes: see read_inputs in data.py. Random states are not saved: the prompts
+    and all random draws of a step are functions of the seed and the step.
     """
     with writing(out):
         _save(out, step, trainers, settings, hashes)
@@ -56,7 +56,7 @@ def _save(out, step, trainers, settings, hashes):
 
 
 def read_state(out):
-    """Of the newest checkpoint: its step, the number of ranks that made it, settings of the run, and hashes of what it read."""
+    """The newest checkpoint's step, number of ranks, settings, and hashes of the files that the run reads."""
     if not find(out):
         raise UserError(f"there is no checkpoint in {out} to resume")
     with readable_errors(find(out)[-1]):

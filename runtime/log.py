@@ -165,7 +165,7 @@ class Record:
             self.tracker.log_images({name: np.asarray(picture)[None]}, step=self.done, **layout)
 
     def step(self, done, prompts, rolled, weights, metrics):
-        """After a step: its line, its metrics, at times its pictures. Raises UserError if step after step is skipped."""
+        """After a step: its line, its metrics, at times its pictures. Raises UserError after MAX_SKIPPED in a row."""
         texts, _, sources = prompts.for_rewards
         self.done = done
         self.half_made = False
@@ -268,7 +268,7 @@ class Record:
             self.save()
 
     def end(self):
-        """The adapters with their cards, and before-after.png; warns if nothing was learned or an earlier step was better."""
+        """The adapters with their cards, and before-after.png; warns if nothing, or less than before, was learned."""
         best, words = best_step(self.evaluations)
         if words:
             self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")

@@ -44,7 +44,7 @@ def wait():
 
 
 def device():
-    """This rank's GPU, or the CPU, there with a single thread unless OMP_NUM_THREADS says otherwise.
+    """This rank's GPU; or the CPU, with a single thread unless OMP_NUM_THREADS says otherwise.
 
     The tiny model's matrices are so small that threads spend their time waiting for one another: on two cores a second
     one gains nothing, and beside a busy program it makes a run ten times as long.
@@ -82,14 +82,14 @@ def count():
 
 
 def shard(number):
-    """Which of so many things this rank takes: some in a row, and all shards together are all of them."""
+    """The range of indices, out of `number`, that this rank takes; all ranks together take each of them once."""
     return range(rank() * number // count(), (rank() + 1) * number // count())
 
 
 def batches(number, size):
-    """This rank's share of so many things as lists of rows, `size` at a time.
+    """This rank's share of `number` rows as lists of at most `size`.
 
-    Rows from `number` on are padding, so that every rank makes equally many calls: leave their results out.
+    Rows from `number` on are padding, so that every rank makes the same number of calls: leave their results out.
     """
     rows = shard(-(-number // count()) * count())
     return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
@@ -102,13 +102,13 @@ def gather(value):
         try:
             dist.all_gather_object(values, value)
         except RuntimeError:
-            gone = "another rank has gone: it failed, was killed, or its machine ran out of memory; look further up"
+            gone = "another rank has gone: it failed, was killed, or its machine ran out of memory; see the lines above"
             raise StepFailed(gone) from None
     return values
 
 
 def mean(metrics):
-    """{name: number or NaN} -> its mean over the ranks that have it; of memory's peaks and largest gaps the largest."""
+    """{name: number or NaN} -> its mean over the ranks that have it; for peaks of memory and max_ gaps, the largest."""
     merged = {}
     per_rank = gather(metrics)
     for name in metrics:

@@ -97,7 +97,7 @@ def build_parser():
     flag("settings", str, None, "file of settings to start from, such as a run's settings.json; other flags win")
     flag("adapter", str, None, "start from the adapters of the run in this folder; with --steps 0 only evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt per line")
-    flag("order", str, "shuffled", "order of the prompts: shuffled each epoch, or as in the file (say, easy ones first)",
+    flag("order", str, "shuffled", "order of the prompts: shuffled each epoch, or as in the file, say easy ones first",
          ("shuffled", "file"))  # fmt: skip
     flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
     flag("sources", str, None, "to train edits: folder with the picture that each prompt changes, sorted by name")
@@ -112,7 +112,7 @@ def build_parser():
     flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both",
          ("codes", "decoder", "both"))  # fmt: skip
     flag("group_size", number(int, "[2, inf)"), 4,
-         "code sequences per prompt, compared with one another; with --train decoder, paintings of a single one")  # fmt: skip
+         "code sequences per prompt, compared with one another; with --train decoder, paintings of one")  # fmt: skip
     flag("prompts_per_step", count, 4, "prompts per step, on each GPU")
     flag("steps", number(int, "[0, inf)"), (48, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
@@ -123,7 +123,7 @@ def build_parser():
     flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the learning rates rise")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
     flag("noise_level", number(float, "(0, 1]"), 0.7,
-         "if the decoder learns: how much of the noise in a picture each denoising step draws anew; 1: all of it")  # fmt: skip
+         "if the decoder learns: how much of the noise a denoising step draws anew; 1: all")  # fmt: skip
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
     flag("kl_coef", number(float, "[0, inf)"), (0.3, 0.01),
          "weight of the KL divergence from the model before training")  # fmt: skip
@@ -132,13 +132,13 @@ def build_parser():
     flag("seed", number(int, "[0, 4294967295]"), 0, "fixes the order of prompts, the samples and the noise")
 
     group = parser.add_argument_group("pictures")
-    # GLM-Image: its own sampler's, so that what is trained is what is deployed.
+    # GLM-Image: those of its own sampler, so that it is trained as it is deployed.
     flag("temperature", positive, (1.0, 0.9), "divides the logits, in sampling and in scoring")
     flag("top_p", number(float, "(0, 1]"), (0.95, 0.75), "sample from the likeliest codes, this probability in all")
     flag("height", count, (128, 1024), "height of the pictures in pixels, a multiple of 32")  # never trained below 1024
     flag("width", count, (128, 1024), "width of the pictures in pixels, a multiple of 32")
-    # Pictures are compared in a group that shares noise and steps: what all of them lack cancels in the z-score. But
-    # guidance has to be above 1, for the unguided half drops the codes: it makes the decoder follow the policy.
+    # Few steps will do: pictures are compared in a group, so what all of them lack cancels in the z-score. But guidance
+    # has to be above 1: the unguided half drops the codes, so guidance makes the decoder follow the policy.
     flag("decode_steps", count, (6, 12), "denoising steps of the decoder")
     flag("guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance; above 1 doubles its cost")
     flag("guidance_steps", count, None, "in training, guide only so many denoising steps, the first (default: all)")
@@ -156,10 +156,10 @@ def build_parser():
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
 
     group = parser.add_argument_group("memory and speed")
-    flag("base", str, "bfloat16", "the frozen weights: as bfloat16 (on a CPU float32), or rounded to int8, half the memory",
+    flag("base", str, "bfloat16", "frozen weights: as bfloat16 (on a CPU float32), or rounded to int8, half the memory",
          ("bfloat16", "int8"))  # fmt: skip
     flag("micro_batch_size", count_or_auto, "auto",
-         "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU the most that fit, up to 8")  # fmt: skip
+         "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU up to 8, as fit")  # fmt: skip
     flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
     flag(
@@ -183,7 +183,7 @@ def build_parser():
 def parse_settings(arguments=None):
     """The command line as settings, completed from the run that it resumes, or by the model's defaults.
 
-    Everything is decided here, and later only read; but for the micro-batches of a GPU, see runtime.gpu.plan.
+    Everything is decided here and only read later, except the size of micro-batches on a GPU, see plan in gpu.py.
     """
     parser, by_model = build_parser()
     settings = parser.parse_args(arguments)
@@ -201,7 +201,7 @@ def parse_settings(arguments=None):
         settings.combine = "zscore" if len(weights) > 1 else "sum"
     if settings.micro_batch_size == "auto" and not torch.cuda.is_available():
         settings.micro_batch_size = 4
-    # Code sequences per prompt, and paintings of each: sequences are compared with each other, and so are paintings.
+    # Code sequences per prompt, compared with one another; and paintings of each sequence, compared in the same way.
     settings.sequences = 1 if settings.train == "decoder" else settings.group_size
     settings.paintings = {"codes": 1, "decoder": settings.group_size, "both": settings.paintings}[settings.train]
     return settings
@@ -212,7 +212,7 @@ def changed(settings, **values):
 
 
 def deployed(settings):
-    """The settings by which an evaluation samples and paints: as deployed, each code sequence once."""
+    """The settings of an evaluation: it samples and paints as deployed, each code sequence once."""
     return changed(
         settings, decode_steps=settings.eval_decode_steps, guidance_scale=settings.eval_guidance_scale,
         guidance_steps=None, sequences=settings.group_size, paintings=1,
@@ -220,18 +220,18 @@ def deployed(settings):
 
 
 def flags_in(file):
-    """The settings in a file as flags, checked like any; without a run's folder and settings that follow from others."""
+    """The settings in a file as flags, checked like any; not a run's folder, nor settings that follow from others."""
     try:
         saved = json.loads(Path(file).read_text())
         dropped = {"out", "resume", "settings", "sequences", "" if saved.get("train") == "both" else "paintings"}
-        given = {name: value for name, value in saved.items() if value is not None and name not in dropped}
-        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        kept = {name: value for name, value in saved.items() if value is not None and name not in dropped}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in kept.items()]
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"cannot read the settings in {file}: {error}") from None
 
 
 def complete(settings, by_model):
-    """The defaults of the model, and what cannot be said in a flag's type."""
+    """Fill in the model's defaults; refuse flags that do not go together."""
     tiny_edits = settings.sources is not None and Path(settings.sources).resolve() == Path(TINY, "sources")
     if settings.model is None:
         settings.model = RELEASE if torch.cuda.is_available() and not tiny_edits else TINY
@@ -249,8 +249,8 @@ def complete(settings, by_model):
         raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")
     if settings.guidance_steps and (settings.guidance_scale == 1 or settings.guidance_steps > settings.decode_steps):
         raise UserError(
-            f"--guidance-steps {settings.guidance_steps} are some of the --decode-steps {settings.decode_steps}, at a "
-            f"--guidance-scale above 1 (it is {settings.guidance_scale})"
+            f"--guidance-steps {settings.guidance_steps} must be at most --decode-steps {settings.decode_steps}, "
+            f"with a --guidance-scale above 1 (it is {settings.guidance_scale})"
         )
     if settings.height % 32 or settings.width % 32:
         raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
@@ -261,42 +261,42 @@ def complete(settings, by_model):
 
 
 def complete_edits(settings, defaults):
-    """Defaults of a run that edits, and what such a run cannot do."""
+    """Fill in the defaults of a run that edits; refuse what such a run cannot do."""
     for name, value in defaults.items():
         if getattr(settings, name) is None:
             setattr(settings, name, value)
     if None in (settings.sources, settings.prompts, settings.eval_sources, settings.eval_prompts):
         raise UserError(
-            "edits need --sources with --prompts, and others to judge by: --eval-sources with --eval-prompts"
+            "edits need --sources with --prompts, and --eval-sources with --eval-prompts for the evaluations"
         )
     if settings.train != "codes":
-        raise UserError("--sources trains the codes; the decoder's steps beside a source it cannot: leave out --train")
+        raise UserError("with --sources only the codes can learn, not the decoder: leave out --train")
 
 
 def choose_targets(settings):
-    """Those of the tiny model for its own prompts, unless told otherwise; "none" is told too, see data.py."""
+    """The tiny model's own targets for its own prompts, unless a flag names others or "none", see data.py."""
     for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):
         file = Path(getattr(settings, prompts)).resolve()
         if getattr(settings, targets) is None and file.parent == Path(TINY):
             setattr(settings, targets, TINY_TARGETS.get(file.name))
 
 
-def resumed_settings(parser, arguments, given):
-    """The settings of the run in `given.resume`, with those flags that do not change what the run computes."""
-    out = Path(given.resume)
-    if given.out is not None:
+def resumed_settings(parser, arguments, flags):
+    """The settings of the run in `flags.resume`, with those flags that do not change what the run computes."""
+    out = Path(flags.resume)
+    if flags.out is not None:
         raise UserError("--resume names the folder of the run already: leave out --out")
     step, num_ranks, saved, _ = checkpoints.read_state(out)
-    settings = parser.parse_args(arguments, argparse.Namespace(**saved))  # flags that are not given keep these values
+    settings = parser.parse_args(arguments, argparse.Namespace(**saved))  # where there is no flag, the saved value
     settings.out = settings.resume = str(out)
     differ = sorted(name for name in saved.keys() - MAY_CHANGE if getattr(settings, name) != saved[name])
     if differ:
         was = ", ".join(f"--{name.replace('_', '-')} {getattr(settings, name)} (was {saved[name]})" for name in differ)
         raise UserError(f"a resumed run keeps its settings, but these differ: {was}")
-    if given.steps == 0 and step > 0:
+    if flags.steps == 0 and step > 0:
         raise UserError(f"a run is resumed to be longer; to evaluate its adapters: --adapter {out} --steps 0")
     if num_ranks != ranks.count():  # the prompts of a step would be others
-        raise UserError(f"{out} was made by {num_ranks} processes, not {ranks.count()}: start as many with torchrun")
+        raise UserError(f"{out} was made by {num_ranks} processes, not {ranks.count()}: start that many with torchrun")
     if settings.steps < step:
         raise UserError(f"--steps {settings.steps} is less than the {step} steps already made")
     return settings
@@ -310,7 +310,7 @@ def fill(words):
 
 @contextmanager
 def claim_folder(settings):
-    """The folder of the run, taken before anything loads, so that two runs never share one. Left empty it is removed."""
+    """The run's folder, taken before anything loads, so that two runs never share one. Left empty it is removed."""
     with ExitStack() as locks:
         out, reason = ranks.gather(_claim(settings, locks) if ranks.rank() == 0 else None)[0]
         if reason is not None:
@@ -372,15 +372,16 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     by_default = vars(parse_settings(["--model", settings.model]))
-    shown = {name: value for name, value in vars(settings).items() if value is not None and name != "model"}
+    hidden = ("model", "sequences")  # printed above, and no flag
+    shown = {name: value for name, value in vars(settings).items() if value is not None and name not in hidden}
     for label, default in (("settings", False), ("by default", True)):
         words = [f"{name}={value}" for name, value in shown.items() if (value == by_default[name]) == default]
         print(fill(" ".join([f"{label}:", *(word.replace(f"={Path.cwd()}/", "=") for word in words)])))
     codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
     for what, pictures, steps, guidance, guided in (
-        ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings, settings.decode_steps,
-         settings.guidance_scale, settings.guidance_steps),
+        ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings,
+         settings.decode_steps, settings.guidance_scale, settings.guidance_steps),
         ("an evaluation", judged * settings.group_size, settings.eval_decode_steps, settings.eval_guidance_scale, None),
     ):  # fmt: skip
         passes = steps + (guided or steps) * (guidance > 1)  # with codes, and without

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -401,7 +402,7 @@ def test_settings_are_shown_within_the_terminal_and_first_those_that_are_no_defa
     settings.print_start(chosen, Path("runs/1"), CPU, 32, 16)
     output = capsys.readouterr().out.partition("settings: ")[2].partition("\na step:")[0]
     first, rest = output.split("\nby default: ")
-    assert first.split() == ["group_size=8", "lr=0.1", "sequences=8"]
+    assert first.split() == ["group_size=8", "lr=0.1"]
     assert {"seed=0", "kl_coef=0.3", "height=128"} < set(rest.split()) and "None" not in rest
     paths = [word for word in rest.split() if len(word) > width]
     assert all(len(line) <= width or line in paths for line in output.splitlines()[1:])
@@ -499,6 +500,15 @@ def test_a_reward_is_tried_after_the_start_is_printed(quick, capsys):
     start = next(i for i, line in enumerate(lines) if "what the run leaves goes to runs/1" in line)
     words = ["loading --reward mine.py:own", "tried", "mine.py:own: questions for 1 of 2 prompts"]
     assert lines[start + 1 :][:3] == words and lines.index("tried") > start
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2])
+def test_ctrl_c_while_the_libraries_load_has_no_traceback(tmp_path, seconds):
+    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), "--steps", "0"], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGINT
 
 
 def test_a_refusal_has_no_traceback(tmp_path):
