@@ -11,11 +11,14 @@ import math
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -293,8 +296,94 @@ def test_one_signal_ends_the_wait_of_a_run(voting, number):
         assert stop.received and np.isnan(scores).all() and np.isnan(example.vote(IMAGES, PROMPTS, None)).all()
         assert 0.2 < time.monotonic() - started < 2
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+def wait_for(condition):
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+CHROMIUM = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+CHROMIUM += ["--disable-background-networking", "--disable-component-update"]
+
+
+@pytest.fixture
+def browser(tmp_path):
+    """A real one, in the words of WebDriver: browser(method, path, **body) -> value."""
+    if shutil.which("chromedriver") is None:
+        pytest.skip("needs chromium and chromedriver")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        root = f"http://127.0.0.1:{free.getsockname()[1]}"
+    driver = subprocess.Popen(["chromedriver", f"--port={root.rpartition(':')[2]}"], stdout=subprocess.DEVNULL)
+
+    def call(method, path, **body):
+        data = None if method == "GET" else json.dumps(body).encode()
+        request = urllib.request.Request(root + path, data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def ready():
+        try:
+            return call("GET", "/status")["ready"]
+        except OSError:
+            return False
+
+    try:
+        wait_for(ready)
+        options = {"args": [*CHROMIUM, f"--user-data-dir={tmp_path / 'profile'}"]}
+        capabilities = {"alwaysMatch": {"goog:chromeOptions": options}}
+        session = f"/session/{call('POST', '/session', capabilities=capabilities)['sessionId']}"
+        yield lambda method, path, **body: call(method, session + path, **body)
+        with suppress(OSError):  # its last window may be closed
+            call("DELETE", session)
+    finally:
+        driver.terminate()
+        driver.wait()
+
+
+def test_pages_in_a_real_browser(voting, port, browser, monkeypatch):
+    """Two tabs and a reload: the picture to edit is shown; a click and the button vote, as do a number and Enter."""
+    vote, _, example = voting
+    monkeypatch.setattr(example, "RELOAD", 3)
+    run = lambda script: browser("POST", "/execute/sync", script=f"return {script}", args=[])
+    pictures = lambda: run("document.querySelectorAll('figure img').length")
+    address = {"url": f"http://127.0.0.1:{port}"}
+    scores = []
+    waiting = in_background(lambda: scores.extend(vote(IMAGES, PROMPTS, [GREEN] * 6)))
+    browser("POST", "/url", **address)
+    wait_for(lambda: pictures() == 3)
+    assert run("document.querySelector('h2').textContent") == "a"
+    assert run("document.querySelectorAll('aside img').length") == 1
+    assert run("innerWidth == screen.width || !!document.querySelector('meta[name=viewport]')")
+    first = browser("GET", "/window")
+
+    second = browser("POST", "/window/new", type="tab")["handle"]
+    browser("POST", "/window", handle=second)
+    browser("POST", "/url", **address)
+    wait_for(lambda: pictures() == 3)
+    browser("DELETE", "/window")  # the second closes: the first still waits for its vote
+    browser("POST", "/window", handle=first)
+    browser("POST", "/refresh")
+    wait_for(lambda: pictures() == 3)
+    time.sleep(1.5 * example.RELOAD)
+    run("document.querySelectorAll('figure')[1].click()")
+    run("document.querySelector('button').click()")
+
+    wait_for(lambda: run("document.querySelector('h2').textContent") == "b")
+    keys = [{"type": kind, "value": key} for key in ("2", "\ue007") for kind in ("keyDown", "keyUp")]
+    browser("POST", "/actions", actions=[{"type": "key", "id": "keys", "actions": keys}])
+    waiting.join(timeout=20)
+    assert scores == [0, 1, 0, 0, 1, 0]
+    wait_for(lambda: pictures() == 0 and run("document.querySelector('button').hidden"))
+    again = in_background(lambda: scores.extend(vote(IMAGES[:3], PROMPTS[:3])))
+    wait_for(lambda: pictures() == 3)
+    browser("DELETE", "/window")  # the last
+    again.join(timeout=20)
+    assert np.isnan(scores[6:]).all()
 
 
 def test_ten_steps_of_voting_move_the_pictures(quick, port):
