@@ -5,9 +5,7 @@ No graph is captured here; a stand-in checks that everything a replay would read
 
 import copy
 import functools
-import gc
 import platform
-import weakref
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -130,7 +128,11 @@ def test_what_does_not_fit_is_refused_and_told_what_would(card, free, host, flag
 def test_weights_that_cannot_be_page_locked_are_copied_from_where_they_are(card, capsys):
     """Slower beats refused. WSL2 locks next to nothing; int8 weights are in no file, so memory has to hold them."""
     card.free = 12.0
-    for host, release, expected in ((8.1, "6.8", "pinned"), (7.9, "6.8", "mapped"), (60.0, "5.15-microsoft-WSL2", "mapped")):
+    for host, release, expected in (
+        (8.1, "6.8", "pinned"),
+        (7.9, "6.8", "mapped"),
+        (60.0, "5.15-microsoft-WSL2", "mapped"),
+    ):
         card.host, card.release = host, release
         assert plan(needed, weights(2, 2), told(), CUDA) == expected
         assert ("more slowly: so much cannot be page-locked" in capsys.readouterr().out) == (expected == "mapped")
@@ -248,7 +250,9 @@ def test_place_puts_models_where_they_belong(monkeypatch):
     assert isinstance(offload, Offload) and list(offload.homes) == [model] and offload.device == CUDA
     offload.on_evict()
     assert released == [1]
-    assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings(), "or 37.9 GB in place of 32.9"
+    assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings(), (
+        "or 37.9 GB in place of 32.9"
+    )
     own = model.weight.data_ptr()
     unpinned = place([model], CUDA, None, "mapped")
     assert model.weight.data_ptr() == own and unpinned.homes[model][0][1].data_ptr() == own
