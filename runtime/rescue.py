@@ -53,9 +53,6 @@ def rescued(record):
         raise UserError(f"{error}; once that is fixed, {hint}" if record.done else error) from None
     except UserError:
         raise
-    except TorchDynamoException:  # main says what helps: --resume alone would fail again
-        record.save_whole_step()
-        raise
     except torch.OutOfMemoryError:
         record.save_whole_step()
         raise UserError(
@@ -65,7 +62,7 @@ def rescued(record):
     except TorchDynamoException as error:
         record.save_whole_step()
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"torch.compile failed ({reason}); try --compile no") from None
+        raise UserError(f"torch.compile failed ({reason}); --compile no captures the same step without it") from None
     except Exception:  # not an error that the user can fix: the traceback is shown
         record.save_whole_step()
         record.write(f"the last whole step is saved; go on with: {resume_command(record.out)}")
