@@ -136,10 +136,8 @@ def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
             assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5), "means stay means"
 
 
-@moved_on_purpose
-@pytest.mark.parametrize("name", ["GRPO", "DAPO's token mean"])
-def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
-    """Each has one of two groups, whose tokens differ in number; dist is played by two threads."""
+def side_by_side(monkeypatch, ranks):
+    """The updates of two ranks, each with one of the groups; dist is played by two threads."""
     barrier, given = threading.Barrier(2, timeout=60), {}
 
     def all_reduce(tensor, op):
@@ -149,18 +147,35 @@ def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
         barrier.wait()
         tensor.copy_({dist.ReduceOp.AVG: both.double().mean(0), dist.ReduceOp.MAX: both.amax(0)}[op])
 
-    ranks = [prepared(name, 3, tmp_path) for _ in range(2)]
-    expected = paper(name, ranks[0][0].model, ranks[0][1])
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with ThreadPoolExecutor(2) as pool:
-        jobs = [
+        return [
             pool.submit(taken, run, lambda run=run, group=groups[i]: run.update([group]))
             for i, (run, groups) in enumerate(ranks)
         ]
-        for gradient, _ in [job.result() for job in jobs]:
-            for found, wanted in zip(gradient, expected, strict=True):
-                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
+
+
+@moved_on_purpose
+@pytest.mark.parametrize("name", ["GRPO", "DAPO's token mean"])
+def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
+    """Each has one of two groups, whose tokens differ in number."""
+    ranks = [prepared(name, 3, tmp_path) for _ in range(2)]
+    expected = paper(name, ranks[0][0].model, ranks[0][1])
+    for job in side_by_side(monkeypatch, ranks):
+        for found, wanted in zip(job.result()[0], expected, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
+
+
+@moved_on_purpose
+def test_ranks_that_begin_with_different_adapters_are_refused_on_each(monkeypatch, tmp_path):
+    """By a single bit of a weight that is near the others'."""
+    ranks = [prepared("GRPO", 4, tmp_path) for _ in range(2)]
+    weight = [p for p in ranks[1][0].model.parameters() if p.requires_grad][-1].data
+    weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(1.0))
+    for job in side_by_side(monkeypatch, ranks):
+        with pytest.raises(ValueError, match="the ranks begin with different adapters"):
+            job.result()
 
 
 # ---- whole runs of a copy -------------------------------------------------------------------------------------------
