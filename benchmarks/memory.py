@@ -239,9 +239,7 @@ def main():
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
     parser.add_argument("--base", default="bfloat16", choices=("bfloat16", "int8"), help="the frozen weights")
-    parser.add_argument(
-        "--rewards", default="pickscore:1,clip:1,hps", help="(default: those of a run, pickscore:1,clip:1,hps)"
-    )
+    parser.add_argument("--rewards", default="pickscore:1,clip:1,hps", help="(default: those of a run)")
     parser.add_argument("--edits", action="store_true", help="of pictures of the same size, instead of painting anew")
     options = parser.parse_args()
     codes, decoder = build(options.base)

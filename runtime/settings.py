@@ -162,13 +162,7 @@ def build_parser():
          "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU up to 8, as fit")  # fmt: skip
     flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
-    flag(
-        "compile",
-        str,
-        "auto",
-        "compile the step of a token that sampling repeats; auto: on a GPU, which captures it either way",
-        switch,
-    )
+    flag("compile", str, "auto", "compile sampling; auto: on a GPU, where it is a CUDA graph either way", switch)
 
     group = parser.add_argument_group("what a run leaves")
     flag("out", str, None, "folder for everything the run leaves (default: the next free runs/N)")
@@ -236,9 +230,7 @@ def complete(settings, by_model):
     if settings.model is None:
         settings.model = RELEASE if torch.cuda.is_available() and not tiny_edits else TINY
         if Path("/dev/nvidia0").exists() and not torch.cuda.is_available() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            print(
-                "warning: torch cannot use this machine's GPU, maybe for its driver is too old: training the tiny model"
-            )
+            print("warning: torch cannot use the GPU, perhaps because its driver is too old: this trains the tiny model")
     tiny = Path(settings.model).resolve() == Path(TINY)
     if settings.sources or settings.eval_sources:
         complete_edits(settings, (TINY_EDITS if tiny_edits else {}) | ({} if tiny else EDITS))
