@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from diffusers import GlmImagePipeline
+from transformers import AutoConfig
 
 from runtime import UserError, checkpoints
 from runtime.adapters import adapter_file, read_adapter
@@ -33,7 +34,8 @@ def export(run, folder):
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another folder")
     with readable_loading(settings["model"]):
-        pipe = GlmImagePipeline.from_pretrained(settings["model"], dtype="auto", use_safetensors=True)
+        dtype = AutoConfig.from_pretrained(settings["model"], subfolder="vision_language_encoder").dtype  # of the files
+        pipe = GlmImagePipeline.from_pretrained(settings["model"], dtype=dtype, use_safetensors=True)
     for name, module in (("codes", pipe.vision_language_encoder), ("decoder", pipe.transformer)):
         if files[name] is not None:
             merge(module, *read_adapter(files[name]))
