@@ -244,7 +244,7 @@ def test_the_card_says_what_the_adapter_is(quick, monkeypatch):
     card = Path("run/adapter/README.md").read_text()
     before, after = records("run/evaluation.jsonl")
     for words in (
-        "base_model: tiny-glm-image", 'from_pretrained("tiny-glm-image", dtype="auto")', "reward `ssim:1,mse:1`",
+        "base_model: tiny-glm-image", 'from_pretrained("tiny-glm-image", dtype=torch.float32)', "reward `ssim:1,mse:1`",
         "1 step, groups of 2, 1 prompt per\nstep; reward", "load_adapter(",
         f"| ssim, held-out prompts | {before['held_out/reward/ssim']:.3f} | {after['held_out/reward/ssim']:.3f} | 2 |",
     ):  # fmt: skip
