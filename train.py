@@ -39,9 +39,9 @@ from runtime.rescue import failing_together, rescued, resume_command
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
 SHOWN = 3  # in before-after.png: prompts per set (training, held out), pictures per prompt
-# Codes are sampled with the group's own seed, see seed_of_step; an evaluation counts up from these. The noise and the
-# paths of paintings lie further up, at 2**31 and 2**30. Runs with neighbouring --seed start 10^9 apart, so with fewer
-# than 1,000 steps and a --seed below 1,000 no run shares a seed with an evaluation.
+# Codes are sampled with the group's own seed, see seed_of_step; an evaluation uses that plus one of these, and the noise
+# and the paths of paintings lie further up, at 2**31 and 2**30. Runs with neighbouring --seed start 10^9 apart, so with
+# fewer than 1,000 steps and a --seed below 1,000 no run shares a seed with an evaluation.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
 
 

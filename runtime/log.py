@@ -276,7 +276,7 @@ class Record:
 
 
 def best_step(evaluations):
-    """The first step whose adapter did best on held-out prompts, or on training prompts if no reward applied to those.
+    """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
 
     Also words for how much better than at the end, empty if it was not.
     """
@@ -290,7 +290,7 @@ def best_step(evaluations):
 
 
 def summary(prefix, *records):
-    """'reward 0.692 -> 0.864, ssim ... (64 images: 16 prompts x 4)', from one record or several."""
+    """'reward 0.692 -> 0.864, ssim ... (64 images: 16 prompts x 4)', of one record or of several."""
     names = reward_names(records[0], prefix)
     parts = [f"{short_name(name)} {' -> '.join(format_number(r[name]) for r in records)}" for name in names]
     images = records[0][f"{prefix}images"]
