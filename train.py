@@ -309,8 +309,6 @@ def main(arguments=None):
         return 130
     except UserError as error:
         ranks.print_error(error)
-    except TorchDynamoException as error:
-        ranks.print_error(f"torch.compile failed ({' '.join(str(error).split())[:120]}); try --compile no")
     return 2
 
 

@@ -5,7 +5,9 @@ No graph is captured here; a stand-in checks that everything a replay would read
 
 import copy
 import functools
+import gc
 import platform
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
