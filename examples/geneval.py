@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -20,7 +21,10 @@ import numpy as np
 import torch.nn.functional as F
 from PIL import Image
 from transformers import Mask2FormerForUniversalSegmentation
-from transformers.models.mask2former import image_processing_pil_mask2former as pil
+from transformers.models.mask2former import (
+    image_processing_pil_mask2former,
+    modeling_mask2former,
+)
 
 from rewards import CLIP_L, Clip, lend_gpu
 
@@ -113,8 +117,11 @@ def credit(found, colour_of, number, things, place):
 
 class Judge:
     def __init__(self, detector="facebook/mask2former-swin-small-coco-instance", clip=CLIP_L):
-        self.detector = Mask2FormerForUniversalSegmentation.from_pretrained(detector, weights_only=True).eval()
-        self.prepare = pil.Mask2FormerImageProcessorPil(size={"shortest_edge": 800, "longest_edge": 1333})
+        with patch.object(modeling_mask2former, "requires_backends"):  # scipy, which only training needs
+            self.detector = Mask2FormerForUniversalSegmentation.from_pretrained(detector, weights_only=True)
+        self.prepare = image_processing_pil_mask2former.Mask2FormerImageProcessorPil(
+            size={"shortest_edge": 800, "longest_edge": 1333}
+        )
         self.clip = Clip(clip, clip)
 
     def find(self, image, least):
