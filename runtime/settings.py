@@ -226,7 +226,7 @@ def complete(settings, by_model):
     if settings.model is None:
         settings.model = RELEASE if torch.cuda.is_available() and not tiny_edits else TINY
         if Path("/dev/nvidia0").exists() and not torch.cuda.is_available() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            print("warning: torch cannot use the GPU (is its driver too old?): this trains the tiny model")
+            print("warning: torch cannot use the GPU here (is its driver too old?): this trains the tiny model")
     tiny = Path(settings.model).resolve() == Path(TINY)
     if settings.sources or settings.eval_sources:
         complete_edits(settings, (TINY_EDITS if tiny_edits else {}) | ({} if tiny else EDITS))
