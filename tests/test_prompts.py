@@ -2,14 +2,18 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from rewards import quoted
+from runtime.data import read_prompts
 
 FOLDER = Path(__file__).parent.parent / "prompts"
-PROMPTS = {name: (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines() for name in ("train", "heldout")}
+READ = {name: read_prompts(FOLDER / f"{name}.txt", None) for name in ("train", "heldout")}
+PROMPTS = {name: prompts.texts for name, prompts in READ.items()}
+OBJECTS = ["counting", "spatial relations", "attribute binding", "several objects"]
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"(?m)^\| (.+?) \| (\d+) \| (\d+) \| (.*)\|$", README)  # kind, train, heldout, example
 CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -23,6 +27,11 @@ black blue bright green grey orange pale pink purple red scarlet silver turquois
 chalk copper enamel glass ice porcelain wood rusty shallow short stripy
 carved crosses drying facing head jump lies mark perched photo seen sleeps standing stuck stuffed turned viewer watercolour
 """
+
+
+def of_objects(name, kinds=OBJECTS):
+    prompts = READ[name]
+    return [text for text, kind in zip(prompts.texts, prompts.kinds, strict=True) if kind in kinds]
 
 
 def folded(prompt):
@@ -41,11 +50,12 @@ def test_counts_and_quotes(name, least):
     assert len(prompts) >= least and len({folded(p) for p in prompts}) == len(prompts)
     assert all(p == p.strip() != "" and not re.search("['’]", p) for p in prompts)
     assert counts.pop("all") == len(prompts) == sum(counts.values())
+    assert Counter(READ[name].kinds) == counts and [*dict.fromkeys(READ[name].kinds)] == [*counts]
 
+    kinds = dict(zip(prompts, READ[name].kinds, strict=True))
     text = [p for p in prompts if quoted(p)]
-    assert text == [p for i, p in enumerate(prompts) if i % 8 in (1, 5)]  # the kinds take turns
-    chinese = sum(bool(CHINESE.search(p)) for p in text)
-    assert (len(text) - chinese, chinese) == (counts["English text"], counts["Chinese text"])
+    assert [kinds[p] for p in text] == [kind for kind in kinds.values() if kind.endswith(" text")]
+    assert all((kinds[p] == "Chinese text") == bool(CHINESE.search(p)) for p in text)
     for prompt in text:
         assert 2 <= len(quoted(prompt)) <= 5, prompt
         for string in quoted(prompt):
@@ -61,12 +71,13 @@ def test_heldout_is_new():
     train, heldout = PROMPTS["train"], PROMPTS["heldout"]
     assert not {folded(p) for p in train} & {folded(p) for p in heldout}
     assert not {folded(s) for p in train for s in quoted(p)} & {folded(s) for p in heldout for s in quoted(p)}
-    objects = heldout[::2]  # counting, spatial, attributes, several objects: every other line
+    objects = of_objects("heldout")
     assert not (stems(" ".join(objects)) - stems(GENERAL)) & stems(" ".join(train))
 
 
 # ---- questions about what is where ----------------------------------------------------------------------------------
 
+KIND = {text: kind for prompts in READ.values() for text, kind in zip(prompts.texts, prompts.kinds, strict=True)}
 LINES = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
 QUESTIONS = [question for line in LINES for question in line["questions"]]
 FOILS = [foil for line in LINES for foil in line.get("foils", [])]
@@ -75,23 +86,24 @@ PLACE = "in|on|at|under|above|below|beneath|behind|beside|between|inside|outside
 
 
 def test_every_prompt_about_objects_has_questions():
-    """Counting, spatial relations, attributes and several objects: every other line of both files, in their order."""
-    assert [line["prompt"] for line in LINES] == [*PROMPTS["train"][::2], *PROMPTS["heldout"][::2]]
+    """Counting, spatial relations, attributes and several objects: in the order of the files."""
+    assert [line["prompt"] for line in LINES] == [*of_objects("train"), *of_objects("heldout")]
     assert len(LINES) == 160 and all(3 <= len(line["questions"]) <= 6 for line in LINES)
     assert all({"prompt", "questions"} <= line.keys() <= {"prompt", "questions", "foils"} for line in LINES)
 
 
 def test_all_but_several_objects_have_foils():
     """Where sides, orders, colours, materials and numbers can be wrong."""
-    assert all(1 <= len(line["foils"]) <= 2 for i, line in enumerate(LINES) if i % 4 != 3)
+    assert all(1 <= len(line["foils"]) <= 2 for line in LINES if KIND[line["prompt"]] != "several objects")
     assert all(len(line.get("foils", ["one"])) in (1, 2) for line in LINES)
 
 
 def test_the_readme_says_how_many_there_are():
     text = " ".join(README.split())
     assert f"{len(QUESTIONS)} questions, three to six per prompt" in text and f"{len(FOILS)} foils, one or two" in text
-    assert json.dumps(LINES[2], ensure_ascii=False) in README
-    assert f"{sum('foils' in line for line in LINES[3::4])} of 40" in text
+    assert json.dumps(LINES[64], ensure_ascii=False) in README
+    several = [line for line in LINES if KIND[line["prompt"]] == "several objects"]
+    assert len(several) == 40 and f"{sum('foils' in line for line in several)} of 40" in text
 
 
 def test_a_question_asks_one_thing():
@@ -120,7 +132,7 @@ def test_nothing_is_counted_beyond_six():
 
 def test_counting_prompts_have_a_question_with_each_number():
     """Of the words of the prompt: each number that it gives is asked for."""
-    for line in LINES[::4]:
+    for line in (line for line in LINES if KIND[line["prompt"]] == "counting"):
         assert any("exactly" in question for question in line["questions"]), line["prompt"]
         asked = " ".join(line["questions"])
         given = {number for number in NUMBERS[1:] if re.search(rf"(?i)(?<!no )\b{number}\b", line["prompt"])}
