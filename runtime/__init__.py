@@ -7,7 +7,7 @@ import warnings
 import diffusers
 import transformers
 
-warnings.filterwarnings("ignore", category=FutureWarning)  # by one library about another
+warnings.filterwarnings("ignore", category=FutureWarning)  # of one library about another
 diffusers.utils.logging.set_verbosity_error()  # it warns of modules to keep in float32 where there are none
 if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar would be a line
     diffusers.utils.logging.disable_progress_bar()

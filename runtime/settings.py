@@ -145,7 +145,7 @@ def build_parser():
     flag("eval_sources", str, None, "folder with the picture that each held-out prompt changes")
     flag("eval_reward", str, (f"{TINY}/check.py:shows", "hps"),
          "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
-    flag("eval_count", count, (16, 8), "prompts in an evaluation: the first so many of training, and of those held out")
+    flag("eval_count", count, (16, 8), "evaluate this many first prompts of training, and of those held out")
     flag("eval_every", number(int, "[0, inf)"), (0, 50), "steps between evaluations; 0: before and after only")
     flag("eval_decode_steps", count, (6, 30), "denoising steps in an evaluation")  # GLM-Image: judged as deployed
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
