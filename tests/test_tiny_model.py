@@ -1,5 +1,6 @@
 """The tiny model and its judge: check.py knows every picture by its pixels, and the model follows half of its prompts."""
 
+import random
 import re
 import runpy
 import sys
@@ -11,96 +12,219 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, build_run, tiny_settings
-from PIL import Image
+from PIL import Image, ImageFilter
 from safetensors.torch import save_file
 
 import grpo
 import train
 from runtime import UserError
 
-RED_CIRCLE = "a red circle on a pink background"
+RED_CIRCLE = "a red circle"
 
 
 def lines(name):
     return (TINY / f"{name}.txt").read_text().splitlines()
 
 
+def pictures(folder):
+    return [Image.open(file) for file in sorted((TINY / folder).iterdir())]
+
+
 # ---- the judge ------------------------------------------------------------------------------------------------------
 
 
-def test_the_check_knows_every_picture_and_no_other():
-    for attributes in make.ALL:
-        for radius in make.RADII:
-            assert check.describe(make.draw(*attributes, radius=radius)) == attributes
-    blank = Image.new("RGB", (128, 128), make.BACKGROUNDS["pink"])
-    half = make.draw("circle", "red", "pink")
-    half.paste(blank.crop((0, 0, 64, 128)), (0, 0))
-    two = make.draw("square", "red", "pink")
-    two.paste(make.draw("square", "blue", "pink").crop((0, 0, 64, 128)), (0, 0))
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8))
-    assert [check.describe(image) for image in (blank, half, two, noise)] == [None] * 4
+def spoiled(image, seed):
+    """The picture with soft edges, and with noise."""
+    noise = np.random.default_rng(seed).normal(0, 12, (128, 128, 3))
+    noisy = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
+    return [image.filter(ImageFilter.GaussianBlur(1)), noisy]
 
 
-def test_the_check_is_a_reward():
-    shown = [
-        ("circle", "red", "pink"),
-        ("square", "red", "pink"),
-        ("circle", "blue", "pink"),
-        ("circle", "red", "cyan"),
+def some(captions, count=24):
+    return random.Random(0).sample(captions, min(count, len(captions)))
+
+
+@pytest.mark.parametrize("kind", make.KINDS)
+def test_the_judge_passes_every_caption_as_drawn_blurred_too_and_noisy(kind):
+    captions = make.CAPTIONS[kind]
+    images = [make.draw(caption.scene()) for caption in captions]
+    assert check.right(images, [str(caption) for caption in captions]).all()
+    assert check.facts(images, [str(caption) for caption in captions]).tolist() == [1] * len(images)
+    for i, caption in enumerate(some(captions)):
+        assert check.right(spoiled(make.draw(caption.scene()), i), [str(caption)] * 2).all()
+
+
+def wrong_scenes(caption):
+    """Scenes that differ from what a caption says in one thing that it says: shape, colour, number or place."""
+    scene = caption.scene()
+    occupied = [place for place in range(4) if scene[place]]
+    for place in occupied:
+        shape, colour = scene[place]
+        for other in set(make.SHAPES) - {shape}:
+            yield (*scene[:place], (other, colour), *scene[place + 1 :])
+        for other in set(make.COLOURS) - {colour} if caption.colours else ():
+            yield (*scene[:place], (shape, other), *scene[place + 1 :])
+        yield (*scene[:place], None, *scene[place + 1 :])
+    for place in set(range(4)) - set(occupied):
+        yield (*scene[:place], scene[occupied[0]], *scene[place + 1 :])
+    if len(caption.colours) == 2:
+        yield caption._replace(colours=caption.colours[::-1]).scene()
+    if caption.kind == "position":
+        yield caption._replace(shapes=caption.shapes[::-1]).scene()
+        for relation in set(make.RELATIONS) - {caption.word}:
+            yield caption._replace(word=relation).scene()
+
+
+def test_the_judge_fails_every_picture_with_one_thing_wrong():
+    tried = 0
+    for kind in make.KINDS:
+        for caption in some(make.CAPTIONS[kind]):
+            scenes = list(wrong_scenes(caption))
+            images = [make.draw(scene) for scene in scenes]
+            shares = check.facts(images, [str(caption)] * len(images))
+            assert shares.max() < 1 and check.right(images, [str(caption)] * len(images)).max() == 0
+            assert check.clean(images).all(), "wrong, but clean"
+            tried += len(images)
+    assert tried > 1000
+
+
+def test_the_judge_leaves_free_what_a_caption_does_not_say():
+    blue, green = ("circle", "blue"), ("square", "green")
+    assert check.right([make.draw((None, None, blue, None))], ["a circle"]) == 1, "its place and its colour"
+    assert check.right([make.draw((None, green, None, blue))], ["a circle and a square"]) == 1
+    assert check.right([make.draw((blue, None, None, green))] * 2, ["a circle left of a square", "a circle above a square"]).all()
+
+
+def test_the_share_of_facts_by_hand():
+    red, blue, square = ("circle", "red"), ("circle", "blue"), ("square", "blue")
+    cases = [
+        ("three circles", (red, blue, None, None), (0 + 2 / 3) / 2),
+        ("two circles", (red, red, red, None), (0 + 1) / 2),
+        ("a red circle", (blue, None, None, None), 2 / 3),
+        ("a red circle and a blue square", (blue, ("square", "red"), None, None), (1 + 1 + 0) / 3),
+        ("a circle left of a square", (square, red, None, None), (1 + 1 + 0) / 3),
+        ("a circle left of a square", (red, None, None, None), (0 + 1 / 2 + 0) / 3),
+        ("a circle", (None,) * 4, 0),
     ]
-    images = [*(make.draw(*attributes) for attributes in shown), Image.new("RGB", (128, 128))]
-    assert check.shows(images, [RED_CIRCLE] * 5).tolist() == [1, 0, 0, 0, 0]
-    assert check.shows(images[:1], ["a red circle"]).isnan().all(), "a prompt that it cannot judge"
+    for prompt, scene, share in cases:
+        assert check.facts([make.draw(scene)], [prompt]).item() == pytest.approx(share), prompt
 
 
-def test_the_check_reads_a_wish_with_its_source():
-    source = make.draw("circle", "red", "pink")
-    right, other_shape = ("circle", "blue", "pink"), ("cross", "blue", "pink")
-    images = [make.draw(*right), source, make.draw("circle", "blue", "cyan"), make.draw(*other_shape)]
-    assert check.shows(images, ["make it blue"] * 4, sources=[source] * 4).tolist() == [1, 0, 0, 0]
-    wishes = ["make it a cross", "make the background cyan", "make it red"]
-    edited = [make.draw("cross", "red", "pink"), make.draw("circle", "red", "cyan"), source]
-    assert check.shows(edited, wishes, sources=[source.resize((256, 256))] * 3).all(), "of any size, or true already"
-    assert not check.shows(edited, wishes[1:] + wishes[:1], sources=[source] * 3).any()
+def test_the_judge_calls_a_mess_a_mess():
+    """Noise, half a shape, two colours, another colour, two shapes in one: none is clean, none is right."""
+    red, blank = make.draw((("circle", "red"), None, None, None)), Image.new("RGB", (128, 128), make.WHITE)
+    half, two, pale, mixed = (red.copy() for _ in range(4))
+    half.paste(blank.crop((0, 0, 32, 128)), (0, 0))
+    two.paste(make.draw((("circle", "blue"), None, None, None)).crop((0, 0, 32, 128)), (0, 0))
+    pale.paste(Image.blend(red, blank, 0.6), (0, 0))
+    mixed.paste(make.draw((("cross", "red"), None, None, None)).crop((0, 0, 64, 32)), (0, 0))
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8))
+    images = [half, two, pale, mixed, noise, Image.new("RGB", (128, 128), "pink")]
+    assert [check.look(image)[0] for image in images] == ["mess"] * 6
+    assert not check.clean(images).any() and not check.right(images, [RED_CIRCLE] * 6).any()
+    assert check.clean([red, blank]).all()
 
 
-def test_the_check_judges_only_what_it_can():
-    source, blank = make.draw("circle", "red", "pink"), Image.new("RGB", (128, 128))
-    prompts = ["make it blue", "make it blue", "make it bigger", RED_CIRCLE, RED_CIRCLE]
-    sources = [None, blank, source, None, blank]
-    judged = check.shows([source] * 5, prompts, sources=sources)
-    assert judged.isnan().tolist() == [True, True, True, False, False] and judged[3:].all()
-    assert check.shows([source], ["make it blue"]).isnan().all()
+def test_every_half_of_a_shape_is_a_mess():
+    for sprite in make.SPRITES:
+        whole = make.draw((sprite, None, None, None))
+        for box in ((0, 0, 32, 64), (32, 0, 64, 64), (0, 0, 64, 32), (0, 32, 64, 64)):
+            image = whole.copy()
+            image.paste(make.WHITE, box)
+            assert check.look(image) == ("mess", None, None, None), (sprite, box)
+
+
+def test_the_judge_reads_a_wish_with_its_source():
+    red, blue, square = ("circle", "red"), ("circle", "blue"), ("square", "green")
+    source = make.draw((red, None, square, None))
+    wishes = {
+        "make the circle blue": (blue, None, square, None),
+        "make the circle a cross": (("cross", "red"), None, square, None),
+        "remove the circle": (None, None, square, None),
+        "add a blue ring": (red, ("ring", "blue"), square, None),
+    }
+    images = [make.draw(scene) for scene in wishes.values()]
+    for shift in range(4):
+        asked = [*wishes][shift:] + [*wishes][:shift]
+        judged = check.right(images, asked, sources=[source.resize((256, 256))] * 4)
+        assert judged.tolist() == [float(shift == 0)] * 4
+    added_elsewhere = make.draw((red, None, square, ("ring", "blue")))
+    assert check.right([added_elsewhere], ["add a blue ring"], sources=[source]) == 1, "it does not say where"
+    shares = {
+        "make the circle blue": ((red, None, square, None), (1 / 2 + 1) / 2),
+        "make the circle a cross": ((("cross", "red"), square, square, None), (1 + 2 / 3) / 2),
+        "remove the circle": ((red, None, None, None), (0 + 2 / 3) / 2),
+    }
+    for wish, (scene, share) in shares.items():
+        assert check.facts([make.draw(scene)], [wish], sources=[source]).item() == pytest.approx(share)
+
+
+def test_the_judge_fails_every_edit_with_one_thing_wrong():
+    rng = random.Random(0)
+    for _ in range(24):
+        before, wish = make.random_edit(rng)
+        wanted = wish.edited(before)
+        scenes = [
+            (*wanted[:place], other, *wanted[place + 1 :])
+            for place in range(4)
+            for other in (None, *rng.sample(make.SPRITES, 3))
+            if other != wanted[place]
+        ]
+        asked = [str(wish)] * len(scenes)
+        sources = [make.draw(before)] * len(scenes)
+        assert check.right([make.draw(wanted)], asked[:1], sources=sources[:1]) == 1
+        assert not check.right([make.draw(scene) for scene in scenes], asked, sources=sources).any()
+
+
+def test_the_judge_judges_only_what_it_can():
+    source, two = make.draw((("circle", "red"), None, None, None)), make.draw((("circle", "red"),) * 4)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8))
+    prompts = ["make the circle blue"] * 3 + ["make the square blue", "add a red ring", "make it blue", RED_CIRCLE]
+    sources = [None, noise, two, source, two, source, None]
+    for judge in (check.facts, check.right):
+        judged = judge([source] * 7, prompts, sources=sources)
+        assert judged.isnan().tolist() == [True] * 6 + [False] and judged[6] == 1
+        assert judge([source], ["make the circle blue"]).isnan().all()
 
 
 # ---- the data -------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_targets_and_size_of_the_tiny_model():
-    training, held_out = lines("prompts"), lines("heldout")
-    targets = sorted((TINY / "targets").iterdir())
-    assert (len(training), len(held_out)) == (32, 16)
-    assert len(set(training)) == len(targets) == 32
-    assert not set(training) & set(held_out)
-    assert check.shows([Image.open(target) for target in targets], training).all()
+def test_captions_of_the_tiny_model():
+    """Six kinds in both files; a held-out caption of two objects has a pair of shapes that none to train on has."""
+    assert {kind: len(captions) for kind, captions in make.CAPTIONS.items()} == dict(
+        one=6, two=30, counting=18, colours=36, position=120, binding=900
+    )
+    examples = ["a ring", "a ring and a cross", "three crosses", "a red ring", "a ring below a cross"]
+    examples += ["a red ring and a black cross"]
+    assert [check.kind_of(example) for example in examples] == list(make.KINDS)
+    parts = []
+    for name, count in (("prompts", 112), ("heldout", 48)):
+        captions = lines(name)
+        assert len(captions) == len(set(captions)) == count and {check.kind_of(each) for each in captions} == set(make.KINDS)
+        parts.append(captions)
+    assert not set(parts[0]) & set(parts[1])
+    pairs = [{frozenset(make.MEANING[each].shapes) for each in captions} for captions in parts]
+    assert {pair for pair in pairs[0] & pairs[1] if len(pair) == 2} == set()
+    counted = [{make.MEANING[each].shapes[0] for each in captions if "one" in each or check.kind_of(each) == "counting"} for captions in parts]
+    assert counted[0] == counted[1] == set(make.SHAPES)
+
+
+def test_the_size_of_the_tiny_model():
     tracked = [file for file in TINY.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     assert sum(file.stat().st_size for file in tracked) <= 12e6
 
 
-def pictures(folder):
-    return [Image.open(file) for file in sorted((TINY / folder).iterdir())]
-
-
 def test_edits_sources_and_targets_of_the_tiny_model():
     pairs = []
-    for prefix, count in (("", 32), ("heldout-", 16)):
+    for prefix, count in (("", 48), ("heldout-", 24)):
         wishes, sources = lines(f"{prefix}edits"), pictures(f"{prefix}sources")
         assert len(wishes) == len(sources) == count
-        assert set(wishes) <= set(make.WISHES)
-        assert check.shows(pictures(f"{prefix}edit-targets"), wishes, sources=sources).all()
-        assert not check.shows(sources, wishes, sources=sources).any(), "nothing is asked for that is there already"
-        pairs += zip(map(check.describe, sources), wishes, strict=True)
-    assert len(set(pairs)) == 48, "those held out are others"
+        assert {check.kind_of(wish) for wish in wishes} == set(make.FORMS)
+        assert check.right(pictures(f"{prefix}edit-targets"), wishes, sources=sources).all()
+        assert not check.right(sources, wishes, sources=sources).any(), "nothing is asked for that is there already"
+        pairs += zip(map(check.look, sources), wishes, strict=True)
+    assert len(set(pairs)) == 72, "those held out are others"
 
 
 def test_the_data_can_be_made_again(tmp_path, monkeypatch):
@@ -109,7 +233,7 @@ def test_the_data_can_be_made_again(tmp_path, monkeypatch):
     for name in ("prompts.txt", "heldout.txt", "edits.txt", "heldout-edits.txt"):
         assert (tmp_path / name).read_text() == (TINY / name).read_text()
     made = sorted(tmp_path.glob("*/*.png"))
-    assert len(made) == 3 * (32 + 16)
+    assert len(made) == 2 * (48 + 24)
     for file in made:
         shipped = Image.open(TINY / file.relative_to(tmp_path))
         difference = np.asarray(Image.open(file)).astype(int) - np.asarray(shipped)
