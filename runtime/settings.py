@@ -17,11 +17,10 @@ from runtime import UserError, checkpoints, ranks
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
-TINY_TARGETS = {"prompts.txt": f"{TINY}/targets", "heldout.txt": f"{TINY}/heldout-targets"}
-TINY_TARGETS |= {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
+TINY_TARGETS = {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
 # With sources these take the place of the defaults for captions.
 TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-edits.txt"}
-TINY_EDITS["eval_sources"] = f"{TINY}/heldout-sources"
+TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "reward": "ssim:1,mse:1"}
 EDITS = {
     "reward": "edit:1,keep:0.2",
     "eval_reward": "aesthetic",
@@ -88,7 +87,7 @@ def build_parser():
     flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
     flag("sources", str, None, "to edit: folder with the picture that each prompt is to change, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
-    flag("reward", str, ("ssim:1,mse:1", "pickscore:1,clip:1"),
+    flag("reward", str, (f"{TINY}/check.py:facts", "pickscore:1,clip:1"),
          f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function, which runs that "
          "file; FOLDER: the model's files, in place of a download")  # fmt: skip
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
@@ -98,18 +97,18 @@ def build_parser():
          ("codes", "decoder", "both"))  # fmt: skip
     flag("group_size", number(int, "[2, inf)"), 4,
          "code sequences of a prompt, compared with one another; with --train decoder, paintings of one")  # fmt: skip
-    flag("prompts_per_step", count, 4, "prompts in a step, on each GPU")
-    flag("steps", number(int, "[0, inf)"), (48, 200), "training steps; 0 evaluates only")
+    flag("prompts_per_step", count, (16, 4), "prompts in a step, on each GPU")
+    flag("steps", number(int, "[0, inf)"), (32, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; clipping acts above 1")
     # GLM-Image: published for training all weights are 1e-6 to 1e-5, and an adapter takes about ten times as much.
-    flag("lr", positive, (1e-3, 2e-5), "AdamW's learning rate")
+    flag("lr", positive, (2e-3, 2e-5), "AdamW's learning rate")
     flag("decoder_lr", positive, (1e-3, 1e-4), "the same for the decoder's adapter")
     # GLM-Image: Adam's first steps are of full size whatever the gradient, and clipping does not bound them.
     flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the rates grow to these")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
     flag("noise_level", number(float, "(0, 1]"), 0.7, "of the denoising steps that the decoder draws, when it learns")
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
-    flag("kl_coef", number(float, "[0, inf)"), (0.3, 0.01), "weight of the KL towards the model before training")
+    flag("kl_coef", number(float, "[0, inf)"), (0.1, 0.01), "weight of the KL towards the model before training")
     flag("lora_rank", count, 16, "rank of the adapter")
     flag("lora_alpha", count, None, "its scale, times the rank (default: twice the rank)")
     flag("seed", number(int, "[0, 4294967295]"), 0, "fixes prompts, samples and noise")
@@ -133,10 +132,10 @@ def build_parser():
          "prompts that are never trained on, one per line")  # fmt: skip
     flag("eval_targets", str, None, "folder with one picture for each of them (default: tiny's, for its held-out ones)")
     flag("eval_sources", str, None, "folder with the picture that each of them is to change")
-    flag("eval_reward", str, (f"{TINY}/check.py:shows", "hps"),
+    flag("eval_reward", str, (f"{TINY}/check.py:right,{TINY}/check.py:clean", "hps"),
          "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
-    flag("eval_count", count, (16, 8), "evaluate this many first prompts of training, and of those held out")
-    flag("eval_every", number(int, "[0, inf)"), (0, 50), "steps between evaluations; 0: before and after only")
+    flag("eval_count", count, (48, 8), "evaluate this many first prompts of training, and of those held out")
+    flag("eval_every", number(int, "[0, inf)"), (8, 50), "steps between evaluations; 0: before and after only")
     flag("eval_decode_steps", count, (6, 30), "denoising steps")  # GLM-Image: judged as deployed
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "guidance")
 
