@@ -21,6 +21,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
+    RED_CIRCLE,
     ROOT,
     adapter_of,
     build_run,
@@ -466,10 +467,10 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     )
     Path("long.txt").write_text("a" * 10_000)
     Path("cut").mkdir()
-    draw("circle", "red", "pink").save("cut/1.png")
+    draw(RED_CIRCLE).save("cut/1.png")
     Path("cut/1.png").write_bytes(Path("cut/1.png").read_bytes()[:-300])
     Path("few").mkdir()
-    draw("circle", "red", "pink").save("few/1.png")
+    draw(RED_CIRCLE).save("few/1.png")
     Path("broken").mkdir()
     Path("broken/1.png").write_text("not a picture")
     Path("judged").mkdir()

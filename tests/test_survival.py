@@ -289,7 +289,7 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys, error):
     """In the third step."""
     assert quick(*write_reward(f"if call > 5:\n    raise {error}('no such face')"), "--steps", "9", "--out", "run") == 2
     message = error_of(capsys)
-    for words in ("reward 'mine.py:reward' failed for the prompt", "background", "no such face", "--resume run"):
+    for words in ("reward 'mine.py:reward' failed for the prompt", "circle", "no such face", "--resume run"):
         assert words in message
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
     assert steps_saved("run") == ["000000", "000002"]
