@@ -6,7 +6,6 @@ import make
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import rewards
 from grpo import compute_advantages, compute_grpo_loss
