@@ -47,12 +47,15 @@ def load_rounded(bits, load=train.load):
 
 
 def drawings(settings):
-    """For training, and held out: (caption, drawing, its large codes (1, 16)) of each picture that the model knows."""
-    pictures, pixels, codebook = make.dataset()
-    rows = zip(pictures, make.encode(pixels, codebook, 4).split(1), strict=True)
-    examples = [(make.caption(*words), make.draw(*words, radius=radius), own) for (words, radius), own in rows]
-    files = [read_prompts(file, None).texts for file in (settings.prompts, settings.eval_prompts)]
-    return [[example for example in examples if example[0] in captions] for captions in files]
+    """For training, and held out: (caption, drawing, its large codes (1, 16)) of each caption."""
+    corners = make.corner_codes(make.make_codebook())
+    files = []
+    for file in (settings.prompts, settings.eval_prompts):
+        texts = read_prompts(file, None).texts
+        scenes = [make.MEANING[text].scene() for text in texts]
+        codes = make.codes_of(scenes, corners)[:, 256:].split(1)
+        files.append(list(zip(texts, map(make.draw, scenes), codes, strict=True)))
+    return files
 
 
 def judge(pipe, examples, settings):

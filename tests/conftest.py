@@ -29,9 +29,9 @@ import train
 from runtime.log import Phases
 
 CPU = torch.device("cpu")
+RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
+BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture: see shorten
-RED_CIRCLE = ("circle", "red"), None, None, None  # scenes: what stands in the four places
-BLUE_CROSS = ("cross", "blue"), None, None, None
 
 QUICK = ["--model", str(TINY), "--prompts", "prompts.txt", "--targets", "targets", "--height", "32", "--width", "32"]
 QUICK += ["--prompts-per-step", "1", "--group-size", "2", "--decode-steps", "1"]

@@ -170,7 +170,7 @@ def test_sources_are_made_to_fit(tmp_path):
     with pytest.raises(UserError, match=r"257x64 pixels: one side is over 4 times the other"):
         fitted(Image.new("RGB", (257, 64)), 128 * 128)
 
-    (tmp_path / "edits.txt").write_text("make it blue\nmake it red\n")
+    (tmp_path / "edits.txt").write_text("make the circle blue\nmake the circle red\n")
     (tmp_path / "sources").mkdir()
     for name, colour in (("10.png", "red"), ("2.png", "blue")):
         Image.new("RGBA", (50, 50), colour).save(tmp_path / "sources" / name)
@@ -321,7 +321,7 @@ def test_the_tiny_models_edits_are_the_defaults_of_its_sources():
     ]
     assert [Path(getattr(settings, name)).name for name in names] == files
     captions = tiny_settings()
-    assert captions.sources is captions.eval_sources is None and Path(captions.targets).name == "targets"
+    assert captions.sources is captions.eval_sources is None and captions.targets is None
     released = ["--model", "zai-org/GLM-Image", "--sources", "a", "--prompts", "b", "--eval-sources", "c"]
     settings = train.parse_settings([*released, "--eval-prompts", "d"])
     assert (settings.reward, settings.eval_reward, settings.targets) == ("edit:1,keep:0.2", "aesthetic", None)
@@ -458,5 +458,5 @@ def test_an_edit_in_chinese_is_left_out_by_a_model_of_english(tmp_path, monkeypa
     folder = tiny_model(tmp_path / "vlm")
     monkeypatch.setattr(rewards, "SMOLVLM", folder)
     image, source = pictures((64, 64), (64, 64))
-    values = rewards.Edit(folder)([image, image], ["把它变成蓝色", "make it blue"], None, [source] * 2)
+    values = rewards.Edit(folder)([image, image], ["把它变成蓝色", "make the circle blue"], None, [source] * 2)
     assert values.isnan().tolist() == [True, False]

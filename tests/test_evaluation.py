@@ -41,9 +41,9 @@ def test_what_only_judges_is_logged_and_not_trained_on(quick):
         "--steps",
         "2",
         "--eval-prompts",
-        f"{TINY}/heldout.txt",
+        "other.txt",
         "--eval-targets",
-        f"{TINY}/heldout-targets",
+        "targets",
     ]
     assert quick(*arguments, "--out", "without") == 0
     assert quick(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out", "with") == 0

@@ -17,7 +17,6 @@ wrong.
 import functools
 import itertools
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -206,17 +205,15 @@ def paint(pipe, prompts, samples, seed, sources=None):
     for i in range(0, len(prompts), 8):
         texts = [text for text in prompts[i : i + 8] for _ in range(samples)]
         originals = sources and [[source] for source in sources[i : i + 8] for _ in range(samples)]
-        torch.manual_seed(
-            seed * 1000 + i
-        )  # not with `generator`: one for all pictures makes equal codes of equal prompts
         images += pipe(
-            texts, image=originals, height=make.SIZE, width=make.SIZE, num_inference_steps=6, guidance_scale=1.0
-        ).images
+            texts, image=originals, height=make.SIZE, width=make.SIZE, num_inference_steps=6, guidance_scale=1.0,
+            generator=torch.Generator().manual_seed(seed * 1000 + i),
+        ).images  # fmt: skip
     return images
 
 
 def count_right(pipe, name, folder, options):
-    """Prints the share of right pictures for the prompts in a file. Returns the rows of a sheet: the first two of a kind.
+    """Prints the share of right pictures for the prompts in a file. Returns the rows of a sheet, the first of each kind.
 
     folder: of the pictures that the prompts are to change, or None.
     """
@@ -234,14 +231,12 @@ def count_right(pipe, name, folder, options):
     kinds = ", ".join(f"{kind} {np.mean(own):.0%}" for kind, own in by_kind.items())
     guard = f"facts {facts(images, each, None, originals).mean():.3f}, clean {clean(images, each).mean():.1%}"
     print(f"{name}.txt: {marks.mean():.1%} +- {error:.1%} of {len(images)} right ({kinds}); {guard}", flush=True)
-    rows, seen = [], Counter()
-    for i, prompt in enumerate(prompts):
-        seen[kind_of(prompt)] += 1
-        if seen[kind_of(prompt)] <= 2:
-            cells = [
-                (images[i * options.samples + j], "right" if marks[i, j] else "wrong") for j in range(options.samples)
-            ]
-            rows.append((prompt, ([(sources[i], "to edit")] if sources else []) + cells[:8]))
+    rows = []
+    for kind in by_kind:
+        i = [kind_of(prompt) for prompt in prompts].index(kind)
+        own = images[i * options.samples :][: min(options.samples, 8)]
+        cells = [(image, "right" if mark else "wrong") for image, mark in zip(own, marks[i])]
+        rows.append((prompts[i], ([(sources[i], "to edit")] if sources else []) + cells))
     return rows
 
 
@@ -259,13 +254,10 @@ def main():
         options = parser.parse_args()
         torch.set_num_threads(1)  # see train.py
         pipe = load(options.adapter)
-        rows = [row for file, folder in FILES.items() for row in count_right(pipe, file, folder, options)]
-        title = "the first two of each kind: captions of training, then those held out; edits likewise"
-        save_grid(options.sheet, rows, title, cell=128)
-    except (
-        UserError,
-        OSError,
-    ) as error:  # an adapter of another model, a damaged one, a folder that cannot be written to
+        rows = {name: count_right(pipe, name, folder, options) for name, folder in FILES.items()}
+        title = "the first of each kind, held out"
+        save_grid(options.sheet, rows["heldout"] + rows["heldout-edits"], title, cell=96)
+    except (UserError, OSError) as error:  # an adapter of another model, a damaged one, a folder that cannot be written to
         print("error:", str(error).strip().split("\n")[0], file=sys.stderr)
         return 2
     return 0
