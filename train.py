@@ -4,188 +4,47 @@
     torchrun --nproc-per-node 8 train.py --group-size 4
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/; --model chooses. The
-algorithm is in grpo.py, the rewards are in rewards.py, the settings in runtime/settings.py. Here a prompt becomes token
-ids and positions, sampled codes become pictures, and one step of GRPO is grpo_step(), its six parts in their order.
+algorithm is in grpo.py, the rewards are in rewards.py, what knows GLM-Image is in glm_image/, the settings are in
+runtime/settings.py. Here they meet: grpo_step() is one step of GRPO, its six parts in their order, evaluate() judges,
+and train() is the loop around both.
 """
 
 import random
+import signal
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
-import torch
-from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
-from torch._dynamo.exc import TorchDynamoException
-from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_seed
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the seconds that the imports take: no traceback
 
-from decoder import DecoderGRPO, repeat_for_steps
-from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
+import torch
+from diffusers import GlmImagePipeline
+from transformers import set_seed
+
+from glm_image import memory
+from glm_image.decoder import DecoderGRPO, repeat_for_steps
+from glm_image.model import build, load, meta_models, painting_models
+from glm_image.painting import encode_prompt, paint, read_sources
+from grpo import GRPO, NotFinite, set_advantages
 from rewards import begin_scoring, combine, score, weighted_sum, weights_of
 from runtime import UserError, checkpoints, counted, ranks
-from runtime.adapters import adamw, add_adapter, has_adapter
-from runtime.data import load_data, pictures_of, read_inputs, readable_loading
-from runtime.gpu import CapturedForward, keep_one_source, keep_rope_tables, place, plan
-from runtime.int8 import round_linears
+from runtime.data import load_data, read_inputs
+from runtime.gpu import place, plan
 from runtime.log import Phases, Record
-from runtime.metrics import reward_metrics, spreads
+from runtime.metrics import evaluation_metrics
 from runtime.rescue import failing_together, rescued, resume_command
-from runtime.settings import TINY, claim_folder, parse_settings, print_start
+from runtime.reward_memory import own_memory
+from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
-LORA_TARGETS = {
-    "codes": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],  # in the language model only
-    "decoder": ["to_q", "to_k", "to_v", "to_out.0"],  # the attention of every block
-}
-SHOWN = 3  # in before-after.png: prompts per set (training, held out), pictures per prompt
-# The codes of a group draw from its seed itself, see seed_of_step; all else draws far from there. No run of 1,000 steps
-# with a --seed below 1,000 comes near an evaluation's.
-SEEDS = {"evaluation": 2**29, "held out": 2**29 + 2**20, "paths": 2**30, "noise": 2**31}
-
-# ---- GLM-Image: prompts in, pictures out ----------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def read_sources(pipe, sources, device):
-    """Give each Source its codes, by the model's own vision tower and quantiser."""
-    model = pipe.vision_language_encoder
-    for source in sources:
-        model.model.visual.to(device)
-        model.model.vqmodel.to(device)
-        inputs = pipe.processor.image_processor(source.image, return_tensors="pt").to(device)
-        grid = inputs["image_grid_thw"]  # (1, 3)
-        if grid.tolist() != [[1, source.image.height // 32, source.image.width // 32]]:
-            raise UserError(f"the model reads a picture of {source.image.size} pixels as {grid.tolist()[0][1:]} codes, "
-                            "not one for 32x32: choose another --height and --width")  # fmt: skip
-        features = model.get_image_features(inputs["pixel_values"], grid).pooler_output
-        source.codes = model.get_image_tokens(features).cpu()
-
-
-def encode_prompt(processor, prompt, height, width, source=None):
-    """A prompt as the policy reads it, and the 3-D positions of everything it reads and writes.
-
-    GLM-Image writes a preview of about 256 codes first, then the picture proper, one code per 32x32 pixels; both row by
-    row. To edit a picture it reads that one's codes before the text, and writes no preview. Positions are (temporal,
-    height, width). Text counts up on all three; a grid keeps the time of its start s and spreads over (s + row,
-    s + column); what follows starts at s + the longer side.
-
-    Args:
-        height, width: of the picture to be written, multiples of 32.
-        source: the Source to edit, with its codes, or None.
-
-    Returns: prompt_ids (L,), position_ids (3, L+T), T.
-    """
-    content = [{"type": "text", "text": prompt}]
-    if source is not None:
-        content.insert(0, {"type": "image", "image": source.image})
-    inputs = processor.apply_chat_template(
-        [[{"role": "user", "content": content}]], tokenize=True, return_dict=True, return_tensors="pt",
-        processor_kwargs={"target_h": height, "target_w": width},
-    )  # fmt: skip
-    prompt_ids = inputs["input_ids"][0]  # (L,)
-    grids = inputs["image_grid_thw"].tolist()
-    token = [1, 1, 1]  # a token of text is a grid of one
-    parts = [token] * len(prompt_ids) + grids[::-1]  # listed large first, written preview first
-    if source is not None:
-        begin = prompt_ids.tolist().index(processor.image_token_id)
-        end = begin + len(source.codes)
-        prompt_ids[begin:end] = source.codes
-        parts = [token] * begin + grids[:1] + [token] * (len(prompt_ids) - end) + grids[1:]
-
-    positions = []
-    start = 0
-    for _, rows, columns in parts:
-        grid = torch.cartesian_prod(torch.tensor([0]), torch.arange(rows), torch.arange(columns)).T  # (3, rows*columns)
-        positions.append(start + grid)
-        start += max(rows, columns)
-    positions = torch.cat(positions, dim=1)  # (3, L+T)
-    return prompt_ids, positions, positions.shape[1] - len(prompt_ids)
-
-
-@dataclass
-class PictureSettings:
-    """How pictures are made."""
-
-    height: int  # pixels
-    width: int
-    decode_steps: int  # denoising steps
-    decode_window: int | None  # consecutive steps made stochastic when the decoder learns; None: all but the last
-    guidance_scale: float
-    guidance_steps: int | None  # guide only the first few; None: all
-    micro_batch_size: int  # pictures painted at a time
-    sample_batch: int | None  # prompts whose codes are sampled at a time; None: all
-
-
-def picture_settings(settings, deployed=False):
-    """How a run paints: quickly in training, `deployed` in an evaluation."""
-    if deployed:
-        steps, guidance, guided = settings.eval_decode_steps, settings.eval_guidance_scale, None
-    else:
-        steps, guidance, guided = settings.decode_steps, settings.guidance_scale, settings.guidance_steps
-    batches = settings.micro_batch_size, settings.sample_batch
-    return PictureSettings(settings.height, settings.width, steps, settings.decode_window, guidance, guided, *batches)
-
-
-def for_decoder(codes):
-    """(B, rows, columns) -> (B, 4*rows*columns): from one code per 32x32 pixels to one per 16x16, for the decoder."""
-    return codes.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
-
-
-def decode_images(pipe, prompt, tokens, pictures, seed, source=None):
-    """Paint a group: (G, T) tokens of one prompt -> G PIL images. pictures: PictureSettings. source: what they edit.
-
-    One starting noise for the whole group: its pictures then differ by the policy's choices alone. One prompt per
-    batch: glyph embeddings of different prompts would be padded, and the decoder does not mask the padding.
-    """
-    rows = pictures.height // 32
-    columns = pictures.width // 32
-    scale = pipe.vae_scale_factor
-    device = pipe.transformer.device
-    # The decoder is not shown the preview: that is what the policy looks at as it writes the picture proper.
-    prior = for_decoder(tokens[:, -rows * columns :].view(-1, rows, columns))  # (G, 4*rows*columns)
-    edited = {}  # what the pipeline wants of the source, of each picture
-    if source is not None:
-        size = source.image.height // 16, source.image.width // 16
-        codes = for_decoder(source.codes.view(1, size[0] // 2, size[1] // 2))[0].to(device)
-        edited = {"image": [source.image], "prior_token_image_ids": codes}
-        edited["source_image_grid_thw"] = torch.tensor([[1, *size]])
-    shape = 1, pipe.transformer.config.in_channels, pictures.height // scale, pictures.width // scale
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed + SEEDS["noise"]))
-
-    def end_guidance(pipe, step, *_):
-        if step + 1 == pictures.guidance_steps:
-            pipe._guidance_scale = 1.0  # which the pipeline reads anew in every denoising step
-        return {}
-
-    images = []
-    for batch in prior.split(pictures.micro_batch_size):
-        images += pipe(
-            prompt=[prompt] * len(batch), prior_token_ids=batch.to(device),
-            **{name: [value] * len(batch) for name, value in edited.items()},
-            latents=noise.expand(len(batch), -1, -1, -1), height=pictures.height, width=pictures.width,
-            num_inference_steps=pictures.decode_steps, guidance_scale=pictures.guidance_scale,
-            callback_on_step_end=end_guidance,
-        ).images  # fmt: skip
-    return images
-
-
-def paint(run, prompt, tokens, pictures, num_paintings, seed, source=None):
-    """Paint each code sequence (G, T) of a prompt K times: G*K images, and the decoder's denoising steps on the way.
-
-    A single painting is made by the stock sampler, which draws nothing: there are no steps to learn from.
-    """
-    if num_paintings == 1:
-        return decode_images(run.pipe, prompt, tokens, pictures, seed, source), []
-    decode = lambda pipe, codes: decode_images(pipe, prompt, codes, pictures, seed)
-    generator = torch.Generator().manual_seed(seed + SEEDS["paths"])
-    count = pictures.decode_window or pictures.decode_steps - 1
-    first = random.Random(seed).randrange(pictures.decode_steps - count)
-    return run.decoder.sample(decode, tokens, num_paintings, generator, range(first, first + count))
-
-
-# ---- what learns ----------------------------------------------------------------------------------------------------
+SHOWN = 3  # in before-after.png: pictures per prompt; prompts of one kind
+# Codes are sampled with the group's own seed, see seed_of_step; an evaluation counts up from these. The noise and the
+# paths of paintings lie further up, at 2**31 and 2**30. Runs with neighbouring --seed start 10^9 apart, so with fewer
+# than 1,000 steps and a --seed below 1,000 no run shares a seed with an evaluation.
+SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
 
 
 @dataclass
@@ -194,95 +53,31 @@ class Run:
 
     pipe: GlmImagePipeline  # the stock pipeline without its language model: it paints
     policy: GRPO  # trains the language model, which writes the codes
-    decoder: DecoderGRPO | None  # trains the pipeline's transformer, if that learns
+    decoder: DecoderGRPO | None  # trains the decoder, if that learns
     phase: Phases
 
-
-def learners_of(policy, decoder):
-    """What learns, by the names that checkpoints have for it."""
-    return {"codes": policy} | ({} if decoder is None else {"decoder": decoder})
-
-
-def painters(pipe):
-    """The models that paint."""
-    return pipe.text_encoder, pipe.transformer, pipe.vae
+    @property
+    def trainers(self):
+        """The trainers by the names that checkpoints have for them."""
+        return {"codes": self.policy} | ({} if self.decoder is None else {"decoder": self.decoder})
 
 
-def load(settings, device, **modules):
-    """The stock pipeline, on the CPU: its weights are mapped from the files, so that several processes share them.
+def load_run(settings, data, device, turns):
+    """The models on the device, with their trainers; and how many steps a resumed run has already made.
 
-    modules: parts of it that are there already, by their names.
+    turns: whether the policy and the models that paint take turns on the device.
     """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if settings.sources and Path(settings.model).resolve() == Path(TINY):
-        dtype = torch.float32  # in bfloat16 its vision tower reads a third of the codes wrong
-    if version("diffusers").startswith(("0.40.", "0.41.")):
-        raise UserError("diffusers 0.40 and 0.41 paint GLM-Image wrong (they drop its timesteps): take 0.42.1 or later")
-    with readable_loading(settings.model):
-        return GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True, **modules)
-
-
-def outline(settings, device):
-    """What place() will get, policy first, as tensors without data, built from a few kB of config files."""
-    classes = {"vision_language_encoder": GlmImageForConditionalGeneration, "text_encoder": T5EncoderModel}
-    classes |= {"transformer": GlmImageTransformer2DModel, "vae": AutoencoderKL}
-    modules = {}
-    with readable_loading(settings.model), torch.device("meta"):
-        for name, kind in classes.items():
-            if hasattr(kind, "config_class"):  # of transformers, not of diffusers
-                made = kind(kind.config_class.from_pretrained(settings.model, subfolder=name))
-            else:
-                made = kind.from_config(kind.load_config(settings.model, subfolder=name))
-            modules[name] = made.to(torch.bfloat16)
-    pipe, policy, _ = build(load(settings, device, **modules), settings, torch.device("meta"))
-    return [policy.model, *painters(pipe)]
-
-
-def build(pipe, settings, device, home=None):
-    """Splits the stock pipeline into painter, policy trainer and, if it learns, decoder trainer.
-
-    All still on the CPU; it is runtime.gpu.place that moves them. Only what --base int8 rounds goes to `home` at once,
-    if that is given: the host never holds it.
-    """
-    language_model = pipe.vision_language_encoder
-    language_model.model.visual = language_model.model.vqmodel = None  # they read sources, see read_sources
-    pipe = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
-    pipe.set_progress_bar_config(disable=True)
-    keep_rope_tables(pipe.transformer)
-    keep_one_source(pipe.transformer)
-    if settings.base == "int8":  # embeddings, head, norms, VAE and text encoder stay as they are
-        round_linears(language_model.model.language_model.layers, home)
-        round_linears(pipe.transformer.transformer_blocks, home)
-    for module in painters(pipe):
-        module.requires_grad_(False)
-    if device.type != "cpu":
-        language_model.activation_checkpointing_enable()  # recompute activations instead of keeping them
-        pipe.vae.enable_slicing()  # one picture at a time: the VAE takes more memory than all the rest, and little time
-
-    set_seed(settings.seed)  # the adapters' start
-    model, reference = add_adapter(language_model, "codes", LORA_TARGETS["codes"], settings)
-    compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
-    num_new_tokens = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
-    if settings.sources:
-        num_new_tokens = settings.height * settings.width // 32**2  # no preview
-    forward = CapturedForward(model, num_new_tokens) if compiled else None
-    codes = slice(0, pipe.transformer.config.prior_vq_quantizer_codebook_size)
-    algorithm = GRPOSettings(**{field.name: getattr(settings, field.name) for field in fields(GRPOSettings)})
-    policy = GRPO(model, adamw(model, settings.lr, settings.warmup_steps), algorithm, codes, forward, reference)
-    if settings.train == "codes" and not (settings.adapter and has_adapter(settings.adapter, "decoder")):
-        return pipe, policy, None
-
-    # From here on pipe.transformer contains the adapter.
-    model, reference = add_adapter(pipe.transformer, "decoder", LORA_TARGETS["decoder"], settings)
-    if settings.train == "codes":
-        model.requires_grad_(False)
-        return pipe, policy, None
-    if device.type != "cpu":
-        pipe.transformer.enable_gradient_checkpointing()
-    optimizer = adamw(model, settings.decoder_lr, settings.warmup_steps)
-    drawn = {"noise_level": settings.noise_level, "guidance_scale": settings.guidance_scale}
-    decoder = DecoderGRPO(model, optimizer, algorithm, pipe, **drawn, reference=reference)
-    return pipe, policy, decoder
+    try:
+        pipe = load(settings, device)
+        read_sources(pipe, [*(data.prompts.sources or ()), *(data.held_out.sources or ())], device)
+        pipe, policy, decoder = build(pipe, settings, device, home=None if turns else device)
+        offload = place([policy.model, *painting_models(pipe)], device, policy.forward, turns)
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"no memory for the weights ({reason}); try --offload yes (GPU full) or no (host)") from None
+    run = Run(pipe, policy, decoder, Phases(device, offload))
+    done = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
+    return run, done
 
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update ----------------------------------
@@ -293,60 +88,69 @@ class Rollout:
     """What was sampled for N prompts: G code sequences for each, K paintings of each sequence."""
 
     groups: list  # N Groups, of grpo.py
-    denoising_steps: list  # N*G times those of a path, or none where nothing was drawn
+    denoising_steps: list  # DenoisingSteps of N*G paths, path after path; none where nothing was drawn
     images: list  # N*G*K PIL images, prompt after prompt, sequence after sequence
     raw_rewards: dict  # {name: (N*G*K,)}
-    sources: list | None = None  # N PIL images that these were to edit
 
 
-def rollout(run, pictures, rewards, prompts, targets, seed, num_sequences, num_paintings=1, sources=None):
-    """The first two parts of a step; all there is to an evaluation.
+def rollout(run, settings, rewards, prompts, seed):
+    """The first two parts of a step, and all there is to an evaluation.
 
-    pictures: PictureSettings. rewards: {name: (function, weight)}. targets: N of anything a reward compares with, or
-    None. seed: fixes all draws. sources: N Sources to edit, or None. run.phase(name, *models) measures, and before that
-    brings the models to the GPU if they take turns there.
+    rewards: {name: (function, weight)}. prompts: Prompts. seed: fixes all draws. run.phase(name, *models) measures what
+    is within it, and first brings the models to the GPU if they take turns there.
     """
-    edited = sources or [None] * len(prompts)
     groups = []  # N
     with run.phase("sample", run.policy.model):  # 1. sample G code sequences per prompt
-        for rows in torch.arange(len(prompts)).split(pictures.sample_batch or len(prompts)):
-            batch = [(prompts[i], edited[i]) for i in rows]
-            with failing_together([prompt for prompt, _ in batch]):
-                size = pictures.height, pictures.width
-                encoded = [encode_prompt(run.pipe.processor, prompt, *size, source) for prompt, source in batch]
-                groups += run.policy.sample(encoded, num_sequences, seed + rows[0].item())
+        for rows in torch.arange(len(prompts)).split(settings.sample_batch or len(prompts)):
+            some = prompts.take(rows.tolist())
+            with failing_together(some.texts):
+                encoded = [encode(run, settings, text, source) for text, source in some.with_sources()]
+                groups += run.policy.sample(encoded, settings.sequences, seed + rows[0].item())
 
-    originals = pictures_of(sources)
     images = []
     denoising_steps = []
-    pending = []  # of each prompt, the rewards that are scored while the next is painted
-    with run.phase("decode", *painters(run.pipe)), failing_together(prompts):  # 2. paint each of them K times ...
-        for i, (prompt, source, group) in enumerate(zip(prompts, edited, groups, strict=True)):
-            painted, steps = paint(run, prompt, group.tokens, pictures, num_paintings, seed + i, source)
-            if not all(step.old_logprobs.isfinite().all() for step in steps):
-                raise NotFinite([i])
-            run.phase.painted()
-            images += painted
-            denoising_steps += steps
-            target = targets and [targets[i]]
-            original = originals and [originals[i]]
-            pending.append(begin_scoring(rewards, painted, [prompt], target, original))
-    with run.phase("score"), failing_together(prompts):  # ... and score every picture
-        raw_rewards = score(rewards, images, prompts, targets, originals, pending)
-    return Rollout(groups, denoising_steps, images, raw_rewards, originals)
+    begun = []  # for each prompt, the rewards that are scored while the next prompt is painted
+    with failing_together(prompts.texts):
+        with run.phase("paint", *painting_models(run.pipe)):  # 2. paint each of them K times ...
+            for i, (text, source) in enumerate(prompts.with_sources()):
+                painted, steps = paint_group(run, settings, text, groups[i].tokens, seed + i, source)
+                if not all(step.old_logprobs.isfinite().all() for step in steps):
+                    raise NotFinite([i])
+                run.phase.painted()
+                images += painted
+                denoising_steps += steps
+                begun.append(begin_scoring(rewards, painted, *prompts.take([i]).for_rewards))
+        with run.phase("score"):  # ... and score every picture
+            raw_rewards = score(rewards, images, *prompts.for_rewards, begun)
+    return Rollout(groups, denoising_steps, images, raw_rewards)
 
 
-def grpo_step(run, settings, rewards, prompts, targets, seed, sources=None):
+def encode(run, settings, text, source=None):
+    return encode_prompt(run.pipe.processor, text, settings.height, settings.width, source)
+
+
+def paint_group(run, settings, text, tokens, seed, source=None):
+    """G*K pictures of a prompt's code sequences (G, T), and the denoising steps that the decoder has drawn.
+
+    With K = 1 the stock sampler paints. It is deterministic, so there are no steps to learn from.
+    """
+    if settings.paintings == 1:
+        return paint(run.pipe, text, tokens, settings, seed, source), []
+    return run.decoder.sample(text, tokens, settings.paintings, settings, seed)
+
+
+def grpo_step(run, settings, rewards, prompts, seed):
     """The six parts of a step. N prompts, G code sequences for each, K paintings of each.
 
     K is 1 unless the decoder learns; G is 1 where it learns alone. Returns the Rollout and the metrics.
     """
-    G, K = settings.sequences, settings.paintings
-    rolled = rollout(run, picture_settings(settings), rewards, prompts, targets, seed, G, K, sources)  # 1 and 2
+    G = settings.sequences
+    K = settings.paintings
+    rolled = rollout(run, settings, rewards, prompts, seed)  # 1 and 2
     metrics = {}
 
     if G > 1:
-        # 3. advantages: codes have the mean reward of their paintings, and are compared among the G of a prompt
+        # 3. advantages: a code sequence gets the mean reward of its paintings, compared among the G of a prompt
         means = {name: values.view(-1, K).nanmean(1) for name, values in rolled.raw_rewards.items()}  # {name: (N*G,)}
         set_advantages(rolled.groups, combine(means, weights_of(rewards), G, settings.combine))
         with run.phase("reference", run.policy.model):
@@ -358,9 +162,9 @@ def grpo_step(run, settings, rewards, prompts, targets, seed, sources=None):
         # 3. to 6. for the decoder: its paintings are compared among the K of the same codes
         combined = combine(rolled.raw_rewards, weights_of(rewards), K, settings.combine)
         set_advantages(rolled.denoising_steps, repeat_for_steps(combined, rolled.denoising_steps))
-        with run.phase("decoder reference", *painters(run.pipe)):
+        with run.phase("decoder reference", *painting_models(run.pipe)):
             run.decoder.add_reference(rolled.denoising_steps)
-        with run.phase("decoder update", *painters(run.pipe)):
+        with run.phase("decoder update", *painting_models(run.pipe)):
             updated = run.decoder.update(rolled.denoising_steps)
         metrics |= {f"decoder/{name}": value for name, value in updated.items()}
 
@@ -371,47 +175,20 @@ def grpo_step(run, settings, rewards, prompts, targets, seed, sources=None):
 # ---- what a step trains on ------------------------------------------------------------------------------------------
 
 
-def load_run(settings, data, device, turns):
-    """The models where they belong, with what trains them; and the step they are at, of the run that is resumed.
+def prompt_indices(step, settings, count):
+    """Which of `count` prompts a step trains on: each once per epoch, in the order of the file or shuffled.
 
-    turns: whether policy and painters take turns on the device.
+    A function of the seed and the step alone, so that a resumed run needs no state. Each rank takes its share.
     """
-    try:
-        pipe = load(settings, device)
-        read_sources(pipe, [*(data.prompts.sources or ()), *(data.held_out.sources or ())], device)
-        pipe, policy, decoder = build(pipe, settings, device, home=None if turns else device)
-        offload = place([policy.model, *painters(pipe)], device, policy.forward, turns)
-    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"no memory for the weights ({reason}); try --offload yes (GPU full) or no (host)") from None
-    done = 0
-    if settings.resume is not None:
-        done = checkpoints.load(Path(settings.resume), learners_of(policy, decoder))
-    return Run(pipe, policy, decoder, Phases(device, settings.steps, done, offload)), done
-
-
-def prompt_indices(step, settings, prompts, records=(), weights=None):
-    """Which prompts a step trains on, by --order; each rank takes its share.
-
-    shuffled, file: every line once per epoch, reshuffled or as in the file: a function of the seed and the step.
-    spread: drawn in proportion to `spreads`, none twice in a step: a function of groups.jsonl (`records`) as well.
-    """
-    count = len(prompts)
     groups = settings.prompts_per_step * ranks.count()
-    if settings.order == "spread":
-        drawn = random.Random(f"{settings.seed} {step}")
-        # The smallest of exponential variables with these rates: successive draws without replacement.
-        times = [drawn.expovariate(spread) for spread in spreads(prompts, records, weights)]
-        order = sorted(range(count), key=lambda i: times[i])
-        return [order[i % count] for i in ranks.shard(groups)]
-    epochs = [divmod(step * groups + i, count) for i in ranks.shard(groups)]
+    places = [divmod(step * groups + i, count) for i in ranks.shard(groups)]  # (epoch, place in it)
     if settings.order == "file":
-        return [i for _, i in epochs]
-    return [random.Random(f"{settings.seed} {epoch}").sample(range(count), count)[i] for epoch, i in epochs]
+        return [place for _, place in places]
+    return [random.Random(f"{settings.seed} {epoch}").sample(range(count), count)[place] for epoch, place in places]
 
 
 def seed_of_step(step, settings):
-    """The seed of this rank's first group; those that follow count up, on through all ranks."""
+    """The seed of this rank's first group; the groups after it count up, on through all ranks."""
     return (settings.seed * 1_000_003 + step) * 1_000 + ranks.rank() * settings.prompts_per_step
 
 
@@ -419,57 +196,48 @@ def seed_of_step(step, settings):
 
 
 def evaluate(run, settings, data, prompts, seed, stop=None):
-    """Paint the first prompts as deployed, from the same seeds each time: only what was learned makes a difference.
+    """Paint the prompts as deployed, from the same seeds each time: only what was learned makes a difference.
 
-    stop: StopRequest; once received, this ends early and returns None. Otherwise returns the metrics over all ranks,
-    and of the first prompts (prompt, some pictures, their rewards, the picture they edit or None).
+    stop: StopRequest; once received, this ends early and returns None. Otherwise returns what Record.evaluation takes.
     """
-    count = min(settings.eval_count, len(prompts.texts))
-    size = settings.group_size
-    scored = []
-    shown = []  # (row, prompt, source, pictures)
-    for rows in batches_of_rank(count, settings.prompts_per_step):  # as many at once as in training
-        texts, targets, sources = prompts.take([row % len(prompts.texts) for row in rows])
+    settings = deployed(settings)
+    count = len(prompts)
+    num_shown = max(SHOWN, len(set(prompts.kinds or ())))  # one of each kind: see Prompts.evenly
+    rewards = data.rewards | data.judges
+    judged = {}  # {row: its rewards {name: (G,)}, the first pictures}
+    for rows in ranks.batches(count, settings.prompts_per_step):  # as many at once as in training
         set_seed(rows[0])
-        pictures = picture_settings(settings, deployed=True)
-        rewards = data.rewards | data.judges
-        rolled = rollout(run, pictures, rewards, texts, targets, seed + rows[0], size, sources=sources)
-        scored.append(rolled.raw_rewards)
-        own = torch.arange(len(rolled.images)).split(size)
-        for row, text, source, group in zip(rows, texts, rolled.sources or [None] * len(texts), own, strict=True):
-            if row < SHOWN:
-                shown.append((row, text, source, [rolled.images[i] for i in group[:SHOWN]]))
+        some = prompts.take([row % count for row in rows])
+        rolled = rollout(run, settings, rewards, some, seed + rows[0])
+        for i, row in enumerate(rows):
+            own = slice(i * settings.sequences, (i + 1) * settings.sequences)
+            scores = {name: values[own] for name, values in rolled.raw_rewards.items()}
+            judged[row] = scores, rolled.images[own][:SHOWN] if row < num_shown else []
         if stop is not None and any(ranks.gather(stop.received)):
             return None
-    of_ranks = ranks.gather((scored, shown))
-    parts = [part for scored, _ in of_ranks for part in scored]
-    raw_rewards = {name: torch.cat([part[name] for part in parts])[: count * size] for name in parts[0]}  # (count*G,)
-    total = weighted_sum({name: raw_rewards[name] for name in data.rewards}, weights_of(data.rewards), size)
-    metrics = reward_metrics(raw_rewards, total, size) | {"images": count * size, "prompts": count}
-    shown = [of_prompt for _, shown in of_ranks for of_prompt in shown if of_prompt[0] < count]
-    own = total.split(size)
-    return metrics, [(text, images, own[row][: len(images)].tolist(), source) for row, text, source, images in shown]
-
-
-def batches_of_rank(count, size):
-    """This rank's share of `count` prompts as lists of rows, `size` at a time.
-
-    Padded, so that every rank makes as many calls; the surplus is dropped from the results.
-    """
-    padded = -(-count // ranks.count()) * ranks.count()
-    return [rows.tolist() for rows in torch.tensor(ranks.shard(padded)).split(size)]
+    judged = {row: result for part in ranks.gather(judged) for row, result in part.items()}
+    raw_rewards = {name: torch.cat([judged[row][0][name] for row in range(count)]) for name in rewards}  # (count*G,)
+    trained = {name: raw_rewards[name] for name in data.rewards}
+    total = weighted_sum(trained, weights_of(data.rewards), settings.sequences)
+    metrics = evaluation_metrics(raw_rewards, total, settings.sequences, prompts.kinds)
+    shown = []
+    for row, (text, source) in enumerate([*prompts.with_sources()][:num_shown]):
+        scores, images = judged[row]
+        judges = {name: scores[name][:SHOWN].tolist() for name in data.judges}
+        shown.append((text, images, total.view(count, -1)[row, :SHOWN].tolist(), judges, source and source.image))
+    return metrics, shown
 
 
 def judge(run, settings, data, record, stop=None):
-    """Evaluate on prompts of training and on held-out ones, unless that was done before the run was resumed."""
+    """Evaluate on some prompts of training and held-out ones, unless that was done before the run was resumed."""
     if record.evaluations and record.evaluations[-1]["step"] == record.done:
         return
-    of_rank = [-(-min(settings.eval_count, len(p.texts)) // ranks.count()) for p in (data.prompts, data.held_out)]
-    with run.phase.evaluation(sum(of_rank)):
-        known = evaluate(run, settings, data, data.prompts, SEEDS["evaluation"], stop)
-        new = known and evaluate(run, settings, data, data.held_out, SEEDS["held out"], stop)
-    if new:
-        record.evaluation(known, new)
+    known, new = (prompts.evenly(settings.eval_count) for prompts in (data.prompts, data.held_out))
+    with run.phase.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in (known, new))):
+        training = evaluate(run, settings, data, known, SEEDS["training"], stop)
+        held_out = training and evaluate(run, settings, data, new, SEEDS["held out"], stop)
+    if held_out:
+        record.evaluation(training, held_out)
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -480,41 +248,50 @@ def train(settings):
     started = time.time()
     device = ranks.device()
     with claim_folder(settings) as out:
-        prompts, held_out, inputs = read_inputs(settings)
-        turns = plan(partial(outline, device=device), settings, device)  # by sizes alone, before anything is downloaded
-        print_start(settings, out, device, len(prompts.texts), len(held_out.texts))
+        prompts, held_out, hashes = read_inputs(settings)
+        given = settings.micro_batch_size
+        turns = plan(memory.needed, meta_models, settings, device)  # before anything is downloaded
+        print_start(settings, out, device, len(prompts), len(held_out))
         data = load_data(settings, prompts, held_out)
+        if device.type == "cuda" and (own := own_memory(data.rewards | data.judges)):  # which only now is known
+            settings.micro_batch_size = given
+            turns = plan(partial(memory.needed, own=own), meta_models, settings, device)
         run, begun = load_run(settings, data, device, turns)
-        learners = learners_of(run.policy, run.decoder)
-        weights = weights_of(data.rewards)
-        with closing(run.phase.bar), rescued(Record(out, settings, inputs, run.phase, learners, begun)) as record:
-            record.save()
-            if begun == 0 or due(begun, settings.eval_every):
-                judge(run, settings, data, record, record.stop)
-            record.stop.follows = b"this step is finished, saved and evaluated"
-            for step in range(begun, settings.steps):
-                if any(ranks.gather(record.stop.received)):  # together, or the others would wait for one that stopped
-                    break
-                # Every draw of a step starts from the step's seed, a reward's own too: no random state needs saving.
-                seed = seed_of_step(step, settings)
-                set_seed(seed % 2**32)
-                rows = prompt_indices(step, settings, data.prompts.texts, record.groups, weights)
-                texts, targets, sources = data.prompts.take(rows)
-                rolled, metrics = grpo_step(run, settings, data.rewards, texts, targets, seed, sources)
-                record.step(step + 1, texts, rolled, weights, metrics)
-                if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
-                    record.save()
-                if due(step + 1, settings.eval_every):
-                    judge(run, settings, data, record)
-            record.save()
-            if record.done < settings.steps:
-                record.write(f"saved; go on with: {resume_command(out)}")
-            stopped = any(ranks.gather(record.stop.received))
-            if settings.steps > 0 and not (stopped and record.done == begun):  # without a step nothing is new
-                judge(run, settings, data, record)
-                record.end()
+        ranks.wait()
+        with closing(run.phase), rescued(Record(out, settings, hashes, run.phase, run.trainers, begun)) as record:
+            loop(run, settings, data, record, begun)
     more = "; already complete: raise --steps for more" if 0 < begun == settings.steps else ""
     print(f"{counted(record.done, 'step')}, {time.time() - started:.0f} s{more}; what it leaves is in {out}")
+
+
+def loop(run, settings, data, record, begun):
+    """All steps from `begun` on, with evaluations and checkpoints. A signal ends it after a whole step."""
+    weights = weights_of(data.rewards)
+    record.save()
+    if begun == 0 or due(begun, settings.eval_every):
+        judge(run, settings, data, record, record.stop)
+    record.stop.follows = b"this step is finished, saved and evaluated"  # printed if a signal comes from now on
+    run.phase.begin(settings.steps, begun)
+    for step in range(begun, settings.steps):
+        if any(ranks.gather(record.stop.received)):  # together, or the others would wait for a rank that stopped
+            break
+        # All draws of a step, even those of a reward, start from the step's seed: no random state needs saving.
+        seed = seed_of_step(step, settings)
+        set_seed(seed % 2**32)
+        prompts = data.prompts.take(prompt_indices(step, settings, len(data.prompts)))
+        rolled, metrics = grpo_step(run, settings, data.rewards, prompts, seed)
+        record.step(step + 1, prompts, rolled, weights, metrics)
+        if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
+            record.save()
+        if due(step + 1, settings.eval_every):
+            judge(run, settings, data, record)
+    record.save()
+    if record.done < settings.steps:
+        record.write(f"saved; go on with: {resume_command(record.out)}")
+    stopped = any(ranks.gather(record.stop.received))
+    if settings.steps > 0 and not (stopped and record.done == begun):  # stopped before a step: nothing new to judge
+        judge(run, settings, data, record)
+        record.end()
 
 
 def due(step, every):
@@ -532,10 +309,9 @@ def main(arguments=None):
         return 130
     except UserError as error:
         ranks.print_error(error)
-    except TorchDynamoException as error:
-        ranks.print_error(f"torch.compile failed ({str(error).strip().splitlines()[0]}); try --compile no")
     return 2
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -3,9 +3,10 @@
     python benchmarks/memory.py [--edits]
 
 Runs models of the released sizes over tensors that have a shape but no content, and adds up what is alive. Reference
-and update are the trainer's own passes; of sampling, decoding and the decoder's update only what makes the peak is
-repeated here. Exact for the tensors, which is nearly all there is: a GPU adds its own context (about half a gigabyte)
-and what its allocator leaves unused between them. benchmarks/glm_image.py measures the same on a GPU.
+and update are the trainer's own passes; of sampling, painting and the decoder's update only what makes the peak is
+repeated here. Exact for the tensors: a GPU adds the workspace of cuDNN, which is counted for the VAE (see vae_memory), its
+own context (about half a gigabyte) and what its allocator leaves unused between them. What rewards need is that of
+runtime/reward_memory.py. benchmarks/glm_image.py measures the same on a GPU.
 """
 
 import argparse
@@ -21,24 +22,70 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import transformers
+from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train
-from benchmarks.glm_image import pipeline
-from decoder import gaussian_step, log_density
+from glm_image.decoder import gaussian_step, log_density
+from glm_image.memory import needed, vae_workspace
+from glm_image.model import build as build_trainers
+from glm_image.model import painting_models
 from grpo import _sample_token, get_per_token_logprobs
-from runtime.gpu import CapturedForward, memory_needed
+from runtime.gpu import CapturedForward
+from runtime.reward_memory import scoring_memory
+from runtime.settings import TINY, parse_settings
 
 META = torch.device("meta")
 PROMPT, GLYPHS = 60, 16  # tokens; both are small beside a picture's
 BLOCK = 512  # the allocator of CUDA rounds up to blocks of this many bytes
 NOTE = """\
-Peaks in 10^9 bytes. Taking turns: policy or decoder on the GPU; both: neither moves. The update's peak is that of
-a layer's backward pass, beside the gradients so far: with the logits of one token in place of all it is the same.
-Decoder update: with --train decoder or both, its turn on the GPU; and with both there.
+Peaks in 10^9 bytes. Taking turns: policy, decoder or rewards on the GPU; both: nothing moves, and rewards come on top.
+The update's peak is that of a layer's backward pass, beside the gradients so far: with the logits of one token in place
+of all it is the same. Decoder update: with --train decoder or both, its turn on the GPU; and with both there.
 """
+
+
+# ---- the released sizes ---------------------------------------------------------------------------------------------
+
+
+def pipeline(tiny, device):
+    """The tiny pipeline, or one of the released sizes with random bfloat16 weights and the tiny one's other parts."""
+    pipe = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
+    if tiny:
+        return pipe
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+    # The vision tower is cut down to a layer: it is left behind before anything runs.
+    config = transformers.GlmImageConfig(text_config={"rope_parameters": rope}, vision_config={"depth": 1})
+    byt5 = {"d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6, "vocab_size": 384}
+    byt5 = transformers.T5Config(**byt5, feed_forward_proj="gated-gelu")  # the encoder of ByT5-small
+    # 16 latent channels and a factor of 8 are GLM-Image's; the channels of the blocks are taken from CogView4's.
+    blocks = {"block_out_channels": (128, 512, 1024, 1024), "layers_per_block": 3, "mid_block_add_attention": False}
+    blocks |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    latents = {"latent_channels": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
+    latents |= {"use_quant_conv": False, "use_post_quant_conv": False}
+
+    home = "meta" if device.type == "meta" else "cpu"
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):  # made on the GPU, where that takes seconds, and put away one by one
+        policy = transformers.GlmImageForConditionalGeneration(config).to(home)  # 8.9 B parameters
+        # 6.9 B; the defaults of the class, 64 heads of 40, would be a model of 2.9 B.
+        decoder = GlmImageTransformer2DModel(num_layers=30, num_attention_heads=32, attention_head_dim=128).to(home)
+        text_encoder = transformers.T5EncoderModel(byt5).to(home)  # 0.2 B
+        vae = AutoencoderKL(**blocks, **latents).to(home)
+    torch.set_default_dtype(torch.float32)
+    made = {"vision_language_encoder": policy, "transformer": decoder, "text_encoder": text_encoder, "vae": vae}
+    return GlmImagePipeline(**pipe.components | {name: module.eval() for name, module in made.items()})
+
+
+def meta_models(settings, device):
+    """The policy and the models that paint, in the released sizes, without data."""
+    pipe, policy, _ = build_trainers(pipeline(False, META), settings, META)
+    return [policy.model, *painting_models(pipe)]
+
+
+# ---- peaks ----------------------------------------------------------------------------------------------------------
 
 
 def tensors(modules):
@@ -89,12 +136,12 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
 
 def build(base="bfloat16"):
     """What learns of the released sizes, set up as train.py does it for a GPU: codes, with what paints, and decoder."""
-    settings = train.parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both", "--base", base])
-    pipe, codes, decoder = train.build(pipeline(False, META), settings, META)
-    for model in (codes.model, *train.painters(pipe)):
+    settings = parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both", "--base", base])
+    pipe, codes, decoder = build_trainers(pipeline(False, META), settings, META)
+    for model in (codes.model, *painting_models(pipe)):
         model.to(META)
     # As a whole run's, beside what GRPO itself is told.
-    return SimpleNamespace(**vars(codes) | {"settings": settings}, decoder_modules=train.painters(pipe)), decoder
+    return SimpleNamespace(**vars(codes) | {"settings": settings}, decoder_modules=painting_models(pipe)), decoder
 
 
 def peaks(codes, decoder, size, group, micro_batch, edits=False):
@@ -155,7 +202,7 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
             kv_caches=cache,
         ).sample
 
-    with phase("decode"), torch.no_grad():
+    with phase("paint"), torch.no_grad():
         if edits:
             source, cache = torch.zeros(1, 3, size, size).bfloat16(), GlmImageKVCache(num_layers=30)
             for _ in range(2):  # for each picture, of which one copy is kept
@@ -163,7 +210,10 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
                 velocity(1, "write", cache)
             velocity(micro_batch, "read", cache)
             cache.clear()
-        vae.decode(velocity())
+        latents = velocity()
+    with phase("VAE"), torch.no_grad():
+        vae.decode(latents[:1])  # one picture at a time, see build in glm_image/model.py
+    found["paint"] = max(found["paint"], found.pop("VAE") + vae_workspace(size**2) / 1e9)
     if not edits:
         with phase("decoder update", decoder):  # guided: with and without the codes
             v, unguided = velocity(), velocity()
@@ -172,7 +222,7 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
             log_density(x, *gaussian_step(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
     ids = torch.zeros(micro_batch, prompt + length, dtype=torch.long, device=META)
     positions = torch.zeros(3, prompt + length, dtype=torch.long, device=META)
-    nucleus = torch.zeros(micro_batch, length, allowed_ids.stop // 8, dtype=torch.uint8)  # on the CPU, as in a Group
+    nucleus = torch.ones(micro_batch, length, allowed_ids.stop, dtype=torch.bool)  # on the CPU, as in a Group
     inputs = {"position_ids": positions, **codes.sampling_args}
     with phase("reference"), torch.no_grad(), policy.disable_adapter():
         get_per_token_logprobs(policy, ids, length, nucleus=nucleus, **inputs)
@@ -189,6 +239,7 @@ def main():
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
     parser.add_argument("--base", default="bfloat16", choices=("bfloat16", "int8"), help="the frozen weights")
+    parser.add_argument("--rewards", default="pickscore:1,clip:1,hps", help="(default: those of a run)")
     parser.add_argument("--edits", action="store_true", help="of pictures of the same size, instead of painting anew")
     options = parser.parse_args()
     codes, decoder = build(options.base)
@@ -198,15 +249,17 @@ def main():
     adapter, own = 3 * adapter, 3 * own  # and the two of Adam
     print(f"policy {base:.1f} GB, adapter with its optimiser state {adapter:.2f} GB, ", end="")
     print(f"decoder {painters:.1f} GB, its own adapter {own:.2f} GB")
-    locked = memory_needed([codes.model, *codes.decoder_modules], codes.settings)[2]
+    locked = needed([codes.model, *codes.decoder_modules], codes.settings)[2]
     print(f"host memory for taking turns {locked / 1e9:.1f} GB\n{NOTE}")
-    names = ["sample", "decode", "reference", "update", "of one token"]
+    names = ["sample", "paint", "score", "reference", "update", "of one token"]
+    leaves = {"paint": painters, "score": 0}  # what stays while models take turns; the policy, in all other phases
     header = "".join(f"{name:>14}" for name in [*names, "taking turns"])
     print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}{'both':>8}")
     for size, group, micro_batch in product(options.sizes, options.groups, options.micro_batch_sizes):
         work, cache = peaks(codes, decoder, size, group, micro_batch, options.edits)
         own_update = work.pop("decoder update", math.nan)  # NaN: it does not learn from edits
-        turns = [work[name] + adapter + (painters if name == "decode" else base) for name in names]
+        work["score"] = scoring_memory(options.rewards, codes.settings.prompts_per_step * group) / 1e9
+        turns = [work[name] + adapter + leaves.get(name, base) for name in names]
         beside = [value for name, value in work.items() if name != "sample"]  # whose own cache that is
         both = max(work["sample"], cache + max(beside)) + adapter + painters + base
         learning = own_update + adapter + own + painters

@@ -11,10 +11,8 @@ none. Flags of train.py choose model, rewards, and the deployed painter: --eval-
 """
 
 import argparse
-import dataclasses
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,12 +21,14 @@ import numpy as np
 import torch
 
 import train
-from benchmarks.glm_image import align, encode
+from glm_image import memory
+from glm_image.model import meta_models, painting_models
 from grpo import compute_advantages
 from rewards import combine, score, weights_of
 from runtime import UserError, ranks, short_name
 from runtime.data import load_data, read_inputs
 from runtime.gpu import plan
+from runtime.settings import changed, deployed
 
 
 def passes(painter):
@@ -36,13 +36,13 @@ def passes(painter):
     return painter.decode_steps + (painter.guidance_steps or painter.decode_steps) * (painter.guidance_scale > 1)
 
 
-def cheaper(deployed, all_steps):
+def cheaper(best, all_steps):
     """Painters with fewer denoising steps or less guidance than the deployed one."""
     for steps in all_steps:
-        guidance = [(deployed.guidance_scale, None), (deployed.guidance_scale, steps // 2), (1.0, None)]
-        for scale, guided in guidance if deployed.guidance_scale > 1 else guidance[2:]:
-            painter = dataclasses.replace(deployed, decode_steps=steps, guidance_scale=scale, guidance_steps=guided)
-            if guided != 0 and passes(painter) < passes(deployed):
+        guidance = [(best.guidance_scale, None), (best.guidance_scale, steps // 2), (1.0, None)]
+        for scale, guided in guidance if best.guidance_scale > 1 else guidance[2:]:
+            painter = changed(best, decode_steps=steps, guidance_scale=scale, guidance_steps=guided)
+            if guided != 0 and passes(painter) < passes(best):
                 yield painter
 
 
@@ -52,11 +52,12 @@ def flags_of(painter):
     return f"--decode-steps {painter.decode_steps} --guidance-scale {painter.guidance_scale:g}{guided}"
 
 
-def paint(run, prompts, sources, groups, painter):
+def paint_all(run, prompts, groups, painter):
     """All pictures, and the seconds that they took."""
-    images, started = [], time.perf_counter()
-    for i, (prompt, source, group) in enumerate(zip(prompts, sources, groups, strict=True)):
-        images += train.decode_images(run.pipe, prompt, group.tokens, painter, i, source)  # PIL: the GPU has finished
+    images = []
+    started = time.perf_counter()
+    for i, (text, source) in enumerate(prompts.with_sources()):
+        images += train.paint(run.pipe, text, groups[i].tokens, painter, i, source)  # PIL: the GPU has finished
     return images, time.perf_counter() - started
 
 
@@ -78,30 +79,29 @@ def correlations(found, expected, size):
 
 def compare(run, data, settings, options):
     """A row for each painter: (seconds, passes, pixels off, {reward: correlations}, flags), the deployed one first."""
-    texts, targets, sources = data.prompts.take(range(min(options.count, len(data.prompts.texts))))
-    given = texts, targets, sources and [source.image for source in sources]
-    sources = sources or [None] * len(texts)
+    prompts = data.prompts.take(range(min(options.count, len(data.prompts))))
     groups = []
     with run.phase("sample", run.policy.model):
-        for at in range(0, len(texts), settings.prompts_per_step):
-            rows = slice(at, at + settings.prompts_per_step)
-            some = encode(run, settings, texts[rows], sources[rows])
-            groups += run.policy.sample(some, settings.group_size, seed=1000 + at)
-    deployed = train.picture_settings(settings, deployed=True)
-    painters = [(deployed, ""), *((painter, "") for painter in cheaper(deployed, options.painted_steps))]
+        for rows in torch.arange(len(prompts)).split(settings.prompts_per_step):
+            some = [train.encode(run, settings, *each) for each in prompts.take(rows.tolist()).with_sources()]
+            groups += run.policy.sample(some, settings.group_size, seed=1000 + rows[0].item())
+    best = deployed(settings)
+    painters = [(best, ""), *((painter, "") for painter in cheaper(best, options.painted_steps))]
     if options.compiled:
         painters += [(painter, "  (compiled)") for painter, _ in painters]
     rows = []
     for painter, compiled in painters:
-        with run.phase("decode", *train.painters(run.pipe)):
+        with run.phase("paint", *painting_models(run.pipe)):
             if compiled and not rows[-1][-1].endswith(compiled):
                 run.pipe.transformer.compile_repeated_blocks(fullgraph=True)
-            paint(run, texts[:1], sources[:1], groups[:1], painter)  # warms up
-            images, seconds = paint(run, texts, sources, groups, painter)
+            paint_all(run, prompts.take([0]), groups, painter)  # warms up
+            images, seconds = paint_all(run, prompts, groups, painter)
         pixels = np.stack(images) / 255.0
-        found = advantages(data.rewards, images, given, settings)
+        with run.phase("score"):
+            found = advantages(data.rewards, images, prompts.for_rewards, settings)
         if not rows:
-            expected, pictures = found, pixels
+            expected = found
+            pictures = pixels
         agreement = {name: correlations(found[name], expected[name], settings.group_size) for name in found}
         off = abs(pixels - pictures).mean()
         rows.append((seconds, passes(painter), off, agreement, flags_of(painter) + compiled))
@@ -123,6 +123,12 @@ def report(rows, threshold):
     return f"{align(lines)}\n{advice}"
 
 
+def align(rows):
+    """Rows of words as lines whose columns are as wide as their widest word."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.usage = "%(prog)s [options below] [flags of train.py, such as --model FOLDER --reward ssim]"
@@ -134,7 +140,7 @@ def main():
     device = ranks.device()
     try:
         settings = train.parse_settings([*flags, "--compile", "no", "--steps", "0"])
-        turns = plan(partial(train.outline, device=device), settings, device)
+        turns = plan(memory.needed, meta_models, settings, device)
         prompts, held_out, _ = read_inputs(settings)
         data = load_data(settings, prompts, held_out)
         run, _ = train.load_run(settings, data, device, turns)

@@ -22,7 +22,7 @@ import torch
 
 import rewards
 import train
-from decoder import repeat_for_steps
+from glm_image.decoder import repeat_for_steps
 from grpo import set_advantages
 from runtime.data import read_prompts
 from runtime.pictures import save_grid
@@ -60,7 +60,7 @@ def drawings(settings):
 
 def judge(pipe, examples, settings):
     """Mean SSIM of the stock sampler's pictures, and the pictures."""
-    images = [train.decode_images(pipe, text, codes, settings, seed=10**9)[0] for text, _, codes in examples]
+    images = [train.paint(pipe, text, codes, settings, seed=10**9)[0] for text, _, codes in examples]
     return rewards.ssim(images, None, [drawing for _, drawing, _ in examples]).mean().item(), images
 
 
@@ -100,7 +100,7 @@ def main():
         steps = []  # denoising steps
         seed = train.seed_of_step(step, settings)
         for i, (text, sequence) in enumerate(zip(texts, codes, strict=True)):
-            painted, path = train.paint(run, text, sequence, settings, settings.paintings, seed + i)
+            painted, path = train.paint_group(run, settings, text, sequence, seed + i)
             images += painted
             steps += path
         raw_rewards = rewards.score(likeness, images, texts, targets)

@@ -1,16 +1,22 @@
 """What keeps a long run alive: settings, prompts, ranks, files, and what a GPU needs. The algorithm is in grpo.py."""
 
 import math
+import sys
 import warnings
 
 import diffusers
+import transformers
 
-warnings.filterwarnings("ignore", category=FutureWarning)  # of one library about another
+warnings.filterwarnings("ignore", category=FutureWarning)  # by one library about another
+warnings.filterwarnings("ignore", message="TensorFloat32")  # the adapter's products stay float32 on purpose
 diffusers.utils.logging.set_verbosity_error()  # it warns of modules to keep in float32 where there are none
+if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar would be a line
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
 
 
 class UserError(Exception):
-    """Something the user can mend: shown as one line, exit code 2."""
+    """An error that the user can fix: shown as one line, exit code 2."""
 
 
 class StepFailed(UserError):
@@ -35,5 +41,5 @@ def short_name(name):
 
 
 def reward_names(record, prefix=""):
-    """Of the metrics of a step or an evaluation: the weighted sum of the rewards, then each reward."""
+    """Names among the metrics of a step or an evaluation: the weighted sum of the rewards, then each reward."""
     return [name for name in record if name == f"{prefix}reward" or name.startswith(f"{prefix}reward/")]

@@ -41,9 +41,13 @@ def having_weights(parameters, weights):
 
 
 def adamw(model, lr, warmup_steps):
-    """AdamW whose rate grows over its first steps. Its state_dict holds that of the scheduler too, for checkpoints."""
+    """AdamW whose rate grows over its first steps. Its state_dict holds that of the scheduler too, for checkpoints.
+
+    eps: gradients of these losses can be as small as 5e-9 per weight, and torch's default of 1e-8 would then be what
+    the step is divided by, so that nothing moves.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), eps=1e-15, weight_decay=0.0)
     rate = lambda made: min(1, (made + 1) / (warmup_steps + 1))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())  # so that a step that is skipped does not count
@@ -71,15 +75,8 @@ def start_from(folder, name, model):
     file = adapter_file(folder, name)
     if file is None:
         return False
-    try:
-        with safe_open(file, "pt") as opened:
-            weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            config = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        if (file.parent / "adapter_config.json").is_file():
-            config = json.loads((file.parent / "adapter_config.json").read_text())
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"cannot read the adapter {file}: {str(error).splitlines()[0]}") from None
-    weights = {f"base_model.model.{key.removeprefix('base_model.model.')}": weights[key] for key in weights}
+    weights, config = read_adapter(file)
+    weights = {f"base_model.model.{name}": weight for name, weight in weights.items()}
     fresh = peft.get_peft_model_state_dict(model)
     lora = model.peft_config["default"]
     if (config.get("r"), config.get("lora_alpha")) != (lora.r, lora.lora_alpha):
@@ -89,3 +86,16 @@ def start_from(folder, name, model):
         raise UserError(f"--adapter {folder} does not fit: it is that of another model, or of other layers")
     peft.set_peft_model_state_dict(model, weights)
     return True
+
+
+def read_adapter(file):
+    """({name: weight}, configuration) of an adapter that PEFT or diffusers has saved; names as in the model's own."""
+    try:
+        with safe_open(file, "pt") as opened:
+            weights = {key.removeprefix("base_model.model."): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            config = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        if (file.parent / "adapter_config.json").is_file():
+            config = json.loads((file.parent / "adapter_config.json").read_text())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"cannot read the adapter {file}: {str(error).splitlines()[0]}") from None
+    return weights, config

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shlex
 import shutil
 from contextlib import contextmanager
 
@@ -12,7 +13,8 @@ from safetensors import SafetensorError
 
 from runtime import UserError, ranks
 
-FOLDERS = {"codes": ".", "decoder": "decoder"}  # of a checkpoint: that of the codes loads as an adapter does
+KEPT = 2  # the newest checkpoints, beside that of the best evaluation
+FOLDERS = {"codes": ".", "decoder": "decoder"}  # within a checkpoint, which so loads as an adapter of the codes
 
 
 def find(out):
@@ -20,40 +22,41 @@ def find(out):
     return sorted((out / "checkpoints").glob("[0-9]*"))
 
 
-def save(out, step, learners, settings, inputs, best_step=0):
-    """Write beside and rename; then only the newest `--keep-checkpoints` and that of the best evaluation stay.
+def save(out, step, trainers, settings, hashes, best_step=0):
+    """Write to a temporary folder and rename it; then only the newest and that of the best evaluation stay.
 
-    learners: {"codes" or "decoder": GRPO}. inputs: hashes, see read_inputs in data.py. Random states are not saved: the
-    prompts and all random draws of a step are functions of the seed and the step.
+    trainers: {"codes" or "decoder": GRPO}. hashes: see read_inputs in data.py. Random states are not saved: the prompts
+    and all random draws of a step are functions of the seed and the step.
     """
     with writing(out):
-        _save(out, step, learners, settings, inputs)
-        for old in find(out)[: -settings.keep_checkpoints]:
+        _save(out, step, trainers, settings, hashes)
+        for old in find(out)[:-KEPT]:
             if old.name != f"{best_step:06d}":
                 shutil.rmtree(old)
 
 
-def _save(out, step, learners, settings, inputs):
+def _save(out, step, trainers, settings, hashes):
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    state = {"step": step, "ranks": ranks.count(), "settings": vars(settings), "inputs": inputs}
+    state = {"step": step, "ranks": ranks.count(), "settings": vars(settings), "inputs": hashes}
     (unfinished / "state.json").write_text(json.dumps(state))
-    if final.exists():  # resumed from here; only the settings may be new, a larger --steps for one
+    if final.exists():  # resumed from here; only the settings may be new, such as a larger --steps
         os.replace(unfinished / "state.json", final / "state.json")
         unfinished.rmdir()
         return
-    for name, learner in learners.items():
+    for name, trainer in trainers.items():
         folder = unfinished / FOLDERS[name]
-        learner.model.save_pretrained(folder)
+        trainer.model.save_pretrained(folder)
         (folder / "README.md").unlink()  # PEFT's form, empty
-        torch.save(learner.optimizer.state_dict(), folder / "optimizer.pt")
+        with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not say that the disk is full
+            torch.save(trainer.optimizer.state_dict(), file)
     os.replace(unfinished, final)
 
 
 def read_state(out):
-    """Of the newest checkpoint: its step, the number of ranks that made it, settings and hashes of inputs of the run."""
+    """The newest checkpoint's step, number of ranks, settings, and hashes of the files that the run reads."""
     if not find(out):
         raise UserError(f"there is no checkpoint in {out} to resume")
     with readable_errors(find(out)[-1]):
@@ -61,37 +64,39 @@ def read_state(out):
         return state["step"], state["ranks"], state["settings"], state["inputs"]
 
 
-def load(out, learners):
+def load(out, trainers):
     """The newest checkpoint, by way of the CPU onto the device of adapters and optimisers. Returns its step."""
     folder = find(out)[-1]
     with readable_errors(folder):
-        for name, learner in learners.items():
+        for name, trainer in trainers.items():
             weights = peft.load_peft_weights(folder / FOLDERS[name], device="cpu")
-            peft.set_peft_model_state_dict(learner.model, weights)
+            peft.set_peft_model_state_dict(trainer.model, weights)
             state = torch.load(folder / FOLDERS[name] / "optimizer.pt", map_location="cpu", weights_only=True)
-            learner.optimizer.load_state_dict(state)
+            trainer.optimizer.load_state_dict(state)
     return read_state(out)[0]
 
 
 @contextmanager
 def writing(out):
-    """What cannot be written to the folder of a run: a full disk, one that is gone, rights that were taken away."""
+    """A full disk, a folder that is gone or rights that were taken away become a UserError."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError where the disk is full
-        reason = str(error).strip().split("\n")[0] + (" (a full disk?)" if isinstance(error, RuntimeError) else "")
-        safe = f"; its checkpoints are whole: once there is room, --resume {out} goes on" if find(out) else ""
-        raise UserError(f"cannot write to {out}: {reason}{safe}") from None
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # The last error of torch.save hides why it failed, such as "No space left on device".
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = str(cause).strip().split("\n")[0]
+        hint = f"its checkpoints are whole; once that is fixed, --resume {shlex.quote(str(out))} goes on"
+        raise UserError(f"cannot write to {out}: {reason}" + (f"; {hint}" if find(out) else "")) from None
 
 
 @contextmanager
 def readable_errors(folder):
-    """Whatever cannot be read in a checkpoint, half a file for one, is the user's to mend."""
+    """Any part of a checkpoint that cannot be read, such as a truncated file, becomes a UserError."""
     try:
         yield
     except (
         OSError, ValueError, LookupError, TypeError, RuntimeError, EOFError, SafetensorError, pickle.PickleError,
     ) as error:  # fmt: skip
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        mend = "delete that folder to go on from the one before"
-        raise UserError(f"cannot read the checkpoint {folder} ({reason}); {mend}") from None
+        hint = "delete that folder to go on from the one before"
+        raise UserError(f"cannot read the checkpoint {folder} ({reason}); {hint}") from None

@@ -2,23 +2,29 @@
 
 import math
 import re
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors import SafetensorError
 from transformers.utils import cached_file
 
 from rewards import RewardError, parse_rewards, score
-from runtime import UserError, checkpoints, short_name
+from runtime import UserError, checkpoints, counted, short_name
 from runtime.adapters import adapter_file
 from runtime.log import check_tracker
 from runtime.settings import TINY
 
 LONGEST_PROMPT = 4096  # characters: all prompts of a step take as much memory and time as its longest
+KIND = re.compile(r"# *kind: *(\S.*)")  # a line that names the kind of the prompts below it
+ENDINGS = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+DEPTHS = {"F": 1, "I": 65535, "I;16": 65535, "I;16B": 65535, "I;16L": 65535}  # white, in Pillow's modes beyond 8 bits
 
 
 @dataclass
@@ -29,57 +35,135 @@ class Source:
     codes: torch.Tensor | None = None  # (rows*columns,) int64, one for 32x32 pixels, once the model has read it
 
 
-def pictures_of(sources):
-    return sources and [source.image for source in sources]
-
-
 @dataclass
 class Prompts:
-    """Prompts, and for each a picture that some rewards compare with (or None), or None if there are no such.
-
-    sources: for each the Source that it says how to edit, or None where pictures are painted from nothing.
-    """
+    """N prompts, with what goes with each."""
 
     texts: list
-    targets: list | None
-    sources: list | None = None
+    targets: list | None = None  # pictures that some rewards compare with; an entry may be None
+    sources: list | None = None  # the Sources to edit; None where pictures are painted from nothing
+    kinds: list | None = None  # the kind of each, for evaluations; None where the file names none
+    lines: list | None = None  # where each stands in its file: two edits may share a text
+
+    def __len__(self):
+        return len(self.texts)
 
     def take(self, rows):
-        return tuple(each and [each[i] for i in rows] for each in (self.texts, self.targets, self.sources))
+        return Prompts(*(column and [column[row] for row in rows] for column in vars(self).values()))
+
+    def evenly(self, count):
+        """`count` of them, evenly over the kinds: the first of each kind, then the second of each, and so on."""
+        seen = Counter()
+        turns = []
+        for kind in self.kinds or [None] * len(self):
+            turns.append(seen[kind])
+            seen[kind] += 1
+        return self.take(sorted(range(len(self)), key=turns.__getitem__)[:count])
+
+    def with_sources(self):
+        """Pairs of a text and the Source to edit, or None."""
+        return zip(self.texts, self.sources or [None] * len(self), strict=True)
+
+    @property
+    def for_rewards(self):
+        """What rewards are given beside the pictures: texts, targets, pictures that are edited."""
+        return self.texts, self.targets, self.sources and [source.image for source in self.sources]
 
 
-def read_prompts(path, folder, sources=None, pixels=0):
+def read_prompts(path, folder, sources=None, size=None):
     """The prompts in a file, with the target pictures in a folder, unless it is None or "none".
 
-    sources: a folder with the pictures to edit, or None. pixels: those of a picture to be painted; see fitted.
+    sources: a folder with the pictures to edit, or None. size: (width, height) of a picture to be painted, which targets
+    are made to; those of edits get the size of their source, see fitted. None: no pictures are read.
+    """
+    texts, kinds, lines = read_lines(path)
+    prompts = Prompts(texts, kinds=kinds, lines=lines)
+    sizes = [size] * len(texts)
+    if sources:
+        images = read_pictures(sources, "source", [partial(fitted, pixels=math.prod(size))] * len(texts))
+        prompts.sources = [Source(image) for image in images]
+        sizes = [image.size for image in images]
+    if folder not in (None, "none", ""):
+        resize = partial(Image.Image.resize, resample=Image.Resampling.LANCZOS)
+        prompts.targets = read_pictures(folder, "target", [partial(resize, size=each) for each in sizes])
+    return prompts
+
+
+def read_lines(path):
+    """The prompts in a file, their kinds (None where it names none), and their places, counted in lines from 1.
+
+    A line such as "# kind: counting" names the kind of the prompts below it.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the prompts file {path}: {error}") from None
-    prompts = [line.strip() for line in lines if line.strip()]
-    if not prompts:
+    kind = None
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): U+2028 and the like belong to the prompt
+        line = line.strip().strip("\u200b")  # of no width: what pasting leaves in lines that look empty
+        if named := KIND.fullmatch(line):
+            kind = named[1]
+        elif line:
+            found.append((line, kind, number))
+    if not found:
         raise UserError(f"the prompts file {path} has no prompt in it; write one per line")
-    if (longest := max(map(len, prompts))) > LONGEST_PROMPT:
+    texts, kinds, lines = map(list, zip(*found))
+    if (longest := max(map(len, texts))) > LONGEST_PROMPT:
         raise UserError(f"the prompts file {path} has a prompt of {longest:,} characters; {LONGEST_PROMPT:,} at most")
-    targets = None if folder in (None, "none", "") else read_pictures(folder, "target", len(prompts))
-    images = sources and read_pictures(sources, "source", len(prompts))
-    return Prompts(prompts, targets, images and [Source(fitted(image, pixels)) for image in images])
+    return texts, [kind or "other" for kind in kinds] if any(kinds) else None, lines
 
 
-def read_pictures(folder, kind, count):
-    """`count` pictures of a folder, sorted by name, 2 before 10."""
+def read_pictures(folder, kind, fit):
+    """The pictures of a folder, sorted by name, 2 before 10, as every viewer shows them.
+
+    fit: for each picture a function that makes it to size as it is read, so that a folder of photos takes little memory.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"the folder of {kind} pictures {folder} does not exist")
-    files = [f for f in folder.iterdir() if f.suffix.lower() in Image.registered_extensions()]
-    files.sort(key=lambda f: [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", f.name)])
-    if len(files) != count:
-        raise UserError(f"{folder} has {len(files)} pictures for {count} prompts; give one per prompt, by line")
-    try:
-        return [Image.open(file := each).convert("RGB") for each in files]
-    except OSError as error:
-        raise UserError(f"the {kind} picture {file} cannot be opened: {error}") from None
+    is_picture = lambda f: f.is_file() and f.suffix.lower() in ENDINGS and not f.name.startswith(".")
+    files = [f for f in folder.iterdir() if is_picture(f)]
+    numbered = lambda f: [int(x) if x.isascii() and x.isdigit() else x for x in re.split("([0-9]+)", f.name)]
+    files.sort(key=numbered)
+    if len(files) != len(fit):
+        others = listed(sorted(f.name for f in folder.iterdir() if not is_picture(f)))
+        names = listed([f.name for f in files]) + (f"; left out: {others}" if others else "")
+        raise UserError(
+            f"{folder} has {len(files)} pictures for {len(fit)} prompts; give one per prompt, by line ({names})"
+        )
+    pictures = []
+    transparent = 0
+    for file, to_size in zip(files, fit, strict=True):
+        try:
+            with Image.open(file) as opened:
+                image, was_transparent = as_shown(opened)
+        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+            raise UserError(f"the {kind} picture {file} cannot be read: {error}") from None
+        pictures.append(to_size(image))
+        transparent += was_transparent
+    if transparent:
+        print(f"{folder}: {counted(transparent, 'picture')} with transparency, put on white")
+    return pictures
+
+
+def listed(names, most=4):
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def as_shown(image):
+    """A picture as every viewer shows it, in RGB: upright, with 8 bits, on white; and whether white shows through."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode in DEPTHS:  # which Pillow would clip at 255
+        values = np.asarray(image) / DEPTHS[image.mode] * 255
+        if values.min() < 0 or values.max() > 255:
+            raise ValueError(f"its values are not all in 0 to {DEPTHS[image.mode]}; save it with 8 bits")
+        image = Image.fromarray(values.round().astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB"), False
+    image = image.convert("RGBA")
+    transparent = image.getchannel("A").getextrema()[0] < 255
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB"), transparent
 
 
 def fitted(image, pixels):
@@ -112,19 +196,17 @@ def read_inputs(settings):
     check_tracker(settings.tracker)
     with readable_loading(settings.model):
         cached_file(settings.model, "model_index.json")  # fail now if the model is missing: rewards take a while
-    size = settings.height * settings.width
+    size = (settings.width, settings.height)
     prompts = read_prompts(settings.prompts, settings.targets, settings.sources, size)
     held_out = read_prompts(settings.eval_prompts, settings.eval_targets, settings.eval_sources, size)
     folder = settings.adapter
     adapters = [adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
-    read = {
-        "prompts": "\n".join(prompts.texts).encode(), "targets": pixels(prompts.targets),
-        "sources": pixels(pictures_of(prompts.sources)),
-        "eval_prompts": "\n".join(held_out.texts).encode(), "eval_targets": pixels(held_out.targets),
-        "eval_sources": pixels(pictures_of(held_out.sources)),
-        "adapter": b"".join(file.read_bytes() for file in adapters if file),
-    }  # fmt: skip
-    hashes = {name: sha256(data).hexdigest() for name, data in read.items()}
+    hashes = {"adapter": sha256_of(file.read_bytes() for file in adapters if file)}
+    for prefix, some in (("", prompts), ("eval_", held_out)):
+        texts, *pictures = some.for_rewards
+        hashes[f"{prefix}prompts"] = sha256_of("\n".join(lines or []).encode() for lines in (texts, some.kinds))
+        for kind, given in zip(("targets", "sources"), pictures, strict=True):
+            hashes[f"{prefix}{kind}"] = sha256_of(picture.tobytes() for picture in given or [])
     if settings.resume is not None:
         *_, began = checkpoints.read_state(Path(settings.resume))
         changed = [name for name in hashes if hashes[name] != began[name]]
@@ -135,8 +217,11 @@ def read_inputs(settings):
     return prompts, held_out, hashes
 
 
-def pixels(pictures):
-    return b"".join(picture.tobytes() for picture in pictures or [])
+def sha256_of(parts):
+    digest = sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def load_data(settings, prompts, held_out):
@@ -157,8 +242,7 @@ def load_rewards(flag, settings, prompts):
     blank = [Image.new("RGB", (settings.width, settings.height))] * 2
     try:
         rewards = parse_rewards(getattr(settings, flag))
-        texts, targets, sources = prompts.take([0])
-        score(rewards, blank, texts, targets, pictures_of(sources))
+        score(rewards, blank, *prompts.take([0]).for_rewards)
     except (ValueError, torch.OutOfMemoryError) as error:
         tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
         raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}{tried}") from None
@@ -174,5 +258,5 @@ def readable_loading(model):
         yield
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
-        mend = f"give --model a folder with a GLM-Image pipeline, or {TINY}"
-        raise UserError(f"cannot load {model} ({reason}); {mend}") from None
+        hint = f"give --model a folder with a GLM-Image pipeline, or {TINY}"
+        raise UserError(f"cannot load {model} ({reason}); {hint}") from None

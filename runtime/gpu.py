@@ -1,9 +1,11 @@
 """What a GPU needs: whether policy and decoder have to take turns on it, and the step of one token as a CUDA graph."""
 
 import functools
+import gc
 import math
 import os
-from argparse import Namespace
+import platform
+import re
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +19,10 @@ from transformers.masking_utils import sdpa_mask
 
 from grpo import Offload
 from runtime import UserError, ranks
+from runtime.settings import changed
 
-LIMITS = "memory.max", "memory.limit_in_bytes"  # files of a control group
-GAPS = 2.5e9  # bytes: the card's context and its kernels, Adam's moments, what lies unused between tensors
-CAST = 0.5e9  # of an int8 base: a layer's weights as the 16 bits in which they are multiplied
+LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # of a control group
+PROCESS = 4e9  # bytes of host memory for all but the weights: CUDA's libraries, the compiler, pictures
 SMALLER = [  # what to try where a run does not fit
     {"micro_batch_size": "auto"}, {"base": "int8"}, {"train": "codes"}, {"base": "int8", "train": "codes"},
     {"height": 512, "width": 512}, {"base": "int8", "height": 512, "width": 512},
@@ -30,163 +32,110 @@ SMALLER = [  # what to try where a run does not fit
 # ---- what fits ------------------------------------------------------------------------------------------------------
 
 
-def working_memory(settings):
-    """Bytes to leave beside GLM-Image's weights, from what benchmarks/memory.py computes.
+def plan(needed, meta_models, settings, device):
+    """How the models take turns on the device. Also decides settings.micro_batch_size where that is "auto".
 
-    Three numbers: where both models stay on the GPU, in the policy's turn on it, in the painters' turn.
+    None: they all stay. Otherwise the frozen weights wait on the host: "pinned", in page-locked memory; "mapped", where
+    so much cannot be locked: as they were loaded, those in bfloat16 mapped from their files.
+
+    Prints both, with the reason; all ranks decide alike. This comes before anything is downloaded, so it works by sizes:
+    meta_models: (settings, device) -> the policy and the models that paint, without data. needed: (models, settings) ->
+    bytes, see glm_image/memory.py. Raises UserError where nothing fits; it names flags that would, if there are any.
     """
-    pixels = settings.height * settings.width
-    rows = (settings.sample_batch or settings.prompts_per_step) * settings.group_size  # sampled side by side
-    size = min(settings.micro_batch_size, largest_micro_batch(settings))
-    tokens = 320 + pixels // 32**2  # prompt, preview and picture
-    if settings.sources:
-        tokens += pixels // 32**2 - 256  # their codes, and no preview
-    room = (tokens // CapturedForward.ROOM + 1) * CapturedForward.ROOM
-    cache = 41e3 * room * rows
-    nucleus = 17e3 * tokens * rows  # of all tokens drawn
-    reading = 0.37e6 * (64 + pixels // 32**2) * rows if settings.sources else 0  # prompts with their sources' codes
-    cast = CAST if settings.base == "int8" else 0
-    update = 0.8e6 * tokens * size + cast
-    painting = 3.1e3 * pixels  # by the VAE, one picture at a time
-    if settings.train in ("decoder", "both"):  # its training pass, one token per 16x16 pixels, with guidance twice
-        passes = 2 if settings.guidance_scale > 1 else 1
-        painting = max(painting, 0.37e6 * pixels // 16**2 * size * passes + cast)
-    sampling = cache + max(nucleus, reading)
-    return max(sampling, cache + max(update, painting)) + GAPS, max(sampling, update) + GAPS, painting + GAPS
+    if device.type != "cuda":
+        return None
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"{name} has no bfloat16: take a GPU of the Ampere series or newer")
+    free, host = free_memory(device)
+    models = functools.cache(lambda base: meta_models(changed(settings, base=base), device))
+
+    def bytes_for(settings, size):
+        return needed(models(settings.base), changed(settings, micro_batch_size=size))
+
+    def choose(settings):
+        """(whether to take turns, size of micro-batches), or None. Prefers to stay, then large micro-batches."""
+        sizes = [settings.micro_batch_size]
+        if sizes == ["auto"]:
+            largest = largest_micro_batch(settings)
+            sizes = sorted({min(size, largest) for size in (1, 2, 4, 8)}, reverse=True)
+        # With both flags given, GPU memory is not checked.
+        limit = math.inf if "auto" not in (settings.micro_batch_size, settings.offload) else free
+        for turns in {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]:
+            for size in sizes:
+                together, turn, weights = bytes_for(settings, size)
+                held = weights if settings.base == "int8" else 0  # no file has these, so they can only be in memory
+                if (turn <= limit and held <= host) if turns else together <= limit:
+                    return turns, size
+        return None
+
+    chosen = choose(settings)
+    turns, size = chosen or (True, 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size)
+    together, turn, weights = bytes_for(settings, size)
+    reason = (
+        f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy, decoder and rewards need "
+        f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {weights / 1e9:.1f} of page-locked host "
+        f"memory; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
+    )
+    if chosen is None:
+        free_choice = {"micro_batch_size": "auto", "offload": "auto"}
+        fitting = (flags for flags in SMALLER if choose(changed(settings, **{**free_choice, **flags})))
+        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in next(fitting, {}).items())
+        raise UserError(f"too little memory: {reason}; {f'{words} would fit' if words else 'nothing smaller fits'}")
+    settings.micro_batch_size = size
+    pinned = weights <= host and "microsoft" not in platform.release().lower()  # WSL2 can lock 1 to 4 GB only
+    words = "take turns" + ("" if pinned else ", more slowly: so much cannot be page-locked") if turns else "both stay"
+    print(f"memory: {reason}: they {words} (--offload {settings.offload})")
+    return ("pinned" if pinned else "mapped") if turns else None
 
 
 def largest_micro_batch(settings):
     return max(settings.group_size, settings.paintings)  # micro-batches are cut from one group
 
 
-def memory_needed(models, settings):
-    """Bytes of the GPU where all models stay on it, of the GPU where they take turns, and then of the host.
-
-    models: the policy, then those that paint; with or without content.
-    """
-    trained = 0
-    frozen = []
-    for model in models:
-        tensors = [*model.parameters(), *model.buffers()]
-        trained += sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
-        frozen.append([tensor.nbytes for tensor in tensors if not tensor.requires_grad])
-    policy = sum(frozen[0])
-    painters = sum(map(sum, frozen[1:]))
-    together, sampling, painting = working_memory(settings)
-    locked = sum(1 << (size - 1).bit_length() for sizes in frozen for size in sizes)  # it comes in powers of two
-    locked *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return policy + painters + trained + together, max(policy + sampling, painters + painting) + trained, locked
-
-
-def choose(needed, settings, free, host):
-    """What fits: (whether to take turns, size of micro-batches), or None. Staying is best, then large micro-batches.
-
-    needed: settings -> as memory_needed. Who gives both --offload and --micro-batch-size decides about the GPU alone.
-    """
-    sizes = [settings.micro_batch_size]
-    if sizes == ["auto"]:
-        sizes = sorted({min(size, largest_micro_batch(settings)) for size in (1, 2, 4, 8)}, reverse=True)
-    elif settings.offload != "auto":
-        free = math.inf
-    for turns in {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]:
-        for size in sizes:
-            together, turn, locked = needed(changed(settings, micro_batch_size=size))
-            if (turn <= free and locked <= host) if turns else together <= free:
-                return turns, size
-    return None
-
-
-def changed(settings, **values):
-    return Namespace(**{**vars(settings), **values})
-
-
-def plan(outline, settings, device):
-    """Whether policy and painters take turns on the device; decides settings.micro_batch_size where that is "auto".
-
-    Prints both, with the reason; all ranks decide alike. outline: settings -> the policy and those that paint, without
-    content, for this comes before anything is loaded. Raises UserError if nothing fits, which names what would.
-    """
-    if device.type != "cuda":
-        return False
+def free_memory(device):
+    """Bytes that are free on the GPU, and on the host for the weights of one process; the least of all ranks."""
     torch.cuda.empty_cache()
-    free, size = torch.cuda.mem_get_info(device)
-    free = min(ranks.gather(min(free, torch.cuda.get_per_process_memory_fraction(device) * size)))
-    host = min(ranks.gather(host_memory()))  # all have asked before the first takes any
-    of_base = functools.cache(lambda base: outline(changed(settings, base=base)))
-    needed = lambda settings: memory_needed(of_base(settings.base), settings)
-    chosen = choose(needed, settings, free, host)
-    turns, size = chosen or (True, 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size)
-    together, turn, locked = needed(changed(settings, micro_batch_size=size))
-    reason = (
-        f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy and decoder need "
-        f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {locked / 1e9:.1f} of page-locked host "
-        f"memory; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
-    )
-    if chosen is None:
-        free_choice = changed(settings, micro_batch_size="auto", offload="auto")
-        fitting = (flags for flags in SMALLER if choose(needed, changed(free_choice, **flags), free, host))
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in next(fitting, {}).items())
-        raise UserError(f"too little memory: {reason}; {f'{flags} would fit' if flags else 'nothing smaller fits'}")
-    settings.micro_batch_size = size
-    print(f"memory: {reason}: they {'take turns' if turns else 'both stay'} (--offload {settings.offload})")
-    return turns
+    free, total = torch.cuda.mem_get_info(device)
+    free = min(free, torch.cuda.get_per_process_memory_fraction(device) * total)
+    host = max(0, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - PROCESS)
+    # All ranks have asked before the first takes any.
+    return tuple(map(min, zip(*ranks.gather((free, host)), strict=True)))
 
 
 def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
-    """Bytes of host memory that are free, at most what the control groups of this process (a container's) allow."""
+    """Bytes of host memory that are free, at most what the control groups of this process (a container's) leave."""
     there = [psutil.virtual_memory().available]
     with suppress(OSError):  # not on Linux
         for line in Path(own).read_text().splitlines():  # 0::/PATH or, of version 1, NUMBER:memory:/PATH
             _, kind, path = line.split(":", 2)
             folder = Path(groups, kind, path.lstrip("/"))
-            for file in [each / name for each in (folder, *folder.parents) for name in LIMITS]:
-                with suppress(OSError, ValueError):  # not there, or no limit: "max"
-                    there.append(int(file.read_text()))
+            for each in (folder, *folder.parents):
+                for limit, used in LIMITS.items():
+                    with suppress(OSError, ValueError):  # not there, or no limit: "max"
+                        left = int((each / limit).read_text()) - int((each / used).read_text())
+                        # Files that were read count as used, but give way; the last line counts subgroups too.
+                        files = re.findall(r"(?m)^(?:total_)?inactive_file (\d+)", (each / "memory.stat").read_text())
+                        there.append(left + int(files[-1]))
     return min(there)
 
 
 def place(models, device, forward, turns):
     """All models to the device for good, or an Offload if they take turns on it, which is returned.
 
-    forward: the captured step, or None.
+    forward: the captured step, or None. turns: as plan returns it.
     """
-    if turns:
-        return Offload(models, device, forward.release if forward else lambda: None)
-    for model in models:
-        model.to(device)
-    return None
+    if turns is None:
+        for model in models:
+            model.to(device)
+        return None
+    # Else each tensor is rounded up to a power of two, 37.9 GB in place of 32.9, to be used again, which none is.
+    allocator = torch._C._accelerator_getAllocatorSettings(), "pinned_max_round_threshold_mb:1"
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, allocator)))
+    return Offload(models, device, forward.release if forward else lambda: None, pin=turns == "pinned")
 
 
-# ---- what costs time ------------------------------------------------------------------------------------------------
-
-
-def keep_rope_tables(transformer):
-    """The decoder makes the tables of its positions on the CPU, in every pass, and would copy them in every block."""
-    tables = {}
-
-    def hook(rope, inputs, made):
-        key = inputs[0].shape[2:], inputs[0].device
-        if key not in tables:
-            tables[key] = [table.to(inputs[0].device) for table in made]
-        return tables[key]
-
-    transformer.rope.register_forward_hook(hook)
-
-
-def keep_one_source(transformer):
-    """The pipeline keeps a source's keys and values for every picture of a batch, 2.0 GB each at 1024x1024.
-
-    Here all of a batch edit one source: before it is written anew, the copy before is dropped. The cache spreads one
-    over the batch.
-    """
-
-    def hook(module, inputs, options):
-        cache = options.get("kv_caches")
-        if cache is not None and cache[0].mode == "write":
-            cache.clear()
-            cache.set_mode("write")
-
-    transformer.register_forward_pre_hook(hook, with_kwargs=True)
+# ---- the step of one token ------------------------------------------------------------------------------------------------
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
@@ -232,11 +181,15 @@ class CapturedForward:
         self.num_new_tokens = num_new_tokens
         self.size = 0
         self.stream = None
+        self.cache = None
         self.release()
 
     def release(self):
         """Forget the graph, for the weights that it reads have left the GPU, and free the cache."""
+        held = self.cache is not None
         self.graph = self.logits = self.cache = self.ids = None
+        if held:
+            gc.collect()  # torch.compile keeps the cache with which it traced in a reference cycle: 1 GB
 
     def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
         if past_key_values is not self.cache:  # that of the prompts, which the model has just read

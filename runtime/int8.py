@@ -11,8 +11,9 @@ class Int8Linear(torch.nn.Linear):
     """
 
     def forward(self, x):
-        output = linear(x, self.weight.to(x.dtype)) * self.scale  # a row at a time, so the scale can wait
-        return output if self.bias is None else output + self.bias
+        # The scale comes before the product. If it came after, torch.compile would replace both by a kernel for int8,
+        # _weight_int8pack_mm, which on CUDA has one thread per output and reads weights very slowly (pytorch 190529).
+        return linear(x, self.weight * self.scale[:, None], self.bias)
 
 
 @torch.no_grad()

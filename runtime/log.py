@@ -1,4 +1,4 @@
-"""What a run leaves as it goes: numbers, pictures, a progress bar, the time of each phase; and how a signal ends it."""
+"""The records of a run: numbers, pictures, a progress bar, the time of each phase; and how a signal ends the run."""
 
 import importlib.util
 import json
@@ -28,41 +28,59 @@ from runtime import (
 )
 from runtime.card import write_card
 from runtime.metrics import (
+    error_name,
     format_step,
     group_records,
+    kinds_table,
     step_metrics,
     why_nothing_was_learned,
+    with_error,
 )
-from runtime.pictures import save_before_after, save_curves, save_grid
+from runtime.pictures import save_before_after, save_curves, save_grid, save_kinds
 
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 ROW = 8  # pictures in a row of group-*.png
+SAMPLE_EVERY = 10  # steps between group-*.png
+CONSTANT = ("step", "images", "prompts")  # numbers of an evaluation that make no curve
 
 
 class Phases:
-    """with phase("decode", *models): the models are on the GPU, if they take turns there, and the block is measured.
+    """with phase("paint", *models): the block is measured; if models take turns on the GPU, these are there, and no others.
 
-    The name of the phase is also shown in the progress bar: that of the steps, or within evaluation() one over prompts.
+    The progress bar, in a terminal, shows the name of the phase; it counts steps, or prompts within evaluation().
     offload: see grpo.Offload; None where nothing ever moves.
     """
 
-    def __init__(self, device, steps, done=0, offload=None):
+    def __init__(self, device, offload=None):
         self.device = device
         self.offload = offload
         self.name = ""
         self.timings = {}
-        self.shown = {"dynamic_ncols": True, "disable": ranks.rank() > 0}
-        self.bar = self.steps = tqdm(total=steps, initial=done, unit="step", **self.shown)
+        self.shown = {"dynamic_ncols": True, "disable": ranks.rank() > 0 or not sys.stderr.isatty()}
+        self.bar = self.steps = tqdm(disable=True)  # until there is something to count
+
+    def begin(self, steps, done=0):
+        """From here on the bar counts steps, `done` of which are already made."""
+        if steps > 0:
+            self.bar = self.steps = tqdm(total=steps, initial=done, unit="step", **self.shown)
+
+    def close(self):
+        self.steps.close()
 
     @contextmanager
     def __call__(self, name, *models):
-        if self.offload is not None and models:
-            with self("move"):
+        if self.offload is not None:
+            with self.measured("move"):
                 self.offload(*models)
+        with self.measured(name):
+            yield
+
+    @contextmanager
+    def measured(self, name):
         self.name = name
         started = time.perf_counter()
         cuda = self.device.type == "cuda"
-        self.bar.set_description_str(name, refresh=sys.stderr.isatty())
+        self.bar.set_description_str(name)
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         yield
@@ -75,7 +93,9 @@ class Phases:
 
     @contextmanager
     def evaluation(self, prompts):
-        """What is within is no part of a step nor of its time. prompts: how many this rank evaluates."""
+        """The block is no part of a step, nor is its time. prompts: how many this rank evaluates."""
+        if not sys.stderr.isatty():
+            self.bar.write(f"evaluating {counted(prompts, 'prompt')}")
         with tqdm(total=prompts, unit="prompt", postfix="evaluation", leave=False, **self.shown) as self.bar:
             yield
         self.bar = self.steps
@@ -83,50 +103,48 @@ class Phases:
         self.read()
 
     def painted(self):
-        """One prompt more has its pictures."""
+        """Another prompt has its pictures."""
         if self.bar is not self.steps:
             self.bar.update()
 
     def read(self):
-        """What was measured since the last time: seconds/PHASE and, on a GPU, gpu_gb/PHASE, its peak memory."""
+        """Timings since the last call: seconds/PHASE and, on a GPU, gpu_gb/PHASE, its peak memory."""
         timings = self.timings
         self.timings = {}
         return timings
 
 
 class Record:
-    """What a run leaves in `out`: numbers, pictures, checkpoints, adapters; and a tracker. Only the first rank writes.
+    """The files of a run in `out`: numbers, pictures, checkpoints, adapters; and a tracker. Only the first rank writes.
 
-    inputs: the hashes of what the run reads. learners: {"codes" or "decoder": GRPO}. done: the steps made so far. Of a
-    resumed run, later records are taken out first, and a line that a kill cut short. Whatever cannot be written is a
-    UserError.
+    hashes: see read_inputs in data.py. trainers: {"codes" or "decoder": GRPO}. done: steps made so far. When a run is
+    resumed, records of later steps are removed first, as is a line that a kill cut short. Raises UserError where it
+    cannot write.
     """
 
-    def __init__(self, out, settings, inputs, phase, learners, done):
+    def __init__(self, out, settings, hashes, phase, trainers, done):
         self.out = out
         self.settings = settings
-        self.inputs = inputs
-        self.learners = learners
+        self.hashes = hashes
+        self.trainers = trainers
         self.phase = phase
         self.done = done
         self.skipped = 0  # steps in a row without a finite gradient
         self.writes = ranks.rank() == 0
-        self.evaluations = read_jsonl(out / "evaluation.jsonl", done)
-        metrics = read_jsonl(out / "metrics.jsonl", done)
-        self.groups = read_jsonl(out / "groups.jsonl", done)  # of all ranks
-        ranks.gather(None)  # all have read what the first now writes
+        kept = {name: read_jsonl(out / f"{name}.jsonl", done) for name in ("evaluation", "metrics", "groups")}
+        self.evaluations = kept["evaluation"]
+        ranks.gather(None)  # all ranks have read the files that the first one now writes
         self.tracker = None
         if self.writes:
             with checkpoints.writing(out):
                 (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
-                write_jsonl(out / "evaluation.jsonl", self.evaluations)
-                write_jsonl(out / "metrics.jsonl", metrics)
-                write_jsonl(out / "groups.jsonl", self.groups)
+                for name, records in kept.items():
+                    write_jsonl(out / f"{name}.jsonl", records)
             self.tracker = start_tracker(settings, out, done)
         self.stop = StopRequest()
         self.half_made = False  # an optimizer has stepped, and the step has not ended: nothing of it is to be saved
-        for learner in self.learners.values():
-            learner.optimizer.register_step_post_hook(self._optimizer_has_stepped)
+        for trainer in self.trainers.values():
+            trainer.optimizer.register_step_post_hook(self._optimizer_has_stepped)
 
     def _optimizer_has_stepped(self, *_):
         self.half_made = True
@@ -136,10 +154,17 @@ class Record:
 
     def track(self, step, values):
         if self.tracker is not None:
-            self.tracker.log({name: value for name, value in values.items() if value is not None}, step=step)
+            changing = [name for name in values if values[name] is not None and name.split("/")[-1] not in CONSTANT]
+            self.tracker.log({name: values[name] for name in changing}, step=step)
 
-    def step(self, done, texts, rolled, weights, metrics):
-        """A step has been made: its line, its metrics, at times its pictures. Raises UserError where none learns."""
+    def track_picture(self, name, picture):
+        layout = {"dataformats": "NHWC"} if self.settings.tracker == "tensorboard" else {}
+        if self.settings.tracker in ("tensorboard", "wandb"):
+            self.tracker.log_images({name: np.asarray(picture)[None]}, step=self.done, **layout)
+
+    def step(self, done, prompts, rolled, weights, metrics):
+        """After a step: its line, its metrics, at times its pictures. Raises UserError after MAX_SKIPPED in a row."""
+        texts, _, sources = prompts.for_rewards
         self.done = done
         self.half_made = False
         sequences = self.settings.sequences
@@ -149,19 +174,18 @@ class Record:
         metrics |= step_metrics(rolled.raw_rewards, total, sequences, paintings)
         metrics = ranks.mean(metrics | self.phase.read())
         recorded = without_nan(metrics)
-        of_ranks = ranks.gather(group_records(done, texts, rolled.raw_rewards))
-        self.groups += [group for groups in of_ranks for group in groups]
+        per_rank = ranks.gather(group_records(done, prompts, rolled.raw_rewards))
         if self.writes:
             with checkpoints.writing(self.out):
                 append_jsonl(self.out / "metrics.jsonl", {"step": done, **recorded})
-                for groups in of_ranks:
+                for groups in per_rank:
                     append_jsonl(self.out / "groups.jsonl", *groups)
         self.track(done, recorded)
         self.phase.bar.set_postfix_str(f"reward {recorded['reward'] or 0:.3f}")
         self.phase.bar.update()
         self.write(format_step(done, metrics, self.settings))
-        if done in (1, self.settings.steps) or done % self.settings.sample_every == 0 or self.stop.received:
-            self.group(texts[0], rolled.images, total, rolled.sources and rolled.sources[0])
+        if done in (1, self.settings.steps) or done % SAMPLE_EVERY == 0 or self.stop.received:
+            self.group(texts[0], rolled.images, total, sources and sources[0])
         self.skipped = self.skipped + 1 if metrics["skipped"] >= 1 else 0
         if self.skipped == MAX_SKIPPED:
             raise UserError(
@@ -169,9 +193,9 @@ class Record:
             )
 
     def group(self, prompt, images, rewards, source=None):
-        """The first pictures of a step, with their rewards: those of a prompt, one row per code sequence.
+        """The pictures of a step's first prompt with their rewards, one row per code sequence if each has several.
 
-        First the picture that they edit, unless that is None.
+        The picture that they edit comes first, unless that is None.
         """
         if not self.writes:
             return
@@ -186,55 +210,63 @@ class Record:
         with checkpoints.writing(self.out):
             picture = save_grid(self.out / f"group-{self.done:06d}.png", rows, f"step {self.done}")
             self.curves()
-        layout = {"dataformats": "NHWC"} if self.settings.tracker == "tensorboard" else {}
-        if self.settings.tracker in ("tensorboard", "wandb"):
-            self.tracker.log_images({"group": np.asarray(picture)[None]}, step=self.done, **layout)
+        self.track_picture("group", picture)
 
     def evaluation(self, training, held_out):
-        """Of both: (metrics, [(prompt, pictures, their rewards, source)]), the latter for before-after.png."""
+        """Of both: (metrics, [(prompt, pictures, their rewards, {judge: its own}, the picture they edit or None)]).
+
+        The latter is for before-after.png.
+        """
         record = {"step": self.done}
         for prefix, (metrics, _) in (("", training), ("held_out/", held_out)):
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
-        self.track(self.done, {f"evaluation/{name}": value for name, value in record.items()})
+        numbers = {f"evaluation/{name}": value for name, value in record.items() if not isinstance(value, dict)}
+        self.track(self.done, numbers)
         shown = [*training[1], *held_out[1]]
-        record["shown"] = [(prompt, [*map(none_for_nan, rewards)]) for prompt, _, rewards, _ in shown]
+        record["shown"] = [
+            (prompt, [*map(none_for_nan, rewards)], {name: [*map(none_for_nan, own)] for name, own in judges.items()})
+            for prompt, _, rewards, judges, _ in shown
+        ]
         self.evaluations.append(record)
         before = self.before()
         records, compared = ((record,), "") if before in (None, record) else ((before, record), ", before -> after")
         for prefix, name in (("", "training"), ("held_out/", "held-out")):
             steps = counted(self.done, "step")
             self.write(f"evaluation after {steps}, {name} prompts{compared}: {summary(prefix, *records)}")
+        if self.done >= self.settings.steps or self.stop.received:
+            self.write("\n".join(kinds_table(*records)))
         if self.writes:
             with checkpoints.writing(self.out):
                 folder = self.out / "evaluation" / f"{self.done:06d}"
                 folder.mkdir(parents=True, exist_ok=True)
-                for i, (_, images, _, source) in enumerate(shown):
+                for i, (_, images, _, _, source) in enumerate(shown):
                     if source is not None:
                         source.save(folder / f"{i + 1}-source.png")
                     for j, image in enumerate(images):
                         image.save(folder / f"{i + 1}-{j + 1}.png")
                 append_jsonl(self.out / "evaluation.jsonl", record)
                 self.curves()
+                save_kinds(self.out / "kinds.png", *records)
 
     def curves(self):
         save_curves(self.out / "reward.png", read_jsonl(self.out / "metrics.jsonl"), self.evaluations)
 
     def before(self):
-        """The evaluation before training; None if its line was deleted, or was made elsewhere."""
+        """The record of the evaluation before training; None if its line was deleted."""
         return next((record for record in self.evaluations if record["step"] == 0), None)
 
     def save(self):
         """A checkpoint; a run that only evaluates needs none."""
         if self.writes and self.settings.steps > 0:
             best, _ = best_step(self.evaluations)
-            checkpoints.save(self.out, self.done, self.learners, self.settings, self.inputs, best)
+            checkpoints.save(self.out, self.done, self.trainers, self.settings, self.hashes, best)
 
     def save_whole_step(self):
         if not self.half_made:
             self.save()
 
     def end(self):
-        """The adapters with their cards, and before-after.png; and a warning if nothing was learned, or more before."""
+        """The adapters with their cards, and before-after.png; warns if nothing, or less than before, was learned."""
         best, words = best_step(self.evaluations)
         if words:
             self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
@@ -246,14 +278,15 @@ class Record:
             folders = []
             if self.settings.train in ("codes", "both"):
                 folders.append(self.out / "adapter")
-                self.learners["codes"].model.save_pretrained(folders[-1])
+                self.trainers["codes"].model.save_pretrained(folders[-1])
             if self.settings.train in ("decoder", "both"):
                 folders.append(self.out / "decoder-adapter")
-                self.learners["decoder"].model.base_model.model.save_lora_adapter(folders[-1])
+                self.trainers["decoder"].model.base_model.model.save_lora_adapter(folders[-1])
             before, after = self.before(), self.evaluations[-1]
             picture = save_before_after(self.out, before, after)
             for folder in folders:
                 write_card(folder, self.settings, before, after, picture)
+        self.track_picture("before_after", picture)
 
     def finish(self):
         if self.tracker is not None:
@@ -263,28 +296,32 @@ class Record:
 def best_step(evaluations):
     """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
 
-    Also words for how much better than at the end, empty if it was not.
+    Also words for how much better than at the end, empty if that is within the standard error of the difference.
     """
     held_out = all(record["held_out/reward"] is not None for record in evaluations)
     name, key = ("held-out", "held_out/reward") if held_out else ("training", "reward")
-    rewards = {record["step"]: record[key] for record in evaluations if record[key] is not None}
-    best = max(rewards, key=rewards.get, default=0)
-    then, now = (format_number(rewards.get(step)) for step in (best, max(rewards, default=0)))
-    words = f"on {name} prompts the reward was higher after {counted(best, 'step')}, {then}, than at the end, {now}"
-    return best, words if then != now else ""
+    judged = [record for record in evaluations if record[key] is not None]
+    if not judged:
+        return 0, ""
+    best = max(judged, key=lambda record: record[key])
+    now = judged[-1]
+    error = math.hypot(*(record.get(error_name(key)) or 0 for record in (best, now)))
+    words = f"on {name} prompts the reward was higher after {counted(best['step'], 'step')}, {with_error(best, key)}, "
+    words += f"than at the end, {with_error(now, key)}"
+    return best["step"], words if best[key] - now[key] > max(error, 0.0005) else ""
 
 
 def summary(prefix, *records):
-    """'reward 0.692 -> 0.864, ssim ... (64 images: 16 prompts x 4)', of one record or of several."""
+    """'reward 0.692 +- 0.031 -> 0.864 +- 0.020, ssim ... (64 images: 16 prompts x 4)', from one record or several."""
     names = reward_names(records[0], prefix)
-    parts = [f"{short_name(name)} {' -> '.join(format_number(r[name]) for r in records)}" for name in names]
+    parts = [f"{short_name(name)} {' -> '.join(with_error(record, name) for record in records)}" for name in names]
     images = records[0][f"{prefix}images"]
     prompts = records[0][f"{prefix}prompts"]
     return f"{', '.join(parts)} ({images} images: {counted(prompts, 'prompt')} x {images // prompts})"
 
 
 def start_tracker(settings, out, done):
-    """A tracker of accelerate's, or None. It knows the settings, and a run that is resumed as one and the same."""
+    """One of accelerate's trackers, or None. It gets the settings, and knows a resumed run as the same run."""
     kind = settings.tracker
     if kind == "none":
         return None
@@ -294,14 +331,14 @@ def start_tracker(settings, out, done):
         path.write_text(uuid.uuid4().hex[:8])
     name = f"{out.resolve().parent.name}-{out.name}-{path.read_text()}"
     places = {
-        "tensorboard": {"logging_dir": out, "purge_step": done + 1},  # what a kill has left of later steps
+        "tensorboard": {"logging_dir": out, "purge_step": done + 1},  # removes later steps, which a kill has left
         "wandb": {"id": path.read_text(), "name": name, "resume": "allow", "dir": out},
         "trackio": {"name": name, "resume": "allow"},
     }
     project = "tensorboard" if kind == "tensorboard" else "grpo-glm-image"
     tracker = tracking.LOGGER_TYPE_TO_CLASS[kind](project, **places[kind])
     tracker.start()
-    if kind == "tensorboard":  # which would make another run of them at every start
+    if kind == "tensorboard":  # its store_init_configuration would add another run at every start
         tracker.log({"settings": json.dumps(vars(settings), indent=2)}, step=done)
     else:
         tracker.store_init_configuration(vars(settings))
@@ -314,7 +351,9 @@ def check_tracker(kind):
 
 
 def without_nan(metrics):
-    return {name: none_for_nan(value) for name, value in metrics.items()}
+    return {
+        name: without_nan(value) if isinstance(value, dict) else none_for_nan(value) for name, value in metrics.items()
+    }
 
 
 def append_jsonl(path, *records):
@@ -341,7 +380,7 @@ def write_jsonl(path, records):
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM: finish the step, save, evaluate; before the first step, only leave. Once more ends at once."""
+    """Ctrl-C or SIGTERM: finish the step, save, evaluate; before the first step, only leave. A second signal quits."""
 
     def __init__(self):
         self.received = False
@@ -351,7 +390,7 @@ class StopRequest:
 
     def receive(self, signum, frame):
         if not self.received:  # by os.write: print may have been interrupted by this very signal
-            again = b"; once more ends at once" if ranks.count() == 1 else b""
+            again = b"; press again to quit now" if ranks.count() == 1 else b""
             os.write(2, b"\nasked to stop: " + self.follows + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already

@@ -1,11 +1,12 @@
 """The numbers of a step: rewards over groups, and the line that shows them. Pure functions."""
 
 import math
-import statistics
 
-from runtime import format_number, none_for_nan, short_name
+import torch
 
-PARTS = {  # of the line of a step
+from runtime import format_number, none_for_nan, reward_names, short_name
+
+PARTS = {  # parts of a step's line
     "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "entropy": "entropy {:.4f}", "mean_logprob_gap": "gap {:.0e}",
     "decoder/reward_std": "decoder +- {:.3f}", "grad_norm": "norm {:.2f}", "decoder/grad_norm": "decoder norm {:.3f}",
     "clip_fraction": "{:.1%} clipped", "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB",
@@ -17,19 +18,99 @@ ALARMS = {
 
 
 def reward_metrics(raw_rewards, combined, group_size):
-    """The mean over all pictures, and the mean of the groups' spreads, of the combined and of each raw reward.
+    """Of the combined and of each raw reward: its mean, and the means of the groups' spreads and of their best pictures.
+
+    The best is what is left to gain by choosing among the pictures of a prompt.
 
     raw_rewards: {name: (N*G,)}, combined: (N*G,), group after group. NaN, a picture to which a reward does not apply,
     is left out; where nothing is left the metric is NaN.
     """
     metrics = {}
-    for name, values in {"": combined, **{f"/{name}": values for name, values in raw_rewards.items()}}.items():
+    for name, values in named(raw_rewards, combined):
         groups = values.double().view(-1, group_size)  # (N, G)
         count = (~groups.isnan()).sum(1)
         squares = (groups - groups.nanmean(1, keepdim=True)).square().nansum(1)
         metrics[f"reward{name}"] = values.nanmean().item()
         metrics[f"reward_std{name}"] = (squares / (count - 1)).sqrt()[count > 1].mean().item()  # unbiased
+        metrics[f"reward_best{name}"] = groups.nan_to_num(-math.inf).amax(1)[count > 0].mean().item()
     return metrics
+
+
+def named(raw_rewards, combined):
+    """Pairs of what a reward's metrics end in, and its values: nothing for the combined one."""
+    return [("", combined), *((f"/{name}", values) for name, values in raw_rewards.items())]
+
+
+def evaluation_metrics(raw_rewards, combined, group_size, kinds=None):
+    """Those of reward_metrics with standard errors, and in "kinds" the same for each of several kinds of prompt.
+
+    An error is that of the mean over prompts: pictures of one prompt are not independent. "mean of the kinds" is their
+    plain mean whatever their sizes, like GenEval's overall score (Ghosh et al. 2023).
+
+    raw_rewards: {name: (N*G,)}, combined: (N*G,), kinds: of each prompt, (N,) strings, or None.
+    """
+    count = len(combined) // group_size
+    metrics = reward_metrics(raw_rewards, combined, group_size) | {"images": len(combined), "prompts": count}
+    for name, values in named(raw_rewards, combined):
+        means = values.double().view(count, group_size).nanmean(1)  # (N,)
+        means = means[~means.isnan()]
+        variance = (means - means.mean()).square().sum() / (len(means) - 1)
+        metrics[f"reward_error{name}"] = (variance / len(means)).sqrt().item()
+    if len(set(kinds or ())) < 2:
+        return metrics
+    parts = {}
+    for kind in dict.fromkeys(kinds):
+        own = torch.tensor([each == kind for each in kinds]).repeat_interleave(group_size)  # (N*G,)
+        raw = {name: values[own] for name, values in raw_rewards.items()}
+        parts[kind] = evaluation_metrics(raw, combined[own], group_size)
+    mean = {"prompts": count}
+    for name in reward_names(metrics):
+        pairs = [(part[name], part[error_name(name)]) for part in parts.values()]
+        pairs = torch.tensor(pairs, dtype=torch.float64)  # (kinds, 2)
+        means, errors = pairs[~pairs[:, 0].isnan()].T
+        mean |= {name: means.mean().item(), error_name(name): (errors.norm() / len(errors)).item()}
+    return metrics | {"kinds": parts | {"mean of the kinds": mean}}
+
+
+def error_name(name):
+    """The name of a mean's standard error: reward/ssim -> reward_error/ssim."""
+    return name.replace("reward", "reward_error", 1)
+
+
+def with_error(record, name, form="{:.3f}"):
+    """'0.692 +- 0.031', the reward of this name with its standard error, if it has one."""
+    error = record.get(error_name(name))
+    if record[name] is None or error is None:
+        return format_number(record[name])
+    return f"{form} +- {form}".format(record[name], error)
+
+
+def by_kind(prefix, *records):
+    """Of records of evaluation.jsonl: names of rewards, and for each record {kind: its metrics}; or two empty lists.
+
+    prefix: "" for prompts of training, "held_out/".
+    """
+    if not all(f"{prefix}kinds" in record for record in records):
+        return [], []
+    parts = [record[f"{prefix}kinds"] for record in records]
+    mean = parts[-1]["mean of the kinds"]
+    names = reward_names(mean)
+    return names[1:] if mean[names[0]] == mean[names[1]] else names, parts  # a lone reward of weight 1 is their sum
+
+
+def kinds_table(*records):
+    """Lines of Markdown: for both sets of prompts a row per kind, with cells such as '0.41 +- 0.05 -> 0.72 +- 0.04'."""
+    lines = []
+    for prefix, heading in (("", "training"), ("held_out/", "held out")):
+        names, parts = by_kind(prefix, *records)
+        rows = [[heading, "prompts", *map(short_name, names)]] if names else []
+        for kind in parts[-1] if parts else ():
+            cells = [" -> ".join(with_error(part[kind], name, "{:.2f}") for part in parts) for name in names]
+            rows.append([kind, str(parts[-1][kind]["prompts"]), *cells])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows[1:1] = [["-" * width for width in widths]] if rows else []
+        lines += ["", *(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)] if rows else []
+    return lines
 
 
 def step_metrics(raw_rewards, combined, sequences, paintings):
@@ -48,36 +129,20 @@ def step_metrics(raw_rewards, combined, sequences, paintings):
 
 
 def group_records(step, prompts, raw_rewards):
-    """The lines of groups.jsonl: of each group its prompt and {reward: those of its pictures}, None for NaN.
+    """The lines of groups.jsonl: of each group its prompt, the place of that in its file, and the rewards of its pictures.
 
-    raw_rewards: {name: (N*M,)}, those of N prompts.
+    prompts: N Prompts. raw_rewards: {name: (N*M,)}, NaN is written as None.
     """
-    of_groups = {name: values.view(len(prompts), -1).tolist() for name, values in raw_rewards.items()}
+    per_group = {name: values.view(len(prompts), -1).tolist() for name, values in raw_rewards.items()}
     return [
         {
             "step": step,
+            "line": line,
             "prompt": prompt,
-            "rewards": {name: [*map(none_for_nan, rows[i])] for name, rows in of_groups.items()},
+            "rewards": {name: [*map(none_for_nan, rows[i])] for name, rows in per_group.items()},
         }
-        for i, prompt in enumerate(prompts)
+        for i, (line, prompt) in enumerate(zip(prompts.lines, prompts.texts, strict=True))
     ]
-
-
-def spreads(prompts, records, weights):
-    """How far apart the rewards of each prompt's last group lay: one number above 0 per prompt.
-
-    Each reward's spread counts in units of its mean over the prompts, times its weight. A prompt without a group so far
-    has the mean of all; none has less than a tenth of that, or what is solved or out of reach today never came again.
-    """
-    last = {record["prompt"]: record["rewards"] for record in records}
-    unseen = sum(map(abs, weights.values())) or 1.0
-    found = dict.fromkeys(last, 0.0)
-    for name, weight in weights.items():
-        of_prompts = {prompt: [r for r in rewards[name] if r is not None] for prompt, rewards in last.items()}
-        stds = {prompt: statistics.stdev(given) if len(given) > 1 else 0.0 for prompt, given in of_prompts.items()}
-        mean = sum(stds.values()) / max(len(stds), 1) or 1.0
-        found = {prompt: found[prompt] + abs(weight) * std / mean for prompt, std in stds.items()}
-    return [max(found.get(prompt, unseen), unseen / 10) for prompt in prompts]
 
 
 def format_step(step, metrics, settings):

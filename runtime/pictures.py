@@ -4,27 +4,38 @@ import functools
 import textwrap
 from contextlib import suppress
 from itertools import accumulate
+from statistics import fmean
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from tqdm import tqdm
 
 from runtime import counted, format_number, reward_names, short_name
+from runtime.metrics import by_kind, error_name
 
 GAP = 24  # pixels
 
-CURVES = {"step": ("mean of a step", "#aaaaaa"), "training": ("evaluation: training prompts", "#2060c0")}
-CURVES["held_out"] = ("evaluation: held-out prompts", "#d02030")
+CURVES = {
+    "step": ("mean of a step", "#cccccc"), "mean": ("its mean over {} steps", "#666666"),
+    "training": ("evaluation: training prompts", "#2060c0"), "held_out": ("evaluation: held-out prompts", "#d02030"),
+}  # fmt: skip
+BARS = {"": ("training prompts", "#a8c4e8", "#2060c0"), "held_out/": ("held-out prompts", "#f0b0b4", "#d02030")}
+FRAMES = {1: "#20a040", 0: "#d02030"}  # right and wrong
 
 
-# Of the system, if it has one of these: Pillow's own font has no Chinese.
+# Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
 CHINESE_FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "DroidSansFallbackFull.ttf", "PingFang.ttc", "msyh.ttc")
 
 
-@functools.cache
 def font_for(text, size):
-    if max(text, default="") > "\u2e80":
-        for name in CHINESE_FONTS:
-            with suppress(OSError):
-                return ImageFont.truetype(name, size)
+    return chinese_font(size) if max(text, default="") > "\u2e80" else ImageFont.load_default(size)
+
+
+@functools.cache
+def chinese_font(size):
+    for name in CHINESE_FONTS:
+        with suppress(OSError):
+            return ImageFont.truetype(name, size)
+    tqdm.write("warning: this system has no Chinese font, so captions show boxes; try: apt install fonts-noto-cjk")
     return ImageFont.load_default(size)
 
 
@@ -38,24 +49,28 @@ def fitting(text, font, width):
 def save_grid(path, rows, title, cell=192):
     """Rows of pictures as one PNG. Returns the sheet.
 
-    rows: a list of (label, [(image, caption), ...]); None among those is a gap.
+    rows: a list of (label, [(image, caption), ...]); None among those is a gap, and a third entry the colour of a frame.
     """
     font = ImageFont.load_default(15)
     small = ImageFont.load_default(12)
     width, height = cell + 8, cell + 60
     places = [[0, *accumulate(GAP if each is None else width for each in cells)] for _, cells in rows]
-    widest = max(font.getlength(title) + 8, *(ends[-1] for ends in places))
-    sheet = Image.new("RGB", (int(widest) + 8, len(rows) * height + 30), "white")
+    widest = max(*(font.getlength(line) + 8 for line in title.split("\n")), *(ends[-1] for ends in places))
+    head = 30 + 20 * title.count("\n")
+    sheet = Image.new("RGB", (int(widest) + 8, len(rows) * height + head), "white")
     pen = ImageDraw.Draw(sheet)
     pen.text((8, 6), title, "black", font)
     for r, (label, cells) in enumerate(rows):
-        top = 30 + r * height
+        top = head + r * height
         own = font_for(label, 15)
         pen.text((8, top), fitting(label, own, sheet.width - 16), "black", own)
         for left, each in zip(places[r], cells):
             if each is not None:
-                image, caption = each
-                sheet.paste(ImageOps.contain(image, (cell, cell)), (8 + left, top + 20))
+                image, caption, *frame = each
+                image = ImageOps.contain(image, (cell, cell))
+                if frame:
+                    pen.rectangle((5 + left, top + 17, 10 + left + image.width, top + 22 + image.height), frame[0])
+                sheet.paste(image, (8 + left, top + 20))
                 caption = textwrap.fill(textwrap.shorten(caption, 2 * cell // 7), cell // 7)
                 pen.multiline_text((8 + left, top + 22 + cell), caption, "black", small, spacing=2)
     sheet.save(path)
@@ -63,27 +78,40 @@ def save_grid(path, rows, title, cell=192):
 
 
 def save_before_after(out, before, after):
-    """Groups of the first prompts, before training and after: same prompts, seeds and noise, side by side.
+    """The first prompts, before training and after: same prompts, seeds and noise, side by side; right ones framed green.
 
-    before, after: records of evaluation.jsonl; without one of before only what is after is shown.
+    before, after: records of evaluation.jsonl; without one of before only what is after is shown. Which prompts these are
+    no picture has a say in: the first of each kind, or the first three.
     """
     sides = {"before": before, "after": after} if before else {"after": after}
+    judge = yes_or_no(*sides.values())
     rows = []
-    for i, (prompt, _) in enumerate(after["shown"]):
+    for i, (prompt, *_) in enumerate(after["shown"]):
         cells = []
         source = out / "evaluation" / f"{after['step']:06d}" / f"{i + 1}-source.png"
         if source.exists():
             cells.append((Image.open(source), "to edit"))
         for label, record in sides.items():
             cells += [None] if cells else []
-            for j, reward in enumerate(record["shown"][i][1]):
+            _, rewards, judges = record["shown"][i]
+            for j, reward in enumerate(rewards):
                 file = out / "evaluation" / f"{record['step']:06d}" / f"{i + 1}-{j + 1}.png"
                 if file.exists():  # or a user has made room
-                    cells.append((Image.open(file), f"{label}, {format_number(reward)}"))
+                    frame = [FRAMES[judges[judge][j]]] if judge and judges[judge][j] is not None else []
+                    cells.append((Image.open(file), f"{label}, {format_number(reward)}", *frame))
         rows.append((prompt, cells))
-    steps = counted(after["step"], "step")
-    title = f"{' and '.join(sides)} {steps}, same seeds and noise; training prompts, then held-out ones"
+    title = f"{' and '.join(sides)} {counted(after['step'], 'step')}, same seeds and noise; training prompts, then held-out ones"
+    title += f"\ngreen: right, red: wrong, says {short_name(judge)}" if judge else ""
     return save_grid(out / "before-after.png", rows, title, cell=112)
+
+
+def yes_or_no(*records):
+    """The first judge whose answers to all pictures shown are 1 or 0, or None where it does not apply; if there is one."""
+    answers = {}
+    for *_, judges in (entry for record in records for entry in record["shown"]):
+        for name, values in judges.items():
+            answers.setdefault(name, set()).update(values)
+    return next((name for name, values in answers.items() if values - {None} and values <= {0, 1, None}), None)
 
 
 def save_curves(path, metrics, evaluations):
@@ -94,17 +122,21 @@ def save_curves(path, metrics, evaluations):
     font = ImageFont.load_default(24)  # drawn at twice the size, for smooth lines
     side = 640
     height = 400
-    sheet = Image.new("RGB", (min(len(names), 3) * side, -(-len(names) // 3) * height + 60), "white")
+    window = max(5, len(metrics) // 8)  # steps
+    sheet = Image.new("RGB", (min(len(names), 3) * side, -(-len(names) // 3) * height + 100), "white")
     pen = ImageDraw.Draw(sheet)
-    for x, (text, colour) in enumerate(CURVES.values()):
-        pen.text((80 + 420 * x, 14), text, colour, font)
+    for i, (text, colour) in enumerate(CURVES.values()):
+        pen.text((20 + i % 2 * 340, 10 + i // 2 * 36), text.format(window), colour, font)
     for i, name in enumerate(names):
-        left, top = i % 3 * side + 110, i // 3 * height + 110
+        left, top = i % 3 * side + 110, i // 3 * height + 150
         records = {"step": metrics, "training": evaluations, "held_out": evaluations}
         curves = {
             kind: [(record["step"], record[key]) for record in records[kind] if record.get(key) is not None]
             for kind, key in (("step", name), ("training", name), ("held_out", f"held_out/{name}"))
         }
+        steps = curves["step"]
+        means = [(s, fmean(v for _, v in steps[max(0, n - window + 1) : n + 1])) for n, (s, _) in enumerate(steps)]
+        curves = {"step": steps, "mean": means, **curves}
         values = [value for points in curves.values() for _, value in points] or [0]
         low, high = min(values), max(max(values), min(values) + 1e-6)
         last = max([step for points in curves.values() for step, _ in points] or [1])
@@ -119,7 +151,53 @@ def save_curves(path, metrics, evaluations):
             if not places:
                 continue
             pen.line(places, colour, 3 if kind == "step" else 6, joint="curve")
-            if kind != "step":
+            if kind in ("training", "held_out"):
                 for x, y in places:
                     pen.ellipse((x - 8, y - 8, x + 8, y + 8), fill=colour)
     sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(path)
+
+
+def save_kinds(path, *records):
+    """Bars for each kind of prompt: the mean of each reward with its standard error, pale before training, dark after.
+
+    records: of evaluation.jsonl, before and after, or one. Where they do not know several kinds nothing is saved.
+    """
+    found = {prefix: by_kind(prefix, *records) for prefix in BARS}
+    rows = [(prefix, kind) for prefix, (_, parts) in found.items() if parts for kind in ("", *parts[-1])]  # "": heading
+    if not rows:
+        return
+    names = list(dict.fromkeys(name for names, _ in found.values() for name in names))
+    font = ImageFont.load_default(12)
+    sheet = Image.new("RGB", (160 + max(2, len(names)) * 310, 40 + 28 * len(rows)), "white")
+    pen = ImageDraw.Draw(sheet)
+    words = f"{'pale: before, dark: ' if records[1:] else ''}after {counted(records[-1]['step'], 'step')}"
+    pen.text((10, 10), f"{words}; lines: standard error over prompts", "#666666", font)
+    for i, (prefix, kind) in enumerate(rows):
+        title, _, colour = BARS[prefix]
+        pen.text((10, 50 + 28 * i), kind or title, "black" if kind else colour, font, anchor="lm")
+    for i, name in enumerate(names):
+        measured = []  # for each row the metrics of each record that has this reward
+        for prefix, kind in rows:
+            measured.append([part[kind] for part in found[prefix][1] if kind and part[kind].get(name) is not None])
+            if not kind:
+                pen.text((160 + i * 310, 40 + 28 * len(measured) - 18), short_name(name), "black", font, anchor="lm")
+        draw_bars(pen, 160 + i * 310, name, measured, [BARS[prefix][1:] for prefix, _ in rows])
+    sheet.save(path)
+
+
+def draw_bars(pen, left, name, measured, colours):
+    """A column of save_kinds, 28 pixels per row. measured: for each row the metrics before and after, or none."""
+    font = ImageFont.load_default(12)
+    pairs = [[(metrics[name], metrics[error_name(name)] or 0) for metrics in row] for row in measured]
+    low = min([0, *(mean - error for row in pairs for mean, error in row)])
+    high = max([1e-6, *(mean + error for row in pairs for mean, error in row)])
+    x = lambda value: left + 200 * (value - low) / (high - low)
+    for i, row in enumerate(pairs):
+        y = 40 + 28 * i
+        for (mean, error), colour in zip(row, colours[i][-len(row) :]):
+            height = 20 // len(row)
+            start, end = sorted((x(0), x(mean)))
+            pen.rectangle((start, y, end, y + height - 2), colour)
+            pen.line((x(mean - error), y + height // 2 - 1, x(mean + error), y + height // 2 - 1), "black", 2)
+            y += height
+        pen.text((left + 206, 50 + 28 * i), " -> ".join(f"{mean:.2f}" for mean, _ in row), "black", font, anchor="lm")

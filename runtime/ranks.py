@@ -29,14 +29,22 @@ def join():
     device = torch.device("cuda", local) if gpus else None
     timeout = timedelta(minutes=10)  # a rank that has run out of memory must not keep the others waiting for longer
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=device, timeout=timeout)
+    global patient
+    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         transformers.utils.logging.disable_progress_bar()
         diffusers.utils.logging.disable_progress_bar()
 
 
+def wait():
+    """Until all ranks are here, up to an hour: one machine may download much faster than another."""
+    if dist.is_initialized():
+        dist.barrier(patient)
+
+
 def device():
-    """This rank's GPU, or the CPU, there with a single thread unless OMP_NUM_THREADS says otherwise.
+    """This rank's GPU; or the CPU, with a single thread unless OMP_NUM_THREADS says otherwise.
 
     The tiny model's matrices are so small that threads spend their time waiting for one another: on two cores a second
     one gains nothing, and beside a busy program it makes a run ten times as long.
@@ -74,8 +82,17 @@ def count():
 
 
 def shard(number):
-    """Which of so many things this rank takes: some in a row, and all shards together are all of them."""
+    """The range of indices, out of `number`, that this rank takes; all ranks together take each of them once."""
     return range(rank() * number // count(), (rank() + 1) * number // count())
+
+
+def batches(number, size):
+    """This rank's share of `number` rows as lists of at most `size`.
+
+    Rows from `number` on are padding, so that every rank makes the same number of calls: leave their results out.
+    """
+    rows = shard(-(-number // count()) * count())
+    return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
 def gather(value):
@@ -85,17 +102,17 @@ def gather(value):
         try:
             dist.all_gather_object(values, value)
         except RuntimeError:
-            gone = "another rank has gone: it failed, was killed, or its machine ran out of memory; look further up"
+            gone = "another rank has gone: it failed, was killed, or its machine ran out of memory; see the lines above"
             raise StepFailed(gone) from None
     return values
 
 
 def mean(metrics):
-    """{name: number or NaN} -> its mean over the ranks that have it; of memory's peaks and largest gaps the largest."""
+    """{name: number or NaN} -> its mean over the ranks that have it; for peaks of memory and max_ gaps, the largest."""
     merged = {}
-    of_ranks = gather(metrics)
+    per_rank = gather(metrics)
     for name in metrics:
-        values = [metrics[name] for metrics in of_ranks if not math.isnan(metrics[name])]
+        values = [metrics[name] for metrics in per_rank if not math.isnan(metrics[name])]
         largest = name.removeprefix("decoder/") == "max_logprob_gap" or name.startswith("gpu_gb/")
         merged[name] = (max(values) if largest else sum(values) / len(values)) if values else math.nan
     return merged

@@ -1,18 +1,21 @@
-"""What breaks a run off: the last whole step is saved, on all ranks alike, and the user is told how to go on."""
+"""What breaks a run off: the last whole step is saved, on all ranks alike, and the user reads how to go on."""
 
 import os
+import shlex
 from contextlib import contextmanager
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from grpo import NotFinite
 from rewards import RewardError
 from runtime import StepFailed, UserError, ranks
+from runtime.settings import ROOT
 
 
 @contextmanager
 def failing_together(prompts):
-    """What fails on one rank fails on all, before any of them has moved: they save the same whole step."""
+    """A failure on one rank is one on all, before the policy of any has moved: they save the same whole step."""
     failure = None
     try:
         yield
@@ -30,30 +33,37 @@ def failing_together(prompts):
 
 
 def resume_command(out):
+    """A command to paste where this run was started, in whatever folder that is."""
+    script = min(os.path.relpath(ROOT / "train.py"), str(ROOT / "train.py"), key=len)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     command = f"torchrun --nproc-per-node {here}" if ranks.count() > 1 else "python"
     command = "torchrun, with the same flags on every node," if ranks.count() > here else command
-    return f"{command} train.py --resume {out}"
+    return f"{command} {shlex.quote(script)} --resume {shlex.quote(str(out))}"
 
 
 @contextmanager
 def rescued(record):
-    """Whatever breaks a step off: the last whole step is saved, and what the user can mend is said in one line."""
+    """Whatever breaks a step off: the last whole step is saved, and an error that the user can fix is one line."""
+    hint = f"--resume {shlex.quote(str(record.out))} goes on"
     try:
         yield record
         record.finish()
     except StepFailed as error:
         record.save_whole_step()
-        raise UserError(f"{error}; once mended, --resume {record.out} goes on" if record.done else error) from None
+        raise UserError(f"{error}; once that is fixed, {hint}" if record.done else error) from None
     except UserError:
         raise
     except torch.OutOfMemoryError:
         record.save_whole_step()
         raise UserError(
-            f"out of GPU memory while at '{record.phase.name}'; --resume {record.out} goes on, also with --offload yes, a "
-            "lower --micro-batch-size or --sample-batch; start anew with a lower --height and --width, or --group-size"
+            f"out of GPU memory in the phase '{record.phase.name}'; {hint}, also with --offload yes, a lower "
+            "--micro-batch-size or --sample-batch; start anew with a lower --height and --width, or --group-size"
         ) from None
-    except Exception:  # no mistake of the user's: the traceback is shown
+    except TorchDynamoException as error:
+        record.save_whole_step()
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(f"torch.compile failed ({reason}); --compile no captures the same step without it") from None
+    except Exception:  # not an error that the user can fix: the traceback is shown
         record.save_whole_step()
         record.write(f"the last whole step is saved; go on with: {resume_command(record.out)}")
         raise

@@ -34,7 +34,7 @@ BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture: see shorten
 
 QUICK = ["--model", str(TINY), "--prompts", "prompts.txt", "--targets", "targets", "--height", "32", "--width", "32"]
-QUICK += ["--prompts-per-step", "1", "--group-size", "2", "--decode-steps", "1", "--sample-every", "100"]
+QUICK += ["--prompts-per-step", "1", "--group-size", "2", "--decode-steps", "1"]
 QUICK += ["--eval-prompts", "prompts.txt", "--eval-targets", "targets", "--eval-reward", "", "--eval-count", "1"]
 QUICK += ["--temperature", "2"]  # sharp as the shipped model is, two short pictures are often the same
 
@@ -57,7 +57,7 @@ def tiny_settings(*arguments):
 def build_run(settings, pipe=None):
     """What a run works with, of the tiny model unless told otherwise."""
     pipe, policy, decoder = train.build(pipe or train.load(settings, CPU), settings, CPU)
-    return train.Run(pipe, policy, decoder, Phases(CPU, 0))
+    return train.Run(pipe, policy, decoder, Phases(CPU))
 
 
 def shorten(setattr):

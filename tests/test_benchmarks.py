@@ -42,9 +42,9 @@ def test_step_by_phase(run, tmp_path, monkeypatch):
 
     assert [case["group_size"] for case in report["cases"]] == [2, 3]
     case = report["cases"][1]
-    assert all(case[f"seconds/{phase}"] > 0 for phase in ("sample", "decode", "score", "reference", "update"))
+    assert all(case[f"seconds/{phase}"] > 0 for phase in ("sample", "paint", "score", "reference", "update"))
     assert case["max_logprob_gap"] < 1e-4, "NaN: no group had a spread"
-    ours, plain, one = (x["seconds/sample"] + x["seconds/decode"] for x in (case, case["plain"], case["one_by_one"]))
+    ours, plain, one = (x["seconds/sample"] + x["seconds/paint"] for x in (case, case["plain"], case["one_by_one"]))
     assert case["plain_over_ours"] == pytest.approx(2 * plain / ours)  # groups
     assert case["one_by_one_over_ours"] == pytest.approx(6 * one / ours)  # pictures
     assert case["tokens_per_second"] == pytest.approx(6 * CODES / case["seconds/sample"])
@@ -58,7 +58,7 @@ def test_plain_recipe(monkeypatch):
     ((ids, positions, _),) = glm_image.encode(run, settings, glm_image.PROMPTS[:1])
     shorten(monkeypatch.setattr)
     look = lambda pipe, prompt, tokens, given, seed: painted.append((tokens.shape, given.micro_batch_size))
-    monkeypatch.setattr(train, "decode_images", look)
+    monkeypatch.setattr(train, "paint", look)
     timings = glm_image.measure_plain(run, settings, 6)
     assert painted == [((1, CODES), 4), ((6, CODES), 6)] and timings["seconds/sample"] > 0  # the first warms up
 
@@ -124,7 +124,7 @@ def test_memory_at_full_size(run, monkeypatch):
     assert most == max(turns) < both
     assert decoder_update == pytest.approx(15.1 + 0.57 + 0.19 + work["decoder update"], abs=0.1)
     assert both_learning == pytest.approx(max(both + 0.19, decoder_update + 17.8 + cache), abs=0.1)
-    assert turns[:3] == pytest.approx([18.4 + work["sample"], 15.7 + work["decode"], 18.4 + work["reference"]], abs=0.1)
+    assert turns[:3] == pytest.approx([18.4 + work["sample"], 15.7 + work["paint"], 18.4 + work["reference"]], abs=0.1)
 
 
 # ---- how cheap a painter ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -36,13 +37,12 @@ from PIL import Image
 import train
 from grpo import compute_advantages
 from rewards import REWARDS
-from runtime import UserError, ranks, settings
-from runtime.data import read_prompts
+from runtime import UserError, log, ranks, settings
+from runtime.data import Prompts, read_prompts
 from runtime.log import Phases
 from runtime.metrics import (
     format_step,
     reward_metrics,
-    spreads,
     step_metrics,
     why_nothing_was_learned,
 )
@@ -77,7 +77,7 @@ def real_run(tmp_path_factory):
     process = command(
         folder, "--model", TINY, "--prompts", "prompts.txt", "--targets", "targets", "--steps", "2",
         "--prompts-per-step", "2", "--group-size", "3", "--iterations", "2", "--reward", "ssim:1,mse:0.5",
-        "--sample-every", "1", "--eval-count", "2", environment=environment,
+        "--eval-count", "2", environment=environment,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     return folder, process
@@ -102,7 +102,7 @@ def test_a_run_logs_every_step_and_evaluation(real_run):
     assert [line["step"] for line in lines] == [1, 2]
     names = ["loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "grad_norm", "max_logprob_gap", "skipped"]
     names += ["reward", "reward_std", "reward/ssim", "reward/mse", "groups_without_spread", "unscored"]
-    names += [f"seconds/{phase}" for phase in ("sample", "decode", "score", "reference", "update")]
+    names += [f"seconds/{phase}" for phase in ("sample", "paint", "score", "reference", "update")]
     assert all(math.isfinite(line[name]) for line in lines for name in names)
     for line in lines:  # the log is the weighted sum of raw rewards, though z-scores were maximised
         assert line["reward"] == pytest.approx(line["reward/ssim"] + 0.5 * line["reward/mse"], abs=1e-5)
@@ -117,12 +117,13 @@ def test_a_run_logs_every_step_and_evaluation(real_run):
 def test_a_run_says_what_it_does(real_run):
     output = real_run[1].stdout + real_run[1].stderr
     for words in (
-        "device: CPU, threads: 1", "--model FOLDER_OR_ID chooses another", "group_size=3", "kl_coef=0.3",
+        "device: CPU in float32, threads: 1", "--model FOLDER_OR_ID chooses another", "group_size=3", "kl_coef=0.3",
         "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 16 held out; what the run", "step 1/2 | reward", "an evaluation: 12 pictures of",
-        "step 2/2", "sample", "evaluation after 0 steps, training prompts: reward", "(6 images: 2 prompts x 3)",
+        "step 2/2", "evaluation after 0 steps, training prompts: reward", "(6 images: 2 prompts x 3)",
         "evaluation after 2 steps, held-out prompts", "held-out prompts, before -> after: reward 0.",
     ):  # fmt: skip
         assert words in output
+    assert "evaluating 4 prompts" in output and not re.search(r"\r|\x1b|%\|", output), "in a file no bars, only lines"
     assert real_run[1].stdout.splitlines()[-1].endswith("what it leaves is in runs/1")
 
 
@@ -177,13 +178,14 @@ def test_targets_are_sorted_as_people_count(tmp_path):
     for i, name in enumerate(names):
         Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / name)
     (tmp_path / "prompts.txt").write_text("a\nb\nc\nd\n", encoding="utf-8-sig")
-    prompts = read_prompts(tmp_path / "prompts.txt", tmp_path)
+    prompts = read_prompts(tmp_path / "prompts.txt", tmp_path, None, (8, 8))
     assert prompts.texts == ["a", "b", "c", "d"], "without the mark that some editors write"
     assert [target.getpixel((0, 0))[0] for target in prompts.targets] == [0, 1, 2, 3]
 
 
-def test_pictures_and_evaluations_come_when_asked_for(quick):
-    assert quick("--steps", "5", "--sample-every", "3", "--eval-every", "2", "--out", "run") == 0
+def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
+    monkeypatch.setattr(log, "SAMPLE_EVERY", 3)
+    assert quick("--steps", "5", "--eval-every", "2", "--out", "run") == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
     assert groups == ["group-000001.png", "group-000003.png", "group-000005.png"]
     assert [record["step"] for record in records("run/evaluation.jsonl")] == [0, 2, 4, 5]
@@ -227,27 +229,27 @@ def test_groups_jsonl_has_the_prompts_and_rewards_of_all_groups(quick):
 
 def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
     """The judge of the first waits for the second to be begun; the last one's ends after the painting."""
-    decode, painting = train.decode_images, threading.Event()
+    stock_paint, painting = train.paint, threading.Event()
 
-    def decode_images(pipe, prompt, *given):
+    def paint(pipe, prompt, *given):
         if prompt.startswith("a blue"):
             painting.set()
-        return decode(pipe, prompt, *given)
+        return stock_paint(pipe, prompt, *given)
 
     async def judge(images, prompts, targets):
         return [float(await asyncio.to_thread(painting.wait, 20))] * len(images)
 
-    monkeypatch.setattr(train, "decode_images", decode_images)
-    settings = tiny_settings("--height", "32", "--width", "32", "--decode-steps", "1")
-    run, pictures = build_run(settings), train.picture_settings(settings)
-    prompts = Path("prompts.txt").read_text().splitlines()
-    rolled = train.rollout(run, pictures, {"judge": (judge, 1.0)}, prompts, None, 0, 2)
+    monkeypatch.setattr(train, "paint", paint)
+    settings = tiny_settings("--height", "32", "--width", "32", "--decode-steps", "1", "--group-size", "2")
+    prompts = Prompts(Path("prompts.txt").read_text().splitlines())
+    rolled = train.rollout(build_run(settings), settings, {"judge": (judge, 1.0)}, prompts, 0)
     assert rolled.raw_rewards["judge"].tolist() == [1] * 4
 
 
 def test_prompts_sampled_a_few_at_a_time_are_as_if_sampled_side_by_side(quick, monkeypatch):
-    prompts = ["a red circle", "a blue cross", "a red cross"]  # of one length: no padding that would round otherwise
+    prompts = Prompts(["a red circle", "a blue cross", "a red cross"])  # equally long: no padding to round differently
     flags = ["--height", "32", "--width", "32", "--decode-steps", "1", "--temperature", "2", "--top-p", "1"]
+    flags += ["--group-size", "2"]
     run, found, sampled = build_run(tiny_settings(*flags)), [], []
     sample = run.policy.sample
 
@@ -259,9 +261,7 @@ def test_prompts_sampled_a_few_at_a_time_are_as_if_sampled_side_by_side(quick, m
 
     monkeypatch.setattr(run.policy, "sample", counted)
     batches = [[], ["--sample-batch", "2"], ["--sample-batch", "1"]]
-    rollout = lambda batch: train.rollout(
-        run, train.picture_settings(tiny_settings(*flags, *batch)), {}, prompts, None, 7, 2
-    )
+    rollout = lambda batch: train.rollout(run, tiny_settings(*flags, *batch), {}, prompts, 7)
     found = [rollout(batch) for batch in batches]
     assert sampled == [3, 2, 1, 1, 1, 1]
     for other in found[1:]:
@@ -289,6 +289,7 @@ def test_tensorboard_gets_numbers_and_pictures_of_one_run_however_often_resumed(
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3]
     assert {"grad_norm", "evaluation/reward"} <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Images("group")] == [1, 3]
+    assert [event.step for event in events.Images("before_after")] == [3]
     assert b'"group_size": 2' in events.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0]
 
 
@@ -299,7 +300,13 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
     package.__spec__ = importlib.machinery.ModuleSpec(kind, None)
     package.Image = lambda array: array
     package.config = SimpleNamespace(update=lambda values, **options: seen.append(("settings", values["lr"])))
-    log = lambda values, step: seen.append(("step", step)) if "reward" in values else None
+    tracked = {}
+
+    def log(values, step):
+        tracked.update(values)
+        if "reward" in values:
+            seen.append(("step", step))
+
     run = SimpleNamespace(log=log, finish=lambda: seen.append("finish"))
     package.init = lambda **options: seen.append(options) or run
     monkeypatch.setitem(sys.modules, kind, package)
@@ -310,6 +317,9 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
     assert begun["resume"] == "allow" and begun["project"] == "grpo-glm-image" and "-run-" in begun["name"]
     assert begun["name"].endswith(Path("run/tracker-id").read_text())
     assert quick("--steps", "1", "--tracker", kind, "--out", "other/run") == 0
+    assert {"evaluation/reward", "evaluation/held_out/reward"} < tracked.keys()
+    assert not {"evaluation/step", "evaluation/images", "evaluation/held_out/prompts"} & tracked.keys(), "no curves"
+    assert ({"before_after", "group"} <= tracked.keys()) == (kind == "wandb")
     assert seen[8]["name"] != begun["name"] and seen[8].get("id") != begun.get("id", 0)
 
 
@@ -318,11 +328,11 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
 
 def test_defaults_depend_on_the_model():
     tiny, other = tiny_settings(), train.parse_settings(["--model", "zai-org/GLM-Image", "--height", "1280"])
-    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (48, 1e-3, 128, 1.0, 0.95)
+    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (32, 2e-3, 128, 1.0, 0.95)
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
-    assert (tiny.eval_every, other.eval_every) == (0, 50), "a choice of adapters; a tiny run is short"
-    assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.3, 0.01, 1e-3, 1e-4)
+    assert (tiny.eval_every, other.eval_every) == (8, 50), "a choice of adapters"
+    assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.1, 0.01, 1e-3, 1e-4)
     assert (tiny.prompts_per_step, tiny.group_size, tiny.clip_range, tiny.noise_level) == (16, 4, 0.2, 0.7)
     assert (tiny.eval_count, other.eval_count, other.eval_guidance_scale, tiny.guidance_scale) == (48, 8, 1.5, 1.0)
     assert (other.decode_steps, other.guidance_scale, other.eval_decode_steps) == (12, 1.5, 30)
@@ -371,6 +381,35 @@ def test_every_setting_is_a_flag_with_help(capsys):
     assert f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or" in " ".join(text.split())
     with pytest.raises(UserError):  # no abbreviations: a later flag must not change what a command means
         train.parse_settings(["--group", "4"])
+    head = [line.strip() for line in text.splitlines()[:6]]
+    examples = [line.split()[2:] for line in head if line.startswith("python train.py --")]
+    assert len(examples) == 2 and all(map(train.parse_settings, examples)), "shown by --help | head"
+
+
+def test_an_unknown_flag_names_the_one_that_was_meant(capsys):
+    for words, meant in (
+        ("--kl 0.1", "--kl-coef"),
+        ("--group_size=4", "--group-size"),
+        ("--lr-decoder 1", "--decoder-lr"),
+    ):
+        assert train.main(words.split()) == 2
+        assert capsys.readouterr().err == f"error: unrecognized arguments: {words}; did you mean {meant}?\n"
+    assert train.main(["--zzz", "1"]) == 2
+    assert capsys.readouterr().err == "error: unrecognized arguments: --zzz 1\n"
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_settings_are_shown_within_the_terminal_and_first_those_that_are_no_default(monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    chosen = tiny_settings("--group-size", "8", "--lr", "0.1", "--seed", "0")
+    settings.print_start(chosen, Path("runs/1"), CPU, 32, 16)
+    output = capsys.readouterr().out.partition("settings: ")[2].partition("\na step:")[0]
+    first, rest = output.split("\nby default: ")
+    assert first.split() == ["group_size=8", "lr=0.1"]
+    assert {"seed=0", "kl_coef=0.3", "height=128"} < set(rest.split()) and "None" not in rest
+    paths = [word for word in rest.split() if len(word) > width]
+    assert all(len(line) <= width or line in paths for line in output.splitlines()[1:])
+    assert (max(map(len, output.splitlines())) > 118) == (width == 200)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +449,6 @@ def test_every_setting_is_a_flag_with_help(capsys):
         (["--out", "old"], "old already holds a run; choose another --out, or go on with it: --resume old"),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
         (["--reward", "ssim", "--targets", "none"], "'ssim' compares with target pictures: give --targets"),
-        (["--train", "decoder", "--decode-window", "6"], "--decode-window must be below --decode-steps 6"),
         (["--settings", "missing.json"], "cannot read the settings in missing.json"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
         (["--resume", "run", "--out", "other"], "leave out --out"),
@@ -467,6 +505,15 @@ def test_a_reward_is_tried_after_the_start_is_printed(quick, capsys):
     assert lines[start + 1 :][:3] == words and lines.index("tried") > start
 
 
+@pytest.mark.parametrize("seconds", [0.5, 2])
+def test_ctrl_c_while_the_libraries_load_has_no_traceback(tmp_path, seconds):
+    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), "--steps", "0"], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGINT
+
+
 def test_a_refusal_has_no_traceback(tmp_path):
     process = command(tmp_path, "--group-size", "1")
     assert (process.returncode, process.stdout) == (2, "")
@@ -478,42 +525,15 @@ def test_a_refusal_has_no_traceback(tmp_path):
 
 def test_prompts_come_round_once_an_epoch_in_another_order():
     settings = SimpleNamespace(seed=0, prompts_per_step=3, order="shuffled")
-    rows = [row for step in range(20) for row in train.prompt_indices(step, settings, "abcd")]
+    rows = [row for step in range(20) for row in train.prompt_indices(step, settings, 4)]
     epochs = [rows[i : i + 4] for i in range(0, 60, 4)]
     assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 5
-    assert train.prompt_indices(7, settings, "abcd") == rows[21:24], "a function of the step"
+    assert train.prompt_indices(7, settings, 4) == rows[21:24], "a function of the step"
     other = SimpleNamespace(seed=1, prompts_per_step=60, order="shuffled")
-    assert train.prompt_indices(0, other, "abcd") != rows
+    assert train.prompt_indices(0, other, 4) != rows
     settings.order = "file"
-    assert [train.prompt_indices(step, settings, "abcd") for step in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
-
-
-def test_spreads_of_prompts_by_hand():
-    """The last group counts, each reward in units of its mean; "new" has the mean of all, "dead" a tenth of it."""
-    records = [
-        {"prompt": "wide", "rewards": {"a": [0.0, 0.0], "b": [0.0, 0.0]}},
-        {"prompt": "dead", "rewards": {"a": [3.0, 3.0, None], "b": [None, 7.0, None]}},
-        {"prompt": "wide", "rewards": {"a": [0.0, 4.0, None], "b": [10.0, 70.0, 40.0]}},
-        {"prompt": "near", "rewards": {"a": [1.0, 2.0, 3.0], "b": [None, None, None]}},
-    ]
-    of_a, of_b = np.array([np.std([0, 4], ddof=1), 0, 1]), np.array([30, 0, 0])  # wide, dead, near
-    wide, _, near = 2 * of_a / of_a.mean() + 0.5 * of_b / of_b.mean()
-    found = spreads(["new", "dead", "near", "wide"], records, {"a": 2.0, "b": -0.5})
-    assert found == pytest.approx([2.5, 0.25, near, wide])
-    assert spreads("xy", [], {"a": 2.0}) == [2, 2] and spreads("xy", [], {"a": 0.0}) == [1, 1]
-
-
-def test_prompts_are_drawn_by_their_spreads_and_none_twice_in_a_step():
-    settings = SimpleNamespace(seed=0, prompts_per_step=1, order="spread")
-    records = [{"prompt": p, "rewards": {"r": [0.0, r]}} for p, r in (("a", 6.0), ("b", 3.0), ("c", 3.0), ("d", 0.0))]
-    draw = lambda step: train.prompt_indices(step, settings, "abcd", records, {"r": 1.0})
-    shares = np.bincount([draw(step)[0] for step in range(4000)], minlength=4) / 4000
-    assert shares == pytest.approx(np.array([6, 3, 3, 0.3]) / 12.3, abs=0.03)
-    settings.prompts_per_step = 4
-    assert all(sorted(draw(step)) == [0, 1, 2, 3] for step in range(9)) and len({tuple(draw(s)) for s in range(9)}) > 2
-    settings.prompts_per_step = 6
-    assert draw(3)[4:] == draw(3)[:2], "more than there are: some twice"
+    assert [train.prompt_indices(step, settings, 4) for step in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
 
 
 def test_no_two_groups_share_a_seed(monkeypatch):
@@ -537,7 +557,7 @@ def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps
         first, last = (train.seed_of_step(s, SimpleNamespace(seed=seed, prompts_per_step=4)) for s in (0, steps))
         own, *evaluations = (
             [start + offset for offset in (0, 2**30, 2**31)]
-            for start in (first, train.SEEDS["evaluation"], train.SEEDS["held out"])
+            for start in (first, train.SEEDS["training"], train.SEEDS["held out"])
         )
         for start in own:
             for other in {*own, *evaluations[0], *evaluations[1]} - {start}:
@@ -561,26 +581,26 @@ def test_a_gpu_is_named_by_its_number(quick, capsys, monkeypatch):
 @pytest.mark.parametrize("prompts_per_step", [1, 2])
 def test_an_evaluation_is_always_of_the_same_prompts_and_seeds(quick, monkeypatch, prompts_per_step):
     """And of seeds that training never draws from; how many are painted at once is no matter."""
-    painted, decode = [], train.decode_images
+    painted, stock_paint = [], train.paint
 
-    def decode_images(pipe, prompt, tokens, settings, seed, source):
+    def paint(pipe, prompt, tokens, settings, seed, source):
         painted.append((prompt, seed))
-        return decode(pipe, prompt, tokens, settings, seed, source)
+        return stock_paint(pipe, prompt, tokens, settings, seed, source)
 
-    monkeypatch.setattr(train, "decode_images", decode_images)
+    monkeypatch.setattr(train, "paint", paint)
     Path("new.txt").write_text("a green ring\na blue ring\na third that is never asked for\n")
     arguments = ["--prompts-per-step", f"{prompts_per_step}", "--eval-prompts", "new.txt", "--eval-targets", "none"]
     assert quick("--steps", "2", *arguments, "--eval-count", "2", "--out", "run") == 0
     prompts = Path("prompts.txt").read_text().splitlines()
     before, training, after = painted[:4], painted[4:-4], painted[-4:]
-    known = [(prompts[0], train.SEEDS["evaluation"]), (prompts[1], train.SEEDS["evaluation"] + 1)]
+    known = [(prompts[0], train.SEEDS["training"]), (prompts[1], train.SEEDS["training"] + 1)]
     assert (
         before
         == after
         == [*known, ("a green ring", train.SEEDS["held out"]), ("a blue ring", train.SEEDS["held out"] + 1)]
     )
     assert len({seed for _, seed in training}) == len(training) == 2 * prompts_per_step
-    assert max(seed for _, seed in training) < train.SEEDS["evaluation"] < train.SEEDS["held out"] < 2**30
+    assert max(seed for _, seed in training) < train.SEEDS["training"] < train.SEEDS["held out"] < 2**30
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -688,7 +708,7 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
     """Weights move three times in a step where policy and decoder take turns."""
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Phases(CPU, 1)
+    clock = Phases(CPU)
     for phase in ("move", "sample", "move"):
         with clock(phase):
             assert clock.name == phase
@@ -696,7 +716,6 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
     with clock("move"):
         pass
     assert clock.read() == {"seconds/move": 1}, "of the next step"
-    clock.bar.close()
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])
@@ -708,7 +727,7 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     settings = tiny_settings("--height", "32", "--width", "32", "--combine", combine)
     run = build_run(settings)
     monkeypatch.setattr(run.policy, "update", lambda groups: seen.extend(groups) or {})
-    rolled, metrics = train.grpo_step(run, settings, functions, ["a red circle"], None, 0)
+    rolled, metrics = train.grpo_step(run, settings, functions, Prompts(["a red circle"]), 0)
     total = 2 * a + 0.5 * b
     if combine == "zscore":
         total = 2 * compute_advantages(a, 4) + 0.5 * compute_advantages(b, 4)
@@ -727,13 +746,13 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     shorten(monkeypatch.setattr)
     number = lambda codes: int(codes.sum()) % 251
     paint = lambda pipe, prompt, tokens, *given: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
-    monkeypatch.setattr(train, "decode_images", paint)
+    monkeypatch.setattr(train, "paint", paint)
     settings = tiny_settings(
         "--height", "32", "--width", "32", "--group-size", "3", "--temperature", "9", "--top-p", "1"
     )
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
-    prompts = ["a red circle", "a blue cross"]
-    rolled, _ = train.grpo_step(build_run(settings), settings, {"colour": (colour, 1.0)}, prompts, None, 0)
+    prompts = Prompts(["a red circle", "a blue cross"])
+    rolled, _ = train.grpo_step(build_run(settings), settings, {"colour": (colour, 1.0)}, prompts, 0)
     assert len(rolled.groups) == 2 and len(rolled.images) == 6
     for group in rolled.groups:
         numbers = torch.tensor([float(number(codes)) for codes in group.tokens])

@@ -15,9 +15,16 @@ from safetensors.torch import load_file
 import rewards
 import runtime
 import train
-from decoder import PathScheduler, gaussian_step, log_density, repeat_for_steps
+from glm_image import decoder
+from glm_image.decoder import (
+    PathScheduler,
+    gaussian_step,
+    log_density,
+    repeat_for_steps,
+)
 from grpo import Offload, compute_advantages
 from runtime import checkpoints
+from runtime.data import Prompts
 from runtime.settings import TINY
 
 PROMPTS = ["a red circle", "a blue cross"]
@@ -43,7 +50,7 @@ def roll_out(run, settings, seed=5):
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     codes = torch.randint(1024, (2, 1, 10), generator=torch.Generator().manual_seed(seed))
     rolled = [
-        train.paint(run, prompt, group, settings, settings.paintings, seed + i)
+        train.paint_group(run, settings, prompt, group, seed + i)
         for i, (prompt, group) in enumerate(zip(PROMPTS, codes))
     ]
     images = [image for images, _ in rolled for image in images]
@@ -93,8 +100,8 @@ def test_log_density_equals_torchs():
     torch.testing.assert_close(log_density(x, mean, 0.3), expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("steps", "window"), [(2, range(1)), (6, range(5)), (50, range(49)), (6, range(2, 4))])
-def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, steps, window):
+@pytest.mark.parametrize("steps", [2, 6, 50])
+def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, steps):
     """Each move by itself; and the pipeline's latents."""
     latents = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     prior = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -102,7 +109,7 @@ def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe, 
     arguments |= {"guidance_scale": 1.5, "output_type": "latent"}
     expected = pipe(**arguments, latents=latents.clone()).images
     other = GlmImagePipeline(**{**pipe.components, "scheduler": PathScheduler.from_config(pipe.scheduler.config)})
-    other.scheduler.begin(1e-12, [0, 1], window)  # a spread of 1e-12
+    other.scheduler.begin(1e-12, [0, 1])  # a spread of 1e-12
     assert (other(**arguments, latents=latents.clone()).images - expected).abs().max() < 1e-4
 
     stock = pipe.scheduler
@@ -152,25 +159,6 @@ def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
     assert not torch.equal(first.latents[0], later.latents[0]), "the noise a group starts from"
 
 
-def test_a_window_of_steps_is_drawn_and_the_others_are_the_stock_samplers():
-    """Two of the five; each prompt's own. Before it all paintings are one."""
-    run, settings = build("--decode-steps", "6", "--decode-window", "2", "--kl-coef", "0.1", "--micro-batch-size", "2")
-    starts = set()
-    for seed in (5, 7, 9):
-        moves = roll_out(run, settings, seed=seed)
-        assert len(moves) == 2 * 2  # prompts x window
-        for first, second in (moves[:2], moves[2:]):
-            assert first.levels[1] == second.levels[0] and torch.equal(second.latents, first.next_latents)
-            torch.testing.assert_close(first.latents, first.latents[:1].expand_as(first.latents), atol=1e-5, rtol=0)
-            assert not torch.equal(second.latents[0], second.latents[1])
-            starts.add(round(first.levels[0], 4))
-    assert len(starts) > 2
-    with torch.no_grad():
-        again = run.decoder.logprobs(moves[1], torch.arange(3))
-    torch.testing.assert_close(again, moves[1].old_logprobs, atol=1e-3, rtol=0)
-    assert learn(run, moves)["grad_norm"] > 0
-
-
 def draws(move):
     """The standard normal numbers (K, D) that a move has drawn, but for their signs: they are all it kept of them."""
     std = move.levels[1] * math.sin(0.7 * math.pi / 2)
@@ -182,7 +170,7 @@ def test_no_two_paintings_share_their_draws():
     run, settings = build("--train", "both", "--group-size", "3", "--paintings", "2")
     codes, found = torch.zeros(3, 10, dtype=torch.long), []
     for seed in (5, 6, 1005):
-        images, moves = train.paint(run, PROMPTS[0], codes, settings, 2, seed)
+        images, moves = train.paint_group(run, settings, PROMPTS[0], codes, seed)
         assert len(images) == 6 and len(moves) == 3 * 2
         found += [draw for move in moves for draw in draws(move)]
     assert len(found) == 3 * 3 * 2 * 2  # seeds, code sequences, moves, paintings
@@ -204,7 +192,7 @@ def test_latents_in_bfloat16_are_drawn_and_kept_in_float32(pipe):
     """bfloat16 would round by more than the spread of late steps."""
     scheduler = PathScheduler.from_config(pipe.scheduler.config)
     scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=0.6)
-    scheduler.begin(0.7, [0, 1], range(1))
+    scheduler.begin(0.7, [0, 1])
     latents = torch.randn(2, 8, 4, 4).bfloat16()
     (after,) = scheduler.step(torch.randn(2, 8, 4, 4), scheduler.timesteps[0], latents)
     ((drawn,),) = scheduler.recorded.values()
@@ -281,7 +269,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         given.update(prompts=prompts, targets=targets, images=len(images))
         return values
 
-    rolled, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, PROMPTS, [red, blue], 5)
+    rolled, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, Prompts(PROMPTS, [red, blue]), 5)
     expected = {"prompts": [PROMPTS[0]] * 12 + [PROMPTS[1]] * 12, "targets": [red] * 12 + [blue] * 12, "images": 24}
     assert given == expected and len(rolled.images) == 24 and metrics["decoder/skipped"] == 0
     means = values.view(6, 4).nanmean(1)
@@ -300,8 +288,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 def test_a_path_ends_in_its_own_picture():
     """Of every prompt, code sequence and painting: what is clean in the last latents that were drawn, seen by the VAE."""
     run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4", "--decode-steps", "6")
-    pictures = train.picture_settings(settings)
-    rolled = train.rollout(run, pictures, {}, PROMPTS, None, 5, settings.sequences, settings.paintings)
+    rolled = train.rollout(run, settings, {}, Prompts(PROMPTS), 5)
     last = torch.cat([step.next_latents for step in rolled.denoising_steps[4::5]])  # (N*G*K, C, H, W)
     vae = run.pipe.vae
     mean, std = (torch.tensor(getattr(vae.config, f"latents_{name}")).view(1, -1, 1, 1) for name in ("mean", "std"))
@@ -320,19 +307,19 @@ def test_zscores_of_several_rewards_are_of_the_groups_that_are_compared(monkeypa
         train, "combine", lambda raw, weights, size, how: sizes.append((size, how)) or combine(raw, weights, size, how)
     )
     watched(run, monkeypatch)
-    train.grpo_step(run, settings, {"n": (lambda *given: torch.arange(6.0), 1.0)}, PROMPTS[:1], None, 0)
+    train.grpo_step(run, settings, {"n": (lambda *given: torch.arange(6.0), 1.0)}, Prompts(PROMPTS[:1]), 0)
     assert sizes == [(2, "zscore"), (3, "zscore")]
 
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch):
     run, settings = build("--decoder-lr", "0.002")
-    assert [learner.optimizer.param_groups[0]["lr"] for learner in (run.policy, run.decoder)] == [0.001, 0.002]
+    assert [trainer.optimizer.param_groups[0]["lr"] for trainer in (run.policy, run.decoder)] == [0.001, 0.002]
     before, sampled, sample = [p.detach().clone() for p in adapter(run.policy.model)], [], run.policy.sample
     monkeypatch.setattr(
         run.policy, "sample", lambda prompts, size, seed: sampled.append(size) or sample(prompts, size, seed)
     )
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
-    rolled, metrics = train.grpo_step(run, settings, REWARDS, PROMPTS, targets, 5)
+    rolled, metrics = train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS, targets), 5)
     assert sampled == [1] and len(rolled.images) == len(rolled.raw_rewards["ssim"]) == 2 * 3
     assert "groups_without_spread" not in metrics and metrics["decoder/groups_without_spread"] == 0
     assert all(torch.equal(p, b) for p, b in zip(adapter(run.policy.model), before))
@@ -345,8 +332,8 @@ def taking_turns(monkeypatch, offload):
     weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
     head = run.policy.model.get_base_model().lm_head.weight
     if offload:
-        models = [run.policy.model, *train.painters(run.pipe)]
-        run = train.Run(run.pipe, run.policy, run.decoder, train.Phases(CPU, 0, offload=Offload(models, CPU)))
+        models = [run.policy.model, *train.painting_models(run.pipe)]
+        run = train.Run(run.pipe, run.policy, run.decoder, train.Phases(CPU, Offload(models, CPU)))
     adapters = adapter(run.policy.model) + adapter(run.decoder.model)
     home, own, places, seen = weight.data_ptr(), head.data_ptr(), [p.data_ptr() for p in adapters], []
 
@@ -354,12 +341,12 @@ def taking_turns(monkeypatch, offload):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: (seen.append(look()), original(*given))[1])
 
-    for owner, name in ((run.decoder, "logprobs"), (train, "decode_images")):
+    for owner, name in ((run.decoder, "logprobs"), (decoder, "paint")):
         watch(owner, name, lambda: weight.data_ptr() != home and head.data_ptr() == own)
     for name in ("sample", "logprobs"):
         watch(run.policy, name, lambda: head.data_ptr() != own and weight.data_ptr() == home)
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
-    train.grpo_step(run, settings, REWARDS, PROMPTS, targets, 5)
+    train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS, targets), 5)
     assert [p.data_ptr() for p in adapters] == places, "what is trained stays"
     optimizers = [run.policy.optimizer, run.decoder.optimizer]
     moments = [optimizer.state[p]["exp_avg"] for optimizer in optimizers for p in optimizer.state]
@@ -391,11 +378,11 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(quick):
         if load:
             pipe.vision_language_encoder.load_adapter("run/adapter")
             pipe.transformer.load_lora_adapter("run/decoder-adapter", prefix=None, use_safetensors=True)
-        return train.decode_images(pipe, PROMPTS[0], codes, settings, 3)[0]
+        return train.paint(pipe, PROMPTS[0], codes, settings, 3)[0]
 
     run, _ = build("--train", "both")
-    checkpoints.load(Path("run"), train.learners_of(run.policy, run.decoder))
-    here = train.decode_images(run.pipe, PROMPTS[0], codes, settings, 3)[0]
+    checkpoints.load(Path("run"), run.trainers)
+    here = train.paint(run.pipe, PROMPTS[0], codes, settings, 3)[0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
     assert difference.max() <= 1
     assert here.tobytes() != paint(False).tobytes()
@@ -403,7 +390,7 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(quick):
 
 def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(quick):
     arguments = ["--train", "both", "--paintings", "2", "--decode-steps", "4", "--save-every", "1"]
-    arguments += ["--decode-window", "1", "--warmup-steps", "3"]
+    arguments += ["--warmup-steps", "3"]
     assert quick(*arguments, "--steps", "2", "--out", "straight") == 0
     assert quick(*arguments, "--steps", "1", "--out", "halves") == 0
     assert train.main(["--resume", "halves", "--steps", "2"]) == 0
@@ -514,4 +501,4 @@ def test_a_decoder_that_paints_nonsense_fails_the_step():
     with pytest.raises(
         runtime.StepFailed, match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a --lr or --dec"
     ):
-        train.grpo_step(run, settings, REWARDS, PROMPTS, None, 5)
+        train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS), 5)

@@ -31,7 +31,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import grpo
 import rewards
 import train
-from runtime import UserError
+from runtime import UserError, log
 from runtime.data import Source, fitted, read_prompts
 from runtime.gpu import CapturedForward
 from train import encode_prompt  # quick shortens that in train.py
@@ -175,9 +175,10 @@ def test_sources_are_made_to_fit(tmp_path):
     (tmp_path / "sources").mkdir()
     for name, colour in (("10.png", "red"), ("2.png", "blue")):
         Image.new("RGBA", (50, 50), colour).save(tmp_path / "sources" / name)
-    read = read_prompts(tmp_path / "edits.txt", None, tmp_path / "sources", 64 * 64)
-    texts, targets, sources = read.take([1, 0])
-    assert texts == ["make the circle red", "make the circle blue"] and targets is None
+    read = read_prompts(tmp_path / "edits.txt", None, tmp_path / "sources", (64, 64))
+    taken = read.take([1, 0])
+    sources = taken.sources
+    assert taken.texts == ["make the circle red", "make the circle blue"] and taken.targets is None
     assert [source.image.getpixel((5, 5)) for source in sources] == [(255, 0, 0), (0, 0, 255)], "2 before 10"
     assert {(source.image.size, source.image.mode, source.codes) for source in sources} == {((64, 64), "RGB", None)}
 
@@ -198,7 +199,7 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     source = source_of(stock, *given)
     height, width = size
     options = ["--height", height, "--width", width, "--decode-steps", 2, "--guidance-scale", guidance]
-    pictures = train.picture_settings(tiny_settings(*map(str, options)))
+    settings = tiny_settings(*map(str, options))
     noise = torch.randn(1, 8, height // 8, width // 8, generator=torch.Generator().manual_seed(5 + 2**31))
     seed = lambda: torch.Generator().manual_seed(3)
     expected = stock(
@@ -210,8 +211,8 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     assert tokens.max() < make.NUM_CODES
     forget(stock)
     painter = GlmImagePipeline(**{**stock.components, "vision_language_encoder": None})
-    (found,) = train.decode_images(painter, WISH, tokens, pictures, 5, source)
-    (without,) = train.decode_images(painter, WISH, tokens, pictures, 5)
+    (found,) = train.paint(painter, WISH, tokens, settings, 5, source)
+    (without,) = train.paint(painter, WISH, tokens, settings, 5)
     assert found.size == expected.size == (width, height)
     difference = lambda image: np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max()
     assert difference(found) <= 1 < difference(without), "the source takes part"
@@ -229,7 +230,7 @@ def test_one_source_is_kept_for_a_batch(pipe):
 
     for painter in (run.pipe, GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})):
         hook = painter.transformer.register_forward_pre_hook(count, with_kwargs=True)
-        images = train.decode_images(painter, WISH, tokens, train.picture_settings(settings), 0, source)
+        images = train.paint(painter, WISH, tokens, settings, 0, source)
         painted.append([image.tobytes() for image in images])
         hook.remove()
     assert painted[0] == painted[1] and len(set(painted[0])) == 4
@@ -256,14 +257,15 @@ def edits(quick):
 
 
 def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
-    decode, painted = train.decode_images, set()
+    stock_paint, painted = train.paint, set()
 
-    def decode_images(pipe, prompt, tokens, pictures, seed, source):
+    def paint(pipe, prompt, tokens, settings, seed, source):
         painted.add((prompt, check.look(source.image)[0], len(source.codes)))
-        return decode(pipe, prompt, tokens, pictures, seed, source)
+        return stock_paint(pipe, prompt, tokens, settings, seed, source)
 
-    monkeypatch.setattr(train, "decode_images", decode_images)
-    assert edits("--steps", "2", "--out", "run", "--sample-every", "1", "--eval-count", "2") == 0
+    monkeypatch.setattr(train, "paint", paint)
+    monkeypatch.setattr(log, "SAMPLE_EVERY", 1)
+    assert edits("--steps", "2", "--out", "run", "--eval-count", "2") == 0
     expected = {("make the circle blue", RED_CIRCLE[0], CODES), ("make the cross a square", BLUE_CROSS[0], CODES)}
     assert painted == expected, "each with its own source"
     for record in records("run/metrics.jsonl"):
@@ -293,7 +295,7 @@ def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
 
 
 def test_two_ranks_edit_as_one_process_with_twice_the_prompts(edits, start):
-    arguments = ["--steps", "1", "--eval-count", "2", "--sample-every", "1"]
+    arguments = ["--steps", "1", "--eval-count", "2"]
     assert edits(*arguments, "--prompts-per-step", "2", "--out", "one") == 0
     codes, outputs = together(start, *EDITS, *arguments, "--prompts-per-step", "1", "--out", "two")
     assert codes == [0, 0], outputs
@@ -336,7 +338,7 @@ def test_a_compiled_run_expects_no_preview():
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
         (["--sources", "one"], "one has 1 pictures for 2 prompts; give one per prompt, by line"),
         (["--sources", "three"], "three has 3 pictures for 2 prompts"),
-        (["--sources", "broken"], "the source picture broken/2.png cannot be opened"),
+        (["--sources", "broken"], "the source picture broken/2.png cannot be read"),
         (["--sources", "long"], "over 4 times the other"),
         (["--eval-sources", "one"], "one has 1 pictures for 2 prompts"),
         (["--train", "decoder"], "--sources trains the codes"),
@@ -360,7 +362,7 @@ def test_what_cannot_work_is_one_line_before_the_model_loads(edits, monkeypatch,
 def test_sources_go_with_sources_to_judge_by(quick, capfd):
     for arguments in (["--sources", "targets"], ["--eval-sources", "targets"]):
         assert quick(*arguments) == 2
-        assert "edits need --sources with --prompts, and others to judge by" in capfd.readouterr().err
+        assert "edits need --sources with --prompts, and --eval-sources with" in capfd.readouterr().err
 
 
 def test_the_adapter_edits_in_the_stock_pipeline(edits):

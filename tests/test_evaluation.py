@@ -23,6 +23,7 @@ from test_rewards import tiny_clip
 from tqdm import tqdm
 
 import train
+from glm_image import model
 from runtime import ranks
 from runtime.card import write_card
 from runtime.log import best_step, summary
@@ -61,13 +62,13 @@ def test_what_only_judges_is_logged_and_not_trained_on(quick):
 
 
 def test_pictures_are_judged_as_they_will_be_deployed(quick, monkeypatch):
-    seen, decode = [], train.decode_images
+    seen, stock_paint = [], train.paint
 
-    def decode_images(pipe, prompt, tokens, settings, seed, source):
-        seen.append((seed >= train.SEEDS["evaluation"], settings.decode_steps, settings.guidance_scale))
-        return decode(pipe, prompt, tokens, settings, seed, source)
+    def paint(pipe, prompt, tokens, settings, seed, source):
+        seen.append((seed >= train.SEEDS["training"], settings.decode_steps, settings.guidance_scale))
+        return stock_paint(pipe, prompt, tokens, settings, seed, source)
 
-    monkeypatch.setattr(train, "decode_images", decode_images)
+    monkeypatch.setattr(train, "paint", paint)
     arguments = ["--steps", "1", "--eval-decode-steps", "3", "--eval-guidance-scale", "1.5"]
     assert quick(*arguments, "--out", "run") == 0
     assert set(seen) == {(True, 3, 1.5), (False, 1, 1.0)}
@@ -140,6 +141,7 @@ def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
 
 def test_what_an_evaluation_takes_is_no_part_of_the_next_step(quick, monkeypatch):
     waited = []
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.log.tqdm.unpause", lambda bar: waited.append(bar.n))
     reward = write_reward("import time\nif call in (2, 3, 5, 6):\n    time.sleep(0.5)")
     assert quick(*reward, "--steps", "2", "--eval-every", "1", "--out", "run") == 0
@@ -156,17 +158,21 @@ def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(quick, monkeypatch,
     class Bar(tqdm):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
-            bars.append((options["unit"], options["total"], []))
-            self.seen = bars[-1][2]
+            self.seen = []
+            if not options["disable"]:
+                bars.append((options["unit"], options["total"], self.seen))
 
         def update(self, n=1):
             self.seen.append(n)
 
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.log.tqdm", Bar)
     Path("new.txt").write_text("a green ring\n")
     arguments = ["--eval-prompts", "new.txt", "--eval-targets", "none", "--eval-count", "2"]
     assert quick(*arguments, "--prompts-per-step", prompts_per_step, "--steps", "2", "--out", "run") == 0
-    assert bars == [("step", 2, [1, 1]), ("prompt", 3, [1, 1, 1]), ("prompt", 3, [1, 1, 1])]
+    assert bars == [("prompt", 3, [1, 1, 1]), ("step", 2, [1, 1]), ("prompt", 3, [1, 1, 1])]
+    assert quick(*arguments, "--steps", "0", "--out", "judged") == 0
+    assert bars[3:] == [("prompt", 3, [1, 1, 1])], "no bar of 0 steps"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +244,7 @@ def test_the_card_says_what_the_adapter_is(quick, monkeypatch):
     card = Path("run/adapter/README.md").read_text()
     before, after = records("run/evaluation.jsonl")
     for words in (
-        "base_model: tiny-glm-image", 'from_pretrained("tiny-glm-image", dtype="auto")', "reward `ssim:1,mse:1`",
+        "base_model: tiny-glm-image", 'from_pretrained("tiny-glm-image", dtype=torch.float32)', "reward `ssim:1,mse:1`",
         "1 step, groups of 2, 1 prompt per\nstep; reward", "load_adapter(",
         f"| ssim, held-out prompts | {before['held_out/reward/ssim']:.3f} | {after['held_out/reward/ssim']:.3f} | 2 |",
     ):  # fmt: skip
@@ -303,7 +309,7 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
 
 @pytest.mark.parametrize(("number", "works"), [("0.40.0", False), ("0.41.2", False), ("0.42.1", True)])
 def test_a_diffusers_that_paints_wrong_is_refused(monkeypatch, number, works):
-    monkeypatch.setattr(train, "version", lambda package: number if package == "diffusers" else version(package))
+    monkeypatch.setattr(model, "version", lambda package: number if package == "diffusers" else version(package))
     if works:
         train.load(tiny_settings(), CPU)
     else:

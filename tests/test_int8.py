@@ -6,9 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CPU, adapter_of, build_run, records, resume, tiny_settings
+from torch._inductor import config as inductor
+from torch._inductor.utils import run_and_get_code
+from torch.nn.functional import linear
 
 import train
+from glm_image.model import LORA_TARGETS
 from grpo import Offload, get_per_token_logprobs
+from runtime.adapters import add_adapter
 from runtime.int8 import Int8Linear, round_linears
 
 
@@ -43,6 +48,18 @@ def test_the_layer_multiplies_by_what_was_rounded(bias):
     torch.testing.assert_close(gradient, dense.sum(0).expand_as(x), atol=1e-3, rtol=1e-5)
 
 
+def test_the_compiler_does_not_replace_the_product():
+    """With the scale behind the product Inductor takes _weight_int8pack_mm, which is very slow on CUDA."""
+    _, rounded = rounded_pair(torch.bfloat16)
+    x = torch.randn(4, 1, 64, dtype=torch.bfloat16)
+    behind = lambda x: linear(x, rounded.weight.to(x.dtype)) * rounded.scale
+    for function, expected in ((behind, True), (rounded.forward, False)):
+        with torch.no_grad(), inductor.patch(compile_threads=1):
+            output, code = run_and_get_code(torch.compile(function), x)
+        assert ("int8pack" in "".join(code)) == expected
+    torch.testing.assert_close(output, rounded(x))
+
+
 def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
     run = build_run(tiny_settings("--base", "int8", "--train", "both"))
     base = run.policy.model.get_base_model()
@@ -73,7 +90,7 @@ def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
             round_linears(own.model.language_model.layers)
             reference = logprobs(own)
         assert 0 < (reference - exact).abs().mean() < off
-        model, _ = train.add_adapter(own, "codes", train.LORA_TARGETS["codes"], settings)
+        model, _ = add_adapter(own, "codes", LORA_TARGETS["codes"], settings)
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))

@@ -16,8 +16,14 @@ import train
 from grpo import get_per_token_logprobs
 from runtime import UserError, checkpoints
 from runtime.log import Record
-from runtime.pictures import fitting, font_for, save_before_after, save_grid
-from runtime.settings import TINY
+from runtime.pictures import (
+    chinese_font,
+    fitting,
+    font_for,
+    save_before_after,
+    save_grid,
+)
+from runtime.settings import TINY, deployed
 from train import encode_prompt  # quick shortens that in train.py
 
 SIZES = [(128, 128), (128, 256), (224, 96)]  # square, wide, tall: an exchange of rows and columns shows on the last two
@@ -78,7 +84,7 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
     total, offset, rows, columns = pipe._compute_generation_params(grids, is_text_to_image=True)
     tokens = codes(2, train.encode_prompt(pipe.processor, PROMPT, *size)[2])
     assert total == tokens.shape[1] + 1, "generate() writes an end token too"
-    images = train.decode_images(decoder_of(pipe), PROMPT, tokens, settings, seed=5)
+    images = train.paint(decoder_of(pipe), PROMPT, tokens, settings, seed=5)
     own = torch.Generator().manual_seed(5 + 2**31)  # of the noise, not of the codes
     latents = torch.randn(1, 8, size[0] // 8, size[1] // 8, generator=own)
     for row, image in zip(tokens, images, strict=True):
@@ -98,7 +104,7 @@ def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, pa
     hook = decoder.transformer.register_forward_pre_hook(lambda *arguments: calls.append(1))
     try:
         settings = small("--guidance-scale", guidance, "--micro-batch-size", "2")
-        assert len(train.decode_images(decoder, "a ring", codes(4, CODES), settings, 0)) == 4
+        assert len(train.paint(decoder, "a ring", codes(4, CODES), settings, 0)) == 4
     finally:
         hook.remove()
     assert len(calls) == passes
@@ -106,9 +112,9 @@ def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, pa
 
 def test_one_noise_for_a_group_and_any_batch_size(pipe):
     decoder, tokens = decoder_of(pipe), codes(1, CODES).repeat(3, 1)
-    batched = pixels(train.decode_images(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5))
+    batched = pixels(train.paint(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5))
     assert np.abs(batched[1:] - batched[:1]).max() <= 1, "equal codes, equal pictures"
-    other = pixels(train.decode_images(decoder, PROMPT, tokens[:1], small(), seed=6))
+    other = pixels(train.paint(decoder, PROMPT, tokens[:1], small(), seed=6))
     assert np.abs(other - batched[:1]).max() > 1, "the seed is used"
 
 
@@ -137,21 +143,23 @@ def test_the_adapters_sit_where_they_belong(run, half, layers, place):
 
 
 def test_only_adapters_are_trained(run):
-    for module in (run.policy.model, *train.painters(run.pipe)):
+    for module in (run.policy.model, *train.painting_models(run.pipe)):
         assert all(p.requires_grad == ("lora_" in name) for name, p in module.named_parameters())
 
 
 def test_the_vision_tower_is_left_behind(run):
-    names = [name for module in (run.policy.model, *train.painters(run.pipe)) for name, _ in module.named_parameters()]
+    names = [
+        name for module in (run.policy.model, *train.painting_models(run.pipe)) for name, _ in module.named_parameters()
+    ]
     assert not [name for name in names if ".visual." in name or ".vqmodel." in name]
-    assert len(train.painters(run.pipe)) == 3, "glyph encoder, transformer, VAE"
+    assert len(train.painting_models(run.pipe)) == 3, "glyph encoder, transformer, VAE"
 
 
 def test_the_seed_fixes_the_adapters_start(run):
     def start(run):
-        learners = (run.policy, run.decoder)
+        trainers = (run.policy, run.decoder)
         return torch.cat(
-            [p.detach().flatten() for half in learners for p in half.model.parameters() if p.requires_grad]
+            [p.detach().flatten() for half in trainers for p in half.model.parameters() if p.requires_grad]
         )
 
     flags = ["--lora-rank", "8", "--train", "both", "--seed"]
@@ -221,8 +229,8 @@ def test_a_label_is_cut_where_the_sheet_ends():
     assert fitting("short", font, 200) == "short" and fitting("", font, 0) == ""
 
 
-def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
-    """The first of the system's; where there is none, and for all else, Pillow's own."""
+def test_chinese_is_written_in_a_font_that_has_it(monkeypatch, capsys):
+    """The first of the system's; where there is none, which is said once, and for all else, Pillow's own."""
     asked, here = [], ["wqy-microhei.ttc"]
 
     def truetype(name, size, own=ImageFont.truetype, **options):
@@ -234,12 +242,16 @@ def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
         return name, size
 
     monkeypatch.setattr(ImageFont, "truetype", truetype)
-    font_for.cache_clear()
+    chinese_font.cache_clear()
     assert font_for("招牌", 15) == ("wqy-microhei.ttc", 15) and len(asked) == 2
     assert isinstance(font_for("a sign", 15), ImageFont.FreeTypeFont) and len(asked) == 2
     here.clear()
-    assert isinstance(font_for("一只红色的圆", 15), ImageFont.FreeTypeFont)
-    font_for.cache_clear()
+    chinese_font.cache_clear()
+    assert capsys.readouterr().out == ""
+    for _ in range(2):
+        assert isinstance(font_for("一只红色的圆", 15), ImageFont.FreeTypeFont)
+    assert capsys.readouterr().out.count("no Chinese font") == 1
+    chinese_font.cache_clear()
 
 
 def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
@@ -303,7 +315,7 @@ def test_guidance_in_the_first_steps_only(pipe, monkeypatch):
     def painted(*flags):
         settings = tiny_settings("--height", "64", "--width", "64", "--decode-steps", "3", *flags)
         passes.clear()
-        images = train.decode_images(pipe, "a red circle", codes, train.picture_settings(settings), seed=1)
+        images = train.paint(pipe, "a red circle", codes, settings, seed=1)
         return len(passes), torch.tensor(np.asarray(images[0]))
 
     count, guided = painted("--guidance-scale", "5")
@@ -313,10 +325,10 @@ def test_guidance_in_the_first_steps_only(pipe, monkeypatch):
         assert count == expected and torch.equal(picture, guided) == (steps == 3)
     assert painted("--guidance-scale", "5")[0] == 6, "the next picture is guided again"
     settings = tiny_settings("--decode-steps", "3", "--guidance-scale", "5", "--guidance-steps", "1")
-    assert train.picture_settings(settings, deployed=True).guidance_steps is None
+    assert deployed(settings).guidance_steps is None
     for flags in (
         ["--guidance-scale", "1", "--guidance-steps", "1"],
         ["--guidance-scale", "2", "--guidance-steps", "7"],
     ):
-        with pytest.raises(UserError, match="are some of the --decode-steps 6"):
+        with pytest.raises(UserError, match="must be at most --decode-steps, with"):
             tiny_settings("--decode-steps", "6", *flags)

@@ -9,7 +9,18 @@ import pytest
 from rewards import quoted
 
 FOLDER = Path(__file__).parent.parent / "prompts"
-PROMPTS = {name: (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines() for name in ("train", "heldout")}
+
+
+def by_kind(name):
+    """{kind: its prompts}, in the order of the file, whose first line names a kind."""
+    first, *sections = re.split(r"(?m)^# kind: (.*)\n", (FOLDER / f"{name}.txt").read_text(encoding="utf-8"))
+    assert first == "" and len(set(sections[::2])) == len(sections[::2])
+    return {kind: prompts.splitlines() for kind, prompts in zip(sections[::2], sections[1::2], strict=True)}
+
+
+KINDS = {name: by_kind(name) for name in ("train", "heldout")}
+PROMPTS = {name: [prompt for prompts in kinds.values() for prompt in prompts] for name, kinds in KINDS.items()}
+OBJECTS = ["counting", "spatial relations", "attribute binding", "several objects"]
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"(?m)^\| (.+?) \| (\d+) \| (\d+) \| (.*)\|$", README)  # kind, train, heldout, example
 CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -39,13 +50,14 @@ def test_counts_and_quotes(name, least):
     prompts, column = PROMPTS[name], {"train": 1, "heldout": 2}[name]
     counts = {row[0]: int(row[column]) for row in TABLE}
     assert len(prompts) >= least and len({folded(p) for p in prompts}) == len(prompts)
-    assert all(p == p.strip() != "" and not re.search("['’]", p) for p in prompts)
-    assert counts.pop("all") == len(prompts) == sum(counts.values())
+    assert all(p == p.strip() != "" and p[0] != "#" and not re.search("['’]", p) for p in prompts)
+    assert counts.pop("all") == len(prompts)
+    assert counts == {kind: len(of_kind) for kind, of_kind in KINDS[name].items()}
+    assert list(counts)[:4] == OBJECTS
 
-    text = [p for p in prompts if quoted(p)]
-    assert text == [p for i, p in enumerate(prompts) if i % 8 in (1, 5)]  # the kinds take turns
-    chinese = sum(bool(CHINESE.search(p)) for p in text)
-    assert (len(text) - chinese, chinese) == (counts["English text"], counts["Chinese text"])
+    text = KINDS[name]["English text"] + KINDS[name]["Chinese text"]
+    assert text == [p for p in prompts if quoted(p)]
+    assert KINDS[name]["Chinese text"] == [p for p in prompts if CHINESE.search(p)]
     for prompt in text:
         assert 2 <= len(quoted(prompt)) <= 5, prompt
         for string in quoted(prompt):
@@ -54,19 +66,21 @@ def test_counts_and_quotes(name, least):
 
 
 def test_readme_examples_are_in_train():
-    assert {row[3].strip() for row in TABLE[:-1]} <= set(PROMPTS["train"])  # the last row is the sum
+    """Each in its kind; the last row is the sum."""
+    assert all(row[3].strip() in KINDS["train"][row[0]] for row in TABLE[:-1])
 
 
 def test_heldout_is_new():
     train, heldout = PROMPTS["train"], PROMPTS["heldout"]
     assert not {folded(p) for p in train} & {folded(p) for p in heldout}
     assert not {folded(s) for p in train for s in quoted(p)} & {folded(s) for p in heldout for s in quoted(p)}
-    objects = heldout[::2]  # counting, spatial, attributes, several objects: every other line
+    objects = [prompt for kind in OBJECTS for prompt in KINDS["heldout"][kind]]
     assert not (stems(" ".join(objects)) - stems(GENERAL)) & stems(" ".join(train))
 
 
 # ---- questions about what is where ----------------------------------------------------------------------------------
 
+KIND = {prompt: kind for kinds in KINDS.values() for kind in OBJECTS for prompt in kinds[kind]}
 LINES = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
 QUESTIONS = [question for line in LINES for question in line["questions"]]
 FOILS = [foil for line in LINES for foil in line.get("foils", [])]
@@ -75,15 +89,15 @@ PLACE = "in|on|at|under|above|below|beneath|behind|beside|between|inside|outside
 
 
 def test_every_prompt_about_objects_has_questions():
-    """Counting, spatial relations, attributes and several objects: every other line of both files, in their order."""
-    assert [line["prompt"] for line in LINES] == [*PROMPTS["train"][::2], *PROMPTS["heldout"][::2]]
+    """Counting, spatial relations, attributes and several objects, in both files."""
+    assert sorted(line["prompt"] for line in LINES) == sorted(KIND)
     assert len(LINES) == 160 and all(3 <= len(line["questions"]) <= 6 for line in LINES)
     assert all({"prompt", "questions"} <= line.keys() <= {"prompt", "questions", "foils"} for line in LINES)
 
 
 def test_all_but_several_objects_have_foils():
     """Where sides, orders, colours, materials and numbers can be wrong."""
-    assert all(1 <= len(line["foils"]) <= 2 for i, line in enumerate(LINES) if i % 4 != 3)
+    assert all(1 <= len(line["foils"]) <= 2 for line in LINES if KIND[line["prompt"]] != "several objects")
     assert all(len(line.get("foils", ["one"])) in (1, 2) for line in LINES)
 
 
@@ -91,7 +105,8 @@ def test_the_readme_says_how_many_there_are():
     text = " ".join(README.split())
     assert f"{len(QUESTIONS)} questions, three to six per prompt" in text and f"{len(FOILS)} foils, one or two" in text
     assert json.dumps(LINES[2], ensure_ascii=False) in README
-    assert f"{sum('foils' in line for line in LINES[3::4])} of 40" in text
+    several = [line for line in LINES if KIND[line["prompt"]] == "several objects"]
+    assert f"{sum('foils' in line for line in several)} of {len(several)}" in text
 
 
 def test_a_question_asks_one_thing():
@@ -120,7 +135,7 @@ def test_nothing_is_counted_beyond_six():
 
 def test_counting_prompts_have_a_question_with_each_number():
     """Of the words of the prompt: each number that it gives is asked for."""
-    for line in LINES[::4]:
+    for line in (line for line in LINES if KIND[line["prompt"]] == "counting"):
         assert any("exactly" in question for question in line["questions"]), line["prompt"]
         asked = " ".join(line["questions"])
         given = {number for number in NUMBERS[1:] if re.search(rf"(?i)(?<!no )\b{number}\b", line["prompt"])}

@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 
 import train
 from runtime import UserError, ranks
-from runtime.data import Data, Prompts
+from runtime.data import Data, Prompts, Source
 from runtime.settings import build_parser
 
 
@@ -76,8 +76,8 @@ def first_moment(folder):
 
 
 def test_two_ranks_equal_one_process_with_twice_the_prompts(quick, start):
-    settings = ["--steps", "3", "--save-every", "1", "--keep-checkpoints", "9", "--group-size", "3"]
-    settings += ["--sample-every", "1", "--reward", "ssim:1,mse:0.5", "--eval-count", "2"]
+    settings = ["--steps", "3", "--save-every", "1", "--group-size", "3"]
+    settings += ["--reward", "ssim:1,mse:0.5", "--eval-count", "2"]
     assert quick(*settings, "--prompts-per-step", "4", "--out", "one") == 0
     codes, outputs = together(start, *settings, "--prompts-per-step", "2", "--out", "two", prepare=leave_adapter)
     assert codes == [0, 0], outputs
@@ -208,11 +208,10 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
     def groups(rank, count, prompts_per_step):
         as_rank(monkeypatch, rank, count)
         settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step, order=order)
-        rows, seed = train.prompt_indices(5, settings, "abcdefg", seen, {"r": 1.0}), train.seed_of_step(5, settings)
+        rows, seed = train.prompt_indices(5, settings, 7), train.seed_of_step(5, settings)
         return [(row, seed + i) for i, row in enumerate(rows)]
 
-    seen = [{"prompt": prompt, "rewards": {"r": [0.0, i]}} for i, prompt in enumerate("abcde")]
-    for order in ("shuffled", "file", "spread"):
+    for order in ("shuffled", "file"):
         assert groups(0, 3, 2) + groups(1, 3, 2) + groups(2, 3, 2) == groups(0, 1, 6)
 
 
@@ -220,16 +219,18 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
     """Three on two ranks, in two chunks each: the fourth, which keeps them in step, is painted and does not count."""
     settings = SimpleNamespace(
         eval_count=3, group_size=2, prompts_per_step=1, eval_decode_steps=3, eval_guidance_scale=1,
-        decode_steps=1, guidance_scale=1, height=32, width=32, micro_batch_size=4, sample_batch=None, decode_window=None,
-        guidance_steps=None,
+        decode_steps=1, guidance_scale=1, height=32, width=32, micro_batch_size=4, sample_batch=None,
+        guidance_steps=None, sequences=2, paintings=1,
     )  # fmt: skip
     data = Data(None, None, {"r": (None, 2.0)}, {})
-    prompts, scored = Prompts(["a", "b", "c", "d", "e"], None), []
+    sources = [Source(f"{text}0") for text in "abcde"]
+    prompts, scored = Prompts(["a", "b", "c", "d", "e"], None, sources), []
 
-    def rollout(run, pictures, rewards, texts, targets, seed, size, sources):
-        assert (pictures.decode_steps, size, seed) == (3, 2, 100 + "abcd".index(texts[0]))
-        values = 10.0 * "abcd".index(texts[0]) + torch.arange(2)
-        return train.Rollout([], [], [f"{texts[0]}1", f"{texts[0]}2"], {"r": values}, [f"{texts[0]}0"])
+    def rollout(run, settings, rewards, prompts, seed):
+        (text,) = prompts.texts
+        assert (settings.decode_steps, settings.sequences, seed) == (3, 2, 100 + "abcd".index(text))
+        values = 10.0 * "abcd".index(text) + torch.arange(2)
+        return train.Rollout([], [], [f"{text}1", f"{text}2"], {"r": values})
 
     monkeypatch.setattr(train, "rollout", rollout)
     monkeypatch.setattr(ranks, "gather", lambda part: scored.append(part) or list(scored))

@@ -166,7 +166,8 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     with pytest.raises(rewards.NoTargets, match="--targets"):
         parsed[name][0](images, [""] * 3, None)
     with pytest.raises(
-        rewards.NoTargets, match=f"^reward '{name.split('=')[0]}' compares with .*, or take another reward$"
+        rewards.NoTargets,
+        match=f"^reward '{name.split('=')[0]}' compares with .*, such as examples/my_reward.py:blueness$",
     ) as caught:
         rewards.score(parsed, images, [""] * 3, None)
     assert isinstance(caught.value, ValueError)
@@ -530,6 +531,38 @@ def test_prompts_and_targets_are_repeated_for_the_pictures_of_each():
     assert seen == [(["x"] * 3 + ["y"] * 3, [targets[0]] * 3 + [targets[1]] * 3), (["x"] * 6, None)]
 
 
+IMAGE, TARGET, SOURCE = (Image.new("L", (1, 1), grey) for grey in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ("images, prompts, targets", [1, "a", 2]),
+        ("images, prompts, targets, sources", [1, "a", 2, 3]),
+        ("images, prompts, targets, *, sources=None", [1, "a", 2, 3]),
+        ("images, sources, prompts, targets", [1, 3, "a", 2]),
+        ("prompts, images, /, targets", ["a", 1, 2]),
+        ("*, targets, images, prompts, limit=7", [2, 1, "a", 7]),
+        ("images, prompts, targets, **others", [1, "a", 2, {}]),
+        ("pictures, texts, wanted", [1, "a", 2]),
+        ("pictures, texts, wanted, sources", [1, "a", 2, 3]),
+        ("images, texts, wanted, *, sources", [1, "a", 2, 3]),
+        ("pictures, *others", [1, "a", 2]),
+    ],
+)
+def test_a_reward_gets_what_its_parameters_are_called_in_any_order(parameters, expected):
+    """Parameters of other names get images, prompts and targets in this order."""
+    names = [name.strip("* ").partition("=")[0] for name in parameters.split(",") if name.strip(" */")]
+    seen = {}
+    body = ", ".join(f"{name}={name}" for name in names)
+    function = eval(f"lambda {parameters}: seen.update({body}) or [0.0]", {"seen": seen})
+    rewards.score({"mine": (function, 1.0)}, [IMAGE], ["a"], [TARGET], [SOURCE])
+    plain = lambda value: value.getpixel((0, 0)) if isinstance(value, Image.Image) else value
+    lists = [list(value) if isinstance(value, tuple) else [value] for value in seen.values()]
+    flat = [plain(each[0]) if isinstance(each, list) else each for value in lists for each in value]
+    assert flat == expected
+
+
 def failing(error):
     def reward(images, prompts, targets):
         reward.calls += 1
@@ -685,6 +718,7 @@ def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
         ("text=.", "reward 'text' takes no folder"),
         ("none.py:f", "the reward file none.py does not exist"),
         (f"{ROOT}/rewards.py:nothing", "rewards.py has no function 'nothing'"),
+        (f"{ROOT}/rewards.py:AT_ONCE", "rewards.py has no function 'AT_ONCE'"),
     ],
 )
 def test_a_bad_spec_is_one_line(spec, words):
@@ -886,16 +920,19 @@ def test_a_reward_that_draws_on_its_pictures_spoils_no_other():
     assert [image.getpixel((0, 0)) for image in (*images, targets[0])] == [(255, 0, 0), (0, 0, 255), (255, 0, 0)]
 
 
-def test_an_async_reward_that_leaves_fails_as_any_other():
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(3)])
+def test_an_async_reward_that_leaves_fails_as_any_other(error):
     """It must not end the loop that it shares with others."""
 
     async def leaves(images, prompts, targets):
-        raise SystemExit(3)
+        raise error
 
     async def works(images, prompts, targets):
         return [1.0]
 
     image = [Image.new("RGB", (8, 8))]
-    with pytest.raises(rewards.RewardError, match="reward 'leaves' failed for the prompt 'a': .*SystemExit: 3"):
+    with pytest.raises(
+        rewards.RewardError, match=f"reward 'leaves' failed for the prompt 'a': .*{type(error).__name__}: 3"
+    ):
         rewards.score({"leaves": (leaves, 1.0)}, image, ["a"], None)
     assert rewards.score({"works": (works, 1.0)}, image, ["a"], None)["works"].tolist() == [1.0]

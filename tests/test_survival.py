@@ -6,7 +6,9 @@ Everything here is a run of train.main on short pictures; see conftest.py.
 import json
 import os
 import random
+import re
 import resource
+import shlex
 import shutil
 import signal
 import time
@@ -16,6 +18,7 @@ import pytest
 import torch
 from conftest import (
     QUICK,
+    ROOT,
     adapter_of,
     records,
     resume,
@@ -28,8 +31,9 @@ from torch._inductor.exc import InductorError
 
 import train
 from grpo import GRPO
-from runtime import UserError
+from runtime import UserError, checkpoints
 from runtime.data import Prompts
+from runtime.gpu import CapturedForward
 from runtime.settings import build_parser
 
 
@@ -52,7 +56,7 @@ def same_run(expected, found):
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [[], ["--order", "spread", "--warmup-steps", "9", "--sample-batch", "1"]])
+@pytest.mark.parametrize("flags", [[], ["--order", "file", "--warmup-steps", "9", "--sample-batch", "1"]])
 def test_a_resumed_run_equals_the_uninterrupted_one(quick, flags):
     """Stopped after 2 of 5 steps, with what a kill in the third may leave in the files. The reward throws dice."""
     arguments = [*write_reward("return torch.rand(len(images))"), "--eval-every", "2", "--iterations", "2", *flags]
@@ -71,9 +75,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick, flags):
     assert json.loads(Path("halves/settings.json").read_text())["steps"] == 5
 
 
-def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(quick):
+def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(quick, monkeypatch):
     """Adam's first step is as long as the rate, whatever the gradient: a quarter of it, where the fourth has all."""
-    arguments = ["--warmup-steps", "3", "--lr", "0.01", "--save-every", "1", "--keep-checkpoints", "9"]
+    monkeypatch.setattr(checkpoints, "KEPT", 9)
+    arguments = ["--warmup-steps", "3", "--lr", "0.01", "--save-every", "1"]
     assert quick(*write_reward(""), *arguments, "--steps", "2", "--out", "run") == 0
     assert resume("run", "--steps", "5") == 0
     load = lambda step: torch.load(f"run/checkpoints/{step:06d}/optimizer.pt", weights_only=True)
@@ -84,9 +89,10 @@ def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(
     assert moved == pytest.approx(0.0025, rel=0.01)
 
 
-def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick):
+def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick, monkeypatch):
     """Killed after the checkpoint of step 2, which was to be evaluated."""
-    assert quick("--steps", "4", "--eval-every", "2", "--keep-checkpoints", "9", "--out", "straight") == 0
+    monkeypatch.setattr(checkpoints, "KEPT", 9)
+    assert quick("--steps", "4", "--eval-every", "2", "--out", "straight") == 0
     shutil.copytree("straight", "killed")
     for left in ("checkpoints/000004", "adapter"):
         shutil.rmtree(f"killed/{left}")
@@ -111,7 +117,7 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
     with pytest.raises(ConnectionError, match="503"):
         quick("--steps", "3", "--out", "run")
     output = "".join(capfd.readouterr())
-    assert "the last whole step is saved; go on with: python train.py --resume run" in output
+    assert re.search("the last whole step is saved; go on with: python .*train.py --resume run", output)
     assert "cannot write" not in output and steps_saved("run")[-1] == "000001"
     assert resume("run") == 0
 
@@ -120,8 +126,8 @@ def test_a_resumed_run_keeps_every_setting_but_these(quick):
     """All settings in turn, each with another value."""
     assert quick("--steps", "1", "--out", "run") == 0
     saved = json.loads(Path("run/checkpoints/000001/state.json").read_text())["settings"]
-    may_change = {"micro_batch_size", "steps", "offload", "compile", "sample_every", "save_every", "keep_checkpoints"}
-    may_change |= {"eval_every", "tracker", "sample_batch"}
+    may_change = {"micro_batch_size", "steps", "offload", "compile", "save_every", "eval_every"}
+    may_change |= {"tracker", "sample_batch"}
     for action in build_parser()[0]._actions:
         if action.dest in ("help", "out", "resume", "settings"):
             continue
@@ -149,7 +155,7 @@ def test_resuming_refuses_what_would_change_the_run(quick, capsys):
         assert resume("run", *arguments) == 2
         assert words in error_of(capsys)
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
-    assert resume("run", "--micro-batch-size", "1", "--sample-every", "1", "--steps", "3") == 0
+    assert resume("run", "--micro-batch-size", "1", "--save-every", "1", "--steps", "3") == 0
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2, 3]
 
 
@@ -246,7 +252,7 @@ def test_checkpoints_are_pruned_but_for_the_best_which_is_named(quick, capsys):
     write_reward(  # by call: the trial, the evaluation before, and then a step and its two evaluations of one prompt each
         "value = {2: 0.1, 3: 0.1, 9: 0.9, 11: 0.95, 15: 0.9}.get(call, 0.5)\nreturn torch.full((len(images),), value)"
     )
-    arguments = ["--reward", "mine.py:reward", "--steps", "5", "--eval-every", "1", "--keep-checkpoints", "2"]
+    arguments = ["--reward", "mine.py:reward", "--steps", "5", "--eval-every", "1"]
     assert quick(*arguments, "--out", "run") == 0
     assert [record["reward"] for record in records("run/evaluation.jsonl")] == pytest.approx(
         [0.1, 0.5, 0.5, 0.95, 0.5, 0.5]
@@ -334,13 +340,13 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
 
     monkeypatch.setattr(GRPO, "sample", broken)
     take, texts, named = Prompts.take, [], []
-    monkeypatch.setattr(Prompts, "take", lambda *given: texts.extend((taken := take(*given))[0]) or taken)
+    monkeypatch.setattr(Prompts, "take", lambda *given: texts.extend((taken := take(*given)).texts) or taken)
     assert quick("--steps", "9", "--prompts-per-step", "2", "--out", "run") == 2
     message = error_of(capsys)
     for words in (
         f"the log-probs sampled for {named[0]!r} are not finite",
         "too high a --lr",
-        "once mended, --resume run goes on",
+        "once that is fixed, --resume run goes on",
     ):
         assert words in message
     assert steps_saved("run") == ["000000", "000002"]
@@ -381,11 +387,11 @@ def out_of_memory(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("method", "phase"), [("update", "update"), ("add_reference", "reference"), ("decode", "decode")]
+    ("method", "phase"), [("update", "update"), ("add_reference", "reference"), ("paint", "paint")]
 )
 def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeypatch, method, phase):
-    if method == "decode":
-        monkeypatch.setattr(train, "decode_images", out_of_memory)
+    if method == "paint":
+        monkeypatch.setattr(train, "paint", out_of_memory)
     else:
         monkeypatch.setattr(GRPO, method, out_of_memory)
     assert quick("--steps", "2", "--out", "run") == 2
@@ -433,7 +439,7 @@ def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
     def no_compiler(*arguments, **options):
         raise InductorError(RuntimeError("Failed to find C compiler."), None)
 
-    monkeypatch.setattr(train.CapturedForward, "__call__", no_compiler)
+    monkeypatch.setattr(CapturedForward, "__call__", no_compiler)
     assert quick("--steps", "1", "--compile", "yes") == 2
     message = error_of(capsys)
     assert "Failed to find C compiler" in message and "--compile no" in message
@@ -442,6 +448,19 @@ def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
 def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
     assert quick(*write_reward("if call == 4:\n    shutil.rmtree('run')"), "--steps", "9", "--out", "run") == 2
     assert "cannot write to run" in error_of(capsys)
+
+
+def test_why_a_checkpoint_cannot_be_written_is_said(quick, capsys, monkeypatch):
+    """The file of the optimiser on a device that is full, then in a folder that another process has taken away."""
+    assert quick("--steps", "1", "--out", "a run") == 0
+    for path, words in (("/dev/full", "No space left on device"), ("gone/optimizer.pt", "No such file or directory")):
+        elsewhere = lambda _, mode, path=path: open(path, mode)  # noqa: SIM115
+        monkeypatch.setattr("runtime.checkpoints.open", elsewhere, raising=False)
+        assert resume("a run", "--steps", "2") == 2
+        message = error_of(capsys)
+        assert words in message and "full disk" not in message
+        assert "its checkpoints are whole; once that is fixed, --resume 'a run' goes on" in message
+    assert steps_saved("a run")[-1] == "000001"
 
 
 @pytest.mark.parametrize("limit", [10**5, 10**3])
@@ -488,18 +507,20 @@ def test_a_corrupt_checkpoint_is_named(quick, capsys):
 def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd, signum):
     """It comes in the second step, when its pictures are judged."""
     reward = write_reward(f"if call == 5:\n    os.kill(os.getpid(), {int(signum)})")
-    assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "run") == 0
+    assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "the run") == 0
     output = "".join(capfd.readouterr())
-    assert "asked to stop: this step is finished, saved and evaluated; once more" in output
-    assert "go on with: python train.py --resume run" in output
-    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
-    assert steps_saved("run")[-1] == "000002"
-    assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("run"))
-    assert [record["step"] for record in records("run/evaluation.jsonl")] == [0, 2]
+    assert "asked to stop: this step is finished, saved and evaluated; press again to quit" in output
+    command = re.search("go on with: python (.*)", output)[1]
+    assert [Path(word).resolve() for word in shlex.split(command)[:1]] == [ROOT / "train.py"], "from any folder"
+    assert shlex.split(command)[1:] == ["--resume", "the run"]
+    assert [record["step"] for record in records("the run/metrics.jsonl")] == [1, 2]
+    assert steps_saved("the run")[-1] == "000002"
+    assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("the run"))
+    assert [record["step"] for record in records("the run/evaluation.jsonl")] == [0, 2]
     write_reward("")
-    assert resume("run", "--steps", "4") == 0
+    assert resume("the run", "--steps", "4") == 0
     assert quick(*reward, "--steps", "4", "--eval-every", "2", "--out", "straight") == 0
-    same_run("straight", "run")
+    same_run("straight", "the run")
 
 
 def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
@@ -508,8 +529,8 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     reward = write_reward(calls)
     assert quick(*reward, "--eval-count", "2", "--steps", "9", "--out", "run") == 0
     output = "".join(capfd.readouterr())
-    assert "asked to stop: the first evaluation is aborted; once more" in output
-    assert "go on with: python train.py --resume run" in output
+    assert "asked to stop: the first evaluation is aborted; press again to quit" in output
+    assert re.search("go on with: python .*train.py --resume run", output)
     assert len(Path("calls").read_text()) == 2, "the trial, and a first prompt of two"
     assert steps_saved("run") == ["000000"] and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
     write_reward("")
@@ -541,6 +562,29 @@ def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monke
 # ---- kills ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
+    """A run that another process has begun, or resumed, is refused before anything is written; a kill frees it."""
+    reward = write_reward(
+        "import time\nif os.path.exists('wait') and call > 1:\n    os.remove('wait')\n    time.sleep(60)"
+    )
+    arguments = [*reward, "--steps", "2", "--save-every", "1"]
+    if begun:
+        assert quick(*arguments, "--steps", "1", "--out", "run") == 0
+    Path("wait").touch()
+    process = start(*(["--resume", "run", "--steps", "2"] if begun else [*QUICK, *arguments, "--out", "run"]))
+    while process.is_alive() and Path("wait").exists():
+        time.sleep(0.05)
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    assert resume("run", "--steps", "2") == 2
+    assert "another process is still at work on the run in run: wait for it, or stop it" in error_of(capsys)
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    process.kill()
+    process.join()
+    assert resume("run", "--steps", "2") == 0
+    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
+
+
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -548,10 +592,10 @@ def die():
 def in_the_middle_of_the_optimiser():
     save = torch.save
 
-    def half(state, path):
-        save(state, path)
+    def half(state, file):
+        save(state, file)
         if "000002" in steps_saved("run"):
-            os.truncate(path, os.path.getsize(path) // 2)
+            os.truncate(file.name, os.path.getsize(file.name) // 2)
             die()
 
     torch.save = half

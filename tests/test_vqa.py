@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -279,6 +280,64 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
     monkeypatch.setattr(rewards, "lend_gpu", lambda model: lent.append(model) or lend_gpu(model))
     vqa(pictures((64, 64)), [LEMONS], None)
     assert lent == [vqa.model] and next(vqa.model.parameters()).device.type == "cpu" and torch.is_grad_enabled()
+
+
+def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, monkeypatch):
+    """However many questions there are, over several passes; pictures of several sizes too, which are padded together."""
+    vqa = rewards.Vqa(folder)
+    plain = vqa.processor.image_processor.preprocess
+    prepared, seen, cached = [], [], []
+    count = lambda images, **options: prepared.append(len(images)) or plain(images, **options)
+    monkeypatch.setattr(vqa.processor.image_processor, "preprocess", count)
+    forward = vqa.model.forward
+
+    def spy(**inputs):
+        output = forward(**inputs)
+        seen.append({name: inputs[name] for name in ("pixel_values", "pixel_attention_mask", "input_ids")})
+        cached.append(output.past_key_values)
+        return output
+
+    monkeypatch.setattr(vqa.model, "forward", spy)
+    one, two, three = pictures((64, 64), (64, 64), (48, 80))
+    for images, expected in (([one, two], [1, 1]), ([one, three], [8, 1])):
+        once = vqa(images, ["a cat", LEMONS], None)  # passes of 1 + 7 and of 1 question
+        assert prepared == expected and vqa.processor.image_processor.preprocess is count
+        with monkeypatch.context() as patch:
+            patch.setattr(rewards, "preparing_once", lambda processor: nullcontext())
+            assert torch.equal(vqa(images, ["a cat", LEMONS], None), once)
+        assert len(seen) == 4, "two passes each"
+        for ours, theirs in zip(seen[:2], seen[2:], strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        seen.clear()
+        prepared.clear()
+    assert not any(cached), "nothing would read it"
+
+
+def test_a_picture_that_has_changed_is_prepared_again(folder):
+    vqa = rewards.Vqa(folder)
+    (image,) = pictures((64, 64))
+    before = vqa([image], ["a cat"], None)
+    image.paste("black", (0, 0, 64, 64))
+    assert vqa([image], ["a cat"], None) != before
+
+
+def test_logits_are_those_with_a_cache(folder):
+    vqa = rewards.Vqa(folder)
+    forward = vqa.model.forward
+    image = pictures((64, 64))
+    without = vqa(image, [LEMONS], None)
+    vqa.model.forward = lambda **inputs: forward(**inputs | {"use_cache": True})
+    assert torch.equal(vqa(image, [LEMONS], None), without)
+
+
+def test_a_pass_has_as_many_pictures_whether_one_or_two_are_shown_together(folder, monkeypatch):
+    sizes = []
+    edit = rewards.Edit(folder)
+    log_odds = edit.log_odds
+    monkeypatch.setattr(edit, "log_odds", lambda asked, device: sizes.append(len(asked)) or log_odds(asked, device))
+    images = pictures(*[(32, 32)] * 5)
+    edit(images, ["x"] * 5, None, images[::-1])
+    assert sizes == [rewards.AT_ONCE // 2] * 2 + [2]
 
 
 # ---- what cannot be asked -------------------------------------------------------------------------------------------

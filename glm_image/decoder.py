@@ -1,24 +1,23 @@
 """The diffusion decoder as a policy too, trained by the very update of grpo.py: `train.py --train decoder` or `both`.
 
-A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S denoising steps. At level s its latents are
-x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean: so clean = x - s v, noise = x + (1 - s) v.
-The stock sampler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every step but the last is drawn
-from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a = --noise-level:
+A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S denoising steps. At level s its latents
+are x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean, so that clean = x - s v and
+noise = x + (1 - s) v. The stock sampler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every step
+but the last is drawn from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a = --noise-level:
 
     std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise
 
 The noise of the last step would stay in the picture, so that step remains the ODE's and is not trained. The path of a
 painting is then a trajectory with probabilities, like a code sequence: Flow-GRPO (Liu et al. 2025, arXiv:2505.05470),
-whose own SDE learns as well, but damages pictures painted in few steps. With --decode-window a few of these steps in a
-row are drawn and trained, the others are the ODE's too (MixGRPO, Li et al. 2025, arXiv:2507.21802).
+whose own SDE learns as well, but damages pictures painted in few steps.
 
 Credit: each of the G code sequences of a prompt is painted K times from one starting noise. The codes get the mean
 reward of their K pictures, compared among the G; the decoder gets the reward of each picture, compared among the K of
 the same codes. In one flat group of G*K nearly all of the spread would be the codes'.
 
-In the terms of grpo.py, one denoising step of these K paintings is a group, and the D = C*H*W numbers of its latents are
-the tokens, each drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes.
-(Flow-GRPO has one ratio for all D, by the mean of their log-probs: the same gradient on fresh samples, a KL term of 1/D.)
+In the terms of grpo.py, one denoising step of these K paintings is a group, and the D = C*H*W numbers of its latents
+are the tokens, each drawn from a Gaussian of its own. So --clip-range and --kl-coef mean what they mean for the codes.
+(Flow-GRPO has one ratio for all D, by the mean of their log-probs: the same gradient on fresh samples, KL term 1/D.)
 """
 
 import math
@@ -27,7 +26,10 @@ from dataclasses import dataclass
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 
+from glm_image.painting import paint
 from grpo import GRPO, without_cudnn_attention
+
+PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see SEEDS in train.py
 
 
 def gaussian_step(x, v, level, next_level, noise_level):
@@ -36,8 +38,8 @@ def gaussian_step(x, v, level, next_level, noise_level):
     x: latents (K, C, H, W) float32. v: velocity, like x. level, next_level: of noise, in 0..1. noise_level: in 0..1.
     """
     std = next_level * math.sin(noise_level * math.pi / 2)
-    replaced = next_level - math.sqrt(next_level**2 - std**2)  # that much of the predicted noise makes room for fresh
-    return x + (next_level - level) * v - replaced * (x + (1 - level) * v), std  # the ODE's step, less that
+    replaced = next_level - math.sqrt(next_level**2 - std**2)  # this much of the predicted noise gives way to new noise
+    return x + (next_level - level) * v - replaced * (x + (1 - level) * v), std  # the ODE's step, less that noise
 
 
 def log_density(x, mean, std):
@@ -52,37 +54,33 @@ class DenoisingStep:
     latents: torch.Tensor  # (K, C, H, W)
     next_latents: torch.Tensor  # (K, C, H, W)
     old_logprobs: torch.Tensor  # (K, D)
-    levels: tuple  # of noise: before, after
-    calls: list  # what else the pipeline gave the transformer, for one painting: [with codes], guided [with, without]
+    levels: tuple  # noise levels before and after
+    calls: list  # the transformer's other arguments, for one painting: [with codes], or if guided [with, without]
     mask: None = None  # all numbers count
     advantages: torch.Tensor | None = None  # (K,)
     ref_logprobs: torch.Tensor | None = None  # (K, D), None when kl_coef is 0
 
 
 def repeat_for_steps(rewards, steps):
-    """The rewards (N*G*K,) of all paintings, once for each denoising step of their paths, as set_advantages wants them."""
-    of_paths = rewards.view(-1, len(steps[0].old_logprobs))  # (N*G, K)
-    return of_paths.repeat_interleave(len(steps) // len(of_paths), dim=0).flatten()
+    """The rewards (N*G*K,) of all paintings, repeated for each denoising step of their paths, for set_advantages."""
+    per_sequence = rewards.view(-1, len(steps[0].old_logprobs))  # (N*G, K)
+    return per_sequence.repeat_interleave(len(steps) // len(per_sequence), dim=0).flatten()
 
 
 class PathScheduler(FlowMatchEulerDiscreteScheduler):
-    """The stock scheduler, with its levels and times, but the steps of a window are drawn and recorded."""
+    """The stock scheduler, with its levels and times, but all steps except the last are drawn and recorded."""
 
-    def begin(self, noise_level, seeds, window):
-        """A group of paintings begins, each drawn by a seed of its own: the same in a batch of any size.
-
-        window: a range of steps, without the last. The others are the stock scheduler's.
-        """
+    def begin(self, noise_level, seeds):
+        """A group of paintings begins, each drawn by a seed of its own: the same in a batch of any size."""
         self.noise_level = noise_level
-        self.window = window
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.calls = []
         self.recorded = {}  # {number of the step: a DenoisingStep per batch}
 
     def record_call(self, transformer, _, options):
-        """For a hook of the transformer. All paintings share codes, prompt and time: one row of each tensor is enough."""
+        """For a hook of the transformer. All paintings share codes, prompt and time: one row of each tensor will do."""
         row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        self.calls = [*self.calls, row | {"hidden_states": None}]  # these are kept as latents
+        self.calls = [*self.calls, row | {"hidden_states": None}]  # kept as latents
 
     def step(self, model_output, timestep, sample, return_dict=True, **options):
         if self.step_index is None:
@@ -91,9 +89,9 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
         level, next_level = self.sigmas[i : i + 2].tolist()
         calls = self.calls
         self.calls = []
-        if i not in self.window:
+        if next_level == 0:  # the last step
             return super().step(model_output, timestep, sample, return_dict=return_dict, **options)
-        if i == self.window.start:  # of a batch
+        if i == 0:  # a batch begins
             self.batch = self.generators[: len(sample)]
             self.generators = self.generators[len(sample) :]
         x = sample.float()  # and so it stays: bfloat16 would round by more than the std of late steps
@@ -108,10 +106,10 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
 
 
 class DecoderGRPO(GRPO):
-    """Trains an adapter of a pipeline's decoder by the paths on which it has painted. What it samples are paintings.
+    """Trains an adapter of a pipeline's decoder by the denoising paths that it has drawn. Its samples are paintings.
 
     model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: GRPOSettings. noise_level: in 0..1.
-    guidance_scale: that of the paintings. pipe: a GlmImagePipeline; it is not changed. reference: as for GRPO.
+    guidance_scale: as for painting. pipe: a GlmImagePipeline; it is not changed. reference: as for GRPO.
     """
 
     def __init__(self, model, optimizer, settings, pipe, noise_level, guidance_scale, reference=None):
@@ -123,20 +121,20 @@ class DecoderGRPO(GRPO):
         self.pipe.set_progress_bar_config(disable=True)
 
     @without_cudnn_attention  # as in logprobs
-    def sample(self, decode, tokens, num_paintings, generator, window):
-        """Paint each of G code sequences (G, T) `num_paintings` (K) times, from one starting noise.
+    def sample(self, prompt, tokens, num_paintings, settings, seed):
+        """Paint each of G code sequences (G, T) of a prompt `num_paintings` (K) times, all from one starting noise.
 
-        decode: (pipeline, codes (K, T)) -> K images; train.py's, which imports this file. generator: seeds the paths.
-        window: see PathScheduler; one for all G, whose pictures are compared.
-        Returns G*K images, sequence after sequence, and the DenoisingSteps of each sequence, in that order.
+        settings: as for `paint`. seed: fixes the noise and the paths. Returns G*K PIL images, sequence after sequence,
+        and the DenoisingSteps of each sequence, in that order.
         """
+        generator = torch.Generator().manual_seed(seed + PATH_SEED)
         images = []
         steps = []
         for codes in tokens:
             seeds = torch.randint(2**62, (num_paintings,), generator=generator).tolist()
-            self.scheduler.begin(self.noise_level, seeds, window)
+            self.scheduler.begin(self.noise_level, seeds)
             with self.pipe.transformer.register_forward_pre_hook(self.scheduler.record_call, with_kwargs=True):
-                images += decode(self.pipe, codes.expand(num_paintings, -1))
+                images += paint(self.pipe, prompt, codes.expand(num_paintings, -1), settings, seed)
             steps += [merge(batches) for batches in self.scheduler.recorded.values()]
         return images, steps
 

@@ -1,0 +1,275 @@
+"""Evaluations by kind of prompt: the file, which prompts are judged, errors by hand, the table, the pictures, the card."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import records
+from PIL import Image
+
+from runtime.data import Prompts, read_prompts
+from runtime.log import best_step, summary, without_nan
+from runtime.metrics import evaluation_metrics, kinds_table, reward_metrics
+from runtime.pictures import FRAMES, save_before_after, save_curves, save_kinds
+
+NAN = math.nan
+MEAN = "mean of the kinds"
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def read(folder, text):
+    (folder / "prompts.txt").write_text(text)
+    return read_prompts(folder / "prompts.txt", None)
+
+
+def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
+    text = "alone\n# kind: counting\nthree circles\n# kindred spirits\n#kind:two words \n\n# 1 fan\n# kind:\n# kind: counting\ntwo"
+    prompts = read(tmp_path, text)
+    assert prompts.texts == ["alone", "three circles", "# kindred spirits", "# 1 fan", "# kind:", "two"]
+    assert prompts.kinds == ["other", "counting", "counting", "two words", "two words", "counting"]
+    assert prompts.lines == [1, 3, 4, 7, 8, 10]
+    assert read(tmp_path, "a\n# b\n").kinds is None, "there is one kind, without a name"
+
+
+def test_evaluated_are_the_first_prompts_of_each_kind_in_turn():
+    prompts = Prompts(list("abcdefg"), kinds=list("xxxyyzx"), lines=list(range(7)))
+    assert "".join(prompts.evenly(5).texts) == "adfbe"
+    assert "".join(prompts.evenly(99).texts) == "adfbecg" and "".join(prompts.evenly(99).kinds) == "xyzxyxx"
+    assert prompts.evenly(4).lines == [0, 3, 5, 1]
+    assert "".join(Prompts(list("abcd")).evenly(3).texts) == "abc"
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_over_prompts():
+    """Four pictures of a prompt that are all alike say no more than one: by numpy, prompt by prompt."""
+    values = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0] * 4]).flatten()
+    metrics = evaluation_metrics({"a": values}, values, 4)
+    assert metrics["reward"] == pytest.approx(2 / 3)
+    assert (
+        metrics["reward_error"] == metrics["reward_error/a"] == pytest.approx(np.std([0, 1, 1], ddof=1) / math.sqrt(3))
+    )
+    assert (metrics["images"], metrics["prompts"]) == (12, 3)
+    assert math.isnan(evaluation_metrics({}, values[:4], 4)["reward_error"]), "one prompt says nothing of others"
+
+
+def test_the_error_is_the_spread_of_means_over_fresh_prompts():
+    """Means of many samples of 16 prompts, 4 pictures each, scatter by what one sample calls its standard error."""
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.rand(400, 16, 1, generator=generator)
+    values = torch.bernoulli(chances.expand(-1, -1, 4), generator=generator)  # (400, 16, 4)
+    errors = [evaluation_metrics({}, sample.flatten(), 4)["reward_error"] for sample in values]
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(values.mean((1, 2)).std().item(), rel=0.06)
+    assert np.mean(errors) > 1.3 * (0.5 / 8), "what pictures that were independent would have is too small"
+
+
+def test_kinds_by_hand():
+    """Of unequal size, with a picture that has no reward, and a kind to which one reward does not apply."""
+    a = torch.tensor([0.0, 1.0, 1.0, 1.0, NAN, 0.5, 0.0, 0.0])  # four prompts, two pictures each
+    b = torch.tensor([1.0, 0.0, 2.0, 4.0, 3.0, 3.0, NAN, NAN])
+    metrics = evaluation_metrics({"a": a, "b": b}, a, 2, ["x", "x", "x", "y"])
+    x, y, mean = (metrics["kinds"][kind] for kind in ("x", "y", MEAN))
+    assert (x["prompts"], x["images"], y["prompts"], mean["prompts"]) == (3, 6, 1, 4)
+    assert x["reward/a"] == pytest.approx(np.mean([0, 1, 1, 1, 0.5])) and y["reward/a"] == 0
+    assert x["reward_error/a"] == pytest.approx(np.std([0.5, 1, 0.5], ddof=1) / math.sqrt(3))
+    assert math.isnan(y["reward_error/a"]) and math.isnan(mean["reward_error/a"]), "one of its parts is not known"
+    assert mean["reward/a"] == pytest.approx((x["reward/a"] + 0) / 2) and metrics["reward"] != mean["reward"]
+    assert math.isnan(y["reward/b"])
+    assert mean["reward/b"] == x["reward/b"] and mean["reward_error/b"] == x["reward_error/b"], "of those that it has"
+    assert x["reward_error/b"] == pytest.approx(np.std([0.5, 3, 3], ddof=1) / math.sqrt(3))
+
+    pairs = evaluation_metrics({}, torch.tensor([0.0, 1, 2, 4]), 1, list("xxyy"))["kinds"]
+    assert pairs[MEAN]["reward_error"] == pytest.approx(math.hypot(0.5, 1.0) / 2), "errors of kinds are independent"
+    for kinds in (None, ["x"] * 4):
+        assert "kinds" not in evaluation_metrics({"a": a}, a, 2, kinds), "one kind needs no table"
+
+
+def test_the_best_of_a_group_is_the_head_room():
+    values = torch.tensor([0.0, 3.0, 1.0, NAN, NAN, NAN, -2.0, NAN, -1.0])
+    metrics = reward_metrics({"a": -values}, values, 3)
+    assert metrics["reward_best"] == pytest.approx((3 - 1) / 2) and metrics["reward_best/a"] == pytest.approx(
+        (0 + 2) / 2
+    )
+    assert math.isnan(reward_metrics({}, values[3:6], 3)["reward_best"])
+
+
+def evaluation(step, **numbers):
+    """A record of evaluation.jsonl: two kinds of two prompts, two pictures each; `numbers` are the rewards of x and y."""
+    record = {"step": step}
+    for prefix, (x, y) in (("", numbers["training"]), ("held_out/", numbers["held_out"])):
+        values = torch.tensor([x, x, x, x + 0.2, y, y, y, y + 0.2])
+        metrics = evaluation_metrics({"f.py:facts": values, "g.py:right": 2 * values}, values, 2, list("xxyy"))
+        record |= {prefix + key: value for key, value in without_nan(metrics).items()}
+    return record
+
+
+BEFORE = evaluation(0, training=(0.2, 0.4), held_out=(0.1, 0.3))
+AFTER = evaluation(9, training=(0.5, 0.4), held_out=(0.3, 0.3))
+
+
+def test_the_table_by_hand():
+    lines = kinds_table(BEFORE, AFTER)
+    assert [line.strip("| ").split(" | ")[0].strip() for line in lines] == [
+        "", "training", lines[2].split()[1], "x", "y", MEAN, "", "held out", lines[2].split()[1], "x", "y", MEAN,
+    ]  # fmt: skip
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[1] == ["training", "prompts", "f.py:facts", "g.py:right"], "the lone reward is the sum, and shown once"
+    assert cells[3] == ["x", "2", "0.25 +- 0.05 -> 0.55 +- 0.05", "0.50 +- 0.10 -> 1.10 +- 0.10"]
+    assert cells[5][:3] == [MEAN, "4", "0.35 +- 0.04 -> 0.50 +- 0.04"]
+    assert cells[9][2] == "0.15 +- 0.05 -> 0.35 +- 0.05"
+    assert len({len(line) for line in lines[1:6]}) == 1, "columns stand under one another"
+    assert "0.55 +- 0.05" in kinds_table(AFTER)[3] and "->" not in kinds_table(AFTER)[3]
+    plain = {name: value for name, value in AFTER.items() if "kinds" not in name}
+    assert kinds_table(plain) == kinds_table(plain, AFTER) == []
+
+
+def test_two_rewards_have_their_sum_in_the_table():
+    values = torch.tensor([0.0, 1, 2, 4])
+    metrics = evaluation_metrics({"a": values, "b": values}, 2 * values, 1, list("xxyy"))
+    assert kinds_table(metrics)[1].split()[3::2] == ["prompts", "reward", "a", "b"]
+
+
+def test_a_line_of_an_evaluation_has_errors():
+    before, after = (np.std(means, ddof=1) / 2 for means in ([0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.4, 0.5]))
+    words = f"reward 0.350 +- {before:.3f} -> 0.500 +- {after:.3f}, f.py:facts 0.350 +- {before:.3f} -> 0.500"
+    assert summary("", BEFORE, AFTER).startswith(words)
+    assert summary("held_out/", AFTER).endswith("(8 images: 4 prompts x 2)")
+
+
+def test_a_drop_within_the_error_is_no_warning():
+    def words(*pairs):
+        return best_step(
+            [{"step": i, "held_out/reward": r, "held_out/reward_error": e} for i, (r, e) in enumerate(pairs)]
+        )[1]
+
+    assert words((0.877, 0.03), (0.875, 0.03)) == "" and words((0.9, 0.08), (0.8, 0.08)) == "", "0.08 each, 0.11 both"
+    assert words((0.9, 0.03), (0.8, 0.03)) == (
+        "on held-out prompts the reward was higher after 0 steps, 0.900 +- 0.030, than at the end, 0.800 +- 0.030"
+    )
+    assert words((0.9, None), (0.8, None)) != "", "of one prompt there is no error"
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def pixels(path):
+    return np.asarray(Image.open(path).convert("RGB")).astype(int)
+
+
+def count(picture, colour):
+    """How many pixels are of a colour such as "#2060c0"."""
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((np.abs(picture - wanted).sum(-1) < 12).sum())
+
+
+def test_bars_are_as_long_as_their_means(tmp_path):
+    save_kinds(tmp_path / "both.png", BEFORE, AFTER)
+    both = pixels(tmp_path / "both.png")
+    pale, dark, red = (count(both, colour) for colour in ("#a8c4e8", "#2060c0", "#d02030"))
+    assert dark / pale == pytest.approx(0.5 / 0.35, rel=0.12) and red / dark == pytest.approx(0.35 / 0.5, rel=0.12)
+    save_kinds(tmp_path / "one.png", AFTER)
+    assert count(pixels(tmp_path / "one.png"), "#a8c4e8") < 20 and count(pixels(tmp_path / "one.png"), "#2060c0") > dark
+    save_kinds(tmp_path / "none.png", {name: value for name, value in AFTER.items() if "kinds" not in name})
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_bars_of_what_is_negative_or_missing(tmp_path):
+    values = torch.tensor([-1.0, -0.5, NAN, NAN])
+    metrics = evaluation_metrics({"a": values}, torch.tensor([-1.0, -0.5, -0.2, 0.3]), 1, list("xxyy"))
+    save_kinds(tmp_path / "kinds.png", {"step": 0, **without_nan(metrics)})
+    assert count(pixels(tmp_path / "kinds.png"), "#2060c0") > 1000
+
+
+def run_with(folder, *evaluations):
+    """A run's folder with the pictures of evaluations: {step: for each prompt (rewards, {judge: its answers})}."""
+    made = []
+    for step, shown in evaluations:
+        pictures = folder / "evaluation" / f"{step:06d}"
+        pictures.mkdir(parents=True)
+        for i, (rewards, _) in enumerate(shown):
+            for j in range(len(rewards)):
+                Image.new("RGB", (64, 64), "black").save(pictures / f"{i + 1}-{j + 1}.png")
+        made.append({"step": step, "shown": [[f"prompt {i}", *entry] for i, entry in enumerate(shown)]})
+    return made
+
+
+def test_right_pictures_are_framed_green_and_wrong_ones_red(tmp_path):
+    """By the first judge that answers yes or no; in its place in the picture, and told in the title."""
+    before = (0, [([0.1, 0.2], {"h.py:pretty": [0.0, 0.7], "g.py:right": [0, 1.0], "late": [1, 1]})])
+    after = (5, [([0.1, 0.2], {"h.py:pretty": [1.0, 0.0], "g.py:right": [1, None], "late": [0, 0]})])
+    save_before_after(tmp_path, *run_with(tmp_path, before, after))
+    sheet = pixels(tmp_path / "before-after.png")
+    black = (sheet.sum(-1) == 0)[:, :]
+    row = int(black.sum(1).argmax())
+    left = [x for x in np.flatnonzero(black[row]) if not black[row, x - 1]]
+    frames = ["#{:02x}{:02x}{:02x}".format(*sheet[row, x - 2]) for x in left]
+    assert frames == [FRAMES[0], FRAMES[1], FRAMES[1], "#ffffff"]
+    assert count(sheet, FRAMES[1]) == pytest.approx(2 * count(sheet, FRAMES[0]), rel=0.01)
+
+
+def test_without_such_a_judge_there_are_no_frames(tmp_path):
+    shown = [([0.1, 0.2], {"h.py:pretty": [0.0, 0.7]})]
+    save_before_after(tmp_path, None, *run_with(tmp_path, (5, shown)))
+    sheet = pixels(tmp_path / "before-after.png")
+    assert count(sheet, FRAMES[1]) == count(sheet, FRAMES[0]) == 0
+
+
+def test_beside_the_saw_stands_its_mean_over_the_last_steps(tmp_path):
+    """A saw between 0 and 1: its mean is near a half, but for the first steps, which have few before them."""
+    metrics = [{"step": s, "reward": float(s % 2)} for s in range(1, 41)]
+    save_curves(tmp_path / "reward.png", metrics, [])
+    picture = pixels(tmp_path / "reward.png")[75:195, 70:305]
+    grey = (np.abs(picture - 0x66).sum(-1) < 12).nonzero()[0]
+    assert len(grey) > 200 and 35 < grey.min() and grey.max() < 85
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+JUDGES = """
+def place(images, prompts, targets):
+    return [{"one": 0.26, "two": 0.5, "three": 0.75, "four": 1.0}.get(p, 0.0) + 0.1 * (i % 2) for i, p in enumerate(prompts)]
+
+
+def right(images, prompts, targets):
+    return [float("t" in p) for p in prompts]
+"""
+
+
+def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
+    Path("own.txt").write_text("# kind: low\none\ntwo\nzero\n# kind: high\nthree\nfour\nfive\n")
+    Path("new.txt").write_text("two\nthree\n")
+    Path("mine.py").write_text(JUDGES)
+    arguments = ["--prompts", "own.txt", "--targets", "none", "--eval-prompts", "new.txt", "--eval-targets", "none"]
+    arguments += ["--reward", "mine.py:place", "--eval-reward", "mine.py:right", "--eval-count", "4"]
+    assert quick(*arguments, "--steps", "1", "--out", "run") == 0
+    _, after = records("run/evaluation.jsonl")
+    low = after["kinds"]["low"]
+    assert low["prompts"] == 2 and low["reward"] == pytest.approx((0.26 + 0.5) / 2 + 0.05), "not zero, the third"
+    assert low["reward_error"] == pytest.approx(0.24 / 2) and low["reward/mine.py:right"] == 0.5
+    assert after["kinds"]["high"]["reward/mine.py:right"] == 0.5 and after["reward/mine.py:right"] == 0.5
+    assert "held_out/kinds" not in after and after["held_out/reward_error"] == pytest.approx(0.25 / 2)
+    shown = [(prompt, judges["mine.py:right"]) for prompt, _, judges in after["shown"]]
+    assert shown == [("one", [0, 0]), ("three", [1, 1]), ("two", [1, 1]), ("two", [1, 1]), ("three", [1, 1])]
+    lines = "".join(capfd.readouterr()).splitlines()
+    row = "| low               | 2       | 0.43 +- 0.12 -> 0.43 +- 0.12 | 0.50 +- 0.50 -> 0.50 +- 0.50 |"
+    assert lines.count(row) == 1, "once, at the end"
+    assert row in Path("run/adapter/README.md").read_text().splitlines()
+    assert Image.open("run/kinds.png").width > 600
+    assert count(pixels("run/before-after.png"), FRAMES[0]) > 100
+    assert json.loads(Path("run/metrics.jsonl").read_text())["reward_best"] > 0
+
+
+def test_what_only_evaluates_prints_its_table_too(quick, capfd):
+    Path("own.txt").write_text("# kind: low\none\n# kind: high\nthree\n")
+    Path("mine.py").write_text(JUDGES)
+    arguments = ["--eval-prompts", "own.txt", "--eval-targets", "none", "--eval-count", "2"]
+    assert quick(*arguments, "--reward", "mine.py:place", "--steps", "0", "--out", "run") == 0
+    output = "".join(capfd.readouterr())
+    assert "| low               | 1       | 0.31" in output and f"| {MEAN} | 2       | 0.5" in output
+    assert Path("run/kinds.png").exists()

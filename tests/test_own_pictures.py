@@ -1,0 +1,182 @@
+"""Prompts and pictures of one's own: read as every viewer shows them, made to size, and named where they do not fit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import records, resume
+from PIL import Image, ImageDraw
+
+from runtime import UserError
+from runtime.data import read_prompts
+
+WHITE = (255, 255, 255)
+RED = (255, 0, 0)
+
+
+def read(folder, *pictures, edit=False, size=(64, 64), sizes=()):
+    """The pictures (name, PIL image) as a run gets them, as targets or as sources, one prompt for each."""
+    (folder / "prompts.txt").write_text("make it blue\n" * (len(pictures) or 1))
+    (folder / "own").mkdir(exist_ok=True)
+    for name, image in pictures:
+        image.save(folder / "own" / name)
+    if edit:
+        return [source.image for source in read_prompts(folder / "prompts.txt", None, folder / "own", size).sources]
+    return read_prompts(folder / "prompts.txt", folder / "own", None, size).targets
+
+
+def refusal(folder, *pictures, count=1):
+    (folder / "prompts.txt").write_text("make it blue\n" * count)
+    with pytest.raises(UserError) as raised:
+        read_prompts(folder / "prompts.txt", folder / "own", None, (64, 64))
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("edit", [False, True])
+def test_a_photo_from_a_phone_stands_upright(tmp_path, edit):
+    """Stored on its side, with a note in its EXIF how to turn it: the red stripe is at the top."""
+    shown = Image.new("RGB", (300, 400), "white")
+    ImageDraw.Draw(shown).rectangle((0, 0, 300, 100), fill="red")
+    for orientation, turn in ((6, Image.Transpose.ROTATE_90), (3, Image.Transpose.ROTATE_180)):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        path = tmp_path / "own"
+        path.mkdir(exist_ok=True)
+        shown.transpose(turn).save(path / "1.png", exif=exif)
+        (tmp_path / "prompts.txt").write_text("make it blue\n")
+        if edit:
+            (source,) = read_prompts(tmp_path / "prompts.txt", None, path, (256, 256)).sources
+            image = source.image
+            assert image.width < image.height, "nearly its own shape"
+        else:
+            (image,) = read_prompts(tmp_path / "prompts.txt", path, None, (64, 64)).targets
+        assert image.getpixel((image.width - 3, 3)) == image.getpixel((3, 3)) == RED
+        assert image.getpixel((3, image.height - 3)) == WHITE
+
+
+def test_sixteen_bits_and_floats_are_scaled_to_eight(tmp_path):
+    ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64)
+    deep = Image.fromarray(ramp.astype(np.uint16))
+    float_ramp = Image.fromarray((ramp / 65535).astype(np.float32))
+    whole = Image.fromarray(ramp.astype(np.int32))
+    for image in read(tmp_path, ("1.png", deep), ("2.tiff", float_ramp), ("3.tiff", whole), ("4.tiff", deep)):
+        assert np.abs(np.asarray(image) - (ramp / 257)[..., None]).max() < 0.51
+
+
+@pytest.mark.parametrize(("kind", "values"), [(np.float32, (0, 200)), (np.int32, (0, 70_000)), (np.float32, (-1, 1))])
+def test_a_range_that_no_viewer_knows_is_refused(tmp_path, kind, values):
+    (tmp_path / "own").mkdir()
+    Image.fromarray(np.array([values], dtype=kind)).save(tmp_path / "own" / "1.tiff")
+    assert "own/1.tiff cannot be read: its values" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_see_through_is_white_and_said_once(tmp_path, capsys, mode):
+    """A red disc on black that nobody sees, in any of the ways to store that; a picture without holes is not named."""
+    disc = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+    ImageDraw.Draw(disc).ellipse((16, 16, 48, 48), fill=(255, 0, 0, 255))
+    opaque = Image.new("RGBA", (64, 64), (255, 0, 0, 255))
+    (first, second, third) = read(tmp_path, ("1.png", disc.convert(mode)), ("2.png", disc), ("3.png", opaque))
+    assert first.mode == "RGB" and first.getpixel((2, 2)) == second.getpixel((2, 2)) == WHITE
+    assert second.getpixel((32, 32)) == third.getpixel((2, 2)) == RED
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{tmp_path}/own: 2 pictures with transparency, put on white"]
+
+
+def test_half_transparent_red_is_pink(tmp_path):
+    (image,) = read(tmp_path, ("1.png", Image.new("RGBA", (64, 64), (255, 0, 0, 128))))
+    assert np.abs(np.subtract(image.getpixel((5, 5)), (255, 127, 127))).max() <= 1
+
+
+def test_targets_have_the_size_of_what_they_are_compared_with(tmp_path):
+    """That which is painted; with sources that is the source's own shape."""
+    photo = Image.effect_noise((400, 300), 80).convert("RGB")
+    (image,) = read(tmp_path, ("1.png", photo), size=(96, 64))
+    assert image.tobytes() == photo.resize((96, 64), Image.Resampling.LANCZOS).tobytes()
+    prompts = read_prompts(tmp_path / "prompts.txt", tmp_path / "own", tmp_path / "own", (128, 128))
+    assert prompts.targets[0].size == prompts.sources[0].image.size == (160, 96)
+
+
+@pytest.mark.parametrize("edit", [False, True])
+def test_pictures_are_made_to_size_as_they_are_read(tmp_path, monkeypatch, edit):
+    """One after the other, or 256 photos of 12 megapixels would take 13 GB."""
+    seen = []
+    opened = Image.open
+    resize = Image.Image.resize
+    monkeypatch.setattr(Image, "open", lambda *given: seen.append("open") or opened(*given))
+    monkeypatch.setattr(Image.Image, "resize", lambda *given, **more: seen.append("resize") or resize(*given, **more))
+    read(tmp_path, *[(f"{i}.png", Image.new("RGB", (300, 300))) for i in range(3)], edit=edit)
+    assert seen == ["open", "resize"] * 3
+
+
+def test_what_was_counted_and_what_was_left_out_is_named(tmp_path):
+    """What a Mac leaves beside each file, what an iPhone makes, what Pillow writes but does not read, a folder."""
+    read(tmp_path, ("1.png", Image.new("RGB", (32, 32))), ("2.JPG", Image.new("RGB", (32, 32))))
+    for name in ("._1.png", "3.HEIC", "notes.pdf", "film.mpg", "Thumbs.db"):
+        (tmp_path / "own" / name).write_bytes(b"no picture")
+    (tmp_path / "own" / "x.png").mkdir()
+    assert len(read_prompts(tmp_path / "prompts.txt", tmp_path / "own", None, (64, 64)).targets) == 2
+    words = f"{tmp_path}/own has 2 pictures for 3 prompts; give one per prompt, by line (1.png, 2.JPG; left out: "
+    assert refusal(tmp_path, count=3) == f"{words}._1.png, 3.HEIC, Thumbs.db, film.mpg and 2 more)"
+    for i in range(3, 8):
+        Image.new("RGB", (32, 32)).save(tmp_path / "own" / f"{i}.png")
+    for name in ("._1.png", "3.HEIC", "notes.pdf", "film.mpg", "Thumbs.db"):
+        (tmp_path / "own" / name).unlink()
+    (tmp_path / "own" / "x.png").rmdir()
+    assert refusal(tmp_path, count=3).endswith("has 7 pictures for 3 prompts; give one per prompt, by line "
+                                               "(1.png, 2.JPG, 3.png, 4.png and 3 more)")  # fmt: skip
+
+
+def test_digits_that_are_no_numbers_are_letters(tmp_path):
+    """A superscript two is a digit to Python but no number; "٣" is a number that sorts among letters."""
+    names = ("10.png", "2.png", "²1.png", "٣1.png", "b.png")
+    pictures = read(tmp_path, *((name, Image.new("RGB", (64, 64), (i, 0, 0))) for i, name in enumerate(names)))
+    assert [picture.getpixel((0, 0))[0] for picture in pictures] == [1, 0, 4, 2, 3]
+
+
+def test_a_picture_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatch):
+    read(tmp_path, ("1.png", Image.effect_noise((64, 64), 90)))
+    file = tmp_path / "own" / "1.png"
+    whole = file.read_bytes()
+    words = f"the target picture {file} cannot be read: "
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+        assert refusal(tmp_path).startswith(f"{words}Image size (4096 pixels) exceeds limit of 2000 pixels")
+    broken = whole.replace(b"IDAT", b"IDBT")
+    for damaged in (whole[:100], b"no picture", broken):
+        file.write_bytes(damaged)
+        assert refusal(tmp_path).startswith(words)
+
+
+def test_prompts_end_at_line_feeds_only(tmp_path):
+    """Not at the other characters that str.splitlines knows, which are found in text from web pages and PDFs."""
+    odd = ["line\u2028separator", "form\x0cfeed", "file\x1cseparator", "next\x85line"]
+    (tmp_path / "prompts.txt").write_bytes("\r\n".join(["\ufeffa circle", *odd, "", "\u200b", "a cross"]).encode())
+    assert read_prompts(tmp_path / "prompts.txt", None).texts == ["a circle", *odd, "a cross"]
+
+
+def test_edits_with_the_same_wish_are_told_apart_by_their_line(quick):
+    """groups.jsonl says which line of the file a group is of; blank lines count, as in an editor."""
+    Path("own.txt").write_text("a red circle\n\na blue cross\na red circle\n")
+    arguments = ["--prompts", "own.txt", "--targets", "none", "--reward", "mine.py:own", "--prompts-per-step", "3"]
+    Path("mine.py").write_text("def own(images, prompts, targets):\n    return [0.5] * len(images)\n")
+    assert quick(*arguments, "--order", "file", "--steps", "1", "--out", "run") == 0
+    groups = records("run/groups.jsonl")
+    assert [(group["line"], group["prompt"]) for group in groups] == [
+        (1, "a red circle"), (3, "a blue cross"), (4, "a red circle"),
+    ]  # fmt: skip
+
+
+def test_a_resumed_run_began_with_the_adapters_of_both_halves(quick, capsys):
+    """Another adapter of the decoder alone is another beginning, too."""
+    short = ["--train", "both", "--paintings", "2", "--decode-steps", "2"]
+    assert quick(*short, "--steps", "1", "--out", "first") == 0
+    assert quick(*short, "--adapter", "first", "--steps", "1", "--out", "run") == 0
+    file = Path("first/decoder-adapter/pytorch_lora_weights.safetensors")
+    weights = bytearray(file.read_bytes())
+    weights[-1] ^= 1
+    file.write_bytes(weights)
+    capsys.readouterr()
+    assert resume("run", "--steps", "2") == 2
+    assert "run began with another --adapter first: put it back" in capsys.readouterr().err
