@@ -576,7 +576,7 @@ def _check_sampling(prompts, allowed_ids, temperature, top_p, generators):
         if not torch.is_tensor(ids) or ids.ndim != 1 or len(ids) == 0:
             given = f"a tensor {tuple(ids.shape)}" if torch.is_tensor(ids) else f"a {type(ids).__name__}"
             raise ValueError(f"a prompt is {given}: give a tensor (L,) of ids, with L 1 or more")
-    first = getattr(allowed_ids, "start", None)
+    first = allowed_ids.start if isinstance(allowed_ids, slice) else None
     if not isinstance(first, int) or first < 0 or allowed_ids.step not in (None, 1):
         raise ValueError(f"allowed_ids is {allowed_ids}: give slice(first, end), with first 0 or more")
     if temperature <= 0 or not 0 < top_p <= 1:

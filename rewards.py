@@ -18,13 +18,6 @@ On its way to your function a step calls parse_rewards (once), begin_scoring (fo
 and score (for all prompts: calls the rest, then waits); both call it by call_reward, which names it in every error, and
 with_its_arguments, which hands it copies. combine makes one number per picture of what the rewards say.
 
-    mse, ssim, lpips           likeness to the target: in pixels, in local structure, in what AlexNet sees
-    text                       whether an OCR reads the words that the prompt puts in quotes
-    clip, pickscore, hps       fit to the prompt: CLIP, and two CLIPs tuned to people's choices
-    aesthetic                  how pretty people find it, whatever the prompt
-    vqa                        what a vision-language model answers when asked about the picture
-    edit, keep                 for edits: whether that model finds it done and all else kept; likeness to the source
-
 Models load once, when named, from where REWARDS says. A folder given instead holds all the files of that row together.
 """
 
@@ -305,7 +298,6 @@ class Vqa:
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         self.model = _pretrained(AutoModelForImageTextToText, model, dtype)
         self.processor = AutoProcessor.from_pretrained(model)
-        self.processor.image_processor = PreparesOnce(self.processor.image_processor)
         tokenizer = self.processor.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         self.yes = answer_ids(tokenizer, "yes")
@@ -346,8 +338,7 @@ class Vqa:
         """Q of (pictures shown together, question, sign) -> (Q,) float32 on the CPU, in 0..1."""
         size = AT_ONCE // max((len(shown) for shown, _, _ in asked), default=1)
         parts = [asked[at : at + size] for at in range(0, len(asked), size)]
-        self.processor.image_processor.prepared = {}  # those of an earlier call may have changed since
-        with lend_gpu(self.model) as device:
+        with preparing_once(self.processor.image_processor), lend_gpu(self.model) as device:
             odds = [self.log_odds([(shown, question) for shown, question, _ in part], device) for part in parts]
         signs = torch.tensor([float(sign) for _, _, sign in asked])
         return (signs * torch.cat([torch.zeros(0), *odds]) / 2).sigmoid()
@@ -393,33 +384,31 @@ class Edit(Vqa):
                 "Is everything else in the second picture as it was in the first?": 1}  # fmt: skip
 
 
-class PreparesOnce:
-    """An image processor that prepares a picture once, not once per question: SmolVLM's cuts it into 17 tiles.
+@contextmanager
+def preparing_once(processor):
+    """Makes an image processor prepare each picture once, not once per question: SmolVLM's cuts it into 17 tiles.
 
-    Pictures of several sizes it prepares all together, as they are padded to one size.
+    Pictures of several sizes are prepared together as before, because they are padded to one size.
     """
+    preprocess = processor.preprocess
+    prepared = {}  # {ids of the pictures shown together: BatchFeature}
 
-    def __init__(self, prepare):
-        self.prepare = prepare
-        self.prepared = {}  # what the last pass had, by the ids of the pictures shown together
+    def once(images, **options):  # B lists of pictures shown together
+        if len({picture.size for shown in images for picture in shown}) > 1:
+            return preprocess(images, **options)
+        rows = []
+        for shown in images:
+            ids = tuple(map(id, shown))
+            prepared[ids] = prepared.get(ids) or preprocess([shown], **options)
+            rows.append(prepared[ids])
+        join = lambda parts: torch.cat(parts) if torch.is_tensor(parts[0]) else [row for part in parts for row in part]
+        return type(rows[0])({name: join([row[name] for row in rows]) for name in rows[0]})
 
-    def __getattr__(self, name):
-        return getattr(self.prepare, name)
-
-    def __call__(self, images, **options):
-        """images: B lists of pictures shown together."""
-        if any(isinstance(shown, Image.Image) for shown in images) or len({p.size for s in images for p in s}) > 1:
-            return self.prepare(images, **options)
-        ids = [tuple(map(id, shown)) for shown in images]
-        known = self.prepared
-        different = dict(zip(ids, images, strict=True))
-        self.prepared = {key: known.get(key) or self.prepare([each], **options) for key, each in different.items()}
-        rows = [self.prepared[key] for key in ids]
-        return type(rows[0])({name: _joined([row[name] for row in rows]) for name in rows[0]})
-
-
-def _joined(batches):
-    return torch.cat(batches) if torch.is_tensor(batches[0]) else [row for batch in batches for row in batch]
+    processor.preprocess = once
+    try:
+        yield
+    finally:
+        processor.preprocess = preprocess
 
 
 def answer_ids(tokenizer, word):

@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -36,6 +37,7 @@ from runtime.gpu import place, plan
 from runtime.log import Phases, Record
 from runtime.metrics import evaluation_metrics
 from runtime.rescue import failing_together, rescued, resume_command
+from runtime.reward_memory import own_memory
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
 SHOWN = 3  # in before-after.png: pictures per prompt; prompts of one kind
@@ -247,9 +249,13 @@ def train(settings):
     device = ranks.device()
     with claim_folder(settings) as out:
         prompts, held_out, hashes = read_inputs(settings)
+        given = settings.micro_batch_size
         turns = plan(memory.needed, meta_models, settings, device)  # before anything is downloaded
         print_start(settings, out, device, len(prompts), len(held_out))
         data = load_data(settings, prompts, held_out)
+        if device.type == "cuda" and (own := own_memory(data.rewards | data.judges)):  # which only now is known
+            settings.micro_batch_size = given
+            turns = plan(partial(memory.needed, own=own), meta_models, settings, device)
         run, begun = load_run(settings, data, device, turns)
         ranks.wait()
         with closing(run.phase), rescued(Record(out, settings, hashes, run.phase, run.trainers, begun)) as record:

@@ -222,7 +222,7 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
             log_density(x, *gaussian_step(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
     ids = torch.zeros(micro_batch, prompt + length, dtype=torch.long, device=META)
     positions = torch.zeros(3, prompt + length, dtype=torch.long, device=META)
-    nucleus = torch.zeros(micro_batch, length, allowed_ids.stop, dtype=torch.bool)  # on the CPU, as in a Group
+    nucleus = torch.ones(micro_batch, length, allowed_ids.stop, dtype=torch.bool)  # on the CPU, as in a Group
     inputs = {"position_ids": positions, **codes.sampling_args}
     with phase("reference"), torch.no_grad(), policy.disable_adapter():
         get_per_token_logprobs(policy, ids, length, nucleus=nucleus, **inputs)
@@ -239,9 +239,7 @@ def main():
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8], help="group sizes (default: 4 8)")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
     parser.add_argument("--base", default="bfloat16", choices=("bfloat16", "int8"), help="the frozen weights")
-    parser.add_argument(
-        "--rewards", default="pickscore:1,clip:1,hps", help="(default: those of a run, pickscore:1,clip:1,hps)"
-    )
+    parser.add_argument("--rewards", default="pickscore:1,clip:1,hps", help="(default: those of a run)")
     parser.add_argument("--edits", action="store_true", help="of pictures of the same size, instead of painting anew")
     options = parser.parse_args()
     codes, decoder = build(options.base)

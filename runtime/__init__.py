@@ -5,7 +5,6 @@ import sys
 import warnings
 
 import diffusers
-import huggingface_hub
 import transformers
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # by one library about another
@@ -13,8 +12,7 @@ warnings.filterwarnings("ignore", message="TensorFloat32")  # the adapter's prod
 diffusers.utils.logging.set_verbosity_error()  # it warns of modules to keep in float32 where there are none
 if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar would be a line
     diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()  # those of downloads too, which need no such help
-    huggingface_hub.utils.enable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
 
 
 class UserError(Exception):

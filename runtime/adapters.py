@@ -75,15 +75,8 @@ def start_from(folder, name, model):
     file = adapter_file(folder, name)
     if file is None:
         return False
-    try:
-        with safe_open(file, "pt") as opened:
-            weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            config = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        if (file.parent / "adapter_config.json").is_file():
-            config = json.loads((file.parent / "adapter_config.json").read_text())
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"cannot read the adapter {file}: {str(error).splitlines()[0]}") from None
-    weights = {f"base_model.model.{key.removeprefix('base_model.model.')}": weights[key] for key in weights}
+    weights, config = read_adapter(file)
+    weights = {f"base_model.model.{name}": weight for name, weight in weights.items()}
     fresh = peft.get_peft_model_state_dict(model)
     lora = model.peft_config["default"]
     if (config.get("r"), config.get("lora_alpha")) != (lora.r, lora.lora_alpha):
@@ -93,3 +86,16 @@ def start_from(folder, name, model):
         raise UserError(f"--adapter {folder} does not fit: it is that of another model, or of other layers")
     peft.set_peft_model_state_dict(model, weights)
     return True
+
+
+def read_adapter(file):
+    """({name: weight}, configuration) of an adapter that PEFT or diffusers has saved; names as in the model's own."""
+    try:
+        with safe_open(file, "pt") as opened:
+            weights = {key.removeprefix("base_model.model."): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            config = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        if (file.parent / "adapter_config.json").is_file():
+            config = json.loads((file.parent / "adapter_config.json").read_text())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"cannot read the adapter {file}: {str(error).splitlines()[0]}") from None
+    return weights, config

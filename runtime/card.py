@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from runtime import counted, ranks, reward_names, short_name
 from runtime.metrics import kinds_table, with_error
 
@@ -27,7 +29,7 @@ from diffusers import GlmImagePipeline
 
 FOLDER = "where this file is"
 # torch.set_num_threads(1)  # ten times faster on a busy CPU, for tiny-glm-image
-pipe = GlmImagePipeline.from_pretrained("{base}", dtype="auto")  # on a GPU: .to("cuda")
+pipe = GlmImagePipeline.from_pretrained("{base}", dtype=torch.{dtype})  # on a GPU: .to("cuda")
 pipe.{load}
 settings = dict(num_inference_steps={eval_decode_steps}, guidance_scale={eval_guidance_scale})
 settings["generator"] = torch.Generator().manual_seed(0)
@@ -74,6 +76,7 @@ def write_card(folder, settings, before, after, picture):
     lines += kinds_table(*([before] if before else []), after)
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
     values = {**vars(settings), "base": base, "steps": counted(after["step"], "step"), "table": "\n".join(lines)}
+    values["dtype"] = "bfloat16" if torch.cuda.is_available() else "float32"  # as trained; diffusers knows no "auto"
     values["prompts"] = counted(settings.prompts_per_step, "prompt")
     values |= {"each": f" on each of {ranks.count()} processes" if ranks.count() > 1 else ""}
     values |= dict(zip(("what", "load"), ADAPTERS[folder.name]))

@@ -45,9 +45,8 @@ def plan(needed, meta_models, settings, device):
     if device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(
-            f"{torch.cuda.get_device_name(device)} has no bfloat16: take a GPU of the Ampere series or newer"
-        )
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"{name} has no bfloat16: take a GPU of the Ampere series or newer")
     free, host = free_memory(device)
     models = functools.cache(lambda base: meta_models(changed(settings, base=base), device))
 

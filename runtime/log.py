@@ -131,17 +131,15 @@ class Record:
         self.done = done
         self.skipped = 0  # steps in a row without a finite gradient
         self.writes = ranks.rank() == 0
-        self.evaluations = read_jsonl(out / "evaluation.jsonl", done)
-        metrics = read_jsonl(out / "metrics.jsonl", done)
-        groups = read_jsonl(out / "groups.jsonl", done)
+        kept = {name: read_jsonl(out / f"{name}.jsonl", done) for name in ("evaluation", "metrics", "groups")}
+        self.evaluations = kept["evaluation"]
         ranks.gather(None)  # all ranks have read the files that the first one now writes
         self.tracker = None
         if self.writes:
             with checkpoints.writing(out):
                 (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
-                write_jsonl(out / "evaluation.jsonl", self.evaluations)
-                write_jsonl(out / "metrics.jsonl", metrics)
-                write_jsonl(out / "groups.jsonl", groups)
+                for name, records in kept.items():
+                    write_jsonl(out / f"{name}.jsonl", records)
             self.tracker = start_tracker(settings, out, done)
         self.stop = StopRequest()
         self.half_made = False  # an optimizer has stepped, and the step has not ended: nothing of it is to be saved
@@ -296,7 +294,7 @@ class Record:
 
 
 def best_step(evaluations):
-    """The first step whose adapter did best on held-out prompts, or on training prompts if no reward applied to those.
+    """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
 
     Also words for how much better than at the end, empty if that is within the standard error of the difference.
     """

@@ -61,7 +61,7 @@ def rescued(record):
         ) from None
     except TorchDynamoException as error:
         record.save_whole_step()
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())[:120]
         raise UserError(f"torch.compile failed ({reason}); --compile no captures the same step without it") from None
     except Exception:  # not an error that the user can fix: the traceback is shown
         record.save_whole_step()

@@ -33,6 +33,22 @@ def scoring_memory(spec, pictures):
     return max(needed)
 
 
+def own_memory(rewards):
+    """Bytes of the most that a reward of the user's own, loaded by now, holds in models beside the GPU; says so.
+
+    rewards: {name: (function, weight)}. What is on the GPU already is not counted: it is no longer free.
+    """
+    needed = [0]
+    for name, (function, _) in rewards.items():
+        if ".py:" in name:
+            models = [parameter for module in modules_of(function) for parameter in module.parameters()]
+            needed.append(sum(parameter.nbytes for parameter in models if not parameter.is_cuda))
+            print(
+                f"{name}: its models count as {needed[-1] / 1e9:.1f} GB of the GPU while it scores, as far as is seen"
+            )
+    return max(needed)
+
+
 def modules_of(function):
     """The torch modules that a reward holds, where they can be seen: what its code names, its attributes, and theirs."""
     held = [function, *getattr(function, "__dict__", {}).values()]

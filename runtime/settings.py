@@ -39,14 +39,13 @@ ABOUT = """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        """One line, as for any error that the user can fix, with the flag that an unknown one may have meant."""
-        known = self._option_string_actions
-        meant = ""
+        """One line, as for any error that the user can fix; for an unknown flag, also one that may have been meant."""
+        meant = []
         if message.startswith("unrecognized arguments: --"):
             flag = message.split()[2].partition("=")[0].replace("_", "-")
-            similar = [name for name in known if name.startswith(flag)] or difflib.get_close_matches(flag, known)
-            meant = f"; did you mean {similar[0]}?" if similar else ""
-        raise UserError(message.removeprefix("argument ") + meant)
+            known = self._option_string_actions
+            meant = [name for name in known if name.startswith(flag)] or difflib.get_close_matches(flag, known)
+        raise UserError(message.removeprefix("argument ") + (f"; did you mean {meant[0]}?" if meant else ""))
 
 
 def number(kind, interval):
@@ -104,8 +103,7 @@ def build_parser():
     flag("reward", str, (f"{TINY}/check.py:facts", "pickscore:1,clip:1"),
          f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function, which runs that "
          "file; FOLDER: the model's files, in place of a download")  # fmt: skip
-    flag("combine", str, None, "sum of the rewards, or of their z-scores in a group (default: zscore for several)",
-         ("sum", "zscore"))  # fmt: skip
+    flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
 
     group = parser.add_argument_group("the algorithm")
     flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both",
@@ -121,11 +119,9 @@ def build_parser():
     # GLM-Image: Adam's first steps are of full size whatever the gradient, and clipping does not bound them.
     flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the learning rates rise")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
-    flag("noise_level", number(float, "(0, 1]"), 0.7,
-         "if the decoder learns: how much of the noise a denoising step draws anew; 1: all")  # fmt: skip
+    flag("noise_level", number(float, "(0, 1]"), 0.7, "if the decoder learns: share of a step's noise drawn anew")
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
-    flag("kl_coef", number(float, "[0, inf)"), (0.1, 0.01),
-         "weight of the KL divergence from the model before training")  # fmt: skip
+    flag("kl_coef", number(float, "[0, inf)"), (0.1, 0.01), "weight of the KL from the model before training")
     flag("lora_rank", count, 16, "rank of the adapter")
     flag("lora_alpha", count, None, "the adapter's update is scaled by this over the rank (default: twice the rank)")
     flag("seed", number(int, "[0, 4294967295]"), 0, "fixes the order of prompts, the samples and the noise")
@@ -161,8 +157,7 @@ def build_parser():
          "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU up to 8, as fit")  # fmt: skip
     flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
-    flag("compile", str, "auto", "compile the step of one token for sampling; auto: on a GPU, where it is captured anyway",
-         switch)  # fmt: skip
+    flag("compile", str, "auto", "compile sampling; auto: on a GPU, where it is a CUDA graph either way", switch)
 
     group = parser.add_argument_group("what a run leaves")
     flag("out", str, None, "folder for everything the run leaves (default: the next free runs/N)")
@@ -230,9 +225,7 @@ def complete(settings, by_model):
     if settings.model is None:
         settings.model = RELEASE if torch.cuda.is_available() and not tiny_edits else TINY
         if Path("/dev/nvidia0").exists() and not torch.cuda.is_available() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            print(
-                "warning: torch cannot use this machine's GPU, maybe for its driver is too old: training the tiny model"
-            )
+            print("warning: torch cannot use the GPU (is its driver too old?): this trains the tiny model")
     tiny = Path(settings.model).resolve() == Path(TINY)
     if settings.sources or settings.eval_sources:
         complete_edits(settings, (TINY_EDITS if tiny_edits else {}) | ({} if tiny else EDITS))
@@ -242,10 +235,7 @@ def complete(settings, by_model):
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")
     if settings.guidance_steps and (settings.guidance_scale == 1 or settings.guidance_steps > settings.decode_steps):
-        raise UserError(
-            f"--guidance-steps {settings.guidance_steps} must be at most --decode-steps {settings.decode_steps}, "
-            f"with a --guidance-scale above 1 (it is {settings.guidance_scale})"
-        )
+        raise UserError("--guidance-steps must be at most --decode-steps, with a --guidance-scale above 1")
     if settings.height % 32 or settings.width % 32:
         raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
     pixels = settings.height * settings.width
@@ -260,9 +250,7 @@ def complete_edits(settings, defaults):
         if getattr(settings, name) is None:
             setattr(settings, name, value)
     if None in (settings.sources, settings.prompts, settings.eval_sources, settings.eval_prompts):
-        raise UserError(
-            "edits need --sources with --prompts, and --eval-sources with --eval-prompts for the evaluations"
-        )
+        raise UserError("edits need --sources with --prompts, and --eval-sources with --eval-prompts to judge by")
     if settings.train != "codes":
         raise UserError("with --sources only the codes can learn, not the decoder: leave out --train")
 
@@ -294,12 +282,6 @@ def resumed_settings(parser, arguments, flags):
     if settings.steps < step:
         raise UserError(f"--steps {settings.steps} is less than the {step} steps already made")
     return settings
-
-
-def fill(words):
-    """As wide as the terminal; no word is broken, so that a path can be copied."""
-    width = shutil.get_terminal_size((118, 0)).columns
-    return textwrap.fill(words, width, break_on_hyphens=False, break_long_words=False)
 
 
 @contextmanager
@@ -336,27 +318,24 @@ def _claim(settings, locks):
                     return out, f"{out} already holds a run; choose another --out, or go on with it: {resume}"
             file = (out / "settings.json").open("x" if settings.resume is None else "a")
             locks.enter_context(file)
-            _lock(file)
+            if _locked(file):
+                return out, f"another process is still at work on the run in {out}: wait for it, or stop it"
             return out, None
         except FileExistsError:
             if out.is_dir() and settings.out is not None:
                 return out, f"{out} already holds a run; choose another --out, or delete it: it has no checkpoint"
-        except BlockingIOError:
-            return out, f"another process is still at work on the run in {out}: wait for it, or stop it"
         except OSError as error:
             return out, f"cannot write to {out}: {error.strerror or error}"
 
 
-def _lock(file):
-    """Raises BlockingIOError if another process has locked it. Windows and some file systems have no such lock."""
+def _locked(file):
+    """Whether another process has locked it. If not, this one does, but for Windows and disks that have no locks."""
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except (ImportError, OSError):
-        pass
+    except (ImportError, OSError) as error:
+        return isinstance(error, BlockingIOError)
 
 
 def print_start(settings, out, device, num_prompts, num_held_out):
@@ -365,12 +344,13 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     name = torch.cuda.get_device_name() if device.type == "cuda" else name
     several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
-    by_default = vars(parse_settings(["--model", settings.model]))
-    hidden = ("model", "sequences")  # printed above, and no flag
-    shown = {name: value for name, value in vars(settings).items() if value is not None and name not in hidden}
-    for label, default in (("settings", False), ("by default", True)):
-        words = [f"{name}={value}" for name, value in shown.items() if (value == by_default[name]) == default]
-        print(fill(" ".join([f"{label}:", *(word.replace(f"={Path.cwd()}/", "=") for word in words)])))
+    defaults = vars(parse_settings(["--model", settings.model]))
+    width = shutil.get_terminal_size((118, 0)).columns
+    for words, default in (("settings:", False), ("by default:", True)):
+        for name, value in vars(settings).items():
+            if (value == defaults[name]) == default and value is not None and name not in ("model", "sequences"):
+                words += f" {name}={str(value).removeprefix(f'{Path.cwd()}/')}"
+        print(textwrap.fill(words, width, break_on_hyphens=False, break_long_words=False))  # a path can be copied
     codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
     for what, pictures, steps, guidance, guided in (

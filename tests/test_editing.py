@@ -5,6 +5,7 @@ import runpy
 import shutil
 from pathlib import Path
 
+import check
 import make
 import numpy as np
 import pytest
@@ -177,7 +178,7 @@ def test_sources_are_made_to_fit(tmp_path):
     read = read_prompts(tmp_path / "edits.txt", None, tmp_path / "sources", (64, 64))
     taken = read.take([1, 0])
     sources = taken.sources
-    assert taken.texts == ["make it red", "make it blue"] and taken.targets is None
+    assert taken.texts == ["make the circle red", "make the circle blue"] and taken.targets is None
     assert [source.image.getpixel((5, 5)) for source in sources] == [(255, 0, 0), (0, 0, 255)], "2 before 10"
     assert {(source.image.size, source.image.mode, source.codes) for source in sources} == {((64, 64), "RGB", None)}
 
@@ -259,15 +260,14 @@ def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
     stock_paint, painted = train.paint, set()
 
     def paint(pipe, prompt, tokens, settings, seed, source):
-        painted.add((prompt, source.image.getpixel((16, 16)), len(source.codes)))
+        painted.add((prompt, check.look(source.image)[0], len(source.codes)))
         return stock_paint(pipe, prompt, tokens, settings, seed, source)
 
     monkeypatch.setattr(train, "paint", paint)
     monkeypatch.setattr(log, "SAMPLE_EVERY", 1)
     assert edits("--steps", "2", "--out", "run", "--eval-count", "2") == 0
-    red, blue = make.COLOURS["red"], make.COLOURS["blue"]
-    own = {(WISH, red, CODES), ("make the cross a square", blue, CODES)}
-    assert painted == own, "each with its own source"
+    expected = {("make the circle blue", RED_CIRCLE[0], CODES), ("make the cross a square", BLUE_CROSS[0], CODES)}
+    assert painted == expected, "each with its own source"
     for record in records("run/metrics.jsonl"):
         assert record["max_logprob_gap"] < 1e-4
     first = fitted(Image.open("sources/1.png"), 64**2)
@@ -371,7 +371,7 @@ def test_the_adapter_edits_in_the_stock_pipeline(edits):
     (code,) = re.findall(r"```python\n(.*?)```", Path("run/adapter/README.md").read_text(), flags=re.DOTALL)
     for words, own in (
         ('"tiny-glm-image"', repr(str(TINY))), ('"where this file is"', '"run/adapter"'),
-        ('"YOUR PICTURE"', '"sources/1.png"'), ('"YOUR PROMPT"', f'"{WISH}"'),
+        ('"YOUR PICTURE"', '"sources/1.png"'), ('"YOUR PROMPT"', '"make the circle blue"'),
     ):  # fmt: skip
         assert words in code
         code = code.replace(words, own)

@@ -90,9 +90,9 @@ def test_held_out_prompts_without_targets_are_judged_by_what_applies(quick):
 
 
 def test_every_prompt_is_judged_by_its_own_target(quick):
-    """In steps and in evaluations: one of the two drawings is red."""
+    """In steps and in evaluations: one of the two prompts is drawn in red."""
     code = "def own(images, prompts, targets):\n"
-    code += "    return [float(('red' in p) == (t.getpixel((8, 8))[0] > 200)) for p, t in zip(prompts, targets)]\n"
+    code += "    return [float(('red' in p) == (t.getpixel((32, 32))[0] > 200)) for p, t in zip(prompts, targets)]\n"
     Path("mine.py").write_text(code)
     arguments = ["--reward", "mine.py:own", "--eval-reward", "mine.py:own", "--eval-count", "2"]
     assert quick(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
@@ -107,7 +107,7 @@ def test_every_prompt_is_judged_by_its_own_target(quick):
 @pytest.mark.parametrize("prompts_per_step", [2, 4])
 def test_the_pictures_shown_have_their_own_rewards(quick, prompts_per_step):
     """Three of the four of each of the first three prompts: here a picture's reward is its place."""
-    lines = [f"a {colour} circle" for colour in ("red", "blue", "green", "black")]
+    lines = [f"a {colour} circle" for colour in ("red", "blue", "green", "pink")]
     Path("new.txt").write_text("\n".join(lines))
     Path("mine.py").write_text(
         f"lines = {lines}\n\ndef place(images, prompts, targets):\n"
@@ -244,7 +244,7 @@ def test_the_card_says_what_the_adapter_is(quick, monkeypatch):
     card = Path("run/adapter/README.md").read_text()
     before, after = records("run/evaluation.jsonl")
     for words in (
-        "base_model: tiny-glm-image", 'from_pretrained("tiny-glm-image", dtype="auto")', "reward `ssim:1,mse:1`",
+        "base_model: tiny-glm-image", 'from_pretrained("tiny-glm-image", dtype=torch.float32)', "reward `ssim:1,mse:1`",
         "1 step, groups of 2, 1 prompt per\nstep; reward", "load_adapter(",
         f"| ssim, held-out prompts | {before['held_out/reward/ssim']:.3f} | {after['held_out/reward/ssim']:.3f} | 2 |",
     ):  # fmt: skip

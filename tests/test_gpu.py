@@ -5,7 +5,9 @@ No graph is captured here; a stand-in checks that everything a replay would read
 
 import copy
 import functools
+import gc
 import platform
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -13,8 +15,9 @@ from types import SimpleNamespace
 import make
 import pytest
 import torch
-from conftest import CPU, TINY, build_run, records, shorten, tiny_settings
+from conftest import CPU, TINY, build_run, records, tiny_settings
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.exc import BackendCompilerFailed
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import train
@@ -128,11 +131,7 @@ def test_what_does_not_fit_is_refused_and_told_what_would(card, free, host, flag
 def test_weights_that_cannot_be_page_locked_are_copied_from_where_they_are(card, capsys):
     """Slower beats refused. WSL2 locks next to nothing; int8 weights are in no file, so memory has to hold them."""
     card.free = 12.0
-    for host, release, expected in (
-        (8.1, "6.8", "pinned"),
-        (7.9, "6.8", "mapped"),
-        (60.0, "5.15-microsoft-WSL2", "mapped"),
-    ):
+    for host, release, expected in ((8.1, "6.8", "pinned"), (7.9, "6.8", "mapped"), (60, "5.15-microsoft", "mapped")):
         card.host, card.release = host, release
         assert plan(needed, weights(2, 2), told(), CUDA) == expected
         assert ("more slowly: so much cannot be page-locked" in capsys.readouterr().out) == (expected == "mapped")
@@ -250,9 +249,7 @@ def test_place_puts_models_where_they_belong(monkeypatch):
     assert isinstance(offload, Offload) and list(offload.homes) == [model] and offload.device == CUDA
     offload.on_evict()
     assert released == [1]
-    assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings(), (
-        "or 37.9 GB in place of 32.9"
-    )
+    assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings()
     own = model.weight.data_ptr()
     unpinned = place([model], CUDA, None, "mapped")
     assert model.weight.data_ptr() == own and unpinned.homes[model][0][1].data_ptr() == own
@@ -534,6 +531,22 @@ def test_captured_forward_follows_the_adapter(kind, compiled_at_once, recorded_g
     assert RecordedGraph.made == (2 if kind == "graph" else 0), "one for each number of rows"
 
 
+def test_a_released_cache_is_free_at_once(compiled_at_once):
+    """torch.compile keeps what it traced with in a reference cycle: on a GPU the first cache would stay, 1 GB."""
+    model = with_adapter(text_model())
+    forward = CapturedForward(model, LENGTH)
+    prompts = [torch.tensor([5, 6, 7]), torch.tensor([9, 8])]
+    gc.collect()
+    gc.disable()
+    try:
+        generate_with_logprobs(model, prompts, LENGTH, num_samples=2, forward=forward)
+        keys = weakref.ref(forward.cache.layers[0].keys)
+        forward.release()
+        assert keys() is None
+    finally:
+        gc.enable()
+
+
 def test_captured_forward_in_bfloat16_differs_by_rounding(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16))
     perturb(model, 0.05)
@@ -553,14 +566,38 @@ def test_captured_forward_in_bfloat16_differs_by_rounding(pipe):
 # ---- in a run -------------------------------------------------------------------------------------------------------
 
 
-def test_compile_is_for_gpus_unless_asked_for(monkeypatch):
-    shorten(monkeypatch.setattr)
+def test_compile_is_for_gpus_unless_asked_for():
     for choice, kind in (("auto", type(None)), ("no", type(None)), ("yes", CapturedForward)):
         run = build_run(settings := tiny_settings("--compile", choice))
         assert type(run.policy.forward) is kind
-    assert (
-        run.policy.forward.num_new_tokens == train.encode_prompt(run.pipe.processor, "a ring", settings.height, 128)[2]
-    )
+    length = train.encode_prompt(run.pipe.processor, "a ring", settings.height, 128)[2]
+    assert run.policy.forward.num_new_tokens == length
+
+
+@pytest.mark.parametrize("choice", ["auto", "no"])
+def test_a_gpu_captures_the_step_compiled_or_not(choice):
+    settings = tiny_settings("--compile", choice)
+    _, policy, _ = train.build(train.load(settings, CPU), settings, CUDA)
+    assert isinstance(policy.forward, CapturedForward)
+    compiled = hasattr(policy.forward.forward, "_torchdynamo_orig_callable")
+    grouped = policy.model.get_base_model().config.get_text_config()._attn_implementation == "grouped"
+    assert compiled == grouped == (choice == "auto")
+
+
+def test_a_compiler_that_fails_is_one_line_that_helps(quick, monkeypatch, capsys):
+    """--resume alone would fail again."""
+
+    def failing(forward, **options):
+        def call(*inputs, **more):
+            raise BackendCompilerFailed("inductor", RuntimeError("no C compiler"), None)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", failing)
+    assert quick("--compile", "yes", "--out", "run") == 2
+    told = capsys.readouterr()
+    assert "no C compiler" in told.err and told.err.rstrip().endswith("); try --compile no")
+    assert "--resume" not in told.out + told.err.replace("--resume FOLDER", "")
 
 
 def test_a_compiled_run_is_the_same_run(quick, compiled_at_once):

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CPU, adapter_of, build_run, records, resume, tiny_settings
+from torch._inductor import config as inductor
+from torch._inductor.utils import run_and_get_code
+from torch.nn.functional import linear
 
 import train
 from glm_image.model import LORA_TARGETS
@@ -43,6 +46,18 @@ def test_the_layer_multiplies_by_what_was_rounded(bias):
     torch.testing.assert_close(rounded(x), expected, atol=1e-3, rtol=1e-5)
     (gradient,) = torch.autograd.grad(rounded(x).sum(), x)
     torch.testing.assert_close(gradient, dense.sum(0).expand_as(x), atol=1e-3, rtol=1e-5)
+
+
+def test_the_compiler_does_not_replace_the_product():
+    """With the scale behind the product Inductor takes _weight_int8pack_mm, which is very slow on CUDA."""
+    _, rounded = rounded_pair(torch.bfloat16)
+    x = torch.randn(4, 1, 64, dtype=torch.bfloat16)
+    behind = lambda x: linear(x, rounded.weight.to(x.dtype)) * rounded.scale
+    for function, expected in ((behind, True), (rounded.forward, False)):
+        with torch.no_grad(), inductor.patch(compile_threads=1):
+            output, code = run_and_get_code(torch.compile(function), x)
+        assert ("int8pack" in "".join(code)) == expected
+    torch.testing.assert_close(output, rounded(x))
 
 
 def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():

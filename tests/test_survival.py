@@ -289,7 +289,7 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys, error):
     """In the third step."""
     assert quick(*write_reward(f"if call > 5:\n    raise {error}('no such face')"), "--steps", "9", "--out", "run") == 2
     message = error_of(capsys)
-    for words in ("reward 'mine.py:reward' failed for the prompt", "circle", "no such face", "--resume run"):
+    for words in ("reward 'mine.py:reward' failed for the prompt", "background", "no such face", "--resume run"):
         assert words in message
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
     assert steps_saved("run") == ["000000", "000002"]
@@ -566,14 +566,14 @@ def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monke
 def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
     """A run that another process has begun, or resumed, is refused before anything is written; a kill frees it."""
     reward = write_reward(
-        "import time\nif os.path.exists('wait') and call > 1:\n    open('waits', 'w')\n    time.sleep(60)"
+        "import time\nif os.path.exists('wait') and call > 1:\n    os.remove('wait')\n    time.sleep(60)"
     )
     arguments = [*reward, "--steps", "2", "--save-every", "1"]
     if begun:
         assert quick(*arguments, "--steps", "1", "--out", "run") == 0
     Path("wait").touch()
     process = start(*(["--resume", "run", "--steps", "2"] if begun else [*QUICK, *arguments, "--out", "run"]))
-    while process.is_alive() and not Path("waits").exists():
+    while process.is_alive() and Path("wait").exists():
         time.sleep(0.05)
     before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
     assert resume("run", "--steps", "2") == 2
@@ -581,7 +581,6 @@ def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
     assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
     process.kill()
     process.join()
-    Path("wait").unlink()
     assert resume("run", "--steps", "2") == 0
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
 

@@ -124,9 +124,9 @@ def edit_facts(wish, before, scene):
 def wanted_places(wish, before):
     """(place, what has to be there): one, or each empty place for something added. None: this cannot be asked of it."""
     named = [place for place in range(4) if before[place] and before[place][0] == wish.shape]
-    if "mess" in before or len(named) != (wish.form != "add"):
+    if "mess" in before or len(named) != (wish.kind != "add"):
         return []
-    if wish.form != "add":
+    if wish.kind != "add":
         return [(named[0], wish.edited(before)[named[0]])]
     return [(place, (wish.shape, wish.word)) for place in range(4) if before[place] is None]
 
@@ -141,10 +141,6 @@ def facts_of(image, prompt, source=None):
     if not wanted_places(make.WISHES[prompt], before):
         return None
     return edit_facts(make.WISHES[prompt], before, look(image))
-
-
-def kind_of(prompt):
-    return make.MEANING[prompt].kind if prompt in make.MEANING else make.WISHES[prompt].form
 
 
 # ---- three rewards, see rewards.py -------------------------------------------------------------------------------
@@ -217,23 +213,24 @@ def count_right(pipe, name, folder, options):
 
     folder: of the pictures that the prompts are to change, or None.
     """
-    prompts = (HERE / f"{name}.txt").read_text().splitlines()
-    prompts = [prompt for prompt in prompts if not prompt.startswith("#")]
+    from runtime.data import read_lines
+
+    prompts, kinds, _ = read_lines(HERE / f"{name}.txt")
     sources = folder and [Image.open(file) for file in sorted((HERE / folder).iterdir())]
     images = paint(pipe, prompts, options.samples, options.seed, sources)
     each = [prompt for prompt in prompts for _ in range(options.samples)]
     originals = sources and [source for source in sources for _ in range(options.samples)]
     marks = right(images, each, None, originals).view(-1, options.samples)  # (prompts, samples)
     by_kind = {}
-    for prompt, mark in zip(prompts, marks.mean(1).tolist(), strict=True):
-        by_kind.setdefault(kind_of(prompt), []).append(mark)
+    for kind, mark in zip(kinds, marks.mean(1).tolist(), strict=True):
+        by_kind.setdefault(kind, []).append(mark)
     error = marks.mean(1).std() / len(prompts) ** 0.5  # over prompts: pictures of one prompt are much alike
-    kinds = ", ".join(f"{kind} {np.mean(own):.0%}" for kind, own in by_kind.items())
-    guard = f"facts {facts(images, each, None, originals).mean():.3f}, clean {clean(images, each).mean():.1%}"
-    print(f"{name}.txt: {marks.mean():.1%} +- {error:.1%} of {len(images)} right ({kinds}); {guard}", flush=True)
+    shares = ", ".join(f"{kind} {np.mean(own):.0%}" for kind, own in by_kind.items())
+    guard = f"facts {facts(images, each, None, originals).mean():.3f}, clean {clean(images).mean():.1%}"
+    print(f"{name}.txt: {marks.mean():.1%} +- {error:.1%} of {len(images)} right ({shares}); {guard}", flush=True)
     rows = []
     for kind in by_kind:
-        i = [kind_of(prompt) for prompt in prompts].index(kind)
+        i = kinds.index(kind)
         own = images[i * options.samples :][: min(options.samples, 8)]
         cells = [(image, "right" if mark else "wrong") for image, mark in zip(own, marks[i])]
         rows.append((prompts[i], ([(sources[i], "to edit")] if sources else []) + cells))
@@ -257,7 +254,7 @@ def main():
         rows = {name: count_right(pipe, name, folder, options) for name, folder in FILES.items()}
         title = "the first of each kind, held out"
         save_grid(options.sheet, rows["heldout"] + rows["heldout-edits"], title, cell=96)
-    except (UserError, OSError) as error:  # an adapter of another model, a damaged one, a folder that cannot be written to
+    except (UserError, OSError) as error:  # such as an adapter of another model, or a folder that cannot be written to
         print("error:", str(error).strip().split("\n")[0], file=sys.stderr)
         return 2
     return 0

@@ -101,21 +101,21 @@ MEANING = {str(caption): caption for captions in CAPTIONS.values() for caption i
 class Wish(NamedTuple):
     """What an edit asks for."""
 
-    form: str
+    kind: str
     shape: str  # the object that is named
     word: str = ""  # its new colour or shape
 
     def __str__(self):
-        return FORMS[self.form].format(shape=self.shape, word=self.word)
+        return FORMS[self.kind].format(shape=self.shape, word=self.word)
 
     def edited(self, scene):
         """The scene after this edit; what is added takes the first empty place."""
         shapes = [thing and thing[0] for thing in scene]
-        place = shapes.index(None if self.form == "add" else self.shape)
+        place = shapes.index(None if self.kind == "add" else self.shape)
         colour = scene[place] and scene[place][1]
         new = {"recolour": (self.shape, self.word), "reshape": (self.word, colour), "remove": None}
         new["add"] = self.shape, self.word
-        return (*scene[:place], new[self.form], *scene[place + 1 :])
+        return (*scene[:place], new[self.kind], *scene[place + 1 :])
 
 
 FORMS = {"recolour": "make the {shape} {word}", "reshape": "make the {shape} a {word}", "remove": "remove the {shape}"}
@@ -160,10 +160,10 @@ def misread(caption, rng):
 def misread_edit(scene, wish, rng):
     """An edit as it is read: of another object, to something else, or of a picture with an object of another colour."""
     scene = tuple(thing and (thing[0], anew(thing[1], COLOURS, 0.08, rng)) for thing in scene)
-    named = SHAPES if wish.form == "add" else [thing[0] for thing in scene if thing]
+    named = SHAPES if wish.kind == "add" else [thing[0] for thing in scene if thing]
     shape = anew(wish.shape, named, 0.25, rng)
     words = COLOURS if wish.word in COLOURS else SHAPES
-    return scene, Wish(wish.form, shape, wish.word and anew(wish.word, words, 0.25, rng))
+    return scene, Wish(wish.kind, shape, wish.word and anew(wish.word, words, 0.25, rng))
 
 
 def anew(word, words, chance, rng):
@@ -577,7 +577,7 @@ def split_edits(rng):
     by_form = {form: {} for form in FORMS}
     while min(map(len, by_form.values())) < 18:
         edit = random_edit(rng)
-        by_form[edit[1].form].setdefault(edit)
+        by_form[edit[1].kind].setdefault(edit)
     parts = [list(edits) for edits in by_form.values()]
     return [edit for part in parts for edit in part[:12]], [edit for part in parts for edit in part[12:18]]
 
@@ -593,8 +593,11 @@ def write_prompts():
         write_pictures(f"{prefix}edit-targets", [wish.edited(scene) for scene, wish in edits[part]])
 
 
-def write_lines(file, lines):
-    (HERE / file).write_text("".join(f"{line}\n" for line in lines))
+def write_lines(file, prompts):
+    """One per line, each kind after a line that names it: evaluations show them apart."""
+    kinds = itertools.groupby(prompts, lambda prompt: prompt.kind)
+    parts = ["\n".join([f"# kind: {kind}", *map(str, own)]) for kind, own in kinds]
+    (HERE / file).write_text("\n".join(parts) + "\n")
 
 
 def write_pictures(folder, scenes):
