@@ -1,7 +1,6 @@
 """What the README tells people to copy from runs, and learns."""
 
 import base64
-import csv
 import functools
 import importlib.util
 import inspect
@@ -461,17 +460,3 @@ def test_the_outputs_of_the_notebook_are_of_one_run():
     (trained, held_out), *_ = filter(None, found)
     for before, after, wrong, right in (trained, held_out):
         assert float(after) > float(before) and float(right) > float(wrong)
-
-
-# ---- the curve in the README ----------------------------------------------------------------------------------------
-
-
-def test_the_curve_in_numbers_is_that_of_the_readme():
-    """Each figure of its two lines about the default run is in the table, which has every step."""
-    rows = list(csv.DictReader((ROOT / "assets" / "reward.csv").open()))
-    assert [int(row["step"]) for row in rows if row["curve"] == "mean of a step"] == list(range(1, 49))
-    for name in ("training prompts", "held-out prompts"):
-        line = re.search(rf"evaluation after 48 steps, {name}.*", (ROOT / "README.md").read_text())[0]
-        before, after = (row for row in rows if row["curve"] == f"evaluation: {name}")
-        for reward in ("reward", "ssim", "mse", "check.py:shows"):
-            assert f"{reward} {float(before[reward]):.3f} -> {float(after[reward]):.3f}" in line
