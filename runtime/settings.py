@@ -21,11 +21,10 @@ from runtime import UserError, checkpoints, ranks
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
-TINY_TARGETS = {"prompts.txt": f"{TINY}/targets", "heldout.txt": f"{TINY}/heldout-targets"}
-TINY_TARGETS |= {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
+TINY_TARGETS = {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
 # Defaults of a run that edits.
 TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-edits.txt"}
-TINY_EDITS["eval_sources"] = f"{TINY}/heldout-sources"
+TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "reward": "ssim:1,mse:1"}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
 # A resumed run may change these: its length, what it leaves, and settings that change results by rounding alone.
 MAY_CHANGE = {"micro_batch_size", "sample_batch", "steps", "offload", "compile", "out", "resume", "save_every"}
@@ -101,7 +100,7 @@ def build_parser():
     flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
     flag("sources", str, None, "to train edits: folder with the picture that each prompt changes, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
-    flag("reward", str, ("ssim:1,mse:1", "pickscore:1,clip:1"),
+    flag("reward", str, (f"{TINY}/check.py:facts", "pickscore:1,clip:1"),
          f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function, which runs that "
          "file; FOLDER: the model's files, in place of a download")  # fmt: skip
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
@@ -111,18 +110,18 @@ def build_parser():
          ("codes", "decoder", "both"))  # fmt: skip
     flag("group_size", number(int, "[2, inf)"), 4,
          "code sequences per prompt, compared with one another; with --train decoder, paintings of one")  # fmt: skip
-    flag("prompts_per_step", count, 4, "prompts per step, on each GPU")
-    flag("steps", number(int, "[0, inf)"), (48, 200), "training steps; 0 evaluates only")
+    flag("prompts_per_step", count, (16, 4), "prompts per step, on each GPU")
+    flag("steps", number(int, "[0, inf)"), (32, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
     # GLM-Image: published for training all weights are 1e-6 to 1e-5, and an adapter takes about ten times as much.
-    flag("lr", positive, (1e-3, 2e-5), "AdamW's learning rate")
+    flag("lr", positive, (2e-3, 2e-5), "AdamW's learning rate")
     flag("decoder_lr", positive, (1e-3, 1e-4), "AdamW's learning rate for the decoder's adapter")
     # GLM-Image: Adam's first steps are of full size whatever the gradient, and clipping does not bound them.
     flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the learning rates rise")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
     flag("noise_level", number(float, "(0, 1]"), 0.7, "if the decoder learns: share of a step's noise drawn anew")
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
-    flag("kl_coef", number(float, "[0, inf)"), (0.3, 0.01), "weight of the KL from the model before training")
+    flag("kl_coef", number(float, "[0, inf)"), (0.1, 0.01), "weight of the KL from the model before training")
     flag("lora_rank", count, 16, "rank of the adapter")
     flag("lora_alpha", count, None, "the adapter's update is scaled by this over the rank (default: twice the rank)")
     flag("seed", number(int, "[0, 4294967295]"), 0, "fixes the order of prompts, the samples and the noise")
@@ -144,10 +143,10 @@ def build_parser():
          "prompts that are never trained on, one per line")  # fmt: skip
     flag("eval_targets", str, None, "folder with one picture per held-out prompt (default: tiny's, for its prompts)")
     flag("eval_sources", str, None, "folder with the picture that each held-out prompt changes")
-    flag("eval_reward", str, (f"{TINY}/check.py:shows", "hps"),
+    flag("eval_reward", str, (f"{TINY}/check.py:right,{TINY}/check.py:clean", "hps"),
          "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
-    flag("eval_count", count, (16, 8), "prompts in an evaluation, of training and held out each: evenly over kinds")
-    flag("eval_every", number(int, "[0, inf)"), (0, 50), "steps between evaluations; 0: before and after only")
+    flag("eval_count", count, (48, 8), "prompts in an evaluation, of training and held out each: evenly over kinds")
+    flag("eval_every", number(int, "[0, inf)"), (8, 50), "steps between evaluations; 0: before and after only")
     flag("eval_decode_steps", count, (6, 30), "denoising steps in an evaluation")  # GLM-Image: judged as deployed
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
 

@@ -2,16 +2,18 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
+import make
 import pytest
 import torch
 from conftest import CODES, CPU, ROOT, build_run, shorten, tiny_settings
 
 import train
-from benchmarks import glm_image, memory, painters
+from benchmarks import glm_image, memory, painters, repair_decoder
 
 
 @pytest.fixture
@@ -264,15 +266,9 @@ def test_against_trl_says_what_it_needs(monkeypatch, capsys):
 # ---- a rounded decoder ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def repair_decoder(monkeypatch):
-    monkeypatch.setattr(train, "load", train.load)  # main replaces it
-    return importlib.import_module("benchmarks.repair_decoder")
-
-
-def test_rounding_leaves_so_many_levels(repair_decoder):
+def test_rounding_leaves_so_many_levels():
     exact, rounded = (
-        repair_decoder.load_rounded(bits)(tiny_settings(), CPU).transformer.transformer_blocks[0].attn1.to_q.weight
+        repair_decoder.load_rounded(bits, tiny_settings()).transformer.transformer_blocks[0].attn1.to_q.weight
         for bits in (32, 3)
     )
     steps = (exact.amax(1) - exact.amin(1)) / 7
@@ -280,22 +276,21 @@ def test_rounding_leaves_so_many_levels(repair_decoder):
     assert ((rounded - exact).abs() <= steps[:, None] / 2 + 1e-6).all() and (rounded != exact).any()
 
 
-def test_repairing_a_rounded_decoder(run, repair_decoder, monkeypatch, tmp_path):
+def test_repairing_a_rounded_decoder(run, monkeypatch, tmp_path):
     monkeypatch.setattr(
         repair_decoder, "drawings", lambda settings, own=repair_decoder.drawings: [e[:2] for e in own(settings)]
     )
     first, last = run(repair_decoder, "--steps", 1, "--sheet", tmp_path / "sheet.png")
-    before, after = float(first.split()[5]), float(last.split()[4].rstrip(","))
-    assert first.startswith("3 bits, seed 0: SSIM") and "on 2 held-out drawings" in first
+    before, after = (float(re.search(r"SSIM (\S+),", line)[1]) for line in (first, last))
+    assert re.fullmatch(r"3 bits, seed 0: SSIM \S+, \S+% of objects as drawn, 2 held-out drawings", first)
     assert 0.5 < before < 1 and abs(after - before) < 0.2 and after != before
     assert (tmp_path / "sheet.png").exists()
 
 
-def test_the_joint_job_has_the_rounded_decoder(run, repair_decoder, monkeypatch):
-    seen = []
-    monkeypatch.setattr(train, "main", lambda arguments: seen.append((arguments, train.load)))
-    with pytest.raises(SystemExit):
-        run(repair_decoder, "--joint", "both", "--seed", 3)
-    arguments, load = seen[0]
-    assert train.parse_settings(arguments).train == "both" and train.parse_settings(arguments).seed == 3
-    assert load.__name__ == "rounded"
+def test_objects_as_drawn_are_counted_place_by_place():
+    red, blue, ring = ("circle", "red"), ("circle", "blue"), ("ring", "red")
+    drawn = [make.draw((red, blue, None, None)), make.draw((None, ring, None, None))]
+    share = lambda *scenes: repair_decoder.share_as_drawn([make.draw(scene) for scene in scenes], drawn)
+    assert share((red, blue, None, None), (None, ring, None, None)) == 1
+    assert share((red, red, None, None), (None, ring, blue, None)) == pytest.approx(2 / 3), "a colour; more is no harm"
+    assert share((blue, red, None, None), (ring, None, None, None)) == 0, "in their places"

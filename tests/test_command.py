@@ -21,6 +21,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
+    RED_CIRCLE,
     ROOT,
     adapter_of,
     build_run,
@@ -327,21 +328,23 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
 
 def test_defaults_depend_on_the_model():
     tiny, other = tiny_settings(), train.parse_settings(["--model", "zai-org/GLM-Image", "--height", "1280"])
-    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (48, 1e-3, 128, 1.0, 0.95)
+    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (32, 2e-3, 128, 1.0, 0.95)
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
-    assert (tiny.eval_every, other.eval_every) == (0, 50), "a choice of adapters; a tiny run is short"
-    assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.3, 0.01, 1e-3, 1e-4)
-    assert (tiny.prompts_per_step, tiny.group_size, tiny.clip_range, tiny.noise_level) == (4, 4, 0.2, 0.7)
-    assert (tiny.eval_count, other.eval_count, other.eval_guidance_scale, tiny.guidance_scale) == (16, 8, 1.5, 1.0)
+    assert (tiny.eval_every, other.eval_every) == (8, 50), "a choice of adapters"
+    assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.1, 0.01, 1e-3, 1e-4)
+    assert (tiny.prompts_per_step, tiny.group_size, tiny.clip_range, tiny.noise_level) == (16, 4, 0.2, 0.7)
+    assert (tiny.eval_count, other.eval_count, other.eval_guidance_scale, tiny.guidance_scale) == (48, 8, 1.5, 1.0)
     assert (other.decode_steps, other.guidance_scale, other.eval_decode_steps) == (12, 1.5, 30)
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
     assert Path(other.prompts) == ROOT / "prompts" / "train.txt" and other.targets is other.eval_targets is None
     assert train.parse_settings([]).model == (settings.RELEASE if torch.cuda.is_available() else TINY)
-    assert (tiny.targets, tiny.eval_targets) == (f"{TINY}/targets", f"{TINY}/heldout-targets")
-    assert tiny_settings("--prompts", "mine.txt").targets is None, "the shipped targets fit the shipped prompts alone"
-    spelled = tiny_settings("--prompts", os.path.relpath(f"{TINY}/prompts.txt"))
-    assert spelled.targets == tiny.targets, "however these are spelled"
+    assert tiny.targets is tiny.eval_targets is None
+    edits = ("--sources", f"{TINY}/sources")
+    assert tiny_settings(*edits).targets == f"{TINY}/edit-targets"
+    assert tiny_settings(*edits, "--prompts", "mine.txt").targets is None, "they fit the shipped prompts alone"
+    spelled = tiny_settings(*edits, "--prompts", os.path.relpath(f"{TINY}/edits.txt"))
+    assert spelled.targets == f"{TINY}/edit-targets", "however these are spelled"
 
 
 def test_settings_of_a_file_are_a_start_and_flags_win(tmp_path, monkeypatch):
@@ -466,10 +469,10 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     )
     Path("long.txt").write_text("a" * 10_000)
     Path("cut").mkdir()
-    draw("circle", "red", "pink").save("cut/1.png")
+    draw(RED_CIRCLE).save("cut/1.png")
     Path("cut/1.png").write_bytes(Path("cut/1.png").read_bytes()[:-300])
     Path("few").mkdir()
-    draw("circle", "red", "pink").save("few/1.png")
+    draw(RED_CIRCLE).save("few/1.png")
     Path("broken").mkdir()
     Path("broken/1.png").write_text("not a picture")
     Path("judged").mkdir()

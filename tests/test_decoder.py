@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CPU, build_run, tiny_settings
+from conftest import BLUE_CROSS, CPU, RED_CIRCLE, build_run, tiny_settings
 from diffusers import GlmImagePipeline
 from make import draw
 from PIL import Image
@@ -27,7 +27,7 @@ from runtime import checkpoints
 from runtime.data import Prompts
 from runtime.settings import TINY
 
-PROMPTS = ["a red circle on a pink background", "a blue cross on a white background"]
+PROMPTS = ["a red circle", "a blue cross"]
 REWARDS = rewards.parse_rewards("ssim:1,mse:1")
 
 
@@ -47,7 +47,7 @@ def perturb(model, size=0.05):
 
 def roll_out(run, settings, seed=5):
     """The moves of a lone code sequence of each prompt, with their advantages; 10 codes, the decoder sees 4."""
-    targets = [draw("circle", "red", "pink"), draw("cross", "blue", "white")]
+    targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     codes = torch.randint(1024, (2, 1, 10), generator=torch.Generator().manual_seed(seed))
     rolled = [
         train.paint_group(run, settings, prompt, group, seed + i)
@@ -318,7 +318,7 @@ def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch):
     monkeypatch.setattr(
         run.policy, "sample", lambda prompts, size, seed: sampled.append(size) or sample(prompts, size, seed)
     )
-    targets = [draw("circle", "red", "pink"), draw("cross", "blue", "white")]
+    targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     rolled, metrics = train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS, targets), 5)
     assert sampled == [1] and len(rolled.images) == len(rolled.raw_rewards["ssim"]) == 2 * 3
     assert "groups_without_spread" not in metrics and metrics["decoder/groups_without_spread"] == 0
@@ -345,7 +345,7 @@ def taking_turns(monkeypatch, offload):
         watch(owner, name, lambda: weight.data_ptr() != home and head.data_ptr() == own)
     for name in ("sample", "logprobs"):
         watch(run.policy, name, lambda: head.data_ptr() != own and weight.data_ptr() == home)
-    targets = [draw("circle", "red", "pink"), draw("cross", "blue", "white")]
+    targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS, targets), 5)
     assert [p.data_ptr() for p in adapters] == places, "what is trained stays"
     optimizers = [run.policy.optimizer, run.decoder.optimizer]

@@ -5,13 +5,16 @@ import runpy
 import shutil
 from pathlib import Path
 
+import check
 import make
 import numpy as np
 import pytest
 import torch
 from conftest import (
+    BLUE_CROSS,
     CODES,
     CPU,
+    RED_CIRCLE,
     TINY,
     adapter_of,
     build_run,
@@ -33,7 +36,7 @@ from runtime.data import Source, fitted, read_prompts
 from runtime.gpu import CapturedForward
 from train import encode_prompt  # quick shortens that in train.py
 
-WISH = "make it blue"
+WISH = "make the circle blue"
 # (height, width) of the source and of the result: alike, the source larger, smaller, wide to tall.
 SIZES = [((128, 128), (128, 128)), ((96, 160), (64, 64)), ((64, 96), (128, 96)), ((64, 192), (160, 64))]
 
@@ -49,9 +52,9 @@ def stock():
     return pipe
 
 
-def source_of(pipe, height, width, words=("circle", "red", "pink")):
+def source_of(pipe, height, width, scene=RED_CIRCLE):
     """A Source of this size that the model has read."""
-    given = Source(make.draw(*words).resize((width, height)))
+    given = Source(make.draw(scene).resize((width, height)))
     model = pipe.vision_language_encoder
     own = model.__dict__.pop("get_image_tokens", None)  # without the three lines
     train.read_sources(pipe, [given], CPU)
@@ -131,7 +134,7 @@ def test_log_probs_are_those_of_generate(stock, given, size):
 
 def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
     """Wishes and sources of several lengths, with a growing cache and with the fixed one of a GPU."""
-    wishes, size = [WISH, "make the background pink", "make it a square"], (64, 96)
+    wishes, size = [WISH, "remove the circle", "make the circle a square"], (64, 96)
     sources = [source_of(stock, *given) for given in ((128, 128), (64, 96), (96, 64))]
     encoded = [encode_prompt(stock.processor, *pair[:1], *size, pair[1]) for pair in zip(wishes, sources, strict=True)]
     ids, positions, counts = zip(*encoded, strict=True)
@@ -158,7 +161,7 @@ def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
 
 def test_sources_are_made_to_fit(tmp_path):
     """About as many pixels as the result, nearly the same shape, multiples of 32; one that fits is left alone."""
-    image = make.draw("circle", "red", "pink")
+    image = make.draw(RED_CIRCLE)
     assert fitted(image, 128 * 128).tobytes() == image.tobytes()
     for size, pixels, expected in (
         ((120, 136), 128 * 128, (128, 128)), ((4000, 3000), 1024 * 1024, (1184, 896)), ((64, 256), 128 * 128, (64, 256)),
@@ -168,14 +171,14 @@ def test_sources_are_made_to_fit(tmp_path):
     with pytest.raises(UserError, match=r"257x64 pixels: one side is over 4 times the other"):
         fitted(Image.new("RGB", (257, 64)), 128 * 128)
 
-    (tmp_path / "edits.txt").write_text("make it blue\nmake it red\n")
+    (tmp_path / "edits.txt").write_text("make the circle blue\nmake the circle red\n")
     (tmp_path / "sources").mkdir()
     for name, colour in (("10.png", "red"), ("2.png", "blue")):
         Image.new("RGBA", (50, 50), colour).save(tmp_path / "sources" / name)
     read = read_prompts(tmp_path / "edits.txt", None, tmp_path / "sources", (64, 64))
     taken = read.take([1, 0])
     sources = taken.sources
-    assert taken.texts == ["make it red", "make it blue"] and taken.targets is None
+    assert taken.texts == ["make the circle red", "make the circle blue"] and taken.targets is None
     assert [source.image.getpixel((5, 5)) for source in sources] == [(255, 0, 0), (0, 0, 255)], "2 before 10"
     assert {(source.image.size, source.image.mode, source.codes) for source in sources} == {((64, 64), "RGB", None)}
 
@@ -246,10 +249,10 @@ EDITS += ["--eval-prompts", "edits.txt", "--eval-sources", "sources"]
 @pytest.fixture
 def edits(quick):
     """Runs train.main on two edits, in pictures of 4 codes."""
-    Path("edits.txt").write_text("make it blue\nmake it a square\n")
+    Path("edits.txt").write_text("make the circle blue\nmake the cross a square\n")
     Path("sources").mkdir()
-    make.draw("circle", "red", "pink").save("sources/1.png")
-    make.draw("cross", "blue", "white").save("sources/2.png")
+    make.draw(RED_CIRCLE).save("sources/1.png")
+    make.draw(BLUE_CROSS).save("sources/2.png")
     return lambda *arguments: quick(*EDITS, *arguments)
 
 
@@ -257,14 +260,14 @@ def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
     stock_paint, painted = train.paint, set()
 
     def paint(pipe, prompt, tokens, settings, seed, source):
-        painted.add((prompt, source.image.getpixel((0, 0)), len(source.codes)))
+        painted.add((prompt, check.look(source.image)[0], len(source.codes)))
         return stock_paint(pipe, prompt, tokens, settings, seed, source)
 
     monkeypatch.setattr(train, "paint", paint)
     monkeypatch.setattr(log, "SAMPLE_EVERY", 1)
     assert edits("--steps", "2", "--out", "run", "--eval-count", "2") == 0
-    pink, white = make.BACKGROUNDS["pink"], make.BACKGROUNDS["white"]
-    assert painted == {("make it blue", pink, CODES), ("make it a square", white, CODES)}, "each with its own source"
+    expected = {("make the circle blue", RED_CIRCLE[0], CODES), ("make the cross a square", BLUE_CROSS[0], CODES)}
+    assert painted == expected, "each with its own source"
     for record in records("run/metrics.jsonl"):
         assert record["max_logprob_gap"] < 1e-4
     first = fitted(Image.open("sources/1.png"), 64**2)
@@ -318,7 +321,7 @@ def test_the_tiny_models_edits_are_the_defaults_of_its_sources():
     ]
     assert [Path(getattr(settings, name)).name for name in names] == files
     captions = tiny_settings()
-    assert captions.sources is captions.eval_sources is None and Path(captions.targets).name == "targets"
+    assert captions.sources is captions.eval_sources is None and captions.targets is None
     released = ["--model", "zai-org/GLM-Image", "--sources", "a", "--prompts", "b", "--eval-sources", "c"]
     settings = train.parse_settings([*released, "--eval-prompts", "d"])
     assert (settings.reward, settings.eval_reward, settings.targets) == ("edit:1,keep:0.2", "aesthetic", None)
@@ -368,7 +371,7 @@ def test_the_adapter_edits_in_the_stock_pipeline(edits):
     (code,) = re.findall(r"```python\n(.*?)```", Path("run/adapter/README.md").read_text(), flags=re.DOTALL)
     for words, own in (
         ('"tiny-glm-image"', repr(str(TINY))), ('"where this file is"', '"run/adapter"'),
-        ('"YOUR PICTURE"', '"sources/1.png"'), ('"YOUR PROMPT"', '"make it blue"'),
+        ('"YOUR PICTURE"', '"sources/1.png"'), ('"YOUR PROMPT"', '"make the circle blue"'),
     ):  # fmt: skip
         assert words in code
         code = code.replace(words, own)
@@ -399,8 +402,8 @@ def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
     assert seen[1] is None and [source.tobytes() for source in seen[0]] == [images[i].tobytes() for i in (4, 4, 5, 5)]
 
     code = "def own(images, prompts, targets, sources):\n"
-    code += "    pink = [source.getpixel((0, 0))[1] < 200 for source in sources]\n"
-    code += "    return [float(is_pink == (prompt == 'make it blue')) for is_pink, prompt in zip(pink, prompts)]\n"
+    code += "    red = [source.getpixel((16, 16))[0] > 200 for source in sources]\n"
+    code += "    return [float(is_red == ('circle' in prompt)) for is_red, prompt in zip(red, prompts)]\n"
     Path("mine.py").write_text(code)
     arguments = ["--reward", "mine.py:own", "--eval-reward", "mine.py:own", "--eval-count", "2"]
     assert edits(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
@@ -409,7 +412,7 @@ def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
 
 
 def test_keep_is_likeness_to_the_source():
-    source, other = make.draw("circle", "red", "pink"), make.draw("cross", "blue", "white")
+    source, other = make.draw(RED_CIRCLE), make.draw(BLUE_CROSS)
     found = rewards.keep([source, other], ["", ""], None, [source, source])
     expected = rewards.ssim([source, other], ["", ""], [source, source])
     assert torch.equal(found, expected) and found[0] == 1 > found[1]
@@ -455,5 +458,5 @@ def test_an_edit_in_chinese_is_left_out_by_a_model_of_english(tmp_path, monkeypa
     folder = tiny_model(tmp_path / "vlm")
     monkeypatch.setattr(rewards, "SMOLVLM", folder)
     image, source = pictures((64, 64), (64, 64))
-    values = rewards.Edit(folder)([image, image], ["把它变成蓝色", "make it blue"], None, [source] * 2)
+    values = rewards.Edit(folder)([image, image], ["把它变成蓝色", "make the circle blue"], None, [source] * 2)
     assert values.isnan().tolist() == [True, False]

@@ -41,9 +41,9 @@ def test_what_only_judges_is_logged_and_not_trained_on(quick):
         "--steps",
         "2",
         "--eval-prompts",
-        f"{TINY}/heldout.txt",
+        "other.txt",
         "--eval-targets",
-        f"{TINY}/heldout-targets",
+        "targets",
     ]
     assert quick(*arguments, "--out", "without") == 0
     assert quick(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out", "with") == 0
@@ -90,9 +90,9 @@ def test_held_out_prompts_without_targets_are_judged_by_what_applies(quick):
 
 
 def test_every_prompt_is_judged_by_its_own_target(quick):
-    """In steps and in evaluations: the drawings of the two prompts have a pink and a white corner."""
+    """In steps and in evaluations: one of the two prompts is drawn in red."""
     code = "def own(images, prompts, targets):\n"
-    code += "    return [float(('pink' in p) == (t.getpixel((0, 0))[2] < 200)) for p, t in zip(prompts, targets)]\n"
+    code += "    return [float(('red' in p) == (t.getpixel((32, 32))[0] > 200)) for p, t in zip(prompts, targets)]\n"
     Path("mine.py").write_text(code)
     arguments = ["--reward", "mine.py:own", "--eval-reward", "mine.py:own", "--eval-count", "2"]
     assert quick(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
@@ -107,7 +107,7 @@ def test_every_prompt_is_judged_by_its_own_target(quick):
 @pytest.mark.parametrize("prompts_per_step", [2, 4])
 def test_the_pictures_shown_have_their_own_rewards(quick, prompts_per_step):
     """Three of the four of each of the first three prompts: here a picture's reward is its place."""
-    lines = [f"a {colour} circle on a white background" for colour in ("red", "blue", "green", "pink")]
+    lines = [f"a {colour} circle" for colour in ("red", "blue", "green", "pink")]
     Path("new.txt").write_text("\n".join(lines))
     Path("mine.py").write_text(
         f"lines = {lines}\n\ndef place(images, prompts, targets):\n"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from runtime import export
 
 LEARN = ["--train", "both", "--paintings", "2", "--decode-steps", "2", "--lr", "0.05", "--decoder-lr", "0.05"]
-PROMPT = "a red circle on a pink background"
+PROMPT = "a red circle"
 
 
 def painted(pipe):

@@ -472,7 +472,7 @@ def test_captured_forward_equals_the_model(glm, pipe, kind, monkeypatch, compile
     """Prompts of several lengths side by side; fewer of them; longer ones, for which the cache must grow; released."""
     monkeypatch.setattr(CapturedForward, "ROOM", 32)
     forward = (GraphedForward if kind == "graph" else CapturedForward)(glm, LENGTH, compile=kind == "compiled")
-    three = encode(pipe, "a ring", "a blue cross on a white background", "a red circle on pink")
+    three = encode(pipe, "a ring", "a red circle and a blue cross", "three squares")
     same_samples(glm, forward, *three, **SHAPING)
     cache, size = forward.cache, forward.size
     assert isinstance(cache, StaticCache) and size == 32
@@ -481,7 +481,7 @@ def test_captured_forward_equals_the_model(glm, pipe, kind, monkeypatch, compile
     assert forward.cache is cache, "fewer rows are filled up"
     assert RecordedGraph.made == (kind == "graph")
 
-    same_samples(glm, forward, *encode(pipe, "a ring", "a red ring on a green cross " * 5), **SHAPING)
+    same_samples(glm, forward, *encode(pipe, "a ring", "a red ring and a green cross " * 5), **SHAPING)
     assert forward.cache is not cache and forward.size > size and forward.size % 32 == 0
     assert len(forward.ids) == 4, "made anew for the rows at hand"
     same_samples(glm, forward, *three, **SHAPING)

@@ -27,7 +27,7 @@ from runtime.settings import TINY, deployed
 from train import encode_prompt  # quick shortens that in train.py
 
 SIZES = [(128, 128), (128, 256), (224, 96)]  # square, wide, tall: an exchange of rows and columns shows on the last two
-PROMPT = "a red circle on a pink background"
+PROMPT = "a red circle"
 
 
 def glm_inputs(pipe, prompt, height, width):

@@ -1,12 +1,9 @@
 """Mistakes of docs/pitfalls.md as they are often made, beside what grpo.py and rewards.py do."""
 
-from functools import cache
-
 import make
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import rewards
 from grpo import compute_advantages, compute_grpo_loss
@@ -75,15 +72,19 @@ def test_bfloat16_weights_do_not_hold_small_steps(dtype, moves):
     assert (weight.detach() != start).all() == moves
 
 
-def test_mse_alone_prefers_a_blank_picture_to_many_of_another_colour():
-    """Of the tiny model's captions: the background alone against the right shape in another colour."""
-    draw = cache(make.draw)
-    preferred = total = 0
-    for shape, colour, background in make.ALL:
-        blank = Image.new("RGB", (128, 128), make.BACKGROUNDS[background])
-        others = [draw(shape, other, background) for other in make.COLOURS if other != colour]
-        target = draw(shape, colour, background)
-        empty, *values = rewards.mse([blank, *others], [""] * 5, [target] * 5).tolist()
-        preferred += sum(empty > value for value in values)
-        total += len(values)
-    assert total == 320 and 100 < preferred < 150
+def test_mse_alone_prefers_a_blank_picture_to_a_wrong_one():
+    """Of one object: nothing at all against the right shape in another colour, and against the object elsewhere."""
+    blank = make.draw((None,) * 4)
+    colours = []
+    places = []
+    for shape, colour in make.SPRITES:
+        scenes = [((shape, other), None, None, None) for other in make.COLOURS if other != colour]
+        scenes += [tuple((shape, colour) if i == place else None for i in range(4)) for place in (1, 2, 3)]
+        target = make.draw(((shape, colour), None, None, None))
+        images = [blank, *map(make.draw, scenes)]
+        empty, *values = rewards.mse(images, [""] * 9, [target] * 9).tolist()
+        preferred = [empty > value for value in values]
+        colours += preferred[:5]
+        places += preferred[5:]
+    assert (sum(colours), len(colours)) == (30, 180)
+    assert (sum(places), len(places)) == (108, 108)

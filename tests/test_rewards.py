@@ -4,10 +4,10 @@ import asyncio
 import importlib.util
 import math
 import pickle
+import random
 import re
 import sys
 from collections import defaultdict
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,25 +177,23 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[name].tolist())
 
 
-def test_the_default_reward_is_not_won_by_a_blank_picture():
-    """For every prompt: right beats every wrong picture, and right but for its size beats a blank; however combined."""
+def test_the_reward_of_the_tiny_models_edits_is_highest_for_the_edit():
+    """Higher than for a blank picture, the source, and every picture with one place that is wrong; however combined."""
     import make
 
-    draw, parsed = cache(make.draw), rewards.parse_rewards("ssim:1,mse:1")
-    for shape, colour, background in make.ALL:
-        blank = Image.new("RGB", (128, 128), make.BACKGROUNDS[background])
-        sizes = [draw(shape, colour, background, r) for r in make.RADII]
-        wrong = [draw(s, colour, background) for s in make.SHAPES if s != shape]
-        wrong += [draw(shape, c, background) for c in make.COLOURS if c != colour]
-        wrong += [draw(shape, colour, b) for b in make.BACKGROUNDS if b != background]
-        images = [blank, *sizes, *wrong]
-        targets = [draw(shape, colour, background)] * len(images)
-        raw_rewards = rewards.score(parsed, images, [""] * len(images), targets)
-        for how in ("sum", "zscore"):
-            total = rewards.combine(raw_rewards, rewards.weights_of(parsed), len(images), how)
-            empty, small, right, large, *others = total.tolist()
-            assert right > max(others) + 0.05
-            assert min(small, large) > empty + 0.004
+    parsed = rewards.parse_rewards("ssim:1,mse:1")
+    rng = random.Random(0)
+    for _ in range(24):
+        scene, wish = make.random_edit(rng)
+        wanted = wish.edited(scene)
+        wrong = {(None,) * 4, scene}
+        for place in range(4):
+            wrong |= {(*wanted[:place], other, *wanted[place + 1 :]) for other in (None, *rng.sample(make.SPRITES, 6))}
+        images = [make.draw(each) for each in (wanted, *(wrong - {wanted}))]
+        raw_rewards = rewards.score(parsed, images, [""] * len(images), images[:1] * len(images))
+        for how, margin in (("sum", 0.02), ("zscore", 0.4)):
+            right, *others = rewards.combine(raw_rewards, {"ssim": 1, "mse": 1}, len(images), how).tolist()
+            assert right > max(others) + margin
 
 
 # ---- text in the picture --------------------------------------------------------------------------------------------

@@ -1,14 +1,21 @@
-"""Count how often tiny-glm-image paints what its prompt says, judged by pixels and not by any reward.
+"""Judge by their pixels whether pictures show what they were asked for: three rewards, and a count for tiny-glm-image.
 
     python tiny-glm-image/check.py                      # the model as shipped
     python tiny-glm-image/check.py --adapter runs/1     # after training: a run's folder, or that of an adapter
 
-Prints the share of right pictures for captions and for edits, those of training and those kept out of it, and saves a
-sheet of them.
-It is what `vqa` of rewards.py is for real pictures: a judge that reads the prompt.
+As rewards (`--reward tiny-glm-image/check.py:facts`):
+
+facts   the share of what is asked that the picture shows. To learn from.
+right   1 where it shows all of it, else 0. To judge by.
+clean   1 where nothing in it is other than one of the shapes, else 0. It must not fall while the others rise.
+
+The count paints with the stock pipeline, draws its own samples, and prints the share of right pictures by kind: GenEval's
+six for captions (arXiv 2310.11513), four for edits. GenEval lets further objects pass unless it counts; here they are
+wrong.
 """
 
 import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -16,116 +23,218 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors import SafetensorError
-from tqdm import trange
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import make
 
-MATCH = 0.85  # a shape counts from this overlap (intersection over union) with one of the shapes as drawn
+MATCH = 0.85  # a shape counts from this overlap (intersection over union) with it as drawn
+NEAR = 100  # and with a colour no further from its name's than this, the sum over red, green and blue
+STRAY = 60  # pixels of a place (of 4,096) that differ from the background: with fewer it is empty
 FILES = {"prompts": None, "heldout": None, "edits": "sources", "heldout-edits": "heldout-sources"}  # and sources
-SEED = 10**9  # not that of evaluations, nor of training by default
 
 
-def nearest(colour, palette):
-    return min(palette, key=lambda name: np.abs(np.array(palette[name]) - colour).sum())
+# ---- what a picture shows ----------------------------------------------------------------------------------------
 
 
-def describe(image):
-    """(shape, colour, background) of a picture, or None when it shows no clean shape.
-
-    The corners give the background, what differs from it is the figure, and the figure's outline is compared with every
-    shape at every radius the model was taught. Blank, broken or two-coloured figures overlap with none well enough.
-    """
+def look(image):
+    """The scene of a picture: for each of the four places (shape, colour), None where it is empty, or "mess"."""
     pixels = np.asarray(image.convert("RGB").resize((make.SIZE, make.SIZE))).astype(int)
-    corners = np.concatenate([pixels[:8, :8].reshape(-1, 3), pixels[-8:, -8:].reshape(-1, 3)])
-    background = np.median(corners, axis=0)
-    figure = np.abs(pixels - background).sum(-1) > 120
-    if figure.sum() < 200:
+    corners = itertools.product((0, make.CELL), (0, make.CELL))  # upper left, upper right, lower left, lower right
+    return tuple(look_at(pixels[top : top + make.CELL, left : left + make.CELL]) for top, left in corners)
+
+
+def look_at(pixels):
+    """One place (64, 64, 3): where it is nearer to its colour than to the background it is compared with every shape.
+
+    A pixel of an edge lies between both colours. What lies elsewhere is foreign to the shape.
+    """
+    from_white = difference(pixels, make.WHITE)
+    figure = from_white > 120
+    if figure.sum() < STRAY:
         return None
-    colour = np.median(pixels[figure], axis=0)
-    figure &= np.abs(pixels - colour).sum(-1) < 120
-    overlap, shape = max(((figure & mask).sum() / (figure | mask).sum(), shape) for mask, shape in outlines())
-    if overlap < MATCH:
-        return None
-    return shape, nearest(colour, make.COLOURS), nearest(background, make.BACKGROUNDS)
+    colour = np.median(pixels[figure & (from_white >= np.median(from_white[figure]))], axis=0)
+    name = min(make.COLOURS, key=lambda name: difference(colour, make.COLOURS[name]))
+    if difference(colour, make.COLOURS[name]) > NEAR:
+        return "mess"
+    from_colour = difference(pixels, colour)
+    foreign = from_colour + from_white > difference(colour, make.WHITE) + 120
+    own = (from_colour < from_white) & ~foreign
+    overlaps = {shape: (own & mask).sum() / (own | mask | foreign).sum() for shape, mask in outlines().items()}
+    shape = max(overlaps, key=overlaps.get)
+    return (shape, name) if overlaps[shape] >= MATCH else "mess"
+
+
+def difference(pixels, colour):
+    return np.abs(pixels - np.array(colour)).sum(-1)
 
 
 @functools.cache
 def outlines():
-    """Every shape at every radius as (mask (128, 128) bool, its name)."""
-
-    def mask(shape, radius):
-        return np.asarray(make.draw(shape, "yellow", "black", radius))[..., 0] > 140
-
-    return [(mask(shape, radius), shape) for shape in make.SHAPES for radius in make.RADII]
+    """{shape: where it is drawn, (64, 64) bool}"""
+    drawn = {shape: make.draw(((shape, "black"), None, None, None)) for shape in make.SHAPES}
+    return {shape: np.asarray(image.convert("L"))[: make.CELL, : make.CELL] < 130 for shape, image in drawn.items()}
 
 
-def wanted(prompt, source=None):
-    """(shape, colour, background) that a caption names, or that a wish makes of its source; else None."""
-    if prompt in make.WISHES:
-        before = source and describe(source)
-        return before and make.edited(before, *make.WISHES[prompt])
-    return next((attributes for attributes in make.ALL if make.caption(*attributes) == prompt), None)
+# ---- what it was asked for ---------------------------------------------------------------------------------------
 
 
-def shows(images, prompts, targets=None, sources=None):
-    """A reward, see rewards.py: 1 where the picture shows what its prompt says, else 0.
+def caption_facts(caption, scene):
+    """{fact: the share of it that holds}, by the choice of objects that suits the caption best."""
+    objects = make.NUMBERS.get(caption.word, len(caption.shapes))
+    things = [place for place in range(4) if scene[place] is not None]
+    number = float(len(things) == objects and "mess" not in scene)
+    found = []
+    for places in itertools.permutations(range(4), objects):
+        seen = [("", "") if scene[place] in (None, "mess") else scene[place] for place in places]
+        shapes = [shape == asked for (shape, _), asked in zip(seen, itertools.cycle(caption.shapes))]
+        facts = {"number": number, "shape": sum(shapes) / objects}
+        if caption.colours:
+            facts["colour"] = sum(colour == asked for (_, colour), asked in zip(seen, caption.colours)) / objects
+        if caption.kind == "position":
+            facts["relation"] = float(all(shapes) and holds(caption.word, *places))
+        found.append(facts)
+    return max(found, key=lambda facts: sum(facts.values()))
 
-    'a red circle on a pink background' says it all; 'make it blue' says it of its source, which keeps all else. NaN for
-    other prompts, and for sources that show no clean shape. sources: a picture or None for each image, or None.
+
+def holds(relation, first, second):
+    """Whether of two places, numbered row by row, the first stands in this relation to the second."""
+    if relation in ("left of", "right of"):
+        first, second = first % 2, second % 2
+    else:
+        first, second = first // 2, second // 2
+    return first < second if relation in ("left of", "above") else first > second
+
+
+def edit_facts(wish, before, scene):
+    """{fact: the share of it that holds}: what was to change, and all else place by place."""
+    found = []
+    for place, wanted in wanted_places(wish, before):
+        same = sum(scene[other] == before[other] for other in range(4) if other != place) / 3
+        seen = scene[place]
+        if wanted is None or seen in (None, "mess"):
+            done = float(seen == wanted)
+        else:
+            done = (seen[0] == wanted[0]) / 2 + (seen[1] == wanted[1]) / 2
+        found.append({"done": done, "kept": same})
+    return max(found, key=lambda facts: sum(facts.values()))
+
+
+def wanted_places(wish, before):
+    """(place, what has to be there): one, or each empty place for something added. None: this cannot be asked of it."""
+    named = [place for place in range(4) if before[place] and before[place][0] == wish.shape]
+    if "mess" in before or len(named) != (wish.kind != "add"):
+        return []
+    if wish.kind != "add":
+        return [(named[0], wish.edited(before)[named[0]])]
+    return [(place, (wish.shape, wish.word)) for place in range(4) if before[place] is None]
+
+
+def facts_of(image, prompt, source=None):
+    """{fact: 0 to 1} of a picture, or None where this file does not know what is asked for."""
+    if prompt in make.MEANING:
+        return caption_facts(make.MEANING[prompt], look(image))
+    if prompt not in make.WISHES or source is None:
+        return None
+    before = look(source)
+    if not wanted_places(make.WISHES[prompt], before):
+        return None
+    return edit_facts(make.WISHES[prompt], before, look(image))
+
+
+# ---- three rewards, see rewards.py -------------------------------------------------------------------------------
+
+
+def facts(images, prompts, targets=None, sources=None):
+    """The mean of the facts of each picture. NaN for prompts that are not of this world.
+
+    sources: a picture or None for each image, or None.
     """
-    asked = [wanted(*pair) for pair in zip(prompts, sources or [None] * len(prompts), strict=True)]
-    right = [float(describe(image) == words) for image, words in zip(images, asked, strict=True)]
-    return torch.tensor([float("nan") if words is None else value for value, words in zip(right, asked, strict=True)])
+    found = [facts_of(*asked) for asked in zip(images, prompts, sources or [None] * len(images), strict=True)]
+    return torch.tensor([float("nan") if each is None else sum(each.values()) / len(each) for each in found])
 
 
-def paint(samples, prompts, adapter=None, sources=None):
-    """`samples` pictures of each prompt, prompt after prompt, by the shipped model or with the adapters of a folder.
+def right(images, prompts, targets=None, sources=None):
+    """1 where all facts hold, else 0. NaN as for `facts`."""
+    shares = facts(images, prompts, targets, sources)
+    return torch.where(shares.isnan(), shares, (shares > 1 - 1e-6).float())
 
-    sources: the pictures that the prompts are to change, or None.
-    """
-    import train  # here, for as a reward this file has no use for it
-    from runtime.data import Prompts, Source
-    from runtime.log import Phases
-    from runtime.settings import TINY
 
-    settings = train.parse_settings(
-        ["--model", TINY, "--group-size", str(samples), *(["--adapter", adapter] if adapter else [])]
-    )
-    device = torch.device("cpu")
-    pipe = train.load(settings, device)
-    sources = sources and [Source(image) for image in sources]
-    train.read_sources(pipe, sources or [], device)
-    pipe, policy, _ = train.build(pipe, settings, device)
-    run = train.Run(pipe, policy, None, Phases(device))
+def clean(images, prompts=None, targets=None):
+    """1 where every place is empty or shows one of the shapes in one of the colours, else 0."""
+    return torch.tensor([float("mess" not in look(image)) for image in images])
+
+
+# ---- the count ---------------------------------------------------------------------------------------------------
+
+
+def load(adapter=None):
+    """The stock pipeline, with the adapters of a run's folder, or of the folder of an adapter."""
+    from diffusers import GlmImagePipeline
+
+    from runtime import UserError
+    from runtime.adapters import adapter_file
+
+    files = {name: adapter_file(adapter, name) for name in ("codes", "decoder")} if adapter else {}
+    if adapter and not any(files.values()):
+        raise UserError(f"there is no adapter in {adapter}: give --adapter the folder of a run that has ended")
+    pipe = GlmImagePipeline.from_pretrained(str(HERE), dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        if file := files.get("codes"):
+            pipe.vision_language_encoder.load_adapter(str(file.parent))
+        if file := files.get("decoder"):
+            pipe.transformer.load_lora_adapter(str(file.parent), weight_name=file.name, prefix=None)
+    except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"cannot read the adapter {file}: {str(error).strip().splitlines()[0]}") from None
+    # diffusers 0.42.1 joins the features of sources, which transformers 5.23 wants apart: see README.md here.
+    policy = pipe.vision_language_encoder
+    read, channels = policy.get_image_tokens, policy.config.vision_config.hidden_size
+    policy.get_image_tokens = lambda joined, grids: read(joined.unflatten(0, (-1, channels)), grids)
+    return pipe
+
+
+def paint(pipe, prompts, samples, seed, sources=None):
+    """`samples` pictures of each prompt, prompt after prompt. sources: the pictures to change, one for each, or None."""
     images = []
-    for i in trange(0, len(prompts), 4, unit="prompts"):
-        some = Prompts(prompts, None, sources).take(range(i, min(i + 4, len(prompts))))
-        images += train.rollout(run, settings, {}, some, SEED + i).images
+    for i in range(0, len(prompts), 8):
+        texts = [text for text in prompts[i : i + 8] for _ in range(samples)]
+        originals = sources and [[source] for source in sources[i : i + 8] for _ in range(samples)]
+        images += pipe(
+            texts, image=originals, height=make.SIZE, width=make.SIZE, num_inference_steps=6, guidance_scale=1.0,
+            generator=torch.Generator().manual_seed(seed * 1000 + i),
+        ).images  # fmt: skip
     return images
 
 
-def count_right(name, folder, options):
-    """Prints the share of right pictures for the prompts in a file. Returns the first four rows of a sheet.
+def count_right(pipe, name, folder, options):
+    """Prints the share of right pictures for the prompts in a file. Returns the rows of a sheet, the first of each kind.
 
     folder: of the pictures that the prompts are to change, or None.
     """
-    prompts = (HERE / f"{name}.txt").read_text().splitlines()
+    from runtime.data import read_lines
+
+    prompts, kinds, _ = read_lines(HERE / f"{name}.txt")
     sources = folder and [Image.open(file) for file in sorted((HERE / folder).iterdir())]
-    images = paint(options.samples, prompts, options.adapter, sources)
-    asked = [wanted(*pair) for pair in zip(prompts, sources or [None] * len(prompts), strict=True)]
-    asked = [attributes for attributes in asked for _ in range(options.samples)]
-    shown = [describe(image) or ("none", "none", "none") for image in images]
-    words = np.array(shown) == np.array(asked)  # (pictures, 3): its shape, colour and background
-    right = words.all(1)
-    parts = ", ".join(f"{word} {n:.0%}" for word, n in zip(("shape", "colour", "background"), words.mean(0)))
-    print(f"{name}.txt: {int(right.sum())}/{len(images)} right = {right.mean():.1%} ({parts})", flush=True)
-    cells = list(zip(images, ("right" if r else "wrong" for r in right.tolist()), strict=True))
-    rows = [cells[i * options.samples :][: options.samples] for i in range(4)]
-    first = [[(source, "to edit")] for source in sources or ()] or [[] for _ in prompts]
-    return [(prompt, edited + row[:8]) for prompt, edited, row in zip(prompts, first, rows)]
+    images = paint(pipe, prompts, options.samples, options.seed, sources)
+    each = [prompt for prompt in prompts for _ in range(options.samples)]
+    originals = sources and [source for source in sources for _ in range(options.samples)]
+    marks = right(images, each, None, originals).view(-1, options.samples)  # (prompts, samples)
+    by_kind = {}
+    for kind, mark in zip(kinds, marks.mean(1).tolist(), strict=True):
+        by_kind.setdefault(kind, []).append(mark)
+    error = marks.mean(1).std() / len(prompts) ** 0.5  # over prompts: pictures of one prompt are much alike
+    shares = ", ".join(f"{kind} {np.mean(own):.0%}" for kind, own in by_kind.items())
+    guard = f"facts {facts(images, each, None, originals).mean():.3f}, clean {clean(images).mean():.1%}"
+    print(f"{name}.txt: {marks.mean():.1%} +- {error:.1%} of {len(images)} right ({shares}); {guard}", flush=True)
+    rows = []
+    for kind in by_kind:
+        i = kinds.index(kind)
+        own = images[i * options.samples :][: min(options.samples, 8)]
+        cells = [(image, "right" if mark else "wrong") for image, mark in zip(own, marks[i])]
+        rows.append((prompts[i], ([(sources[i], "to edit")] if sources else []) + cells))
+    return rows
 
 
 def main():
@@ -135,16 +244,17 @@ def main():
 
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--adapter", help="folder of a run, or of a trained adapter")
-    parser.add_argument("--samples", type=number(int, "[1, inf)"), default=8, help="pictures a prompt (default: 8)")
+    parser.add_argument("--samples", type=number(int, "[1, inf)"), default=4, help="pictures per prompt (default: 4)")
+    parser.add_argument("--seed", type=number(int, "[0, 1000000]"), default=1, help="of the samples (default: 1)")
     parser.add_argument("--sheet", default="check.png", help="where to save some of the pictures (default: check.png)")
     try:
         options = parser.parse_args()
         torch.set_num_threads(1)  # see train.py
-        rows = [row for file, folder in FILES.items() for row in count_right(file, folder, options)]
-        title = "first four captions of training, then of those kept out; edits likewise"
-        save_grid(options.sheet, rows, title, cell=128)
-    except (UserError, OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
-        # An adapter of another model, a damaged one, a folder that cannot be written to.
+        pipe = load(options.adapter)
+        rows = {name: count_right(pipe, name, folder, options) for name, folder in FILES.items()}
+        title = "the first of each kind, held out"
+        save_grid(options.sheet, rows["heldout"] + rows["heldout-edits"], title, cell=96)
+    except (UserError, OSError) as error:  # such as an adapter of another model, or a folder that cannot be written to
         print("error:", str(error).strip().split("\n")[0], file=sys.stderr)
         return 2
     return 0

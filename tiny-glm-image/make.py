@@ -1,23 +1,26 @@
-"""Make tiny-glm-image: a GLM-Image of 2.3 million parameters that paints one coloured shape, and edits it.
+"""Make tiny-glm-image: a GLM-Image of two million parameters that paints scenes of coloured shapes, and edits them.
 
     python tiny-glm-image/make.py        # rewrites this folder: seven model parts, prompts, pictures
 
 Every part is the class the released model uses, only small, so whatever trains this trains the release:
 
-1. draw        Pillow draws a shape on a background; a caption names both, a wish changes one of them.
-2. codebook    k-means over patch colours: a picture becomes 16x16 preview codes and 4x4 large codes. The vision tower
-               and its quantiser are set, not trained, to read the large codes.
-3. VAE         pixels <-> latents.
-4. decoder     a flow-matching transformer: large codes -> latents, also beside the latents of a picture to edit.
-5. policy      the language model: caption -> preview codes -> large codes, and picture, wish -> large codes. Some of
-               the words it reads are wrong on purpose, so it draws well and follows its prompt only some of the time.
-               GRPO mends that.
+1. scenes      Four places, each empty or one of 6 shapes in one of 6 colours. A caption asks for one; a wish changes one.
+2. codes       The patches of scenes: a picture is 16x16 preview codes and 4x4 large codes. The vision tower and its
+               quantiser are set, not trained, to read the large codes.
+3. policy      The language model: caption -> preview codes -> large codes, and picture, wish -> large codes. It learns
+               all of them first. Then, for a short while, what is painted is what was misread: numbers, relations,
+               whose colour is whose. So it is weak where large models are. GRPO repairs that.
+4. VAE         Pixels <-> latents.
+5. decoder     A flow-matching transformer: large codes -> latents, also beside the latents of a picture to edit.
 """
 
 import itertools
 import random
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import diffusers
 import numpy as np
@@ -34,53 +37,168 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 
 SIZE = 128  # pixels; 4x4 large codes of 32 pixels each
+CELL = 64  # a scene has four places: upper left, upper right, lower left, lower right
+RADIUS = 24
 NUM_CODES = 1024
-SHAPES = ("circle", "square", "triangle", "cross")
-COLOURS = {"red": (215, 40, 45), "green": (35, 150, 70), "blue": (40, 80, 205)}
-COLOURS |= {"yellow": (250, 205, 40), "purple": (125, 55, 165)}
-BACKGROUNDS = {"white": (245, 245, 240), "black": (25, 25, 30), "pink": (250, 165, 185), "cyan": (140, 220, 230)}
-RADII = (34, 39, 44)  # pixels; the caption does not say which, the target pictures are all 39
-WORDS = SHAPES, tuple(COLOURS), tuple(BACKGROUNDS)
-ALL = list(itertools.product(*WORDS))
-FORMS = "make it a {}", "make it {}", "make the background {}"
-WISHES = {form.format(word): (kind, word) for kind, form in enumerate(FORMS) for word in WORDS[kind]}  # 13
-WRONG_WORDS = 0.22  # chance that a word of the prompt, or of what the picture to edit shows, is drawn anew
+SHAPES = ("circle", "square", "triangle", "cross", "diamond", "ring")
+COLOURS = {"red": (215, 40, 45), "blue": (40, 80, 205), "green": (35, 150, 70), "yellow": (250, 205, 40)}
+COLOURS |= {"purple": (125, 55, 165), "black": (25, 25, 30)}
+WHITE = (245, 245, 240)
+USUAL = dict(zip(SHAPES, COLOURS, strict=True))  # the colour of a shape where a caption names none
+SPRITES = list(itertools.product(SHAPES, COLOURS))  # 36
+NUMBERS = {"two": 2, "three": 3, "four": 4}
+RELATIONS = {"left of": (0, 1), "right of": (1, 0), "above": (0, 2), "below": (2, 0)}  # places of both objects
+KINDS = ("one", "two", "counting", "colours", "position", "binding")  # of GenEval (arXiv 2310.11513), in its order
 
 
-# ---- 1. pictures, captions and wishes ----------------------------------------------------------------------------
+# ---- 1. captions, wishes and pictures ----------------------------------------------------------------------------
 
 
-def draw(shape, colour, background, radius=39):
-    """One shape on a plain background, 128x128, drawn four times larger and averaged down for smooth edges."""
+class Caption(NamedTuple):
+    """What a caption says: one or two objects, and the colours, the number or the relation if it names them."""
+
+    kind: str
+    shapes: tuple
+    colours: tuple = ()  # one per shape, or none
+    word: str = ""  # a number or a relation
+
+    def __str__(self):
+        if self.kind == "counting":
+            plural = self.shapes[0] + ("es" if self.shapes[0] == "cross" else "s")
+            return f"{self.word} {plural}"
+        objects = [f"a {' '.join(words)}" for words in zip(*filter(None, (self.colours, self.shapes)), strict=True)]
+        return f" {self.word or 'and'} ".join(objects)
+
+    def scene(self):
+        """Its picture: for each of the four places (shape, colour) or None, filled from the upper left, as one reads."""
+        colours = self.colours or [USUAL[shape] for shape in self.shapes]
+        objects = list(zip(self.shapes, colours, strict=True)) * NUMBERS.get(self.word, 1)
+        places = RELATIONS.get(self.word, range(4))
+        scene = [None] * 4
+        for place, thing in zip(places, objects):
+            scene[place] = thing
+        return tuple(scene)
+
+
+def all_captions():
+    """{kind: its captions}: 6, 30, 18, 36, 120 and 900."""
+    pairs = list(itertools.permutations(SHAPES, 2))
+    colours = list(itertools.permutations(COLOURS, 2))
+    return {
+        "one": [Caption("one", (shape,)) for shape in SHAPES],
+        "two": [Caption("two", pair) for pair in pairs],
+        "counting": [Caption("counting", (shape,), (), number) for shape in SHAPES for number in NUMBERS],
+        "colours": [Caption("colours", (shape,), (colour,)) for shape, colour in SPRITES],
+        "position": [Caption("position", pair, (), relation) for pair in pairs for relation in RELATIONS],
+        "binding": [Caption("binding", pair, both) for pair in pairs for both in colours],
+    }
+
+
+CAPTIONS = all_captions()
+MEANING = {str(caption): caption for captions in CAPTIONS.values() for caption in captions}
+
+
+class Wish(NamedTuple):
+    """What an edit asks for."""
+
+    kind: str
+    shape: str  # the object that is named
+    word: str = ""  # its new colour or shape
+
+    def __str__(self):
+        return FORMS[self.kind].format(shape=self.shape, word=self.word)
+
+    def edited(self, scene):
+        """The scene after this edit; what is added takes the first empty place."""
+        shapes = [thing and thing[0] for thing in scene]
+        place = shapes.index(None if self.kind == "add" else self.shape)
+        colour = scene[place] and scene[place][1]
+        new = {"recolour": (self.shape, self.word), "reshape": (self.word, colour), "remove": None}
+        new["add"] = self.shape, self.word
+        return (*scene[:place], new[self.kind], *scene[place + 1 :])
+
+
+FORMS = {"recolour": "make the {shape} {word}", "reshape": "make the {shape} a {word}", "remove": "remove the {shape}"}
+FORMS["add"] = "add a {word} {shape}"
+WISHES = [Wish("recolour", *sprite) for sprite in SPRITES] + [Wish("add", *sprite) for sprite in SPRITES]
+WISHES += [Wish("reshape", *pair) for pair in itertools.permutations(SHAPES, 2)]
+WISHES = {str(wish): wish for wish in [*WISHES, *(Wish("remove", shape) for shape in SHAPES)]}  # 108
+
+
+def random_edit(rng):
+    """(scene, Wish): two or three different shapes anywhere, and something to change that is not so already."""
+    shapes = rng.sample(SHAPES, 4)
+    scene = [None] * 4
+    for place, shape in zip(rng.sample(range(4), rng.choice((2, 3))), shapes):
+        scene[place] = shape, rng.choice(list(COLOURS))
+    shape, colour = rng.choice(list(filter(None, scene)))
+    form = rng.choice(list(FORMS))
+    words = {"recolour": [other for other in COLOURS if other != colour], "reshape": shapes[3:], "remove": [""]}
+    words["add"] = list(COLOURS)
+    return tuple(scene), Wish(form, shapes[3] if form == "add" else shape, rng.choice(words[form]))
+
+
+SHARES = {"one": 1, "two": 3, "counting": 3, "colours": 3, "position": 6, "binding": 8}  # of the captions of a step
+
+
+def misread(caption, rng):
+    """What a policy reads that is weak where the released models are: numbers, relations, whose colour is whose."""
+    shapes = tuple(anew(shape, SHAPES, 0.04, rng) for shape in caption.shapes)
+    colours = tuple(anew(colour, COLOURS, 0.04, rng) for colour in caption.colours)
+    word = caption.word
+    if word in NUMBERS:
+        word = anew(word, NUMBERS, 0.9, rng)
+    elif word in RELATIONS:
+        word = anew(word, RELATIONS, 0.7, rng)
+    if len(colours) == 2 and rng.random() < 0.3:
+        colours = colours[::-1]
+    if len(shapes) == 2 and rng.random() < 0.25:  # the second object is left out
+        return Caption(caption.kind, shapes[:1], colours[:1])
+    return Caption(caption.kind, shapes, colours, word)
+
+
+def misread_edit(scene, wish, rng):
+    """An edit as it is read: of another object, to something else, or of a picture with an object of another colour."""
+    scene = tuple(thing and (thing[0], anew(thing[1], COLOURS, 0.08, rng)) for thing in scene)
+    named = SHAPES if wish.kind == "add" else [thing[0] for thing in scene if thing]
+    shape = anew(wish.shape, named, 0.25, rng)
+    words = COLOURS if wish.word in COLOURS else SHAPES
+    return scene, Wish(wish.kind, shape, wish.word and anew(wish.word, words, 0.25, rng))
+
+
+def anew(word, words, chance, rng):
+    """A word, or now and then one drawn from all `words`, which may be the same."""
+    return rng.choice(list(words)) if rng.random() < chance else word
+
+
+def draw(scene):
+    """A scene as 128x128 pixels, drawn four times larger and averaged down for smooth edges."""
     k = 4
-    image = Image.new("RGB", (SIZE * k, SIZE * k), BACKGROUNDS[background])
-    pen, fill = ImageDraw.Draw(image), COLOURS[colour]
-    x, y, r = SIZE / 2 * k, SIZE / 2 * k, radius * k
-    if shape == "circle":
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
-    elif shape == "square":
-        pen.rectangle((x - 0.9 * r, y - 0.9 * r, x + 0.9 * r, y + 0.9 * r), fill=fill)
-    elif shape == "triangle":
-        pen.polygon([(x, y - r), (x + 1.1 * r, y + 0.85 * r), (x - 1.1 * r, y + 0.85 * r)], fill=fill)
-    else:
-        pen.rectangle((x - r, y - 0.35 * r, x + r, y + 0.35 * r), fill=fill)
-        pen.rectangle((x - 0.35 * r, y - r, x + 0.35 * r, y + r), fill=fill)
+    image = Image.new("RGB", (SIZE * k, SIZE * k), WHITE)
+    pen, r = ImageDraw.Draw(image), RADIUS * k
+    for place, thing in enumerate(scene):
+        if thing is None:
+            continue
+        shape, fill = thing[0], COLOURS[thing[1]]
+        x, y = (CELL * (place % 2) + CELL // 2) * k, (CELL * (place // 2) + CELL // 2) * k
+        if shape in ("circle", "ring"):
+            pen.ellipse((x - r, y - r, x + r - 1, y + r - 1), fill=fill)
+        if shape == "ring":
+            pen.ellipse((x - r // 2, y - r // 2, x + r // 2 - 1, y + r // 2 - 1), fill=WHITE)
+        elif shape == "square":
+            pen.rectangle((x - r * 5 // 6, y - r * 5 // 6, x + r * 5 // 6 - 1, y + r * 5 // 6 - 1), fill=fill)
+        elif shape == "triangle":
+            pen.polygon([(x, y - r), (x + r, y + r * 7 // 8), (x - r, y + r * 7 // 8)], fill=fill)
+        elif shape == "diamond":
+            pen.polygon([(x, y - r), (x + r, y), (x, y + r), (x - r, y)], fill=fill)
+        elif shape == "cross":
+            pen.rectangle((x - r, y - r // 3, x + r - 1, y + r // 3 - 1), fill=fill)
+            pen.rectangle((x - r // 3, y - r, x + r // 3 - 1, y + r - 1), fill=fill)
     return image.resize((SIZE, SIZE), Image.Resampling.BOX)
 
 
-def caption(shape, colour, background):
-    return f"a {colour} {shape} on a {background} background"
-
-
-def edited(attributes, kind, word):
-    """The (shape, colour, background) of a picture with one of them replaced: kind 0, 1 or 2."""
-    return (*attributes[:kind], word, *attributes[kind + 1 :])
-
-
-def misread(attributes, rng):
-    """Each of the three words drawn anew `WRONG_WORDS` of the time (it may come out the same)."""
-    choices = zip(attributes, WORDS, strict=True)
-    return tuple(rng.choice(words) if rng.random() < WRONG_WORDS else word for word, words in choices)
+def random_scene(rng):
+    return tuple(rng.choice(SPRITES) if rng.random() < 0.75 else None for _ in range(4))
 
 
 def to_tensor(images):
@@ -96,28 +214,33 @@ def patches(pixels, grid):
     return F.pixel_unshuffle(small, 4).flatten(2).transpose(1, 2)
 
 
-def kmeans(points, k, iterations=25):
-    unique = torch.unique((points * 64).round() / 64, dim=0)
-    centres = unique[torch.randperm(len(unique))[:k]].clone()
-    for _ in range(iterations):
-        nearest = torch.cdist(unique, centres).argmin(1)
-        counts = torch.bincount(nearest, minlength=k).unsqueeze(1)
-        sums = torch.zeros_like(centres).index_add_(0, nearest, unique)
-        centres = torch.where(counts > 0, sums / counts.clamp(min=1), centres)
-    return centres
-
-
 def encode(pixels, codebook, grid):
     return torch.cdist(patches(pixels, grid), codebook).argmin(-1)  # (B, grid*grid)
 
 
-def dataset():
-    """240 (attributes, radius), their pixels (240, 3, 128, 128), and the centres of the codes (1024, 48)."""
-    torch.manual_seed(0)
-    pictures = list(itertools.product(ALL, RADII))
-    pixels = to_tensor([draw(*attributes, radius=radius) for attributes, radius in pictures])
-    codebook = kmeans(torch.cat([patches(pixels, grid).flatten(0, 1) for grid in (16, 4)]), NUM_CODES)
-    return pictures, pixels, codebook
+def make_codebook():
+    """The centres of the codes (1024, 48).
+
+    All patches that occur, 529, are centres, for shapes lie on the codes' grids; the others are noise, nearest to none.
+    """
+    pixels = to_tensor([draw((sprite, None, None, None)) for sprite in SPRITES])
+    seen = torch.cat([patches(pixels, grid).flatten(0, 1) for grid in (4, 16)])
+    seen = torch.unique((seen * 1e4).round() / 1e4, dim=0)
+    noise = torch.rand(NUM_CODES - len(seen), 48, generator=torch.Generator().manual_seed(0))
+    return torch.cat([seen, noise * 2 - 1])
+
+
+def corner_codes(codebook):
+    """The codes of a place that is empty, then those of each sprite there: (37, 8, 8) of the preview, (37, 2, 2) large."""
+    drawn = to_tensor([draw((thing, None, None, None)) for thing in (None, *SPRITES)])
+    return [encode(drawn, codebook, grid).unflatten(1, (grid, grid))[:, : grid // 2, : grid // 2] for grid in (16, 4)]
+
+
+def codes_of(scenes, corners):
+    """The codes (B, 272) of scenes, put together from those of their places: 256 of the preview, then 16 large ones."""
+    things = [[0 if thing is None else 1 + SPRITES.index(thing) for thing in scene] for scene in scenes]
+    places = [corner[torch.tensor(things)].unflatten(1, (2, 2)) for corner in corners]  # (B, 2, 2, n, n)
+    return torch.cat([codes.transpose(2, 3).flatten(1) for codes in places], dim=1)
 
 
 # ---- 3. the seven parts, small -----------------------------------------------------------------------------------
@@ -131,10 +254,10 @@ def build_processor():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet, size = pre_tokenizers.ByteLevel.alphabet(), len(special) + 400
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=4000, special_tokens=special, initial_alphabet=alphabet)
     grids = [f"{i} {j}" for i in range(33) for j in range(33)]
-    tokenizer.train_from_iterator([caption(*a) for a in ALL] + grids, trainer)
+    tokenizer.train_from_iterator([*MEANING, *WISHES, *grids], trainer)  # every word ends as one token
     ends = {"bos_token": "<|begin_of_image|>", "eos_token": "<|end_of_image|>", "pad_token": "<|pad|>"}
     extra = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
     fast = transformers.PreTrainedTokenizerFast(
@@ -234,9 +357,13 @@ def optimise(name, module, steps, lr, loss_fn):
 
 def train_vae(vae, pixels, steps):
     def loss():
-        batch = pixels[torch.randint(len(pixels), (12,))]
+        batch = pixels[torch.randint(len(pixels), (4,))]
         posterior = vae.encode(batch).latent_dist
-        return F.l1_loss(vae.decode(posterior.sample()).sample, batch) + 1e-4 * posterior.kl().mean() / 2048
+        painted = vae.decode(posterior.sample()).sample
+        error = F.l1_loss(painted, batch) + F.mse_loss(
+            painted, batch
+        )  # without the second it takes red for brown, long
+        return error + 1e-4 * posterior.kl().mean() / 2048
 
     optimise("VAE", vae, steps, 2e-3, loss)
 
@@ -289,110 +416,208 @@ def read_prompt(policy, processor, text, picture=None):
     return ids[0], torch.cat([read[:, 0], written[0]], dim=1)
 
 
-def train_policy(policy, processor, pictures, preview, large, steps, lr, captions, edits):
-    """Trains on so many captions and edits a step. What is painted is right, what was read of it may be wrong."""
+def collate(prompts, padding):
+    """Prompts side by side that end alike, so that what follows them does too.
+
+    prompts: B pairs of ids (L,) and positions (3, L+T). Returns ids (B, L), positions (3, B, L+T) and the attention mask
+    (B, 1, L+T, L+T), with L that of the longest.
+    """
+    longest = max(len(ids) for ids, _ in prompts)
+    empty = [longest - len(ids) for ids, _ in prompts]
+    ids = torch.stack([F.pad(ids, (n, 0), value=padding) for n, (ids, _) in zip(empty, prompts, strict=True)])
+    positions = [F.pad(positions, (n, 0)) for n, (_, positions) in zip(empty, prompts, strict=True)]
+    positions = torch.stack(positions, dim=1)  # (3, B, L+T)
+    length = positions.shape[-1]
+    real = torch.arange(length) >= torch.tensor(empty).unsqueeze(1)  # (B, L+T)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    itself = torch.eye(length, dtype=torch.bool)  # padding sees itself: a row that sees nothing is NaN
+    return ids, positions, (causal & real[:, None, None, :]) | itself
+
+
+def train_policy(policy, processor, codebook, steps, lr, misreads):
+    """Trains on captions and edits; with `misreads` what is painted is what was read, which may be something else."""
     rng = random.Random(2)
-    row = {picture: i for i, picture in enumerate(pictures)}
-    prompts = {caption(*a): read_prompt(policy, processor, caption(*a)) for a in ALL}
-    prompts |= {wish: read_prompt(policy, processor, wish, draw(*ALL[0])) for wish in WISHES}
+    blank = draw((None,) * 4)
+    prompts = {text: read_prompt(policy, processor, text) for text in MEANING}
+    prompts |= {text: read_prompt(policy, processor, text, blank) for text in WISHES}
 
     def cross_entropy(texts, sources, targets):
-        """Mean over codes (B, T) after prompts of one length, into which the codes of sources go: (B, 16), or none."""
-        ids, positions = zip(*(prompts[text] for text in texts), strict=True)
-        ids = torch.stack(ids)
+        """Mean over codes (B, T) after prompts, into which the codes of sources go: (B, 16), or none."""
+        ids, positions, mask = collate([prompts[text] for text in texts], processor.tokenizer.pad_token_id)
         ids = ids.masked_scatter(ids == policy.config.image_token_id, sources)
         # One logit more than there are codes: the last code predicts the end of the image, as generate() expects.
         logits = policy(
-            input_ids=torch.cat([ids, targets], dim=1), position_ids=torch.stack(positions, dim=1),
-            logits_to_keep=targets.shape[1] + 1,
+            input_ids=torch.cat([ids, targets], dim=1), position_ids=positions, attention_mask=mask,
+            logits_to_keep=targets.shape[1] + 1, use_cache=False,
         ).logits  # fmt: skip
         end = torch.full((len(texts), 1), policy.config.image_end_token_id)
         return F.cross_entropy(logits.flatten(0, 1), torch.cat([targets, end], dim=1).flatten())
 
     def loss():
-        painted = rng.choices(range(len(pictures)), k=captions)
-        texts = [caption(*misread(pictures[i][0], rng)) for i in painted]
-        total = cross_entropy(texts, large[[]], torch.cat([preview, large], dim=1)[painted])  # 256 + 16 codes
-        if edits:
-            kind = rng.randrange(3)  # wishes of one kind are equally long
-            painted = rng.choices(range(len(pictures)), k=edits)
-            wishes, sources = [], []
-            for attributes, radius in [pictures[i] for i in painted]:
-                read = misread(attributes, rng)
-                wishes.append(FORMS[kind].format(read[kind]))
-                sources.append(row[edited(read, kind, rng.choice(WORDS[kind])), radius])
-            total = total + cross_entropy(wishes, large[sources], large[painted])
-        return total
+        kinds = rng.choices(list(SHARES), SHARES.values(), k=12)
+        captions = [rng.choice(CAPTIONS[kind]) for kind in kinds]
+        read = [misread(caption, rng) if misreads else caption for caption in captions]
+        targets = codes_of([caption.scene() for caption in read], corners)
+        total = cross_entropy([str(caption) for caption in captions], targets[:0, 256:], targets)  # 256 + 16 codes
 
+        edits = [random_edit(rng) for _ in range(24)]
+        read = [misread_edit(*edit, rng) if misreads else edit for edit in edits]
+        sources = codes_of([scene for scene, _ in edits], corners)[:, 256:]
+        targets = codes_of([wish.edited(scene) for scene, wish in read], corners)[:, 256:]
+        return total + cross_entropy([str(wish) for _, wish in edits], sources, targets)
+
+    corners = corner_codes(codebook)
     optimise("policy", policy, steps, lr, loss)
 
 
-# ---- 5. everything, in order -------------------------------------------------------------------------------------
+# ---- 5. the stages, each with its own seed ------------------------------------------------------------------------
 
 
-def write_lines(file, lines):
-    (HERE / file).write_text("".join(line + "\n" for line in lines))
-
-
-def write_pictures(folder, pictures):
-    (HERE / folder).mkdir(exist_ok=True)
-    for line, attributes in enumerate(pictures, 1):
-        draw(*attributes).save(HERE / folder / f"{line:03d}.png", optimize=True)
-
-
-def write_prompts():
-    """32 captions and 32 edits to train on with their target pictures, and 16 of each kept out, never rewarded."""
-    order = random.Random(0).sample(ALL, len(ALL))
-    for file, folder, pictures in [("prompts", "targets", order[:32]), ("heldout", "heldout-targets", order[32:48])]:
-        write_lines(f"{file}.txt", [caption(*attributes) for attributes in pictures])
-        write_pictures(folder, pictures)
-    edits = [(source, kind, word) for source in ALL for kind, word in WISHES.values() if word not in source]  # 800
-    random.Random(0).shuffle(edits)
-    kinds = [[edit for edit in edits if edit[1] == kind] for kind in range(3)]
-    edits = list(itertools.chain(*zip(*kinds)))  # a shape, a colour and a background by turns
-    for prefix, chosen in [("", edits[:32]), ("heldout-", edits[32:48])]:
-        write_lines(f"{prefix}edits.txt", [FORMS[kind].format(word) for _, kind, word in chosen])
-        write_pictures(f"{prefix}sources", [source for source, _, _ in chosen])
-        write_pictures(f"{prefix}edit-targets", [edited(*edit) for edit in chosen])
-
-
-def main():
-    started = time.time()
-    write_prompts()
-    pictures, pixels, codebook = dataset()
-    preview, large = encode(pixels, codebook, 16), encode(pixels, codebook, 4)  # (240, 256), (240, 16)
-    print(f"{len(pictures)} pictures, {len(torch.cat([preview, large], dim=1).unique(dim=0))} differ as codes")
-
-    processor, tokenizer = build_processor(), transformers.ByT5Tokenizer()
-    glyphs = transformers.T5Config(vocab_size=384, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4)
-    text_encoder = transformers.T5EncoderModel(glyphs).eval()
-    policy, vae, decoder = build_policy(processor), build_vae(), build_decoder()
+def make_policy():
+    torch.manual_seed(3)
+    processor, codebook = build_processor(), make_codebook()
+    policy = build_policy(processor)
     set_tower(policy.model, codebook)
-    for name, part in [("policy", policy), ("decoder", decoder), ("VAE", vae), ("glyphs", text_encoder)]:
-        print(f"{name}: {sum(p.numel() for p in part.parameters()) / 1e6:.2f} M parameters", flush=True)
+    train_policy(policy, processor, codebook, steps=2200, lr=2.5e-3, misreads=False)
+    train_policy(policy, processor, codebook, steps=220, lr=1e-3, misreads=True)
+    end = policy.config.image_end_token_id  # suppressed: a picture that ends early has too few codes for the decoder
+    policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0, suppress_tokens=[end])
+    return policy
 
-    train_vae(vae, pixels, steps=1200)
+
+def make_vae():
+    torch.manual_seed(1)
+    vae = build_vae()
+    rng = random.Random(1)
+    pixels = to_tensor([draw(random_scene(rng)) for _ in range(600)])
+    train_vae(vae, pixels, steps=1500)
+    latents = latents_of(vae, pixels)
+    mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3))
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+    return vae
+
+
+@torch.no_grad()
+def latents_of(vae, pixels):
+    return torch.cat([vae.encode(batch).latent_dist.mode() for batch in pixels.split(40)])  # (B, 8, 16, 16)
+
+
+def make_decoder(vae, codebook, no_text):
+    """no_text: what the text encoder says of a prompt that quotes nothing, (1, L, 64)."""
+    torch.manual_seed(2)
+    decoder = build_decoder()
+    rng = random.Random(2)
+    scenes = [random_scene(rng) for _ in range(1000)]  # what edits may lead to
+    scenes += [rng.choice(CAPTIONS[rng.choice(KINDS)]).scene() for _ in scenes]
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (vae.config.latents_mean, vae.config.latents_std))
+    latents = (latents_of(vae, to_tensor([draw(scene) for scene in scenes])) - mean) / std
+    large = codes_of(scenes, corner_codes(codebook))[:, 256:]
+    # First to paint from captions, then to edit too: what is the same in both is learned by then.
+    train_decoder(decoder, latents, large, no_text, steps=3500, lr=2e-3)
+    train_decoder(decoder, latents, large, no_text, steps=600, lr=5e-4, sources=True)
+    return decoder
+
+
+def make_text_encoder():
+    torch.manual_seed(4)
+    glyphs = transformers.T5Config(vocab_size=384, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4)
+    return transformers.T5EncoderModel(glyphs).eval()
+
+
+def make_painters():
+    """The text encoder, the VAE and the decoder."""
+    text_encoder, vae = make_text_encoder(), make_vae()
+    pipe = assemble(build_policy(build_processor()), text_encoder, vae, build_decoder())
     with torch.no_grad():
-        latents = torch.cat([vae.encode(batch).latent_dist.mode() for batch in pixels.split(40)])
-    mean, std = latents.mean((0, 2, 3), keepdim=True), latents.std((0, 2, 3), keepdim=True)
-    vae.register_to_config(latents_mean=mean.flatten().tolist(), latents_std=std.flatten().tolist())
+        no_text = pipe.encode_prompt("no text in quotes", do_classifier_free_guidance=False)[0]
+    return text_encoder, vae, make_decoder(vae, make_codebook(), no_text)
+
+
+def assemble(policy, text_encoder, vae, decoder):
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=256, time_shift_type="linear"
     )
-    pipe = diffusers.GlmImagePipeline(tokenizer, processor, text_encoder, policy, vae, decoder, scheduler)
-    with torch.no_grad():
-        no_text = pipe.encode_prompt("no text in quotes", do_classifier_free_guidance=False)[0]
-    # First to paint from captions, then to edit too: what is the same in both is learned by then.
-    latents = (latents - mean) / std
-    train_decoder(decoder, latents, large, no_text, steps=7000, lr=2e-3)
-    train_decoder(decoder, latents, large, no_text, steps=800, lr=5e-4, sources=True)
-    train_policy(policy, processor, pictures, preview, large, steps=1300, lr=3e-3, captions=24, edits=0)
-    train_policy(policy, processor, pictures, preview, large, steps=1400, lr=1.5e-3, captions=16, edits=48)
+    tokenizer = transformers.ByT5Tokenizer()
+    return diffusers.GlmImagePipeline(tokenizer, build_processor(), text_encoder, policy, vae, decoder, scheduler)
 
-    end = policy.config.image_end_token_id  # suppressed: a picture that ends early has too few codes for the decoder
-    policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0, suppress_tokens=[end])
-    pipe.save_pretrained(HERE)
-    print(f"saved to {HERE} after {time.time() - started:.0f} s on {torch.get_num_threads()} threads")
+
+# ---- 6. what to train on, and what is held out -------------------------------------------------------------------
+
+
+def split_captions(rng):
+    """112 captions to train on and 48 held out, kind after kind: two lists.
+
+    Three pairs of shapes are in no caption to train on, and all held-out captions of two objects have them.
+    """
+    shapes = rng.sample(SHAPES, 6)
+    pairs = [shapes[:2], shapes[2:4], shapes[4:]]
+    unseen = {(first, second) for pair in pairs for first, second in (pair, pair[::-1])}
+    shapes = rng.sample(SHAPES, 6)
+    kept = dict(zip(NUMBERS, (shapes[:2], shapes[2:4], shapes[4:]), strict=True))  # each shape is counted in training
+    held_out = {
+        "one": rng.sample(CAPTIONS["one"], 2),
+        "two": [caption for caption in CAPTIONS["two"] if caption.shapes in unseen],
+        "counting": [caption for caption in CAPTIONS["counting"] if caption.shapes[0] in kept[caption.word]],
+        "colours": rng.sample(CAPTIONS["colours"], 8),
+    }
+    training = {kind: [caption for caption in CAPTIONS[kind] if caption not in held_out[kind]] for kind in held_out}
+    training["colours"] = rng.sample(training["colours"], 20)
+    for kind, counts in (("position", (7, 3)), ("binding", (24, 14))):
+        seen = [caption for caption in CAPTIONS[kind] if caption.shapes not in unseen]
+        others = [caption for caption in CAPTIONS[kind] if caption.shapes in unseen]
+        for chosen, captions, count in ((training, seen, counts[0]), (held_out, others, counts[1])):
+            words = dict.fromkeys(caption.word for caption in captions)  # as many of each relation
+            by_word = [rng.sample([each for each in captions if each.word == word], count) for word in words]
+            chosen[kind] = list(itertools.chain(*by_word))
+    return [list(itertools.chain(*(chosen[kind] for kind in KINDS))) for chosen in (training, held_out)]
+
+
+def split_edits(rng):
+    """48 edits (scene, Wish) to train on and 24 held out, form after form: two lists."""
+    by_form = {form: {} for form in FORMS}
+    while min(map(len, by_form.values())) < 18:
+        edit = random_edit(rng)
+        by_form[edit[1].kind].setdefault(edit)
+    parts = [list(edits) for edits in by_form.values()]
+    return [edit for part in parts for edit in part[:12]], [edit for part in parts for edit in part[12:18]]
+
+
+def write_prompts():
+    """Captions and edits to train on with GRPO, and others held out of it, never rewarded."""
+    captions = split_captions(random.Random(0))
+    edits = split_edits(random.Random(0))
+    for prefix, name, part in (("", "prompts", 0), ("heldout-", "heldout", 1)):
+        write_lines(f"{name}.txt", captions[part])
+        write_lines(f"{prefix}edits.txt", [wish for _, wish in edits[part]])
+        write_pictures(f"{prefix}sources", [scene for scene, _ in edits[part]])
+        write_pictures(f"{prefix}edit-targets", [wish.edited(scene) for scene, wish in edits[part]])
+
+
+def write_lines(file, prompts):
+    """One per line, each kind after a line that names it: evaluations show them apart."""
+    kinds = itertools.groupby(prompts, lambda prompt: prompt.kind)
+    parts = ["\n".join([f"# kind: {kind}", *map(str, own)]) for kind, own in kinds]
+    (HERE / file).write_text("\n".join(parts) + "\n")
+
+
+def write_pictures(folder, scenes):
+    (HERE / folder).mkdir(exist_ok=True)
+    for line, scene in enumerate(scenes, 1):
+        draw(scene).save(HERE / folder / f"{line:03d}.png", optimize=True)
+
+
+def main():
+    """Both halves at once. One thread each: the order of sums, and so the weights, do not depend on the cores."""
+    started = time.time()
+    write_prompts()
+    with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        half = pool.submit(make_policy)
+        text_encoder, vae, decoder = pool.submit(make_painters).result()
+        policy = half.result()
+    for name, part in [("policy", policy), ("decoder", decoder), ("VAE", vae), ("glyphs", text_encoder)]:
+        print(f"{name}: {sum(p.numel() for p in part.parameters()) / 1e6:.2f} M parameters")
+    assemble(policy, text_encoder, vae, decoder).save_pretrained(HERE)
+    print(f"saved to {HERE} after {time.time() - started:.0f} s, on two threads")
 
 
 if __name__ == "__main__":
