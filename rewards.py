@@ -14,9 +14,9 @@ pictures of each prompt as soon as they are painted, while the next are. All suc
 of its own, so anything that computes belongs in `await asyncio.to_thread(...)`, off the GPU, where the decoder is at
 work, and without torch's random numbers, which could come in any order.
 
-On its way to your function a step calls parse_rewards (once), begin_scoring (for each prompt: starts what is `async def`)
-and score (for all prompts: calls the rest, then waits); both call it by call_reward, which names it in every error, and
-with_its_arguments, which hands it copies. combine makes one number per picture of what the rewards say.
+The order of calls: parse_rewards loads each reward, once. In a step, begin_scoring starts the `async def` ones for each
+prompt; score calls the others for all prompts, then waits. Both go through call_reward, which turns an error into one
+line, and with_its_arguments, which calls your function with copies. combine makes one number per picture of all rewards.
 
 Models load once, when named, from where REWARDS says. A folder given instead holds all the files of that row together.
 """
@@ -309,7 +309,7 @@ class Vqa:
         return self.means([[image] for image in images], prompts)
 
     def means(self, shown, prompts):
-        """N lists of pictures shown together, N prompts -> (N,) float32: NaN where there is no question."""
+        """N lists of pictures shown together, N prompts -> (N,) float32: NaN where nothing is asked."""
         return torch.stack([values.mean() for values in self.values(shown, prompts)])
 
     def answers(self, image, prompt):
