@@ -1,28 +1,22 @@
 """Rewards: functions that look at pictures and say how good they are.
 
 A reward is `f(images, prompts, targets) -> float tensor (N,)`: higher is better, NaN is "does not apply". It gets N PIL
-images, the N prompts they were painted for, and N PIL images they should resemble (None where there is none), or None.
-With a fourth parameter, `sources`, it also gets the N PIL images that they are edits of, or None.
+images, the N prompts that they were painted for, and N PIL images that they should resemble (None where there is none),
+or None. With a parameter `sources` it also gets the N PIL images that they are edits of, or None.
 Add yours to REWARDS near the end of this file, or keep it in a file of your own and name it on the command line:
 
     python train.py --reward lpips:0.4,ssim:0.2,text:0.3,aesthetic:0.1    # a weight left out is 1
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust
     python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not from the network
 
-A reward that waits for something, a judge behind HTTP for one, is better `async def`: it is then asked about the
-pictures of each prompt as soon as they are painted, while the next are. Such calls share one event loop, in a thread of
-its own; what computes belongs in `await asyncio.to_thread(...)`. Keep it off the GPU, where the decoder is at work, and
-off torch's random numbers, which could come in any order.
+Make a reward `async def` if it waits, as for a judge behind HTTP (examples/my_reward.py). It is then asked about the
+pictures of each prompt as soon as they are painted, while the next are. All such calls share one event loop in a thread
+of its own, so anything that computes belongs in `await asyncio.to_thread(...)`, off the GPU, where the decoder is at
+work, and without torch's random numbers, which could come in any order.
 
-    async def judge(images, prompts, targets):      # examples/my_reward.py has one that is complete
-        return await asyncio.to_thread(ask, images, prompts)
-
-    mse, ssim, lpips           likeness to the target: in pixels, in local structure, in what AlexNet sees
-    text                       whether an OCR reads the words that the prompt puts in quotes
-    clip, pickscore, hps       fit to the prompt: CLIP, and two CLIPs tuned to people's choices
-    aesthetic                  how pretty people find it, whatever the prompt
-    vqa                        what a vision-language model answers when asked about the picture
-    edit, keep                 of an edit: whether that model finds it done, all else kept; likeness to the source
+The order of calls: parse_rewards loads each reward, once. In a step, begin_scoring starts the `async def` ones for each
+prompt; score calls the others for all prompts, then waits. Both go through call_reward, which turns an error into one
+line, and with_its_arguments, which calls your function with copies. combine makes one number per picture of all rewards.
 
 Models load once, when named, from where REWARDS says. A folder given instead holds all the files of that row together.
 """
@@ -49,7 +43,6 @@ from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
-    BatchFeature,
     CLIPModel,
     CLIPProcessor,
 )
@@ -61,11 +54,11 @@ from grpo import compute_advantages
 
 
 class NoTargets(ValueError):
-    """A reward compares with pictures and there are none."""
+    """A reward compares with pictures, and the run has none."""
 
 
 def to_tensor(image, size=None):
-    """A PIL image as (3, height, width) float32 in 0..1, resized to `size` (width, height) if it differs."""
+    """A PIL image as (3, height, width) float32 in 0..1, resized to `size` (width, height) if its own differs."""
     image = image.convert("RGB").resize(size or image.size, Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
@@ -91,7 +84,7 @@ def ssim(images, prompts, targets):
 
 
 def keep(images, prompts, targets, sources):
-    """Structural similarity to the picture that was edited: at a small weight, against repainting all of it."""
+    """Structural similarity to the picture that was edited. A small weight keeps a model from repainting all of it."""
     return against_targets("keep", lambda a, b: ssim_map(a, b).mean(), images, sources, "source")
 
 
@@ -126,7 +119,7 @@ def lend_gpu(model):
             tensor.data = home
 
 
-# Written out, for the usual packages need torchvision and use nothing of it but five convolutions of AlexNet.
+# Written out here because the usual packages need torchvision, of which they use only five convolutions of AlexNet.
 class Lpips(torch.nn.Module):
     """Negative LPIPS 0.1, 0 for a perfect copy (Zhang et al. 2018, eq. 1). Needs sides of 32 pixels or more."""
 
@@ -163,7 +156,7 @@ def _weights(source, file):
 # ---- text in the picture -------------------------------------------------------------------------------------------
 
 # What GLM-Image's pipeline takes for text to paint (get_glyph_texts), except that a single quote beside a letter is an
-# apostrophe: in scripts that have them, Latin to Hebrew. In Chinese a quote touches letters too.
+# apostrophe in scripts that have apostrophes, Latin to Hebrew. In Chinese, quotes touch letters too.
 LETTER = r"[0-9A-Za-z\u00c0-\u05ff]"
 SINGLE = rf"(?<!{LETTER})'((?:[^']|(?<={LETTER})'(?={LETTER}))*)'(?!{LETTER})"
 QUOTES = (SINGLE, "“([^“”]*)”", '"([^"]*)"', "「([^「」]*)」")
@@ -192,8 +185,8 @@ def infix_distance(pattern, text):
 class Text:
     """Share of the quoted letters and digits that an OCR reads, in 0..1; NaN where the prompt quotes none.
 
-    Each string counts 1 - distance / length, weighted by its length. Text that nobody asked for costs nothing. It reads
-    on the CPU, in a thread, while the decoder paints.
+    Each string counts 1 - distance / length, weighted by its length. Text that nobody asked for costs nothing. The OCR
+    runs on the CPU, in a thread, while the decoder paints.
     """
 
     def __init__(self):
@@ -202,7 +195,7 @@ class Text:
         fast = {"Global.use_cls": False, "Det.limit_type": "max", "Det.limit_side_len": 736}  # three times faster
         fast |= {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
         self.ocr = RapidOCR(params={"Global.log_level": "error", **fast})
-        self.ocr(Image.new("RGB", (64, 64)))  # only a picture makes it load its models
+        self.ocr(Image.new("RGB", (64, 64)))  # it loads its models with the first picture
         self.turn = asyncio.Lock()  # it keeps state while it reads
 
     async def __call__(self, images, prompts, targets):
@@ -225,7 +218,7 @@ class Text:
 
 def _pretrained(kind, source, dtype):
     model, report = kind.from_pretrained(source, dtype=dtype, weights_only=True, output_loading_info=True)
-    if report["missing_keys"]:  # transformers fills them with noise and goes on
+    if report["missing_keys"]:  # which transformers fills with noise
         raise ValueError(f"{source} lacks {min(report['missing_keys'])}")
     return model
 
@@ -284,19 +277,19 @@ AT_ONCE = 8  # pictures in a pass, counted anew for each question about them
 class Vqa:
     """How sure a vision-language model is of the right answers about a picture, in 0..1: the mean over the questions.
 
-    Every prompt has the question whether the picture shows it (VQAScore, Lin et al. 2024). Those in a file of questions
-    have theirs too, each about one thing: questions that a right picture answers by yes, and foils that it answers by
-    no ("Is the carrot orange?" of a purple one), or any picture would please a model that agrees with everything.
+    Every prompt gets the question whether the picture shows it (VQAScore, Lin et al. 2024), and those that a file has for
+    it, each about one thing: questions that a right picture answers by yes, and foils that it answers by no ("Is the
+    carrot orange?" for a purple one), or any picture would please a model that agrees with everything.
 
-    A question counts sigmoid(odds / 2), odds being the log-odds of the right answer: bounded on both sides. Log-odds as
-    they are would pay as much for a lemon that grows more certain (+5 to +9) as for a number put right (-2 to +2): here
-    .06 and .46. log P has no floor: one question that no picture passes would rule the mean. The odds are halved, for P
-    itself is near 0 or 1 for most pictures, and groups of equal rewards teach nothing. Soft-TIFA (Kamath et al. 2025)
-    differs in two ways: it averages P, and it asks "How many lemons?" and takes the probability of the number.
+    A question counts sigmoid(odds / 2), where odds are the log-odds of the right answer. Raw log-odds would pay the same
+    for making a sure answer surer (+5 to +9) as for correcting a wrong one (-2 to +2); the sigmoid pays .06 and .46. log P
+    has no floor: one question that no picture passes would rule the mean. The odds are halved because P itself is near 0
+    or 1 for most pictures, and groups of equal rewards teach nothing. Soft-TIFA (Kamath et al. 2025) averages P, and asks
+    "How many lemons?" for the probability of the number.
 
     model: folder or hub id of an AutoModelForImageTextToText with a chat template. questions: see read_questions.
-    SMOLVLM knows English only and is not shown Chinese prompts: NaN, unless the file has questions about them. Prompts
-    that quote text are asked about like all others: the reward text sees the letters, but not the sign they are on.
+    SmolVLM only knows English, so Chinese prompts get NaN unless the file has (English) questions for them. Prompts that
+    quote text get the same questions: the reward `text` sees the letters, but not the sign that they are on.
     """
 
     def __init__(self, model, questions=QUESTIONS):
@@ -305,7 +298,6 @@ class Vqa:
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         self.model = _pretrained(AutoModelForImageTextToText, model, dtype)
         self.processor = AutoProcessor.from_pretrained(model)
-        self.processor.image_processor = PreparesOnce(self.processor.image_processor)
         tokenizer = self.processor.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         self.yes = answer_ids(tokenizer, "yes")
@@ -314,20 +306,16 @@ class Vqa:
             raise ValueError("it cannot be asked: it has no chat template, or no tokens for yes and no")
 
     def __call__(self, images, prompts, targets):
-        asked = [(i, q, sign) for i, prompt in enumerate(prompts) for q, sign in self.about(prompt).items()]
-        return self.means([[image] for image in images], asked)
+        return self.means([[image] for image in images], prompts)
 
-    def means(self, shown, asked):
-        """N lists of pictures shown together, (row of one, question, sign) each -> (N,): the mean of its questions."""
-        values = self.values([(shown[i], question, sign) for i, question, sign in asked])
-        rows = torch.tensor([i for i, _, _ in asked], dtype=torch.long)
-        return torch.zeros(len(shown)).index_add(0, rows, values) / rows.bincount(minlength=len(shown))
+    def means(self, shown, prompts):
+        """N lists of pictures shown together, N prompts -> (N,) float32: NaN where nothing is asked."""
+        return torch.stack([values.mean() for values in self.values(shown, prompts)])
 
     def answers(self, image, prompt):
-        """{question: value in 0..1} of one picture, to look at: near 1 for a right picture, foils too."""
-        about = self.about(prompt)
-        values = self.values([([image], question, sign) for question, sign in about.items()])
-        return dict(zip(about, values.tolist(), strict=True))
+        """{question: value in 0..1} for one picture, to look at: near 1 if the picture is right, for foils too."""
+        (values,) = self.values([[image]], [prompt])
+        return dict(zip(self.about(prompt), values.tolist(), strict=True))
 
     def coverage(self, prompts):
         """How many of the prompts have questions of their own: "questions for 3 of 12 prompts"."""
@@ -339,21 +327,21 @@ class Vqa:
         own = self.questions.get(prompt, {})
         if CHINESE.search(prompt) and not self.reads_chinese:
             return own
-        unnested = prompt.replace('"', "'")  # for the question puts the prompt itself in quotes
+        unnested = prompt.replace('"', "'")  # the question puts the whole prompt in double quotes
         return {f'Does this image show "{unnested}"?': 1} | own
 
-    def values(self, asked):
-        """(pictures shown together, question, sign) each -> (Q,) float32 on the CPU, in 0..1."""
-        size = AT_ONCE // max((len(shown) for shown, _, _ in asked), default=1)
-        parts = [asked[at : at + size] for at in range(0, len(asked), size)]
-        self.processor.image_processor.prepared = {}  # those of an earlier call may have changed since
-        with lend_gpu(self.model) as device:
-            odds = [self.log_odds([(shown, question) for shown, question, _ in part], device) for part in parts]
-        signs = torch.tensor([float(sign) for _, _, sign in asked])
-        return (signs * torch.cat([torch.zeros(0), *odds]) / 2).sigmoid()
+    def values(self, shown, prompts):
+        """N lists of pictures shown together, N prompts -> N of (questions,) float32 on the CPU, in 0..1."""
+        about = [self.about(prompt) for prompt in prompts]
+        asked = [(pictures, question) for pictures, each in zip(shown, about, strict=True) for question in each]
+        size = AT_ONCE // len(shown[0])
+        with preparing_once(self.processor.image_processor), lend_gpu(self.model) as device:
+            odds = [self.log_odds(asked[at : at + size], device) for at in range(0, len(asked), size)]
+        signs = torch.tensor([float(sign) for each in about for sign in each.values()])
+        return (signs * torch.cat([torch.zeros(0), *odds]) / 2).sigmoid().split(list(map(len, about)))
 
     def log_odds(self, asked, device):
-        """(pictures, question) each -> (B,) float32 on the CPU, from the first token of the answers, in one pass."""
+        """B of (pictures, question) -> (B,) float32 on the CPU, from the first token of each answer, in one pass."""
 
         def chat(shown, question):
             words = [{"type": "image"}] * len(shown)
@@ -370,17 +358,16 @@ class Vqa:
 
 
 class Edit(Vqa):
-    """How sure a vision-language model is that a picture has been edited as asked, and nothing else, in 0..1.
+    """How sure a vision-language model is that a picture was edited as asked, and nothing else was, in 0..1.
 
-    It is shown source and result in one chat, and asked two questions (Edit-R1, Li et al. 2025, asks for a grade). The
-    mean of what they count, see Vqa: a picture left as it was gets half.
+    It sees source and result in one chat and gets two questions (Edit-R1, Li et al. 2025, asks for a grade). The mean of
+    their values, see Vqa: a picture left as it was gets half.
     """
 
     def __call__(self, images, prompts, targets, sources):
         if sources is None:
-            raise NoTargets("reward 'edit' judges edits: give --sources, or take another reward")
-        asked = [(i, question, 1) for i, prompt in enumerate(prompts) for question in self.about(prompt)]
-        return self.means(list(zip(sources, images, strict=True)), asked)
+            raise NoTargets("reward 'edit' judges edits: give --sources, or another reward")
+        return self.means(list(zip(sources, images, strict=True)), prompts)
 
     def coverage(self, prompts):
         return f"two questions for each of {len(prompts)} edits"
@@ -393,46 +380,47 @@ class Edit(Vqa):
                 "Is everything else in the second picture as it was in the first?": 1}  # fmt: skip
 
 
-class PreparesOnce:
-    """An image processor that prepares a picture once, not once per question: for SmolVLM it is cut into 17 tiles.
+@contextmanager
+def preparing_once(processor):
+    """Makes an image processor prepare each picture once, not once per question: SmolVLM's cuts it into 17 tiles.
 
-    Pictures of several sizes are prepared together as ever, because they are padded to one size.
+    Pictures of several sizes are prepared together as before, because they are padded to one size.
     """
+    preprocess = processor.preprocess
+    prepared = {}  # {ids of the pictures shown together: BatchFeature}
 
-    def __init__(self, prepare):
-        self.prepare = prepare
-        self.prepared = {}  # {ids of the pictures shown together: BatchFeature}, those of the last pass
+    def once(images, **options):  # B lists of pictures shown together
+        if len({picture.size for shown in images for picture in shown}) > 1:
+            return preprocess(images, **options)
+        rows = []
+        for shown in images:
+            ids = tuple(map(id, shown))
+            prepared[ids] = prepared.get(ids) or preprocess([shown], **options)
+            rows.append(prepared[ids])
+        join = lambda parts: torch.cat(parts) if torch.is_tensor(parts[0]) else [row for part in parts for row in part]
+        return type(rows[0])({name: join([row[name] for row in rows]) for name in rows[0]})
 
-    def __getattr__(self, name):
-        return getattr(self.prepare, name)
-
-    def __call__(self, images, **options):
-        """images: B lists of pictures shown together."""
-        if any(isinstance(shown, Image.Image) for shown in images) or len({p.size for s in images for p in s}) > 1:
-            return self.prepare(images, **options)
-        shown = {tuple(map(id, pictures)): pictures for pictures in images}
-        known = self.prepared
-        self.prepared = {ids: known.get(ids) or self.prepare([each], **options) for ids, each in shown.items()}
-        rows = [self.prepared[tuple(map(id, pictures))] for pictures in images]
-        joined = {name: [row[name] for row in rows] for name in rows[0]}
-        flat = lambda lists: [value for each in lists for value in each]
-        return BatchFeature({n: torch.cat(v) if torch.is_tensor(v[0]) else flat(v) for n, v in joined.items()})
+    processor.preprocess = once
+    try:
+        yield
+    finally:
+        processor.preprocess = preprocess
 
 
 def answer_ids(tokenizer, word):
-    """The ids that an answer may begin with, each once, however many spellings share it; a space alone is no answer."""
+    """The ids of tokens that an answer may begin with, each once; a space alone begins no answer."""
     spellings = [word.title(), word, f" {word.title()}", f" {word}"]
     ids = {tokenizer(spelling, add_special_tokens=False).input_ids[0] for spelling in spellings}
     return sorted(i for i in ids if word.startswith(tokenizer.decode([i]).strip().lower() or " "))
 
 
 def read_questions(path):
-    """{prompt: {question: 1, foil: -1}} of a file with one line like QUESTIONS_FORM per prompt; foils may be left out.
+    """{prompt: {question: 1, foil: -1}} from a file with one line like QUESTIONS_FORM per prompt; foils are optional.
 
-    Prompts are stripped: a space at the end parts none from its questions. Raises ValueError for a line of another form.
+    Prompts are stripped: a space at the end costs none its questions. Raises ValueError for a line of another form.
     """
     found = {}
-    with open(path, "rb") as lines:  # so that what is not UTF-8 is a line of another form too
+    with open(path, "rb") as lines:  # bytes, so that a line that is not UTF-8 is one of another form
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -473,13 +461,13 @@ REWARDS = {  # name: a function, or what to make and where its weights come from
 
 
 def split_spec(spec):
-    """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]: where each reward is from, its weight."""
+    """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]: each reward's source and weight."""
     found = []
     for item in filter(None, (part.strip() for part in spec.split(","))):
         source = item
         weight = 1.0
         head, _, last = item.rpartition(":")
-        with suppress(ValueError):  # what is no number belongs to the name, as does a function that is called inf
+        with suppress(ValueError):  # if it is no number it belongs to the name, as does a function called inf
             source, weight = (item, 1.0) if head.endswith(".py") else (head or item, float(last))
         found.append((source, weight))
     return found
@@ -488,7 +476,7 @@ def split_spec(spec):
 def parse_rewards(spec):
     """'ssim:1,clip=folder:0.5' -> {"ssim": (function, 1.0), "clip=folder": (function, 0.5)}: named as the user wrote them.
 
-    Raises ValueError, in one line, for what is unknown, named twice, not a number or missing: file, package, weights.
+    Raises ValueError, in one line, for a reward that is unknown, named twice or cannot be loaded, and for a wrong weight.
     """
     rewards = {}
     for source, weight in split_spec(spec):
@@ -512,12 +500,12 @@ def _load_model(name, folder):
         raise ValueError(f"reward '{name}' " + (f"finds no folder {folder}" if sources else "takes no folder"))
     try:
         return make(**{part: folder or source for part, source in sources.items()})
-    except Exception as error:  # no network, half a download, weights of something else: mended alike
+    except Exception as error:  # no network, half a download, weights of something else: the same advice helps
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         parts = " and ".join(f"the {part} of {source}" for part, source in sources.items())
-        mend = f"put {parts} in a folder: {name}=FOLDER" if parts else "pip install rapidocr onnxruntime"
-        mend = f"{folder} has to hold files like those of {parts}" if folder else mend
-        raise ValueError(f"cannot load reward '{name}' ({reason}); {mend}") from error
+        advice = f"put {parts} in a folder: {name}=FOLDER" if parts else "pip install rapidocr onnxruntime"
+        advice = f"{folder} has to hold files like those of {parts}" if folder else advice
+        raise ValueError(f"cannot load reward '{name}' ({reason}); {advice}") from error
 
 
 def _load_from_file(name):
@@ -526,7 +514,7 @@ def _load_from_file(name):
         raise ValueError(f"unknown reward {name!r}; known: {', '.join(sorted(REWARDS))}; your own: file.py:function")
     if not Path(path).is_file():
         raise ValueError(f"the reward file {path} does not exist")
-    sys.path.append(str(Path(path).resolve().parent))  # what lies beside it can be imported
+    sys.path.append(str(Path(path).resolve().parent))  # so that it can import the files beside it
     try:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:
@@ -537,7 +525,7 @@ def _load_from_file(name):
 
 
 def in_one_line(error):
-    """'ZeroDivisionError: division by zero (my_reward.py, line 12)': the last line on the way there in own code."""
+    """'ZeroDivisionError: division by zero (my_reward.py, line 12)': the innermost line in the user's own file."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     libraries = "<", sysconfig.get_path("stdlib")
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(libraries)]
@@ -546,36 +534,36 @@ def in_one_line(error):
 
 
 class RewardError(ValueError):
-    """A reward failed, or is not a number one can learn from; the message names it and the prompts."""
+    """A reward failed, or gave values that nothing can be learned from; the message names it and the prompts."""
 
 
 def score(rewards, images, prompts, targets, sources=None, begun=None):
-    """What each reward says of each picture: the raw values, {name: (N*M,)}. Raises whatever call_reward raises.
+    """The raw values of each reward, {name: (N*M,)}. Raises what call_reward raises.
 
     images: M for each of the N prompts, prompt after prompt. targets, sources: N, or None. begun: what `begin_scoring`
-    has returned for these pictures, part by part; None: rewards that are `async def` begin here.
+    returned for these pictures, prompt after prompt; None: rewards that are `async def` begin here, with all of them.
     """
     begun = begun or [begin_scoring(rewards, images, prompts, targets, sources)]
     given = per_picture(images, prompts, targets, sources)
-    plain = {name: function for name, (function, _) in rewards.items() if name not in begun[0]}
     values = {}
-    for name, function in plain.items():
-        values[name] = call_reward(name, lambda f=function: with_its_arguments(f, *given), *given[:2])
+    for name, (function, _) in rewards.items():
+        if name not in begun[0]:
+            values[name] = call_reward(name, functools.partial(with_its_arguments, function, *given), *given[:2])
     values |= {name: torch.cat([part[name]() for part in begun]) for name in begun[0]}
     return {name: values[name] for name in rewards}
 
 
 def begin_scoring(rewards, images, prompts, targets, sources=None):
-    """Starts those rewards that are `async def`. Returns {name: a function that waits for the values (N*M,)}.
+    """Starts the rewards that are `async def`. Returns {name: a function that waits for the values (N*M,)}.
 
-    Arguments as for `score`. That function raises whatever call_reward raises.
+    Arguments as for `score`. That function raises what call_reward raises.
     """
     given = per_picture(images, prompts, targets, sources)
 
-    async def call(function):  # in there, so that a wrong signature is the reward's error too
+    async def call(function):  # with_its_arguments is in here so that a wrong signature is the reward's error, too
         try:
             return await with_its_arguments(function, *given)
-        except (SystemExit, KeyboardInterrupt) as error:  # or it would end the loop, and all would wait for ever
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and all would wait for ever
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     begun = {}
@@ -590,7 +578,7 @@ def begin_scoring(rewards, images, prompts, targets, sources=None):
 def event_loop():
     """Runs the rewards that are `async def`, in a thread of its own: the caller paints on.
 
-    Two that hold torch.no_grad() across an `await` may leave gradients off for good: of that thread, which never trains.
+    Two of them that hold torch.no_grad() across an `await` may leave gradients off for good, in a thread that never trains.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -598,28 +586,28 @@ def event_loop():
 
 
 def per_picture(images, prompts, targets, sources):
-    """Images as they are, and for each of them its prompt, its target and its source."""
+    """The images, and for each of them its prompt, target and source."""
     times = len(images) // len(prompts)
     return images, *(each and [x for x in each for _ in range(times)] for each in (prompts, targets, sources))
 
 
 def call_reward(name, call, images, prompts):
-    """What a reward says of each picture: (N,) float32 on the CPU, NaN where it does not apply.
+    """The values of a reward: (N,) float32 on the CPU, NaN where it does not apply.
 
-    call: gives the reward's own answer about these images, which have these prompts. Raises NoTargets, or RewardError for
-    a reward that raised, is infinite or is not one number per picture.
+    call: returns the reward's own answer about these images and prompts. Raises NoTargets, or RewardError for a reward
+    that raised, is infinite or is not one number per picture.
     """
     try:
         with torch.no_grad():  # or advantages would carry a reward model's graph
             values = torch.as_tensor(call(), dtype=torch.float32).detach().cpu()
-    except (NoTargets, torch.OutOfMemoryError):  # what helps then is the trainer's to say
+    except (NoTargets, torch.OutOfMemoryError):  # the trainer knows what helps
         raise
     except (Exception, SystemExit) as error:
         names = [repr(prompt) for prompt in dict.fromkeys(prompts)]
         which = "prompt" if len(names) == 1 else "prompts"
         names[4:] = [f"and {len(names) - 4} more"] if len(names) > 4 else []
-        mend = "; give NaN, not None, where it does not apply" if "number, not NoneType" in str(error) else ""
-        reason = in_one_line(error) + mend
+        advice = "; give NaN, not None, where it does not apply" if "number, not NoneType" in str(error) else ""
+        reason = in_one_line(error) + advice
         raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {reason}") from error
     if values.shape != (len(images),):
         raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
@@ -629,20 +617,21 @@ def call_reward(name, call, images, prompts):
 
 
 def with_its_arguments(function, images, prompts, targets, sources):
-    """Calls a reward with copies of its own, which it may draw on or sort: by name where it names them all, else in order.
+    """Calls a reward with copies, which it may draw on or sort: by name if it has these names, else in this order.
 
-    Sources are given only to a reward that has a parameter of this name.
+    Only a reward that has a parameter `sources` gets them.
     """
-    pictures = {"images": images, "targets": targets, "sources": sources}
-    given = {name: each and [picture and picture.copy() for picture in each] for name, each in pictures.items()}
-    given["prompts"] = list(prompts)
+    given = {"images": images, "prompts": prompts, "targets": targets, "sources": sources}
+    given = {
+        name: each and [x.copy() if isinstance(x, Image.Image) else x for x in each] for name, each in given.items()
+    }
     signature = inspect.signature(function)
     taken = {name: given[name] for name in signature.parameters if name in given}
     if {"images", "prompts", "targets"} <= taken.keys():
         call = inspect.BoundArguments(signature, taken)
         return function(*call.args, **call.kwargs)
-    in_order = [given[name] for name in ("images", "prompts", "targets")]
-    return function(*in_order, **({"sources": given["sources"]} if "sources" in taken else {}))
+    named = {"sources": given["sources"]} if "sources" in taken else {}
+    return function(given["images"], given["prompts"], given["targets"], **named)
 
 
 def weights_of(rewards):
@@ -650,19 +639,17 @@ def weights_of(rewards):
 
 
 def weighted_sum(raw_rewards, weights, group_size=1):
-    """Several rewards as the one number that people are shown; what is maximised depends on --combine."""
+    """Several rewards as the one number that is printed; the number that is maximised depends on --combine."""
     return combine(raw_rewards, weights, group_size, "sum")
 
 
 def combine(raw_rewards, weights, group_size=1, how="sum"):
     """Several rewards as one, (N,) float32: the weighted sum of those that apply, NaN for an image to which none does.
 
-    Args:
-        raw_rewards: {name: (N,) float}, NaN where one does not apply; prompt after prompt, `group_size` images each.
-        weights: {name: float}.
-        how: "sum" adds the values as they are, so the reward with the largest spread rules; "zscore" first turns each
-            into its z-score within its group (see compute_advantages), so that the weights alone decide. Where a reward
-            applies to part of a group, what is missing neither helps nor harms: it counts as the mean of the group.
+    raw_rewards: {name: (N,) float}, NaN where one does not apply; prompt after prompt, `group_size` images each. weights:
+    {name: float}. how: "sum" adds the values as they are, so the reward with the largest spread rules; "zscore" first
+    turns each into its z-score within its group (see compute_advantages), so that the weights alone decide. Where a
+    reward applies to part of a group, a missing value counts as the group's mean: it neither helps nor harms.
 
     Raises ValueError for an unknown `how`, or values that do not form groups.
     """

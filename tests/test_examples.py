@@ -8,12 +8,17 @@ import inspect
 import io
 import json
 import math
+import os
 import re
 import runpy
+import shutil
+import signal
 import socket
+import subprocess
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -27,6 +32,7 @@ from voter import votes
 import rewards
 import train
 from grpo import generate_with_logprobs
+from runtime.log import StopRequest
 
 
 def load(name):
@@ -146,13 +152,14 @@ def port(monkeypatch):
 
 
 @pytest.fixture
-def voting(port):
+def voting(port, monkeypatch):
     """The example's reward, which may not wait for ever, and what a browser does: GET without a body, POST with one."""
     example = load("vote")
+    monkeypatch.setattr(example, "RELOAD", 0.5)
 
-    def vote(images, prompts):
+    def vote(images, prompts, sources=None):
         scores = []
-        in_background(lambda: scores.extend(example.vote(images, prompts, None))).join(timeout=20)
+        in_background(lambda: scores.extend(example.vote(images, prompts, None, sources))).join(timeout=20)
         assert len(scores) == len(images), "it still waits, or failed"
         return scores
 
@@ -162,7 +169,8 @@ def voting(port):
             return answer.read().decode()
 
     example.serve()
-    yield vote, browse
+    yield vote, browse, example
+    example.serve().shutdown()
     example.serve().server_close()
 
 
@@ -172,9 +180,20 @@ def in_background(work):
     return thread
 
 
+def next_group(browse, page="", last=None):
+    """Asks as a page does, until there is another group than the last."""
+    while json.loads(browse(f"/asked{page and '?' + page}")) in (None, last):
+        time.sleep(0.02)
+    return json.loads(browse("/group"))
+
+
+def answer(browse, group, *liked):
+    browse("/vote", {"id": group["id"], "liked": liked})
+
+
 def test_votes_are_those_of_the_page(voting, port):
     """Each group is shown by itself, with its prompt; blank pictures, on which rewards are tried, wait for nobody."""
-    vote, _ = voting
+    vote, _, _ = voting
     assert np.isnan(vote([RED, RED], ["a", "a"])).all()
     seen = []
     likes = lambda images: seen.append([image.getpixel((0, 0)) for image in images]) or blue(images)
@@ -185,44 +204,186 @@ def test_votes_are_those_of_the_page(voting, port):
 
 
 def test_a_vote_on_other_pictures_does_not_count(voting):
-    vote, browse = voting
+    vote, browse, _ = voting
 
     def person():
-        first = json.loads(browse("/group"))
+        first = next_group(browse)
         assert first["prompt"] == "a" and len(first["pictures"]) == 3 and "fetch(" in browse("/")
-        time.sleep(1.2)  # people think
-        browse("/vote", {"id": first["id"], "liked": [1, 0, 0]})
-        browse("/vote", {"id": first["id"], "liked": [1, 1, 1]})  # of a second page
-        second = json.loads(browse("/group"))
+        time.sleep(0.3)  # people think
+        answer(browse, first, 1, 0, 0)
+        answer(browse, first, 1, 1, 1)  # of a second page
+        second = next_group(browse, last=first["id"])
         assert second["prompt"] == "b" and second["id"] != first["id"]
-        browse("/vote", {"id": second["id"], "liked": [0, 0, 1]})
+        answer(browse, second, 0, 0, 1)
 
     in_background(person)
     assert vote(IMAGES, PROMPTS) == [1, 0, 0, 0, 0, 1]
 
 
-def test_while_the_page_is_closed_nothing_is_judged(voting):
-    """Loaded again at once it is as if it had never been closed; opened later it is asked again."""
-    vote, browse = voting
+def test_the_picture_that_is_edited_is_shown_and_parts_groups_with_the_same_wish(voting):
+    vote, browse, _ = voting
+    shown = []
 
     def person():
-        browse("/closed", "")
-        reloaded = json.loads(browse("/group"))
-        browse("/vote", {"id": reloaded["id"], "liked": [0, 1, 0]})
-        browse("/closed", "")
+        last = None
+        for _ in range(2):
+            group = next_group(browse, last=last)
+            last = group["id"]
+            (source,) = group["source"]
+            shown.append(Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))).getpixel((0, 0)))
+            answer(browse, group, 0, 1)
+
+    in_background(person)
+    assert vote([RED, BLUE, RED, BLUE], ["make it blue"] * 4, [RED, RED, GREEN, GREEN]) == [0, 1, 0, 1]
+    assert shown == [RED.getpixel((0, 0)), GREEN.getpixel((0, 0))]
+
+
+def test_while_no_page_is_open_nothing_is_judged(voting, capsys):
+    """A page that is loaded again at once has never been closed; one that is opened later is asked again."""
+    vote, browse, _ = voting
+
+    def person():
+        group = next_group(browse, "A")
+        browse("/closed?A", "")
+        time.sleep(0.2)
+        assert next_group(browse, "B")["id"] == group["id"]
+        time.sleep(0.7)  # by then A is no longer waited for
+        answer(browse, group, 0, 1, 0)
+        browse("/closed?B", "")
 
     in_background(person)
     first, second = np.split(np.array(vote(IMAGES, PROMPTS)), 2)
     assert first.tolist() == [0, 1, 0] and np.isnan(second).all()
     assert np.isnan(vote(IMAGES[:3], PROMPTS[:3])).all()
-
-    def later():
-        opened = json.loads(browse("/group"))
-        time.sleep(1.2)
-        browse("/vote", {"id": opened["id"], "liked": [1, 1, 0]})
-
-    in_background(later)
+    assert capsys.readouterr().out.count("no page is open") == 1
+    browse("/asked?C")
+    in_background(lambda: answer(browse, next_group(browse, "C"), 1, 1, 0))
     assert vote(IMAGES[:3], PROMPTS[:3]) == [1, 1, 0]
+
+
+def test_a_page_that_is_closed_loses_no_vote_of_another(voting):
+    vote, browse, _ = voting
+
+    def two_people():
+        group = next_group(browse, "A")
+        next_group(browse, "B")
+        browse("/closed?B", "")
+        time.sleep(1)
+        answer(browse, group, 1, 0, 1)
+
+    in_background(two_people)
+    assert vote(IMAGES[:3], PROMPTS[:3]) == [1, 0, 1]
+
+
+def test_a_browser_that_was_killed_is_waited_for_no_longer_than_a_page_may_be_silent(voting, monkeypatch):
+    vote, browse, example = voting
+    monkeypatch.setattr(example, "SILENCE", 0.5)
+    in_background(lambda: next_group(browse, "A"))
+    started = time.monotonic()
+    assert np.isnan(vote(IMAGES[:3], PROMPTS[:3])).all() and 0.4 < time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_the_wait_of_a_run(voting, number):
+    """Nor is anything asked from then on, as in the run's last evaluation."""
+    _, _, example = voting
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        stop = StopRequest()
+        in_background(lambda: time.sleep(0.3) or os.kill(os.getpid(), number))
+        started = time.monotonic()
+        scores = example.vote(IMAGES, PROMPTS, None)
+        assert stop.received and np.isnan(scores).all() and np.isnan(example.vote(IMAGES, PROMPTS, None)).all()
+        assert 0.2 < time.monotonic() - started < 2
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+def wait_for(condition):
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+CHROMIUM = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+CHROMIUM += ["--disable-background-networking", "--disable-component-update"]
+
+
+@pytest.fixture
+def browser(tmp_path):
+    """A real one, in the words of WebDriver: browser(method, path, **body) -> value."""
+    if shutil.which("chromedriver") is None:
+        pytest.skip("needs chromium and chromedriver")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        root = f"http://127.0.0.1:{free.getsockname()[1]}"
+    driver = subprocess.Popen(["chromedriver", f"--port={root.rpartition(':')[2]}"], stdout=subprocess.DEVNULL)
+
+    def call(method, path, **body):
+        data = None if method == "GET" else json.dumps(body).encode()
+        request = urllib.request.Request(root + path, data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def ready():
+        try:
+            return call("GET", "/status")["ready"]
+        except OSError:
+            return False
+
+    try:
+        wait_for(ready)
+        options = {"args": [*CHROMIUM, f"--user-data-dir={tmp_path / 'profile'}"]}
+        capabilities = {"alwaysMatch": {"goog:chromeOptions": options}}
+        session = f"/session/{call('POST', '/session', capabilities=capabilities)['sessionId']}"
+        yield lambda method, path, **body: call(method, session + path, **body)
+        with suppress(OSError):  # its last window may be closed
+            call("DELETE", session)
+    finally:
+        driver.terminate()
+        driver.wait()
+
+
+def test_pages_in_a_real_browser(voting, port, browser, monkeypatch):
+    """Two tabs and a reload: the picture to edit is shown; a click and the button vote, as do a number and Enter."""
+    vote, _, example = voting
+    monkeypatch.setattr(example, "RELOAD", 3)
+    run = lambda script: browser("POST", "/execute/sync", script=f"return {script}", args=[])
+    pictures = lambda: run("document.querySelectorAll('figure img').length")
+    address = {"url": f"http://127.0.0.1:{port}"}
+    scores = []
+    waiting = in_background(lambda: scores.extend(vote(IMAGES, PROMPTS, [GREEN] * 6)))
+    browser("POST", "/url", **address)
+    wait_for(lambda: pictures() == 3)
+    assert run("document.querySelector('h2').textContent") == "a"
+    assert run("document.querySelectorAll('aside img').length") == 1
+    assert run("innerWidth == screen.width || !!document.querySelector('meta[name=viewport]')")
+    first = browser("GET", "/window")
+
+    second = browser("POST", "/window/new", type="tab")["handle"]
+    browser("POST", "/window", handle=second)
+    browser("POST", "/url", **address)
+    wait_for(lambda: pictures() == 3)
+    browser("DELETE", "/window")  # the second closes: the first still waits for its vote
+    browser("POST", "/window", handle=first)
+    browser("POST", "/refresh")
+    wait_for(lambda: pictures() == 3)
+    time.sleep(1.5 * example.RELOAD)
+    run("document.querySelectorAll('figure')[1].click()")
+    run("document.querySelector('button').click()")
+
+    wait_for(lambda: run("document.querySelector('h2').textContent") == "b")
+    keys = [{"type": kind, "value": key} for key in ("2", "\ue007") for kind in ("keyDown", "keyUp")]
+    browser("POST", "/actions", actions=[{"type": "key", "id": "keys", "actions": keys}])
+    waiting.join(timeout=20)
+    assert scores == [0, 1, 0, 0, 1, 0]
+    wait_for(lambda: pictures() == 0 and run("document.querySelector('button').hidden"))
+    again = in_background(lambda: scores.extend(vote(IMAGES[:3], PROMPTS[:3])))
+    wait_for(lambda: pictures() == 3)
+    browser("DELETE", "/window")  # the last
+    again.join(timeout=20)
+    assert np.isnan(scores[6:]).all()
 
 
 def test_ten_steps_of_voting_move_the_pictures(quick, port):

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -284,14 +285,11 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
 def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, monkeypatch):
     """However many questions there are, over several passes; pictures of several sizes too, which are padded together."""
     vqa = rewards.Vqa(folder)
-    plain = vqa.processor.image_processor.prepare
+    plain = vqa.processor.image_processor.preprocess
     prepared, seen, cached = [], [], []
-    prepare, forward = type(plain).preprocess, vqa.model.forward
-    monkeypatch.setattr(
-        type(plain),
-        "preprocess",
-        lambda self, images, *a, **k: prepared.append(len(images)) or prepare(self, images, *a, **k),
-    )
+    count = lambda images, **options: prepared.append(len(images)) or plain(images, **options)
+    monkeypatch.setattr(vqa.processor.image_processor, "preprocess", count)
+    forward = vqa.model.forward
 
     def spy(**inputs):
         output = forward(**inputs)
@@ -301,16 +299,15 @@ def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, mon
 
     monkeypatch.setattr(vqa.model, "forward", spy)
     one, two, three = pictures((64, 64), (64, 64), (48, 80))
-    for images, prompts, alone in (([one, two], [LEMONS] * 2, 2), ([one, three], [LEMONS] * 2, None)):
-        found = []
-        for processor in (rewards.PreparesOnce(plain), plain):
-            vqa.processor.image_processor = processor
-            processor.prepared = {}
-            found.append(vqa(images, prompts, None))
-        assert torch.equal(*found) and len(seen) == 4, "two passes each"
-        for ours, expected in zip(seen[:2], seen[2:], strict=True):
-            assert all(torch.equal(ours[name], expected[name]) for name in expected)
-        assert alone is None or prepared == [1] * alone + [8, 8]
+    for images, expected in (([one, two], [1, 1]), ([one, three], [8, 1])):
+        once = vqa(images, ["a cat", LEMONS], None)  # passes of 1 + 7 and of 1 question
+        assert prepared == expected and vqa.processor.image_processor.preprocess is count
+        with monkeypatch.context() as patch:
+            patch.setattr(rewards, "preparing_once", lambda processor: nullcontext())
+            assert torch.equal(vqa(images, ["a cat", LEMONS], None), once)
+        assert len(seen) == 4, "two passes each"
+        for ours, theirs in zip(seen[:2], seen[2:], strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         seen.clear()
         prepared.clear()
     assert not any(cached), "nothing would read it"

@@ -43,6 +43,9 @@ def votes(url, likes=large, timeout=None):
         try:
             with urllib.request.urlopen(f"{url}/group", timeout=timeout) as answer:
                 group = json.load(answer)
+            if group is None:  # the next pictures are being made
+                time.sleep(0.1)
+                continue
             pictures = [base64.b64decode(source.partition(",")[2]) for source in group["pictures"]]
             liked = likes([Image.open(io.BytesIO(picture)) for picture in pictures])
             urllib.request.urlopen(f"{url}/vote", json.dumps({"id": group["id"], "liked": liked}).encode()).close()

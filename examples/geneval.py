@@ -1,0 +1,180 @@
+"""GenEval (Ghosh et al. 2023) with transformers alone: its 553 prompts, its judge, and a reward to train on.
+
+    python examples/geneval.py geneval.txt      # writes the prompts, by kind
+    python train.py --prompts geneval.txt --reward examples/geneval.py:facts
+    python train.py --adapter runs/1 --steps 0 --prompts geneval.txt --eval-count 553 --eval-reward examples/geneval.py:right
+
+Prompts and rules are those of github.com/djghosh13/geneval. So is the detector, Mask2Former Swin-S trained on COCO, but its
+weights here are those that its authors published, there mmdetection's: scores may differ a little for that reason.
+"""
+
+import functools
+import math
+import re
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch.nn.functional as F
+from PIL import Image
+from transformers.models.mask2former import image_processing_pil_mask2former as pil
+from transformers.models.mask2former import modeling_mask2former as modeling
+
+from rewards import CLIP_L, Clip, lend_gpu
+
+CLASSES = """person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire hydrant, stop sign,
+parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, bear, zebra, giraffe, backpack, umbrella, handbag, tie,
+suitcase, frisbee, skis, snowboard, sports ball, kite, baseball bat, baseball glove, skateboard, surfboard, tennis racket,
+bottle, wine glass, cup, fork, knife, spoon, bowl, banana, apple, sandwich, orange, broccoli, carrot, hot dog, pizza, donut,
+cake, chair, couch, potted plant, bed, dining table, toilet, tv, laptop, computer mouse, tv remote, computer keyboard,
+cell phone, microwave, oven, toaster, sink, refrigerator, book, clock, vase, scissors, teddy bear, hair drier,
+toothbrush""".replace("\n", " ").split(", ")  # in COCO's order
+COLOURS = ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
+NUMBERS = {"two": 2, "three": 3, "four": 4}
+PLACES = ["left of", "right of", "above", "below"]
+
+
+def published_prompts(seed=43, count=100):
+    """{kind: prompts} of the benchmark, by its templates and drawn in its order."""
+    draw = np.random.default_rng(seed)
+    one_of = lambda names: names[draw.choice(len(names))]
+    two_of = lambda names: [names[i] for i in draw.choice(len(names), 2, replace=False)]
+    a = lambda words: f"an {words}" if words[0] in "aeiou" else f"a {words}"
+    several = lambda name, number: f"{number} {name}{'es' if name.endswith('s') else 's'}"
+    coloured = lambda name, colour: f"{a(colour)} {name}"
+    placed = lambda one, other, place: f"{a(one)} {place} {a(other)}"
+    things = CLASSES[1:]  # a person is given no colour
+    templates = {
+        "two_object": lambda: " and ".join(map(a, two_of(CLASSES))),
+        "counting": lambda: several(one_of(CLASSES), list(NUMBERS)[draw.integers(0, 3)]),
+        "colors": lambda: coloured(one_of(things), one_of(COLOURS)),
+        "position": lambda: placed(*two_of(CLASSES), one_of(PLACES)),
+        "color_attr": lambda: " and ".join(map(coloured, two_of(things), two_of(COLOURS))),
+    }
+    kinds = {"single_object": [a(CLASSES[i]) for i in draw.choice(len(CLASSES), len(CLASSES), replace=False)]}
+    kinds |= {kind: [write() for _ in range(count)] for kind, write in templates.items()}
+    return {kind: [f"a photo of {words}" for words in dict.fromkeys(found)] for kind, found in kinds.items()}
+
+
+def asked_for(prompt):
+    """(number of each, [(colour or None, class), ...], place of the first seen from the second, or None) of a prompt.
+
+    None if the prompt is not of GenEval's form.
+    """
+    names = "|".join(CLASSES)
+    thing = rf"an? (?:({'|'.join(COLOURS)}) )?({names})"
+    if found := re.fullmatch(rf"a photo of ({'|'.join(NUMBERS)}) ({names})e?s", prompt.strip()):
+        return NUMBERS[found[1]], [(None, found[2])], None
+    if found := re.fullmatch(rf"a photo of {thing}(?: (and|{'|'.join(PLACES)}) {thing})?", prompt.strip()):
+        things = [(found[1], found[2]), (found[4], found[5])]
+        return 1, things if found[3] else things[:1], found[3] if found[3] in PLACES else None
+    return None
+
+
+def box(mask):
+    return Image.fromarray(mask).getbbox()  # left, top, right, bottom
+
+
+def places(one, other):
+    """Where a thing is, seen from another: by their masks, (height, width) bool. Diagonally, two places hold.
+
+    The offset of their centres counts in units of its length, after a tenth of both sizes is taken off.
+    """
+    boxes = np.reshape([box(one), box(other)], (2, 2, 2))  # two corners, x and y
+    offset = np.subtract(*boxes.mean(1))
+    rest = np.maximum(abs(offset) - 0.1 * np.ptp(boxes, axis=1).sum(0), 0) * np.sign(offset)
+    x, y = rest / max(np.linalg.norm(offset), 1e-6)
+    return {place for place, share in zip(PLACES, (-x, x, -y, y), strict=True) if share > 0.5}
+
+
+def is_right(found, colour_of, number, things, place):
+    """As GenEval judges: extra things are allowed, except in counting; colour and place are those of the surest thing.
+
+    found: {class: masks, the surest first}. colour_of: name of a class -> colour of its surest thing.
+    """
+    if number > 1:
+        return len(found[things[0][1]]) == number
+    if not all(found[name] for _, name in things):
+        return False
+    if any(colour and colour_of(name) != colour for colour, name in things):
+        return False
+    return place is None or place in places(*(found[name][0] for _, name in things))
+
+
+def credit(found, colour_of, number, things, place):
+    """As Flow-GRPO rewards (Liu et al. 2025): the mean over numbers, colours and places, so extra things cost.
+
+    A number counts 1 - |number - found| / number, below 0 for a crowd. Where it is wrong, colour and place count 0.
+    """
+    credits = []
+    for colour, name in things:
+        credits.append(1 - abs(number - len(found[name])) / number)
+        if colour:
+            credits.append(len(found[name]) == 1 and colour_of(name) == colour)
+    if place:
+        exact = all(len(found[name]) == 1 for _, name in things)
+        credits.append(exact and place in places(*(found[name][0] for _, name in things)))
+    return np.mean(credits)
+
+
+class Judge:
+    def __init__(self, detector="facebook/mask2former-swin-small-coco-instance", clip=CLIP_L):
+        with patch.object(modeling, "requires_backends"):  # scipy, which only its loss needs
+            self.detector = modeling.Mask2FormerForUniversalSegmentation.from_pretrained(detector, weights_only=True)
+        self.prepare = pil.Mask2FormerImageProcessorPil(size={"shortest_edge": 800, "longest_edge": 1333})
+        self.clip = Clip(clip, clip)
+
+    def find(self, image, least):
+        """{class: masks (height, width) bool, the surest first}, at most 16 each, for all that scores above `least`."""
+        pixels = self.prepare(image, return_tensors="pt")["pixel_values"]  # (1, 3, h, w)
+        with lend_gpu(self.detector) as device:
+            output = self.detector(pixels.to(device))
+            logits = F.interpolate(output.masks_queries_logits, pixels.shape[-2:], mode="bilinear")
+            logits = F.interpolate(logits, image.size[::-1], mode="bilinear")[0]  # (queries, height, width)
+            masks = logits > 0
+            sure = (logits.sigmoid() * masks).sum((1, 2)) / (masks.sum((1, 2)) + 1e-6)  # (queries,)
+            chances = output.class_queries_logits[0].softmax(-1)[:, :-1]  # (queries, classes), without "nothing"
+            chance, index = chances.flatten().topk(100)
+            score, order = (chance * sure[index // len(CLASSES)]).sort(descending=True)
+            masks = masks.cpu().numpy()
+        found = {name: [] for name in CLASSES}
+        for i in index[order[score > least]].tolist():
+            found[CLASSES[i % len(CLASSES)]].append(masks[i // len(CLASSES)])
+        return {name: same[:16] for name, same in found.items()}
+
+    def colour(self, image, mask, name):
+        """The likeliest colour by CLIP of a thing that is cut out and put on grey."""
+        crop = Image.composite(image, Image.new("RGB", image.size, "#999"), Image.fromarray(mask))
+        crop = crop.crop(box(mask))
+        templates = f"a photo of a {{}} {name}", f"a photo of a {{}}-colored {name}", "a photo of a {} object"
+        texts = [template.format(colour) for colour in COLOURS for template in templates]
+        picture, words = self.clip.embed([crop], texts)  # (1, D), (30, D)
+        means = F.normalize(words.view(len(COLOURS), len(templates), -1).mean(1), dim=-1)  # (10, D)
+        return COLOURS[(means @ picture[0]).argmax()]
+
+
+judge = functools.cache(Judge)
+
+
+def value_of(rule, image, prompt):
+    """What a rule says of a picture; NaN if its prompt is not of GenEval's form."""
+    if (asked := asked_for(prompt)) is None:
+        return math.nan
+    found = judge().find(image, least=0.9 if asked[0] > 1 else 0.3)
+    return rule(found, lambda name: judge().colour(image, found[name][0], name), *asked)
+
+
+def right(images, prompts, targets):
+    return [value_of(is_right, image.convert("RGB"), prompt) for image, prompt in zip(images, prompts, strict=True)]
+
+
+def facts(images, prompts, targets):
+    return [value_of(credit, image.convert("RGB"), prompt) for image, prompt in zip(images, prompts, strict=True)]
+
+
+if __name__ == "__main__":
+    lines = [line for kind, texts in published_prompts().items() for line in (f"# kind: {kind}", *texts)]
+    Path(sys.argv[1]).write_text("\n".join(lines) + "\n")
