@@ -222,7 +222,7 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
             log_density(x, *gaussian_step(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
     ids = torch.zeros(micro_batch, prompt + length, dtype=torch.long, device=META)
     positions = torch.zeros(3, prompt + length, dtype=torch.long, device=META)
-    nucleus = torch.zeros(micro_batch, length, allowed_ids.stop, dtype=torch.bool)  # on the CPU, as in a Group
+    nucleus = torch.ones(micro_batch, length, allowed_ids.stop, dtype=torch.bool)  # on the CPU, as in a Group
     inputs = {"position_ids": positions, **codes.sampling_args}
     with phase("reference"), torch.no_grad(), policy.disable_adapter():
         get_per_token_logprobs(policy, ids, length, nucleus=nucleus, **inputs)

@@ -1,13 +1,21 @@
 """The recipes of grpo.COPYING, edited into a copy to the letter: against the papers, and in whole runs."""
 
+import importlib
 import importlib.util
+import json
+import math
+import os
+import runpy
+import shutil
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import QUICK, ROOT, TINY, records, write_prompts
 from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
 
 import grpo
@@ -29,6 +37,7 @@ EDITS = {  # [what stands in grpo.py, what replaces it]
         ["ratio = log_ratio.exp()", "ratio = (log_ratio * share * len(mask)).sum(1, keepdim=True).exp()"],
         ["clip_range: float = 0.2", "clip_range: float = 3e-4"],
     ],
+    "old = new.detach()": [["ratio = log_ratio.exp()", "ratio = (log_ratio - log_ratio.detach()).exp()"]],
 }
 REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
 
@@ -69,6 +78,8 @@ def paper(name, model, groups, kl_coef=0.1):
         if name == "GSPO":  # the geometric mean of a sequence's ratios, for all of its tokens
             lengths = group.mask.sum(1, keepdim=True)
             log_ratio = ((log_ratio * group.mask).sum(1, keepdim=True) / lengths).expand(-1, LENGTH)
+        if name == "old = new.detach()":
+            log_ratio = new - new.detach()
         ratio = log_ratio.exp()
         low, high = {"DAPO's two clip ranges": (0.2, 0.28), "GSPO": (3e-4, 3e-4)}.get(name, (0.2, 0.2))
         gain = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
@@ -116,7 +127,8 @@ def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
     gradient, metrics = taken(run, lambda: run.update(groups))
     for found, wanted in zip(gradient, expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
-    assert 0 < metrics["clip_fraction"] < 1
+    assert 0 <= metrics["clip_fraction"] < 1
+    assert (metrics["clip_fraction"] == 0) == (name == "old = new.detach()")
     if name == "Dr. GRPO":
         plain, same_groups = prepared("GRPO", size, tmp_path)
         expected = plain.update(same_groups)
@@ -124,10 +136,8 @@ def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
             assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5), "means stay means"
 
 
-@moved_on_purpose
-@pytest.mark.parametrize("name", ["GRPO", "DAPO's token mean"])
-def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
-    """Each has one of two groups, whose tokens differ in number; dist is played by two threads."""
+def side_by_side(monkeypatch, ranks):
+    """The updates of two ranks, each with one of the groups; dist is played by two threads."""
     barrier, given = threading.Barrier(2, timeout=60), {}
 
     def all_reduce(tensor, op):
@@ -137,15 +147,94 @@ def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
         barrier.wait()
         tensor.copy_({dist.ReduceOp.AVG: both.double().mean(0), dist.ReduceOp.MAX: both.amax(0)}[op])
 
-    ranks = [prepared(name, 3, tmp_path) for _ in range(2)]
-    expected = paper(name, ranks[0][0].model, ranks[0][1])
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with ThreadPoolExecutor(2) as pool:
-        jobs = [
+        return [
             pool.submit(taken, run, lambda run=run, group=groups[i]: run.update([group]))
             for i, (run, groups) in enumerate(ranks)
         ]
-        for gradient, _ in [job.result() for job in jobs]:
-            for found, wanted in zip(gradient, expected, strict=True):
-                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
+
+
+@moved_on_purpose
+@pytest.mark.parametrize("name", ["GRPO", "DAPO's token mean"])
+def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
+    """Each has one of two groups, whose tokens differ in number."""
+    ranks = [prepared(name, 3, tmp_path) for _ in range(2)]
+    expected = paper(name, ranks[0][0].model, ranks[0][1])
+    for job in side_by_side(monkeypatch, ranks):
+        for found, wanted in zip(job.result()[0], expected, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
+
+
+@moved_on_purpose
+def test_ranks_that_begin_with_different_adapters_are_refused_on_each(monkeypatch, tmp_path):
+    """By a single bit of a weight that is near the others'."""
+    ranks = [prepared("GRPO", 4, tmp_path) for _ in range(2)]
+    weight = [p for p in ranks[1][0].model.parameters() if p.requires_grad][-1].data
+    weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(1.0))
+    for job in side_by_side(monkeypatch, ranks):
+        with pytest.raises(ValueError, match="the ranks begin with different adapters"):
+            job.result()
+
+
+# ---- whole runs of a copy -------------------------------------------------------------------------------------------
+
+
+def run_copy(folder, arguments):
+    """Both scripts of a copied project, in a process that has no other: train.py on short pictures, and text_model.py."""
+    os.chdir(folder)
+    with open("output.txt", "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    copied = {path.stem for path in [*Path().iterdir(), *Path().glob("*/*.py")]}
+    for name in [name for name in sys.modules if name.split(".")[0] in copied]:
+        del sys.modules[name]
+    sys.path[:] = [f"{folder}/tests", str(folder), *(path for path in sys.path if not path.startswith(str(ROOT)))]
+    train = importlib.import_module("train")
+    assert train.__file__ == f"{folder}/train.py" and sys.modules["grpo"].__file__ == f"{folder}/grpo.py"
+    rewards = runpy.run_path("examples/text_model.py")["train"](3)
+    Path("rewards.json").write_text(json.dumps(rewards))
+    importlib.import_module("conftest").shorten(setattr)
+    sys.exit(train.main(arguments))
+
+
+@pytest.fixture(scope="module")
+def runs(processes, tmp_path_factory):
+    """{recipe: (the mean rewards of text_model.py, metrics.jsonl, settings.json)}, each of a copy with its edits."""
+    found = {}
+    for name in EDITS:
+        folder = tmp_path_factory.mktemp("copy")
+        for file in [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")]:
+            (folder / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+            shutil.copy(file, folder / file.relative_to(ROOT))
+        for file in TINY.iterdir():
+            if file.suffix != ".py":
+                (folder / "tiny-glm-image" / file.name).symlink_to(file)
+        edit(name, folder / "grpo.py")
+        write_prompts(folder)
+        arguments = [*QUICK[2:], "--steps", "2", "--iterations", "2", "--lr", "0.1", "--out", "run"]
+        arguments += ["--eval-decode-steps", "1"]
+        arguments += ["--clip-range", "3e-4"] if name == "GSPO" else []
+        job = processes.Process(target=run_copy, args=(folder, arguments))
+        job.start()
+        job.join()
+        assert job.exitcode == 0, (folder / "output.txt").read_text()
+        rewards = json.loads((folder / "rewards.json").read_text())
+        found[name] = (
+            rewards,
+            records(folder / "run/metrics.jsonl"),
+            json.loads((folder / "run/settings.json").read_text()),
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_copy_with_an_edit_trains_pictures_and_texts(name, runs):
+    (plain_rewards, plain, _), (rewards, metrics, settings) = runs["GRPO"], runs[name]
+    assert len(rewards) == 3 and len(metrics) == 2
+    assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in metrics)
+    assert settings["clip_range"] == (3e-4 if name == "GSPO" else 0.2)
+    # Pictures are of one length, so that both means are the same; texts had one iteration, so that nothing was clipped.
+    assert (metrics == plain) == (name in ("GRPO", "DAPO's token mean"))
+    assert (rewards != plain_rewards) == (name in ("Dr. GRPO", "DAPO's token mean"))

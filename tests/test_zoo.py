@@ -1,16 +1,21 @@
 """grpo.py in other experiments: two dozen kinds of models, other adapters, what it refuses, and what it warns of."""
 
 import copy
+import runpy
+import textwrap
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CPU
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, Emu3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Emu3ForCausalLM,
+    LlamaForCausalLM,
+)
 
 import grpo
 from grpo import (
@@ -90,22 +95,15 @@ def build(kind, settings):
     return model.eval()
 
 
-class HomeMade(torch.nn.Module):
-    """Has no config, and has heard neither of positions nor of logits_to_keep; its cache is a state."""
-
-    device = CPU
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = torch.nn.Embedding(50, 32)
-        self.memory = torch.nn.GRU(32, 32, batch_first=True)
-        self.head = torch.nn.Linear(32, 50)
-        self.head.weight.data.mul_(10)
-
-    def forward(self, input_ids, past_key_values=None, **ignored):
-        hidden, state = self.memory(self.embedding(input_ids), past_key_values)
-        return SimpleNamespace(logits=self.head(hidden), past_key_values=state)
+def home_made(folder):
+    """The stub of COPYING: it has no config, and has heard neither of positions nor of logits_to_keep."""
+    torch.manual_seed(0)
+    stub = textwrap.dedent(grpo.COPYING[grpo.COPYING.index("    class MyModel") :])
+    (folder / "stub.py").write_text(f"import torch\nfrom types import SimpleNamespace\n{stub}")
+    model = runpy.run_path(folder / "stub.py")["MyModel"]()
+    for parameter in model.memory.parameters():
+        parameter.data.mul_(10)  # sharp
+    return model
 
 
 def check(model, prompts):
@@ -135,9 +133,9 @@ def test_prompts_of_any_lengths(kind):
 
 
 @pytest.mark.parametrize("kind", [*ONE_LENGTH, "home-made"])
-def test_prompts_of_one_length(kind):
+def test_prompts_of_one_length(kind, tmp_path):
     """Of several they are refused: a mask, or positions, would be ignored."""
-    model = HomeMade() if kind == "home-made" else build(kind, ONE_LENGTH[kind])
+    model = home_made(tmp_path) if kind == "home-made" else build(kind, ONE_LENGTH[kind])
     check(model, EQUAL)
     with pytest.raises(ValueError, match="sample prompts of one length together"):
         check(model, RAGGED)
@@ -244,6 +242,35 @@ def test_noise_of_train_mode_is_refused_by_its_name(kind, noise, named):
         step(trainer(model))
 
 
+def test_only_what_is_called_is_asked_for_noise():
+    """Not a name with "drop" in it, nor a Dropout that no forward pass comes through."""
+
+    class DropToken(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.logit_scale = 1.0
+            self.unused = torch.nn.Dropout(0.1)
+
+    torch.manual_seed(0)
+    run = trainer(DropToken(AutoConfig.for_model("llama", **SIZES)))
+    metrics, found = observed(step, run)
+    assert found == [] and metrics["grad_norm"] > 0
+    assert not any(module._forward_pre_hooks for module in run.model.modules()), "nothing is left on the model"
+
+
+def test_an_attempt_that_was_refused_leaves_nothing_on_the_model():
+    model = build("gpt2", GPT)
+    run = trainer(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="transformer.drop.p is 0.1"):
+            step(run)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    assert step(run)["grad_norm"] > 0
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_only_an_active_adapter_is_asked_for_its_dropout():
     model = with_adapter(llama())
     model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.3))
@@ -269,6 +296,7 @@ def test_virtual_tokens_are_refused(config):
         ("pissa", torch.optim.AdamW),
         ("olora", torch.optim.AdamW),
         ("resumed", torch.optim.AdamW),
+        ("resumed", torch.optim.SGD),
     ],
 )
 def test_a_reference_that_is_not_the_start_is_told_once(start, optimizer):
@@ -369,6 +397,58 @@ def test_an_exception_leaves_no_gradient_behind():
     assert all(torch.equal(a, b) for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_gradient_that_is_not_finite_is_told_once(value):
+    run = trainer(with_adapter(llama()))
+    for seed in (0, 2):
+        groups = roll_out(run, seed)
+        groups[0].old_logprobs[0, 0] = value
+        metrics, found = observed(run.update, groups)
+        found = [text for text in found if "sampling and scoring" not in text]  # infinitely, in one case
+        assert metrics["skipped"] == 1 and run.steps == 0
+        assert [text[:31] for text in found] == (["the gradient is NaN or infinite"] if seed == 0 else [])
+
+
+def test_what_is_masked_may_hold_anything():
+    """The text of a tool between two sampled parts has no log-probs and no nucleus, and would teach nothing by 0 x NaN."""
+    runs = [trainer(with_adapter(llama()), top_p=0.9, kl_coef=0.1) for _ in range(2)]
+    found = []
+    for run, filling in zip(runs, (None, float("nan")), strict=True):
+        groups = roll_out(run)
+        for group in groups:
+            group.mask = torch.ones(4, LENGTH)
+            group.mask[:, 2:5] = 0
+            if filling is not None:
+                group.old_logprobs[:, 2:5] = filling
+                group.nucleus[:, 2:5] = False
+                group.advantages = group.advantages[:, None].expand(-1, LENGTH).where(group.mask > 0, filling)
+        run.add_reference(groups)
+        found.append(observed(run.update, groups))
+    assert found[0] == found[1] and found[0][1] == [] and found[0][0]["grad_norm"] > 0
+    assert all(torch.equal(a, b) for a, b in zip(*(run.model.parameters() for run in runs), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (LENGTH,), (1, LENGTH), (4, LENGTH, 1), ()])
+def test_advantages_of_another_shape_are_refused(shape):
+    logprobs = torch.zeros(4, LENGTH)
+    with pytest.raises(ValueError, match=r"advantages \(.*\) for log-probs \(4, 8\): give \(B,\) or \(B, T\)"):
+        compute_grpo_loss(logprobs, logprobs, torch.ones(shape))
+
+
+def test_an_advantage_per_token():
+    """Equal ones are the advantage of their sequence; others weigh their tokens alone."""
+    runs = [trainer(with_adapter(llama()), lr=1.0) for _ in range(2)]
+    groups = [roll_out(run) for run in runs]
+    for group in groups[1]:
+        group.advantages = group.advantages[:, None].repeat(1, LENGTH)
+    assert str(runs[0].update(groups[0])) == str(runs[1].update(groups[1]))
+    assert all(torch.equal(a, b) for a, b in zip(*(run.model.parameters() for run in runs), strict=True))
+
+    new, advantages = torch.randn(4, LENGTH).requires_grad_(), torch.randn(4, LENGTH)
+    compute_grpo_loss(new, new.detach(), advantages)[0].backward()
+    torch.testing.assert_close(new.grad, -advantages / 4 / LENGTH)
+
+
 @pytest.mark.parametrize("shape", [(4, 1), (LENGTH,), (1, LENGTH)])
 def test_a_mask_of_another_shape_is_refused(shape):
     logprobs = torch.zeros(4, LENGTH)
@@ -384,6 +464,49 @@ def test_rewards_of_any_kind_and_of_one_shape():
     for shape in ((2, 4), (4, 2)):
         with pytest.raises(ValueError, match=r"give \(N\*G,\)"):
             compute_advantages(np.array(rewards).reshape(shape), 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        (EQUAL[0][None], r"a prompt is a tensor \(1, 5\)"),
+        (EQUAL[0].tolist(), "a prompt is a list"),
+        (EQUAL[0][:0], r"a prompt is a tensor \(0,\)"),
+    ],
+)
+def test_a_prompt_is_a_row_of_ids(prompt, named):
+    with pytest.raises(ValueError, match=named + r": give a tensor \(L,\)"):
+        trainer(with_adapter(llama())).sample([(prompt, None, LENGTH)], 2, 0)
+
+
+@pytest.mark.parametrize("ids", [[20, 21, 22], range(20, 44), slice(None, 44), slice(20, 44, 2), slice(-20, None)])
+def test_allowed_ids_are_a_plain_slice(ids):
+    with pytest.raises(ValueError, match=r"give slice\(first, end\)"):
+        generate_with_logprobs(llama(), EQUAL, 2, allowed_ids=ids)
+
+
+def test_groups_and_rewards_that_do_not_fit_are_refused():
+    run = trainer(with_adapter(llama()))
+    groups = [*run.sample([(EQUAL[0], None, 2)], 4, 0), *run.sample([(EQUAL[1], None, 2)], 2, 1)]
+    with pytest.raises(ValueError, match=r"groups of \[4, 2\] samples"):
+        set_advantages(groups, torch.arange(6.0))
+    for act in (run.update, run.add_reference, lambda groups: set_advantages(groups, [])):
+        with pytest.raises(ValueError, match=r"groups of \[\] samples: give one group or more"):
+            act([])
+    with pytest.raises(ValueError, match=r"give rewards.detach\(\)"):
+        set_advantages(groups[:1], torch.arange(4.0, requires_grad=True))
+
+
+def test_a_wrapped_model_is_refused(tmp_path):
+    model = llama()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        for wrap in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel):
+            with pytest.raises(ValueError, match="give model.module"):
+                trainer(wrap(model))
+        assert step(trainer(model))["grad_norm"] > 0
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("method", ["add_reference", "update"])
