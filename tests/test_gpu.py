@@ -662,7 +662,7 @@ def test_an_own_reward_is_counted_before_models_load(quick, card, capsys, monkey
     assert quick("--reward", "mine.py:own", "--out", "run") == (2 if size else 130)
     assert bool(loaded) == (size == 0)
     told = capsys.readouterr()
-    assert f"mine.py:own: as far as can be seen, its models take {4 * size}.0 GB of the GPU while it scores" in told.out
+    assert f"mine.py:own: as far as can be seen, its models take {4 * size}.0 GB while it scores" in told.out
     plans = told.out.count("memory: with micro-batches of 2 (--micro-batch-size auto)")
     assert plans == 1 and ("of the GPU, or 6.5 in turns" in told.err) == bool(size)
 
