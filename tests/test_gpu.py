@@ -315,9 +315,10 @@ def test_what_is_planned_fits(released, base, size, group, micro_batch):
             *["--micro-batch-size", f"{micro_batch}", "--guidance-scale", "1.5", "--base", base],
         )
         passes = {name: value for name, value in work.items() if half == "both" or name != "decoder update"}
+        painted = ("paint", "decoder update")
         beside = sum(own) + 2 * sum(own[:learning]) + 0.6  # adapters, Adam's moments, and the context
         peak = max(value + (0 if name == "sample" else cache) for name, value in passes.items()) + policy + painters
-        in_turns = max(value + (painters if "paint" in name else policy) for name, value in passes.items())
+        in_turns = max(value + (painters if name in painted else policy) for name, value in passes.items())
         together, turn, _ = (value / 1e9 for value in needed(models, settings))
         assert peak + beside < together < peak + beside + 3, "and not so much that a card is left half empty"
         assert in_turns + beside < turn < in_turns + beside + 3
