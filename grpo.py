@@ -370,7 +370,7 @@ class GRPO:
                 reports.append((weight, metrics))
             norms.append(self.optimizer_step())
 
-        first = _average(reports[: len(micro_batches)])  # iteration: later the policy has moved
+        first = _average(reports[: len(micro_batches)])  # of the first iteration: later the policy has moved
         self.watch.end(self, first, norms)
         metrics = _average(reports) | {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
         metrics |= _gradient_metrics(norms, sum(p.numel() for p in self.parameters()))
@@ -516,8 +516,8 @@ COPYING = """What works, and what does not (tests/test_zoo.py):
                 with dropout, layerdrop or router jitter
     adapters    LoRA and its like, or all weights. Not prompt and prefix tuning
     prompts     of several lengths only where all layers have full attention, by sdpa, and positions are an input
-    ranks       of torch.distributed, not wrapped in DistributedDataParallel: the trainer averages the gradients itself.
-                Equal adapters: seed all ranks alike until theirs are made
+    ranks       of torch.distributed. Do not wrap the model in DistributedDataParallel: the trainer averages gradients
+                itself. Seed all ranks alike until their adapters are made, which have to be equal
 
 To train an adapter further, first merge it into its base. If you train all weights, make a frozen copy before training
 and call its add_reference(groups) at every step:
@@ -526,21 +526,21 @@ and call its add_reference(groups) at every step:
 
 Watch mean_logprob_gap, how far sampling and scoring disagree on fresh samples: 1e-6 in float32, 0.05 in bfloat16. With
 a rope that depends on the length (longrope, dynamic) it is whole nats beyond the original window. On a CPU, call
-torch.set_num_threads(1) for small models. For another loss, edit:
+torch.set_num_threads(1) for small models. For another loss, edit (in brackets: arXiv):
 
     Dr. GRPO                 no `/ (std + eps)` in compute_advantages; weight = mask / mask.shape[1] / len(mask)
     DAPO's token mean        weight = mask / mask.sum().clamp(min=1); in GRPO.weight:
                              return len(rows) if group.mask is None else group.mask[rows].sum().item()
     DAPO's two clip ranges   ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range): of 0.2 and 0.28
     DAPO's dynamic sampling  loop over 1 to 3 with new seeds, up to a limit; the same number of groups on every rank
-    Mask-GRPO's filter       the same for groups with little spread: GenEval .60 -> .73 (arXiv:2510.13418)
+    Mask-GRPO's filter       the same where groups have little spread: GenEval .60 -> .73 (2510.13418)
     GSPO                     ratio = (log_ratio * share * len(mask)).sum(1, keepdim=True).exp()
                              with clip_range: float = 3e-4 in GRPOSettings, and train.py --clip-range 3e-4
     old = new.detach()       ratio = (log_ratio - log_ratio.detach()).exp(), where gap is large and iterations is 1
-    STAGE                    advantages (G, T), less where a group's codes are alike: .78 -> .89 (arXiv:2509.25027)
-    GCPO                     a mask of 30%, the early, uncertain, diverse tokens: beats all (arXiv:2509.22485)
+    STAGE                    advantages (G, T), smaller where a group's codes are alike: GenEval .78 -> .89 (2509.25027)
+    GCPO                     a mask for 30% of the tokens, early, at edges or diverse: better than all (2509.22485)
 
-A model of your own, what it has to take and to return (rest: attention_mask, position_ids, use_cache, logits_to_keep):
+A model of your own has to take and return this (rest: attention_mask, position_ids, use_cache, logits_to_keep):
 
     class MyModel(torch.nn.Module):
         device = torch.device("cpu")  # where its weights are
@@ -644,14 +644,13 @@ def _refuse_drift(model):
 
 
 class Watch:
-    """Refuses what would make sampling and scoring differ, or ranks; gives each of WARNINGS once."""
+    """Refuses models whose sampling and scoring, or whose ranks, would differ; gives each of WARNINGS once."""
 
     def __init__(self, model):
         self.sampled_at = 0  # trainer.steps at the last sampling
         self.hooks = []
         self.left = WARNINGS.copy()
-        wrapped = isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel)
-        if wrapped:
+        if isinstance(getattr(model, "module", None), torch.nn.Module) and "Parallel" in type(model).__name__:
             raise ValueError("the model is wrapped: give model.module, for the trainer averages gradients itself")
         if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
             raise ValueError("prompt and prefix tuning put virtual tokens before each sampled one: take LoRA instead")
@@ -673,15 +672,15 @@ class Watch:
         """After it. first: the metrics of its first iteration. norms: of its gradients."""
         while self.hooks:
             self.hooks.pop().remove()
-        self.warn("gap", self.fresh and first["mean_logprob_gap"] > 0.1)
-        # An optimiser that keeps no state, such as plain SGD, does not tell whether the run was resumed.
-        self.warn("kl", self.unmoved and trainer.optimizer.state and first["kl"] > 0.01)
-        self.warn("gradient", norms[0] == 0 and not math.isnan(first["loss"]))  # NaN: no rewards differ
-        self.warn("skipped", not all(norm < float("inf") for norm in norms))
-
-    def warn(self, name, condition):
-        if condition and name in self.left:
-            warnings.warn(self.left.pop(name), stacklevel=5)  # where update is called
+        signs = {
+            "gap": self.fresh and first["mean_logprob_gap"] > 0.1,
+            # An optimiser that keeps no state, such as plain SGD, does not tell whether the run was resumed.
+            "kl": self.unmoved and trainer.optimizer.state and first["kl"] > 0.01,
+            "gradient": norms[0] == 0 and not math.isnan(first["loss"]),  # NaN: no rewards differ
+            "skipped": not all(norm < float("inf") for norm in norms),
+        }
+        for name in [name for name, seen in signs.items() if seen and name in self.left]:
+            warnings.warn(self.left.pop(name), stacklevel=4)  # where update is called
 
 
 def _refuse_noise(model):

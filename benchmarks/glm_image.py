@@ -78,11 +78,13 @@ def measure_plain(run, settings):
 
     policy.eval()
     text = base.config.get_text_config()
-    with patch.object(text, "_attn_implementation", "sdpa"):  # transformers' own
-        with run.phase("warm-up", policy):
-            generate(8)
-        with run.phase("sample", policy):
-            codes = generate(tokens)
+    ours = text._attn_implementation
+    text._attn_implementation = "sdpa"  # transformers' own
+    with run.phase("warm-up", policy):
+        generate(8)
+    with run.phase("sample", policy):
+        codes = generate(tokens)
+    text._attn_implementation = ours
     with run.phase("warm-up", *painting_models(run.pipe)):
         paint(run.pipe, PROMPTS[0], codes[:1], settings, 0)
     together = patch.object(settings, "micro_batch_size", settings.group_size)

@@ -1,11 +1,11 @@
 """GenEval (Ghosh et al. 2023) with transformers alone: its 553 prompts, its judge, and a reward to train on.
 
-    python examples/geneval.py geneval.txt      # writes the prompts, in six kinds
-    python train.py --adapter runs/1 --steps 0 --prompts geneval.txt --eval-reward examples/geneval.py:right
+    python examples/geneval.py geneval.txt      # writes the prompts, by kind
     python train.py --prompts geneval.txt --reward examples/geneval.py:facts
+    python train.py --adapter runs/1 --steps 0 --prompts geneval.txt --eval-count 553 --eval-reward examples/geneval.py:right
 
-Prompts and rules are those of github.com/djghosh13/geneval. So is the detector, Mask2Former Swin-S trained on COCO, but in
-the weights that its authors published, not in mmdetection's: that much a score may differ from a published one.
+Prompts and rules are those of github.com/djghosh13/geneval. So is the detector, Mask2Former Swin-S trained on COCO, but its
+weights here are those that its authors published, there mmdetection's: scores may differ a little for that reason.
 """
 
 import functools
@@ -13,14 +13,15 @@ import math
 import re
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch.nn.functional as F
 from PIL import Image
-from transformers import Mask2FormerForUniversalSegmentation
 from transformers.models.mask2former import image_processing_pil_mask2former as pil
+from transformers.models.mask2former import modeling_mask2former as modeling
 
 from rewards import CLIP_L, Clip, lend_gpu
 
@@ -59,7 +60,10 @@ def published_prompts(seed=43, count=100):
 
 
 def asked_for(prompt):
-    """(number of each, [(colour or None, class), ...], place of the first from the second or None), or None: no GenEval."""
+    """(number of each, [(colour or None, class), ...], place of the first seen from the second, or None) of a prompt.
+
+    None if the prompt is not of GenEval's form.
+    """
     names = "|".join(CLASSES)
     thing = rf"an? (?:({'|'.join(COLOURS)}) )?({names})"
     if found := re.fullmatch(rf"a photo of ({'|'.join(NUMBERS)}) ({names})e?s", prompt.strip()):
@@ -75,8 +79,9 @@ def box(mask):
 
 
 def places(one, other):
-    """Where a thing is from another, by their masks (height, width): the offset of their centres, less a tenth of their
-    sizes, in units of its length. Diagonally, two places hold.
+    """Where a thing is, seen from another: by their masks, (height, width) bool. Diagonally, two places hold.
+
+    The offset of their centres counts in units of its length, after a tenth of both sizes is taken off.
     """
     boxes = np.reshape([box(one), box(other)], (2, 2, 2))  # two corners, x and y
     offset = np.subtract(*boxes.mean(1))
@@ -86,7 +91,10 @@ def places(one, other):
 
 
 def is_right(found, colour_of, number, things, place):
-    """As GenEval judges: extra things are allowed but in counting; colour and place are those of the surest thing."""
+    """As GenEval judges: extra things are allowed, except in counting; colour and place are those of the surest thing.
+
+    found: {class: masks, the surest first}. colour_of: name of a class -> colour of its surest thing.
+    """
     if number > 1:
         return len(found[things[0][1]]) == number
     if not all(found[name] for _, name in things):
@@ -97,28 +105,30 @@ def is_right(found, colour_of, number, things, place):
 
 
 def credit(found, colour_of, number, things, place):
-    """As Flow-GRPO pays (Liu et al. 2025): the mean over numbers, colours and places; so extra things cost, too.
+    """As Flow-GRPO rewards (Liu et al. 2025): the mean over numbers, colours and places, so extra things cost.
 
-    A number counts 1 - |number - found| / number, below 0 for a crowd; where it is wrong, colour and place count 0.
+    A number counts 1 - |number - found| / number, below 0 for a crowd. Where it is wrong, colour and place count 0.
     """
-    counts = [len(found[name]) for _, name in things]
-    credits = [1 - abs(number - count) / number for count in counts]
-    credits += [
-        n == 1 and colour_of(name) == colour for n, (colour, name) in zip(counts, things, strict=True) if colour
-    ]
+    credits = []
+    for colour, name in things:
+        credits.append(1 - abs(number - len(found[name])) / number)
+        if colour:
+            credits.append(len(found[name]) == 1 and colour_of(name) == colour)
     if place:
-        credits.append(counts == [1, 1] and place in places(*(found[name][0] for _, name in things)))
+        exact = all(len(found[name]) == 1 for _, name in things)
+        credits.append(exact and place in places(*(found[name][0] for _, name in things)))
     return np.mean(credits)
 
 
 class Judge:
     def __init__(self, detector="facebook/mask2former-swin-small-coco-instance", clip=CLIP_L):
-        self.detector = Mask2FormerForUniversalSegmentation.from_pretrained(detector, weights_only=True).eval()
+        with patch.object(modeling, "requires_backends"):  # scipy, which only its loss needs
+            self.detector = modeling.Mask2FormerForUniversalSegmentation.from_pretrained(detector, weights_only=True)
         self.prepare = pil.Mask2FormerImageProcessorPil(size={"shortest_edge": 800, "longest_edge": 1333})
         self.clip = Clip(clip, clip)
 
     def find(self, image, least):
-        """{class: masks (height, width), the surest first} of what scores more than `least`."""
+        """{class: masks (height, width) bool, the surest first}, at most 16 each, for all that scores above `least`."""
         pixels = self.prepare(image, return_tensors="pt")["pixel_values"]  # (1, 3, h, w)
         with lend_gpu(self.detector) as device:
             output = self.detector(pixels.to(device))
@@ -136,7 +146,7 @@ class Judge:
         return {name: same[:16] for name, same in found.items()}
 
     def colour(self, image, mask, name):
-        """The likeliest colour by CLIP, of a thing cut out and put on grey."""
+        """The likeliest colour by CLIP of a thing that is cut out and put on grey."""
         crop = Image.composite(image, Image.new("RGB", image.size, "#999"), Image.fromarray(mask))
         crop = crop.crop(box(mask))
         templates = f"a photo of a {{}} {name}", f"a photo of a {{}}-colored {name}", "a photo of a {} object"
@@ -149,22 +159,21 @@ class Judge:
 judge = functools.cache(Judge)
 
 
-def values(rule, images, prompts, targets):
-    """What a rule says of each picture, NaN where the prompt is not of GenEval's form."""
-    return [
-        value_of(rule, image.convert("RGB"), asked_for(prompt)) for image, prompt in zip(images, prompts, strict=True)
-    ]
-
-
-def value_of(rule, image, asked):
-    if asked is None:
+def value_of(rule, image, prompt):
+    """What a rule says of a picture; NaN if its prompt is not of GenEval's form."""
+    if (asked := asked_for(prompt)) is None:
         return math.nan
-    found = judge().find(image, 0.9 if asked[0] > 1 else 0.3)
-    return float(rule(found, lambda name: judge().colour(image, found[name][0], name), *asked))
+    found = judge().find(image, least=0.9 if asked[0] > 1 else 0.3)
+    return rule(found, lambda name: judge().colour(image, found[name][0], name), *asked)
 
 
-right = functools.partial(values, is_right)
-facts = functools.partial(values, credit)
+def right(images, prompts, targets):
+    return [value_of(is_right, image.convert("RGB"), prompt) for image, prompt in zip(images, prompts, strict=True)]
+
+
+def facts(images, prompts, targets):
+    return [value_of(credit, image.convert("RGB"), prompt) for image, prompt in zip(images, prompts, strict=True)]
+
 
 if __name__ == "__main__":
     lines = [line for kind, texts in published_prompts().items() for line in (f"# kind: {kind}", *texts)]

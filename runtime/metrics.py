@@ -103,13 +103,15 @@ def kinds_table(*records):
     lines = []
     for prefix, heading in (("", "training"), ("held_out/", "held out")):
         names, parts = by_kind(prefix, *records)
-        rows = [[heading, "prompts", *map(short_name, names)]] if names else []
-        for kind in parts[-1] if parts else ():
+        if not parts:
+            continue
+        rows = [[heading, "prompts", *map(short_name, names)]]
+        for kind, last in parts[-1].items():
             cells = [" -> ".join(with_error(part[kind], name, "{:.2f}") for part in parts) for name in names]
-            rows.append([kind, str(parts[-1][kind]["prompts"]), *cells])
+            rows.append([kind, str(last["prompts"]), *cells])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        rows[1:1] = [["-" * width for width in widths]] if rows else []
-        lines += ["", *(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)] if rows else []
+        rows.insert(1, ["-" * width for width in widths])
+        lines += ["", *(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)]
     return lines
 
 

@@ -69,10 +69,10 @@ def save_grid(path, rows, title, cell=192):
                 image, caption, *frame = each
                 image = ImageOps.contain(image, (cell, cell))
                 if frame:
-                    pen.rectangle((5 + left, top + 17, 10 + left + image.width, top + 22 + image.height), frame[0])
-                sheet.paste(image, (8 + left, top + 20))
+                    pen.rectangle((5 + left, top + 20, 10 + left + image.width, top + 25 + image.height), frame[0])
+                sheet.paste(image, (8 + left, top + 23))
                 caption = textwrap.fill(textwrap.shorten(caption, 2 * cell // 7), cell // 7)
-                pen.multiline_text((8 + left, top + 22 + cell), caption, "black", small, spacing=2)
+                pen.multiline_text((8 + left, top + 27 + cell), caption, "black", small, spacing=2)
     sheet.save(path)
     return sheet
 

@@ -53,16 +53,15 @@ def rescued(record):
         raise UserError(f"{error}; once that is fixed, {hint}" if record.done else error) from None
     except UserError:
         raise
+    except TorchDynamoException as error:  # --resume alone would fail again
+        record.save_whole_step()
+        raise UserError(f"torch.compile failed ({' '.join(str(error).split())[:120]}); try --compile no") from None
     except torch.OutOfMemoryError:
         record.save_whole_step()
         raise UserError(
             f"out of GPU memory in the phase '{record.phase.name}'; {hint}, also with --offload yes, a lower "
             "--micro-batch-size or --sample-batch; start anew with a lower --height and --width, or --group-size"
         ) from None
-    except TorchDynamoException as error:
-        record.save_whole_step()
-        reason = " ".join(str(error).split())[:120]
-        raise UserError(f"torch.compile failed ({reason}); --compile no captures the same step without it") from None
     except Exception:  # not an error that the user can fix: the traceback is shown
         record.save_whole_step()
         record.write(f"the last whole step is saved; go on with: {resume_command(record.out)}")

@@ -43,9 +43,7 @@ def own_memory(rewards):
         if ".py:" in name:
             models = [parameter for module in modules_of(function) for parameter in module.parameters()]
             needed.append(sum(parameter.nbytes for parameter in models if not parameter.is_cuda))
-            print(
-                f"{name}: its models count as {needed[-1] / 1e9:.1f} GB of the GPU while it scores, as far as is seen"
-            )
+            print(f"{name}: as far as can be seen, its models take {needed[-1] / 1e9:.1f} GB while it scores")
     return max(needed)
 
 

@@ -145,7 +145,7 @@ def build_parser():
     flag("eval_sources", str, None, "folder with the picture that each held-out prompt changes")
     flag("eval_reward", str, (f"{TINY}/check.py:right,{TINY}/check.py:clean", "hps"),
          "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
-    flag("eval_count", count, (48, 8), "prompts in an evaluation: the first so many of training, and of those held out")
+    flag("eval_count", count, (48, 8), "prompts in an evaluation, of training and held out each: evenly over kinds")
     flag("eval_every", number(int, "[0, inf)"), (8, 50), "steps between evaluations; 0: before and after only")
     flag("eval_decode_steps", count, (6, 30), "denoising steps in an evaluation")  # GLM-Image: judged as deployed
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
@@ -225,7 +225,7 @@ def complete(settings, by_model):
     if settings.model is None:
         settings.model = RELEASE if torch.cuda.is_available() and not tiny_edits else TINY
         if Path("/dev/nvidia0").exists() and not torch.cuda.is_available() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            print("warning: torch cannot use the GPU (is its driver too old?): this trains the tiny model")
+            print("warning: torch cannot use the GPU here (is its driver too old?): this trains the tiny model")
     tiny = Path(settings.model).resolve() == Path(TINY)
     if settings.sources or settings.eval_sources:
         complete_edits(settings, (TINY_EDITS if tiny_edits else {}) | ({} if tiny else EDITS))

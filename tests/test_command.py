@@ -430,8 +430,8 @@ def test_settings_are_shown_within_the_terminal_and_first_those_that_are_no_defa
         (["--prompts", "one.txt"], "--targets"),
         (["--targets", "missing"], "missing does not exist"),
         (["--targets", "few"], "has 1 pictures for 32 prompts"),
-        (["--prompts", "one.txt", "--targets", "broken"], "the target picture broken/1.png cannot be opened"),
-        (["--prompts", "one.txt", "--targets", "cut"], "the target picture cut/1.png cannot be opened"),
+        (["--prompts", "one.txt", "--targets", "broken"], "the target picture broken/1.png cannot be read"),
+        (["--prompts", "one.txt", "--targets", "cut"], "the target picture cut/1.png cannot be read"),
         (["--prompts", "long.txt"], "long.txt has a prompt of 10,000 characters; 4,096 at most"),
         (["--reward", "beauty"], "unknown reward 'beauty'"),
         (["--reward", "bad.py:reward"], "--reward: reward 'bad.py:reward' failed for the prompt 'a "),
@@ -620,10 +620,13 @@ def test_reward_metrics_by_hand():
         {
             "reward": np.mean(totals),
             "reward_std": np.mean([np.std([7, 4, 21], ddof=1), np.std([8, 8, 11], ddof=1)]),  # a lone one has none
+            "reward_best": np.mean([21, 10, 11]),
             "reward/a": np.mean([1, 2, 3, 5, 4, 4, 4]),
             "reward_std/a": (1 + 0) / 2,
+            "reward_best/a": np.mean([3, 5, 4]),
             "reward/b": np.mean([10, 30, 0, 0, 6]),
             "reward_std/b": np.mean([np.std([10, 30], ddof=1), np.std([0, 0, 6], ddof=1)]),
+            "reward_best/b": np.mean([30, 6]),
             "unscored": 2 / 9,
         }
     )

@@ -111,7 +111,7 @@ def test_the_pictures_shown_have_their_own_rewards(quick, prompts_per_step):
     arguments += ["--reward", "mine.py:place", "--prompts-per-step", f"{prompts_per_step}", "--steps", "0"]
     assert quick(*arguments, "--out", "run") == 0
     shown = records("run/evaluation.jsonl")[0]["shown"]
-    assert shown[2:] == [[line, [10 * i, 10 * i + 1, 10 * i + 2]] for i, line in enumerate(lines[:3])]
+    assert shown[2:] == [[line, [10 * i, 10 * i + 1, 10 * i + 2], {}] for i, line in enumerate(lines[:3])]
     assert len(list(Path("run/evaluation/000000").iterdir())) == 5 * 3
 
 

@@ -10,6 +10,7 @@ import platform
 import weakref
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import make
@@ -26,7 +27,9 @@ from glm_image.memory import needed, working_memory
 from glm_image.model import meta_models
 from grpo import Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
+from runtime.adapters import adamw
 from runtime.gpu import CapturedForward, grouped_attention, place, plan
+from runtime.log import Phases
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
 CODES = slice(0, make.NUM_CODES)
@@ -47,7 +50,7 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (there.free * 1e9, 40e9))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: there.cap)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: there.capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
     monkeypatch.setattr(gpu, "host_memory", lambda: there.host * 1e9)
     monkeypatch.setattr(platform, "release", lambda: there.release)
     return there
@@ -582,6 +585,54 @@ def test_a_gpu_captures_the_step_compiled_or_not(choice):
     compiled = hasattr(policy.forward.forward, "_torchdynamo_orig_callable")
     grouped = policy.model.get_base_model().config.get_text_config()._attn_implementation == "grouped"
     assert compiled == grouped == (choice == "auto")
+
+
+@pytest.mark.parametrize("size", [1.0, 5e-9])
+def test_a_gradient_however_small_moves_the_adapter(size):
+    """Adam's step does not depend on the gradient's size, down to the smallest that was seen in such training."""
+    weight = torch.nn.Parameter(torch.zeros(8))
+    optimizer = adamw(torch.nn.ParameterList([weight]), lr=1e-3, warmup_steps=0)
+    weight.grad = torch.full((8,), size)
+    optimizer.step()
+    torch.testing.assert_close(weight.data, torch.full((8,), -1e-3), rtol=1e-3, atol=0)
+
+
+def test_all_models_leave_while_rewards_score(monkeypatch):
+    """And they are back for the next phase; what moves is timed by itself."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    policy, painter = (torch.nn.Linear(2, 2).requires_grad_(False) for _ in range(2))
+    phase = Phases(CPU, Offload([policy, painter], CPU))
+    there = lambda: [m.weight.data_ptr() != phase.offload.homes[m][0][1].data_ptr() for m in (policy, painter)]
+    for name, models, expected in (("sample", [policy], [1, 0]), ("paint", [painter], [0, 1]), ("score", [], [0, 0])):
+        with phase(name, *models):
+            assert there() == expected
+    assert set(phase.read()) == {f"seconds/{name}" for name in ("move", "sample", "paint", "score")}
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_an_own_reward_is_counted_before_models_load(quick, card, capsys, monkeypatch, size):
+    """The plan is made anew, with the micro-batches that were asked for. The tiny models need 3.1 GB, nearly all gaps."""
+    card.free = 5.0
+    code = f"import torch\nnet = torch.nn.Linear(10**5, 10**4 * {size}, device='meta')\n"
+    Path("mine.py").write_text(
+        code + "def own(images, prompts, targets):\n    return torch.zeros(len(images), net and 1)[:, 0]\n"
+    )
+    loaded = []
+
+    def load_run(*given):
+        loaded.append(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ranks, "device", lambda: CUDA)
+    monkeypatch.setattr(train, "load_run", load_run)
+    assert quick("--reward", "mine.py:own", "--out", "run") == (2 if size else 130)
+    assert bool(loaded) == (size == 0)
+    told = capsys.readouterr()
+    assert f"mine.py:own: as far as can be seen, its models take {4 * size}.0 GB of the GPU while it scores" in told.out
+    plans = told.out.count("memory: with micro-batches of 2 (--micro-batch-size auto)")
+    assert plans == 1 and ("of the GPU, or 6.5 in turns" in told.err) == bool(size)
 
 
 def test_a_compiler_that_fails_is_one_line_that_helps(quick, monkeypatch, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import records
+from conftest import records, resume
 from PIL import Image
 
 from runtime.data import Prompts, read_prompts
@@ -273,3 +273,14 @@ def test_what_only_evaluates_prints_its_table_too(quick, capfd):
     output = "".join(capfd.readouterr())
     assert "| low               | 1       | 0.31" in output and f"| {MEAN} | 2       | 0.5" in output
     assert Path("run/kinds.png").exists()
+
+
+def test_a_resumed_run_keeps_its_kinds(quick, capsys):
+    """They decide what an evaluation is of."""
+    Path("own.txt").write_text("# kind: low\none\n# kind: high\nthree\n")
+    Path("mine.py").write_text(JUDGES)
+    arguments = ["--prompts", "own.txt", "--targets", "none", "--reward", "mine.py:place", "--steps", "1"]
+    assert quick(*arguments, "--out", "run") == 0
+    Path("own.txt").write_text("# kind: low\none\n# kind: lower\nthree\n")
+    assert resume("run", "--steps", "2") == 2
+    assert "run began with another --prompts own.txt" in capsys.readouterr().err

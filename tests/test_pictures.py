@@ -260,8 +260,11 @@ def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         for name in ("1-1", "1-2", "2-1", "2-2"):
             Image.new("RGB", (32, 32), colour).save(folder / f"{name}.png")
-    before = {"step": 0, "shown": [["one", [0.5, None]], ["two", [0.25, 0.125]]]}  # None: a picture without a reward
-    after = {"step": 7, "shown": [["one", [0.75, 1.0]], ["two", [None, 2.0]]]}
+    before = {
+        "step": 0,
+        "shown": [["one", [0.5, None], {}], ["two", [0.25, 0.125], {}]],
+    }  # None: a picture without a reward
+    after = {"step": 7, "shown": [["one", [0.75, 1.0], {}], ["two", [None, 2.0], {}]]}
     grids = []
     monkeypatch.setattr("runtime.pictures.save_grid", lambda path, rows, title, cell: grids.append((path, rows, title)))
     save_before_after(tmp_path, before, after)

@@ -174,7 +174,7 @@ def test_ranks_stop_together(start, call, last):
     reward = on_rank_1(call, f"os.kill(os.getpid(), {int(signal.SIGTERM)})")
     codes, outputs = together(start, *reward, "--steps", "9", "--eval-every", "1", "--out", "run")
     assert codes == [0, 0], outputs
-    assert "saved; go on with: torchrun --nproc-per-node 2 train.py --resume run" in outputs[0]
+    assert re.search("saved; go on with: torchrun --nproc-per-node 2 .*train.py --resume run", outputs[0])
     assert len(records("run/metrics.jsonl")) == last
     assert steps_saved("run")[-1] == f"{last:06d}"
     assert [record["step"] for record in records("run/evaluation.jsonl")] == ([0, 1] if last else [])
