@@ -121,7 +121,7 @@ def build_parser():
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
     flag("noise_level", number(float, "(0, 1]"), 0.7, "if the decoder learns: share of a step's noise drawn anew")
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
-    flag("kl_coef", number(float, "[0, inf)"), (0.1, 0.01), "weight of the KL from the model before training")
+    flag("kl_coef", number(float, "[0, inf)"), (0.2, 0.01), "weight of the KL from the model before training")
     flag("lora_rank", count, 16, "rank of the adapter")
     flag("lora_alpha", count, None, "the adapter's update is scaled by this over the rank (default: twice the rank)")
     flag("seed", number(int, "[0, 4294967295]"), 0, "fixes the order of prompts, the samples and the noise")

@@ -332,7 +332,7 @@ def test_defaults_depend_on_the_model():
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
     assert (tiny.eval_every, other.eval_every) == (8, 50), "a choice of adapters"
-    assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.1, 0.01, 1e-3, 1e-4)
+    assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.2, 0.01, 1e-3, 1e-4)
     assert (tiny.prompts_per_step, tiny.group_size, tiny.clip_range, tiny.noise_level) == (16, 4, 0.2, 0.7)
     assert (tiny.eval_count, other.eval_count, other.eval_guidance_scale, tiny.guidance_scale) == (48, 8, 1.5, 1.0)
     assert (other.decode_steps, other.guidance_scale, other.eval_decode_steps) == (12, 1.5, 30)

@@ -172,10 +172,12 @@ def clean(images, prompts=None, targets=None):
 def load(adapter=None):
     """The stock pipeline, with the adapters of a run's folder, or of the folder of an adapter."""
     from diffusers import GlmImagePipeline
+    from transformers.utils import logging
 
     from runtime import UserError
     from runtime.adapters import adapter_file
 
+    logging.set_verbosity_error()  # of arguments that diffusers hands on the old way
     files = {name: adapter_file(adapter, name) for name in ("codes", "decoder")} if adapter else {}
     if adapter and not any(files.values()):
         raise UserError(f"there is no adapter in {adapter}: give --adapter the folder of a run that has ended")
