@@ -361,7 +361,7 @@ class GRPO:
         self.model.train()  # enables gradient checkpointing, which is off in eval mode; there is no dropout
         self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
         reports = []  # (weight, metrics) of each micro-batch
-        norms = []  # of each iteration's gradient
+        norms = []  # the gradient's, per iteration
         for _ in range(self.settings.iterations):
             for group, rows in micro_batches:
                 loss, metrics = self.loss(group, rows)
@@ -370,7 +370,7 @@ class GRPO:
                 reports.append((weight, metrics))
             norms.append(self.optimizer_step())
 
-        first = _average(reports[: len(micro_batches)])  # of the first iteration: later the policy has moved
+        first = _average(reports[: len(micro_batches)])  # the first iteration alone: later the policy has moved
         self.watch.end(self, first, norms)
         metrics = _average(reports) | {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
         metrics |= _gradient_metrics(norms, sum(p.numel() for p in self.parameters()))
@@ -424,7 +424,7 @@ class GRPO:
         return norm
 
     def parameters(self):
-        """What is trained."""
+        """The parameters that are trained."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def micro_batches(self, group):
@@ -693,7 +693,7 @@ def _refuse_noise(model):
 
     hooks = []
     for name, module in model.named_modules():
-        for rate in vars(module):  # of a Dropout, or of the caller of F.dropout
+        for rate in vars(module):  # the rate sits on a Dropout, or on the caller of F.dropout
             if "drop" in rate or "jitter" in rate or (rate == "p" and "Dropout" in type(module).__name__):
                 hooks.append(module.register_forward_pre_hook(partial(refuse, name=name, rate=rate)))
     return hooks

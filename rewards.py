@@ -14,9 +14,9 @@ pictures of each prompt as soon as they are painted, while the next are. All suc
 of its own, so anything that computes belongs in `await asyncio.to_thread(...)`, off the GPU, where the decoder is at
 work, and without torch's random numbers, which could come in any order.
 
-On its way to your function a step calls parse_rewards (once), begin_scoring (for each prompt: starts what is `async def`)
-and score (for all prompts: calls the rest, then waits); both call it by call_reward, which names it in every error, and
-with_its_arguments, which hands it copies. combine makes one number per picture of what the rewards say.
+The order of calls: parse_rewards loads each reward, once. In a step, begin_scoring starts the `async def` ones for each
+prompt; score calls the others for all prompts, then waits. Both go through call_reward, which turns an error into one
+line, and with_its_arguments, which calls your function with copies. combine makes one number per picture of all rewards.
 
 Models load once, when named, from where REWARDS says. A folder given instead holds all the files of that row together.
 """
@@ -306,20 +306,16 @@ class Vqa:
             raise ValueError("it cannot be asked: it has no chat template, or no tokens for yes and no")
 
     def __call__(self, images, prompts, targets):
-        asked = [(i, q, sign) for i, prompt in enumerate(prompts) for q, sign in self.about(prompt).items()]
-        return self.means([[image] for image in images], asked)
+        return self.means([[image] for image in images], prompts)
 
-    def means(self, shown, asked):
-        """N lists of pictures shown together, questions as (row, question, sign) -> (N,): the mean over each row's questions."""
-        values = self.values([(shown[i], question, sign) for i, question, sign in asked])
-        rows = torch.tensor([i for i, _, _ in asked], dtype=torch.long)
-        return torch.zeros(len(shown)).index_add(0, rows, values) / rows.bincount(minlength=len(shown))
+    def means(self, shown, prompts):
+        """N lists of pictures shown together, N prompts -> (N,) float32: NaN where nothing is asked."""
+        return torch.stack([values.mean() for values in self.values(shown, prompts)])
 
     def answers(self, image, prompt):
         """{question: value in 0..1} for one picture, to look at: near 1 if the picture is right, for foils too."""
-        about = self.about(prompt)
-        values = self.values([([image], question, sign) for question, sign in about.items()])
-        return dict(zip(about, values.tolist(), strict=True))
+        (values,) = self.values([[image]], [prompt])
+        return dict(zip(self.about(prompt), values.tolist(), strict=True))
 
     def coverage(self, prompts):
         """How many of the prompts have questions of their own: "questions for 3 of 12 prompts"."""
@@ -334,14 +330,15 @@ class Vqa:
         unnested = prompt.replace('"', "'")  # the question puts the whole prompt in double quotes
         return {f'Does this image show "{unnested}"?': 1} | own
 
-    def values(self, asked):
-        """Q of (pictures shown together, question, sign) -> (Q,) float32 on the CPU, in 0..1."""
-        size = AT_ONCE // max((len(shown) for shown, _, _ in asked), default=1)
-        parts = [asked[at : at + size] for at in range(0, len(asked), size)]
+    def values(self, shown, prompts):
+        """N lists of pictures shown together, N prompts -> N of (questions,) float32 on the CPU, in 0..1."""
+        about = [self.about(prompt) for prompt in prompts]
+        asked = [(pictures, question) for pictures, each in zip(shown, about, strict=True) for question in each]
+        size = AT_ONCE // len(shown[0])
         with preparing_once(self.processor.image_processor), lend_gpu(self.model) as device:
-            odds = [self.log_odds([(shown, question) for shown, question, _ in part], device) for part in parts]
-        signs = torch.tensor([float(sign) for _, _, sign in asked])
-        return (signs * torch.cat([torch.zeros(0), *odds]) / 2).sigmoid()
+            odds = [self.log_odds(asked[at : at + size], device) for at in range(0, len(asked), size)]
+        signs = torch.tensor([float(sign) for each in about for sign in each.values()])
+        return (signs * torch.cat([torch.zeros(0), *odds]) / 2).sigmoid().split(list(map(len, about)))
 
     def log_odds(self, asked, device):
         """B of (pictures, question) -> (B,) float32 on the CPU, from the first token of each answer, in one pass."""
@@ -370,8 +367,7 @@ class Edit(Vqa):
     def __call__(self, images, prompts, targets, sources):
         if sources is None:
             raise NoTargets("reward 'edit' judges edits: give --sources, or another reward")
-        asked = [(i, question, 1) for i, prompt in enumerate(prompts) for question in self.about(prompt)]
-        return self.means(list(zip(sources, images, strict=True)), asked)
+        return self.means(list(zip(sources, images, strict=True)), prompts)
 
     def coverage(self, prompts):
         return f"two questions for each of {len(prompts)} edits"

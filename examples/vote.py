@@ -74,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
 def serve():
     """The server of a run, in a thread of its own."""
     server = ThreadingHTTPServer(ADDRESS, Handler)
-    server.open_until = {"the first": math.inf}  # pages; the first pictures wait for one to be opened
+    server.open_until = {"the first": math.inf}  # {page: time}; the first pictures wait for a page
     server.group = server.handler = None
     server.handle_error = lambda *given: None  # a page that was closed before it had its answer
     threading.Thread(target=server.serve_forever, daemon=True).start()

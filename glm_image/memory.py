@@ -4,7 +4,7 @@ from runtime.gpu import CapturedForward, largest_micro_batch
 from runtime.reward_memory import scoring_memory
 
 GAPS = 2.5e9  # bytes: the card's context and its kernels, Adam's moments, what lies unused between tensors
-CAST = 0.5e9  # of an int8 base: a layer's weights as the 16 bits in which they are multiplied
+CAST = 0.5e9  # an int8 layer's weights, cast to the 16 bits in which they are multiplied
 
 
 def needed(models, settings, own=0):
@@ -39,7 +39,7 @@ def working_memory(settings, own=0):
         tokens += pixels // 32**2 - 256  # their codes, and no preview
     room = (tokens // CapturedForward.ROOM + 1) * CapturedForward.ROOM
     cache = 41e3 * room * rows
-    nucleus = 17e3 * tokens * rows  # of all tokens drawn
+    nucleus = 17e3 * tokens * rows  # one per token drawn
     reading = 0.37e6 * (64 + pixels // 32**2) * rows if settings.sources else 0  # prompts with their sources' codes
     cast = CAST if settings.base == "int8" else 0
     update = 0.8e6 * tokens * size + cast

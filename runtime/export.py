@@ -34,7 +34,9 @@ def export(run, folder):
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another folder")
     with readable_loading(settings["model"]):
-        dtype = AutoConfig.from_pretrained(settings["model"], subfolder="vision_language_encoder").dtype  # of the files
+        dtype = AutoConfig.from_pretrained(
+            settings["model"], subfolder="vision_language_encoder"
+        ).dtype  # the files' own
         pipe = GlmImagePipeline.from_pretrained(settings["model"], dtype=dtype, use_safetensors=True)
     for name, module in (("codes", pipe.vision_language_encoder), ("decoder", pipe.transformer)):
         if files[name] is not None:

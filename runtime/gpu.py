@@ -21,7 +21,7 @@ from grpo import Offload
 from runtime import UserError, ranks
 from runtime.settings import changed
 
-LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # of a control group
+LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # files of a control group
 PROCESS = 4e9  # bytes of host memory for all but the weights: CUDA's libraries, the compiler, pictures
 SMALLER = [  # what to try where a run does not fit
     {"micro_batch_size": "auto"}, {"base": "int8"}, {"train": "codes"}, {"base": "int8", "train": "codes"},

@@ -213,7 +213,7 @@ class Record:
         self.track_picture("group", picture)
 
     def evaluation(self, training, held_out):
-        """Of both: (metrics, [(prompt, pictures, their rewards, {judge: its own}, the picture they edit or None)]).
+        """training, held_out: (metrics, [(prompt, pictures, rewards, {judge: its rewards}, the picture they edit or None)])
 
         The latter is for before-after.png.
         """

@@ -18,7 +18,7 @@ ALARMS = {
 
 
 def reward_metrics(raw_rewards, combined, group_size):
-    """Of the combined and of each raw reward: its mean, and the means of the groups' spreads and of their best pictures.
+    """For the combined and each raw reward: its mean, the mean spread (std) of a group, and the mean of each group's best.
 
     The best is what is left to gain by choosing among the pictures of a prompt.
 
@@ -42,7 +42,7 @@ def named(raw_rewards, combined):
 
 
 def evaluation_metrics(raw_rewards, combined, group_size, kinds=None):
-    """Those of reward_metrics with standard errors, and in "kinds" the same for each of several kinds of prompt.
+    """The metrics of reward_metrics with standard errors, and in "kinds" the same for each kind of prompt.
 
     An error is that of the mean over prompts: pictures of one prompt are not independent. "mean of the kinds" is their
     plain mean whatever their sizes, like GenEval's overall score (Ghosh et al. 2023).
@@ -86,7 +86,7 @@ def with_error(record, name, form="{:.3f}"):
 
 
 def by_kind(prefix, *records):
-    """Of records of evaluation.jsonl: names of rewards, and for each record {kind: its metrics}; or two empty lists.
+    """From records of evaluation.jsonl: names of rewards, and for each record {kind: its metrics}; or two empty lists.
 
     prefix: "" for prompts of training, "held_out/".
     """
@@ -118,7 +118,7 @@ def kinds_table(*records):
 def step_metrics(raw_rewards, combined, sequences, paintings):
     """What the rewards of a step's pictures say, of G code `sequences` a prompt and K `paintings` of each.
 
-    Compared in a group, and spread, are code sequences by the means of their paintings, or the paintings of a lone one.
+    A group compares code sequences, by the means of their paintings, or the paintings of a single sequence.
     """
     unscored = {"unscored": combined.isnan().double().mean().item()}
     if sequences == 1:
@@ -165,7 +165,7 @@ def format_step(step, metrics, settings):
 
 
 def why_nothing_was_learned(records):
-    """Of the metrics of all steps of a run: the reason if no step has moved anything, or None."""
+    """The reason why no step has moved anything, or None. records: the metrics of all steps of a run."""
     if not records or any((record.get(f"{half}grad_norm") or 0) > 0 for record in records for half in ("", "decoder/")):
         return None
     if all(record["unscored"] == 1 for record in records):

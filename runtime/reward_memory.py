@@ -1,4 +1,4 @@
-"""What rewards need of the GPU: known before anything is downloaded, of one's own rewards once they are loaded."""
+"""How much of the GPU rewards need: the built-in ones before anything is downloaded, your own once they are loaded."""
 
 import inspect
 import math

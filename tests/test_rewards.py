@@ -820,8 +820,8 @@ def test_missing_weights_say_what_to_download(name, state, tmp_path, monkeypatch
         spec = name
         monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
         monkeypatch.setattr(CLIPModel, "from_pretrained", offline)
-    mend = f": {name}=FOLDER" if state == "no network" else f"; {tmp_path} has to hold files like those of "
-    with pytest.raises(ValueError, match=f"cannot load reward '{name}'.*{mend}") as caught:
+    advice = f": {name}=FOLDER" if state == "no network" else f"; {tmp_path} has to hold files like those of "
+    with pytest.raises(ValueError, match=f"cannot load reward '{name}'.*{advice}") as caught:
         rewards.parse_rewards(spec)
     assert "\n" not in str(caught.value)
     for source in rewards.REWARDS[name][1].values():
