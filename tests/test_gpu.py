@@ -9,6 +9,7 @@ import gc
 import platform
 import weakref
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import make
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import CPU, TINY, build_run, records, tiny_settings
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.exc import BackendCompilerFailed
@@ -167,6 +169,36 @@ def test_rewards_are_counted_while_they_score(card):
         card.free = free
         assert plan(needed, weights(2, 2), told("--reward", "vqa", "--micro-batch-size", "1"), CUDA) == expected
         assert plan(needed, weights(2, 2), told("--reward", "ssim", "--micro-batch-size", "1"), CUDA) is None
+
+
+def test_a_gpu_that_torch_cannot_use_is_told_of(monkeypatch, capsys):
+    """Or the command that trains GLM-Image would train the tiny model, without a word."""
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0" or exists(path))
+    for hidden in (True, False):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        if not hidden:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        train.parse_settings([])
+        assert ("torch cannot use the GPU here" in capsys.readouterr().out) != hidden
+
+
+def test_machines_that_download_slowly_are_waited_for(monkeypatch):
+    """Gathering gives up after ten minutes; before it, all meet at a barrier of an hour."""
+    calls = []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name, value in {
+        "is_torchelastic_launched": True,
+        "is_initialized": True,
+        "get_rank": 0,
+        "init_process_group": None,
+    }.items():
+        monkeypatch.setattr(dist, name, lambda *given, value=value, **options: value)
+    monkeypatch.setattr(dist, "new_group", lambda **options: calls.append(options) or "patient")
+    monkeypatch.setattr(dist, "barrier", calls.append)
+    ranks.join()
+    ranks.wait()
+    assert calls == [{"backend": "gloo", "timeout": timedelta(hours=1)}, "patient"]
 
 
 def test_what_is_needed_follows_from_the_weights():
@@ -630,7 +662,7 @@ def test_an_own_reward_is_counted_before_models_load(quick, card, capsys, monkey
     assert quick("--reward", "mine.py:own", "--out", "run") == (2 if size else 130)
     assert bool(loaded) == (size == 0)
     told = capsys.readouterr()
-    assert f"mine.py:own: as far as can be seen, its models take {4 * size}.0 GB of the GPU while it scores" in told.out
+    assert f"mine.py:own: as far as can be seen, its models take {4 * size}.0 GB while it scores" in told.out
     plans = told.out.count("memory: with micro-batches of 2 (--micro-batch-size auto)")
     assert plans == 1 and ("of the GPU, or 6.5 in turns" in told.err) == bool(size)
 
