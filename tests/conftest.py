@@ -34,7 +34,7 @@ BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture: see shorten
 
 QUICK = ["--model", str(TINY), "--prompts", "prompts.txt", "--targets", "targets", "--height", "32", "--width", "32"]
-QUICK += ["--prompts-per-step", "1", "--group-size", "2", "--decode-steps", "1"]
+QUICK += ["--reward", "ssim:1,mse:1", "--prompts-per-step", "1", "--group-size", "2", "--decode-steps", "1"]
 QUICK += ["--eval-prompts", "prompts.txt", "--eval-targets", "targets", "--eval-reward", "", "--eval-count", "1"]
 QUICK += ["--temperature", "2"]  # sharp as the shipped model is, two short pictures are often the same
 

@@ -31,6 +31,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import grpo
 import rewards
 import train
+from glm_image.painting import for_decoder
 from runtime import UserError, log
 from runtime.data import Source, fitted, read_prompts
 from runtime.gpu import CapturedForward
@@ -93,7 +94,7 @@ def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
     torch.manual_seed(0)
     _, (codes,), (grid,) = stock.generate_prior_tokens([WISH], *size, [[source.image]])
     assert grid.tolist() == [[1, given[0] // 16, given[1] // 16]]
-    doubled = train.for_decoder(source.codes.view(1, given[0] // 32, given[1] // 32))
+    doubled = for_decoder(source.codes.view(1, given[0] // 32, given[1] // 32))
     assert torch.equal(codes, doubled[0]) and len(source.codes.unique()) > 1
 
     image_id = stock.processor.image_token_id
@@ -341,8 +342,8 @@ def test_a_compiled_run_expects_no_preview():
         (["--sources", "broken"], "the source picture broken/2.png cannot be read"),
         (["--sources", "long"], "over 4 times the other"),
         (["--eval-sources", "one"], "one has 1 pictures for 2 prompts"),
-        (["--train", "decoder"], "--sources trains the codes"),
-        (["--train", "both"], "--sources trains the codes"),
+        (["--train", "decoder"], "with --sources only the codes can learn"),
+        (["--train", "both"], "with --sources only the codes can learn"),
         (["--reward", "vqa=x"], "finds no folder x"),
     ],
 )
@@ -367,7 +368,7 @@ def test_sources_go_with_sources_to_judge_by(quick, capfd):
 
 def test_the_adapter_edits_in_the_stock_pipeline(edits):
     """By its card as it stands, with a picture of one's own."""
-    assert edits("--steps", "1", "--lr", "0.1", "--out", "run") == 0
+    assert edits("--steps", "1", "--lr", "1", "--out", "run") == 0
     (code,) = re.findall(r"```python\n(.*?)```", Path("run/adapter/README.md").read_text(), flags=re.DOTALL)
     for words, own in (
         ('"tiny-glm-image"', repr(str(TINY))), ('"where this file is"', '"run/adapter"'),

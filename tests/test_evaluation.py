@@ -37,14 +37,8 @@ def judge_file(name, value):
 
 
 def test_what_only_judges_is_logged_and_not_trained_on(quick):
-    arguments = [
-        "--steps",
-        "2",
-        "--eval-prompts",
-        "other.txt",
-        "--eval-targets",
-        "targets",
-    ]
+    Path("other.txt").write_text("a green ring\na black square\n")
+    arguments = ["--steps", "2", "--eval-prompts", "other.txt", "--eval-targets", "targets"]
     assert quick(*arguments, "--out", "without") == 0
     assert quick(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out", "with") == 0
     before, after = records("with/evaluation.jsonl")
@@ -79,10 +73,10 @@ def test_held_out_prompts_without_targets_are_judged_by_what_applies(quick):
     Path("new.txt").write_text("a green ring\n")
     assert quick("--steps", "0", "--eval-prompts", "new.txt", "--eval-targets", "none", "--out", "none") == 0
     assert records("none/evaluation.jsonl")[0]["held_out/reward"] is None
-    arguments = [flag for flag in ("--eval-prompts", "new.txt", "--eval-reward", judge_file("two", 2.0))]
-    settings = train.parse_settings([*arguments, "--model", TINY])
-    assert settings.eval_targets is None
-    assert train.main([*arguments, "--model", TINY, "--height", "32", "--width", "32", "--steps", "0", "--out", "run",
+    arguments = ["--model", TINY, "--prompts", "prompts.txt", "--targets", "targets", "--reward", "ssim"]
+    arguments += ["--eval-prompts", "new.txt", "--eval-reward", judge_file("two", 2.0)]
+    assert train.parse_settings(arguments).eval_targets is None
+    assert train.main([*arguments, "--height", "32", "--width", "32", "--steps", "0", "--out", "run",
                        "--decode-steps", "1", "--eval-count", "1", "--group-size", "2"]) == 0  # fmt: skip
     (record,) = records("run/evaluation.jsonl")
     assert record["held_out/reward"] is None and record["held_out/reward/two.py:judge"] == 2
@@ -92,7 +86,7 @@ def test_held_out_prompts_without_targets_are_judged_by_what_applies(quick):
 def test_every_prompt_is_judged_by_its_own_target(quick):
     """In steps and in evaluations: one of the two prompts is drawn in red."""
     code = "def own(images, prompts, targets):\n"
-    code += "    return [float(('red' in p) == (t.getpixel((32, 32))[0] > 200)) for p, t in zip(prompts, targets)]\n"
+    code += "    return [float(('red' in p) == (t.getpixel((8, 8))[0] > 200)) for p, t in zip(prompts, targets)]\n"
     Path("mine.py").write_text(code)
     arguments = ["--reward", "mine.py:own", "--eval-reward", "mine.py:own", "--eval-count", "2"]
     assert quick(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
@@ -215,6 +209,7 @@ def test_the_last_lines_tell_before_and_after_of_both(quick, capfd):
 def test_training_prompts_without_targets_are_judged_by_what_applies(quick):
     Path("new.txt").write_text("a green ring\n")
     arguments = ["--prompts", "new.txt", "--reward", judge_file("two", 2.0), "--eval-reward", "ssim"]
+    arguments += ["--eval-prompts", "prompts.txt", "--eval-targets", "targets"]
     arguments += ["--model", TINY, "--height", "32", "--width", "32", "--decode-steps", "1", "--group-size", "2"]
     assert train.main([*arguments, "--eval-count", "1", "--steps", "1", "--prompts-per-step", "1", "--out", "run"]) == 0
     before, _ = records("run/evaluation.jsonl")
