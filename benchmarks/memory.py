@@ -213,7 +213,7 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
         latents = velocity()
     with phase("VAE"), torch.no_grad():
         vae.decode(latents[:1])  # one picture at a time, see build in glm_image/model.py
-    found["paint"] = max(found["paint"], found.pop("VAE") + vae_workspace(size**2) / 1e9)
+    found["VAE"] += vae_workspace(size**2) / 1e9
     if not edits:
         with phase("decoder update", decoder):  # guided: with and without the codes
             v, unguided = velocity(), velocity()
@@ -257,6 +257,7 @@ def main():
     print(f"{'size':>5}{'group':>6}{'micro-batch':>12}{header}{'both':>8}{'decoder update':>16}{'both':>8}")
     for size, group, micro_batch in product(options.sizes, options.groups, options.micro_batch_sizes):
         work, cache = peaks(codes, decoder, size, group, micro_batch, options.edits)
+        work["paint"] = max(work["paint"], work.pop("VAE"))
         own_update = work.pop("decoder update", math.nan)  # NaN: it does not learn from edits
         work["score"] = scoring_memory(options.rewards, codes.settings.prompts_per_step * group) / 1e9
         turns = [work[name] + adapter + leaves.get(name, base) for name in names]
