@@ -31,12 +31,12 @@ from glm_image.model import build, painting_models
 from glm_image.painting import paint
 from rewards import parse_rewards
 from runtime import UserError
-from runtime.data import Prompts
+from runtime.data import Prompts, read_prompts
 from runtime.gpu import place, plan
 from runtime.log import Phases
 from runtime.settings import TINY, parse_settings
 
-PROMPTS = Path(TINY, "prompts.txt").read_text().splitlines()
+PROMPTS = read_prompts(f"{TINY}/prompts.txt", None).texts
 
 
 def order(images, prompts, targets):

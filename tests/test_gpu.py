@@ -70,7 +70,7 @@ def weights(policy, painters):
 
 def told(*flags):
     """Settings as on a machine with a GPU."""
-    settings = tiny_settings(*PIXELS, "--eval-reward", "none", *flags)
+    settings = tiny_settings(*PIXELS, "--prompts-per-step", "4", "--eval-reward", "none", *flags)
     settings.micro_batch_size = settings.micro_batch_size if "--micro-batch-size" in flags else "auto"
     return settings
 
@@ -312,7 +312,16 @@ def test_what_is_planned_fits(released, base, size, group, micro_batch):
     for half, learning in (("codes", 1), ("both", 2)):
         settings = tiny_settings(
             *["--height", f"{size}", "--width", f"{size}", "--group-size", f"{group}", "--train", half],
-            *["--micro-batch-size", f"{micro_batch}", "--guidance-scale", "1.5", "--base", base],
+            *[
+                "--micro-batch-size",
+                f"{micro_batch}",
+                "--guidance-scale",
+                "1.5",
+                "--base",
+                base,
+                "--prompts-per-step",
+                "4",
+            ],
         )
         passes = {name: value for name, value in work.items() if half == "both" or name != "decoder update"}
         painted = ("paint", "VAE", "decoder update")
@@ -339,6 +348,7 @@ def test_an_edit_fits_and_is_counted_by_hand(released):
     assert read < work["prompts"] < 3 * read
 
     edits = ["--sources", str(TINY / "sources"), "--height", "1024", "--width", "1024", "--micro-batch-size", "4"]
+    edits += ["--prompts-per-step", "4"]
     together, sampling, painting, _ = (value / 1e9 for value in working_memory(tiny_settings(*edits)))
     beside = 0.4 + 0.6  # Adam's moments, the card's context
     peak = max(work["sample"], cache + max(work.values())) + beside
