@@ -193,7 +193,7 @@ def test_the_judge_judges_only_what_it_can():
     prompts = ["make the circle blue"] * 3 + [
         "make the square blue",
         "add a red ring",
-        "make the circle blue",
+        "make it bigger",
         RED_CIRCLE,
     ]
     sources = [None, noise, two, source, two, source, None]
