@@ -189,14 +189,15 @@ def test_the_judge_fails_every_edit_with_one_thing_wrong():
 
 def test_the_judge_judges_only_what_it_can():
     source, two = make.draw((("circle", "red"), None, None, None)), make.draw((("circle", "red"),) * 4)
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8))
+    messy = source.copy()
+    messy.paste("grey", (80, 80, 90, 110))
     prompts = ["make the circle blue"] * 3 + [
         "make the square blue",
         "add a red ring",
-        "make the circle blue",
+        "make it bigger",
         RED_CIRCLE,
     ]
-    sources = [None, noise, two, source, two, source, None]
+    sources = [None, messy, two, source, two, source, None]
     for judge in (check.facts, check.right):
         judged = judge([source] * 7, prompts, sources=sources)
         assert judged.isnan().tolist() == [True] * 6 + [False] and judged[6] == 1
