@@ -77,7 +77,7 @@ def real_run(tmp_path_factory):
     process = command(
         folder, "--model", TINY, "--prompts", "prompts.txt", "--targets", "targets", "--steps", "2",
         "--prompts-per-step", "2", "--group-size", "3", "--iterations", "2", "--reward", "ssim:1,mse:0.5",
-        "--eval-count", "2", environment=environment,
+        "--eval-count", "2", "--eval-every", "0", environment=environment,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     return folder, process
@@ -91,7 +91,7 @@ def test_a_run_leaves_every_promised_file(real_run):
     expected |= {f"evaluation/{step}/{i}-{j}.png" for step in ("000000", "000002") for i in (1, 2) for j in (1, 2, 3)}
     assert expected <= left
     settings = json.loads((out / "settings.json").read_text())
-    assert (settings["group_size"], settings["lr"], settings["top_p"]) == (3, 1e-3, 0.95)
+    assert (settings["group_size"], settings["lr"], settings["top_p"]) == (3, 2e-3, 0.95)
     for picture in ("before-after.png", "group-000002.png", "evaluation/000000/1-1.png"):
         assert np.asarray(Image.open(out / picture).convert("RGB")).std() > 30, "something is painted"
 
@@ -117,8 +117,8 @@ def test_a_run_logs_every_step_and_evaluation(real_run):
 def test_a_run_says_what_it_does(real_run):
     output = real_run[1].stdout + real_run[1].stderr
     for words in (
-        "device: CPU in float32, threads: 1", "--model FOLDER_OR_ID chooses another", "group_size=3", "kl_coef=0.3",
-        "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 16 held out; what the run", "step 1/2 | reward", "an evaluation: 12 pictures of",
+        "device: CPU in float32, threads: 1", "--model FOLDER_OR_ID chooses another", "group_size=3", "kl_coef=0.2",
+        "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 48 held out; what the run", "step 1/2 | reward", "an evaluation: 12 pictures of",
         "step 2/2", "evaluation after 0 steps, training prompts: reward", "(6 images: 2 prompts x 3)",
         "evaluation after 2 steps, held-out prompts", "held-out prompts, before -> after: reward 0.",
     ):  # fmt: skip
@@ -129,7 +129,8 @@ def test_a_run_says_what_it_does(real_run):
 
 def test_the_forecast_of_a_run_whose_decoder_learns(capsys):
     """A step paints one code sequence of a prompt, an evaluation paints as many as in any run."""
-    run = tiny_settings("--train", "decoder", "--group-size", "8", "--guidance-scale", "1.5")
+    run = tiny_settings("--train", "decoder", "--group-size", "8", "--guidance-scale", "1.5",
+                        "--prompts-per-step", "4", "--eval-count", "16")  # fmt: skip
     run.prompts = "a-folder-" * 11
     settings.print_start(run, Path("runs/1"), CPU, 32, 16)
     output = capsys.readouterr().out
@@ -248,7 +249,7 @@ def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
 
 def test_prompts_sampled_a_few_at_a_time_are_as_if_sampled_side_by_side(quick, monkeypatch):
     prompts = Prompts(["a red circle", "a blue cross", "a red cross"])  # equally long: no padding to round differently
-    flags = ["--height", "32", "--width", "32", "--decode-steps", "1", "--temperature", "2", "--top-p", "1"]
+    flags = ["--height", "32", "--width", "32", "--decode-steps", "1", "--temperature", "9", "--top-p", "1"]
     flags += ["--group-size", "2"]
     run, found, sampled = build_run(tiny_settings(*flags)), [], []
     sample = run.policy.sample
@@ -313,7 +314,7 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
     assert quick("--steps", "1", "--tracker", kind, "--out", "run") == 0
     assert train.main(["--resume", "run", "--steps", "2"]) == 0
     begun = seen[0]
-    assert seen == [begun, ("settings", 1e-3), ("step", 1), "finish", begun, ("settings", 1e-3), ("step", 2), "finish"]
+    assert seen == [begun, ("settings", 2e-3), ("step", 1), "finish", begun, ("settings", 2e-3), ("step", 2), "finish"]
     assert begun["resume"] == "allow" and begun["project"] == "grpo-glm-image" and "-run-" in begun["name"]
     assert begun["name"].endswith(Path("run/tracker-id").read_text())
     assert quick("--steps", "1", "--tracker", kind, "--out", "other/run") == 0
@@ -359,7 +360,7 @@ def test_settings_of_a_file_are_a_start_and_flags_win(tmp_path, monkeypatch):
     assert (other.lr, other.group_size, other.sequences, other.paintings) == (0.00123, 3, 3, 4)
     Path("settings.json").write_text('{"lr": 0.5, "train": "both", "paintings": 7}')
     few = tiny_settings("--settings", "settings.json", "--lr", "0.25")
-    assert (few.lr, few.paintings, few.steps) == (0.25, 7, 48)
+    assert (few.lr, few.paintings, few.steps) == (0.25, 7, 32)
     for text, words in (("{", "cannot read the settings in"), ("[1]", "cannot read the settings in"),
                         ('{"lr": -1}', "--lr: must be in"), ('{"rate": 1}', "unrecognized arguments: --rate=1")):  # fmt: skip
         Path("settings.json").write_text(text)
@@ -406,7 +407,7 @@ def test_settings_are_shown_within_the_terminal_and_first_those_that_are_no_defa
     output = capsys.readouterr().out.partition("settings: ")[2].partition("\na step:")[0]
     first, rest = output.split("\nby default: ")
     assert first.split() == ["group_size=8", "lr=0.1"]
-    assert {"seed=0", "kl_coef=0.3", "height=128"} < set(rest.split()) and "None" not in rest
+    assert {"seed=0", "kl_coef=0.2", "height=128"} < set(rest.split()) and "None" not in rest
     paths = [word for word in rest.split() if len(word) > width]
     assert all(len(line) <= width or line in paths for line in output.splitlines()[1:])
     assert (max(map(len, output.splitlines())) > 118) == (width == 200)
@@ -427,9 +428,9 @@ def test_settings_are_shown_within_the_terminal_and_first_those_that_are_no_defa
         (["--prompts", "missing.txt"], "cannot read the prompts file missing.txt"),
         (["--prompts", "empty.txt"], "has no prompt in it"),
         (["--prompts", "cut.txt"], "cannot read the prompts file cut.txt"),
-        (["--prompts", "one.txt"], "--targets"),
+        (["--prompts", "one.txt", "--reward", "ssim"], "--targets"),
         (["--targets", "missing"], "missing does not exist"),
-        (["--targets", "few"], "has 1 pictures for 32 prompts"),
+        (["--targets", "few"], "has 1 pictures for 112 prompts"),
         (["--prompts", "one.txt", "--targets", "broken"], "the target picture broken/1.png cannot be read"),
         (["--prompts", "one.txt", "--targets", "cut"], "the target picture cut/1.png cannot be read"),
         (["--prompts", "long.txt"], "long.txt has a prompt of 10,000 characters; 4,096 at most"),
@@ -727,7 +728,9 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     shorten(monkeypatch.setattr)
     a, b = torch.tensor([1.0, 2.0, NAN, 6.0]), torch.tensor([300.0, 100.0, NAN, 500.0])
     functions, seen = {"a": (lambda *_: a, 2.0), "b": (lambda *_: b, 0.5)}, []
-    settings = tiny_settings("--height", "32", "--width", "32", "--combine", combine)
+    settings = tiny_settings(
+        "--height", "32", "--width", "32", "--combine", combine, "--temperature", "9", "--top-p", "1"
+    )
     run = build_run(settings)
     monkeypatch.setattr(run.policy, "update", lambda groups: seen.extend(groups) or {})
     rolled, metrics = train.grpo_step(run, settings, functions, Prompts(["a red circle"]), 0)

@@ -147,7 +147,7 @@ def test_resuming_refuses_what_would_change_the_run(quick, capsys):
     assert quick("--steps", "2", "--out", "run") == 0
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     for arguments, words in [
-        (["--lr", "0.1", "--seed", "3"], "--lr 0.1 (was 0.001), --seed 3 (was 0)"),
+        (["--lr", "0.1", "--seed", "3"], "--lr 0.1 (was 0.002), --seed 3 (was 0)"),
         (["--group-size", "8"], "--group-size 8 (was 2)"),
         (["--steps", "1"], "--steps 1 is less than the 2 steps already made"),
         (["--steps", "-1"], "--steps"),
@@ -289,7 +289,7 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys, error):
     """In the third step."""
     assert quick(*write_reward(f"if call > 5:\n    raise {error}('no such face')"), "--steps", "9", "--out", "run") == 2
     message = error_of(capsys)
-    for words in ("reward 'mine.py:reward' failed for the prompt", "background", "no such face", "--resume run"):
+    for words in ("reward 'mine.py:reward' failed for the prompt 'a ", "no such face", "--resume run"):
         assert words in message
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
     assert steps_saved("run") == ["000000", "000002"]
