@@ -312,7 +312,7 @@ def test_zscores_of_several_rewards_are_of_the_groups_that_are_compared(monkeypa
 
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch):
-    run, settings = build("--decoder-lr", "0.002")
+    run, settings = build("--lr", "0.001", "--decoder-lr", "0.002")
     assert [trainer.optimizer.param_groups[0]["lr"] for trainer in (run.policy, run.decoder)] == [0.001, 0.002]
     before, sampled, sample = [p.detach().clone() for p in adapter(run.policy.model)], [], run.policy.sample
     monkeypatch.setattr(
@@ -417,7 +417,7 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
 
     monkeypatch.setattr(train, "evaluate", lambda *given: ({"reward": 0.0, "images": 1, "prompts": 1}, []))
     monkeypatch.setattr(owner, name, breaks)
-    assert quick(*BOTH, "--steps", "3", "--out", "run") == 2
+    assert quick(*BOTH, "--temperature", "4", "--steps", "3", "--out", "run") == 2
     assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
 
 

@@ -118,7 +118,7 @@ def test_rounded_weights_take_turns(monkeypatch):
 
 
 def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(quick, capsys):
-    flags = ["--base", "int8"]
+    flags = ["--base", "int8", "--temperature", "4"]
     assert quick(*flags, "--steps", "2", "--out", "whole") == 0
     assert quick(*flags, "--steps", "1", "--out", "parts") == 0
     assert resume("parts", "--steps", "2", "--base", "bfloat16") == 2

@@ -77,7 +77,7 @@ def first_moment(folder):
 
 def test_two_ranks_equal_one_process_with_twice_the_prompts(quick, start):
     settings = ["--steps", "3", "--save-every", "1", "--group-size", "3"]
-    settings += ["--reward", "ssim:1,mse:0.5", "--eval-count", "2"]
+    settings += ["--reward", "ssim:1,mse:0.5", "--eval-count", "2", "--temperature", "4"]
     assert quick(*settings, "--prompts-per-step", "4", "--out", "one") == 0
     codes, outputs = together(start, *settings, "--prompts-per-step", "2", "--out", "two", prepare=leave_adapter)
     assert codes == [0, 0], outputs
@@ -120,7 +120,7 @@ def test_ranks_resume_as_if_they_had_not_stopped(start):
 def test_a_rank_that_has_nothing_to_learn_steps_with_the_others(start):
     """Rewards of the second rank are all equal: its share of the gradient is 0, and it has no say in the means."""
     reward = write_reward("if os.environ['RANK'] == '1':\n    return torch.ones(len(images))")
-    settings = ["--steps", "2", "--iterations", "2", "--out", "run"]
+    settings = ["--steps", "2", "--iterations", "2", "--temperature", "4", "--out", "run"]
     codes, outputs = together(start, *reward, *settings, "--base", "int8", prepare=leave_adapter)
     assert codes == [0, 0], outputs
     for record in records("run/metrics.jsonl"):
@@ -224,25 +224,38 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
     )  # fmt: skip
     data = Data(None, None, {"r": (None, 2.0)}, {})
     sources = [Source(f"{text}0") for text in "abcde"]
-    prompts, scored = Prompts(["a", "b", "c", "d", "e"], None, sources), []
+    prompts = Prompts(["a", "b", "c", "d", "e"], None, sources).evenly(settings.eval_count)
+    painted, scored, found = [], [], []
 
     def rollout(run, settings, rewards, prompts, seed):
         (text,) = prompts.texts
-        assert (settings.decode_steps, settings.sequences, seed) == (3, 2, 100 + "abcd".index(text))
-        values = 10.0 * "abcd".index(text) + torch.arange(2)
+        assert (settings.decode_steps, settings.sequences) == (3, 2)
+        painted.append((text, seed))
+        values = 10.0 * (seed - 100) + torch.arange(2)
         return train.Rollout([], [], [f"{text}1", f"{text}2"], {"r": values})
 
-    monkeypatch.setattr(train, "rollout", rollout)
-    monkeypatch.setattr(ranks, "gather", lambda part: scored.append(part) or list(scored))
-    for rank in range(2):
+    def on_rank(rank):
         as_rank(monkeypatch, rank, 2)
-        metrics, shown = train.evaluate(None, settings, data, prompts, 100)
+        found.append(train.evaluate(None, settings, data, prompts, 100))
+
+    def gather(part):
+        scored.append(part)
+        if len(scored) == 1:  # the other rank's share is due
+            on_rank(1)
+        return scored
+
+    monkeypatch.setattr(train, "rollout", rollout)
+    monkeypatch.setattr(ranks, "gather", gather)
+    on_rank(0)
+    assert painted == [("a", 100), ("b", 101), ("c", 102), ("a", 103)]
+    assert found[0] == found[1], "every rank knows all"
+    metrics, shown = found[0]
     assert (
         metrics["reward/r"] == (0 + 10 + 20) / 3 + 0.5
         and metrics["reward"] == 21
         and (metrics["images"], metrics["prompts"]) == (6, 3)
     )
-    assert shown == [(p, [f"{p}1", f"{p}2"], [20.0 * i, 20.0 * i + 2], f"{p}0") for i, p in enumerate("abc")]
+    assert shown == [(p, [f"{p}1", f"{p}2"], [20.0 * i, 20.0 * i + 2], {}, f"{p}0") for i, p in enumerate("abc")]
 
 
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):

@@ -214,7 +214,7 @@ def runs(processes, tmp_path_factory):
         edit(name, folder / "grpo.py")
         write_prompts(folder)
         arguments = [*QUICK[2:], "--steps", "2", "--iterations", "2", "--lr", "0.1", "--out", "run"]
-        arguments += ["--eval-decode-steps", "1"]
+        arguments += ["--eval-decode-steps", "1", "--temperature", "4"]
         arguments += ["--clip-range", "3e-4"] if name == "GSPO" else []
         job = processes.Process(target=run_copy, args=(folder, arguments))
         job.start()

@@ -182,7 +182,10 @@ def test_groups_keep_their_spread(folder, monkeypatch):
     """The tiny model as it is, and one that is sure of everything, to which probabilities are all alike."""
     vqa = rewards.Vqa(folder)
     group = pictures(*[(64, 64)] * 8)
-    for prompt in list(vqa.questions)[:4]:
+    starts = ("Exactly five ripe lemons", "A ginger cat sits", "A purple carrot next", "A picnic blanket with a bottle")
+    prompts = [prompt for prompt in vqa.questions if prompt.startswith(starts)]  # whatever their order in the file
+    assert len(prompts) == 4
+    for prompt in prompts:
         assert vqa(group, [prompt] * 8, None).std() > 0.02
     log_odds = vqa.log_odds
     monkeypatch.setattr(vqa, "log_odds", lambda asked, device: log_odds(asked, device) + 8)
