@@ -163,7 +163,7 @@ def test_rewards_of_each_command_are_counted(run, monkeypatch):
     ):
         *_, row = run(memory, "--sizes", 1024, "--groups", 4, "--micro-batch-sizes", 1, "--rewards", rewards)
         numbers = [float(cell) for cell in row.split()]
-        assert (numbers[5], numbers[10]) == pytest.approx((score, both), abs=0.1)
+        assert (numbers[5], numbers[10]) == pytest.approx((score, both), abs=0.11)
 
 
 # ---- how cheap a painter ---------------------------------------------------------------------------------------------
