@@ -393,6 +393,7 @@ def test_ten_steps_of_voting_move_the_pictures(quick, port):
     in_background(lambda: list(votes_when_there(f"http://127.0.0.1:{port}", likes)))
     reward = ["--reward", f"{ROOT}/examples/vote.py:vote", "--eval-reward", "taste.py:bluish"]
     flags = ["--targets", "none", "--eval-targets", "none", "--lr", "3e-3", "--kl-coef", "0", "--group-size", "8"]
+    flags += ["--temperature", "5"]  # the short pictures are blank below that
     assert quick(*reward, *flags, "--prompts-per-step", "2", "--eval-count", "2", "--steps", "10", "--out", "run") == 0
     before, *_, after = (record["reward/taste.py:bluish"] for record in records("run/evaluation.jsonl"))
     assert before < 0.5 and after > 0.8

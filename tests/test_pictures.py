@@ -8,7 +8,7 @@ import make
 import numpy as np
 import pytest
 import torch
-from conftest import CODES, build_run, tiny_settings
+from conftest import CODES, build_run, tiny_settings, write_reward
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageFont
 
@@ -123,13 +123,14 @@ def test_one_noise_for_a_group_and_any_batch_size(pipe):
 
 @pytest.fixture(scope="module")
 def run():
-    return build_run(small("--lora-rank", "8", "--seed", "3", "--train", "both"))
+    return build_run(small("--lora-rank", "8", "--seed", "3", "--train", "both", "--lr", "3e-3", "--decoder-lr", "1e-3"))
 
 
 @pytest.mark.parametrize(
-    ("half", "layers", "place"), [("policy", 4 * 6, ".language_model."), ("decoder", 3 * 4, ".attn1.")]
+    ("half", "layers", "place", "lr"),
+    [("policy", 4 * 6, ".language_model.", 3e-3), ("decoder", 3 * 4, ".attn1.", 1e-3)],
 )
-def test_the_adapters_sit_where_they_belong(run, half, layers, place):
+def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
     learner = getattr(run, half)
     adapted = {re.sub(r"\.lora_.*", "", name) for name, p in learner.model.named_parameters() if p.requires_grad}
     assert len(adapted) == layers, "layers x projections"
@@ -137,7 +138,7 @@ def test_the_adapters_sit_where_they_belong(run, half, layers, place):
     (group,) = learner.optimizer.param_groups
     assert {id(p) for p in group["params"]} == {id(p) for p in learner.model.parameters() if p.requires_grad}
     assert all(p.dtype == torch.float32 and 8 in p.shape for p in group["params"])
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.9, 0.99), 0)
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (lr, (0.9, 0.99), 0)
     lora = learner.model.peft_config["default"]
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (8, 16, 0)
 
@@ -179,7 +180,8 @@ def logprobs(pipe, model, prompt, tokens):
 
 def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     """What a run saves, the checkpoints too, loaded by transformers: the policy as trained, and not the base."""
-    assert quick("--steps", "2", "--lr", "0.05", "--group-size", "4", "--out", "run") == 0
+    differing = [*write_reward(""), "--temperature", "5", "--top-p", "1"]  # the short pictures are blank below that
+    assert quick(*differing, "--steps", "2", "--lr", "0.05", "--group-size", "4", "--out", "run") == 0
     trained = build_run(small()).policy
     checkpoints.load(Path("run"), {"codes": trained})
     tokens = codes(2, 40)
@@ -301,7 +303,7 @@ def test_a_large_group_is_wrapped_at_eight_pictures(tmp_path, monkeypatch, flags
     """Those of one code sequence stay in a row of their own."""
     settings, drawn = tiny_settings("--group-size", *flags), []
     monkeypatch.setattr("runtime.log.save_grid", lambda path, rows, title: drawn.append(rows))
-    record = SimpleNamespace(writes=True, settings=settings, out=tmp_path, done=1, curves=lambda: None)
+    record = SimpleNamespace(writes=True, settings=settings, out=tmp_path, done=1, curves=lambda: None, track_picture=lambda *_: None)
     images = list(range(3 * settings.sequences * settings.paintings))
     Record.group(record, "prompt", images, torch.arange(len(images)).float(), None)
     assert [len(cells) for _, cells in drawn[0]] == rows
