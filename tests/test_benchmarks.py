@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import make
 import pytest
 import torch
-from conftest import CODES, CPU, ROOT, build_run, shorten, tiny_settings
+from conftest import CODES, CPU, ROOT, build_run, shorten, tiny_settings, write_prompts
 
 import train
 from benchmarks import glm_image, memory, painters, repair_decoder
@@ -169,7 +169,7 @@ def test_rewards_of_each_command_are_counted(run, monkeypatch):
 # ---- how cheap a painter ---------------------------------------------------------------------------------------------
 
 
-def test_painters(run, monkeypatch):
+def test_painters(run, monkeypatch, tmp_path):
     """The deployed painter agrees with itself; all cheaper ones are there, the fastest that agrees is named."""
     shorten(monkeypatch.setattr)
     flags = [
@@ -184,6 +184,8 @@ def test_painters(run, monkeypatch):
     ]
     flags += ["--eval-decode-steps", 3, "--eval-guidance-scale", 3, "--eval-reward", "none", "--temperature", 4]
     flags += ["--painted-steps", 2, "--reward", "ssim", "--threshold", -1]
+    write_prompts(tmp_path)
+    flags += ["--prompts", tmp_path / "prompts.txt", "--targets", tmp_path / "targets"]
     names, deployed, *others, advice = run(painters, *flags)[-6:]
     assert names.split()[:4] == ["seconds", "passes", "pixels", "off"] and "ssim corr" in names
     assert deployed.split()[1:7] == ["6", "0.0000", "1.000", "1.000", "1.000", "1.000"]
