@@ -78,7 +78,7 @@ def real_run(tmp_path_factory):
         folder, "--model", TINY, "--prompts", "prompts.txt", "--targets", "targets", "--steps", "2",
         "--prompts-per-step", "2", "--group-size", "3", "--iterations", "2", "--reward", "ssim:1,mse:0.5",
         "--eval-prompts", "prompts.txt", "--eval-targets", "targets", "--eval-count", "2", "--eval-every", "0",
-        environment=environment,
+        "--temperature", "3", environment=environment,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     return folder, process
