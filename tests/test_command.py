@@ -77,7 +77,8 @@ def real_run(tmp_path_factory):
     process = command(
         folder, "--model", TINY, "--prompts", "prompts.txt", "--targets", "targets", "--steps", "2",
         "--prompts-per-step", "2", "--group-size", "3", "--iterations", "2", "--reward", "ssim:1,mse:0.5",
-        "--eval-count", "2", "--eval-every", "0", environment=environment,
+        "--eval-prompts", "prompts.txt", "--eval-targets", "targets", "--eval-count", "2", "--eval-every", "0",
+        "--temperature", "3", environment=environment,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     return folder, process
@@ -118,7 +119,7 @@ def test_a_run_says_what_it_does(real_run):
     output = real_run[1].stdout + real_run[1].stderr
     for words in (
         "device: CPU in float32, threads: 1", "--model FOLDER_OR_ID chooses another", "group_size=3", "kl_coef=0.2",
-        "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 48 held out; what the run", "step 1/2 | reward", "an evaluation: 12 pictures of",
+        "combine=zscore", "a step: 6 pictures of about 272 codes, 6 decoder passes each", "2 prompts, 2 held out; what the run", "step 1/2 | reward", "an evaluation: 12 pictures of",
         "step 2/2", "evaluation after 0 steps, training prompts: reward", "(6 images: 2 prompts x 3)",
         "evaluation after 2 steps, held-out prompts", "held-out prompts, before -> after: reward 0.",
     ):  # fmt: skip
