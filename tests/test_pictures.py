@@ -123,7 +123,9 @@ def test_one_noise_for_a_group_and_any_batch_size(pipe):
 
 @pytest.fixture(scope="module")
 def run():
-    return build_run(small("--lora-rank", "8", "--seed", "3", "--train", "both", "--lr", "3e-3", "--decoder-lr", "1e-3"))
+    return build_run(
+        small("--lora-rank", "8", "--seed", "3", "--train", "both", "--lr", "3e-3", "--decoder-lr", "1e-3")
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,7 +305,9 @@ def test_a_large_group_is_wrapped_at_eight_pictures(tmp_path, monkeypatch, flags
     """Those of one code sequence stay in a row of their own."""
     settings, drawn = tiny_settings("--group-size", *flags), []
     monkeypatch.setattr("runtime.log.save_grid", lambda path, rows, title: drawn.append(rows))
-    record = SimpleNamespace(writes=True, settings=settings, out=tmp_path, done=1, curves=lambda: None, track_picture=lambda *_: None)
+    record = SimpleNamespace(
+        writes=True, settings=settings, out=tmp_path, done=1, curves=lambda: None, track_picture=lambda *_: None
+    )
     images = list(range(3 * settings.sequences * settings.paintings))
     Record.group(record, "prompt", images, torch.arange(len(images)).float(), None)
     assert [len(cells) for _, cells in drawn[0]] == rows
