@@ -188,7 +188,7 @@ def check_against_generate(model, prompts, inputs, length, positions=None, top_p
 
 @pytest.mark.parametrize(
     ("size", "temperature", "top_p"),  # square, wide, tall: an exchange of rows and columns shows on the last two
-    [((128, 128), 1.5, 1.0), ((128, 256), 3.0, 0.75), ((224, 96), 3.0, 0.75)],  # sharper, and the rows were copies
+    [((128, 128), 1.5, 1.0), ((128, 256), 3.0, 0.7), ((224, 96), 3.0, 0.7)],  # sharper, and the rows were copies
 )
 def test_glm_image_equals_generate(pipe, size, temperature, top_p):
     ids, positions, length = glm_prompts(pipe, RED, BLUE, size=size)

@@ -133,7 +133,15 @@ def test_a_resumed_run_keeps_every_setting_but_these(quick):
             continue
         value = saved[action.dest]
         others = [c for c in action.choices or () if c != value]
-        number = 2 if value is None or value == 1 else 0.5 if isinstance(value, float) else value * 2 or 3
+        number = (
+            0.5
+            if action.dest == "top_p"
+            else 2
+            if value is None or value == 1
+            else 0.5
+            if isinstance(value, float)
+            else value * 2 or 3
+        )
         other = others[0] if others else "other" if isinstance(value, str) or action.metavar == "STR" else number
         flags = ["--resume", "run", action.option_strings[-1], str(other)]
         if action.dest in may_change:
