@@ -91,7 +91,8 @@ def caption_facts(caption, scene):
         shapes = [shape == asked for (shape, _), asked in zip(seen, itertools.cycle(caption.shapes))]
         facts = {"number": number, "shape": sum(shapes) / objects}
         if caption.colours:
-            facts["colour"] = sum(colour == asked for (_, colour), asked in zip(seen, caption.colours)) / objects
+            colours = [colour == asked for (_, colour), asked in zip(seen, itertools.cycle(caption.colours))]
+            facts["colour"] = sum(colours) / objects
         if caption.kind == "position":
             facts["relation"] = float(all(shapes) and holds(caption.word, *places))
         found.append(facts)

@@ -65,7 +65,7 @@ class Caption(NamedTuple):
     def __str__(self):
         if self.kind == "counting":
             plural = self.shapes[0] + ("es" if self.shapes[0] == "cross" else "s")
-            return f"{self.word} {plural}"
+            return " ".join([self.word, *self.colours, plural])
         objects = [f"a {' '.join(words)}" for words in zip(*filter(None, (self.colours, self.shapes)), strict=True)]
         return f" {self.word or 'and'} ".join(objects)
 
@@ -81,13 +81,15 @@ class Caption(NamedTuple):
 
 
 def all_captions():
-    """{kind: its captions}: 6, 30, 18, 36, 120 and 900."""
+    """{kind: its captions}: 6, 30, 126, 36, 120 and 900."""
     pairs = list(itertools.permutations(SHAPES, 2))
     colours = list(itertools.permutations(COLOURS, 2))
+    one_or_none = [(), *((colour,) for colour in COLOURS)]
+    counted = itertools.product(SHAPES, one_or_none, NUMBERS)
     return {
         "one": [Caption("one", (shape,)) for shape in SHAPES],
         "two": [Caption("two", pair) for pair in pairs],
-        "counting": [Caption("counting", (shape,), (), number) for shape in SHAPES for number in NUMBERS],
+        "counting": [Caption("counting", (shape,), colour, number) for shape, colour, number in counted],
         "colours": [Caption("colours", (shape,), (colour,)) for shape, colour in SPRITES],
         "position": [Caption("position", pair, (), relation) for pair in pairs for relation in RELATIONS],
         "binding": [Caption("binding", pair, both) for pair in pairs for both in colours],
@@ -334,14 +336,11 @@ def build_decoder():
 # ---- 4. training -------------------------------------------------------------------------------------------------
 
 
-def optimise(name, module, steps, lr, loss_fn, cycle=None):
-    """AdamW on a one-cycle schedule, with a progress bar; `loss_fn()` draws its own batch.
-
-    cycle: the steps of the whole schedule, where it is not finished.
-    """
+def optimise(name, module, steps, lr, loss_fn):
+    """AdamW on a one-cycle schedule, with a progress bar; `loss_fn()` draws its own batch."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = OneCycleLR(optimizer, lr, total_steps=cycle or steps, pct_start=0.1)
+    schedule = OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     module.train()
     started, average = time.time(), None
     bar = tqdm(range(steps), desc=name, mininterval=10)
@@ -363,9 +362,8 @@ def train_vae(vae, pixels, steps):
         batch = pixels[torch.randint(len(pixels), (4,))]
         posterior = vae.encode(batch).latent_dist
         painted = vae.decode(posterior.sample()).sample
-        error = F.l1_loss(painted, batch) + F.mse_loss(
-            painted, batch
-        )  # without the second it takes red for brown, long
+        # Without the squares it takes red for brown, for long.
+        error = F.l1_loss(painted, batch) + F.mse_loss(painted, batch)
         return error + 1e-4 * posterior.kl().mean() / 2048
 
     optimise("VAE", vae, steps, 2e-3, loss)
@@ -437,7 +435,7 @@ def collate(prompts, padding):
     return ids, positions, (causal & real[:, None, None, :]) | itself
 
 
-def train_policy(policy, processor, codebook, steps, lr, misreads, cycle=None):
+def train_policy(policy, processor, codebook, steps, lr, misreads):
     """Trains on captions and edits; with `misreads` what is painted is what was read, which may be something else."""
     rng = random.Random(2)
     blank = draw((None,) * 4)
@@ -470,7 +468,7 @@ def train_policy(policy, processor, codebook, steps, lr, misreads, cycle=None):
         return total + cross_entropy([str(wish) for _, wish in edits], sources, targets)
 
     corners = corner_codes(codebook)
-    optimise("policy", policy, steps, lr, loss, cycle)
+    optimise("policy", policy, steps, lr, loss)
 
 
 # ---- 5. the stages, each with its own seed ------------------------------------------------------------------------
@@ -481,7 +479,7 @@ def make_policy():
     processor, codebook = build_processor(), make_codebook()
     policy = build_policy(processor)
     set_tower(policy.model, codebook)
-    train_policy(policy, processor, codebook, steps=2000, lr=2.5e-3, misreads=False, cycle=2400)
+    train_policy(policy, processor, codebook, steps=2400, lr=2.5e-3, misreads=False)
     train_policy(policy, processor, codebook, steps=220, lr=1e-3, misreads=True)
     end = policy.config.image_end_token_id  # suppressed: a picture that ends early has too few codes for the decoder
     policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0, suppress_tokens=[end])
@@ -547,32 +545,34 @@ def assemble(policy, text_encoder, vae, decoder):
 # ---- 6. what to train on, and what is held out -------------------------------------------------------------------
 
 
+# Captions to train on and held out, for each kind, number and relation, without colours and with them.
+COUNTS = {"one": (4, 2), "two": (16, 6), "counting": (4, 2), "position": (8, 3)}
+COLOURED = {"counting": (6, 2), "colours": (12, 6), "binding": (18, 10)}
+
+
 def split_captions(rng):
     """112 captions to train on and 48 held out, kind after kind: two lists.
 
     Two shapes are never counted in training, and three pairs of shapes are in none of its captions: those are held out.
     """
     shapes = rng.sample(SHAPES, 6)
-    pairs = [shapes[:2], shapes[2:4], shapes[4:]]
-    unseen = {(first, second) for pair in pairs for first, second in (pair, pair[::-1])}
+    pairs = [set(shapes[:2]), set(shapes[2:4]), set(shapes[4:])]
     uncounted = rng.sample(SHAPES, 2)
-    held_out = {
-        "one": rng.sample(CAPTIONS["one"], 2),
-        "two": [caption for caption in CAPTIONS["two"] if caption.shapes in unseen],
-        "counting": [caption for caption in CAPTIONS["counting"] if caption.shapes[0] in uncounted],
-        "colours": rng.sample(CAPTIONS["colours"], 8),
-    }
-    training = {kind: [caption for caption in CAPTIONS[kind] if caption not in held_out[kind]] for kind in held_out}
-    for kind in ("two", "colours"):
-        training[kind] = rng.sample(training[kind], 16)
-    for kind, counts in (("position", (8, 3)), ("binding", (32, 14))):
-        seen = [caption for caption in CAPTIONS[kind] if caption.shapes not in unseen]
-        others = [caption for caption in CAPTIONS[kind] if caption.shapes in unseen]
-        for chosen, captions, count in ((training, seen, counts[0]), (held_out, others, counts[1])):
-            words = dict.fromkeys(caption.word for caption in captions)  # as many of each relation
-            by_word = [rng.sample([each for each in captions if each.word == word], count) for word in words]
-            chosen[kind] = list(itertools.chain(*by_word))
-    return [list(itertools.chain(*(chosen[kind] for kind in KINDS))) for chosen in (training, held_out)]
+    training, held_out = [], []
+    for kind, captions in CAPTIONS.items():
+        alike = {}
+        for caption in rng.sample(captions, len(captions)):
+            alike.setdefault((caption.word, bool(caption.colours)), []).append(caption)
+        for (_, coloured), seen in alike.items():
+            many, few = (COLOURED if coloured else COUNTS)[kind]
+            unseen = seen[-few:]
+            if kind == "counting":
+                unseen = [caption for caption in seen if caption.shapes[0] in uncounted]
+            elif len(seen[0].shapes) == 2:
+                unseen = [caption for caption in seen if set(caption.shapes) in pairs]
+            training += [caption for caption in seen if caption not in unseen][:many]
+            held_out += unseen[:few]
+    return training, held_out
 
 
 def split_edits(rng):
