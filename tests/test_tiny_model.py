@@ -111,6 +111,7 @@ def test_the_share_of_facts_by_hand():
     cases = [
         ("three circles", (red, blue, None, None), (0 + 2 / 3) / 2),
         ("two circles", (red, red, red, None), (0 + 1) / 2),
+        ("two red circles", (red, blue, None, None), (1 + 1 + 1 / 2) / 3),
         ("a red circle", (blue, None, None, None), 2 / 3),
         ("a red circle and a blue square", (blue, ("square", "red"), None, None), (1 + 1 + 0) / 3),
         ("a circle left of a square", (square, red, None, None), (1 + 1 + 0) / 3),
@@ -209,7 +210,7 @@ def test_the_judge_judges_only_what_it_can():
 
 def test_captions_of_the_tiny_model():
     """Six kinds in both files; shapes that are counted, and pairs of shapes, are in one of them."""
-    counts = {"one": 6, "two": 30, "counting": 18, "colours": 36, "position": 120, "binding": 900}
+    counts = {"one": 6, "two": 30, "counting": 126, "colours": 36, "position": 120, "binding": 900}
     assert {kind: len(captions) for kind, captions in make.CAPTIONS.items()} == counts
     examples = ["a ring", "a ring and a cross", "three crosses", "a red ring", "a ring below a cross"]
     examples += ["a red ring and a black cross"]
@@ -225,7 +226,9 @@ def test_captions_of_the_tiny_model():
     counted = [[make.MEANING[each] for each in captions if kind_of(each) == "counting"] for captions in parts]
     shapes = [{caption.shapes[0] for caption in captions} for captions in counted]
     assert len(shapes[0]) == 4 and len(shapes[1]) == 2 and not shapes[0] & shapes[1]
-    assert all({caption.word for caption in captions} == set(make.NUMBERS) for captions in counted)
+    for captions in counted:
+        assert {caption.word for caption in captions} == set(make.NUMBERS)
+        assert {len(caption.colours) for caption in captions} == {0, 1}, "of the shape's usual colour, and of others"
 
 
 def test_the_size_of_the_tiny_model():

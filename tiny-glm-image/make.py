@@ -563,6 +563,7 @@ def split_captions(rng):
         alike = {}
         for caption in rng.sample(captions, len(captions)):
             alike.setdefault((caption.word, bool(caption.colours)), []).append(caption)
+        chosen = [], []
         for (_, coloured), seen in alike.items():
             many, few = (COLOURED if coloured else COUNTS)[kind]
             unseen = seen[-few:]
@@ -570,8 +571,10 @@ def split_captions(rng):
                 unseen = [caption for caption in seen if caption.shapes[0] in uncounted]
             elif len(seen[0].shapes) == 2:
                 unseen = [caption for caption in seen if set(caption.shapes) in pairs]
-            training += [caption for caption in seen if caption not in unseen][:many]
-            held_out += unseen[:few]
+            chosen[0].extend([caption for caption in seen if caption not in unseen][:many])
+            chosen[1].extend(unseen[:few])
+        training += rng.sample(chosen[0], len(chosen[0]))  # an evaluation on some takes the first of each kind
+        held_out += rng.sample(chosen[1], len(chosen[1]))
     return training, held_out
 
 
