@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, records
+from conftest import ROOT, TINY, records
 from PIL import Image
 from voter import votes
 
@@ -385,24 +385,22 @@ def test_pages_in_a_real_browser(voting, port, browser, monkeypatch):
     assert np.isnan(scores[6:]).all()
 
 
-@pytest.mark.xfail(strict=False, reason="short pictures of the sharper tiny model are nearly blank: to be voted anew")
-def test_ten_steps_of_voting_move_the_pictures(quick, port):
-    """Towards what the voter likes: bluish pictures."""
-    code = "import numpy as np\n\ndef bluish(images, *_):\n    rgb = [np.asarray(image).mean((0, 1)) for image in images]\n"
-    Path("taste.py").write_text(code + "    return [int(blue > red) for red, _, blue in rgb]\n")
-    likes = runpy.run_path("taste.py")["bluish"]
-    in_background(lambda: list(votes_when_there(f"http://127.0.0.1:{port}", likes)))
-    reward = ["--reward", f"{ROOT}/examples/vote.py:vote", "--eval-reward", "taste.py:bluish"]
-    flags = ["--targets", "none", "--eval-targets", "none", "--lr", "3e-3", "--kl-coef", "0", "--group-size", "8"]
-    flags += ["--temperature", "5"]  # the short pictures are blank below that
-    assert quick(*reward, *flags, "--prompts-per-step", "2", "--eval-count", "2", "--steps", "10", "--out", "run") == 0
-    before, *_, after = (record["reward/taste.py:bluish"] for record in records("run/evaluation.jsonl"))
-    assert before < 0.5 and after > 0.8
+def test_seven_steps_of_voting_move_the_pictures(tmp_path, monkeypatch, port):
+    """Towards what the voter likes: many objects."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("two circles\n")
+    in_background(lambda: list(votes_when_there(f"http://127.0.0.1:{port}")))
+    flags = ["--model", str(TINY), "--prompts", "prompts.txt", "--eval-prompts", "prompts.txt", "--eval-count", "1"]
+    flags += ["--reward", f"{ROOT}/examples/vote.py:vote", "--eval-reward", f"{ROOT}/tests/voter.py:many"]
+    flags += ["--prompts-per-step", "1", "--group-size", "8", "--steps", "7", "--eval-every", "0", "--out", "run"]
+    assert train.main(flags) == 0
+    before, after = (record[f"reward/{ROOT}/tests/voter.py:many"] for record in records("run/evaluation.jsonl"))
+    assert before < 0.7 and after > 0.8
 
 
-def votes_when_there(url, likes):
+def votes_when_there(url):
     """The run loads its model first."""
-    while not (counts := list(votes(url, likes, timeout=20))):
+    while not (counts := list(votes(url, timeout=20))):
         pass
     return counts
 
