@@ -546,8 +546,8 @@ def assemble(policy, text_encoder, vae, decoder):
 
 
 # Captions to train on and held out, for each kind, number and relation, without colours and with them.
-COUNTS = {"one": (4, 2), "two": (16, 6), "counting": (4, 2), "position": (8, 3)}
-COLOURED = {"counting": (6, 2), "colours": (12, 6), "binding": (18, 10)}
+COUNTS = {"one": (4, 2), "two": (10, 6), "counting": (4, 2), "position": (9, 3)}
+COLOURED = {"counting": (6, 2), "colours": (6, 6), "binding": (26, 10)}
 
 
 def split_captions(rng):
