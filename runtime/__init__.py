@@ -31,8 +31,13 @@ def counted(number, noun):
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def none_for_nan(value):
-    return None if math.isnan(value) else value  # JSON has no NaN
+def without_nan(value):
+    """A number, or dicts and lists of numbers, with None for NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: without_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def short_name(name):

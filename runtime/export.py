@@ -25,19 +25,15 @@ def export(run, folder):
     if settings["base"] == "int8":
         words = "was trained on a base rounded to int8, into which nothing merges; load its adapter beside the base"
         raise UserError(f"{run} {words}, see its README.md")
-    started_from = [settings["adapter"]] if settings["adapter"] else []
-    files = {}
-    for name in checkpoints.FOLDERS:
-        files[name] = next(filter(None, (adapter_file(source, name) for source in [run, *started_from])), None)
+    started_from = settings["adapter"] or run
+    files = {name: adapter_file(run, name) or adapter_file(started_from, name) for name in checkpoints.FOLDERS}
     if not any(files.values()):
         raise UserError(f"there is no adapter in {run}: export a run that has ended")
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another folder")
     with readable_loading(settings["model"]):
-        dtype = AutoConfig.from_pretrained(
-            settings["model"], subfolder="vision_language_encoder"
-        ).dtype  # the files' own
-        pipe = GlmImagePipeline.from_pretrained(settings["model"], dtype=dtype, use_safetensors=True)
+        config = AutoConfig.from_pretrained(settings["model"], subfolder="vision_language_encoder")
+        pipe = GlmImagePipeline.from_pretrained(settings["model"], dtype=config.dtype, use_safetensors=True)
     for name, module in (("codes", pipe.vision_language_encoder), ("decoder", pipe.transformer)):
         if files[name] is not None:
             merge(module, *read_adapter(files[name]))
