@@ -30,7 +30,6 @@ EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual r
 MAY_CHANGE = {"micro_batch_size", "sample_batch", "steps", "offload", "compile", "out", "resume", "save_every"}
 MAY_CHANGE |= {"eval_every", "tracker"}
 
-
 ABOUT = """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop.
 
     python train.py --steps 8
@@ -95,8 +94,7 @@ def build_parser():
     flag("settings", str, None, "file of settings to start from, such as a run's settings.json; other flags win")
     flag("adapter", str, None, "start from the adapters of the run in this folder; with --steps 0 only evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt per line")
-    flag("order", str, "shuffled", "order of the prompts: shuffled each epoch, or as in the file, say easy ones first",
-         ("shuffled", "file"))  # fmt: skip
+    flag("order", str, "shuffled", "of the prompts: shuffled each epoch, or as in the file", ("shuffled", "file"))
     flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
     flag("sources", str, None, "to train edits: folder with the picture that each prompt changes, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
@@ -106,10 +104,9 @@ def build_parser():
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
 
     group = parser.add_argument_group("the algorithm")
-    flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both",
-         ("codes", "decoder", "both"))  # fmt: skip
-    flag("group_size", number(int, "[2, inf)"), 4,
-         "code sequences per prompt, compared with one another; with --train decoder, paintings of one")  # fmt: skip
+    halves = ("codes", "decoder", "both")
+    flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both", halves)
+    flag("group_size", number(int, "[2, inf)"), 4, "code sequences per prompt; with --train decoder, paintings of one")
     flag("prompts_per_step", count, (16, 4), "prompts per step, on each GPU")
     flag("steps", number(int, "[0, inf)"), (32, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
@@ -151,8 +148,8 @@ def build_parser():
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
 
     group = parser.add_argument_group("memory and speed")
-    flag("base", str, "bfloat16", "frozen weights: as bfloat16 (on a CPU float32), or rounded to int8, half the memory",
-         ("bfloat16", "int8"))  # fmt: skip
+    bases = ("bfloat16", "int8")
+    flag("base", str, "bfloat16", "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory", bases)
     flag("micro_batch_size", count_or_auto, "auto",
          "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU up to 8, as fit")  # fmt: skip
     flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
@@ -318,9 +315,8 @@ def _claim(settings, locks):
                     return out, f"{out} already holds a run; choose another --out, or go on with it: {resume}"
             file = (out / "settings.json").open("x" if settings.resume is None else "a")
             locks.enter_context(file)
-            if _locked(file):
-                return out, f"another process is still at work on the run in {out}: wait for it, or stop it"
-            return out, None
+            busy = f"another process is still at work on the run in {out}: wait for it, or stop it"
+            return out, busy if _locked(file) else None
         except FileExistsError:
             if out.is_dir() and settings.out is not None:
                 return out, f"{out} already holds a run; choose another --out, or delete it: it has no checkpoint"
