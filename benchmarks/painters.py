@@ -47,7 +47,6 @@ def cheaper(best, all_steps):
 
 
 def flags_of(painter):
-    """As train.py wants them."""
     guided = f" --guidance-steps {painter.guidance_steps}" if painter.guidance_steps else ""
     return f"--decode-steps {painter.decode_steps} --guidance-scale {painter.guidance_scale:g}{guided}"
 
@@ -112,21 +111,15 @@ def report(rows, threshold):
     """The deployed painter; the others whose advantages agree, the fastest first; those whose do not."""
     first, *others = rows
     agree = lambda row: row[3]["all"][0] >= threshold
-    header = ["seconds", "passes", "pixels off"]
-    header += [f"{short_name(name)} {kind}" for name in first[3] for kind in ("corr", "rank")]
-    lines = [[*header, "flags"]]
+    agreement = [f"{short_name(name)} {kind}" for name in first[3] for kind in ("corr", "rank")]
+    lines = [["seconds", "passes", "pixels off", *agreement, "flags"]]
     for seconds, count, off, agreement, flags in [first, *sorted(others, key=lambda row: (not agree(row), row[0]))]:
         numbers = [f"{value:.3f}" for pair in agreement.values() for value in pair]
         lines.append([f"{seconds:.2f}", f"{count}", f"{off:.4f}", *numbers, flags])
     fine = min(filter(agree, others), key=lambda row: row[0], default=None)
     advice = f"the fastest at {threshold} or above: {fine[-1]}" if fine else f"none of them reaches {threshold}"
-    return f"{align(lines)}\n{advice}"
-
-
-def align(rows):
-    """Rows of words as lines whose columns are as wide as their widest word."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join([*("  ".join(map(str.rjust, line, widths)) for line in lines), advice])
 
 
 def main():
@@ -144,11 +137,9 @@ def main():
         prompts, held_out, _ = read_inputs(settings)
         data = load_data(settings, prompts, held_out)
         run, _ = train.load_run(settings, data, device, turns)
-        rows = compare(run, data, settings, options)
+        print(report(compare(run, data, settings, options), options.threshold))
     except UserError as error:
         parser.error(str(error))
-    run.phase.bar.close()
-    print(report(rows, options.threshold))
 
 
 if __name__ == "__main__":
