@@ -3,9 +3,11 @@
 import math
 import sys
 import warnings
+from contextlib import contextmanager
 
 import diffusers
 import transformers
+from safetensors import SafetensorError
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # by one library about another
 warnings.filterwarnings("ignore", message="TensorFloat32")  # the adapter's products stay float32 on purpose
@@ -21,6 +23,16 @@ class UserError(Exception):
 
 class StepFailed(UserError):
     """A step could not be made; the policy has not moved in it."""
+
+
+@contextmanager
+def readable(what, hint="", *more):
+    """What is wrong with a file becomes one line: "cannot WHAT (REASON); HINT". more: errors that come of it, too."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, SafetensorError, *more) as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(f"cannot {what} ({reason})" + (f"; {hint}" if hint else "")) from None
 
 
 def format_number(value):

@@ -11,7 +11,7 @@ import peft
 import torch
 from safetensors import SafetensorError
 
-from runtime import UserError, ranks
+from runtime import UserError, ranks, readable
 
 KEPT = 2  # the newest checkpoints, beside that of the best evaluation
 FOLDERS = {"codes": ".", "decoder": "decoder"}  # within a checkpoint, which so loads as an adapter of the codes
@@ -89,14 +89,6 @@ def writing(out):
         raise UserError(f"cannot write to {out}: {reason}" + (f"; {hint}" if find(out) else "")) from None
 
 
-@contextmanager
 def readable_errors(folder):
-    """Any part of a checkpoint that cannot be read, such as a truncated file, becomes a UserError."""
-    try:
-        yield
-    except (
-        OSError, ValueError, LookupError, TypeError, RuntimeError, EOFError, SafetensorError, pickle.PickleError,
-    ) as error:  # fmt: skip
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        hint = "delete that folder to go on from the one before"
-        raise UserError(f"cannot read the checkpoint {folder} ({reason}); {hint}") from None
+    hint = "delete that folder to go on from the one before"
+    return readable(f"read the checkpoint {folder}", hint, RuntimeError, EOFError, pickle.PickleError)

@@ -3,7 +3,6 @@
 import math
 import re
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -12,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from safetensors import SafetensorError
 from transformers.utils import cached_file
 
 from rewards import RewardError, parse_rewards, score
-from runtime import UserError, checkpoints, counted, short_name
+from runtime import UserError, checkpoints, counted, readable, short_name
 from runtime.adapters import adapter_file
 from runtime.log import check_tracker
 from runtime.settings import TINY
@@ -94,10 +92,8 @@ def read_lines(path):
 
     A line such as "# kind: counting" names the kind of the prompts below it.
     """
-    try:
+    with readable(f"read the prompts file {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the prompts file {path}: {error}") from None
     kind = None
     found = []
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): U+2028 and the like belong to the prompt
@@ -247,11 +243,5 @@ def load_rewards(flag, settings, prompts):
     return rewards
 
 
-@contextmanager
 def readable_loading(model):
-    try:
-        yield
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
-        reason = str(error).strip().split("\n")[0]
-        hint = f"give --model a folder with a GLM-Image pipeline, or {TINY}"
-        raise UserError(f"cannot load {model} ({reason}); {hint}") from None
+    return readable(f"load {model}", f"give --model a folder with a GLM-Image pipeline, or {TINY}")

@@ -11,17 +11,15 @@ from pathlib import Path
 from diffusers import GlmImagePipeline
 from transformers import AutoConfig
 
-from runtime import UserError, checkpoints
+from runtime import UserError, checkpoints, readable
 from runtime.adapters import adapter_file, read_adapter
 from runtime.data import readable_loading
 
 
 def export(run, folder):
     """Merges the adapters of a run into its base; a half that it did not train has that of --adapter, if there is one."""
-    try:
+    with readable(f"read the settings of the run {run}"):
         settings = json.loads((run / "settings.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the settings of the run {run}: {error}") from None
     if settings["base"] == "int8":
         words = "was trained on a base rounded to int8, into which nothing merges; load its adapter beside the base"
         raise UserError(f"{run} {words}, see its README.md")

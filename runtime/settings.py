@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from rewards import REWARDS, split_spec
-from runtime import UserError, checkpoints, ranks
+from runtime import UserError, checkpoints, ranks, readable
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "tiny-glm-image")
@@ -207,13 +207,11 @@ def deployed(settings):
 
 def flags_in(file):
     """The settings in a file as flags, checked like any; not a run's folder, nor settings that follow from others."""
-    try:
+    with readable(f"read the settings in {file}"):
         saved = json.loads(Path(file).read_text())
         dropped = {"out", "resume", "settings", "sequences", "" if saved.get("train") == "both" else "paintings"}
         kept = {name: value for name, value in saved.items() if value is not None and name not in dropped}
         return [f"--{name.replace('_', '-')}={value}" for name, value in kept.items()]
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"cannot read the settings in {file}: {error}") from None
 
 
 def complete(settings, by_model):
