@@ -29,7 +29,6 @@ def add_adapter(module, name, targets, settings):
 
 @contextmanager
 def having_weights(parameters, weights):
-    """Within it the parameters have these weights."""
     own = [parameter.data for parameter in parameters]
     try:
         for parameter, weight in zip(parameters, weights, strict=True):

@@ -28,31 +28,27 @@ def save(out, step, trainers, settings, hashes, best_step=0):
     trainers: {"codes" or "decoder": GRPO}. hashes: see read_inputs in data.py. Random states are not saved: the prompts
     and all random draws of a step are functions of the seed and the step.
     """
+    final = out / "checkpoints" / f"{step:06d}"
+    unfinished = out / "checkpoints" / ".unfinished"
+    state = {"step": step, "ranks": ranks.count(), "settings": vars(settings), "inputs": hashes}
     with writing(out):
-        _save(out, step, trainers, settings, hashes)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        (unfinished / "state.json").write_text(json.dumps(state))
+        if final.exists():  # resumed from here; only the settings may be new, such as a larger --steps
+            os.replace(unfinished / "state.json", final / "state.json")
+            unfinished.rmdir()
+        else:
+            for name, trainer in trainers.items():
+                folder = unfinished / FOLDERS[name]
+                trainer.model.save_pretrained(folder)
+                (folder / "README.md").unlink()  # PEFT's form, empty
+                with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save hides that a disk is full
+                    torch.save(trainer.optimizer.state_dict(), file)
+            os.replace(unfinished, final)
         for old in find(out)[:-KEPT]:
             if old.name != f"{best_step:06d}":
                 shutil.rmtree(old)
-
-
-def _save(out, step, trainers, settings, hashes):
-    final = out / "checkpoints" / f"{step:06d}"
-    unfinished = out / "checkpoints" / ".unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    state = {"step": step, "ranks": ranks.count(), "settings": vars(settings), "inputs": hashes}
-    (unfinished / "state.json").write_text(json.dumps(state))
-    if final.exists():  # resumed from here; only the settings may be new, such as a larger --steps
-        os.replace(unfinished / "state.json", final / "state.json")
-        unfinished.rmdir()
-        return
-    for name, trainer in trainers.items():
-        folder = unfinished / FOLDERS[name]
-        trainer.model.save_pretrained(folder)
-        (folder / "README.md").unlink()  # PEFT's form, empty
-        with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not say that the disk is full
-            torch.save(trainer.optimizer.state_dict(), file)
-    os.replace(unfinished, final)
 
 
 def read_state(out):
