@@ -28,12 +28,7 @@ from rewards import combine, score, weights_of
 from runtime import UserError, ranks, short_name
 from runtime.data import load_data, read_inputs
 from runtime.gpu import plan
-from runtime.settings import changed, deployed
-
-
-def passes(painter):
-    """Through the decoder, for a picture: guidance takes a second one."""
-    return painter.decode_steps + (painter.guidance_steps or painter.decode_steps) * (painter.guidance_scale > 1)
+from runtime.settings import changed, decoder_passes, deployed
 
 
 def cheaper(best, all_steps):
@@ -42,7 +37,7 @@ def cheaper(best, all_steps):
         guidance = [(best.guidance_scale, None), (best.guidance_scale, steps // 2), (1.0, None)]
         for scale, guided in guidance if best.guidance_scale > 1 else guidance[2:]:
             painter = changed(best, decode_steps=steps, guidance_scale=scale, guidance_steps=guided)
-            if guided != 0 and passes(painter) < passes(best):
+            if guided != 0 and decoder_passes(painter) < decoder_passes(best):
                 yield painter
 
 
@@ -103,7 +98,7 @@ def compare(run, data, settings, options):
             pictures = pixels
         agreement = {name: correlations(found[name], expected[name], settings.group_size) for name in found}
         off = abs(pixels - pictures).mean()
-        rows.append((seconds, passes(painter), off, agreement, flags_of(painter) + compiled))
+        rows.append((seconds, decoder_passes(painter), off, agreement, flags_of(painter) + compiled))
     return rows
 
 

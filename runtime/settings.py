@@ -47,25 +47,20 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument ") + (f"; did you mean {meant[0]}?" if meant else ""))
 
 
-def number(kind, interval):
-    """A type for argparse: a number in an interval such as "(0, 1]"."""
+def number(kind, interval, *words):
+    """A type for argparse: a number in an interval such as "(0, 1]", or one of some words."""
     low, high = map(float, interval[1:-1].split(","))
 
     def parse(text):
+        if text in words:
+            return text
         value = kind(text)
         if not (low <= value <= high and value < math.inf and (value > low or interval[0] == "[")):
             raise argparse.ArgumentTypeError(f"must be in {interval}, got {value}")
         return value
 
-    parse.__name__ = kind.__name__
+    parse.__name__ = " or ".join([kind.__name__, *words])
     return parse
-
-
-def count_or_auto(text):
-    return text if text == "auto" else number(int, "[1, inf)")(text)
-
-
-count_or_auto.__name__ = "int or auto"
 
 
 def build_parser():
@@ -150,7 +145,7 @@ def build_parser():
     group = parser.add_argument_group("memory and speed")
     bases = ("bfloat16", "int8")
     flag("base", str, "bfloat16", "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory", bases)
-    flag("micro_batch_size", count_or_auto, "auto",
+    flag("micro_batch_size", number(int, "[1, inf)", "auto"), "auto",
          "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU up to 8, as fit")  # fmt: skip
     flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
@@ -205,6 +200,12 @@ def deployed(settings):
     )  # fmt: skip
 
 
+def decoder_passes(settings):
+    """For a picture: one in each denoising step, and where that is guided another, without the codes."""
+    guided = settings.guidance_steps or settings.decode_steps
+    return settings.decode_steps + guided * (settings.guidance_scale > 1)
+
+
 def flags_in(file):
     """The settings in a file as flags, checked like any; not a run's folder, nor settings that follow from others."""
     with readable(f"read the settings in {file}"):
@@ -224,9 +225,7 @@ def complete(settings, by_model):
     tiny = Path(settings.model).resolve() == Path(TINY)
     if settings.sources or settings.eval_sources:
         complete_edits(settings, (TINY_EDITS if tiny_edits else {}) | ({} if tiny else EDITS))
-    for name, (for_tiny, release) in by_model.items():
-        if getattr(settings, name) is None:
-            setattr(settings, name, for_tiny if tiny else release)
+    fill_in(settings, {name: for_tiny if tiny else release for name, (for_tiny, release) in by_model.items()})
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")
     if settings.guidance_steps and (settings.guidance_scale == 1 or settings.guidance_steps > settings.decode_steps):
@@ -239,11 +238,15 @@ def complete(settings, by_model):
     choose_targets(settings)
 
 
-def complete_edits(settings, defaults):
-    """Fill in the defaults of a run that edits; refuse what such a run cannot do."""
+def fill_in(settings, defaults):
     for name, value in defaults.items():
         if getattr(settings, name) is None:
             setattr(settings, name, value)
+
+
+def complete_edits(settings, defaults):
+    """Fill in the defaults of a run that edits; refuse what such a run cannot do."""
+    fill_in(settings, defaults)
     if None in (settings.sources, settings.prompts, settings.eval_sources, settings.eval_prompts):
         raise UserError("edits need --sources with --prompts, and --eval-sources with --eval-prompts to judge by")
     if settings.train != "codes":
@@ -347,11 +350,9 @@ def print_start(settings, out, device, num_prompts, num_held_out):
         print(textwrap.fill(words, width, break_on_hyphens=False, break_long_words=False))  # a path can be copied
     codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
-    for what, pictures, steps, guidance, guided in (
-        ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings,
-         settings.decode_steps, settings.guidance_scale, settings.guidance_steps),
-        ("an evaluation", judged * settings.group_size, settings.eval_decode_steps, settings.eval_guidance_scale, None),
-    ):  # fmt: skip
-        passes = steps + (guided or steps) * (guidance > 1)  # with codes, and without
+    painted = settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings
+    work = {"a step": (painted, settings), "an evaluation": (judged * settings.group_size, deployed(settings))}
+    for what, (pictures, painter) in work.items():
+        passes = decoder_passes(painter)
         print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each")
     print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {out}", flush=True)
