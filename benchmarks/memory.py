@@ -162,20 +162,19 @@ def measured(found, name, models, learner=None):
 def read_prompts(policy, rows, length):
     ids = torch.zeros(rows, length, dtype=torch.long)
     positions = torch.zeros(3, rows, length, dtype=torch.long)
-    return policy(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1)
+    return policy(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1), positions
 
 
 def sample(codes, forward, rows, prompt, length):
     """generate_with_logprobs, but of its tokens only the first two and the last."""
     options = codes.sampling_args["allowed_ids"], codes.settings.temperature, codes.settings.top_p
     draw = lambda output: _sample_token(output.logits[:, -1], *options, [None] * codes.settings.prompts_per_step)
-    position = torch.zeros(3, rows, 1, dtype=torch.long)
     codes.model.eval()
-    output = read_prompts(codes.model, rows, prompt)
+    output, positions = read_prompts(codes.model, rows, prompt)
     drawn = [draw(output)]
-    output = forward(drawn[0][0], None, position, output.past_key_values)
+    output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
     drawn += [[torch.empty_like(x) for x in drawn[0]] for _ in range(length - 2)]
-    output = forward(drawn[0][0], None, position, output.past_key_values)
+    output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
     drawn.append(draw(output))
 
 
@@ -204,13 +203,13 @@ def paint_edits(transformer, vae, size, pictures):
     velocity(transformer, size, pictures, "read", cache)
 
 
-def decoder_loss(transformer, size, pictures, settings):
-    """Of a denoising step, guided: with and without the codes."""
+def update_decoder(transformer, size, pictures, settings):
+    """By one denoising step, guided: with and without the codes."""
     v = velocity(transformer, size, pictures)
     unguided = velocity(transformer, size, pictures)
     v = unguided + settings.guidance_scale * (v - unguided)
     x = torch.zeros_like(v, dtype=torch.float32)
-    return log_density(x, *gaussian_step(x, v.float(), 0.8, 0.6, settings.noise_level)).sum()
+    return log_density(x, *gaussian_step(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
 
 
 def peaks(codes, decoder, size, group, micro_batch, edits=False):
@@ -241,7 +240,7 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
     found["VAE"] += vae_workspace(size**2) / 1e9
     if not edits:
         with phase("decoder update", learner=decoder):
-            decoder_loss(transformer, size, micro_batch, codes.settings).backward()
+            update_decoder(transformer, size, micro_batch, codes.settings)
 
     ids = torch.zeros(micro_batch, prompt + length, dtype=torch.long, device=META)
     inputs = {"position_ids": torch.zeros(3, prompt + length, dtype=torch.long, device=META), **codes.sampling_args}
