@@ -6,15 +6,12 @@
 Both train a LoRA adapter of the same random Llama with the same prompts, reward, number of new tokens, KL penalty,
 AdamW and micro-batch (one group). Before the clock starts, log-probs, loss and gradient on the same samples are
 compared. Steps alternate, so that a machine that is busy for a while slows both. TRL's step is what runs between its
-on_step_begin and on_step_end: all work on a batch, from sampling to the optimiser, without loading data and logging.
+on_step_begin and on_step_end: from sampling to the optimiser, without loading data and logging.
 
 TRL has its defaults, save for what would make it slower here (gradient checkpointing, bfloat16) or another algorithm
-(loss_type "dapo", a KL term times the ratio). It then needs no pass for the log-probs of the old policy. Where the work
-differs all the same:
-
-- TRL's head computes the logits in the forward pass and again in the backward pass, which spares the memory to keep
-  them, on a CPU for the prompt's positions too; in the policy's pass it also computes every token's entropy, a metric.
-- Ours keeps the log-prob of each token as it is sampled; TRL takes pi_old from the policy's pass.
+(loss_type "dapo", a KL term times the ratio). What differs: TRL computes the logits again in the backward pass, which
+spares the memory to keep them, and every token's entropy, a metric; it takes pi_old from the policy's pass, where ours
+keeps the log-prob of each token as it is sampled.
 """
 
 import argparse
@@ -34,14 +31,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
-from grpo import (
-    GRPO,
-    GRPOSettings,
-    compute_advantages,
-    compute_grpo_loss,
-    get_per_token_logprobs,
-    set_advantages,
-)
+import grpo
 from runtime.settings import number
 
 try:
@@ -126,15 +116,15 @@ def build_ours(options, weights):
     model = peft.get_peft_model(build_model(), peft.LoraConfig(**LORA))
     model.load_state_dict(weights)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    settings = GRPOSettings(micro_batch_size=options.group_size, clip_range=CLIP_RANGE, kl_coef=KL_COEF)
-    return GRPO(model, torch.optim.AdamW(trainable, lr=LR, weight_decay=0.0), settings)
+    settings = grpo.GRPOSettings(micro_batch_size=options.group_size, clip_range=CLIP_RANGE, kl_coef=KL_COEF)
+    return grpo.GRPO(model, torch.optim.AdamW(trainable, lr=LR, weight_decay=0.0), settings)
 
 
 def our_step(ours, prompts, tokenizer, group_size, seed):
     """A step, see grpo_step in train.py. Raises RuntimeError where it did less than TRL."""
     encoded = [(torch.tensor(tokenizer(prompt)["input_ids"]), None, NEW_TOKENS) for prompt in prompts]
     groups = ours.sample(encoded, group_size, seed)
-    set_advantages(groups, torch.tensor([reward(ids) for group in groups for ids in group.tokens.tolist()]))
+    grpo.set_advantages(groups, torch.tensor([reward(ids) for group in groups for ids in group.tokens.tolist()]))
     ours.add_reference(groups)
     metrics = ours.update(groups)
     if metrics["skipped"] or metrics["groups_without_spread"]:
@@ -145,14 +135,14 @@ def compare(trl, ours, group_size):
     """How far the two are apart on the same samples; for the gradient, as a share of its largest entry."""
     ids = torch.randint(MODEL["vocab_size"], (group_size, PROMPT_TOKENS + NEW_TOKENS))
     prompts, samples = ids.split([PROMPT_TOKENS, NEW_TOKENS], dim=1)
-    advantages = compute_advantages(torch.tensor([reward(row) for row in samples.tolist()]), group_size)
+    advantages = grpo.compute_advantages(torch.tensor([reward(row) for row in samples.tolist()]), group_size)
     inputs = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts), "advantages": advantages}
     inputs |= {"completion_ids": samples, "completion_mask": torch.ones_like(samples)}
 
     def logprobs(trainer):
         if trainer is trl:
             return trl._get_per_token_logps_and_entropies(trl.model, ids, torch.ones_like(ids), NEW_TOKENS)[0]
-        return get_per_token_logprobs(ours.model, ids, NEW_TOKENS)
+        return grpo.get_per_token_logprobs(ours.model, ids, NEW_TOKENS)
 
     results = []
     for trainer in (trl, ours):
@@ -163,7 +153,7 @@ def compare(trl, ours, group_size):
         if trainer is trl:
             loss = trl.compute_loss(trl.model, inputs | {"ref_per_token_logps": reference})
         else:
-            loss, _ = compute_grpo_loss(policy, policy.detach(), advantages, reference, None, CLIP_RANGE, KL_COEF)
+            loss, _ = grpo.compute_grpo_loss(policy, policy.detach(), advantages, reference, None, CLIP_RANGE, KL_COEF)
         adapter = [p for p in trainer.model.parameters() if p.requires_grad]
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, adapter)])
         results.append({"log-probs": policy, "reference": reference, "loss": loss, "gradient": gradient})

@@ -145,14 +145,12 @@ def arguments():
     defaults = ["--model", TINY if options.tiny else "released sizes", "--prompts-per-step", "1"]
     defaults += ["--reward", f"{__file__}:order", *(["--compile", "no"] if options.capture_only else [])]
     sizes = sorted(options.sizes or ([64, 128] if options.tiny else [512, 1024]))
-    cases = []
+    square = lambda size, group: ["--height", f"{size}", "--width", f"{size}", "--group-size", f"{group}"]
     try:
-        for size, group in product(sizes, sorted(options.groups)):
-            case = ["--height", f"{size}", "--width", f"{size}", "--group-size", f"{group}"]
-            cases.append(parse_settings([*defaults, *flags, *case]))
+        cases = product(sizes, sorted(options.groups))
+        return options, [parse_settings([*defaults, *flags, *square(*case)]) for case in cases]
     except UserError as error:
         parser.error(str(error))
-    return options, cases
 
 
 def main():

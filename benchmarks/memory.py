@@ -14,6 +14,7 @@ import math
 import sys
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,90 +145,110 @@ def build(base="bfloat16"):
     return SimpleNamespace(**vars(codes) | {"settings": settings}, decoder_modules=painting_models(pipe)), decoder
 
 
+@contextmanager
+def measured(found, name, models, learner=None):
+    """found[name] becomes the peak within, in gigabytes beside the models, for a learner with its adapter's gradients."""
+    parameters = learner.optimizer.param_groups[0]["params"] if learner else []
+    attends = patch("torch.nn.functional.scaled_dot_product_attention", attention)
+    with META, Alive(models) as alive, attends, torch.set_grad_enabled(learner is not None):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # that of the micro-batches before
+        yield
+    found[name] = alive.peak / 1e9
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def read_prompts(policy, rows, length):
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    positions = torch.zeros(3, rows, length, dtype=torch.long)
+    return policy(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1), positions
+
+
+def sample(codes, forward, rows, prompt, length):
+    """generate_with_logprobs, but of its tokens only the first two and the last."""
+    options = codes.sampling_args["allowed_ids"], codes.settings.temperature, codes.settings.top_p
+    draw = lambda output: _sample_token(output.logits[:, -1], *options, [None] * codes.settings.prompts_per_step)
+    codes.model.eval()
+    output, positions = read_prompts(codes.model, rows, prompt)
+    drawn = [draw(output)]
+    output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
+    drawn += [[torch.empty_like(x) for x in drawn[0]] for _ in range(length - 2)]
+    output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
+    drawn.append(draw(output))
+
+
+def velocity(transformer, size, pictures, mode=None, cache=None):
+    """What the decoder predicts, (pictures, 16, size / 8, size / 8). mode: what it does with the cache of a source."""
+    cache = cache or GlmImageKVCache(num_layers=30)
+    cache.set_mode(mode)
+    return transformer(
+        torch.zeros(pictures, 16, size // 8, size // 8).bfloat16(),
+        encoder_hidden_states=torch.zeros(pictures, GLYPHS, 1472).bfloat16(),
+        prior_token_id=torch.zeros(pictures, (size // 16) ** 2, dtype=torch.long),
+        prior_token_drop=torch.zeros(0, dtype=torch.long),
+        timestep=torch.zeros(pictures),
+        target_size=torch.zeros(pictures, 2).bfloat16(),
+        crop_coords=torch.zeros(pictures, 2).bfloat16(),
+        kv_caches=cache,
+    ).sample
+
+
+def paint_edits(transformer, vae, size, pictures):
+    source = torch.zeros(1, 3, size, size).bfloat16()
+    cache = GlmImageKVCache(num_layers=30)
+    for _ in range(2):  # for each picture, of which one copy is kept
+        vae.encode(source)
+        velocity(transformer, size, 1, "write", cache)
+    velocity(transformer, size, pictures, "read", cache)
+
+
+def update_decoder(transformer, size, pictures, settings):
+    """By one denoising step, guided: with and without the codes."""
+    v = velocity(transformer, size, pictures)
+    unguided = velocity(transformer, size, pictures)
+    v = unguided + settings.guidance_scale * (v - unguided)
+    x = torch.zeros_like(v, dtype=torch.float32)
+    return log_density(x, *gaussian_step(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
+
+
 def peaks(codes, decoder, size, group, micro_batch, edits=False):
     """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which stays if none moves.
 
     edits: of pictures of the same size, whose codes are part of the prompt.
     """
-    policy, settings, (_, transformer, vae) = codes.model, codes.settings, codes.decoder_modules
-    allowed_ids, prompts, grid = codes.sampling_args["allowed_ids"], settings.prompts_per_step, size // 32
-    rows, prompt, length = prompts * group, PROMPT, 256 + grid**2
-    if edits:
-        prompt, length = PROMPT + grid**2, grid**2
-    forward, found = CapturedForward(policy, length, compile=False), {}
-
-    @contextmanager
-    def phase(name, *learning):
-        alive = Alive([policy, *codes.decoder_modules])
-        parameters = [p for learner in learning for p in learner.optimizer.param_groups[0]["params"]]
-        with META, alive, patch("torch.nn.functional.scaled_dot_product_attention", attention):
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)  # that of the micro-batches before
-            yield
-        found[name] = alive.peak / 1e9
-        for parameter in parameters:
-            parameter.grad = None
-
-    def draw(output):
-        generators = [None] * prompts
-        return _sample_token(output.logits[:, -1], allowed_ids, settings.temperature, settings.top_p, generators)
-
-    def read_prompts():
-        ids, positions = torch.zeros(rows, prompt, dtype=torch.long), torch.zeros(3, rows, prompt, dtype=torch.long)
-        return policy(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1), positions
+    policy = codes.model
+    _, transformer, vae = codes.decoder_modules
+    rows = codes.settings.prompts_per_step * group
+    large = (size // 32) ** 2
+    prompt, length = (PROMPT + large, large) if edits else (PROMPT, 256 + large)
+    forward = CapturedForward(policy, length, compile=False)
+    found = {}
+    phase = partial(measured, found, models=[policy, *codes.decoder_modules])
 
     if edits:  # in the next step, beside the sampler's cache
-        with phase("prompts"), torch.no_grad():
-            read_prompts()
-    with phase("sample"), torch.no_grad():
-        policy.eval()  # what follows is generate_with_logprobs, but of its tokens only the first two and the last
-        output, positions = read_prompts()
-        drawn = [draw(output)]
-        output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
-        drawn += [[torch.empty_like(x) for x in drawn[0]] for _ in range(length - 2)]
-        output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
-        drawn.append(draw(output))
-
-    def velocity(pictures=micro_batch, mode=None, cache=None):
-        cache = cache or GlmImageKVCache(num_layers=30)
-        cache.set_mode(mode)
-        return transformer(
-            torch.zeros(pictures, 16, size // 8, size // 8).bfloat16(),
-            encoder_hidden_states=torch.zeros(pictures, GLYPHS, 1472).bfloat16(),
-            prior_token_id=torch.zeros(pictures, 4 * grid**2, dtype=torch.long),
-            prior_token_drop=torch.zeros(0, dtype=torch.long),
-            timestep=torch.zeros(pictures),
-            target_size=torch.zeros(pictures, 2).bfloat16(),
-            crop_coords=torch.zeros(pictures, 2).bfloat16(),
-            kv_caches=cache,
-        ).sample
-
-    with phase("paint"), torch.no_grad():
+        with phase("prompts"):
+            read_prompts(policy, rows, prompt)
+    with phase("sample"):
+        sample(codes, forward, rows, prompt, length)
+    with phase("paint"):
         if edits:
-            source, cache = torch.zeros(1, 3, size, size).bfloat16(), GlmImageKVCache(num_layers=30)
-            for _ in range(2):  # for each picture, of which one copy is kept
-                vae.encode(source)
-                velocity(1, "write", cache)
-            velocity(micro_batch, "read", cache)
-            cache.clear()
-        latents = velocity()
-    with phase("VAE"), torch.no_grad():
+            paint_edits(transformer, vae, size, micro_batch)
+        latents = velocity(transformer, size, micro_batch)
+    with phase("VAE"):
         vae.decode(latents[:1])  # one picture at a time, see build in glm_image/model.py
     found["VAE"] += vae_workspace(size**2) / 1e9
     if not edits:
-        with phase("decoder update", decoder):  # guided: with and without the codes
-            v, unguided = velocity(), velocity()
-            v = unguided + settings.guidance_scale * (v - unguided)
-            x = torch.zeros_like(v, dtype=torch.float32)
-            log_density(x, *gaussian_step(x, v.float(), 0.8, 0.6, settings.noise_level)).sum().backward()
+        with phase("decoder update", learner=decoder):
+            update_decoder(transformer, size, micro_batch, codes.settings)
+
     ids = torch.zeros(micro_batch, prompt + length, dtype=torch.long, device=META)
-    positions = torch.zeros(3, prompt + length, dtype=torch.long, device=META)
-    nucleus = torch.ones(micro_batch, length, allowed_ids.stop, dtype=torch.bool)  # on the CPU, as in a Group
-    inputs = {"position_ids": positions, **codes.sampling_args}
-    with phase("reference"), torch.no_grad(), policy.disable_adapter():
+    inputs = {"position_ids": torch.zeros(3, prompt + length, dtype=torch.long, device=META), **codes.sampling_args}
+    nucleus = torch.ones(micro_batch, length, inputs["allowed_ids"].stop, dtype=torch.bool)  # on the CPU, as in a Group
+    with phase("reference"), policy.disable_adapter():
         get_per_token_logprobs(policy, ids, length, nucleus=nucleus, **inputs)
     for name, scored in (("update", length), ("of one token", 1)):
-        with phase(name, codes):
+        with phase(name, learner=codes):
             policy.train()
             get_per_token_logprobs(policy, ids, scored, nucleus=nucleus[:, -scored:], **inputs).sum().backward()
     return found, gigabytes(x for layer in forward.cache.layers for x in (layer.keys, layer.values))

@@ -28,12 +28,7 @@ from rewards import combine, score, weights_of
 from runtime import UserError, ranks, short_name
 from runtime.data import load_data, read_inputs
 from runtime.gpu import plan
-from runtime.settings import changed, deployed
-
-
-def passes(painter):
-    """Through the decoder, for a picture: guidance takes a second one."""
-    return painter.decode_steps + (painter.guidance_steps or painter.decode_steps) * (painter.guidance_scale > 1)
+from runtime.settings import changed, decoder_passes, deployed
 
 
 def cheaper(best, all_steps):
@@ -42,12 +37,11 @@ def cheaper(best, all_steps):
         guidance = [(best.guidance_scale, None), (best.guidance_scale, steps // 2), (1.0, None)]
         for scale, guided in guidance if best.guidance_scale > 1 else guidance[2:]:
             painter = changed(best, decode_steps=steps, guidance_scale=scale, guidance_steps=guided)
-            if guided != 0 and passes(painter) < passes(best):
+            if guided != 0 and decoder_passes(painter) < decoder_passes(best):
                 yield painter
 
 
 def flags_of(painter):
-    """As train.py wants them."""
     guided = f" --guidance-steps {painter.guidance_steps}" if painter.guidance_steps else ""
     return f"--decode-steps {painter.decode_steps} --guidance-scale {painter.guidance_scale:g}{guided}"
 
@@ -104,7 +98,7 @@ def compare(run, data, settings, options):
             pictures = pixels
         agreement = {name: correlations(found[name], expected[name], settings.group_size) for name in found}
         off = abs(pixels - pictures).mean()
-        rows.append((seconds, passes(painter), off, agreement, flags_of(painter) + compiled))
+        rows.append((seconds, decoder_passes(painter), off, agreement, flags_of(painter) + compiled))
     return rows
 
 
@@ -112,21 +106,15 @@ def report(rows, threshold):
     """The deployed painter; the others whose advantages agree, the fastest first; those whose do not."""
     first, *others = rows
     agree = lambda row: row[3]["all"][0] >= threshold
-    header = ["seconds", "passes", "pixels off"]
-    header += [f"{short_name(name)} {kind}" for name in first[3] for kind in ("corr", "rank")]
-    lines = [[*header, "flags"]]
+    agreement = [f"{short_name(name)} {kind}" for name in first[3] for kind in ("corr", "rank")]
+    lines = [["seconds", "passes", "pixels off", *agreement, "flags"]]
     for seconds, count, off, agreement, flags in [first, *sorted(others, key=lambda row: (not agree(row), row[0]))]:
         numbers = [f"{value:.3f}" for pair in agreement.values() for value in pair]
         lines.append([f"{seconds:.2f}", f"{count}", f"{off:.4f}", *numbers, flags])
     fine = min(filter(agree, others), key=lambda row: row[0], default=None)
     advice = f"the fastest at {threshold} or above: {fine[-1]}" if fine else f"none of them reaches {threshold}"
-    return f"{align(lines)}\n{advice}"
-
-
-def align(rows):
-    """Rows of words as lines whose columns are as wide as their widest word."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join([*("  ".join(map(str.rjust, line, widths)) for line in lines), advice])
 
 
 def main():
@@ -144,11 +132,9 @@ def main():
         prompts, held_out, _ = read_inputs(settings)
         data = load_data(settings, prompts, held_out)
         run, _ = train.load_run(settings, data, device, turns)
-        rows = compare(run, data, settings, options)
+        print(report(compare(run, data, settings, options), options.threshold))
     except UserError as error:
         parser.error(str(error))
-    run.phase.bar.close()
-    print(report(rows, options.threshold))
 
 
 if __name__ == "__main__":

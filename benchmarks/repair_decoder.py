@@ -1,4 +1,4 @@
-"""Repair a decoder that was rounded to a few bits, with decoder.py: the reward is likeness to what its codes say.
+"""Repair a decoder that was rounded to a few bits, by `train.py --train decoder`: the reward is likeness to its codes.
 
     python benchmarks/repair_decoder.py --bits 3        # --bits 32 leaves the decoder as it is
 
@@ -6,13 +6,14 @@ A quantised GLM-Image is what small cards run, and its decoder pays for that in 
 rounded, each row of a matrix to 2^bits levels between its least and largest weight, and an adapter beside it is trained
 on the training captions. The stock sampler's pictures are judged by the drawings that their codes were taken from, on
 captions held out: by SSIM, and, since that knows little of colours, by the share of objects that check.py finds as drawn,
-both shape and colour in their place. The reward is SSIM and MSE.
+both shape and colour in their place.
 """
 
 import argparse
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny-glm-image")]
@@ -23,13 +24,15 @@ import torch
 
 import rewards
 import train
-from glm_image.decoder import repeat_for_steps
-from grpo import set_advantages
-from runtime.data import read_prompts
+from runtime import UserError
+from runtime.data import Prompts, read_prompts
+from runtime.log import Phases
 from runtime.pictures import save_grid
 from runtime.settings import TINY
 
 CPU = torch.device("cpu")
+FLAGS = "--train decoder --group-size 8 --micro-batch-size 8 --prompts-per-step 8 --steps 200 --kl-coef 0"
+FLAGS = ["--model", TINY, "--reward", "ssim:1,mse:1", *FLAGS.split()]
 
 
 def load_rounded(bits, settings):
@@ -70,60 +73,50 @@ def share_as_drawn(images, drawings):
     return sum(found) / len(found)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--bits", type=int, default=3, help="of the decoder's matrices (default: 3)")
-    parser.add_argument("--steps", type=int, default=200, help="training steps of 64 pictures (default: 200)")
-    parser.add_argument("--lr", default="1e-3", help="learning rate (default: 1e-3)")
-    parser.add_argument("--kl-coef", default="0", help="weight of the KL penalty (default: 0)")
-    parser.add_argument("--iterations", default="1", help="optimiser steps on each step's pictures (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of pictures, noise and adapter (default: 0)")
-    parser.add_argument("--shuffle", action="store_true", help="a control: rewards go to wrong paintings of a group")
-    parser.add_argument("--sheet", help="where to save pictures before and after")
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # see train.py
-    flags = ["--model", TINY, "--train", "decoder", "--group-size", "8", "--micro-batch-size", "8"]
-    flags += ["--decoder-lr", options.lr, "--kl-coef", options.kl_coef, "--iterations", options.iterations]
-    settings = train.parse_settings([*flags, "--seed", str(options.seed)])
-    pipe, policy, decoder = train.build(load_rounded(options.bits, settings), settings, CPU)
-    run = train.Run(pipe, policy, decoder, None)
-    likeness = rewards.parse_rewards("ssim:1,mse:1")
-    weights = rewards.weights_of(likeness)
-    training, held_out = drawings(settings)
-    pictures_before, before = judge(pipe, held_out, settings)
-    pictures_after, count = pictures_before, len(held_out)
-    print(f"{options.bits} bits, seed {options.seed}: {before}, {count} held-out drawings", flush=True)
-    started, chosen = time.time(), torch.Generator().manual_seed(options.seed)
-    for step in range(1, options.steps + 1):
-        texts, targets, codes = zip(
-            *(training[i] for i in torch.randperm(len(training), generator=chosen)[:8].tolist())
-        )
-        images = []
-        steps = []  # denoising steps
+def repair(run, settings, training, held_out):
+    """Train the decoder; every 25 steps it is judged. Returns the last pictures of the held-out drawings."""
+    likeness = rewards.parse_rewards(settings.reward)
+    started = time.time()
+    chosen = torch.Generator().manual_seed(settings.seed)
+    for step in range(1, settings.steps + 1):
+        rows = torch.randperm(len(training), generator=chosen)[: settings.prompts_per_step].tolist()
+        texts, targets, codes = zip(*(training[row] for row in rows), strict=True)
+        groups = [SimpleNamespace(tokens=tokens, old_logprobs=torch.zeros(1)) for tokens in codes]
+        run.policy.sample = lambda *_, groups=groups: groups  # the codes of the drawings, in place of a policy's
         seed = train.seed_of_step(step, settings)
-        for i, (text, sequence) in enumerate(zip(texts, codes, strict=True)):
-            painted, path = train.paint_group(run, settings, text, sequence, seed + i)
-            images += painted
-            steps += path
-        raw_rewards = rewards.score(likeness, images, texts, targets)
-        combined = rewards.combine(raw_rewards, weights, settings.group_size, "zscore")
-        set_advantages(steps, repeat_for_steps(combined, steps))
-        if options.shuffle:
-            for denoising_step in steps:
-                denoising_step.advantages = denoising_step.advantages.roll(1)  # each painting gets its neighbour's
-        decoder.add_reference(steps)
-        metrics = decoder.update(steps)
-        if step % 25 == 0 or step == options.steps:
-            pictures_after, after = judge(pipe, held_out, settings)
-            reward, seconds = rewards.combine(raw_rewards, weights).mean(), (time.time() - started) / step
-            print(f"step {step}: {after}; reward of this step's paths {reward:.4f}, ", end="")
-            print(f"kl {metrics['kl']:.2g}, " if settings.kl_coef > 0 else "", end="")
-            print(f"norm {metrics['grad_norm']:.2g}, {seconds:.2f} s a step", flush=True)
+        rolled, metrics = train.grpo_step(run, settings, likeness, Prompts(texts, targets), seed)
+        if step % 25 == 0 or step == settings.steps:
+            pictures, words = judge(run.pipe, held_out, settings)
+            reward = rewards.weighted_sum(rolled.raw_rewards, rewards.weights_of(likeness)).mean()
+            seconds = (time.time() - started) / step
+            print(f"step {step}: {words}; reward of this step's paths {reward:.4f}, ", end="")
+            print(f"norm {metrics['decoder/grad_norm']:.2g}, {seconds:.2f} s a step", flush=True)
+    return pictures
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.usage = "%(prog)s [options below] [flags of train.py, such as --steps 25 --seed 1]"
+    parser.add_argument("--bits", type=int, default=3, help="of the decoder's matrices (default: 3)")
+    parser.add_argument("--sheet", help="where to save pictures before and after")
+    options, flags = parser.parse_known_args()
+    try:
+        settings = train.parse_settings([*FLAGS, *flags])
+    except UserError as error:
+        parser.error(str(error))
+    torch.set_num_threads(1)  # see device in runtime/ranks.py
+    pipe, policy, decoder = train.build(load_rounded(options.bits, settings), settings, CPU)
+    run = train.Run(pipe, policy, decoder, Phases(CPU))
+    training, held_out = drawings(settings)
+    before, words = judge(pipe, held_out, settings)
+    print(f"{options.bits} bits, seed {settings.seed}: {words}, {len(held_out)} held-out drawings", flush=True)
+    after = repair(run, settings, training, held_out)
     if options.sheet:
-        rows, title = [], f"a decoder of {options.bits} bits, before and after {options.steps} steps"
-        for i in range(1, count, max(count // 5, 1)):
+        rows = []
+        for i in range(1, len(held_out), max(len(held_out) // 5, 1)):
             text, drawing, _ = held_out[i]
-            rows.append((text, [(drawing, "drawn"), (pictures_before[i], "before"), (pictures_after[i], "after")]))
+            rows.append((text, [(drawing, "drawn"), (before[i], "before"), (after[i], "after")]))
+        title = f"a decoder of {options.bits} bits, before and after {settings.steps} steps"
         save_grid(options.sheet, rows, title, cell=128)
 
 

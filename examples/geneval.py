@@ -60,10 +60,7 @@ def published_prompts(seed=43, count=100):
 
 
 def asked_for(prompt):
-    """(number of each, [(colour or None, class), ...], place of the first seen from the second, or None) of a prompt.
-
-    None if the prompt is not of GenEval's form.
-    """
+    """(number of each, [(colour or None, class), ...], place of the first or None); or None: not of GenEval's form."""
     names = "|".join(CLASSES)
     thing = rf"an? (?:({'|'.join(COLOURS)}) )?({names})"
     if found := re.fullmatch(rf"a photo of ({'|'.join(NUMBERS)}) ({names})e?s", prompt.strip()):
@@ -147,8 +144,7 @@ class Judge:
 
     def colour(self, image, mask, name):
         """The likeliest colour by CLIP of a thing that is cut out and put on grey."""
-        crop = Image.composite(image, Image.new("RGB", image.size, "#999"), Image.fromarray(mask))
-        crop = crop.crop(box(mask))
+        crop = Image.composite(image, Image.new("RGB", image.size, "#999"), Image.fromarray(mask)).crop(box(mask))
         templates = f"a photo of a {{}} {name}", f"a photo of a {{}}-colored {name}", "a photo of a {} object"
         texts = [template.format(colour) for colour in COLOURS for template in templates]
         picture, words = self.clip.embed([crop], texts)  # (1, D), (30, D)
@@ -163,16 +159,17 @@ def value_of(rule, image, prompt):
     """What a rule says of a picture; NaN if its prompt is not of GenEval's form."""
     if (asked := asked_for(prompt)) is None:
         return math.nan
+    image = image.convert("RGB")
     found = judge().find(image, least=0.9 if asked[0] > 1 else 0.3)
     return rule(found, lambda name: judge().colour(image, found[name][0], name), *asked)
 
 
 def right(images, prompts, targets):
-    return [value_of(is_right, image.convert("RGB"), prompt) for image, prompt in zip(images, prompts, strict=True)]
+    return [value_of(is_right, *pair) for pair in zip(images, prompts, strict=True)]
 
 
 def facts(images, prompts, targets):
-    return [value_of(credit, image.convert("RGB"), prompt) for image, prompt in zip(images, prompts, strict=True)]
+    return [value_of(credit, *pair) for pair in zip(images, prompts, strict=True)]
 
 
 if __name__ == "__main__":

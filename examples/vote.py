@@ -2,13 +2,12 @@
 
     python train.py --reward examples/vote.py:vote --steps 10 --eval-count 1
 
-Open the page that it names. Choose pictures by a click or by their numbers, then press Enter or the button: 1 for those
-that you like, 0 for the others, so `reward` is the share that you like. A group of which you like all or none teaches
-nothing. You are asked about --prompts-per-step groups in each step, and in each evaluation about --eval-count groups of
-training and as many held out; identical pictures are not shown. When the last page is closed, or none has been heard of
-for 100 seconds, pictures get NaN, "not judged", and the run goes on: open the page again to go on voting. Ctrl-C ends the
-wait, too. For a run on another machine: ssh -L 8765:127.0.0.1:8765 MACHINE. VOTE_PORT sets another port; with
-VOTE_HOST=0.0.0.0 everybody on your network can vote, a phone for example.
+Open the page that it names, choose the pictures that you like by a click or by their numbers, and press Enter: they get
+1, the others 0. A group of which you like all or none teaches nothing. You are asked about --prompts-per-step groups in
+each step, and in each evaluation about --eval-count groups of training and as many held out; identical pictures are not
+shown. When no page has been heard of for 100 seconds, or after Ctrl-C, pictures get NaN, "not judged", and the run goes
+on: open the page again to go on voting. For a run on another machine: ssh -L 8765:127.0.0.1:8765 MACHINE. VOTE_PORT sets
+another port; with VOTE_HOST=0.0.0.0 everybody on your network can vote, a phone for example.
 """
 
 import base64

@@ -3,9 +3,11 @@
 import math
 import sys
 import warnings
+from contextlib import contextmanager
 
 import diffusers
 import transformers
+from safetensors import SafetensorError
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # by one library about another
 warnings.filterwarnings("ignore", message="TensorFloat32")  # the adapter's products stay float32 on purpose
@@ -23,6 +25,16 @@ class StepFailed(UserError):
     """A step could not be made; the policy has not moved in it."""
 
 
+@contextmanager
+def readable(what, hint="", *more):
+    """What is wrong with a file becomes one line: "cannot WHAT (REASON); HINT". more: errors that come of it, too."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, SafetensorError, *more) as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(f"cannot {what} ({reason})" + (f"; {hint}" if hint else "")) from None
+
+
 def format_number(value):
     return "none" if value is None or math.isnan(value) else f"{value:.3f}"  # none: no image had this reward
 
@@ -31,8 +43,13 @@ def counted(number, noun):
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def none_for_nan(value):
-    return None if math.isnan(value) else value  # JSON has no NaN
+def without_nan(value):
+    """A number, or dicts and lists of numbers, with None for NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: without_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def short_name(name):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import peft
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from runtime import UserError, checkpoints
+from runtime import UserError, checkpoints, readable
 
 
 def add_adapter(module, name, targets, settings):
@@ -29,7 +29,6 @@ def add_adapter(module, name, targets, settings):
 
 @contextmanager
 def having_weights(parameters, weights):
-    """Within it the parameters have these weights."""
     own = [parameter.data for parameter in parameters]
     try:
         for parameter, weight in zip(parameters, weights, strict=True):
@@ -90,12 +89,10 @@ def start_from(folder, name, model):
 
 def read_adapter(file):
     """({name: weight}, configuration) of an adapter that PEFT or diffusers has saved; names as in the model's own."""
-    try:
+    with readable(f"read the adapter {file}"):
         with safe_open(file, "pt") as opened:
             weights = {key.removeprefix("base_model.model."): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
             config = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
         if (file.parent / "adapter_config.json").is_file():
             config = json.loads((file.parent / "adapter_config.json").read_text())
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"cannot read the adapter {file}: {str(error).splitlines()[0]}") from None
     return weights, config

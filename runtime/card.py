@@ -53,12 +53,10 @@ from PIL import Image
 settings["image"] = [Image.open("YOUR PICTURE").convert("RGB").resize(({width}, {height}))]  # multiples of 32
 """
 
+LOAD_DECODER = "transformer.load_lora_adapter(FOLDER, prefix=None, use_safetensors=True)"
 ADAPTERS = {  # folder: what it adapts, and how it loads
     "adapter": ("the language model, which writes the image codes", "vision_language_encoder.load_adapter(FOLDER)"),
-    "decoder-adapter": (
-        "the diffusion decoder, which paints the image codes",
-        "transformer.load_lora_adapter(FOLDER, prefix=None, use_safetensors=True)",
-    ),
+    "decoder-adapter": ("the diffusion decoder, which paints the image codes", LOAD_DECODER),
 }
 
 
@@ -78,12 +76,11 @@ def write_card(folder, settings, before, after, picture):
     values = {**vars(settings), "base": base, "steps": counted(after["step"], "step"), "table": "\n".join(lines)}
     values["dtype"] = "bfloat16" if torch.cuda.is_available() else "float32"  # as trained; diffusers knows no "auto"
     values["prompts"] = counted(settings.prompts_per_step, "prompt")
-    values |= {"each": f" on each of {ranks.count()} processes" if ranks.count() > 1 else ""}
-    values |= dict(zip(("what", "load"), ADAPTERS[folder.name]))
-    values |= {"base_note": ROUNDED.format(model=settings.model) if settings.base == "int8" else ""}
-    values |= {"task": "text-to-image", "source": ""}
-    if settings.sources:
-        values |= {"task": "image-to-image", "source": SOURCE.format(**vars(settings))}
+    values["each"] = f" on each of {ranks.count()} processes" if ranks.count() > 1 else ""
+    values["what"], values["load"] = ADAPTERS[folder.name]
+    values["base_note"] = ROUNDED.format(model=settings.model) if settings.base == "int8" else ""
+    values["task"] = "image-to-image" if settings.sources else "text-to-image"
+    values["source"] = SOURCE.format(**vars(settings)) if settings.sources else ""
     if folder.name == "decoder-adapter":
         values |= {"lr": settings.decoder_lr, "group_size": settings.paintings}
     (folder / "README.md").write_text(CARD.format(**values), encoding="utf-8")

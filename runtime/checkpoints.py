@@ -11,7 +11,7 @@ import peft
 import torch
 from safetensors import SafetensorError
 
-from runtime import UserError, ranks
+from runtime import UserError, ranks, readable
 
 KEPT = 2  # the newest checkpoints, beside that of the best evaluation
 FOLDERS = {"codes": ".", "decoder": "decoder"}  # within a checkpoint, which so loads as an adapter of the codes
@@ -28,31 +28,27 @@ def save(out, step, trainers, settings, hashes, best_step=0):
     trainers: {"codes" or "decoder": GRPO}. hashes: see read_inputs in data.py. Random states are not saved: the prompts
     and all random draws of a step are functions of the seed and the step.
     """
+    final = out / "checkpoints" / f"{step:06d}"
+    unfinished = out / "checkpoints" / ".unfinished"
+    state = {"step": step, "ranks": ranks.count(), "settings": vars(settings), "inputs": hashes}
     with writing(out):
-        _save(out, step, trainers, settings, hashes)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        (unfinished / "state.json").write_text(json.dumps(state))
+        if final.exists():  # resumed from here; only the settings may be new, such as a larger --steps
+            os.replace(unfinished / "state.json", final / "state.json")
+            unfinished.rmdir()
+        else:
+            for name, trainer in trainers.items():
+                folder = unfinished / FOLDERS[name]
+                trainer.model.save_pretrained(folder)
+                (folder / "README.md").unlink()  # PEFT's form, empty
+                with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save hides that a disk is full
+                    torch.save(trainer.optimizer.state_dict(), file)
+            os.replace(unfinished, final)
         for old in find(out)[:-KEPT]:
             if old.name != f"{best_step:06d}":
                 shutil.rmtree(old)
-
-
-def _save(out, step, trainers, settings, hashes):
-    final = out / "checkpoints" / f"{step:06d}"
-    unfinished = out / "checkpoints" / ".unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    state = {"step": step, "ranks": ranks.count(), "settings": vars(settings), "inputs": hashes}
-    (unfinished / "state.json").write_text(json.dumps(state))
-    if final.exists():  # resumed from here; only the settings may be new, such as a larger --steps
-        os.replace(unfinished / "state.json", final / "state.json")
-        unfinished.rmdir()
-        return
-    for name, trainer in trainers.items():
-        folder = unfinished / FOLDERS[name]
-        trainer.model.save_pretrained(folder)
-        (folder / "README.md").unlink()  # PEFT's form, empty
-        with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not say that the disk is full
-            torch.save(trainer.optimizer.state_dict(), file)
-    os.replace(unfinished, final)
 
 
 def read_state(out):
@@ -89,14 +85,6 @@ def writing(out):
         raise UserError(f"cannot write to {out}: {reason}" + (f"; {hint}" if find(out) else "")) from None
 
 
-@contextmanager
 def readable_errors(folder):
-    """Any part of a checkpoint that cannot be read, such as a truncated file, becomes a UserError."""
-    try:
-        yield
-    except (
-        OSError, ValueError, LookupError, TypeError, RuntimeError, EOFError, SafetensorError, pickle.PickleError,
-    ) as error:  # fmt: skip
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        hint = "delete that folder to go on from the one before"
-        raise UserError(f"cannot read the checkpoint {folder} ({reason}); {hint}") from None
+    hint = "delete that folder to go on from the one before"
+    return readable(f"read the checkpoint {folder}", hint, RuntimeError, EOFError, pickle.PickleError)

@@ -3,7 +3,6 @@
 import math
 import re
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -12,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from safetensors import SafetensorError
 from transformers.utils import cached_file
 
 from rewards import RewardError, parse_rewards, score
-from runtime import UserError, checkpoints, counted, short_name
+from runtime import UserError, checkpoints, counted, readable, short_name
 from runtime.adapters import adapter_file
 from runtime.log import check_tracker
 from runtime.settings import TINY
@@ -94,10 +92,8 @@ def read_lines(path):
 
     A line such as "# kind: counting" names the kind of the prompts below it.
     """
-    try:
+    with readable(f"read the prompts file {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the prompts file {path}: {error}") from None
     kind = None
     found = []
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): U+2028 and the like belong to the prompt
@@ -123,15 +119,13 @@ def read_pictures(folder, kind, fit):
     if not folder.is_dir():
         raise UserError(f"the folder of {kind} pictures {folder} does not exist")
     is_picture = lambda f: f.is_file() and f.suffix.lower() in ENDINGS and not f.name.startswith(".")
-    files = [f for f in folder.iterdir() if is_picture(f)]
     numbered = lambda f: [int(x) if x.isascii() and x.isdigit() else x for x in re.split("([0-9]+)", f.name)]
-    files.sort(key=numbered)
+    files = sorted(filter(is_picture, folder.iterdir()), key=numbered)
     if len(files) != len(fit):
         others = listed(sorted(f.name for f in folder.iterdir() if not is_picture(f)))
         names = listed([f.name for f in files]) + (f"; left out: {others}" if others else "")
-        raise UserError(
-            f"{folder} has {len(files)} pictures for {len(fit)} prompts; give one per prompt, by line ({names})"
-        )
+        counts = f"{len(files)} pictures for {len(fit)} prompts"
+        raise UserError(f"{folder} has {counts}; give one per prompt, by line ({names})")
     pictures = []
     transparent = 0
     for file, to_size in zip(files, fit, strict=True):
@@ -203,14 +197,13 @@ def read_inputs(settings):
     adapters = [adapter_file(folder, name) for name in checkpoints.FOLDERS] if folder else []
     hashes = {"adapter": sha256_of(file.read_bytes() for file in adapters if file)}
     for prefix, some in (("", prompts), ("eval_", held_out)):
-        texts, *pictures = some.for_rewards
+        texts, targets, sources = some.for_rewards
         hashes[f"{prefix}prompts"] = sha256_of("\n".join(lines or []).encode() for lines in (texts, some.kinds))
-        for kind, given in zip(("targets", "sources"), pictures, strict=True):
-            hashes[f"{prefix}{kind}"] = sha256_of(picture.tobytes() for picture in given or [])
+        hashes[f"{prefix}targets"] = sha256_of(picture.tobytes() for picture in targets or [])
+        hashes[f"{prefix}sources"] = sha256_of(picture.tobytes() for picture in sources or [])
     if settings.resume is not None:
         *_, began = checkpoints.read_state(Path(settings.resume))
-        changed = [name for name in hashes if hashes[name] != began[name]]
-        if changed:
+        if changed := [name for name in hashes if hashes[name] != began[name]]:
             named = ", ".join(f"--{name.replace('_', '-')} {getattr(settings, name)}" for name in changed)
             raise UserError(f"{settings.resume} began with another {named}: put it back as it was, or start anew "
                             f"with what was learned: --adapter {settings.resume}")  # fmt: skip
@@ -225,15 +218,13 @@ def sha256_of(parts):
 
 
 def load_data(settings, prompts, held_out):
-    """With rewards: what is wrong with them is said before 35 GB of model load."""
+    """With rewards, loaded before 35 GB of model are."""
     rewards = load_rewards("reward", settings, prompts)
     for one, other in ((prompts, held_out), (held_out, prompts)):
         if one.targets is None and other.targets is not None:  # likeness does not apply there
             one.targets = [None] * len(one.texts)
-    judges = {}
-    if settings.eval_reward not in ("none", ""):
-        judges = load_rewards("eval_reward", settings, held_out)
-    return Data(prompts, held_out, rewards, judges)
+    judged = settings.eval_reward not in ("none", "")
+    return Data(prompts, held_out, rewards, load_rewards("eval_reward", settings, held_out) if judged else {})
 
 
 def load_rewards(flag, settings, prompts):
@@ -252,11 +243,5 @@ def load_rewards(flag, settings, prompts):
     return rewards
 
 
-@contextmanager
 def readable_loading(model):
-    try:
-        yield
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
-        reason = str(error).strip().split("\n")[0]
-        hint = f"give --model a folder with a GLM-Image pipeline, or {TINY}"
-        raise UserError(f"cannot load {model} ({reason}); {hint}") from None
+    return readable(f"load {model}", f"give --model a folder with a GLM-Image pipeline, or {TINY}")

@@ -11,33 +11,27 @@ from pathlib import Path
 from diffusers import GlmImagePipeline
 from transformers import AutoConfig
 
-from runtime import UserError, checkpoints
+from runtime import UserError, checkpoints, readable
 from runtime.adapters import adapter_file, read_adapter
 from runtime.data import readable_loading
 
 
 def export(run, folder):
     """Merges the adapters of a run into its base; a half that it did not train has that of --adapter, if there is one."""
-    try:
+    with readable(f"read the settings of the run {run}"):
         settings = json.loads((run / "settings.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the settings of the run {run}: {error}") from None
     if settings["base"] == "int8":
         words = "was trained on a base rounded to int8, into which nothing merges; load its adapter beside the base"
         raise UserError(f"{run} {words}, see its README.md")
-    started_from = [settings["adapter"]] if settings["adapter"] else []
-    files = {}
-    for name in checkpoints.FOLDERS:
-        files[name] = next(filter(None, (adapter_file(source, name) for source in [run, *started_from])), None)
+    started_from = settings["adapter"] or run
+    files = {name: adapter_file(run, name) or adapter_file(started_from, name) for name in checkpoints.FOLDERS}
     if not any(files.values()):
         raise UserError(f"there is no adapter in {run}: export a run that has ended")
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another folder")
     with readable_loading(settings["model"]):
-        dtype = AutoConfig.from_pretrained(
-            settings["model"], subfolder="vision_language_encoder"
-        ).dtype  # the files' own
-        pipe = GlmImagePipeline.from_pretrained(settings["model"], dtype=dtype, use_safetensors=True)
+        config = AutoConfig.from_pretrained(settings["model"], subfolder="vision_language_encoder")
+        pipe = GlmImagePipeline.from_pretrained(settings["model"], dtype=config.dtype, use_safetensors=True)
     for name, module in (("codes", pipe.vision_language_encoder), ("decoder", pipe.transformer)):
         if files[name] is not None:
             merge(module, *read_adapter(files[name]))

@@ -158,10 +158,10 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 class CapturedForward:
     """The model's forward for one new token as a CUDA graph, to hand to generate_with_logprobs as `forward`.
 
-    Python launches some thousand small kernels a token, one by one; a graph is a single launch. It repeats the same
-    kernels on the same addresses, so all that a step reads or writes stays in place: ids, positions, mask, and a cache
-    of fixed size whose unused end is masked. The adapter stays attached: merged into bfloat16 weights most of its
-    update would be rounded away. On a CPU there is no graph, only the fixed cache.
+    Python launches some thousand small kernels per token; a graph is a single launch. It repeats the same kernels on
+    the same addresses, so all that a step reads or writes stays in place: ids, positions, mask, and a cache of fixed
+    size whose unused end is masked. The adapter stays attached: merged into bfloat16 weights most of its update would
+    be rounded away. On a CPU there is no graph, only the fixed cache.
 
     Captured by hand: torch.compile(mode="reduce-overhead") records anew whenever offloading has moved the weights, and
     cannot give its memory back; transformers' static generate() breaks off in GLM-Image's positions, once per token.
@@ -180,9 +180,7 @@ class CapturedForward:
         self.config = base.config
         self.num_new_tokens = num_new_tokens
         self.size = 0
-        self.stream = None
-        self.cache = None
-        self.release()
+        self.stream = self.graph = self.logits = self.cache = self.ids = None
 
     def release(self):
         """Forget the graph, for the weights that it reads have left the GPU, and free the cache."""

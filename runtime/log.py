@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -16,25 +16,16 @@ from accelerate import PartialState, tracking
 from tqdm import tqdm
 
 from rewards import weighted_sum
-from runtime import (
-    UserError,
-    checkpoints,
-    counted,
-    format_number,
-    none_for_nan,
-    ranks,
-    reward_names,
-    short_name,
-)
+from runtime import UserError, checkpoints, counted, format_number, ranks, without_nan
 from runtime.card import write_card
 from runtime.metrics import (
-    error_name,
+    best_step,
     format_step,
     group_records,
     kinds_table,
     step_metrics,
+    summary,
     why_nothing_was_learned,
-    with_error,
 )
 from runtime.pictures import save_before_after, save_curves, save_grid, save_kinds
 
@@ -144,10 +135,7 @@ class Record:
         self.stop = StopRequest()
         self.half_made = False  # an optimizer has stepped, and the step has not ended: nothing of it is to be saved
         for trainer in self.trainers.values():
-            trainer.optimizer.register_step_post_hook(self._optimizer_has_stepped)
-
-    def _optimizer_has_stepped(self, *_):
-        self.half_made = True
+            trainer.optimizer.register_step_post_hook(lambda *_: setattr(self, "half_made", True))
 
     def write(self, line):
         self.phase.bar.write(line)
@@ -188,9 +176,8 @@ class Record:
             self.group(texts[0], rolled.images, total, sources and sources[0])
         self.skipped = self.skipped + 1 if metrics["skipped"] >= 1 else 0
         if self.skipped == MAX_SKIPPED:
-            raise UserError(
-                f"{MAX_SKIPPED} steps in a row had no finite gradient; start anew with a lower --lr or --decoder-lr"
-            )
+            words = "steps in a row had no finite gradient; start anew with a lower --lr or --decoder-lr"
+            raise UserError(f"{MAX_SKIPPED} {words}")
 
     def group(self, prompt, images, rewards, source=None):
         """The pictures of a step's first prompt with their rewards, one row per code sequence if each has several.
@@ -213,20 +200,13 @@ class Record:
         self.track_picture("group", picture)
 
     def evaluation(self, training, held_out):
-        """training, held_out: (metrics, [(prompt, pictures, rewards, {judge: its rewards}, the picture they edit or None)])
-
-        The latter is for before-after.png.
-        """
+        """training, held_out: (metrics, [(prompt, pictures, rewards, {judge: its rewards}, the picture they edit or None)])"""
         record = {"step": self.done}
         for prefix, (metrics, _) in (("", training), ("held_out/", held_out)):
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
-        numbers = {f"evaluation/{name}": value for name, value in record.items() if not isinstance(value, dict)}
-        self.track(self.done, numbers)
+        self.track(self.done, {f"evaluation/{name}": x for name, x in record.items() if not isinstance(x, dict)})
         shown = [*training[1], *held_out[1]]
-        record["shown"] = [
-            (prompt, [*map(none_for_nan, rewards)], {name: [*map(none_for_nan, own)] for name, own in judges.items()})
-            for prompt, _, rewards, judges, _ in shown
-        ]
+        record["shown"] = without_nan([[prompt, rewards, judges] for prompt, _, rewards, judges, _ in shown])
         self.evaluations.append(record)
         before = self.before()
         records, compared = ((record,), "") if before in (None, record) else ((before, record), ", before -> after")
@@ -293,33 +273,6 @@ class Record:
             self.tracker.finish()
 
 
-def best_step(evaluations):
-    """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
-
-    Also words for how much better than at the end, empty if that is within the standard error of the difference.
-    """
-    held_out = all(record["held_out/reward"] is not None for record in evaluations)
-    name, key = ("held-out", "held_out/reward") if held_out else ("training", "reward")
-    judged = [record for record in evaluations if record[key] is not None]
-    if not judged:
-        return 0, ""
-    best = max(judged, key=lambda record: record[key])
-    now = judged[-1]
-    error = math.hypot(*(record.get(error_name(key)) or 0 for record in (best, now)))
-    words = f"on {name} prompts the reward was higher after {counted(best['step'], 'step')}, {with_error(best, key)}, "
-    words += f"than at the end, {with_error(now, key)}"
-    return best["step"], words if best[key] - now[key] > max(error, 0.0005) else ""
-
-
-def summary(prefix, *records):
-    """'reward 0.692 +- 0.031 -> 0.864 +- 0.020, ssim ... (64 images: 16 prompts x 4)', from one record or several."""
-    names = reward_names(records[0], prefix)
-    parts = [f"{short_name(name)} {' -> '.join(with_error(record, name) for record in records)}" for name in names]
-    images = records[0][f"{prefix}images"]
-    prompts = records[0][f"{prefix}prompts"]
-    return f"{', '.join(parts)} ({images} images: {counted(prompts, 'prompt')} x {images // prompts})"
-
-
 def start_tracker(settings, out, done):
     """One of accelerate's trackers, or None. It gets the settings, and knows a resumed run as the same run."""
     kind = settings.tracker
@@ -350,12 +303,6 @@ def check_tracker(kind):
         raise UserError(f"--tracker {kind} needs a package: pip install {kind}")
 
 
-def without_nan(metrics):
-    return {
-        name: without_nan(value) if isinstance(value, dict) else none_for_nan(value) for name, value in metrics.items()
-    }
-
-
 def append_jsonl(path, *records):
     with open(path, "a") as file:  # opened anew each time: a folder that is gone is noticed at once
         file.writelines(json.dumps(record) + "\n" for record in records)
@@ -364,12 +311,9 @@ def append_jsonl(path, *records):
 def read_jsonl(path, last_step=math.inf):
     """The records up to a step. A line cut short by a kill, and all after it, are left out."""
     records = []
-    lines = path.read_text().splitlines() if path.exists() else []
-    for line in lines:
-        try:
+    with suppress(json.JSONDecodeError):
+        for line in path.read_text().splitlines() if path.exists() else ():
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return [record for record in records if record["step"] <= last_step]
 
 

@@ -1,10 +1,10 @@
-"""The numbers of a step: rewards over groups, and the line that shows them. Pure functions."""
+"""The numbers of a step and of an evaluation, and the lines that show them. Pure functions."""
 
 import math
 
 import torch
 
-from runtime import format_number, none_for_nan, reward_names, short_name
+from runtime import counted, format_number, reward_names, short_name, without_nan
 
 PARTS = {  # parts of a step's line
     "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "entropy": "entropy {:.4f}", "mean_logprob_gap": "gap {:.0e}",
@@ -19,8 +19,6 @@ ALARMS = {
 
 def reward_metrics(raw_rewards, combined, group_size):
     """For the combined and each raw reward: its mean, the mean spread (std) of a group, and the mean of each group's best.
-
-    The best is what is left to gain by choosing among the pictures of a prompt.
 
     raw_rewards: {name: (N*G,)}, combined: (N*G,), group after group. NaN, a picture to which a reward does not apply,
     is left out; where nothing is left the metric is NaN.
@@ -115,6 +113,33 @@ def kinds_table(*records):
     return lines
 
 
+def best_step(evaluations):
+    """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
+
+    Also words for how much better than at the end, empty if that is within the standard error of the difference.
+    """
+    held_out = all(record["held_out/reward"] is not None for record in evaluations)
+    name, key = ("held-out", "held_out/reward") if held_out else ("training", "reward")
+    judged = [record for record in evaluations if record[key] is not None]
+    if not judged:
+        return 0, ""
+    best = max(judged, key=lambda record: record[key])
+    now = judged[-1]
+    error = math.hypot(*(record.get(error_name(key)) or 0 for record in (best, now)))
+    words = f"on {name} prompts the reward was higher after {counted(best['step'], 'step')}, {with_error(best, key)}, "
+    words += f"than at the end, {with_error(now, key)}"
+    return best["step"], words if best[key] - now[key] > max(error, 0.0005) else ""
+
+
+def summary(prefix, *records):
+    """'reward 0.692 +- 0.031 -> 0.864 +- 0.020, ssim ... (64 images: 16 prompts x 4)', from one record or several."""
+    names = reward_names(records[0], prefix)
+    parts = [f"{short_name(name)} {' -> '.join(with_error(record, name) for record in records)}" for name in names]
+    images = records[0][f"{prefix}images"]
+    prompts = records[0][f"{prefix}prompts"]
+    return f"{', '.join(parts)} ({images} images: {counted(prompts, 'prompt')} x {images // prompts})"
+
+
 def step_metrics(raw_rewards, combined, sequences, paintings):
     """What the rewards of a step's pictures say, of G code `sequences` a prompt and K `paintings` of each.
 
@@ -135,16 +160,12 @@ def group_records(step, prompts, raw_rewards):
 
     prompts: N Prompts. raw_rewards: {name: (N*M,)}, NaN is written as None.
     """
-    per_group = {name: values.view(len(prompts), -1).tolist() for name, values in raw_rewards.items()}
-    return [
-        {
-            "step": step,
-            "line": line,
-            "prompt": prompt,
-            "rewards": {name: [*map(none_for_nan, rows[i])] for name, rows in per_group.items()},
-        }
-        for i, (line, prompt) in enumerate(zip(prompts.lines, prompts.texts, strict=True))
-    ]
+    per_group = {name: without_nan(values.view(len(prompts), -1).tolist()) for name, values in raw_rewards.items()}
+    records = []
+    for i, (line, prompt) in enumerate(zip(prompts.lines, prompts.texts, strict=True)):
+        rewards = {name: rows[i] for name, rows in per_group.items()}
+        records.append({"step": step, "line": line, "prompt": prompt, "rewards": rewards})
+    return records
 
 
 def format_step(step, metrics, settings):
@@ -173,7 +194,5 @@ def why_nothing_was_learned(records):
     if all(record["skipped"] for record in records):
         return "no gradient was finite; take a lower --lr or --decoder-lr"
     draws = "--temperature or --top-p" if "groups_without_spread" in records[0] else "--noise-level"
-    return (
-        "in no group did one picture score higher than another; take a reward that tells pictures of one prompt apart, "
-        f"a higher {draws}, or a larger --group-size"
-    )
+    advice = f"take a reward that tells pictures of one prompt apart, a higher {draws}, or a larger --group-size"
+    return f"in no group did one picture score higher than another; {advice}"

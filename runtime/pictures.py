@@ -20,8 +20,6 @@ CURVES = {
 }  # fmt: skip
 BARS = {"": ("training prompts", "#a8c4e8", "#2060c0"), "held_out/": ("held-out prompts", "#f0b0b4", "#d02030")}
 FRAMES = {1: "#20a040", 0: "#d02030"}  # right and wrong
-
-
 # Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
 CHINESE_FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "DroidSansFallbackFull.ttf", "PingFang.ttc", "msyh.ttc")
 
@@ -116,45 +114,43 @@ def yes_or_no(*records):
 
 def save_curves(path, metrics, evaluations):
     """A panel for each reward, entropy and KL, over the steps. What only judges has evaluations alone, see CURVES."""
-    names = dict.fromkeys(name for record in (*evaluations, *metrics) for name in reward_names(record))
-    watched = ("entropy", "kl", "decoder/kl")
-    names |= dict.fromkeys(name for name in watched if any(record.get(name) is not None for record in metrics))
-    font = ImageFont.load_default(24)  # drawn at twice the size, for smooth lines
-    side = 640
-    height = 400
+    names = [name for record in (*evaluations, *metrics) for name in reward_names(record)]
+    names += [name for name in ("entropy", "kl", "decoder/kl") if points(metrics, name)]
+    names = list(dict.fromkeys(names))
     window = max(5, len(metrics) // 8)  # steps
-    sheet = Image.new("RGB", (min(len(names), 3) * side, -(-len(names) // 3) * height + 100), "white")
+    sheet = Image.new("RGB", (min(len(names), 3) * 640, -(-len(names) // 3) * 400 + 100), "white")
     pen = ImageDraw.Draw(sheet)
     for i, (text, colour) in enumerate(CURVES.values()):
-        pen.text((20 + i % 2 * 340, 10 + i // 2 * 36), text.format(window), colour, font)
+        pen.text((20 + i % 2 * 340, 10 + i // 2 * 36), text.format(window), colour, ImageFont.load_default(24))
     for i, name in enumerate(names):
-        left, top = i % 3 * side + 110, i // 3 * height + 150
-        records = {"step": metrics, "training": evaluations, "held_out": evaluations}
-        curves = {
-            kind: [(record["step"], record[key]) for record in records[kind] if record.get(key) is not None]
-            for kind, key in (("step", name), ("training", name), ("held_out", f"held_out/{name}"))
-        }
-        steps = curves["step"]
+        steps = points(metrics, name)
         means = [(s, fmean(v for _, v in steps[max(0, n - window + 1) : n + 1])) for n, (s, _) in enumerate(steps)]
-        curves = {"step": steps, "mean": means, **curves}
-        values = [value for points in curves.values() for _, value in points] or [0]
-        low, high = min(values), max(max(values), min(values) + 1e-6)
-        last = max([step for points in curves.values() for step, _ in points] or [1])
-        pen.text((left, top - 40), short_name(name.replace("decoder/", "decoder ")), "black", font)
-        pen.line([(left, top), (left, top + 240), (left + 500, top + 240)], "#999999", 2)
-        for value, y in ((high, top), (low, top + 240)):
-            pen.text((left - 10, y), f"{value:.3g}", "#666666", font, anchor="rm")
-        pen.text((left + 500, top + 250), f"step {last}", "#666666", font, anchor="rt")
-        for kind, points in curves.items():
-            colour = CURVES[kind][1]
-            places = [(left + 500 * s / max(last, 1), top + 240 * (high - v) / (high - low)) for s, v in points]
-            if not places:
-                continue
+        judged = [points(evaluations, key) for key in (name, f"held_out/{name}")]
+        draw_panel(pen, i % 3 * 640 + 110, i // 3 * 400 + 150, name, [steps, means, *judged])
+    sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(path)  # for smooth lines
+
+
+def points(records, name):
+    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+
+def draw_panel(pen, left, top, name, curves):
+    """A panel of save_curves, 500x240 pixels. curves: for each of CURVES its points (step, value)."""
+    font = ImageFont.load_default(24)
+    steps, values = zip(*([point for curve in curves for point in curve] or [(1, 0)]), strict=True)
+    low, high = min(values), max(max(values), min(values) + 1e-6)
+    pen.text((left, top - 40), short_name(name.replace("decoder/", "decoder ")), "black", font)
+    pen.line([(left, top), (left, top + 240), (left + 500, top + 240)], "#999999", 2)
+    for value, y in ((high, top), (low, top + 240)):
+        pen.text((left - 10, y), f"{value:.3g}", "#666666", font, anchor="rm")
+    pen.text((left + 500, top + 250), f"step {max(steps)}", "#666666", font, anchor="rt")
+    for (kind, (_, colour)), curve in zip(CURVES.items(), curves, strict=True):
+        places = [(left + 500 * s / max(*steps, 1), top + 240 * (high - v) / (high - low)) for s, v in curve]
+        if places:
             pen.line(places, colour, 3 if kind == "step" else 6, joint="curve")
-            if kind in ("training", "held_out"):
-                for x, y in places:
-                    pen.ellipse((x - 8, y - 8, x + 8, y + 8), fill=colour)
-    sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(path)
+        if kind in ("training", "held_out"):
+            for x, y in places:
+                pen.ellipse((x - 8, y - 8, x + 8, y + 8), fill=colour)
 
 
 def save_kinds(path, *records):
@@ -162,42 +158,46 @@ def save_kinds(path, *records):
 
     records: of evaluation.jsonl, before and after, or one. Where they do not know several kinds nothing is saved.
     """
-    found = {prefix: by_kind(prefix, *records) for prefix in BARS}
-    rows = [(prefix, kind) for prefix, (_, parts) in found.items() if parts for kind in ("", *parts[-1])]  # "": heading
+    names = []
+    rows = []  # (key of BARS, a kind or "" for the heading, the kind's metrics in each record)
+    for prefix in BARS:
+        own, parts = by_kind(prefix, *records)
+        names += own
+        if parts:
+            rows.append((prefix, "", []))
+            rows += [(prefix, kind, [part[kind] for part in parts]) for kind in parts[-1]]
     if not rows:
         return
-    names = list(dict.fromkeys(name for names, _ in found.values() for name in names))
+    names = list(dict.fromkeys(names))
     font = ImageFont.load_default(12)
     sheet = Image.new("RGB", (160 + max(2, len(names)) * 310, 40 + 28 * len(rows)), "white")
     pen = ImageDraw.Draw(sheet)
     words = f"{'pale: before, dark: ' if records[1:] else ''}after {counted(records[-1]['step'], 'step')}"
     pen.text((10, 10), f"{words}; lines: standard error over prompts", "#666666", font)
-    for i, (prefix, kind) in enumerate(rows):
+    for i, (prefix, kind, _) in enumerate(rows):
         title, _, colour = BARS[prefix]
         pen.text((10, 50 + 28 * i), kind or title, "black" if kind else colour, font, anchor="lm")
     for i, name in enumerate(names):
-        measured = []  # for each row the metrics of each record that has this reward
-        for prefix, kind in rows:
-            measured.append([part[kind] for part in found[prefix][1] if kind and part[kind].get(name) is not None])
-            if not kind:
-                pen.text((160 + i * 310, 40 + 28 * len(measured) - 18), short_name(name), "black", font, anchor="lm")
-        draw_bars(pen, 160 + i * 310, name, measured, [BARS[prefix][1:] for prefix, _ in rows])
+        draw_bars(pen, 160 + i * 310, name, rows)
     sheet.save(path)
 
 
-def draw_bars(pen, left, name, measured, colours):
-    """A column of save_kinds, 28 pixels per row. measured: for each row the metrics before and after, or none."""
+def draw_bars(pen, left, name, rows):
+    """The column of a reward in save_kinds, 28 pixels per row."""
     font = ImageFont.load_default(12)
-    pairs = [[(metrics[name], metrics[error_name(name)] or 0) for metrics in row] for row in measured]
-    low = min([0, *(mean - error for row in pairs for mean, error in row)])
-    high = max([1e-6, *(mean + error for row in pairs for mean, error in row)])
+    bars = []  # for each row the reward before and after with its error, if it has one there
+    for *_, parts in rows:
+        bars.append([(part[name], part[error_name(name)] or 0) for part in parts if part.get(name) is not None])
+    low = min([0, *(mean - error for row in bars for mean, error in row)])
+    high = max([1e-6, *(mean + error for row in bars for mean, error in row)])
     x = lambda value: left + 200 * (value - low) / (high - low)
-    for i, row in enumerate(pairs):
+    for i, ((prefix, kind, _), row) in enumerate(zip(rows, bars, strict=True)):
         y = 40 + 28 * i
-        for (mean, error), colour in zip(row, colours[i][-len(row) :]):
+        at, words = (left + 206, " -> ".join(f"{mean:.2f}" for mean, _ in row)) if kind else (left, short_name(name))
+        pen.text((at, y + 10), words, "black", font, anchor="lm")
+        for (mean, error), colour in zip(row, BARS[prefix][-len(row) :]):
             height = 20 // len(row)
             start, end = sorted((x(0), x(mean)))
             pen.rectangle((start, y, end, y + height - 2), colour)
             pen.line((x(mean - error), y + height // 2 - 1, x(mean + error), y + height // 2 - 1), "black", 2)
             y += height
-        pen.text((left + 206, 50 + 28 * i), " -> ".join(f"{mean:.2f}" for mean, _ in row), "black", font, anchor="lm")

