@@ -63,7 +63,8 @@ def generate_with_logprobs(
 
     Args:
         prompts: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is masked.
-        position_ids: N tensors (3, L_i+T) int64, or None: the model makes its own, silently those of text.
+        position_ids: N tensors (3, L_i+T) int64, or None: the model makes its own, as in scoring. A model with 3-D
+            positions that is not given them falls back to text positions, silently.
         allowed_ids: slice(first, end) of the vocabulary, V ids that may be sampled: no end tokens, no unused ids.
         temperature: divides the logits; above 0. top_p: in (0, 1]; 1 keeps every id.
         generators: N torch.Generators on the model's device, so that no group depends on its neighbours. None: torch's.
@@ -348,8 +349,9 @@ class GRPO:
         """5 and 6: move the policy, `iterations` optimiser steps over all groups. Returns the metrics.
 
         A group of equal rewards teaches nothing and is skipped: it counts in the step's mean loss, but not in the
-        metrics, which are means over the others (NaN if there are none). skipped: the share of iterations whose
-        gradient was not finite; grad_norm: of the others, the mean; grad_rms: per parameter, as the optimiser's eps.
+        metrics, which are means over the others (NaN if there are none). skipped: the share of iterations without a
+        step because the gradient was not finite; grad_norm: the mean norm of the others; grad_rms: the same per
+        parameter, to be compared with the optimiser's eps.
         """
         learning = self.with_spread(groups)
         micro_batches = [(group, rows) for group in learning for rows in self.micro_batches(group)]
@@ -501,18 +503,15 @@ class Offload:
 
 # ---- if you copy this file: what works, other losses, and the checks ------------------------------------------------
 
-COPYING = """What works, and what does not (tests/test_zoo.py):
+COPYING = """What works (tests/test_zoo.py); what does not is refused, or warned of, with what to do instead:
 
     models      of transformers: dense, experts, windows, linear attention, learned positions, image codes anywhere in
-                the vocabulary; or your own, see below. No Mamba, RWKV, RecurrentGemma (no past_key_values), nor any
-                with dropout, layerdrop or router jitter
-    adapters    LoRA and its like, or all weights. Not prompt and prefix tuning
-    prompts     of several lengths only where all layers have full attention, by sdpa, and positions are an input
-    ranks       of torch.distributed. Do not wrap the model in DistributedDataParallel: the trainer averages gradients
-                itself. Seed all ranks alike until their adapters are made, which have to be equal
+                the vocabulary; or your own, see below. None without past_key_values: Mamba, RWKV, RecurrentGemma
+    adapters    LoRA and its like, or all weights. One that is trained further is first merged into its base
+    prompts     of several lengths where all layers have full attention, by sdpa, and positions are an input
+    ranks       of torch.distributed, without DistributedDataParallel, seeded alike until their adapters are made
 
-To train an adapter further, first merge it into its base. If you train all weights, make a frozen copy before training
-and call its add_reference(groups) at every step:
+If you train all weights, make a frozen copy before training and call its add_reference(groups) at every step:
 
     reference = GRPO(copy.deepcopy(model).requires_grad_(False), optimizer, settings, allowed_ids)
 
