@@ -227,11 +227,8 @@ def compute_grpo_loss(
     share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), of a token in the mean of the means
     weight = share  # (B, T), of a token in the loss: what other losses change, see COPYING
 
-    def counted(x):  # 0 where masked, before anything is computed: 0 x NaN would be NaN
-        return torch.where(mask > 0, x, 0)
-
-    def average(x):
-        return (x * share).sum()
+    counted = lambda x: torch.where(mask > 0, x, 0)  # before anything is computed: 0 x NaN would be NaN
+    average = lambda x: (x * share).sum()
 
     log_ratio = counted(new_logprobs - old_logprobs)  # (B, T)
     ratio = log_ratio.exp()

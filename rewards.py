@@ -542,22 +542,21 @@ def score(rewards, images, prompts, targets, sources=None, begun=None):
     returned for these pictures, prompt after prompt; None: rewards that are `async def` begin here, with all of them.
     """
     begun = begun or [begin_scoring(rewards, images, prompts, targets, sources)]
-    given = per_picture(images, prompts, targets, sources)
     values = {}
     for name, (function, _) in rewards.items():
         if name not in begun[0]:
-            values[name] = call_reward(name, functools.partial(with_its_arguments, function, *given), *given[:2])
+            call = functools.partial(with_its_arguments, function, images, prompts, targets, sources)
+            values[name] = call_reward(name, call, images, prompts)
     values |= {name: torch.cat([part[name]() for part in begun]) for name in begun[0]}
     return {name: values[name] for name in rewards}
 
 
 def begin_scoring(rewards, images, prompts, targets, sources=None):
     """Starts the rewards that are `async def`: {name: a function that waits for call_reward's answer, (N*M,)}."""
-    given = per_picture(images, prompts, targets, sources)
 
     async def call(function):  # with_its_arguments is in here so that a wrong signature is the reward's error, too
         try:
-            return await with_its_arguments(function, *given)
+            return await with_its_arguments(function, images, prompts, targets, sources)
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and all would wait for ever
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
@@ -565,7 +564,7 @@ def begin_scoring(rewards, images, prompts, targets, sources=None):
     for name, (function, _) in rewards.items():
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__):
             future = asyncio.run_coroutine_threadsafe(call(function), event_loop())
-            begun[name] = functools.partial(call_reward, name, future.result, *given[:2])
+            begun[name] = functools.partial(call_reward, name, future.result, images, prompts)
     return begun
 
 
@@ -578,12 +577,6 @@ def event_loop():
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
-
-
-def per_picture(images, prompts, targets, sources):
-    """The images, and for each of them its prompt, target and source."""
-    times = len(images) // len(prompts)
-    return images, *(each and [x for x in each for _ in range(times)] for each in (prompts, targets, sources))
 
 
 def call_reward(name, call, images, prompts):
@@ -607,18 +600,21 @@ def call_reward(name, call, images, prompts):
     if values.shape != (len(images),):
         raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
     for i in values.isinf().nonzero().flatten().tolist():
-        raise RewardError(f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompts[i]!r})")
+        prompt = prompts[i * len(prompts) // len(images)]
+        raise RewardError(f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompt!r})")
     return values
 
 
 def with_its_arguments(function, images, prompts, targets, sources):
     """Calls a reward with copies, which it may draw on or sort: by name if it has these names, else in this order.
 
-    Only a reward that has a parameter `sources` gets them.
+    It gets the prompt, target and source of each image; sources only if it has a parameter of this name.
     """
     given = {"images": images, "prompts": prompts, "targets": targets, "sources": sources}
     for name, each in given.items():
-        given[name] = each and [x.copy() if isinstance(x, Image.Image) else x for x in each]
+        if each:
+            repeated = [x for x in each for _ in range(len(images) // len(each))]
+            given[name] = [x.copy() if isinstance(x, Image.Image) else x for x in repeated]
     signature = inspect.signature(function)
     taken = {name: given[name] for name in signature.parameters if name in given}
     if not {"images", "prompts", "targets"} <= taken.keys():
