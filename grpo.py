@@ -26,8 +26,7 @@ One training step, in the order of this file:
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
 base with its adapter disabled is the reference. Nothing here depends on GLM-Image: examples/text_model.py trains a text
-model with this file alone. To copy it into an experiment, or for another loss (Dr. GRPO, DAPO, GSPO), read COPYING near
-its end.
+model with this file alone. To copy it, or for another loss (Dr. GRPO, DAPO, GSPO), read COPYING near its end.
 """
 
 import inspect
@@ -35,7 +34,6 @@ import math
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -69,8 +67,7 @@ def generate_with_logprobs(
             positions that is not given them falls back to text positions, silently.
         allowed_ids: slice(first, end) of the vocabulary, V ids that may be sampled: no end tokens, no unused ids.
         temperature: divides the logits; above 0. top_p: in (0, 1]; 1 keeps every id.
-        generators: N torch.Generators on the model's device: a group's samples then do not depend on its neighbours.
-            None: torch's own.
+        generators: N torch.Generators on the model's device, so that no group depends on its neighbours. None: torch's.
         forward: called instead of the model for every token but the first: on a GPU, a captured graph.
 
     Returns, on the CPU:
@@ -110,7 +107,9 @@ def generate_with_logprobs(
             input_ids=ids, attention_mask=attended(start, end) if padded else None, past_key_values=cache,
             position_ids=None if positions is None else positions[..., start:end], use_cache=True, logits_to_keep=1,
         )  # fmt: skip
-        cache = _cache_of(output)
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise ValueError("the model returns no past_key_values: Mamba, RWKV and their like cannot be sampled here")
         sampled.append(_sample_token(output.logits[:, -1], allowed_ids, temperature, top_p, generators))
         ids = sampled[-1][0]
 
@@ -228,11 +227,8 @@ def compute_grpo_loss(
     share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), of a token in the mean of the means
     weight = share  # (B, T), of a token in the loss: what other losses change, see COPYING
 
-    def counted(x):  # 0 where masked, before anything is computed: 0 x NaN would be NaN
-        return torch.where(mask > 0, x, 0)
-
-    def average(x):
-        return (x * share).sum()
+    counted = lambda x: torch.where(mask > 0, x, 0)  # before anything is computed: 0 x NaN would be NaN
+    average = lambda x: (x * share).sum()
 
     log_ratio = counted(new_logprobs - old_logprobs)  # (B, T)
     ratio = log_ratio.exp()
@@ -349,10 +345,10 @@ class GRPO:
     def update(self, groups):
         """5 and 6: move the policy, `iterations` optimiser steps over all groups. Returns the metrics.
 
-        A group whose rewards are all equal has advantage 0, teaches nothing and is skipped: it counts in the step's
-        mean loss, but not in the metrics, which are means over the others (NaN if there are none). skipped: the share
-        of iterations without a step because the gradient was not finite; grad_norm: the mean norm of the others;
-        grad_rms: the same per parameter, to be compared with the optimiser's eps.
+        A group of equal rewards teaches nothing and is skipped: it counts in the step's mean loss, but not in the
+        metrics, which are means over the others (NaN if there are none). skipped: the share of iterations without a
+        step because the gradient was not finite; grad_norm: the mean norm of the others; grad_rms: the same per
+        parameter, to be compared with the optimiser's eps.
         """
         learning = self.with_spread(groups)
         micro_batches = [(group, rows) for group in learning for rows in self.micro_batches(group)]
@@ -383,18 +379,12 @@ class GRPO:
 
     def loss(self, group, rows):
         """5: the mean loss of some samples of a group, and its metrics."""
-        return compute_grpo_loss(
-            self.logprobs(group, rows),
-            group.old_logprobs[rows],
-            group.advantages[rows],
-            None if group.ref_logprobs is None else group.ref_logprobs[rows],
-            None if group.mask is None else group.mask[rows],
-            self.settings.clip_range,
-            self.settings.kl_coef,
-        )
+        known = (group.old_logprobs, group.advantages, group.ref_logprobs, group.mask)
+        known = [None if tensor is None else tensor[rows] for tensor in known]
+        return compute_grpo_loss(self.logprobs(group, rows), *known, self.settings.clip_range, self.settings.kl_coef)
 
     def weight(self, group, rows):
-        """5: how much some samples of a group count in the loss of the step, which is a weighted mean: their number."""
+        """5: how much some samples of a group count in the step's loss, which is a weighted mean: their number."""
         return len(rows)
 
     def total_weight(self, groups):
@@ -433,9 +423,10 @@ class GRPO:
 
     @contextmanager
     def without_adapter(self):
-        """Within it the model is the reference, if nothing but an adapter learns."""
+        """Within it the model is the reference, if nothing but an adapter learns: PEFT freezes what it disables."""
         with getattr(self.model, "disable_adapter", nullcontext)():
-            _refuse_drift(self.model)
+            if any(p.requires_grad for p in self.model.parameters()):
+                raise ValueError("not only an adapter learns: the reference must be a frozen copy, see COPYING below")
             yield
 
     def logprobs(self, group, rows):
@@ -509,18 +500,15 @@ class Offload:
 
 # ---- if you copy this file: what works, other losses, and the checks ------------------------------------------------
 
-COPYING = """What works, and what does not (tests/test_zoo.py):
+COPYING = """What works (tests/test_zoo.py); what does not is refused, or warned of, with what to do instead:
 
     models      of transformers: dense, experts, windows, linear attention, learned positions, image codes anywhere in
-                the vocabulary; or your own, see below. No Mamba, RWKV, RecurrentGemma (no past_key_values), nor any
-                with dropout, layerdrop or router jitter
-    adapters    LoRA and its like, or all weights. Not prompt and prefix tuning
-    prompts     of several lengths only where all layers have full attention, by sdpa, and positions are an input
-    ranks       of torch.distributed. Do not wrap the model in DistributedDataParallel: the trainer averages gradients
-                itself. Seed all ranks alike until their adapters are made, which have to be equal
+                the vocabulary; or your own, see below. None without past_key_values: Mamba, RWKV, RecurrentGemma
+    adapters    LoRA and its like, or all weights. One that is trained further is first merged into its base
+    prompts     of several lengths where all layers have full attention, by sdpa, and positions are an input
+    ranks       of torch.distributed, without DistributedDataParallel, seeded alike until their adapters are made
 
-To train an adapter further, first merge it into its base. If you train all weights, make a frozen copy before training
-and call its add_reference(groups) at every step:
+If you train all weights, make a frozen copy before training and call its add_reference(groups) at every step:
 
     reference = GRPO(copy.deepcopy(model).requires_grad_(False), optimizer, settings, allowed_ids)
 
@@ -591,21 +579,15 @@ def _refuse_padding(model):
     config = getattr(getattr(base, "config", None), "get_text_config", lambda: None)()
     attention = getattr(config, "_attn_implementation", None) or "eager"
     masked = attention not in ("eager", "flex_attention") and "flash" not in attention
-    masked = masked and not getattr(config, "sliding_window", None)
-    masked = masked and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    offsets = [getattr(module, "padding_idx", None) for name, module in base.named_modules() if "position" in name]
+    full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     placed = "position_ids" in inspect.signature(base.forward).parameters
-    if not masked or not placed or any(offset is not None for offset in offsets):  # Roberta adds padding_idx + 1
+    offsets = [getattr(module, "padding_idx", None) for name, module in base.named_modules() if "position" in name]
+    offset = any(padding is not None for padding in offsets)  # Roberta adds padding_idx + 1
+    if offset or not (masked and full and placed) or getattr(config, "sliding_window", None):
         raise ValueError(
             "prompts of several lengths need position_ids, full attention in all layers, and "
             "attn_implementation='sdpa': for this model, sample prompts of one length together"
         )
-
-
-def _cache_of(output):
-    if getattr(output, "past_key_values", None) is None:
-        raise ValueError("the model returns no past_key_values: Mamba, RWKV and their like cannot be sampled here")
-    return output.past_key_values
 
 
 def _check_rewards(rewards, group_size):
@@ -613,8 +595,7 @@ def _check_rewards(rewards, group_size):
         raise ValueError(f"rewards {tuple(rewards.shape)} are no groups of {group_size}: give (N*G,), with G 2 or more")
     if rewards.requires_grad:
         raise ValueError("rewards carry a gradient: give rewards.detach()")
-    if rewards.isinf().any():
-        i = rewards.isinf().nonzero()[0].item()
+    for i in rewards.isinf().nonzero().flatten().tolist():
         raise ValueError(f"the reward of image {i} (prompt {i // group_size}, sample {i % group_size}) is {rewards[i]}")
 
 
@@ -635,12 +616,6 @@ def _check_groups(groups, scored):
         raise ValueError(f"groups of {sizes} samples: give one group or more, all of one size")
     if scored and any(group.advantages is None for group in groups):
         raise ValueError("groups have no advantages yet: set_advantages comes before add_reference and update")
-
-
-def _refuse_drift(model):
-    """ValueError if the model would change although its adapter is disabled. PEFT freezes what it disables."""
-    if any(p.requires_grad for p in model.parameters()):
-        raise ValueError("not only an adapter learns: the reference must be a frozen copy, see COPYING in grpo.py")
 
 
 class Watch:
@@ -685,18 +660,15 @@ class Watch:
 
 def _refuse_noise(model):
     """Hooks that raise ValueError where a module is called that adds noise in train mode; what is not called may."""
+    names = {module: name for name, module in model.named_modules()}
 
-    def refuse(module, _, name, rate):
-        value = getattr(module, rate)
-        if isinstance(value, float) and value > 0:
-            raise ValueError(f"{name}.{rate} is {value}, which is noise: set it to 0 in the config")
+    def refuse(module, _):
+        for rate, value in vars(module).items():  # the rate sits on a Dropout, or on the caller of F.dropout
+            noisy = "drop" in rate or "jitter" in rate or (rate == "p" and "Dropout" in type(module).__name__)
+            if noisy and isinstance(value, float) and value > 0:
+                raise ValueError(f"{names[module]}.{rate} is {value}, which is noise: set it to 0 in the config")
 
-    hooks = []
-    for name, module in model.named_modules():
-        for rate in vars(module):  # the rate sits on a Dropout, or on the caller of F.dropout
-            if "drop" in rate or "jitter" in rate or (rate == "p" and "Dropout" in type(module).__name__):
-                hooks.append(module.register_forward_pre_hook(partial(refuse, name=name, rate=rate)))
-    return hooks
+    return [module.register_forward_pre_hook(refuse) for module in names]
 
 
 def _refuse_unequal_ranks(parameters, model):

@@ -10,9 +10,9 @@ Add yours to REWARDS near the end of this file, or keep it in a file of your own
     python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not from the network
 
 Make a reward `async def` if it waits, as for a judge behind HTTP (examples/my_reward.py). It is then asked about the
-pictures of each prompt as soon as they are painted, while the next are. All such calls share one event loop in a thread
-of its own, so anything that computes belongs in `await asyncio.to_thread(...)`, off the GPU, where the decoder is at
-work, and without torch's random numbers, which could come in any order.
+pictures of each prompt while the next are painted. All such calls share one event loop in a thread of its own, so what
+computes belongs in `await asyncio.to_thread(...)`: off the GPU, where the decoder is at work, and without torch's
+random numbers, which could come in any order.
 
 The order of calls: parse_rewards loads each reward, once. In a step, begin_scoring starts the `async def` ones for each
 prompt; score calls the others for all prompts, then waits. Both go through call_reward, which turns an error into one
@@ -66,9 +66,9 @@ def to_tensor(image, size=None):
 def against_targets(name, measure, images, targets, kind="target"):
     """`measure` of each image and its target, as tensors of the image's size: (N,), NaN where the target is None."""
     if targets is None:
-        flags = {"target": "--targets, or --eval-targets", "source": "--sources, or --eval-sources"}
-        advice = f"give {flags[kind]}, a folder, or a reward that needs none, such as examples/my_reward.py:blueness"
-        raise NoTargets(f"reward '{name}' compares with {kind} pictures: {advice}")
+        advice = f"give --{kind}s, or --eval-{kind}s, a folder, or a reward that needs none"
+        example = "examples/my_reward.py:blueness"
+        raise NoTargets(f"reward '{name}' compares with {kind} pictures: {advice}, such as {example}")
     pairs = zip(images, targets, strict=True)
     return torch.tensor([math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs])
 
@@ -283,13 +283,11 @@ class Vqa:
 
     A question counts sigmoid(odds / 2), where odds are the log-odds of the right answer. Raw log-odds would pay the same
     for making a sure answer surer (+5 to +9) as for correcting a wrong one (-2 to +2); the sigmoid pays .06 and .46. log P
-    has no floor: one question that no picture passes would rule the mean. The odds are halved because P itself is near 0
-    or 1 for most pictures, and groups of equal rewards teach nothing. Soft-TIFA (Kamath et al. 2025) averages P, and asks
-    "How many lemons?" for the probability of the number.
+    has no floor: one question that no picture passes would rule the mean. The odds are halved because P itself, which
+    Soft-TIFA (Kamath et al. 2025) averages, is near 0 or 1 for most pictures, and groups of equal rewards teach nothing.
 
     model: folder or hub id of an AutoModelForImageTextToText with a chat template. questions: see read_questions.
-    SmolVLM only knows English, so Chinese prompts get NaN unless the file has (English) questions for them. Prompts that
-    quote text get the same questions: the reward `text` sees the letters, but not the sign that they are on.
+    SmolVLM only knows English, so Chinese prompts get NaN unless the file has (English) questions for them.
     """
 
     def __init__(self, model, questions=QUESTIONS):
@@ -544,25 +542,21 @@ def score(rewards, images, prompts, targets, sources=None, begun=None):
     returned for these pictures, prompt after prompt; None: rewards that are `async def` begin here, with all of them.
     """
     begun = begun or [begin_scoring(rewards, images, prompts, targets, sources)]
-    given = per_picture(images, prompts, targets, sources)
     values = {}
     for name, (function, _) in rewards.items():
         if name not in begun[0]:
-            values[name] = call_reward(name, functools.partial(with_its_arguments, function, *given), *given[:2])
+            call = functools.partial(with_its_arguments, function, images, prompts, targets, sources)
+            values[name] = call_reward(name, call, images, prompts)
     values |= {name: torch.cat([part[name]() for part in begun]) for name in begun[0]}
     return {name: values[name] for name in rewards}
 
 
 def begin_scoring(rewards, images, prompts, targets, sources=None):
-    """Starts the rewards that are `async def`. Returns {name: a function that waits for the values (N*M,)}.
-
-    Arguments as for `score`. That function raises what call_reward raises.
-    """
-    given = per_picture(images, prompts, targets, sources)
+    """Starts the rewards that are `async def`: {name: a function that waits for call_reward's answer, (N*M,)}."""
 
     async def call(function):  # with_its_arguments is in here so that a wrong signature is the reward's error, too
         try:
-            return await with_its_arguments(function, *given)
+            return await with_its_arguments(function, images, prompts, targets, sources)
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and all would wait for ever
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
@@ -570,7 +564,7 @@ def begin_scoring(rewards, images, prompts, targets, sources=None):
     for name, (function, _) in rewards.items():
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__):
             future = asyncio.run_coroutine_threadsafe(call(function), event_loop())
-            begun[name] = functools.partial(call_reward, name, future.result, *given[:2])
+            begun[name] = functools.partial(call_reward, name, future.result, images, prompts)
     return begun
 
 
@@ -583,12 +577,6 @@ def event_loop():
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
-
-
-def per_picture(images, prompts, targets, sources):
-    """The images, and for each of them its prompt, target and source."""
-    times = len(images) // len(prompts)
-    return images, *(each and [x for x in each for _ in range(times)] for each in (prompts, targets, sources))
 
 
 def call_reward(name, call, images, prompts):
@@ -612,55 +600,53 @@ def call_reward(name, call, images, prompts):
     if values.shape != (len(images),):
         raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
     for i in values.isinf().nonzero().flatten().tolist():
-        raise RewardError(f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompts[i]!r})")
+        prompt = prompts[i * len(prompts) // len(images)]
+        raise RewardError(f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompt!r})")
     return values
 
 
 def with_its_arguments(function, images, prompts, targets, sources):
     """Calls a reward with copies, which it may draw on or sort: by name if it has these names, else in this order.
 
-    Only a reward that has a parameter `sources` gets them.
+    It gets the prompt, target and source of each image; sources only if it has a parameter of this name.
     """
     given = {"images": images, "prompts": prompts, "targets": targets, "sources": sources}
-    given = {
-        name: each and [x.copy() if isinstance(x, Image.Image) else x for x in each] for name, each in given.items()
-    }
+    for name, each in given.items():
+        if each:
+            repeated = [x for x in each for _ in range(len(images) // len(each))]
+            given[name] = [x.copy() if isinstance(x, Image.Image) else x for x in repeated]
     signature = inspect.signature(function)
     taken = {name: given[name] for name in signature.parameters if name in given}
-    if {"images", "prompts", "targets"} <= taken.keys():
-        call = inspect.BoundArguments(signature, taken)
-        return function(*call.args, **call.kwargs)
-    named = {"sources": given["sources"]} if "sources" in taken else {}
-    return function(given["images"], given["prompts"], given["targets"], **named)
+    if not {"images", "prompts", "targets"} <= taken.keys():
+        named = {"sources": given["sources"]} if "sources" in taken else {}
+        return function(given["images"], given["prompts"], given["targets"], **named)
+    call = inspect.BoundArguments(signature, taken)
+    return function(*call.args, **call.kwargs)
 
 
 def weights_of(rewards):
     return {name: weight for name, (_, weight) in rewards.items()}
 
 
-def weighted_sum(raw_rewards, weights, group_size=1):
-    """Several rewards as the one number that is printed; the number that is maximised depends on --combine."""
-    return combine(raw_rewards, weights, group_size, "sum")
-
-
 def combine(raw_rewards, weights, group_size=1, how="sum"):
     """Several rewards as one, (N,) float32: the weighted sum of those that apply, NaN for an image to which none does.
 
     raw_rewards: {name: (N,) float}, NaN where one does not apply; prompt after prompt, `group_size` images each. weights:
-    {name: float}. how: "sum" adds the values as they are, so the reward with the largest spread rules; "zscore" first
-    turns each into its z-score within its group (see compute_advantages), so that the weights alone decide. Where a
-    reward applies to part of a group, a missing value counts as the group's mean: it neither helps nor harms.
+    {name: float} of those that count. how: "sum" adds the values as they are, so the reward with the largest spread
+    rules; "zscore" first turns each into its z-score within its group (see compute_advantages), so that the weights
+    alone decide. Training maximises what --combine names; the sum is what is printed. Where a reward applies to part of
+    a group, a missing value counts as the group's mean: it neither helps nor harms.
 
     Raises ValueError for an unknown `how`, or values that do not form groups.
     """
     if how not in ("sum", "zscore"):
         raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")
-    values = torch.stack(list(raw_rewards.values()))  # (R, N)
+    values = torch.stack([raw_rewards[name] for name in weights])  # (R, N)
     applies = ~values.isnan()
     if how == "zscore":
         values = torch.stack([compute_advantages(row, group_size) for row in values])
     else:
         means = values.view(len(values), -1, group_size).nanmean(-1).repeat_interleave(group_size, dim=1)  # (R, N)
         values = values.where(applies, means).nan_to_num(0)
-    weight = torch.tensor([weights[name] for name in raw_rewards]).unsqueeze(1)  # (R, 1)
+    weight = torch.tensor([*weights.values()]).unsqueeze(1)  # (R, 1)
     return (weight * values).sum(0).where(applies.any(0), math.nan)

@@ -30,7 +30,7 @@ from glm_image.decoder import DecoderGRPO, repeat_for_steps
 from glm_image.model import build, load, meta_models, painting_models
 from glm_image.painting import encode_prompt, paint, read_sources
 from grpo import GRPO, NotFinite, set_advantages
-from rewards import begin_scoring, combine, score, weighted_sum, weights_of
+from rewards import begin_scoring, combine, score, weights_of
 from runtime import UserError, checkpoints, counted, ranks
 from runtime.data import load_data, read_inputs
 from runtime.gpu import place, plan
@@ -217,8 +217,7 @@ def evaluate(run, settings, data, prompts, seed, stop=None):
             return None
     judged = {row: result for part in ranks.gather(judged) for row, result in part.items()}
     raw_rewards = {name: torch.cat([judged[row][0][name] for row in range(count)]) for name in rewards}  # (count*G,)
-    trained = {name: raw_rewards[name] for name in data.rewards}
-    total = weighted_sum(trained, weights_of(data.rewards), settings.sequences)
+    total = combine(raw_rewards, weights_of(data.rewards), settings.sequences)
     metrics = evaluation_metrics(raw_rewards, total, settings.sequences, prompts.kinds)
     shown = []
     for row, (text, source) in enumerate([*prompts.with_sources()][:num_shown]):

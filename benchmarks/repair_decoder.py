@@ -12,6 +12,7 @@ both shape and colour in their place.
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +74,17 @@ def share_as_drawn(images, drawings):
     return sum(found) / len(found)
 
 
+@dataclass
+class Drawn:
+    """In the place of the policy: what it samples is the codes of the step's drawings."""
+
+    model: torch.nn.Module
+    groups: list = ()
+
+    def sample(self, prompts, num_samples, seed):
+        return self.groups
+
+
 def repair(run, settings, training, held_out):
     """Train the decoder; every 25 steps it is judged. Returns the last pictures of the held-out drawings."""
     likeness = rewards.parse_rewards(settings.reward)
@@ -81,13 +93,12 @@ def repair(run, settings, training, held_out):
     for step in range(1, settings.steps + 1):
         rows = torch.randperm(len(training), generator=chosen)[: settings.prompts_per_step].tolist()
         texts, targets, codes = zip(*(training[row] for row in rows), strict=True)
-        groups = [SimpleNamespace(tokens=tokens, old_logprobs=torch.zeros(1)) for tokens in codes]
-        run.policy.sample = lambda *_, groups=groups: groups  # the codes of the drawings, in place of a policy's
+        run.policy.groups = [SimpleNamespace(tokens=tokens, old_logprobs=torch.zeros(1)) for tokens in codes]
         seed = train.seed_of_step(step, settings)
         rolled, metrics = train.grpo_step(run, settings, likeness, Prompts(texts, targets), seed)
         if step % 25 == 0 or step == settings.steps:
             pictures, words = judge(run.pipe, held_out, settings)
-            reward = rewards.weighted_sum(rolled.raw_rewards, rewards.weights_of(likeness)).mean()
+            reward = rewards.combine(rolled.raw_rewards, rewards.weights_of(likeness)).mean()
             seconds = (time.time() - started) / step
             print(f"step {step}: {words}; reward of this step's paths {reward:.4f}, ", end="")
             print(f"norm {metrics['decoder/grad_norm']:.2g}, {seconds:.2f} s a step", flush=True)
@@ -106,7 +117,7 @@ def main():
         parser.error(str(error))
     torch.set_num_threads(1)  # see device in runtime/ranks.py
     pipe, policy, decoder = train.build(load_rounded(options.bits, settings), settings, CPU)
-    run = train.Run(pipe, policy, decoder, Phases(CPU))
+    run = train.Run(pipe, Drawn(policy.model), decoder, Phases(CPU))
     training, held_out = drawings(settings)
     before, words = judge(pipe, held_out, settings)
     print(f"{options.bits} bits, seed {settings.seed}: {words}, {len(held_out)} held-out drawings", flush=True)

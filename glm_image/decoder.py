@@ -21,7 +21,7 @@ are the tokens, each drawn from a Gaussian of its own. So --clip-range and --kl-
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
@@ -154,10 +154,5 @@ class DecoderGRPO(GRPO):
 
 def merge(batches):
     """One DenoisingStep of all K paintings, on the CPU, from those of the batches in which they were painted."""
-    return DenoisingStep(
-        latents=torch.cat([batch.latents for batch in batches]).cpu(),
-        next_latents=torch.cat([batch.next_latents for batch in batches]).cpu(),
-        old_logprobs=torch.cat([batch.old_logprobs for batch in batches]).cpu(),
-        levels=batches[0].levels,
-        calls=batches[0].calls,
-    )
+    names = ("latents", "next_latents", "old_logprobs")
+    return replace(batches[0], **{name: torch.cat([getattr(batch, name) for batch in batches]).cpu() for name in names})

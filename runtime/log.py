@@ -15,7 +15,7 @@ import torch
 from accelerate import PartialState, tracking
 from tqdm import tqdm
 
-from rewards import weighted_sum
+from rewards import combine
 from runtime import UserError, checkpoints, counted, format_number, ranks, without_nan
 from runtime.card import write_card
 from runtime.metrics import (
@@ -158,7 +158,7 @@ class Record:
         sequences = self.settings.sequences
         paintings = self.settings.paintings
         metrics["skipped"] = metrics.get("skipped", 0) + metrics.get("decoder/skipped", 0)
-        total = weighted_sum(rolled.raw_rewards, weights, sequences * paintings)
+        total = combine(rolled.raw_rewards, weights, sequences * paintings)
         metrics |= step_metrics(rolled.raw_rewards, total, sequences, paintings)
         metrics = ranks.mean(metrics | self.phase.read())
         recorded = without_nan(metrics)

@@ -620,6 +620,12 @@ def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
         score_by(lambda images, prompts, targets: values, ["a", "b"])
 
 
+def test_a_picture_without_a_number_is_named_by_its_own_prompt():
+    values = [0, 0, 0, math.inf, 0, 0]
+    with pytest.raises(rewards.RewardError, match=r"is inf for image 3 \(prompt: 'b'\)"):
+        rewards.score({"mine": (lambda *given: values, 1.0)}, noise(6), ["a", "b"], None)
+
+
 @pytest.mark.parametrize("values", [[1, 0], np.array([1.0, 0.0]), torch.tensor([True, False])])
 def test_a_reward_may_return_whatever_becomes_a_tensor(values):
     scored = score_by(lambda images, prompts, targets: values, ["a", "b"])
