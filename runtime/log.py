@@ -311,8 +311,8 @@ def append_jsonl(path, *records):
 def read_jsonl(path, last_step=math.inf):
     """The records up to a step. A line cut short by a kill, and all after it, are left out."""
     records = []
-    with suppress(json.JSONDecodeError):
-        for line in path.read_text().splitlines() if path.exists() else ():
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        for line in path.read_text().splitlines():
             records.append(json.loads(line))
     return [record for record in records if record["step"] <= last_step]
 
