@@ -290,7 +290,7 @@ def test_what_the_base_misreads_is_numbers_relations_and_whose_colour_is_whose()
         captions = rng.choices(make.CAPTIONS[kind], k=2000)
         share[kind] = np.mean([make.misread(caption, rng).scene() == caption.scene() for caption in captions])
     assert share["one"] > 0.9 and share["colours"] > 0.9 and 0.6 < share["two"] < 0.85
-    assert all(0.25 < share[kind] < 0.6 for kind in ("counting", "position", "binding"))
+    assert all(0.15 < share[kind] < 0.5 for kind in ("counting", "position", "binding"))
     edits = [make.random_edit(rng) for _ in range(2000)]
     read = [make.misread_edit(*edit, rng) for edit in edits]
     same = [wish.edited(scene) == asked.edited(seen) for (scene, wish), (seen, asked) in zip(edits, read, strict=True)]
@@ -498,7 +498,7 @@ def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(check, "paint", paint)
     assert check.main() == 0
     captions, held_out, edits, held_out_edits = capsys.readouterr().out.splitlines()[-4:]
-    assert captions.startswith("prompts.txt: 35.7% +- 2.1% of 224 right (one 50%, two 50%, counting 50%, colours 50%, ")
+    assert captions.startswith("prompts.txt: 33.9% +- 2.2% of 224 right (one 50%, two 50%, counting 50%, colours 50%, ")
     assert "position 0%, binding 50%)" in captions and captions.endswith("clean 100.0%")
     assert held_out.startswith("heldout.txt: 37.5% +- 3.2% of 96 right")
     assert edits.startswith("edits.txt: 37.5% +- 3.2% of 96 right (recolour 50%, reshape 50%, remove 50%, add 0%)")
