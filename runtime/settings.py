@@ -24,7 +24,7 @@ RELEASE = "zai-org/GLM-Image"
 TINY_TARGETS = {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
 # Defaults of a run that edits.
 TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-edits.txt"}
-TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "reward": "ssim:1,mse:1", "steps": 16}
+TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "reward": "ssim:1,mse:1"}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
 # A resumed run may change these: its length, what it leaves, and settings that change results by rounding alone.
 MAY_CHANGE = {"micro_batch_size", "sample_batch", "steps", "offload", "compile", "out", "resume", "save_every"}
@@ -103,7 +103,7 @@ def build_parser():
     flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both", halves)
     flag("group_size", number(int, "[2, inf)"), 4, "code sequences per prompt; with --train decoder, paintings of one")
     flag("prompts_per_step", count, (16, 4), "prompts per step, on each GPU")
-    flag("steps", number(int, "[0, inf)"), (24, 200), "training steps; 0 evaluates only")
+    flag("steps", number(int, "[0, inf)"), (16, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
     # GLM-Image: published for training all weights are 1e-6 to 1e-5, and an adapter takes about ten times as much.
     flag("lr", positive, (2e-3, 2e-5), "AdamW's learning rate")
