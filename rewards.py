@@ -66,9 +66,9 @@ def to_tensor(image, size=None):
 def against_targets(name, measure, images, targets, kind="target"):
     """`measure` of each image and its target, as tensors of the image's size: (N,), NaN where the target is None."""
     if targets is None:
-        advice = f"give --{kind}s, or --eval-{kind}s, a folder, or a reward that needs none"
-        example = "examples/my_reward.py:blueness"
-        raise NoTargets(f"reward '{name}' compares with {kind} pictures: {advice}, such as {example}")
+        flags = {"target": "--targets, or --eval-targets", "source": "--sources, or --eval-sources"}
+        advice = f"give {flags[kind]}, a folder, or a reward that needs none, such as examples/my_reward.py:blueness"
+        raise NoTargets(f"reward '{name}' compares with {kind} pictures: {advice}")
     pairs = zip(images, targets, strict=True)
     return torch.tensor([math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs])
 
