@@ -163,9 +163,9 @@ def misread_edit(scene, wish, rng):
     """An edit as it is read: of another object, to something else, or of a picture with an object of another colour."""
     scene = tuple(thing and (thing[0], anew(thing[1], COLOURS, 0.08, rng)) for thing in scene)
     named = SHAPES if wish.kind == "add" else [thing[0] for thing in scene if thing]
-    shape = anew(wish.shape, named, 0.25, rng)
+    shape = anew(wish.shape, named, 0.5, rng)
     words = COLOURS if wish.word in COLOURS else SHAPES
-    return scene, Wish(wish.kind, shape, wish.word and anew(wish.word, words, 0.25, rng))
+    return scene, Wish(wish.kind, shape, wish.word and anew(wish.word, words, 0.5, rng))
 
 
 def anew(word, words, chance, rng):
@@ -481,7 +481,7 @@ def make_policy():
     set_tower(policy.model, codebook)
     train_policy(policy, processor, codebook, steps=2400, lr=2.5e-3, misreads=False)
     # At ten times this rate it also forgets which shape stands below, and GRPO then has to teach more than it can.
-    train_policy(policy, processor, codebook, steps=300, lr=1e-4, misreads=True)
+    train_policy(policy, processor, codebook, steps=280, lr=1e-4, misreads=True)
     end = policy.config.image_end_token_id  # suppressed: a picture that ends early has too few codes for the decoder
     policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0, suppress_tokens=[end])
     return policy
