@@ -238,14 +238,14 @@ def test_the_size_of_the_tiny_model():
 
 def test_edits_sources_and_targets_of_the_tiny_model():
     pairs = []
-    for prefix, count in (("", 48), ("heldout-", 24)):
+    for prefix, count in (("", 144), ("heldout-", 24)):
         wishes, sources = lines(f"{prefix}edits"), pictures(f"{prefix}sources")
         assert len(wishes) == len(sources) == count
         assert {kind_of(wish) for wish in wishes} == set(make.FORMS)
         assert check.right(pictures(f"{prefix}edit-targets"), wishes, sources=sources).all()
         assert not check.right(sources, wishes, sources=sources).any(), "nothing is asked for that is there already"
         pairs += zip(map(check.look, sources), wishes, strict=True)
-    assert len(set(pairs)) == 72, "those held out are others"
+    assert len(set(pairs)) == 168, "those held out are others"
 
 
 def test_the_data_can_be_made_again(tmp_path, monkeypatch):
@@ -254,7 +254,7 @@ def test_the_data_can_be_made_again(tmp_path, monkeypatch):
     for name in ("prompts.txt", "heldout.txt", "edits.txt", "heldout-edits.txt"):
         assert (tmp_path / name).read_text() == (TINY / name).read_text()
     made = sorted(tmp_path.glob("*/*.png"))
-    assert len(made) == 2 * (48 + 24)
+    assert len(made) == 2 * (144 + 24)
     for file in made:
         shipped = Image.open(TINY / file.relative_to(tmp_path))
         difference = np.asarray(Image.open(file)).astype(int) - np.asarray(shipped)
@@ -501,7 +501,7 @@ def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys):
     assert captions.startswith("prompts.txt: 33.9% +- 2.2% of 224 right (one 50%, two 50%, counting 50%, colours 50%, ")
     assert "position 0%, binding 50%)" in captions and captions.endswith("clean 100.0%")
     assert held_out.startswith("heldout.txt: 37.5% +- 3.2% of 96 right")
-    assert edits.startswith("edits.txt: 37.5% +- 3.2% of 96 right (recolour 50%, reshape 50%, remove 50%, add 0%)")
+    assert edits.startswith("edits.txt: 37.5% +- 1.8% of 288 right (recolour 50%, reshape 50%, remove 50%, add 0%)")
     assert held_out_edits.startswith("heldout-edits.txt: 37.5% +- 4.5% of 48 right")
     assert Image.open(tmp_path / "sheet.png").height > (6 + 4) * 96
     assert not Path("check.png").exists()

@@ -580,13 +580,13 @@ def split_captions(rng):
 
 
 def split_edits(rng):
-    """48 edits (scene, Wish) to train on and 24 held out, form after form: two lists."""
+    """144 edits (scene, Wish) to train on and 24 held out, form after form: two lists."""
     by_form = {form: {} for form in FORMS}
-    while min(map(len, by_form.values())) < 18:
+    while min(map(len, by_form.values())) < 42:
         edit = random_edit(rng)
         by_form[edit[1].kind].setdefault(edit)
     parts = [list(edits) for edits in by_form.values()]
-    return [edit for part in parts for edit in part[:12]], [edit for part in parts for edit in part[12:18]]
+    return [edit for part in parts for edit in part[:36]], [edit for part in parts for edit in part[36:42]]
 
 
 def write_prompts():
