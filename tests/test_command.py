@@ -330,7 +330,7 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
 
 def test_defaults_depend_on_the_model():
     tiny, other = tiny_settings(), train.parse_settings(["--model", "zai-org/GLM-Image", "--height", "1280"])
-    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (32, 2e-3, 128, 1.0, 0.95)
+    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (16, 2e-3, 128, 1.0, 0.95)
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
     assert (tiny.eval_every, other.eval_every) == (8, 50), "a choice of adapters"
@@ -361,7 +361,7 @@ def test_settings_of_a_file_are_a_start_and_flags_win(tmp_path, monkeypatch):
     assert (other.lr, other.group_size, other.sequences, other.paintings) == (0.00123, 3, 3, 4)
     Path("settings.json").write_text('{"lr": 0.5, "train": "both", "paintings": 7}')
     few = tiny_settings("--settings", "settings.json", "--lr", "0.25")
-    assert (few.lr, few.paintings, few.steps) == (0.25, 7, 32)
+    assert (few.lr, few.paintings, few.steps) == (0.25, 7, 16)
     for text, words in (("{", "cannot read the settings in"), ("[1]", "cannot read the settings in"),
                         ('{"lr": -1}', "--lr: must be in"), ('{"rate": 1}', "unrecognized arguments: --rate=1")):  # fmt: skip
         Path("settings.json").write_text(text)

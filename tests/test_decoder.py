@@ -28,6 +28,7 @@ from runtime.data import Prompts
 from runtime.settings import TINY
 
 PROMPTS = ["a red circle", "a blue cross"]
+VARIED = ["--temperature", "9", "--top-p", "1"]  # or the sequences of a prompt are all the same
 REWARDS = rewards.parse_rewards("ssim:1,mse:1")
 
 
@@ -287,9 +288,9 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 
 def test_a_path_ends_in_its_own_picture():
     """Of every prompt, code sequence and painting: what is clean in the last latents that were drawn, seen by the VAE."""
-    run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4", "--decode-steps", "6")
+    run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4", "--decode-steps", "40", *VARIED)
     rolled = train.rollout(run, settings, {}, Prompts(PROMPTS), 5)
-    last = torch.cat([step.next_latents for step in rolled.denoising_steps[4::5]])  # (N*G*K, C, H, W)
+    last = torch.cat([step.next_latents for step in rolled.denoising_steps[38::39]])  # (N*G*K, C, H, W)
     vae = run.pipe.vae
     mean, std = (torch.tensor(getattr(vae.config, f"latents_{name}")).view(1, -1, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():

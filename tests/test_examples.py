@@ -388,14 +388,14 @@ def test_pages_in_a_real_browser(voting, port, browser, monkeypatch):
 def test_seven_steps_of_voting_move_the_pictures(tmp_path, monkeypatch, port):
     """Towards what the voter likes: many objects."""
     monkeypatch.chdir(tmp_path)
-    Path("prompts.txt").write_text("two circles\n")
+    Path("prompts.txt").write_text("four triangles\n")
     in_background(lambda: list(votes_when_there(f"http://127.0.0.1:{port}")))
     flags = ["--model", str(TINY), "--prompts", "prompts.txt", "--eval-prompts", "prompts.txt", "--eval-count", "1"]
     flags += ["--reward", f"{ROOT}/examples/vote.py:vote", "--eval-reward", f"{ROOT}/tests/voter.py:many"]
     flags += ["--prompts-per-step", "1", "--group-size", "8", "--steps", "7", "--eval-every", "0", "--out", "run"]
     assert train.main(flags) == 0
     before, after = (record[f"reward/{ROOT}/tests/voter.py:many"] for record in records("run/evaluation.jsonl"))
-    assert before < 0.7 and after > 0.8
+    assert before < 0.9 and after > 0.95
 
 
 def votes_when_there(url):

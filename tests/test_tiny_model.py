@@ -294,7 +294,7 @@ def test_what_the_base_misreads_is_numbers_relations_and_whose_colour_is_whose()
     edits = [make.random_edit(rng) for _ in range(2000)]
     read = [make.misread_edit(*edit, rng) for edit in edits]
     same = [wish.edited(scene) == asked.edited(seen) for (scene, wish), (seen, asked) in zip(edits, read, strict=True)]
-    assert 0.5 < np.mean(same) < 0.75
+    assert 0.3 < np.mean(same) < 0.6
 
 
 def test_prompts_side_by_side_end_alike(pipe):
