@@ -217,6 +217,7 @@ def count_right(pipe, name, folder, options):
     folder: of the pictures that the prompts are to change, or None.
     """
     from runtime.data import read_lines
+    from runtime.pictures import FRAMES
 
     prompts, kinds, _ = read_lines(HERE / f"{name}.txt")
     sources = folder and [Image.open(file) for file in sorted((HERE / folder).iterdir())]
@@ -235,7 +236,7 @@ def count_right(pipe, name, folder, options):
     for kind in by_kind:
         i = kinds.index(kind)
         own = images[i * options.samples :][: min(options.samples, 8)]
-        cells = [(image, "right" if mark else "wrong") for image, mark in zip(own, marks[i])]
+        cells = [(image, "right" if mark else "wrong", FRAMES[mark]) for image, mark in zip(own, marks[i].tolist())]
         rows.append((prompts[i], ([(sources[i], "to edit")] if sources else []) + cells))
     return rows
 
