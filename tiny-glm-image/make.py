@@ -480,7 +480,7 @@ def make_policy():
     policy = build_policy(processor)
     set_tower(policy.model, codebook)
     train_policy(policy, processor, codebook, steps=2400, lr=2.5e-3, misreads=False)
-    # At ten times this rate it also forgets which shape stands below, and GRPO then has to teach more than it can.
+    # At five times this rate it also forgets which shape stands below, and GRPO then has to teach more than it can.
     train_policy(policy, processor, codebook, steps=280, lr=1e-4, misreads=True)
     end = policy.config.image_end_token_id  # suppressed: a picture that ends early has too few codes for the decoder
     policy.generation_config.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0, suppress_tokens=[end])
