@@ -85,8 +85,8 @@ class Drawn:
         return self.groups
 
 
-def repair(run, settings, training, held_out):
-    """Train the decoder; every 25 steps it is judged. Returns the last pictures of the held-out drawings."""
+def repair(run, settings, training, held_out, pictures):
+    """Train the decoder; every 25 steps it is judged. Returns its last pictures, or those before it."""
     likeness = rewards.parse_rewards(settings.reward)
     started = time.time()
     chosen = torch.Generator().manual_seed(settings.seed)
@@ -121,7 +121,7 @@ def main():
     training, held_out = drawings(settings)
     before, words = judge(pipe, held_out, settings)
     print(f"{options.bits} bits, seed {settings.seed}: {words}, {len(held_out)} held-out drawings", flush=True)
-    after = repair(run, settings, training, held_out)
+    after = repair(run, settings, training, held_out, before)
     if options.sheet:
         rows = []
         for i in range(1, len(held_out), max(len(held_out) // 5, 1)):

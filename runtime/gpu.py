@@ -180,7 +180,9 @@ class CapturedForward:
         self.config = base.config
         self.num_new_tokens = num_new_tokens
         self.size = 0
-        self.stream = self.graph = self.logits = self.cache = self.ids = None
+        self.stream = None
+        self.cache = None
+        self.release()
 
     def release(self):
         """Forget the graph, for the weights that it reads have left the GPU, and free the cache."""

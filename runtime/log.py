@@ -135,7 +135,10 @@ class Record:
         self.stop = StopRequest()
         self.half_made = False  # an optimizer has stepped, and the step has not ended: nothing of it is to be saved
         for trainer in self.trainers.values():
-            trainer.optimizer.register_step_post_hook(lambda *_: setattr(self, "half_made", True))
+            trainer.optimizer.register_step_post_hook(self._optimizer_has_stepped)
+
+    def _optimizer_has_stepped(self, *_):
+        self.half_made = True
 
     def write(self, line):
         self.phase.bar.write(line)

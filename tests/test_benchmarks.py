@@ -157,13 +157,13 @@ def test_rewards_of_each_command_are_counted(run, monkeypatch):
     monkeypatch.setattr(memory, "peaks", lambda *case: ({"sample": 2.0, "paint": 3.0, "VAE": 3.0, "reference": 1.0, "update": 4.0,
                                                          "of one token": 4.0, "decoder update": 3.0}, 1.0))  # fmt: skip
     for rewards, score, both in (
-        ("ssim", 0.6, 38.4),
+        ("ssim", 0.6, 38.5),  # 17.8 + 15.1 + 0.57 + 1.0 + 4.0
         ("pickscore:1,clip:1,hps", 4.9, 38.8),
         ("pickscore:1,vqa:1", 7.9, 41.8),
     ):
         *_, row = run(memory, "--sizes", 1024, "--groups", 4, "--micro-batch-sizes", 1, "--rewards", rewards)
         numbers = [float(cell) for cell in row.split()]
-        assert (numbers[5], numbers[10]) == pytest.approx((score, both), abs=0.11)
+        assert (numbers[5], numbers[10]) == pytest.approx((score, both), abs=0.1)
 
 
 # ---- how cheap a painter ---------------------------------------------------------------------------------------------
