@@ -26,7 +26,7 @@ One training step, in the order of this file:
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
 base with its adapter disabled is the reference. Nothing here depends on GLM-Image: examples/text_model.py trains a text
-model with this file alone. To copy it, or for another loss (Dr. GRPO, DAPO, GSPO), read COPYING near its end.
+model with this file alone. To copy it, or for another loss (Dr. GRPO, DAPO, GSPO), read docs/copying.md.
 """
 
 import inspect
@@ -41,10 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers.generation.logits_process import TopPLogitsWarper
 
-MAX_GRAD_NORM = 1.0  # one rare prompt must not undo a run; the norm before clipping is logged
-
-# cuDNN's attention, which torch prefers on recent cards, is left out: on a B200 wrong tokens are reported with fewer
-# than 8 key-value heads (pytorch 193893; GLM-Image has 2), on an H100 gradients that are NaN under a mask (trl 7181).
+# cuDNN's attention is left out: on recent GPUs it is reported to give wrong tokens and NaN (pytorch 193893, trl 7181).
 without_cudnn_attention = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 # ---- 1. sample ------------------------------------------------------------------------------------------------------
@@ -107,9 +104,7 @@ def generate_with_logprobs(
             input_ids=ids, attention_mask=attended(start, end) if padded else None, past_key_values=cache,
             position_ids=None if positions is None else positions[..., start:end], use_cache=True, logits_to_keep=1,
         )  # fmt: skip
-        cache = getattr(output, "past_key_values", None)
-        if cache is None:
-            raise ValueError("the model returns no past_key_values: Mamba, RWKV and their like cannot be sampled here")
+        cache = _cache_of(output)
         sampled.append(_sample_token(output.logits[:, -1], allowed_ids, temperature, top_p, generators))
         ids = sampled[-1][0]
 
@@ -225,7 +220,7 @@ def compute_grpo_loss(
     _check_loss(new_logprobs.shape, advantages, kl_coef, ref_logprobs, old_logprobs=old_logprobs, mask=mask)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
     share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), of a token in the mean of the means
-    weight = share  # (B, T), of a token in the loss: what other losses change, see COPYING
+    weight = share  # (B, T), of a token in the loss: what other losses change, see docs/copying.md
 
     counted = lambda x: torch.where(mask > 0, x, 0)  # before anything is computed: 0 x NaN would be NaN
     average = lambda x: (x * share).sum()
@@ -252,6 +247,8 @@ def compute_grpo_loss(
 
 
 # ---- 6. the trainer -------------------------------------------------------------------------------------------------
+
+MAX_GRAD_NORM = 1.0  # one rare prompt must not undo a run; the norm before clipping is logged
 
 
 @dataclass
@@ -309,7 +306,7 @@ class GRPO:
         self.reference = reference or self.without_adapter
         self.sampling_args = {"allowed_ids": allowed_ids, "temperature": settings.temperature}  # scoring needs them too
         self.steps = 0  # optimiser steps so far
-        self.watch = Watch(model)
+        _check_model(model, self.parameters())
 
     def sample(self, prompts, group_size, seed):
         """1: a group of `group_size` (G) samples for each of N prompts: (prompt_ids (L,), position_ids (3, L+T), T).
@@ -319,7 +316,8 @@ class GRPO:
         """
         self.model.eval()
         prompt_ids, position_ids, lengths = zip(*prompts, strict=True)
-        self.watch.sample(self, lengths)
+        if len(set(lengths)) > 1:
+            raise ValueError(f"sequences sampled together need one length, not {sorted(set(lengths))}")
         generators = [torch.Generator(self.model.device).manual_seed(seed + i) for i in range(len(prompts))]
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model, prompt_ids, lengths[0], num_samples=group_size, top_p=self.settings.top_p,
@@ -333,13 +331,14 @@ class GRPO:
     @torch.no_grad()
     def add_reference(self, groups):
         """4: log-probs under the reference, the same model with the adapter disabled, where the loss needs them."""
-        learning = self.with_spread(groups)
+        _check_groups(groups, scored=True)
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
         with self.reference():
-            for group in learning:
-                group.ref_logprobs = torch.cat([self.logprobs(group, rows) for rows in self.micro_batches(group)])
+            for group in groups:
+                if group.advantages.any():  # else update skips it
+                    group.ref_logprobs = torch.cat([self.logprobs(group, rows) for rows in self.micro_batches(group)])
 
     @without_cudnn_attention  # in the backward pass too: gradient checkpointing computes there what it has not kept
     def update(self, groups):
@@ -350,68 +349,47 @@ class GRPO:
         step because the gradient was not finite; grad_norm: the mean norm of the others; grad_rms: the same per
         parameter, to be compared with the optimiser's eps.
         """
-        learning = self.with_spread(groups)
+        _check_groups(groups, scored=True)
+        learning = [group for group in groups if group.advantages.any()]
         micro_batches = [(group, rows) for group in learning for rows in self.micro_batches(group)]
-        total = self.total_weight(groups)  # samples in the step
-        self.watch.begin(self)
+        weight = lambda group, rows: len(rows)  # of some samples in the step's loss, a weighted mean: their number
+        total = sum(weight(group, rows) for group in groups for rows in self.micro_batches(group))
+        total = _mean_over_ranks(torch.tensor(float(total), device=self.model.device)).item()
+        parameters = self.parameters()
+        unmoved = self.steps == 0 and not self.optimizer.state  # that of a resumed run has a state
         self.model.train()  # enables gradient checkpointing, which is off in eval mode; there is no dropout
         self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
         reports = []  # (weight, metrics) of each micro-batch
-        norms = []  # the gradient's, per iteration
+        norms = []  # the gradient's before clipping, per iteration
         for _ in range(self.settings.iterations):
             for group, rows in micro_batches:
-                loss, metrics = self.loss(group, rows)
-                weight = self.weight(group, rows)  # however groups are cut, the gradients add up to the same
-                (loss * weight / total).backward()
-                reports.append((weight, metrics))
-            norms.append(self.optimizer_step())
+                known = (group.old_logprobs, group.advantages, group.ref_logprobs, group.mask)
+                known = [None if tensor is None else tensor[rows] for tensor in known]
+                new_logprobs = self.logprobs(group, rows)
+                loss, metrics = compute_grpo_loss(new_logprobs, *known, self.settings.clip_range, self.settings.kl_coef)
+                # However groups are cut, the gradients add up to the same.
+                (loss * weight(group, rows) / total).backward()
+                reports.append((weight(group, rows), metrics))
+            if dist.is_initialized():
+                for parameter in parameters:
+                    if parameter.grad is None:  # no group of this rank has spread, but another rank's may have
+                        parameter.grad = torch.zeros_like(parameter)
+                    _mean_over_ranks(parameter.grad)
+            norms.append(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item())
+            # One step on a NaN gradient ruins every weight, and on a gradient of 0 Adam would move on its momentum alone.
+            if 0 < norms[-1] < float("inf"):
+                self.optimizer.step()
+                self.steps += 1
+            self.optimizer.zero_grad()
 
         first = _average(reports[: len(micro_batches)])  # the first iteration alone: later the policy has moved
-        self.watch.end(self, first, norms)
+        _warn_of(first, norms, unmoved and self.optimizer.state)  # plain SGD has none, and so cannot tell
         metrics = _average(reports) | {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
-        metrics |= _gradient_metrics(norms, sum(p.numel() for p in self.parameters()))
+        stepped = [norm for norm in norms if 0 < norm < float("inf")]
+        norm = sum(stepped) / max(len(stepped), 1)
+        metrics |= {"grad_norm": norm, "grad_rms": norm / math.sqrt(max(sum(p.numel() for p in parameters), 1))}
+        metrics |= {"skipped": sum(not norm < float("inf") for norm in norms) / len(norms)}
         return metrics | {"groups_without_spread": 1 - len(learning) / len(groups)}
-
-    def with_spread(self, groups):
-        """The groups that teach something: their rewards differ."""
-        _check_groups(groups, scored=True)
-        return [group for group in groups if group.advantages.any()]
-
-    def loss(self, group, rows):
-        """5: the mean loss of some samples of a group, and its metrics."""
-        known = (group.old_logprobs, group.advantages, group.ref_logprobs, group.mask)
-        known = [None if tensor is None else tensor[rows] for tensor in known]
-        return compute_grpo_loss(self.logprobs(group, rows), *known, self.settings.clip_range, self.settings.kl_coef)
-
-    def weight(self, group, rows):
-        """5: how much some samples of a group count in the step's loss, which is a weighted mean: their number."""
-        return len(rows)
-
-    def total_weight(self, groups):
-        """Over all groups, skipped ones included; averaged over ranks, as the gradients are."""
-        total = sum(self.weight(group, rows) for group in groups for rows in self.micro_batches(group))
-        total = torch.tensor(float(total), device=self.model.device)
-        if dist.is_initialized():
-            dist.all_reduce(total, op=dist.ReduceOp.AVG)
-        return total.item()
-
-    def optimizer_step(self):
-        """6: one step of the optimiser, on the mean gradient of all ranks, clipped. Returns its norm before clipping.
-
-        One step on a NaN gradient ruins every weight, and on a gradient of 0 Adam would move on its momentum alone.
-        """
-        parameters = self.parameters()
-        if dist.is_initialized():
-            for parameter in parameters:
-                if parameter.grad is None:  # no group of this rank has spread, but another rank's may have
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
-        if 0 < norm < float("inf"):
-            self.optimizer.step()
-            self.steps += 1
-        self.optimizer.zero_grad()
-        return norm
 
     def parameters(self):
         """The parameters that are trained."""
@@ -426,7 +404,7 @@ class GRPO:
         """Within it the model is the reference, if nothing but an adapter learns: PEFT freezes what it disables."""
         with getattr(self.model, "disable_adapter", nullcontext)():
             if any(p.requires_grad for p in self.model.parameters()):
-                raise ValueError("not only an adapter learns: the reference must be a frozen copy, see COPYING below")
+                raise ValueError("not only an adapter learns: the reference must be a frozen copy, see docs/copying.md")
             yield
 
     def logprobs(self, group, rows):
@@ -450,12 +428,11 @@ def _average(reports):
     return means | {"max_logprob_gap": max(metrics["max_logprob_gap"] for _, metrics in reports)}
 
 
-def _gradient_metrics(norms, size):
-    """What update says of its gradients; size: how many numbers each has."""
-    stepped = [norm for norm in norms if 0 < norm < float("inf")]
-    norm = sum(stepped) / max(len(stepped), 1)
-    skipped = sum(not norm < float("inf") for norm in norms) / len(norms)
-    return {"grad_norm": norm, "grad_rms": norm / math.sqrt(max(size, 1)), "skipped": skipped}
+def _mean_over_ranks(tensor):
+    """The mean of a tensor over all ranks of torch.distributed, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+    return tensor
 
 
 # ---- one GPU for two models -----------------------------------------------------------------------------------------
@@ -498,61 +475,25 @@ class Offload:
                 weight.data = home.to(self.device, non_blocking=True, copy=True)
 
 
-# ---- if you copy this file: what works, other losses, and the checks ------------------------------------------------
+# ---- checks: misuse is refused with one line, or warned of ----------------------------------------------------------
 
-COPYING = """What works (tests/test_zoo.py); what does not is refused, or warned of, with what to do instead:
 
-    models      of transformers: dense, experts, windows, linear attention, learned positions, image codes anywhere in
-                the vocabulary; or your own, see below. None without past_key_values: Mamba, RWKV, RecurrentGemma
-    adapters    LoRA and its like, or all weights. One that is trained further is first merged into its base
-    prompts     of several lengths where all layers have full attention, by sdpa, and positions are an input
-    ranks       of torch.distributed, without DistributedDataParallel, seeded alike until their adapters are made
+def _warn_of(first, norms, unmoved):
+    """Warns of what the metrics tell to be wrong; Python shows a warning once for each line that calls update.
 
-If you train all weights, make a frozen copy before training and call its add_reference(groups) at every step:
-
-    reference = GRPO(copy.deepcopy(model).requires_grad_(False), optimizer, settings, allowed_ids)
-
-Watch mean_logprob_gap, how far sampling and scoring disagree on fresh samples: 1e-6 in float32, 0.05 in bfloat16. With
-a rope that depends on the length (longrope, dynamic) it is whole nats beyond the original window. On a CPU, call
-torch.set_num_threads(1) for small models. For another loss, edit (in brackets: arXiv):
-
-    Dr. GRPO                 no `/ (std + eps)` in compute_advantages; weight = mask / mask.shape[1] / len(mask)
-    DAPO's token mean        weight = mask / mask.sum().clamp(min=1); in GRPO.weight:
-                             return len(rows) if group.mask is None else group.mask[rows].sum().item()
-    DAPO's two clip ranges   ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range): of 0.2 and 0.28
-    DAPO's dynamic sampling  loop over 1 to 3 with new seeds, up to a limit; the same number of groups on every rank
-    Mask-GRPO's filter       the same where groups have little spread: GenEval .60 -> .73 (2510.13418)
-    GSPO                     ratio = (log_ratio * share * len(mask)).sum(1, keepdim=True).exp()
-                             with clip_range: float = 3e-4 in GRPOSettings, and train.py --clip-range 3e-4
-    old = new.detach()       ratio = (log_ratio - log_ratio.detach()).exp(), where gap is large and iterations is 1
-    STAGE                    advantages (G, T), smaller where a group's codes are alike: GenEval .78 -> .89 (2509.25027)
-    GCPO                     a mask for 30% of the tokens, early, at edges or diverse: better than all (2509.22485)
-
-A model of your own has to take and return this (rest: attention_mask, position_ids, use_cache, logits_to_keep):
-
-    class MyModel(torch.nn.Module):
-        device = torch.device("cpu")  # where its weights are
-
-        def __init__(self):
-            super().__init__()
-            self.embedding = torch.nn.Embedding(50, 32)
-            self.memory = torch.nn.GRU(32, 50, batch_first=True)
-
-        def forward(self, input_ids, past_key_values=None, **rest):  # (B, length): the prompt, then one token per call
-            logits, cache = self.memory(self.embedding(input_ids), past_key_values)
-            return SimpleNamespace(logits=logits, past_key_values=cache)  # (B, length, vocabulary); anything but None
-"""
-
-WARNINGS = {
-    "gap": "sampling and scoring disagree by more than 0.1 nats per token (mean_logprob_gap): the loss is wrong. Look "
-    "at positions, at noise in train mode, at a rope that depends on the length, at a cache that is not used",
-    "kl": "kl is above 0 although nothing has moved: the reference is not the model before training. An adapter must "
-    "change nothing at first: merge one that is trained further into its base; PiSSA and OLoRA have no reference here",
-    "gradient": "rewards differ, but the gradient is exactly 0: does the optimizer hold the weights of the active "
-    "adapter? Or are the samples of a group alike, all tokens masked or clipped, top_p too low to leave a choice?",
-    "skipped": "the gradient is NaN or infinite: no step was taken. Look at old_logprobs, advantages and rewards for "
-    "the same, and at the learning rate of the steps before",
-}
+    first: metrics of the first iteration. norms: of the gradient, per iteration. unmoved: this was the very first update.
+    """
+    signs = []
+    if first["mean_logprob_gap"] > 0.1:
+        signs.append("mean_logprob_gap is above 0.1 nats: sampling and scoring disagree, so the loss is wrong")
+    if unmoved and first["kl"] > 0.01:
+        signs.append("kl is above 0 although nothing has moved: the reference is not the model before training")
+    if norms[0] == 0 and not math.isnan(first["loss"]):  # NaN: no rewards differ
+        signs.append("rewards differ, but the gradient is exactly 0: does the optimizer hold the active adapter?")
+    if not all(norm < float("inf") for norm in norms):
+        signs.append("the gradient is NaN or infinite: no step was taken")
+    for sign in signs:
+        warnings.warn(f"{sign}; causes are in docs/copying.md", stacklevel=4)  # where update is called
 
 
 class NotFinite(ValueError):
@@ -560,10 +501,8 @@ class NotFinite(ValueError):
 
 
 def _check_sampling(prompts, allowed_ids, temperature, top_p, generators):
-    for ids in prompts:
-        if not torch.is_tensor(ids) or ids.ndim != 1 or len(ids) == 0:
-            given = f"a tensor {tuple(ids.shape)}" if torch.is_tensor(ids) else f"a {type(ids).__name__}"
-            raise ValueError(f"a prompt is {given}: give a tensor (L,) of ids, with L 1 or more")
+    if any(not torch.is_tensor(ids) or ids.ndim != 1 or len(ids) == 0 for ids in prompts):
+        raise ValueError("a prompt is a tensor (L,) of ids, with L 1 or more")
     first = allowed_ids.start if isinstance(allowed_ids, slice) else None
     if not isinstance(first, int) or first < 0 or allowed_ids.step not in (None, 1):
         raise ValueError(f"allowed_ids is {allowed_ids}: give slice(first, end), with first 0 or more")
@@ -588,6 +527,12 @@ def _refuse_padding(model):
             "prompts of several lengths need position_ids, full attention in all layers, and "
             "attn_implementation='sdpa': for this model, sample prompts of one length together"
         )
+
+
+def _cache_of(output):
+    if getattr(output, "past_key_values", None) is None:
+        raise ValueError("the model returns no past_key_values: Mamba, RWKV and their like cannot be sampled here")
+    return output.past_key_values
 
 
 def _check_rewards(rewards, group_size):
@@ -618,65 +563,20 @@ def _check_groups(groups, scored):
         raise ValueError("groups have no advantages yet: set_advantages comes before add_reference and update")
 
 
-class Watch:
-    """Refuses models whose sampling and scoring, or whose ranks, would differ; gives each of WARNINGS once."""
-
-    def __init__(self, model):
-        self.sampled_at = 0  # trainer.steps at the last sampling
-        self.hooks = []
-        self.left = WARNINGS.copy()
-        if isinstance(getattr(model, "module", None), torch.nn.Module) and "Parallel" in type(model).__name__:
-            raise ValueError("the model is wrapped: give model.module, for the trainer averages gradients itself")
-        if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
-            raise ValueError("prompt and prefix tuning put virtual tokens before each sampled one: take LoRA instead")
-
-    def sample(self, trainer, lengths):
-        self.sampled_at = trainer.steps
-        if len(set(lengths)) > 1:
-            raise ValueError(f"sequences sampled together need one length, not {sorted(set(lengths))}")
-
-    def begin(self, trainer):
-        """Before an update."""
-        self.fresh = trainer.steps == self.sampled_at
-        self.unmoved = trainer.steps == 0 and not trainer.optimizer.state  # a resumed run has a state
-        if trainer.steps == 0:
-            self.hooks += _refuse_noise(trainer.model)
-            _refuse_unequal_ranks(trainer.parameters(), trainer.model)
-
-    def end(self, trainer, first, norms):
-        """After it. first: the metrics of its first iteration. norms: of its gradients."""
-        while self.hooks:
-            self.hooks.pop().remove()
-        signs = {
-            "gap": self.fresh and first["mean_logprob_gap"] > 0.1,
-            # An optimiser that keeps no state, such as plain SGD, does not tell whether the run was resumed.
-            "kl": self.unmoved and trainer.optimizer.state and first["kl"] > 0.01,
-            "gradient": norms[0] == 0 and not math.isnan(first["loss"]),  # NaN: no rewards differ
-            "skipped": not all(norm < float("inf") for norm in norms),
-        }
-        for name in [name for name, seen in signs.items() if seen and name in self.left]:
-            warnings.warn(self.left.pop(name), stacklevel=4)  # where update is called
-
-
-def _refuse_noise(model):
-    """Hooks that raise ValueError where a module is called that adds noise in train mode; what is not called may."""
-    names = {module: name for name, module in model.named_modules()}
-
-    def refuse(module, _):
+def _check_model(model, parameters):
+    """ValueError for a model whose sampling and scoring would differ, or on all ranks, if they would train another."""
+    if isinstance(getattr(model, "module", None), torch.nn.Module) and "Parallel" in type(model).__name__:
+        raise ValueError("the model is wrapped: give model.module, for the trainer averages gradients itself")
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        raise ValueError("prompt and prefix tuning put virtual tokens before each sampled one: take LoRA instead")
+    for name, module in model.named_modules():
         for rate, value in vars(module).items():  # the rate sits on a Dropout, or on the caller of F.dropout
             noisy = "drop" in rate or "jitter" in rate or (rate == "p" and "Dropout" in type(module).__name__)
             if noisy and isinstance(value, float) and value > 0:
-                raise ValueError(f"{names[module]}.{rate} is {value}, which is noise: set it to 0 in the config")
-
-    return [module.register_forward_pre_hook(refuse) for module in names]
-
-
-def _refuse_unequal_ranks(parameters, model):
-    """ValueError on all ranks, if what they train is not the same. The sums of its bytes are exact in any order."""
-    if not dist.is_initialized():
-        return
-    sums = [p.detach().flatten().view(torch.uint8).sum().item() for p in parameters]
-    extremes = torch.tensor([sums, [-number for number in sums]], device=model.device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    if extremes.sum(0).any():  # the largest and the smallest differ
-        raise ValueError("the ranks begin with different adapters: seed them alike until the adapter is made")
+                raise ValueError(f"{name}.{rate} is {value}, noise in train mode: set it to 0 in the config")
+    if dist.is_initialized() and model.device.type != "meta":
+        sums = [p.detach().flatten().view(torch.uint8).sum().item() for p in parameters]  # exact in any order
+        extremes = torch.tensor([sums, [-number for number in sums]], device=model.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        if extremes.sum(0).any():  # the largest and the smallest differ
+            raise ValueError("the ranks begin with different adapters: seed them alike until the adapter is made")

@@ -413,28 +413,15 @@ def answer_ids(tokenizer, word):
 
 
 def read_questions(path):
-    """{prompt: {question: 1, foil: -1}} from a file with one line like QUESTIONS_FORM per prompt; foils are optional.
-
-    Prompts are stripped: a space at the end costs none its questions. Raises ValueError for a line of another form.
-    """
+    """{prompt: {question: 1, foil: -1}} from a file with one line like QUESTIONS_FORM per prompt; foils are optional."""
     found = {}
-    with open(path, "rb") as lines:  # bytes, so that a line that is not UTF-8 is one of another form
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                prompt, signs = _signed(**json.loads(line))
-            except (TypeError, ValueError):
-                raise ValueError(f"line {number} of {path} is not of the form {QUESTIONS_FORM}") from None
-            found.setdefault(prompt, {}).update(signs)
+    for line in filter(None, Path(path).read_text(encoding="utf-8").split("\n")):
+        row = json.loads(line)
+        if not all(isinstance(row.get(key, []), list) for key in ("questions", "foils")):
+            raise ValueError(f"a line of {path} is not of the form {QUESTIONS_FORM}: {line[:100]}")
+        signs = dict.fromkeys(row["questions"], 1) | dict.fromkeys(row.get("foils", []), -1)
+        found.setdefault(row["prompt"].strip(), {}).update(signs)
     return found
-
-
-def _signed(prompt, questions, foils=()):
-    lists = isinstance(questions, list) and isinstance(foils, list | tuple)
-    if not lists or not all(isinstance(text, str) for text in (prompt, *questions, *foils)):
-        raise TypeError
-    return prompt.strip(), dict.fromkeys(questions, 1) | dict.fromkeys(foils, -1)
 
 
 # ---- from the command line to one number per picture ---------------------------------------------------------------
@@ -606,22 +593,14 @@ def call_reward(name, call, images, prompts):
 
 
 def with_its_arguments(function, images, prompts, targets, sources):
-    """Calls a reward with copies, which it may draw on or sort: by name if it has these names, else in this order.
+    """Calls a reward with copies, which it may draw on or sort: the prompt, target and source of each image.
 
-    It gets the prompt, target and source of each image; sources only if it has a parameter of this name.
+    It gets sources only if it has a parameter of this name.
     """
-    given = {"images": images, "prompts": prompts, "targets": targets, "sources": sources}
-    for name, each in given.items():
-        if each:
-            repeated = [x for x in each for _ in range(len(images) // len(each))]
-            given[name] = [x.copy() if isinstance(x, Image.Image) else x for x in repeated]
-    signature = inspect.signature(function)
-    taken = {name: given[name] for name in signature.parameters if name in given}
-    if not {"images", "prompts", "targets"} <= taken.keys():
-        named = {"sources": given["sources"]} if "sources" in taken else {}
-        return function(given["images"], given["prompts"], given["targets"], **named)
-    call = inspect.BoundArguments(signature, taken)
-    return function(*call.args, **call.kwargs)
+    copied = lambda x: x.copy() if isinstance(x, Image.Image) else x
+    of_each = lambda given: given and [copied(x) for x in given for _ in range(len(images) // len(given))]
+    named = {"sources": of_each(sources)} if "sources" in inspect.signature(function).parameters else {}
+    return function(of_each(images), of_each(prompts), of_each(targets), **named)
 
 
 def weights_of(rewards):

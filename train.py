@@ -15,7 +15,6 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -37,7 +36,6 @@ from runtime.gpu import place, plan
 from runtime.log import Phases, Record
 from runtime.metrics import evaluation_metrics
 from runtime.rescue import failing_together, rescued, resume_command
-from runtime.reward_memory import own_memory
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
 SHOWN = 3  # in before-after.png: pictures per prompt; prompts of one kind
@@ -99,13 +97,9 @@ def rollout(run, settings, rewards, prompts, seed):
     rewards: {name: (function, weight)}. prompts: Prompts. seed: fixes all draws. run.phase(name, *models) measures what
     is within it, and first brings the models to the GPU if they take turns there.
     """
-    groups = []  # N
-    with run.phase("sample", run.policy.model):  # 1. sample G code sequences per prompt
-        for rows in torch.arange(len(prompts)).split(settings.sample_batch or len(prompts)):
-            some = prompts.take(rows.tolist())
-            with failing_together(some.texts):
-                encoded = [encode(run, settings, text, source) for text, source in some.with_sources()]
-                groups += run.policy.sample(encoded, settings.sequences, seed + rows[0].item())
+    with run.phase("sample", run.policy.model), failing_together(prompts.texts):
+        encoded = [encode(run, settings, text, source) for text, source in prompts.with_sources()]
+        groups = run.policy.sample(encoded, settings.sequences, seed)  # 1. N groups of G code sequences
 
     images = []
     denoising_steps = []
@@ -248,13 +242,9 @@ def train(settings):
     device = ranks.device()
     with claim_folder(settings) as out:
         prompts, held_out, hashes = read_inputs(settings)
-        given = settings.micro_batch_size
         turns = plan(memory.needed, meta_models, settings, device)  # before anything is downloaded
         print_start(settings, out, device, len(prompts), len(held_out))
         data = load_data(settings, prompts, held_out)
-        if device.type == "cuda" and (own := own_memory(data.rewards | data.judges)):  # which only now is known
-            settings.micro_batch_size = given
-            turns = plan(partial(memory.needed, own=own), meta_models, settings, device)
         run, begun = load_run(settings, data, device, turns)
         ranks.wait()
         with closing(run.phase), rescued(Record(out, settings, hashes, run.phase, run.trainers, begun)) as record:

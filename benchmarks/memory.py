@@ -4,9 +4,9 @@
 
 Runs models of the released sizes over tensors that have a shape but no content, and adds up what is alive. Reference
 and update are the trainer's own passes; of sampling, painting and the decoder's update only what makes the peak is
-repeated here. Exact for the tensors: a GPU adds the workspace of cuDNN, which is counted for the VAE (see vae_memory), its
+repeated here. Exact for the tensors: a GPU adds the workspace of cuDNN, which is counted for the VAE (see vae_workspace), its
 own context (about half a gigabyte) and what its allocator leaves unused between them. What rewards need is that of
-runtime/reward_memory.py. benchmarks/glm_image.py measures the same on a GPU.
+runtime/reward_memory.py.
 """
 
 import argparse
@@ -51,11 +51,9 @@ of all it is the same. Decoder update: with --train decoder or both, its turn on
 # ---- the released sizes ---------------------------------------------------------------------------------------------
 
 
-def pipeline(tiny, device):
-    """The tiny pipeline, or one of the released sizes with random bfloat16 weights and the tiny one's other parts."""
+def pipeline():
+    """One of the released sizes, without data, and with the tiny pipeline's tokenizers and scheduler."""
     pipe = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
-    if tiny:
-        return pipe
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
     # The vision tower is cut down to a layer: it is left behind before anything runs.
     config = transformers.GlmImageConfig(text_config={"rope_parameters": rope}, vision_config={"depth": 1})
@@ -67,23 +65,16 @@ def pipeline(tiny, device):
     latents = {"latent_channels": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
     latents |= {"use_quant_conv": False, "use_post_quant_conv": False}
 
-    home = "meta" if device.type == "meta" else "cpu"
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):  # made on the GPU, where that takes seconds, and put away one by one
-        policy = transformers.GlmImageForConditionalGeneration(config).to(home)  # 8.9 B parameters
+    with META:
+        policy = transformers.GlmImageForConditionalGeneration(config)  # 8.9 B parameters
         # 6.9 B; the defaults of the class, 64 heads of 40, would be a model of 2.9 B.
-        decoder = GlmImageTransformer2DModel(num_layers=30, num_attention_heads=32, attention_head_dim=128).to(home)
-        text_encoder = transformers.T5EncoderModel(byt5).to(home)  # 0.2 B
-        vae = AutoencoderKL(**blocks, **latents).to(home)
+        decoder = GlmImageTransformer2DModel(num_layers=30, num_attention_heads=32, attention_head_dim=128)
+        text_encoder = transformers.T5EncoderModel(byt5)  # 0.2 B
+        vae = AutoencoderKL(**blocks, **latents)
     torch.set_default_dtype(torch.float32)
     made = {"vision_language_encoder": policy, "transformer": decoder, "text_encoder": text_encoder, "vae": vae}
     return GlmImagePipeline(**pipe.components | {name: module.eval() for name, module in made.items()})
-
-
-def meta_models(settings, device):
-    """The policy and the models that paint, in the released sizes, without data."""
-    pipe, policy, _ = build_trainers(pipeline(False, META), settings, META)
-    return [policy.model, *painting_models(pipe)]
 
 
 # ---- peaks ----------------------------------------------------------------------------------------------------------
@@ -138,7 +129,7 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
 def build(base="bfloat16"):
     """What learns of the released sizes, set up as train.py does it for a GPU: codes, with what paints, and decoder."""
     settings = parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both", "--base", base])
-    pipe, codes, decoder = build_trainers(pipeline(False, META), settings, META)
+    pipe, codes, decoder = build_trainers(pipeline(), settings, META)
     for model in (codes.model, *painting_models(pipe)):
         model.to(META)
     # As a whole run's, beside what GRPO itself is told.

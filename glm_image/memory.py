@@ -7,15 +7,15 @@ GAPS = 2.5e9  # bytes: the card's context and its kernels, Adam's moments, what 
 CAST = 0.5e9  # an int8 layer's weights, cast to the 16 bits in which they are multiplied
 
 
-def needed(models, settings, own=0):
+def needed(models, settings):
     """Bytes of the GPU if all models stay on it, of the GPU if they take turns, and then of the host, to keep them.
 
-    models: the policy, then the models that paint; with or without data. own: bytes of the user's own reward models.
+    models: the policy, then the models that paint; with or without data.
     """
     tensors = [[*model.parameters(), *model.buffers()] for model in models]
     trained = sum(tensor.nbytes for each in tensors for tensor in each if tensor.requires_grad)
     policy, *painting = (sum(tensor.nbytes for tensor in each if not tensor.requires_grad) for each in tensors)
-    all_stay, sampling, painted, scoring = working_memory(settings, own)
+    all_stay, sampling, painted, scoring = working_memory(settings)
     turn = max(policy + sampling, sum(painting) + painted, scoring) + trained
     return policy + sum(painting) + trained + all_stay, turn, policy + sum(painting)
 
@@ -29,10 +29,10 @@ def vae_workspace(pixels):
     return 2e3 * pixels if 512 * pixels < 2**31 else 0
 
 
-def working_memory(settings, own=0):
+def working_memory(settings):
     """Bytes to leave beside the weights: if all models stay on the GPU, in the policy's, the painting, the scoring turn."""
     pixels = settings.height * settings.width
-    rows = (settings.sample_batch or settings.prompts_per_step) * settings.group_size  # sampled side by side
+    rows = settings.prompts_per_step * settings.group_size  # sampled side by side
     size = min(settings.micro_batch_size, largest_micro_batch(settings))
     tokens = 320 + pixels // 32**2  # prompt, preview and picture
     if settings.sources:
@@ -48,7 +48,7 @@ def working_memory(settings, own=0):
         passes = 2 if settings.guidance_scale > 1 else 1
         painting = max(painting, 0.37e6 * pixels // 16**2 * size * passes + cast)
     pictures = settings.prompts_per_step * max(settings.sequences * settings.paintings, settings.group_size)
-    scoring = max(own, *(scoring_memory(spec, pictures) for spec in (settings.reward, settings.eval_reward)))
+    scoring = max(scoring_memory(spec, pictures) for spec in (settings.reward, settings.eval_reward))
     sampling = cache + max(nucleus, reading)
     together = max(sampling, cache + max(update, painting, scoring))
     return [work + GAPS for work in (together, max(sampling, update), painting, scoring)]

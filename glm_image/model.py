@@ -1,7 +1,6 @@
 """GLM-Image: its weights from files, and what of them learns."""
 
 from dataclasses import fields
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -11,7 +10,6 @@ from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_s
 from glm_image.decoder import DecoderGRPO
 from glm_image.painting import encode_prompt
 from grpo import GRPO, GRPOSettings
-from runtime import UserError
 from runtime.adapters import adamw, add_adapter, has_adapter
 from runtime.data import readable_loading
 from runtime.gpu import CapturedForward
@@ -37,8 +35,6 @@ def load(settings, device, **modules):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if settings.sources and Path(settings.model).resolve() == Path(TINY):
         dtype = torch.float32  # in bfloat16 its vision tower reads a third of the codes wrong
-    if version("diffusers").startswith(("0.40.", "0.41.")):
-        raise UserError("diffusers 0.40 and 0.41 paint GLM-Image wrong (they drop its timesteps): take 0.42.1 or later")
     with readable_loading(settings.model):
         return GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True, **modules)
 
@@ -69,7 +65,6 @@ def build(pipe, settings, device, home=None):
     language_model.model.visual = language_model.model.vqmodel = None  # they read sources, see read_sources
     pipe = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
     pipe.set_progress_bar_config(disable=True)
-    keep_rope_tables(pipe.transformer)
     keep_one_source(pipe.transformer)
     if settings.base == "int8":  # embeddings, head, norms, VAE and text encoder stay as they are
         round_linears(language_model.model.language_model.layers, home)
@@ -115,20 +110,7 @@ def algorithm(settings):
     return GRPOSettings(**{field.name: getattr(settings, field.name) for field in fields(GRPOSettings)})
 
 
-# ---- two hooks on the decoder ---------------------------------------------------------------------------------------
-
-
-def keep_rope_tables(transformer):
-    """The decoder makes the tables of its positions on the CPU, in every pass, and would copy them in every block."""
-    tables = {}
-
-    def hook(rope, inputs, computed):
-        key = inputs[0].shape[2:], inputs[0].device
-        if key not in tables:
-            tables[key] = [table.to(inputs[0].device) for table in computed]
-        return tables[key]
-
-    transformer.rope.register_forward_hook(hook)
+# ---- a hook on the decoder ------------------------------------------------------------------------------------------
 
 
 def keep_one_source(transformer):

@@ -90,11 +90,6 @@ def paint(pipe, prompt, tokens, settings, seed, source=None):
     shape = 1, pipe.transformer.config.in_channels, settings.height // scale, settings.width // scale
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed + NOISE_SEED))
 
-    def end_guidance(pipe, step, *_):
-        if step + 1 == settings.guidance_steps:
-            pipe._guidance_scale = 1.0  # which the pipeline reads anew in every denoising step
-        return {}
-
     images = []
     for batch in prior.split(settings.micro_batch_size):
         images += pipe(
@@ -102,6 +97,5 @@ def paint(pipe, prompt, tokens, settings, seed, source=None):
             **{name: [value] * len(batch) for name, value in edited.items()},
             latents=noise.expand(len(batch), -1, -1, -1), height=settings.height, width=settings.width,
             num_inference_steps=settings.decode_steps, guidance_scale=settings.guidance_scale,
-            callback_on_step_end=end_guidance,
         ).images  # fmt: skip
     return images

@@ -8,13 +8,12 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image, ImageOps
 from transformers.utils import cached_file
 
 from rewards import RewardError, parse_rewards, score
-from runtime import UserError, checkpoints, counted, readable, short_name
+from runtime import UserError, checkpoints, readable, short_name
 from runtime.adapters import adapter_file
 from runtime.log import check_tracker
 from runtime.settings import TINY
@@ -22,7 +21,6 @@ from runtime.settings import TINY
 LONGEST_PROMPT = 4096  # characters: all prompts of a step take as much memory and time as its longest
 KIND = re.compile(r"# *kind: *(\S.*)")  # a line that names the kind of the prompts below it
 ENDINGS = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-DEPTHS = {"F": 1, "I": 65535, "I;16": 65535, "I;16B": 65535, "I;16L": 65535}  # white, in Pillow's modes beyond 8 bits
 
 
 @dataclass
@@ -127,17 +125,13 @@ def read_pictures(folder, kind, fit):
         counts = f"{len(files)} pictures for {len(fit)} prompts"
         raise UserError(f"{folder} has {counts}; give one per prompt, by line ({names})")
     pictures = []
-    transparent = 0
     for file, to_size in zip(files, fit, strict=True):
         try:
             with Image.open(file) as opened:
-                image, was_transparent = as_shown(opened)
+                image = as_shown(opened)
         except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
             raise UserError(f"the {kind} picture {file} cannot be read: {error}") from None
         pictures.append(to_size(image))
-        transparent += was_transparent
-    if transparent:
-        print(f"{folder}: {counted(transparent, 'picture')} with transparency, put on white")
     return pictures
 
 
@@ -146,18 +140,11 @@ def listed(names, most=4):
 
 
 def as_shown(image):
-    """A picture as every viewer shows it, in RGB: upright, with 8 bits, on white; and whether white shows through."""
-    image = ImageOps.exif_transpose(image)
-    if image.mode in DEPTHS:  # which Pillow would clip at 255
-        values = np.asarray(image) / DEPTHS[image.mode] * 255
-        if values.min() < 0 or values.max() > 255:
-            raise ValueError(f"its values are not all in 0 to {DEPTHS[image.mode]}; save it with 8 bits")
-        image = Image.fromarray(values.round().astype(np.uint8))
-    if not image.has_transparency_data:
-        return image.convert("RGB"), False
-    image = image.convert("RGBA")
-    transparent = image.getchannel("A").getextrema()[0] < 255
-    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB"), transparent
+    """A picture as every viewer shows it, in RGB: upright, and on white where it is transparent."""
+    if image.mode[0] in "IF":  # Pillow would clip what is above 255
+        raise ValueError("it has more than 8 bits per colour: save it with 8")
+    image = ImageOps.exif_transpose(image).convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
 def fitted(image, pixels):

@@ -1,6 +1,5 @@
 """What a GPU needs: whether policy and decoder have to take turns on it, and the step of one token as a CUDA graph."""
 
-import functools
 import gc
 import math
 import os
@@ -23,10 +22,6 @@ from runtime.settings import changed
 
 LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # files of a control group
 PROCESS = 4e9  # bytes of host memory for all but the weights: CUDA's libraries, the compiler, pictures
-SMALLER = [  # what to try where a run does not fit
-    {"micro_batch_size": "auto"}, {"base": "int8"}, {"train": "codes"}, {"base": "int8", "train": "codes"},
-    {"height": 512, "width": 512}, {"base": "int8", "height": 512, "width": 512},
-]  # fmt: skip
 
 
 # ---- what fits ------------------------------------------------------------------------------------------------------
@@ -40,7 +35,7 @@ def plan(needed, meta_models, settings, device):
 
     Prints both, with the reason; all ranks decide alike. This comes before anything is downloaded, so it works by sizes:
     meta_models: (settings, device) -> the policy and the models that paint, without data. needed: (models, settings) ->
-    bytes, see glm_image/memory.py. Raises UserError where nothing fits; it names flags that would, if there are any.
+    bytes, see glm_image/memory.py. Raises UserError where nothing fits.
     """
     if device.type != "cuda":
         return None
@@ -48,12 +43,12 @@ def plan(needed, meta_models, settings, device):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"{name} has no bfloat16: take a GPU of the Ampere series or newer")
     free, host = free_memory(device)
-    models = functools.cache(lambda base: meta_models(changed(settings, base=base), device))
+    models = meta_models(settings, device)
 
-    def bytes_for(settings, size):
-        return needed(models(settings.base), changed(settings, micro_batch_size=size))
+    def bytes_for(size):
+        return needed(models, changed(settings, micro_batch_size=size))
 
-    def choose(settings):
+    def choose():
         """(whether to take turns, size of micro-batches), or None. Prefers to stay, then large micro-batches."""
         sizes = [settings.micro_batch_size]
         if sizes == ["auto"]:
@@ -63,25 +58,22 @@ def plan(needed, meta_models, settings, device):
         limit = math.inf if "auto" not in (settings.micro_batch_size, settings.offload) else free
         for turns in {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]:
             for size in sizes:
-                together, turn, weights = bytes_for(settings, size)
+                together, turn, weights = bytes_for(size)
                 held = weights if settings.base == "int8" else 0  # no file has these, so they can only be in memory
                 if (turn <= limit and held <= host) if turns else together <= limit:
                     return turns, size
         return None
 
-    chosen = choose(settings)
+    chosen = choose()
     turns, size = chosen or (True, 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size)
-    together, turn, weights = bytes_for(settings, size)
+    together, turn, weights = bytes_for(size)
     reason = (
         f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy, decoder and rewards need "
         f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {weights / 1e9:.1f} of page-locked host "
         f"memory; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
     )
     if chosen is None:
-        free_choice = {"micro_batch_size": "auto", "offload": "auto"}
-        fitting = (flags for flags in SMALLER if choose(changed(settings, **{**free_choice, **flags})))
-        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in next(fitting, {}).items())
-        raise UserError(f"too little memory: {reason}; {f'{words} would fit' if words else 'nothing smaller fits'}")
+        raise UserError(f"too little memory: {reason}; docs/memory.md has the flags for each card")
     settings.micro_batch_size = size
     pinned = weights <= host and "microsoft" not in platform.release().lower()  # WSL2 can lock 1 to 4 GB only
     words = "take turns" + ("" if pinned else ", more slowly: so much cannot be page-locked") if turns else "both stay"

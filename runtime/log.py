@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import uuid
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -27,7 +26,7 @@ from runtime.metrics import (
     summary,
     why_nothing_was_learned,
 )
-from runtime.pictures import save_before_after, save_curves, save_grid, save_kinds
+from runtime.pictures import save_before_after, save_curves, save_grid
 
 MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 ROW = 8  # pictures in a row of group-*.png
@@ -131,7 +130,7 @@ class Record:
                 (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
                 for name, records in kept.items():
                     write_jsonl(out / f"{name}.jsonl", records)
-            self.tracker = start_tracker(settings, out, done)
+            self.tracker = start_tracker(settings, out)
         self.stop = StopRequest()
         self.half_made = False  # an optimizer has stepped, and the step has not ended: nothing of it is to be saved
         for trainer in self.trainers.values():
@@ -229,7 +228,6 @@ class Record:
                         image.save(folder / f"{i + 1}-{j + 1}.png")
                 append_jsonl(self.out / "evaluation.jsonl", record)
                 self.curves()
-                save_kinds(self.out / "kinds.png", *records)
 
     def curves(self):
         save_curves(self.out / "reward.png", read_jsonl(self.out / "metrics.jsonl"), self.evaluations)
@@ -276,28 +274,19 @@ class Record:
             self.tracker.finish()
 
 
-def start_tracker(settings, out, done):
-    """One of accelerate's trackers, or None. It gets the settings, and knows a resumed run as the same run."""
-    kind = settings.tracker
-    if kind == "none":
+def start_tracker(settings, out):
+    """One of accelerate's trackers, which gets the settings, or None. A resumed run is a further run of the same name."""
+    if settings.tracker == "none":
         return None
     PartialState()
-    path = out / "tracker-id"
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:8])
-    name = f"{out.resolve().parent.name}-{out.name}-{path.read_text()}"
-    places = {
-        "tensorboard": {"logging_dir": out, "purge_step": done + 1},  # removes later steps, which a kill has left
-        "wandb": {"id": path.read_text(), "name": name, "resume": "allow", "dir": out},
-        "trackio": {"name": name, "resume": "allow"},
-    }
-    project = "tensorboard" if kind == "tensorboard" else "grpo-glm-image"
-    tracker = tracking.LOGGER_TYPE_TO_CLASS[kind](project, **places[kind])
+    place = (
+        {"logging_dir": out}
+        if settings.tracker == "tensorboard"
+        else {"name": f"{out.resolve().parent.name}-{out.name}"}
+    )
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[settings.tracker]("grpo-glm-image", **place)
     tracker.start()
-    if kind == "tensorboard":  # its store_init_configuration would add another run at every start
-        tracker.log({"settings": json.dumps(vars(settings), indent=2)}, step=done)
-    else:
-        tracker.store_init_configuration(vars(settings))
+    tracker.store_init_configuration(vars(settings))
     return tracker
 
 

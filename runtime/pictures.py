@@ -10,7 +10,6 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
 from runtime import counted, format_number, reward_names, short_name
-from runtime.metrics import by_kind, error_name
 
 GAP = 24  # pixels
 
@@ -18,7 +17,6 @@ CURVES = {
     "step": ("mean of a step", "#cccccc"), "mean": ("its mean over {} steps", "#666666"),
     "training": ("evaluation: training prompts", "#2060c0"), "held_out": ("evaluation: held-out prompts", "#d02030"),
 }  # fmt: skip
-BARS = {"": ("training prompts", "#a8c4e8", "#2060c0"), "held_out/": ("held-out prompts", "#f0b0b4", "#d02030")}
 FRAMES = {1: "#20a040", 0: "#d02030"}  # right and wrong
 # Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
 CHINESE_FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "DroidSansFallbackFull.ttf", "PingFang.ttc", "msyh.ttc")
@@ -151,53 +149,3 @@ def draw_panel(pen, left, top, name, curves):
         if kind in ("training", "held_out"):
             for x, y in places:
                 pen.ellipse((x - 8, y - 8, x + 8, y + 8), fill=colour)
-
-
-def save_kinds(path, *records):
-    """Bars for each kind of prompt: the mean of each reward with its standard error, pale before training, dark after.
-
-    records: of evaluation.jsonl, before and after, or one. Where they do not know several kinds nothing is saved.
-    """
-    names = []
-    rows = []  # (key of BARS, a kind or "" for the heading, the kind's metrics in each record)
-    for prefix in BARS:
-        own, parts = by_kind(prefix, *records)
-        names += own
-        if parts:
-            rows.append((prefix, "", []))
-            rows += [(prefix, kind, [part[kind] for part in parts]) for kind in parts[-1]]
-    if not rows:
-        return
-    names = list(dict.fromkeys(names))
-    font = ImageFont.load_default(12)
-    sheet = Image.new("RGB", (160 + max(2, len(names)) * 310, 40 + 28 * len(rows)), "white")
-    pen = ImageDraw.Draw(sheet)
-    words = f"{'pale: before, dark: ' if records[1:] else ''}after {counted(records[-1]['step'], 'step')}"
-    pen.text((10, 10), f"{words}; lines: standard error over prompts", "#666666", font)
-    for i, (prefix, kind, _) in enumerate(rows):
-        title, _, colour = BARS[prefix]
-        pen.text((10, 50 + 28 * i), kind or title, "black" if kind else colour, font, anchor="lm")
-    for i, name in enumerate(names):
-        draw_bars(pen, 160 + i * 310, name, rows)
-    sheet.save(path)
-
-
-def draw_bars(pen, left, name, rows):
-    """The column of a reward in save_kinds, 28 pixels per row."""
-    font = ImageFont.load_default(12)
-    bars = []  # for each row the reward before and after with its error, if it has one there
-    for *_, parts in rows:
-        bars.append([(part[name], part[error_name(name)] or 0) for part in parts if part.get(name) is not None])
-    low = min([0, *(mean - error for row in bars for mean, error in row)])
-    high = max([1e-6, *(mean + error for row in bars for mean, error in row)])
-    x = lambda value: left + 200 * (value - low) / (high - low)
-    for i, ((prefix, kind, _), row) in enumerate(zip(rows, bars, strict=True)):
-        y = 40 + 28 * i
-        at, words = (left + 206, " -> ".join(f"{mean:.2f}" for mean, _ in row)) if kind else (left, short_name(name))
-        pen.text((at, y + 10), words, "black", font, anchor="lm")
-        for (mean, error), colour in zip(row, BARS[prefix][-len(row) :]):
-            height = 20 // len(row)
-            start, end = sorted((x(0), x(mean)))
-            pen.rectangle((start, y, end, y + height - 2), colour)
-            pen.line((x(mean - error), y + height // 2 - 1, x(mean + error), y + height // 2 - 1), "black", 2)
-            y += height

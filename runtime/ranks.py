@@ -1,12 +1,9 @@
 """Several GPUs: torchrun starts one process (a rank) for each, with prompts of its own, and ends all if one fails."""
 
-import json
 import math
 import os
 import sys
-import time
 from datetime import timedelta
-from pathlib import Path
 
 import diffusers
 import torch
@@ -62,15 +59,8 @@ def leave():
 
 
 def print_error(message):
-    """The one line that a user reads. With torchrun it also stands in the report that torchrun ends with."""
-    if count() == 1:
-        print("error:", message, file=sys.stderr)
-    else:  # on a line of its own: another rank's progress bar may stand on this one
-        print(f"\nerror: rank {rank()}: {message}", file=sys.stderr)
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if file and not str(message).startswith("stopped because"):  # torchrun names one rank, the first to report
-            report = {"py_callstack": str(message), "timestamp": str(int(time.time()))}  # that is what torchrun prints
-            Path(file).write_text(json.dumps({"message": {"message": str(message), "extraInfo": report}}))
+    """The one line that a user reads. With several ranks it starts a line: another's progress bar may stand on this one."""
+    print("error:" if count() == 1 else f"\nerror: rank {rank()}:", message, file=sys.stderr)
 
 
 def rank():

@@ -59,8 +59,8 @@ def rescued(record):
     except torch.OutOfMemoryError:
         record.save_whole_step()
         raise UserError(
-            f"out of GPU memory in the phase '{record.phase.name}'; {hint}, also with --offload yes, a lower "
-            "--micro-batch-size or --sample-batch; start anew with a lower --height and --width, or --group-size"
+            f"out of GPU memory in the phase '{record.phase.name}'; {hint}, also with --offload yes or a lower "
+            "--micro-batch-size; start anew with a lower --prompts-per-step or --group-size"
         ) from None
     except Exception:  # not an error that the user can fix: the traceback is shown
         record.save_whole_step()

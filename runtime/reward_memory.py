@@ -1,11 +1,7 @@
-"""How much of the GPU rewards need: the built-in ones before anything is downloaded, your own once they are loaded."""
+"""How much of the GPU the built-in rewards need, before anything is downloaded."""
 
-import inspect
 import math
-from contextlib import suppress
 from pathlib import Path
-
-import torch
 
 from rewards import AT_ONCE, split_spec
 
@@ -22,7 +18,7 @@ def scoring_memory(spec, pictures):
     """Bytes of the GPU that the rewards of a spec need while they score so many pictures together, one after another.
 
     They leave it when they have scored, see lend_gpu. Weights in a folder of the user's count as large as its files; a
-    reward in a file of the user's counts 0: see modules_of.
+    reward in a file of the user's counts 0.
     """
     needed = [0]
     for source, _ in split_spec(spec):
@@ -31,27 +27,3 @@ def scoring_memory(spec, pictures):
         files = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) if folder else 0
         needed.append((files or weights) + work * min(pictures, most))
     return max(needed)
-
-
-def own_memory(rewards):
-    """Bytes of the most that a reward of the user's own, loaded by now, holds in models beside the GPU; says so.
-
-    rewards: {name: (function, weight)}. What is on the GPU already is not counted: it is no longer free.
-    """
-    needed = [0]
-    for name, (function, _) in rewards.items():
-        if ".py:" in name:
-            models = [parameter for module in modules_of(function) for parameter in module.parameters()]
-            needed.append(sum(parameter.nbytes for parameter in models if not parameter.is_cuda))
-            print(f"{name}: as far as can be seen, its models take {needed[-1] / 1e9:.1f} GB while it scores")
-    return max(needed)
-
-
-def modules_of(function):
-    """The torch modules that a reward holds, where they can be seen: what its code names, its attributes, and theirs."""
-    held = [function, *getattr(function, "__dict__", {}).values()]
-    with suppress(TypeError):  # not written in Python
-        names = inspect.getclosurevars(function if inspect.isroutine(function) else type(function).__call__)
-        held += [*names.nonlocals.values(), *names.globals.values()]
-    held += [value for each in held for value in getattr(each, "__dict__", {}).values()]
-    return list({id(each): each for each in held if isinstance(each, torch.nn.Module)}.values())

@@ -1,13 +1,10 @@
 """The command line: every setting with its default, going on with a run, and what a start prints."""
 
 import argparse
-import difflib
-import json
 import math
 import os
 import shlex
 import shutil
-import sys
 import textwrap
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
@@ -16,7 +13,7 @@ from pathlib import Path
 import torch
 
 from rewards import REWARDS, split_spec
-from runtime import UserError, checkpoints, ranks, readable
+from runtime import UserError, checkpoints, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "tiny-glm-image")
@@ -27,8 +24,7 @@ TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-e
 TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "reward": "ssim:1,mse:1"}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
 # A resumed run may change these: its length, what it leaves, and settings that change results by rounding alone.
-MAY_CHANGE = {"micro_batch_size", "sample_batch", "steps", "offload", "compile", "out", "resume", "save_every"}
-MAY_CHANGE |= {"eval_every", "tracker"}
+MAY_CHANGE = {"micro_batch_size", "offload", "compile", "steps", "save_every", "eval_every", "tracker", "out", "resume"}
 
 ABOUT = """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop.
 
@@ -38,13 +34,8 @@ ABOUT = """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        """One line, as for any error that the user can fix; for an unknown flag, also one that may have been meant."""
-        meant = []
-        if message.startswith("unrecognized arguments: --"):
-            flag = message.split()[2].partition("=")[0].replace("_", "-")
-            known = self._option_string_actions
-            meant = [name for name in known if name.startswith(flag)] or difflib.get_close_matches(flag, known)
-        raise UserError(message.removeprefix("argument ") + (f"; did you mean {meant[0]}?" if meant else ""))
+        """One line, as for any error that the user can fix."""
+        raise UserError(message.removeprefix("argument "))
 
 
 def number(kind, interval, *words):
@@ -86,7 +77,6 @@ def build_parser():
 
     group = parser.add_argument_group("model and data")
     flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
-    flag("settings", str, None, "file of settings to start from, such as a run's settings.json; other flags win")
     flag("adapter", str, None, "start from the adapters of the run in this folder; with --steps 0 only evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt per line")
     flag("order", str, "shuffled", "of the prompts: shuffled each epoch, or as in the file", ("shuffled", "file"))
@@ -128,7 +118,6 @@ def build_parser():
     # has to be above 1: the unguided half drops the codes, so guidance makes the decoder follow the policy.
     flag("decode_steps", count, (6, 12), "denoising steps of the decoder")
     flag("guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance; above 1 doubles its cost")
-    flag("guidance_steps", count, None, "in training, guide only so many denoising steps, the first (default: all)")
 
     group = parser.add_argument_group("evaluation, before and after")
     flag("eval_prompts", str, (f"{TINY}/heldout.txt", f"{ROOT}/prompts/heldout.txt"),
@@ -147,7 +136,6 @@ def build_parser():
     flag("base", str, "bfloat16", "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory", bases)
     flag("micro_batch_size", number(int, "[1, inf)", "auto"), "auto",
          "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU up to 8, as fit")  # fmt: skip
-    flag("sample_batch", count, None, "prompts sampled at a time; bounds memory (default: all of a step)")
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
     flag("compile", str, "auto", "compile sampling; auto: on a GPU, where it is a CUDA graph either way", switch)
 
@@ -168,9 +156,6 @@ def parse_settings(arguments=None):
     """
     parser, by_model = build_parser()
     settings = parser.parse_args(arguments)
-    if settings.settings is not None:
-        arguments = [*flags_in(settings.settings), *(sys.argv[1:] if arguments is None else arguments)]
-        settings = parser.parse_args(arguments)
     if settings.resume is not None:
         settings = resumed_settings(parser, arguments, settings)
     else:
@@ -196,23 +181,8 @@ def deployed(settings):
     """The settings of an evaluation: it samples and paints as deployed, each code sequence once."""
     return changed(
         settings, decode_steps=settings.eval_decode_steps, guidance_scale=settings.eval_guidance_scale,
-        guidance_steps=None, sequences=settings.group_size, paintings=1,
+        sequences=settings.group_size, paintings=1,
     )  # fmt: skip
-
-
-def decoder_passes(settings):
-    """For a picture: one in each denoising step, and where that is guided another, without the codes."""
-    guided = settings.guidance_steps or settings.decode_steps
-    return settings.decode_steps + guided * (settings.guidance_scale > 1)
-
-
-def flags_in(file):
-    """The settings in a file as flags, checked like any; not a run's folder, nor settings that follow from others."""
-    with readable(f"read the settings in {file}"):
-        saved = json.loads(Path(file).read_text())
-        dropped = {"out", "resume", "settings", "sequences", "" if saved.get("train") == "both" else "paintings"}
-        kept = {name: value for name, value in saved.items() if value is not None and name not in dropped}
-        return [f"--{name.replace('_', '-')}={value}" for name, value in kept.items()]
 
 
 def complete(settings, by_model):
@@ -228,8 +198,6 @@ def complete(settings, by_model):
     fill_in(settings, {name: for_tiny if tiny else release for name, (for_tiny, release) in by_model.items()})
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")
-    if settings.guidance_steps and (settings.guidance_scale == 1 or settings.guidance_steps > settings.decode_steps):
-        raise UserError("--guidance-steps must be at most --decode-steps, with a --guidance-scale above 1")
     if settings.height % 32 or settings.width % 32:
         raise UserError(f"--height and --width must be multiples of 32, got {settings.height} and {settings.width}")
     pixels = settings.height * settings.width
@@ -353,6 +321,6 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     painted = settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings
     work = {"a step": (painted, settings), "an evaluation": (judged * settings.group_size, deployed(settings))}
     for what, (pictures, painter) in work.items():
-        passes = decoder_passes(painter)
+        passes = painter.decode_steps * (2 if painter.guidance_scale > 1 else 1)  # guided: with and without the codes
         print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each")
     print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {out}", flush=True)

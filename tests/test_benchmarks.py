@@ -1,19 +1,16 @@
 """The benchmarks run, and what they print follows from what they measure."""
 
 import importlib
-import json
 import re
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
 import make
 import pytest
 import torch
-from conftest import CODES, CPU, ROOT, build_run, shorten, tiny_settings, write_prompts
+from conftest import tiny_settings
 
-import train
-from benchmarks import glm_image, memory, painters, repair_decoder
+from benchmarks import memory, repair_decoder
 
 
 @pytest.fixture
@@ -26,78 +23,6 @@ def run(monkeypatch, capsys):
         return capsys.readouterr().out.splitlines()
 
     return run
-
-
-# ---- a step, by phase -----------------------------------------------------------------------------------------------
-
-
-def test_the_command_finds_the_package_and_not_itself(tmp_path):
-    """`python benchmarks/glm_image.py` searches its own folder first, where `glm_image` is this very file."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "glm_image.py"), "--tiny", "--json", "nowhere/report.json"]
-    told = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
-    assert told.returncode == 2 and "there is no folder nowhere" in told.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("forward", ["captured", "model"])
-def test_step_by_phase(run, tmp_path, monkeypatch, forward):
-    """Every phase is timed, the plain recipe too; with the fixed cache, whose size follows the case, as without."""
-    shorten(monkeypatch.setattr)
-    if forward == "captured":
-        monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
-    file = tmp_path / "report.json"
-    flags = [
-        "--tiny",
-        *(["--capture-only"] if forward == "model" else ["--compile", "yes"]),
-        "--sizes",
-        32,
-        "--groups",
-        3,
-        2,
-    ]
-    flags += ["--steps", 1, "--decode-steps", 1, "--prompts-per-step", 2, "--base", "int8", "--json", file]
-    lines = run(glm_image, *flags)
-    report = json.loads(file.read_text())
-    assert report["settings"]["decode_steps"] == 1 and report["settings"]["base"] == "int8"
-    assert f"floor_ms_per_token: {report['floor_ms_per_token']}" in lines
-
-    assert [(case["size"], case["group_size"]) for case in report["cases"]] == [(32, 2), (32, 3)]
-    case = report["cases"][1]
-    assert all(case[f"seconds/{phase}"] > 0 for phase in ("sample", "paint", "score", "reference", "update"))
-    assert case["max_logprob_gap"] < 1e-3, "NaN: no group had a spread"
-    ours = case["seconds/sample"] + case["seconds/paint"]
-    plain = case["plain/seconds/sample"] + case["plain/seconds/paint"]
-    assert case["plain_over_ours"] == pytest.approx(2 * plain / ours)  # groups
-    assert case["tokens_per_second"] == pytest.approx(6 * CODES / case["seconds/sample"])
-    floor = 1e-3 * report["floor_ms_per_token"] * CODES
-    assert case["times_the_floor"] == pytest.approx(case["seconds/sample"] / floor)
-    assert case["first_step_seconds"] > ours
-
-
-def test_plain_recipe(monkeypatch):
-    """It writes every picture at the positions that encode_prompt computes, and paints a group in one go."""
-    settings, painted = tiny_settings("--height", "32", "--width", "64", "--group-size", "6"), []
-    run = build_run(settings, memory.pipeline(True, CPU))
-    ids, positions, _ = train.encode(run, settings, glm_image.PROMPTS[0])
-    shorten(monkeypatch.setattr)
-    look = lambda pipe, prompt, tokens, given, seed: painted.append((tokens.shape, given.micro_batch_size))
-    monkeypatch.setattr(glm_image, "paint", look)
-    timings = glm_image.measure_plain(run, settings)
-    assert painted == [((1, CODES), 4), ((6, CODES), 6)] and timings["seconds/sample"] > 0  # the first warms up
-
-    cached = run.policy.model.get_base_model().model._cached_decode_position_ids  # (6, 3, T + 1), with the end token's
-    assert (cached[:, :, :-1] == positions[:, len(ids) :]).all()
-
-
-@pytest.mark.parametrize("arguments, reason", [
-    ([], "the full size needs a CUDA GPU"),
-    (["--tiny", "--sizes", 33], "33"),
-    (["--tiny", "--json", "nowhere/report.json"], "no folder nowhere"),
-    (["--tiny", "--sampler", "fast"], "--sampler"),
-])  # fmt: skip
-def test_bad_flags(run, capsys, arguments, reason):
-    with pytest.raises(SystemExit) as exit:
-        run(glm_image, *arguments)
-    assert exit.value.code == 2 and reason in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -164,58 +89,6 @@ def test_rewards_of_each_command_are_counted(run, monkeypatch):
         *_, row = run(memory, "--sizes", 1024, "--groups", 4, "--micro-batch-sizes", 1, "--rewards", rewards)
         numbers = [float(cell) for cell in row.split()]
         assert (numbers[5], numbers[10]) == pytest.approx((score, both), abs=0.1)
-
-
-# ---- how cheap a painter ---------------------------------------------------------------------------------------------
-
-
-def test_painters(run, monkeypatch, tmp_path):
-    """The deployed painter agrees with itself; all cheaper ones are there, the fastest that agrees is named."""
-    shorten(monkeypatch.setattr)
-    flags = [
-        "--model",
-        train.__file__.replace("train.py", "tiny-glm-image"),
-        "--height",
-        32,
-        "--width",
-        32,
-        "--count",
-        2,
-    ]
-    flags += ["--eval-decode-steps", 3, "--eval-guidance-scale", 3, "--eval-reward", "none", "--temperature", 4]
-    flags += ["--painted-steps", 2, "--reward", "ssim", "--threshold", -1]
-    write_prompts(tmp_path)
-    flags += ["--prompts", tmp_path / "prompts.txt", "--targets", tmp_path / "targets"]
-    names, deployed, *others, advice = run(painters, *flags)[-6:]
-    assert names.split()[:4] == ["seconds", "passes", "pixels", "off"] and "ssim corr" in names
-    assert deployed.split()[1:7] == ["6", "0.0000", "1.000", "1.000", "1.000", "1.000"]
-    seconds = [float(row.split()[0]) for row in others]
-    assert seconds == sorted(seconds)
-    told = {row.partition("--")[2]: row.split()[1:3] for row in others}
-    assert {flags: row[0] for flags, row in told.items()} == {
-        "decode-steps 2 --guidance-scale 3": "4",
-        "decode-steps 2 --guidance-scale 3 --guidance-steps 1": "3",
-        "decode-steps 2 --guidance-scale 1": "2",
-    }
-    assert all(float(off) > 0 for _, off in told.values()) and advice.endswith(others[0].partition("--")[2])
-    rows = [(5.0, 6, 0, {"all": (1.0, 1.0)}, "--a"), (1.0, 2, 0.1, {"all": (0.8, 0.9)}, "--b"), (3.0, 4, 0.1, {"all": (0.96, 1.0)}, "--c"),
-            (2.0, 4, 0.1, {"all": (0.97, 1.0)}, "--d")]  # fmt: skip
-    *order, advice = painters.report(rows, 0.95).splitlines()[1:]
-    assert [row.split()[-1] for row in order] == ["--a", "--d", "--c", "--b"], (
-        "who agrees comes first, the fastest first"
-    )
-    assert advice == "the fastest at 0.95 or above: --d"
-    assert painters.report(rows, 0.98).endswith("none of them reaches 0.98")
-
-
-def test_agreement_is_of_advantages_and_ranks():
-    expected = torch.tensor([1.0, 2, 3, 1, 2, 3])
-    assert painters.correlations(2 * expected, expected, 3) == pytest.approx((1, 1))
-    assert painters.correlations(-expected, expected, 3) == pytest.approx((-1, -1))
-    found = torch.tensor([1.0, 2, 30, 1, 20, 3])
-    ranks = (1 + 0.5) / 2  # the second group's last two have changed places
-    assert painters.correlations(found, expected, 3)[1] == pytest.approx(ranks)
-    assert painters.correlations(torch.tensor([1.0, 1, 1, 1, 2, 3]), expected, 3)[1] == 1, "ties say nothing"
 
 
 # ---- against TRL ----------------------------------------------------------------------------------------------------

@@ -276,27 +276,8 @@ def test_prompts_sampled_a_few_at_a_time_are_as_if_sampled_side_by_side(quick, m
         rollout(batches[-1])
 
 
-def test_tensorboard_gets_numbers_and_pictures_of_one_run_however_often_resumed(quick):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    assert quick("--steps", "2", "--out", "run", "--tracker", "tensorboard") == 0
-    shutil.rmtree("run/checkpoints/000002")  # as if the second step had been killed before it was saved
-    time.sleep(1)  # its files are named by the second
-    assert train.main(["--resume", "run", "--steps", "3"]) == 0
-    events = EventAccumulator("run/tensorboard")
-    events.Reload()
-    written = [record["reward"] for record in records("run/metrics.jsonl")]
-    assert [event.value for event in events.Scalars("reward")] == pytest.approx(written)
-    assert [event.step for event in events.Scalars("reward")] == [1, 2, 3]
-    assert {"grad_norm", "evaluation/reward"} <= set(events.Tags()["scalars"])
-    assert [event.step for event in events.Images("group")] == [1, 3]
-    assert [event.step for event in events.Images("before_after")] == [3]
-    assert b'"group_size": 2' in events.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0]
-
-
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
+def test_trackers_get_a_run_and_its_settings(quick, monkeypatch, kind):
     """A stand-in for the package: which calls reach it."""
     package, seen = types.ModuleType(kind), []
     package.__spec__ = importlib.machinery.ModuleSpec(kind, None)
@@ -313,16 +294,12 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
     package.init = lambda **options: seen.append(options) or run
     monkeypatch.setitem(sys.modules, kind, package)
     assert quick("--steps", "1", "--tracker", kind, "--out", "run") == 0
-    assert train.main(["--resume", "run", "--steps", "2"]) == 0
     begun = seen[0]
-    assert seen == [begun, ("settings", 2e-3), ("step", 1), "finish", begun, ("settings", 2e-3), ("step", 2), "finish"]
-    assert begun["resume"] == "allow" and begun["project"] == "grpo-glm-image" and "-run-" in begun["name"]
-    assert begun["name"].endswith(Path("run/tracker-id").read_text())
-    assert quick("--steps", "1", "--tracker", kind, "--out", "other/run") == 0
+    assert seen == [begun, ("settings", 2e-3), ("step", 1), "finish"]
+    assert begun["project"] == "grpo-glm-image" and begun["name"].endswith("-run")
     assert {"evaluation/reward", "evaluation/held_out/reward"} < tracked.keys()
     assert not {"evaluation/step", "evaluation/images", "evaluation/held_out/prompts"} & tracked.keys(), "no curves"
     assert ({"before_after", "group"} <= tracked.keys()) == (kind == "wandb")
-    assert seen[8]["name"] != begun["name"] and seen[8].get("id") != begun.get("id", 0)
 
 
 # ---- settings and refusals ------------------------------------------------------------------------------------------
@@ -349,28 +326,6 @@ def test_defaults_depend_on_the_model():
     assert spelled.targets == f"{TINY}/edit-targets", "however these are spelled"
 
 
-def test_settings_of_a_file_are_a_start_and_flags_win(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    first = tiny_settings(
-        "--train", "decoder", "--group-size", "8", "--lr", "0.00123", "--eval-reward", "", "--out", "a"
-    )
-    Path("settings.json").write_text(json.dumps(vars(first)))
-    again = train.parse_settings(["--settings", "settings.json"])
-    assert vars(again) == vars(first) | {"out": None, "settings": "settings.json"}
-    other = train.parse_settings(["--settings", "settings.json", "--train", "both", "--group-size", "3"])
-    assert (other.lr, other.group_size, other.sequences, other.paintings) == (0.00123, 3, 3, 4)
-    Path("settings.json").write_text('{"lr": 0.5, "train": "both", "paintings": 7}')
-    few = tiny_settings("--settings", "settings.json", "--lr", "0.25")
-    assert (few.lr, few.paintings, few.steps) == (0.25, 7, 16)
-    for text, words in (("{", "cannot read the settings in"), ("[1]", "cannot read the settings in"),
-                        ('{"lr": -1}', "--lr: must be in"), ('{"rate": 1}', "unrecognized arguments: --rate=1")):  # fmt: skip
-        Path("settings.json").write_text(text)
-        with pytest.raises(UserError, match=words):
-            train.parse_settings(["--settings", "settings.json"])
-    with pytest.raises(UserError, match="cannot read the settings in missing"):
-        train.parse_settings(["--settings", "missing"])
-
-
 def test_every_setting_is_a_flag_with_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--help"])
@@ -386,18 +341,6 @@ def test_every_setting_is_a_flag_with_help(capsys):
     head = [line.strip() for line in text.splitlines()[:6]]
     examples = [line.split()[2:] for line in head if line.startswith("python train.py --")]
     assert len(examples) == 2 and all(map(train.parse_settings, examples)), "shown by --help | head"
-
-
-def test_an_unknown_flag_names_the_one_that_was_meant(capsys):
-    for words, meant in (
-        ("--kl 0.1", "--kl-coef"),
-        ("--group_size=4", "--group-size"),
-        ("--lr-decoder 1", "--decoder-lr"),
-    ):
-        assert train.main(words.split()) == 2
-        assert capsys.readouterr().err == f"error: unrecognized arguments: {words}; did you mean {meant}?\n"
-    assert train.main(["--zzz", "1"]) == 2
-    assert capsys.readouterr().err == "error: unrecognized arguments: --zzz 1\n"
 
 
 @pytest.mark.parametrize("width", [60, 200])
@@ -451,7 +394,6 @@ def test_settings_are_shown_within_the_terminal_and_first_those_that_are_no_defa
         (["--out", "old"], "old already holds a run; choose another --out, or go on with it: --resume old"),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
         (["--reward", "ssim", "--targets", "none"], "'ssim' compares with target pictures: give --targets"),
-        (["--settings", "missing.json"], "cannot read the settings in missing.json"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
         (["--resume", "run", "--out", "other"], "leave out --out"),
     ],

@@ -11,7 +11,6 @@ import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import make
@@ -110,26 +109,23 @@ def test_the_largest_micro_batch_that_fits(card, capsys):
 
 
 @pytest.mark.parametrize(
-    ("free", "host", "flags", "fix"),
+    ("free", "host", "flags"),
     [
-        (16.6, 60.0, [], "; --base int8 would fit"),
-        (16.6, 20.0, ["--base", "int8"], "; nothing smaller fits"),  # the GPU would do
-        (25.0, 60.0, ["--micro-batch-size", "16", "--group-size", "16", "--prompts-per-step", "1"],
-         "; --micro-batch-size auto would fit"),
-        (14.0, 60.0, ["--base", "int8", *PIXELS[:1], "2048"], "; --height 512 --width 512 would fit"),
-        (12.0, 60.0, ["--base", "int8"], "; nothing smaller fits"),
-        (16.6, 60.0, ["--base", "int8", "--train", "both", "--guidance-scale", "1.5", "--paintings", "4",
-                      "--micro-batch-size", "4"], "; --micro-batch-size auto would fit"),
+        (16.6, 60.0, []),
+        (16.6, 20.0, ["--base", "int8"]),  # the GPU would do
+        (25.0, 60.0, ["--micro-batch-size", "16", "--group-size", "16", "--prompts-per-step", "1"]),
+        (14.0, 60.0, ["--base", "int8", *PIXELS[:1], "2048"]),
+        (12.0, 60.0, ["--base", "int8"]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_and_told_what_would(card, free, host, flags, fix):
+def test_what_does_not_fit_is_refused(card, free, host, flags):
     """Before anything loads. Released sizes: 17.8 and 15.1 GB, 9.7 and 8.3 as int8; 4 GB of the host are not for them."""
     card.free, card.host = free, host
     sizes = {"bfloat16": (17.8, 15.1), "int8": (9.7, 8.3)}
     released = lambda settings, device: [gigabytes(size) for size in sizes[settings.base]]
     with pytest.raises(UserError) as error:
         plan(needed, released, told(*flags), CUDA)
-    assert str(error.value).startswith("too little memory: with micro-batches of ") and str(error.value).endswith(fix)
+    assert str(error.value).startswith("too little memory: with micro-batches of ")
     assert f"free are {free:.1f} GB of the GPU and {host - 4:.1f} of the host" in str(error.value)
 
 
@@ -154,7 +150,7 @@ def test_a_gpu_without_bfloat16_is_refused(card):
 
 
 def test_rewards_are_counted_while_they_score(card):
-    """SmolVLM takes 7.3 GB beside all that stays, or alone where models take turns. One's own count what they hold."""
+    """SmolVLM takes 7.3 GB beside all that stays, or alone where models take turns."""
     settings = told("--reward", "vqa", "--micro-batch-size", "1")
     both, *turns = (value - 2.5e9 for value in working_memory(settings))
     cache = 41e3 * 1536 * 16
@@ -162,25 +158,10 @@ def test_rewards_are_counted_while_they_score(card):
     assert working_memory(told("--reward", "ssim", "--micro-batch-size", "1"))[0] < both + 2.5e9 - 1.9e9
     judged = told("--reward", "ssim", "--eval-reward", "vqa", "--micro-batch-size", "1")
     assert working_memory(judged) == working_memory(settings)
-    models = weights(2, 2)(settings, None)
-    together, turn, _ = needed(models, settings, own=20e9)
-    assert (together, turn) == (4e9 + cache + 22.5e9, 22.5e9)
     for free, expected in ((14.9, None), (14.7, "pinned")):
         card.free = free
         assert plan(needed, weights(2, 2), told("--reward", "vqa", "--micro-batch-size", "1"), CUDA) == expected
         assert plan(needed, weights(2, 2), told("--reward", "ssim", "--micro-batch-size", "1"), CUDA) is None
-
-
-def test_a_gpu_that_torch_cannot_use_is_told_of(monkeypatch, capsys):
-    """Or the command that trains GLM-Image would train the tiny model, without a word."""
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0" or exists(path))
-    for hidden in (True, False):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        if not hidden:
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        train.parse_settings([])
-        assert ("torch cannot use the GPU here" in capsys.readouterr().out) != hidden
 
 
 def test_machines_that_download_slowly_are_waited_for(monkeypatch):
@@ -651,31 +632,6 @@ def test_all_models_leave_while_rewards_score(monkeypatch):
         with phase(name, *models):
             assert there() == expected
     assert set(phase.read()) == {f"seconds/{name}" for name in ("move", "sample", "paint", "score")}
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_an_own_reward_is_counted_before_models_load(quick, card, capsys, monkeypatch, size):
-    """The plan is made anew, with the micro-batches that were asked for. The tiny models need 3.1 GB, nearly all gaps."""
-    card.free = 5.0
-    code = f"import torch\nnet = torch.nn.Linear(10**5, 10**4 * {size}, device='meta')\n"
-    Path("mine.py").write_text(
-        code + "def own(images, prompts, targets):\n    return torch.zeros(len(images), net and 1)[:, 0]\n"
-    )
-    loaded = []
-
-    def load_run(*given):
-        loaded.append(given)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ranks, "device", lambda: CUDA)
-    monkeypatch.setattr(train, "load_run", load_run)
-    assert quick("--reward", "mine.py:own", "--out", "run") == (2 if size else 130)
-    assert bool(loaded) == (size == 0)
-    told = capsys.readouterr()
-    assert f"mine.py:own: as far as can be seen, its models take {4 * size}.0 GB while it scores" in told.out
-    plans = told.out.count("memory: with micro-batches of 2 (--micro-batch-size auto)")
-    assert plans == 1 and ("of the GPU, or 6.5 in turns" in told.err) == bool(size)
 
 
 def test_a_compiler_that_fails_is_one_line_that_helps(quick, monkeypatch, capsys):

@@ -10,10 +10,11 @@ import torch
 from conftest import records, resume
 from PIL import Image
 
+from runtime import without_nan
 from runtime.data import Prompts, read_prompts
-from runtime.log import best_step, summary, without_nan
+from runtime.log import best_step, summary
 from runtime.metrics import evaluation_metrics, kinds_table, reward_metrics
-from runtime.pictures import FRAMES, save_before_after, save_curves, save_kinds
+from runtime.pictures import FRAMES, save_before_after, save_curves
 
 NAN = math.nan
 MEAN = "mean of the kinds"
@@ -168,24 +169,6 @@ def count(picture, colour):
     return int((np.abs(picture - wanted).sum(-1) < 12).sum())
 
 
-def test_bars_are_as_long_as_their_means(tmp_path):
-    save_kinds(tmp_path / "both.png", BEFORE, AFTER)
-    both = pixels(tmp_path / "both.png")
-    pale, dark, red = (count(both, colour) for colour in ("#a8c4e8", "#2060c0", "#d02030"))
-    assert dark / pale == pytest.approx(0.5 / 0.35, rel=0.12) and red / dark == pytest.approx(0.35 / 0.5, rel=0.12)
-    save_kinds(tmp_path / "one.png", AFTER)
-    assert count(pixels(tmp_path / "one.png"), "#a8c4e8") < 20 and count(pixels(tmp_path / "one.png"), "#2060c0") > dark
-    save_kinds(tmp_path / "none.png", {name: value for name, value in AFTER.items() if "kinds" not in name})
-    assert not (tmp_path / "none.png").exists()
-
-
-def test_bars_of_what_is_negative_or_missing(tmp_path):
-    values = torch.tensor([-1.0, -0.5, NAN, NAN])
-    metrics = evaluation_metrics({"a": values}, torch.tensor([-1.0, -0.5, -0.2, 0.3]), 1, list("xxyy"))
-    save_kinds(tmp_path / "kinds.png", {"step": 0, **without_nan(metrics)})
-    assert count(pixels(tmp_path / "kinds.png"), "#2060c0") > 1000
-
-
 def run_with(folder, *evaluations):
     """A run's folder with the pictures of evaluations: {step: for each prompt (rewards, {judge: its answers})}."""
     made = []
@@ -260,7 +243,6 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
     row = "| low               | 2       | 0.43 +- 0.12 -> 0.43 +- 0.12 | 0.50 +- 0.50 -> 0.50 +- 0.50 |"
     assert lines.count(row) == 1, "once, at the end"
     assert row in Path("run/adapter/README.md").read_text().splitlines()
-    assert Image.open("run/kinds.png").width > 600
     assert count(pixels("run/before-after.png"), FRAMES[0]) > 100
     assert json.loads(Path("run/metrics.jsonl").read_text())["reward_best"] > 0
 
@@ -272,7 +254,6 @@ def test_what_only_evaluates_prints_its_table_too(quick, capfd):
     assert quick(*arguments, "--reward", "mine.py:place", "--steps", "0", "--out", "run") == 0
     output = "".join(capfd.readouterr())
     assert "| low               | 1       | 0.31" in output and f"| {MEAN} | 2       | 0.5" in output
-    assert Path("run/kinds.png").exists()
 
 
 def test_a_resumed_run_keeps_its_kinds(quick, capsys):

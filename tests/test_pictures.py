@@ -14,7 +14,7 @@ from PIL import Image, ImageFont
 
 import train
 from grpo import get_per_token_logprobs
-from runtime import UserError, checkpoints
+from runtime import checkpoints
 from runtime.log import Record
 from runtime.pictures import (
     chinese_font,
@@ -23,7 +23,7 @@ from runtime.pictures import (
     save_before_after,
     save_grid,
 )
-from runtime.settings import TINY, deployed
+from runtime.settings import TINY
 from train import encode_prompt  # quick shortens that in train.py
 
 SIZES = [(128, 128), (128, 256), (224, 96)]  # square, wide, tall: an exchange of rows and columns shows on the last two
@@ -312,32 +312,3 @@ def test_a_large_group_is_wrapped_at_eight_pictures(tmp_path, monkeypatch, flags
     Record.group(record, "prompt", images, torch.arange(len(images)).float(), None)
     assert [len(cells) for _, cells in drawn[0]] == rows
     assert [image for _, cells in drawn[0] for image, _ in cells] == images[: sum(rows)]
-
-
-def test_guidance_in_the_first_steps_only(pipe, monkeypatch):
-    """All of them is as before, some are in between; and the pipeline is asked for as many passes as are announced."""
-    passes = []
-    forward = pipe.transformer.forward
-    monkeypatch.setattr(pipe.transformer, "forward", lambda *a, **k: passes.append(1) or forward(*a, **k))
-    codes = torch.arange(4).expand(2, -1)
-
-    def painted(*flags):
-        settings = tiny_settings("--height", "64", "--width", "64", "--decode-steps", "3", *flags)
-        passes.clear()
-        images = train.paint(pipe, "a red circle", codes, settings, seed=1)
-        return len(passes), torch.tensor(np.asarray(images[0]))
-
-    count, guided = painted("--guidance-scale", "5")
-    assert count == 6
-    for steps, expected in ((3, 6), (2, 5), (1, 4)):
-        count, picture = painted("--guidance-scale", "5", "--guidance-steps", f"{steps}")
-        assert count == expected and torch.equal(picture, guided) == (steps == 3)
-    assert painted("--guidance-scale", "5")[0] == 6, "the next picture is guided again"
-    settings = tiny_settings("--decode-steps", "3", "--guidance-scale", "5", "--guidance-steps", "1")
-    assert deployed(settings).guidance_steps is None
-    for flags in (
-        ["--guidance-scale", "1", "--guidance-steps", "1"],
-        ["--guidance-scale", "2", "--guidance-steps", "7"],
-    ):
-        with pytest.raises(UserError, match="must be at most --decode-steps, with"):
-            tiny_settings("--decode-steps", "6", *flags)

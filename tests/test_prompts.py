@@ -84,8 +84,6 @@ KIND = {prompt: kind for kinds in KINDS.values() for kind in OBJECTS for prompt 
 LINES = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
 QUESTIONS = [question for line in LINES for question in line["questions"]]
 FOILS = [foil for line in LINES for foil in line.get("foils", [])]
-NUMBERS = ["one", "two", "three", "four", "five", "six"]  # what a small model can count
-PLACE = "in|on|at|under|above|below|beneath|behind|beside|between|inside|outside|near|to the|next to|in front of"
 
 
 def test_every_prompt_about_objects_has_questions():
@@ -95,12 +93,6 @@ def test_every_prompt_about_objects_has_questions():
     assert all({"prompt", "questions"} <= line.keys() <= {"prompt", "questions", "foils"} for line in LINES)
 
 
-def test_all_but_several_objects_have_foils():
-    """Where sides, orders, colours, materials and numbers can be wrong."""
-    assert all(1 <= len(line["foils"]) <= 2 for line in LINES if KIND[line["prompt"]] != "several objects")
-    assert all(len(line.get("foils", ["one"])) in (1, 2) for line in LINES)
-
-
 def test_the_readme_says_how_many_there_are():
     text = " ".join(README.split())
     assert f"{len(QUESTIONS)} questions, three to six per prompt" in text and f"{len(FOILS)} foils, one or two" in text
@@ -108,36 +100,3 @@ def test_the_readme_says_how_many_there_are():
     assert example in [json.dumps(line, ensure_ascii=False) for line in LINES]
     several = [line for line in LINES if KIND[line["prompt"]] == "several objects"]
     assert f"{sum('foils' in line for line in several)} of {len(several)}" in text
-
-
-def test_a_question_asks_one_thing():
-    """As far as a pattern can tell: a presence has no place, "and" joins what one relation is about, nothing is denied."""
-    for question in (*QUESTIONS, *FOILS):
-        assert re.fullmatch(r"(Is|Are|Do|Does|Has|Can) [^?\"\n]*[a-z]\?", question) and len(question) < 90, question
-        assert not re.match(rf"(Is|Are) there .* ({PLACE}) ", question), question
-        assert not re.search(r"\b(or|but|while|not|no|without|never|nothing)\b", question), question
-        joined = re.match(r"(Are|Do) the \w+(, the \w+|, \w+)*( and | and the )\w+ ", question)
-        assert " and " not in question or joined or re.search(r" between the \w+ and the \w+\?", question), question
-
-
-def test_no_question_is_asked_twice():
-    """Neither of one prompt nor of two, nor as a question and a foil, so that held out is held out."""
-    asked = [folded(question) for question in (*QUESTIONS, *FOILS)]
-    assert len(asked) == len(set(asked)) > 1000
-
-
-def test_nothing_is_counted_beyond_six():
-    counted = re.findall(r"exactly (\w+)", " ".join([*QUESTIONS, *FOILS]))
-    assert set(counted) == set(NUMBERS)
-    for line in LINES:
-        text = " ".join([line["prompt"], *line["questions"], *line.get("foils", [])])
-        assert not re.search(r"(?i)\d|\b(seven|eight|nine|ten|eleven|twelve|dozen)\b", text), line["prompt"]
-
-
-def test_counting_prompts_have_a_question_with_each_number():
-    """Of the words of the prompt: each number that it gives is asked for."""
-    for line in (line for line in LINES if KIND[line["prompt"]] == "counting"):
-        assert any("exactly" in question for question in line["questions"]), line["prompt"]
-        asked = " ".join(line["questions"])
-        given = {number for number in NUMBERS[1:] if re.search(rf"(?i)(?<!no )\b{number}\b", line["prompt"])}
-        assert all(re.search(rf"\b{number}\b", asked) for number in given), line["prompt"]

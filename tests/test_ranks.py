@@ -153,8 +153,6 @@ def test_a_rank_that_fails_ends_the_run_with_its_message(quick):
     for words in ("reward 'mine.py:reward' failed for the prompt", "no such face", "--resume run"):
         assert words in message
     assert "\nerror: rank 0: stopped because rank 1 has failed" in process.stderr
-    assert f"traceback : {message.removeprefix('error: rank 1: ')}" in process.stderr, "in torchrun's report"
-    assert re.search(r"Root Cause.*?\brank +: 1 ", process.stderr, re.DOTALL) and "message format" not in process.stderr
     assert steps_saved("run")[-1] == "000002"
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
 
@@ -220,7 +218,7 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
     settings = SimpleNamespace(
         eval_count=3, group_size=2, prompts_per_step=1, eval_decode_steps=3, eval_guidance_scale=1,
         decode_steps=1, guidance_scale=1, height=32, width=32, micro_batch_size=4, sample_batch=None,
-        guidance_steps=None, sequences=2, paintings=1,
+        sequences=2, paintings=1,
     )  # fmt: skip
     data = Data(None, None, {"r": (None, 2.0)}, {})
     sources = [Source(f"{text}0") for text in "abcde"]
