@@ -35,7 +35,7 @@ from runtime.data import load_data, read_inputs
 from runtime.gpu import place, plan
 from runtime.log import Phases, Record
 from runtime.metrics import evaluation_metrics
-from runtime.rescue import failing_together, rescued, resume_command
+from runtime.rescue import failing_together, how_to_go_on, rescued
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
 SHOWN = 3  # in before-after.png: pictures per prompt; prompts of one kind
@@ -276,7 +276,7 @@ def loop(run, settings, data, record, begun):
             judge(run, settings, data, record)
     record.save()
     if record.done < settings.steps:
-        record.write(f"saved; go on with: {resume_command(record.out)}")
+        record.write(f"saved; {how_to_go_on(record.out)}")
     stopped = any(ranks.gather(record.stop.received))
     if settings.steps > 0 and not (stopped and record.done == begun):  # stopped before a step: nothing new to judge
         judge(run, settings, data, record)

@@ -120,10 +120,9 @@ def read_pictures(folder, kind, fit):
     numbered = lambda f: [int(x) if x.isascii() and x.isdigit() else x for x in re.split("([0-9]+)", f.name)]
     files = sorted(filter(is_picture, folder.iterdir()), key=numbered)
     if len(files) != len(fit):
-        others = listed(sorted(f.name for f in folder.iterdir() if not is_picture(f)))
-        names = listed([f.name for f in files]) + (f"; left out: {others}" if others else "")
-        counts = f"{len(files)} pictures for {len(fit)} prompts"
-        raise UserError(f"{folder} has {counts}; give one per prompt, by line ({names})")
+        raise UserError(
+            f"{folder} has {len(files)} pictures for {len(fit)} prompts; give one per prompt, sorted by name"
+        )
     pictures = []
     for file, to_size in zip(files, fit, strict=True):
         try:
@@ -133,10 +132,6 @@ def read_pictures(folder, kind, fit):
             raise UserError(f"the {kind} picture {file} cannot be read: {error}") from None
         pictures.append(to_size(image))
     return pictures
-
-
-def listed(names, most=4):
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def as_shown(image):

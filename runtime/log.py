@@ -132,12 +132,10 @@ class Record:
                     write_jsonl(out / f"{name}.jsonl", records)
             self.tracker = start_tracker(settings, out)
         self.stop = StopRequest()
-        self.half_made = False  # an optimizer has stepped, and the step has not ended: nothing of it is to be saved
-        for trainer in self.trainers.values():
-            trainer.optimizer.register_step_post_hook(self._optimizer_has_stepped)
+        self.optimizer_steps = self.count_optimizer_steps()  # up to the end of the last step
 
-    def _optimizer_has_stepped(self, *_):
-        self.half_made = True
+    def count_optimizer_steps(self):
+        return [trainer.steps for trainer in self.trainers.values()]
 
     def write(self, line):
         self.phase.bar.write(line)
@@ -156,7 +154,7 @@ class Record:
         """After a step: its line, its metrics, at times its pictures. Raises UserError after MAX_SKIPPED in a row."""
         texts, _, sources = prompts.for_rewards
         self.done = done
-        self.half_made = False
+        self.optimizer_steps = self.count_optimizer_steps()
         sequences = self.settings.sequences
         paintings = self.settings.paintings
         metrics["skipped"] = metrics.get("skipped", 0) + metrics.get("decoder/skipped", 0)
@@ -243,7 +241,8 @@ class Record:
             checkpoints.save(self.out, self.done, self.trainers, self.settings, self.hashes, best)
 
     def save_whole_step(self):
-        if not self.half_made:
+        """After an error. A half that has moved in a step that did not end is not saved."""
+        if self.optimizer_steps == self.count_optimizer_steps():
             self.save()
 
     def end(self):

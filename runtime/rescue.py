@@ -1,6 +1,5 @@
 """What breaks a run off: the last whole step is saved, on all ranks alike, and the user reads how to go on."""
 
-import os
 import shlex
 from contextlib import contextmanager
 
@@ -10,7 +9,6 @@ from torch._dynamo.exc import TorchDynamoException
 from grpo import NotFinite
 from rewards import RewardError
 from runtime import StepFailed, UserError, ranks
-from runtime.settings import ROOT
 
 
 @contextmanager
@@ -32,19 +30,15 @@ def failing_together(prompts):
             raise StepFailed(message if rank == ranks.rank() else f"stopped because rank {rank} has failed")
 
 
-def resume_command(out):
-    """A command to paste where this run was started, in whatever folder that is."""
-    script = min(os.path.relpath(ROOT / "train.py"), str(ROOT / "train.py"), key=len)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    command = f"torchrun --nproc-per-node {here}" if ranks.count() > 1 else "python"
-    command = "torchrun, with the same flags on every node," if ranks.count() > here else command
-    return f"{command} {shlex.quote(script)} --resume {shlex.quote(str(out))}"
+def how_to_go_on(out):
+    again = "the same torchrun command and" if ranks.count() > 1 else "python train.py"
+    return f"go on with {again} --resume {shlex.quote(str(out))}"
 
 
 @contextmanager
 def rescued(record):
     """Whatever breaks a step off: the last whole step is saved, and an error that the user can fix is one line."""
-    hint = f"--resume {shlex.quote(str(record.out))} goes on"
+    hint = how_to_go_on(record.out)
     try:
         yield record
         record.finish()
@@ -64,5 +58,5 @@ def rescued(record):
         ) from None
     except Exception:  # not an error that the user can fix: the traceback is shown
         record.save_whole_step()
-        record.write(f"the last whole step is saved; go on with: {resume_command(record.out)}")
+        record.write(f"the last whole step is saved; {hint}")
         raise
