@@ -408,10 +408,7 @@ class GRPO:
             yield
 
     def logprobs(self, group, rows):
-        """4: log-probs (B, T) of some samples of a group under the model as it stands.
-
-        On the CPU: these few numbers are all the loss needs, so the group itself never moves to the GPU.
-        """
+        """4: log-probs (B, T) of some samples of a group under the model as it stands, on the CPU, where groups stay."""
         ids = torch.cat([group.prompt_ids.expand(len(rows), -1), group.tokens[rows]], dim=1)  # (B, L+T)
         nucleus = None if group.nucleus is None else group.nucleus[rows]
         inputs = {"position_ids": group.position_ids, "nucleus": nucleus, **self.sampling_args}
@@ -479,10 +476,7 @@ class Offload:
 
 
 def _warn_of(first, norms, unmoved):
-    """Warns of what the metrics tell to be wrong; Python shows a warning once for each line that calls update.
-
-    first: metrics of the first iteration. norms: of the gradient, per iteration. unmoved: this was the very first update.
-    """
+    """first: metrics of the first iteration. norms: of the gradients. unmoved: this was the very first update."""
     signs = []
     if first["mean_logprob_gap"] > 0.1:
         signs.append("mean_logprob_gap is above 0.1 nats: sampling and scoring disagree, so the loss is wrong")
@@ -492,7 +486,7 @@ def _warn_of(first, norms, unmoved):
         signs.append("rewards differ, but the gradient is exactly 0: does the optimizer hold the active adapter?")
     if not all(norm < float("inf") for norm in norms):
         signs.append("the gradient is NaN or infinite: no step was taken")
-    for sign in signs:
+    for sign in signs:  # Python shows each once for a line that calls update
         warnings.warn(f"{sign}; causes are in docs/copying.md", stacklevel=4)  # where update is called
 
 

@@ -30,6 +30,7 @@ import re
 import runpy
 import sys
 import sysconfig
+import textwrap
 import threading
 import traceback
 import unicodedata
@@ -510,12 +511,11 @@ def _load_from_file(name):
 
 
 def in_one_line(error):
-    """'ZeroDivisionError: division by zero (my_reward.py, line 12)': the innermost line in the user's own file."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    libraries = "<", sysconfig.get_path("stdlib")
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(libraries)]
-    lines = [f" ({Path(f.filename).name}, line {f.lineno})" for f in own if f.filename == own[0].filename]
-    return f"{type(error).__name__}: {error}".splitlines()[0] + (lines or [""])[-1]
+    """'ZeroDivisionError: division by zero (my_reward.py, line 12)': the innermost line that is in no library."""
+    libraries = "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), __file__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}".splitlines()[0] + place
 
 
 class RewardError(ValueError):
@@ -578,12 +578,10 @@ def call_reward(name, call, images, prompts):
     except (NoTargets, torch.OutOfMemoryError):  # the trainer knows what helps
         raise
     except (Exception, SystemExit) as error:
-        names = [repr(prompt) for prompt in dict.fromkeys(prompts)]
-        which = "prompt" if len(names) == 1 else "prompts"
-        names[4:] = [f"and {len(names) - 4} more"] if len(names) > 4 else []
+        names = textwrap.shorten(", ".join(map(repr, dict.fromkeys(prompts))), 200)
         advice = "; give NaN, not None, where it does not apply" if "number, not NoneType" in str(error) else ""
         reason = in_one_line(error) + advice
-        raise RewardError(f"reward '{name}' failed for the {which} {', '.join(names)}: {reason}") from error
+        raise RewardError(f"reward '{name}' failed for {names}: {reason}") from error
     if values.shape != (len(images),):
         raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
     for i in values.isinf().nonzero().flatten().tolist():

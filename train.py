@@ -3,10 +3,8 @@
     python train.py --group-size 4
     torchrun --nproc-per-node 8 train.py --group-size 4
 
-With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/; --model chooses. The
-algorithm is in grpo.py, the rewards are in rewards.py, what knows GLM-Image is in glm_image/, the settings are in
-runtime/settings.py. Here they meet: grpo_step() is one step of GRPO, its six parts in their order, evaluate() judges,
-and train() is the loop around both.
+With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. grpo_step() is one step of
+GRPO, its six parts in their order; evaluate() judges; train() is the loop around both.
 """
 
 import random
@@ -39,9 +37,8 @@ from runtime.rescue import failing_together, how_to_go_on, rescued
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
 SHOWN = 3  # in before-after.png: pictures per prompt; prompts of one kind
-# Codes are sampled with the group's own seed, see seed_of_step; an evaluation counts up from these. The noise and the
-# paths of paintings lie further up, at 2**31 and 2**30. Runs with neighbouring --seed start 10^9 apart, so with fewer
-# than 1,000 steps and a --seed below 1,000 no run shares a seed with an evaluation.
+# An evaluation's seeds count up from these; those of training are seed_of_step, with 10^9 between neighbouring --seed. So
+# with fewer than 1,000 steps no run shares a seed with an evaluation. Noise and paths of paintings lie further up.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
 
 
@@ -98,7 +95,8 @@ def rollout(run, settings, rewards, prompts, seed):
     is within it, and first brings the models to the GPU if they take turns there.
     """
     with run.phase("sample", run.policy.model), failing_together(prompts.texts):
-        encoded = [encode(run, settings, text, source) for text, source in prompts.with_sources()]
+        size = settings.height, settings.width
+        encoded = [encode_prompt(run.pipe.processor, text, *size, source) for text, source in prompts.with_sources()]
         groups = run.policy.sample(encoded, settings.sequences, seed)  # 1. N groups of G code sequences
 
     images = []
@@ -117,10 +115,6 @@ def rollout(run, settings, rewards, prompts, seed):
         with run.phase("score"):  # ... and score every picture
             raw_rewards = score(rewards, images, *prompts.for_rewards, begun)
     return Rollout(groups, denoising_steps, images, raw_rewards)
-
-
-def encode(run, settings, text, source=None):
-    return encode_prompt(run.pipe.processor, text, settings.height, settings.width, source)
 
 
 def paint_group(run, settings, text, tokens, seed, source=None):

@@ -4,14 +4,12 @@
     python benchmarks/against_trl.py [--steps 10]
 
 Both train a LoRA adapter of the same random Llama with the same prompts, reward, number of new tokens, KL penalty,
-AdamW and micro-batch (one group). Before the clock starts, log-probs, loss and gradient on the same samples are
-compared. Steps alternate, so that a machine that is busy for a while slows both. TRL's step is what runs between its
-on_step_begin and on_step_end: from sampling to the optimiser, without loading data and logging.
+AdamW and micro-batch (one group). Steps alternate, so that a machine that is busy for a while slows both. TRL's step is
+what runs between its on_step_begin and on_step_end: from sampling to the optimiser, without loading data and logging.
 
 TRL has its defaults, save for what would make it slower here (gradient checkpointing, bfloat16) or another algorithm
 (loss_type "dapo", a KL term times the ratio). What differs: TRL computes the logits again in the backward pass, which
-spares the memory to keep them, and every token's entropy, a metric; it takes pi_old from the policy's pass, where ours
-keeps the log-prob of each token as it is sampled.
+spares the memory to keep them, and every token's entropy, a metric.
 """
 
 import argparse
@@ -32,34 +30,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 import grpo
-from runtime.settings import number
 
 try:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 except ImportError as error:
-    print(f"this compares with TRL, which is not installed ({error}): pip install trl datasets", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(f"this compares with TRL, which is not installed ({error}): pip install trl datasets")
 
 # Large enough that matrices, not Python, take most of the time; sampling is half of our step or more.
 MODEL = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
 MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-# peft's own start is 0, which would leave little to compare.
-LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "init_lora_weights": False}
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
 LORA |= {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 LR, KL_COEF, CLIP_RANGE = 1e-4, 0.05, 0.2
 WARM_UP = 2  # steps that are not counted
-TOLERANCE = 1e-5
-
-
-def parse_options():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    count, several = number(int, "[1, inf)"), number(int, "[2, inf)")
-    parser.add_argument("--steps", type=several, default=10, help="measured steps of each (default: 10)")
-    parser.add_argument("--group-size", type=several, default=4, help="samples per prompt (default: 4)")
-    parser.add_argument("--prompts-per-step", type=count, default=4, help="groups in a step (default: 4)")
-    return parser.parse_args()
 
 
 def build_model():
@@ -76,15 +61,9 @@ def build_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
 
 
-def draw_prompts(count):
-    ids = torch.randint(MODEL["vocab_size"], (count, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
-    return [" ".join(f"w{i}" for i in row) for row in ids.tolist()]
-
-
 def reward(ids):
     """The share of odd ids: next to no work, and hardly ever equal within a group, which we would pass over."""
-    if len(ids) != NEW_TOKENS:
-        raise RuntimeError(f"a sample of {len(ids)} tokens instead of {NEW_TOKENS}: the comparison is void")
+    assert len(ids) == NEW_TOKENS, "a sample that ended early is less work"
     return sum(i % 2 for i in ids) / len(ids)
 
 
@@ -121,45 +100,12 @@ def build_ours(options, weights):
 
 
 def our_step(ours, prompts, tokenizer, group_size, seed):
-    """A step, see grpo_step in train.py. Raises RuntimeError where it did less than TRL."""
+    """A step, see grpo_step in train.py."""
     encoded = [(torch.tensor(tokenizer(prompt)["input_ids"]), None, NEW_TOKENS) for prompt in prompts]
     groups = ours.sample(encoded, group_size, seed)
     grpo.set_advantages(groups, torch.tensor([reward(ids) for group in groups for ids in group.tokens.tolist()]))
     ours.add_reference(groups)
-    metrics = ours.update(groups)
-    if metrics["skipped"] or metrics["groups_without_spread"]:
-        raise RuntimeError("our step passed over a group: the comparison is void")
-
-
-def compare(trl, ours, group_size):
-    """How far the two are apart on the same samples; for the gradient, as a share of its largest entry."""
-    ids = torch.randint(MODEL["vocab_size"], (group_size, PROMPT_TOKENS + NEW_TOKENS))
-    prompts, samples = ids.split([PROMPT_TOKENS, NEW_TOKENS], dim=1)
-    advantages = grpo.compute_advantages(torch.tensor([reward(row) for row in samples.tolist()]), group_size)
-    inputs = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts), "advantages": advantages}
-    inputs |= {"completion_ids": samples, "completion_mask": torch.ones_like(samples)}
-
-    def logprobs(trainer):
-        if trainer is trl:
-            return trl._get_per_token_logps_and_entropies(trl.model, ids, torch.ones_like(ids), NEW_TOKENS)[0]
-        return grpo.get_per_token_logprobs(ours.model, ids, NEW_TOKENS)
-
-    results = []
-    for trainer in (trl, ours):
-        trainer.model.eval()  # in training TRL divides the loss by the number of micro-batches, not known yet
-        with torch.no_grad(), trainer.model.disable_adapter():
-            reference = logprobs(trainer)
-        policy = logprobs(trainer)
-        if trainer is trl:
-            loss = trl.compute_loss(trl.model, inputs | {"ref_per_token_logps": reference})
-        else:
-            loss, _ = grpo.compute_grpo_loss(policy, policy.detach(), advantages, reference, None, CLIP_RANGE, KL_COEF)
-        adapter = [p for p in trainer.model.parameters() if p.requires_grad]
-        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, adapter)])
-        results.append({"log-probs": policy, "reference": reference, "loss": loss, "gradient": gradient})
-    differences = {name: (x - results[0][name]).abs().max().item() for name, x in results[1].items()}
-    differences["gradient"] /= gradient.abs().max().item()
-    return differences
+    ours.update(groups)
 
 
 # ---- the clock -----------------------------------------------------------------------------------------------------
@@ -185,25 +131,23 @@ class Alternate(TrainerCallback):
 
 
 def main():
-    options = parse_options()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each (default: 10)")
+    parser.add_argument("--group-size", type=int, default=4, help="samples per prompt (default: 4)")
+    parser.add_argument("--prompts-per-step", type=int, default=4, help="groups in a step (default: 4)")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)  # of names that TRL and transformers still use
     tokenizer = build_tokenizer()
     count = options.prompts_per_step
-    prompts = draw_prompts((WARM_UP + options.steps) * count)
+    ids = torch.randint(MODEL["vocab_size"], ((WARM_UP + options.steps) * count, PROMPT_TOKENS))
+    prompts = [" ".join(f"w{i}" for i in row) for row in ids.tolist()]
     with tempfile.TemporaryDirectory() as folder:
         trl = build_trl(options, prompts, tokenizer, folder)
         ours = build_ours(options, trl.model.state_dict())
-        differences = compare(trl, ours, options.group_size)
-        print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()))
-        if max(differences.values()) > TOLERANCE:
-            sys.exit(f"the two do not compute the same thing (tolerance {TOLERANCE}): no timing")
 
-        def step(number):
-            some = prompts[number * count : (number + 1) * count]
-            our_step(ours, some, tokenizer, options.group_size, seed=number * count)
-
+        step = lambda i: our_step(ours, prompts[i * count : (i + 1) * count], tokenizer, options.group_size, i * count)
         alternate = Alternate(step)
         trl.add_callback(alternate)
         trl.train()

@@ -152,8 +152,8 @@ class CapturedForward:
 
     Python launches some thousand small kernels per token; a graph is a single launch. It repeats the same kernels on
     the same addresses, so all that a step reads or writes stays in place: ids, positions, mask, and a cache of fixed
-    size whose unused end is masked. The adapter stays attached: merged into bfloat16 weights most of its update would
-    be rounded away. On a CPU there is no graph, only the fixed cache.
+    size whose unused end is masked. The adapter stays attached: merged into bfloat16 weights it would lose what moves
+    a weight by less than half a percent. On a CPU there is no graph, only the fixed cache.
 
     Captured by hand: torch.compile(mode="reduce-overhead") records anew whenever offloading has moved the weights, and
     cannot give its memory back; transformers' static generate() breaks off in GLM-Image's positions, once per token.

@@ -4,8 +4,6 @@ import argparse
 import math
 import os
 import shlex
-import shutil
-import textwrap
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -310,12 +308,11 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     defaults = vars(parse_settings(["--model", settings.model]))
-    width = shutil.get_terminal_size((118, 0)).columns
     for words, default in (("settings:", False), ("by default:", True)):
         for name, value in vars(settings).items():
             if (value == defaults[name]) == default and value is not None and name not in ("model", "sequences"):
-                words += f" {name}={str(value).removeprefix(f'{Path.cwd()}/')}"
-        print(textwrap.fill(words, width, break_on_hyphens=False, break_long_words=False))  # a path can be copied
+                words += f" {name}={str(value).replace(f'{ROOT}/', '')}"
+        print(words)
     codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
     painted = settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings

@@ -1,0 +1,58 @@
+"""What the pages tell a user to paste does what they say."""
+
+import re
+import runpy
+from pathlib import Path
+
+import numpy as np
+import torch
+from conftest import ROOT, TINY
+from diffusers import GlmImagePipeline
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+
+def run_code(page, word):
+    """Runs the first block of Python on a page that contains a word; returns the names it defines."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    Path("block.py").write_text(next(block for block in blocks if word in block))
+    return runpy.run_path("block.py")
+
+
+def paint(pipe):
+    size = {"height": 128, "width": 128, "num_inference_steps": 2, "guidance_scale": 1.0}
+    pictures = pipe("three circles", **size, generator=torch.Generator().manual_seed(0)).images
+    return np.asarray(pictures[0]).astype(int)
+
+
+def test_merged_adapters_paint_what_adapters_paint(quick, tmp_path):
+    reward = ["--reward", str(ROOT / "examples" / "my_reward.py:blueness")]
+    assert quick("--train", "both", "--steps", "1", "--decode-steps", "2", "--out", "runs/1", *reward) == 0
+    for file in tmp_path.glob("runs/1/*adapter/*.safetensors"):  # a step moves them too little to be seen
+        weights = {name: torch.randn_like(weight) / 10 for name, weight in load_file(file).items()}
+        save_file(weights, file, {"format": "pt"})
+    (tmp_path / "tiny-glm-image").symlink_to(TINY)
+
+    plain = GlmImagePipeline.from_pretrained("tiny-glm-image", dtype=torch.float32)
+    base = paint(plain)
+    plain.vision_language_encoder.load_adapter("runs/1/adapter")
+    plain.transformer.load_lora_adapter("runs/1/decoder-adapter", prefix=None, use_safetensors=True)
+    with_adapters = paint(plain)
+    run_code("deploy.md", "merge_and_unload")
+    merged = GlmImagePipeline.from_pretrained("merged", dtype=torch.float32)
+    assert abs(paint(merged) - with_adapters).max() <= 1 < abs(base - with_adapters).max()
+    modules = (merged.vision_language_encoder, merged.transformer)
+    assert not [name for module in modules for name, _ in module.named_parameters() if "lora" in name]
+
+
+def test_a_person_is_a_reward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answers = iter(["1 0", "0.5 2"])
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
+    vote = run_code("rewards.md", "groupby")["vote"]
+    images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "green", "white")]
+    assert vote(images, ["a", "a", "b", "b"], None) == [1, 0, 0.5, 2]
+    assert asked == ["a: ", "b: "]
+    sheet = Image.open("vote.png")
+    assert sheet.size == (8, 4) and sheet.getpixel((0, 0)) == (0, 128, 0) and sheet.getpixel((4, 0)) == (255, 255, 255)
