@@ -158,14 +158,19 @@ def compute_advantages(rewards, group_size, eps=1e-6):
 
     Returns: (N*G,) float32. ValueError for another shape, a G below 2 (a lone sample has no baseline), infinity.
     """
+    centred, std = centre_groups(rewards, group_size)
+    return (centred / (std + eps)).nan_to_num(0).flatten().float()
+
+
+def centre_groups(rewards, group_size):
+    """The rewards less the mean of their group, (N, G) float64, and the unbiased std of each group, (N, 1)."""
     rewards = torch.as_tensor(rewards, device="cpu")
     _check_rewards(rewards, group_size)
     # Rounded to float32 first, so that equal rewards stay equal; in float64 their mean is then exact.
     groups = rewards.float().double().view(-1, group_size)  # (N, G)
     centred = groups - groups.nanmean(dim=1, keepdim=True)
     count = (~groups.isnan()).sum(dim=1, keepdim=True)
-    std = (centred.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()  # unbiased
-    return (centred / (std + eps)).nan_to_num(0).flatten().float()
+    return centred, (centred.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
 
 
 # ---- 4. log-probs by teacher forcing --------------------------------------------------------------------------------
@@ -315,6 +320,8 @@ class GRPO:
         alone: the same prompts and seed give the same samples until the policy moves.
         """
         self.model.eval()
+        if any(not isinstance(prompt, tuple) or len(prompt) != 3 for prompt in prompts):
+            raise ValueError("a prompt is (prompt_ids, position_ids or None, the number of tokens to sample)")
         prompt_ids, position_ids, lengths = zip(*prompts, strict=True)
         if len(set(lengths)) > 1:
             raise ValueError(f"sequences sampled together need one length, not {sorted(set(lengths))}")
@@ -518,8 +525,7 @@ def _refuse_padding(model):
     offset = any(padding is not None for padding in offsets)  # Roberta adds padding_idx + 1
     if offset or not (masked and full and placed) or getattr(config, "sliding_window", None):
         raise ValueError(
-            "prompts of several lengths need position_ids, full attention in all layers, and "
-            "attn_implementation='sdpa': for this model, sample prompts of one length together"
+            "for this model, sample prompts of one length together; docs/copying.md says which take others"
         )
 
 
@@ -568,6 +574,8 @@ def _check_model(model, parameters):
             noisy = "drop" in rate or "jitter" in rate or (rate == "p" and "Dropout" in type(module).__name__)
             if noisy and isinstance(value, float) and value > 0:
                 raise ValueError(f"{name}.{rate} is {value}, noise in train mode: set it to 0 in the config")
+    if any(p.dtype != torch.float32 for p in parameters):
+        warnings.warn("trained weights are not float32: most of a usual step is rounded away", stacklevel=3)
     if dist.is_initialized() and model.device.type != "meta":
         sums = [p.detach().flatten().view(torch.uint8).sum().item() for p in parameters]  # exact in any order
         extremes = torch.tensor([sums, [-number for number in sums]], device=model.device)

@@ -49,7 +49,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from grpo import compute_advantages
+from grpo import centre_groups
 
 # ---- likeness to a target ------------------------------------------------------------------------------------------
 
@@ -217,6 +217,9 @@ class Text:
 # ---- CLIP and its relatives ----------------------------------------------------------------------------------------
 
 
+CHINESE = re.compile("[\u4e00-\u9fff]")
+
+
 def _pretrained(kind, source, dtype):
     model, report = kind.from_pretrained(source, dtype=dtype, weights_only=True, output_loading_info=True)
     if report["missing_keys"]:  # which transformers fills with noise
@@ -233,13 +236,17 @@ class Clip:
     """Cosine of picture and prompt, in -1..1 (Radford et al. 2021). Prompts are cut at 77 tokens.
 
     PickScore (Kirstain et al. 2023) and HPS v2 (Wu et al. 2023) are this with other weights, up to a constant factor.
+    All three only know English, so Chinese prompts get NaN.
     """
+
+    reads_chinese = False
 
     def __init__(self, model, processor):
         self.model, self.processor = _clip(model, processor)
 
     def __call__(self, images, prompts, targets):
-        return F.cosine_similarity(*self.embed(images, prompts))
+        read = torch.tensor([CHINESE.search(prompt) is None for prompt in prompts])
+        return F.cosine_similarity(*self.embed(images, prompts)).where(read, math.nan)
 
     def embed(self, images, prompts):
         """Unit vectors of pictures and prompts, (N, D) both."""
@@ -252,6 +259,8 @@ class Clip:
 
 class Aesthetic(Clip):
     """LAION's aesthetic predictor, about 1..10: linear layers on CLIP's picture vector (Schuhmann et al. 2022)."""
+
+    reads_chinese = True  # it reads no prompt
 
     def __init__(self, clip, head):
         super().__init__(clip, clip)
@@ -271,7 +280,6 @@ class Aesthetic(Clip):
 SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
 QUESTIONS = Path(__file__).parent / "prompts" / "questions.jsonl"
 QUESTIONS_FORM = '{"prompt": "...", "questions": ["...?"], "foils": ["...?"]}'
-CHINESE = re.compile("[\u4e00-\u9fff]")
 AT_ONCE = 8  # pictures in a pass, counted anew for each question about them
 
 
@@ -368,8 +376,7 @@ class Edit(Vqa):
             raise NoTargets("reward 'edit' judges edits: give --sources, or another reward")
         return self.means(list(zip(sources, images, strict=True)), prompts)
 
-    def coverage(self, prompts):
-        return f"two questions for each of {len(prompts)} edits"
+    coverage = None  # the questions are the same for all
 
     def about(self, prompt):
         if CHINESE.search(prompt) and not self.reads_chinese:
@@ -499,7 +506,9 @@ def _load_from_file(name):
     if not path.endswith(".py"):
         raise ValueError(f"unknown reward {name!r}; known: {', '.join(sorted(REWARDS))}; your own: file.py:function")
     if not Path(path).is_file():
-        raise ValueError(f"the reward file {path} does not exist")
+        path = str(Path(__file__).parent / path)  # named from this project's folder
+    if not Path(path).is_file():
+        raise ValueError(f"the reward file {name.rpartition(':')[0]} does not exist")
     sys.path.append(str(Path(path).resolve().parent))  # so that it can import the files beside it
     try:
         names = runpy.run_path(path)
@@ -610,8 +619,7 @@ def combine(raw_rewards, weights, group_size=1, how="sum"):
 
     raw_rewards: {name: (N,) float}, NaN where one does not apply; prompt after prompt, `group_size` images each. weights:
     {name: float} of those that count. how: "sum" adds the values as they are, so the reward with the largest spread
-    rules; "zscore" first turns each into its z-score within its group (see compute_advantages), so that the weights
-    alone decide. Training maximises what --combine names; the sum is what is printed. Where a reward applies to part of
+    rules; "zscore" first turns each into its z-score within its group, so that the weights alone decide. Training maximises what --combine names; the sum is what is printed. Where a reward applies to part of
     a group, a missing value counts as the group's mean: it neither helps nor harms.
 
     Raises ValueError for an unknown `how`, or values that do not form groups.
@@ -621,7 +629,8 @@ def combine(raw_rewards, weights, group_size=1, how="sum"):
     values = torch.stack([raw_rewards[name] for name in weights])  # (R, N)
     applies = ~values.isnan()
     if how == "zscore":
-        values = torch.stack([compute_advantages(row, group_size) for row in values])
+        groups = [centre_groups(row, group_size) for row in values]
+        values = torch.stack([(centred / (std + 1e-6)).nan_to_num(0).flatten().float() for centred, std in groups])
     else:
         means = values.view(len(values), -1, group_size).nanmean(-1).repeat_interleave(group_size, dim=1)  # (R, N)
         values = values.where(applies, means).nan_to_num(0)

@@ -4,6 +4,7 @@ import math
 import sys
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import diffusers
 import transformers
@@ -15,6 +16,9 @@ diffusers.utils.logging.set_verbosity_error()  # it warns of modules to keep in 
 if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar would be a line
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class UserError(Exception):

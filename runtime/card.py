@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from runtime import counted, reward_names, short_name
+from runtime import checkpoints, counted, reward_names, short_name
 from runtime.metrics import kinds_table, with_error
-from runtime.settings import ROOT
 
 README = """---
 base_model: {base}
@@ -50,7 +49,7 @@ def write_card(folder, settings, before, after, picture):
     lines += kinds_table(*([before] if before else []), after)
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
     what, load = ADAPTERS[folder.name]
-    shown = json.dumps(vars(settings), indent=2).replace(f"{ROOT}/", "")
+    shown = json.dumps(checkpoints.saved(settings), indent=2)
     steps = counted(after["step"], "step")
     text = README.format(base=base, what=what, load=load, steps=steps, table="\n".join(lines), settings=shown)
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ import peft
 import torch
 from safetensors import SafetensorError
 
-from runtime import UserError, ranks, readable
+from runtime import ROOT, UserError, ranks, readable
 
 KEPT = 2  # the newest checkpoints, beside that of the best evaluation
 FOLDERS = {"codes": ".", "decoder": "decoder"}  # within a checkpoint, which so loads as an adapter of the codes
@@ -22,6 +22,11 @@ def find(out):
     return sorted((out / "checkpoints").glob("[0-9]*"))
 
 
+def saved(settings):
+    """Settings as they are written: files of this project by their place in it, so that another clone finds its own."""
+    return {k: v.replace(f"{ROOT}/", "") if isinstance(v, str) else v for k, v in vars(settings).items()}
+
+
 def save(out, step, trainers, settings, hashes, best_step=0):
     """Write to a temporary folder and rename it; then only the newest and that of the best evaluation stay.
 
@@ -30,7 +35,7 @@ def save(out, step, trainers, settings, hashes, best_step=0):
     """
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"
-    state = {"step": step, "ranks": ranks.count(), "settings": vars(settings), "inputs": hashes}
+    state = {"step": step, "ranks": ranks.count(), "settings": saved(settings), "inputs": hashes}
     with writing(out):
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)

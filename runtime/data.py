@@ -1,10 +1,8 @@
 """What a run trains on and what judges it: prompts, pictures that some rewards compare with, rewards."""
 
-import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,14 +10,13 @@ import torch
 from PIL import Image, ImageOps
 from transformers.utils import cached_file
 
-from rewards import RewardError, parse_rewards, score
-from runtime import UserError, checkpoints, readable, short_name
+from rewards import CHINESE, RewardError, parse_rewards, score
+from runtime import UserError, checkpoints, counted, readable, short_name
 from runtime.adapters import adapter_file
 from runtime.log import check_tracker
 from runtime.settings import TINY
 
-LONGEST_PROMPT = 4096  # characters: all prompts of a step take as much memory and time as its longest
-KIND = re.compile(r"# *kind: *(\S.*)")  # a line that names the kind of the prompts below it
+KIND = re.compile(r"#+ *kind *[:=] *(\S.*)", re.IGNORECASE)  # a line that names the kind of the prompts below it
 ENDINGS = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
 
@@ -69,26 +66,23 @@ class Prompts:
 def read_prompts(path, folder, sources=None, size=None):
     """The prompts in a file, with the target pictures in a folder, unless it is None or "none".
 
-    sources: a folder with the pictures to edit, or None. size: (width, height) of a picture to be painted, which targets
-    are made to; those of edits get the size of their source, see fitted. None: no pictures are read.
+    sources: a folder with the pictures to edit, or None. size: (width, height) of a picture to be painted, to which both
+    are made, see read_pictures. None: no pictures are read.
     """
     texts, kinds, lines = read_lines(path)
     prompts = Prompts(texts, kinds=kinds, lines=lines)
-    sizes = [size] * len(texts)
     if sources:
-        images = read_pictures(sources, "source", [partial(fitted, pixels=math.prod(size))] * len(texts))
-        prompts.sources = [Source(image) for image in images]
-        sizes = [image.size for image in images]
+        prompts.sources = [Source(image) for image in read_pictures(sources, "source", len(texts), size)]
     if folder not in (None, "none", ""):
-        resize = partial(Image.Image.resize, resample=Image.Resampling.LANCZOS)
-        prompts.targets = read_pictures(folder, "target", [partial(resize, size=each) for each in sizes])
+        prompts.targets = read_pictures(folder, "target", len(texts), size)
     return prompts
 
 
 def read_lines(path):
     """The prompts in a file, their kinds (None where it names none), and their places, counted in lines from 1.
 
-    A line such as "# kind: counting" names the kind of the prompts below it.
+    A line such as "# kind: counting" names the kind of the prompts below it; other lines that begin with # are comments.
+    A prompt that has to begin with # is written with a backslash before it.
     """
     with readable(f"read the prompts file {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -98,20 +92,19 @@ def read_lines(path):
         line = line.strip().strip("\u200b")  # of no width: what pasting leaves in lines that look empty
         if named := KIND.fullmatch(line):
             kind = named[1]
-        elif line:
-            found.append((line, kind, number))
+        elif line and line[0] != "#":
+            found.append((line[1:] if line.startswith("\\#") else line, kind, number))
     if not found:
         raise UserError(f"the prompts file {path} has no prompt in it; write one per line")
     texts, kinds, lines = map(list, zip(*found))
-    if (longest := max(map(len, texts))) > LONGEST_PROMPT:
-        raise UserError(f"the prompts file {path} has a prompt of {longest:,} characters; {LONGEST_PROMPT:,} at most")
     return texts, [kind or "other" for kind in kinds] if any(kinds) else None, lines
 
 
-def read_pictures(folder, kind, fit):
+def read_pictures(folder, kind, count, size):
     """The pictures of a folder, sorted by name, 2 before 10, as every viewer shows them.
 
-    fit: for each picture a function that makes it to size as it is read, so that a folder of photos takes little memory.
+    Each is made to size (width, height) as it is read, so that a folder of photos takes little memory: of another shape,
+    its middle is cut out.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -119,18 +112,23 @@ def read_pictures(folder, kind, fit):
     is_picture = lambda f: f.is_file() and f.suffix.lower() in ENDINGS and not f.name.startswith(".")
     numbered = lambda f: [int(x) if x.isascii() and x.isdigit() else x for x in re.split("([0-9]+)", f.name)]
     files = sorted(filter(is_picture, folder.iterdir()), key=numbered)
-    if len(files) != len(fit):
-        raise UserError(
-            f"{folder} has {len(files)} pictures for {len(fit)} prompts; give one per prompt, sorted by name"
-        )
+    if len(files) != count:
+        raise UserError(f"{folder} has {len(files)} pictures for {count} prompts; give one per prompt, sorted by name")
     pictures = []
-    for file, to_size in zip(files, fit, strict=True):
+    other_shapes = 0
+    for file in files:
         try:
             with Image.open(file) as opened:
                 image = as_shown(opened)
         except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
             raise UserError(f"the {kind} picture {file} cannot be read: {error}") from None
-        pictures.append(to_size(image))
+        stretch = image.width * size[1] / (image.height * size[0])
+        other_shapes += not 1 / 1.05 < stretch < 1.05
+        pictures.append(ImageOps.fit(image, size, Image.Resampling.LANCZOS))
+    if other_shapes:
+        print(
+            f"{folder}: {counted(other_shapes, 'picture')} of another shape than {size[0]}x{size[1]}, cut to their middle"
+        )
     return pictures
 
 
@@ -140,18 +138,6 @@ def as_shown(image):
         raise ValueError("it has more than 8 bits per colour: save it with 8")
     image = ImageOps.exif_transpose(image).convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-
-
-def fitted(image, pixels):
-    """A source of about so many pixels and nearly its own shape, with sides that are multiples of 32.
-
-    Other sides break the pipeline off, as do sides below 512 with the released model, which would read them enlarged.
-    """
-    if max(image.size) > 4 * min(image.size):
-        raise UserError(f"a source of {image.width}x{image.height} pixels: one side is over 4 times the other, cut it")
-    scale = math.sqrt(pixels / (image.width * image.height))
-    size = [max(32, round(side * scale / 32) * 32) for side in image.size]
-    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 @dataclass
@@ -183,6 +169,9 @@ def read_inputs(settings):
         hashes[f"{prefix}prompts"] = sha256_of("\n".join(lines or []).encode() for lines in (texts, some.kinds))
         hashes[f"{prefix}targets"] = sha256_of(picture.tobytes() for picture in targets or [])
         hashes[f"{prefix}sources"] = sha256_of(picture.tobytes() for picture in sources or [])
+    asked = lambda some: [(text, source and source.image.tobytes()) for text, source in some.with_sources()]
+    if seen := len(set(asked(prompts)) & set(asked(held_out))):
+        print(f"warning: {seen} of the {len(held_out)} held-out prompts are trained on, too")
     if settings.resume is not None:
         *_, began = checkpoints.read_state(Path(settings.resume))
         if changed := [name for name in hashes if hashes[name] != began[name]]:
@@ -200,28 +189,37 @@ def sha256_of(parts):
 
 
 def load_data(settings, prompts, held_out):
-    """With rewards, loaded before 35 GB of model are."""
-    rewards = load_rewards("reward", settings, prompts)
+    """The prompts with their rewards, which load before the 35 GB of model."""
+    rewards = load_rewards("reward", settings, [prompts])
     for one, other in ((prompts, held_out), (held_out, prompts)):
         if one.targets is None and other.targets is not None:  # likeness does not apply there
             one.targets = [None] * len(one.texts)
     judged = settings.eval_reward not in ("none", "")
-    return Data(prompts, held_out, rewards, load_rewards("eval_reward", settings, held_out) if judged else {})
+    judges = load_rewards("eval_reward", settings, [held_out, prompts]) if judged else {}
+    return Data(prompts, held_out, rewards, judges)
 
 
-def load_rewards(flag, settings, prompts):
-    """The rewards that a flag names, tried on two blank pictures: what cannot work fails now, not in an hour."""
+def load_rewards(flag, settings, files):
+    """The rewards that a flag names, tried on two blank pictures: what cannot work fails now, not in an hour.
+
+    files: the Prompts that they will score, for the first prompt of each.
+    """
     print(f"loading --{flag.replace('_', '-')} {getattr(settings, flag)}", flush=True)
     blank = [Image.new("RGB", (settings.width, settings.height))] * 2
     try:
         rewards = parse_rewards(getattr(settings, flag))
-        score(rewards, blank, *prompts.take([0]).for_rewards)
+        for prompts in files:
+            score(rewards, blank, *prompts.take([0]).for_rewards)
     except (ValueError, torch.OutOfMemoryError) as error:
         tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
         raise UserError(f"--{flag.replace('_', '-')}: {str(error).strip().splitlines()[0]}{tried}") from None
+    texts = files[0].texts
+    chinese = sum(CHINESE.search(text) is not None for text in texts)
     for name, (function, _) in rewards.items():
-        if hasattr(function, "coverage"):
-            print(f"{short_name(name)}: {function.coverage(prompts.texts)}", flush=True)
+        if getattr(function, "coverage", None):
+            print(f"{short_name(name)}: {function.coverage(texts)}", flush=True)
+        if chinese and not getattr(function, "reads_chinese", True):
+            print(f"{short_name(name)}: no reward for {chinese} of {len(texts)} prompts, which are Chinese", flush=True)
     return rewards
 
 

@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState, tracking
 from tqdm import tqdm
 
-from rewards import combine
+from rewards import combine, split_spec
 from runtime import UserError, checkpoints, counted, format_number, ranks, without_nan
 from runtime.card import write_card
 from runtime.metrics import (
@@ -28,7 +28,6 @@ from runtime.metrics import (
 )
 from runtime.pictures import save_before_after, save_curves, save_grid
 
-MAX_SKIPPED = 5  # steps in a row without a finite gradient before the run gives up
 ROW = 8  # pictures in a row of group-*.png
 SAMPLE_EVERY = 10  # steps between group-*.png
 CONSTANT = ("step", "images", "prompts")  # numbers of an evaluation that make no curve
@@ -119,7 +118,9 @@ class Record:
         self.trainers = trainers
         self.phase = phase
         self.done = done
-        self.skipped = 0  # steps in a row without a finite gradient
+        # Training maximises z-scores, which say nothing across evaluations, and their raw sum is something else.
+        judges = [name for name, _ in split_spec(settings.eval_reward)] if settings.combine == "zscore" else []
+        self.best_by = f"reward/{judges[0]}" if judges and judges[0] != "none" else "reward"
         self.writes = ranks.rank() == 0
         kept = {name: read_jsonl(out / f"{name}.jsonl", done) for name in ("evaluation", "metrics", "groups")}
         self.evaluations = kept["evaluation"]
@@ -127,7 +128,7 @@ class Record:
         self.tracker = None
         if self.writes:
             with checkpoints.writing(out):
-                (out / "settings.json").write_text(json.dumps(vars(settings), indent=2) + "\n")
+                (out / "settings.json").write_text(json.dumps(checkpoints.saved(settings), indent=2) + "\n")
                 for name, records in kept.items():
                     write_jsonl(out / f"{name}.jsonl", records)
             self.tracker = start_tracker(settings, out)
@@ -151,7 +152,7 @@ class Record:
             self.tracker.log_images({name: np.asarray(picture)[None]}, step=self.done, **layout)
 
     def step(self, done, prompts, rolled, weights, metrics):
-        """After a step: its line, its metrics, at times its pictures. Raises UserError after MAX_SKIPPED in a row."""
+        """Writes a step's line and metrics, and every SAMPLE_EVERY steps its pictures."""
         texts, _, sources = prompts.for_rewards
         self.done = done
         self.optimizer_steps = self.count_optimizer_steps()
@@ -174,10 +175,6 @@ class Record:
         self.write(format_step(done, metrics, self.settings))
         if done in (1, self.settings.steps) or done % SAMPLE_EVERY == 0 or self.stop.received:
             self.group(texts[0], rolled.images, total, sources and sources[0])
-        self.skipped = self.skipped + 1 if metrics["skipped"] >= 1 else 0
-        if self.skipped == MAX_SKIPPED:
-            words = "steps in a row had no finite gradient; start anew with a lower --lr or --decoder-lr"
-            raise UserError(f"{MAX_SKIPPED} {words}")
 
     def group(self, prompt, images, rewards, source=None):
         """The pictures of a step's first prompt with their rewards, one row per code sequence if each has several.
@@ -237,7 +234,7 @@ class Record:
     def save(self):
         """A checkpoint; a run that only evaluates needs none."""
         if self.writes and self.settings.steps > 0:
-            best, _ = best_step(self.evaluations)
+            best, _ = best_step(self.evaluations, self.best_by)
             checkpoints.save(self.out, self.done, self.trainers, self.settings, self.hashes, best)
 
     def save_whole_step(self):
@@ -247,7 +244,7 @@ class Record:
 
     def end(self):
         """The adapters with their cards, and before-after.png; warns if nothing, or less than before, was learned."""
-        best, words = best_step(self.evaluations)
+        best, words = best_step(self.evaluations, self.best_by)
         if words:
             self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
         if reason := why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl")):
@@ -285,7 +282,7 @@ def start_tracker(settings, out):
     )
     tracker = tracking.LOGGER_TYPE_TO_CLASS[settings.tracker]("grpo-glm-image", **place)
     tracker.start()
-    tracker.store_init_configuration(vars(settings))
+    tracker.store_init_configuration(checkpoints.saved(settings))
     return tracker
 
 

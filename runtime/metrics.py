@@ -113,20 +113,21 @@ def kinds_table(*records):
     return lines
 
 
-def best_step(evaluations):
+def best_step(evaluations, reward="reward"):
     """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
 
     Also words for how much better than at the end, empty if that is within the standard error of the difference.
+    reward: "reward", the weighted sum, or "reward/NAME", such as a judge.
     """
-    held_out = all(record["held_out/reward"] is not None for record in evaluations)
-    name, key = ("held-out", "held_out/reward") if held_out else ("training", "reward")
+    held_out = all(record[f"held_out/{reward}"] is not None for record in evaluations)
+    name, key = ("held-out", f"held_out/{reward}") if held_out else ("training", reward)
     judged = [record for record in evaluations if record[key] is not None]
     if not judged:
         return 0, ""
     best = max(judged, key=lambda record: record[key])
     now = judged[-1]
     error = math.hypot(*(record.get(error_name(key)) or 0 for record in (best, now)))
-    words = f"on {name} prompts the reward was higher after {counted(best['step'], 'step')}, {with_error(best, key)}, "
+    words = f"on {name} prompts {short_name(reward)} was higher after {counted(best['step'], 'step')}, {with_error(best, key)}, "
     words += f"than at the end, {with_error(now, key)}"
     return best["step"], words if best[key] - now[key] > max(error, 0.0005) else ""
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from rewards import REWARDS, split_spec
-from runtime import UserError, checkpoints, ranks
+from runtime import ROOT, UserError, checkpoints, ranks
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
 TINY_TARGETS = {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
@@ -21,8 +20,11 @@ TINY_TARGETS = {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TIN
 TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-edits.txt"}
 TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "reward": "ssim:1,mse:1"}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
-# A resumed run may change these: its length, what it leaves, and settings that change results by rounding alone.
+FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
+# A resumed run may change these: its length, what it leaves, settings that change results by rounding alone; and where
+# its files lie, for their contents are compared.
 MAY_CHANGE = {"micro_batch_size", "offload", "compile", "steps", "save_every", "eval_every", "tracker", "out", "resume"}
+MAY_CHANGE |= FILES
 
 ABOUT = """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop.
 
@@ -66,7 +68,8 @@ def build_parser():
         if isinstance(default, tuple):
             by_model[name] = default
             shown = [str(value).replace(f"{ROOT}/", "") for value in default]
-            default, help = None, f"{help} (default: {shown[0]} for tiny, {shown[1]} for GLM-Image)"
+            default = None
+            help += f" (default: {shown[0]} for tiny, {shown[1]} for GLM-Image)"
         elif default is not None:
             help += f" (default: {default})"
         option = "--" + name.replace("_", "-")
@@ -81,7 +84,7 @@ def build_parser():
     flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
     flag("sources", str, None, "to train edits: folder with the picture that each prompt changes, sorted by name")
     # GLM-Image: CLIP holds back the preference score.
-    flag("reward", str, (f"{TINY}/check.py:facts", "pickscore:1,clip:1"),
+    flag("reward", str, ("tiny-glm-image/check.py:facts", "pickscore:1,clip:1"),
          f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function, which runs that "
          "file; FOLDER: the model's files, in place of a download")  # fmt: skip
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
@@ -122,7 +125,7 @@ def build_parser():
          "prompts that are never trained on, one per line")  # fmt: skip
     flag("eval_targets", str, None, "folder with one picture per held-out prompt (default: tiny's, for its prompts)")
     flag("eval_sources", str, None, "folder with the picture that each held-out prompt changes")
-    flag("eval_reward", str, (f"{TINY}/check.py:right,{TINY}/check.py:clean", "hps"),
+    flag("eval_reward", str, ("tiny-glm-image/check.py:right,tiny-glm-image/check.py:clean", "hps"),
          "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
     flag("eval_count", count, (48, 8), "prompts in an evaluation, of training and held out each: evenly over kinds")
     flag("eval_every", number(int, "[0, inf)"), (8, 50), "steps between evaluations; 0: before and after only")
@@ -156,7 +159,9 @@ def parse_settings(arguments=None):
     settings = parser.parse_args(arguments)
     if settings.resume is not None:
         settings = resumed_settings(parser, arguments, settings)
+        find_files(settings)
     else:
+        find_files(settings)
         complete(settings, by_model)
     weights = [weight for _, weight in split_spec(settings.reward)]
     if weights and not any(weights):
@@ -169,6 +174,14 @@ def parse_settings(arguments=None):
     settings.sequences = 1 if settings.train == "decoder" else settings.group_size
     settings.paintings = {"codes": 1, "decoder": settings.group_size, "both": settings.paintings}[settings.train]
     return settings
+
+
+def find_files(settings):
+    """What is named from this project's folder is found from any other, too."""
+    for name in FILES | {"model"}:
+        path = getattr(settings, name)
+        if path and not Path(path).exists() and (ROOT / path).exists():
+            setattr(settings, name, str(ROOT / path))
 
 
 def changed(settings, **values):
@@ -232,12 +245,13 @@ def resumed_settings(parser, arguments, flags):
     out = Path(flags.resume)
     if flags.out is not None:
         raise UserError("--resume names the folder of the run already: leave out --out")
-    step, num_ranks, saved, _ = checkpoints.read_state(out)
-    settings = parser.parse_args(arguments, argparse.Namespace(**saved))  # where there is no flag, the saved value
+    step, num_ranks, before, _ = checkpoints.read_state(out)
+    settings = parser.parse_args(arguments, argparse.Namespace(**before))  # where there is no flag, the saved value
     settings.out = settings.resume = str(out)
-    differ = sorted(name for name in saved.keys() - MAY_CHANGE if getattr(settings, name) != saved[name])
+    now = checkpoints.saved(settings)
+    differ = sorted(name for name in before.keys() - MAY_CHANGE if now[name] != before[name])
     if differ:
-        was = ", ".join(f"--{name.replace('_', '-')} {getattr(settings, name)} (was {saved[name]})" for name in differ)
+        was = ", ".join(f"--{name.replace('_', '-')} {now[name]} (was {before[name]})" for name in differ)
         raise UserError(f"a resumed run keeps its settings, but these differ: {was}")
     if flags.steps == 0 and step > 0:
         raise UserError(f"a run is resumed to be longer; to evaluate its adapters: --adapter {out} --steps 0")
@@ -285,8 +299,9 @@ def _claim(settings, locks):
             busy = f"another process is still at work on the run in {out}: wait for it, or stop it"
             return out, busy if _locked(file) else None
         except FileExistsError:
-            if out.is_dir() and settings.out is not None:
-                return out, f"{out} already holds a run; choose another --out, or delete it: it has no checkpoint"
+            if settings.out is not None:
+                what = "already holds a run" if out.is_dir() else "is no folder"
+                return out, f"{out} {what}; choose another --out, or delete it"
         except OSError as error:
             return out, f"cannot write to {out}: {error.strerror or error}"
 
@@ -307,12 +322,10 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     name = torch.cuda.get_device_name() if device.type == "cuda" else name
     several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
-    defaults = vars(parse_settings(["--model", settings.model]))
-    for words, default in (("settings:", False), ("by default:", True)):
-        for name, value in vars(settings).items():
-            if (value == defaults[name]) == default and value is not None and name not in ("model", "sequences"):
-                words += f" {name}={str(value).replace(f'{ROOT}/', '')}"
-        print(words)
+    usual = checkpoints.saved(parse_settings(["--model", settings.model]))
+    shown = [pair for pair in checkpoints.saved(settings).items() if pair[1] is not None and pair[0] != "model"]
+    print("settings:", *(f"{name}={value}" for name, value in shown if value != usual[name]))
+    print("by default:", *(f"{name}={value}" for name, value in shown if value == usual[name]))
     codes = settings.height * settings.width // 32**2 + (0 if settings.sources else 256)  # the preview
     judged = min(settings.eval_count, num_prompts) + min(settings.eval_count, num_held_out)
     painted = settings.prompts_per_step * ranks.count() * settings.sequences * settings.paintings
