@@ -18,7 +18,7 @@ The order of calls: parse_rewards loads each reward, once. In a step, begin_scor
 prompt; score calls the others for all prompts, then waits. Both go through call_reward, which turns an error into one
 line, and with_its_arguments, which calls your function with copies. combine makes one number per picture of all rewards.
 
-Models load once, when named, from where REWARDS says. A folder given instead holds all the files of that row together.
+Models load once, when named, from where REWARDS says. With NAME=FOLDER, that folder must hold all files of the row.
 """
 
 import asyncio
@@ -236,16 +236,15 @@ class Clip:
     """Cosine of picture and prompt, in -1..1 (Radford et al. 2021). Prompts are cut at 77 tokens.
 
     PickScore (Kirstain et al. 2023) and HPS v2 (Wu et al. 2023) are this with other weights, up to a constant factor.
-    All three only know English, so Chinese prompts get NaN.
+    All three only know English, so Chinese prompts get NaN, unless the model is from a folder.
     """
-
-    reads_chinese = False
 
     def __init__(self, model, processor):
         self.model, self.processor = _clip(model, processor)
+        self.reads_chinese = Path(model).is_dir()
 
     def __call__(self, images, prompts, targets):
-        read = torch.tensor([CHINESE.search(prompt) is None for prompt in prompts])
+        read = torch.tensor([self.reads_chinese or CHINESE.search(prompt) is None for prompt in prompts])
         return F.cosine_similarity(*self.embed(images, prompts)).where(read, math.nan)
 
     def embed(self, images, prompts):
@@ -260,10 +259,9 @@ class Clip:
 class Aesthetic(Clip):
     """LAION's aesthetic predictor, about 1..10: linear layers on CLIP's picture vector (Schuhmann et al. 2022)."""
 
-    reads_chinese = True  # it reads no prompt
-
     def __init__(self, clip, head):
         super().__init__(clip, clip)
+        self.reads_chinese = True  # it reads no prompt
         weights = _weights(head, "aesthetic-model.pth")
         numbers = sorted({int(key.split(".")[1]) for key in weights})  # gaps: dropout, which only training has
         self.layers = [(weights[f"layers.{n}.weight"], weights[f"layers.{n}.bias"]) for n in numbers]
@@ -279,7 +277,6 @@ class Aesthetic(Clip):
 
 SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
 QUESTIONS = Path(__file__).parent / "prompts" / "questions.jsonl"
-QUESTIONS_FORM = '{"prompt": "...", "questions": ["...?"], "foils": ["...?"]}'
 AT_ONCE = 8  # pictures in a pass, counted anew for each question about them
 
 
@@ -323,10 +320,6 @@ class Vqa:
         """{question: value in 0..1} for one picture, to look at: near 1 if the picture is right, for foils too."""
         (values,) = self.values([[image]], [prompt])
         return dict(zip(self.about(prompt), values.tolist(), strict=True))
-
-    def coverage(self, prompts):
-        """How many of the prompts have questions of their own: "questions for 3 of 12 prompts"."""
-        return f"questions for {sum(p.strip() in self.questions for p in prompts)} of {len(prompts)} prompts"
 
     def about(self, prompt):
         """{question: 1 where a right picture answers yes, -1 where it answers no}, the general one first."""
@@ -376,8 +369,6 @@ class Edit(Vqa):
             raise NoTargets("reward 'edit' judges edits: give --sources, or another reward")
         return self.means(list(zip(sources, images, strict=True)), prompts)
 
-    coverage = None  # the questions are the same for all
-
     def about(self, prompt):
         if CHINESE.search(prompt) and not self.reads_chinese:
             return {}
@@ -421,12 +412,10 @@ def answer_ids(tokenizer, word):
 
 
 def read_questions(path):
-    """{prompt: {question: 1, foil: -1}} from a file with one line like QUESTIONS_FORM per prompt; foils are optional."""
+    """{prompt: {question: 1, foil: -1}} from lines {"prompt": "...", "questions": ["...?"], "foils": ["...?"]}."""
     found = {}
     for line in filter(None, Path(path).read_text(encoding="utf-8").split("\n")):
         row = json.loads(line)
-        if not all(isinstance(row.get(key, []), list) for key in ("questions", "foils")):
-            raise ValueError(f"a line of {path} is not of the form {QUESTIONS_FORM}: {line[:100]}")
         signs = dict.fromkeys(row["questions"], 1) | dict.fromkeys(row.get("foils", []), -1)
         found.setdefault(row["prompt"].strip(), {}).update(signs)
     return found
@@ -505,13 +494,13 @@ def _load_from_file(name):
     path, _, function = name.rpartition(":")
     if not path.endswith(".py"):
         raise ValueError(f"unknown reward {name!r}; known: {', '.join(sorted(REWARDS))}; your own: file.py:function")
-    if not Path(path).is_file():
-        path = str(Path(__file__).parent / path)  # named from this project's folder
-    if not Path(path).is_file():
-        raise ValueError(f"the reward file {name.rpartition(':')[0]} does not exist")
-    sys.path.append(str(Path(path).resolve().parent))  # so that it can import the files beside it
+    places = Path(path), Path(__file__).parent / path  # named from this project's folder, it is found from any other
+    file = next(filter(Path.is_file, places), None)
+    if file is None:
+        raise ValueError(f"the reward file {path} does not exist")
+    sys.path.append(str(file.resolve().parent))  # so that it can import the files beside it
     try:
-        names = runpy.run_path(path)
+        names = runpy.run_path(str(file))
     except (Exception, SystemExit) as error:
         raise ValueError(f"the reward file {path} cannot be loaded: {in_one_line(error)}") from error
     if function not in names or not callable(names[function]):

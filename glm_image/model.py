@@ -10,7 +10,7 @@ from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_s
 from glm_image.decoder import DecoderGRPO
 from glm_image.painting import encode_prompt
 from grpo import GRPO, GRPOSettings
-from runtime.adapters import adamw, add_adapter, has_adapter
+from runtime.adapters import adamw, adapter_file, add_adapter
 from runtime.data import readable_loading
 from runtime.gpu import CapturedForward
 from runtime.int8 import round_linears
@@ -77,7 +77,7 @@ def build(pipe, settings, device, home=None):
 
     set_seed(settings.seed)  # the adapters' start
     policy = policy_trainer(language_model, pipe, settings, device)
-    if settings.train == "codes" and not (settings.adapter and has_adapter(settings.adapter, "decoder")):
+    if settings.train == "codes" and not (settings.adapter and adapter_file(settings.adapter, "decoder")):
         return pipe, policy, None
 
     # From here on pipe.transformer contains the adapter.

@@ -55,10 +55,6 @@ def adamw(model, lr, warmup_steps):
     return optimizer
 
 
-def has_adapter(folder, name):
-    return adapter_file(folder, name) is not None
-
-
 def adapter_file(folder, name):
     """The weights of one half's adapter in the folder of a run, of a checkpoint or of an adapter; or None."""
     own = "adapter_model.safetensors"  # as PEFT and as diffusers name them
@@ -69,7 +65,7 @@ def adapter_file(folder, name):
 
 def start_from(folder, name, model):
     """Give a model's fresh adapter the weights of one in a folder. Returns whether there was one for this model."""
-    if not any(has_adapter(folder, kind) for kind in checkpoints.FOLDERS):
+    if not any(adapter_file(folder, kind) for kind in checkpoints.FOLDERS):
         raise UserError(f"there is no adapter in {folder}: give --adapter the folder of a run that has ended")
     file = adapter_file(folder, name)
     if file is None:

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from runtime import checkpoints, counted, reward_names, short_name
-from runtime.metrics import kinds_table, with_error
+from runtime import checkpoints, counted
+from runtime.metrics import PROMPTS, kinds_table, summary
 
 README = """---
 base_model: {base}
@@ -16,6 +16,8 @@ tags: [lora, grpo, glm-image]
 
 It adapts {what}, and was trained for {steps}. With FOLDER the folder of this file, it loads into the stock pipeline:
 `pipe.{load}`
+
+Means with standard errors over prompts, before -> after:
 
 {table}
 
@@ -40,13 +42,9 @@ def write_card(folder, settings, before, after, picture):
 
     before, after: records of evaluation.jsonl; or no record of before.
     """
-    lines = ["| Mean reward +- standard error over prompts | before | after | pictures |", "|---|---|---|---|"]
-    for prefix, name in (("", "training prompts"), ("held_out/", "held-out prompts")):
-        for key in reward_names(after, prefix):
-            then = with_error(before, key) if before else "none"
-            now = with_error(after, key)
-            lines.append(f"| {short_name(key)}, {name} | {then} | {now} | {after[prefix + 'images']} |")
-    lines += kinds_table(*([before] if before else []), after)
+    records = [before, after] if before else [after]
+    lines = [f"- {name} prompts: {summary(prefix, *records)}" for prefix, name in PROMPTS.items()]
+    lines += kinds_table(*records)
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
     what, load = ADAPTERS[folder.name]
     shown = json.dumps(checkpoints.saved(settings), indent=2)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageOps
 from transformers.utils import cached_file
 
-from rewards import CHINESE, RewardError, parse_rewards, score
+from rewards import CHINESE, RewardError, Vqa, parse_rewards, score
 from runtime import UserError, checkpoints, counted, readable, short_name
 from runtime.adapters import adapter_file
 from runtime.log import check_tracker
@@ -126,9 +126,7 @@ def read_pictures(folder, kind, count, size):
         other_shapes += not 1 / 1.05 < stretch < 1.05
         pictures.append(ImageOps.fit(image, size, Image.Resampling.LANCZOS))
     if other_shapes:
-        print(
-            f"{folder}: {counted(other_shapes, 'picture')} of another shape than {size[0]}x{size[1]}, cut to their middle"
-        )
+        print(f"{folder}: {counted(other_shapes, 'picture')} of another shape than what is painted, cut to the middle")
     return pictures
 
 
@@ -216,8 +214,9 @@ def load_rewards(flag, settings, files):
     texts = files[0].texts
     chinese = sum(CHINESE.search(text) is not None for text in texts)
     for name, (function, _) in rewards.items():
-        if getattr(function, "coverage", None):
-            print(f"{short_name(name)}: {function.coverage(texts)}", flush=True)
+        if type(function) is Vqa:  # the questions of its heir, Edit, are the same for all
+            known = sum(text.strip() in function.questions for text in texts)
+            print(f"{short_name(name)}: questions for {known} of {len(texts)} prompts", flush=True)
         if chinese and not getattr(function, "reads_chinese", True):
             print(f"{short_name(name)}: no reward for {chinese} of {len(texts)} prompts, which are Chinese", flush=True)
     return rewards

@@ -18,6 +18,7 @@ from rewards import combine, split_spec
 from runtime import UserError, checkpoints, counted, format_number, ranks, without_nan
 from runtime.card import write_card
 from runtime.metrics import (
+    PROMPTS,
     best_step,
     format_step,
     group_records,
@@ -34,10 +35,9 @@ CONSTANT = ("step", "images", "prompts")  # numbers of an evaluation that make n
 
 
 class Phases:
-    """with phase("paint", *models): the block is measured; if models take turns on the GPU, these are there, and no others.
+    """with phase("paint", *models): the block is timed; if models take turns on the GPU, only these are on it.
 
     The progress bar, in a terminal, shows the name of the phase; it counts steps, or prompts within evaluation().
-    offload: see grpo.Offload; None where nothing ever moves.
     """
 
     def __init__(self, device, offload=None):
@@ -107,8 +107,7 @@ class Record:
     """The files of a run in `out`: numbers, pictures, checkpoints, adapters; and a tracker. Only the first rank writes.
 
     hashes: see read_inputs in data.py. trainers: {"codes" or "decoder": GRPO}. done: steps made so far. When a run is
-    resumed, records of later steps are removed first, as is a line that a kill cut short. Raises UserError where it
-    cannot write.
+    resumed, records of later steps are removed first, as is a line that a kill cut short.
     """
 
     def __init__(self, out, settings, hashes, phase, trainers, done):
@@ -167,27 +166,33 @@ class Record:
         if self.writes:
             with checkpoints.writing(self.out):
                 append_jsonl(self.out / "metrics.jsonl", {"step": done, **recorded})
-                for groups in per_rank:
-                    append_jsonl(self.out / "groups.jsonl", *groups)
+                append_jsonl(self.out / "groups.jsonl", *(group for groups in per_rank for group in groups))
         self.track(done, recorded)
         self.phase.bar.set_postfix_str(f"reward {recorded['reward'] or 0:.3f}")
         self.phase.bar.update()
         self.write(format_step(done, metrics, self.settings))
         if done in (1, self.settings.steps) or done % SAMPLE_EVERY == 0 or self.stop.received:
-            self.group(texts[0], rolled.images, total, sources and sources[0])
+            groups = total.view(len(texts), -1)  # (N, G*K)
+            i = next((i for i, group in enumerate(groups.nan_to_num()) if len(group.unique()) > 1), 0)  # it teaches
+            if sequences > 1:
+                advantages = rolled.groups[i].advantages.repeat_interleave(paintings)
+            else:
+                advantages = rolled.denoising_steps[i * len(rolled.denoising_steps) // len(texts)].advantages
+            images = rolled.images[i * len(groups[i]) : (i + 1) * len(groups[i])]
+            self.group(texts[i], images, groups[i], advantages, sources and sources[i])
 
-    def group(self, prompt, images, rewards, source=None):
-        """The pictures of a step's first prompt with their rewards, one row per code sequence if each has several.
+    def group(self, prompt, images, rewards, advantages, source):
+        """A group's pictures with rewards and advantages, one row per code sequence if each has several.
 
         The picture that they edit comes first, unless that is None.
         """
         if not self.writes:
             return
-        sequences = self.settings.sequences
-        paintings = self.settings.paintings
-        captions = [f"reward {format_number(reward)}" for reward in rewards.tolist()]
-        cells = list(zip(images, captions, strict=True))[: sequences * paintings]
-        width = paintings if min(sequences, paintings) > 1 else ROW
+        captions = []
+        for reward, advantage in zip(rewards.tolist(), advantages.tolist(), strict=True):
+            captions.append(f"reward {format_number(reward)}, advantage {advantage:+.2f}")
+        cells = list(zip(images, captions, strict=True))
+        width = self.settings.paintings if min(self.settings.sequences, self.settings.paintings) > 1 else ROW
         rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]
         if source is not None:
             rows[0][1][:0] = [(source, "to edit"), None]
@@ -207,8 +212,8 @@ class Record:
         self.evaluations.append(record)
         before = self.before()
         records, compared = ((record,), "") if before in (None, record) else ((before, record), ", before -> after")
-        for prefix, name in (("", "training"), ("held_out/", "held-out")):
-            steps = counted(self.done, "step")
+        steps = counted(self.done, "step")
+        for prefix, name in PROMPTS.items():
             self.write(f"evaluation after {steps}, {name} prompts{compared}: {summary(prefix, *records)}")
         if self.done >= self.settings.steps or self.stop.received:
             self.write("\n".join(kinds_table(*records)))
@@ -243,7 +248,7 @@ class Record:
             self.save()
 
     def end(self):
-        """The adapters with their cards, and before-after.png; warns if nothing, or less than before, was learned."""
+        """The adapters with their READMEs, and before-after.png; warns if nothing, or less than before, was learned."""
         best, words = best_step(self.evaluations, self.best_by)
         if words:
             self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
@@ -252,17 +257,14 @@ class Record:
         if not self.writes:
             return
         with checkpoints.writing(self.out):
-            folders = []
-            if self.settings.train in ("codes", "both"):
-                folders.append(self.out / "adapter")
-                self.trainers["codes"].model.save_pretrained(folders[-1])
-            if self.settings.train in ("decoder", "both"):
-                folders.append(self.out / "decoder-adapter")
-                self.trainers["decoder"].model.base_model.model.save_lora_adapter(folders[-1])
             before, after = self.before(), self.evaluations[-1]
             picture = save_before_after(self.out, before, after)
-            for folder in folders:
-                write_card(folder, self.settings, before, after, picture)
+            if self.settings.train in ("codes", "both"):
+                self.trainers["codes"].model.save_pretrained(self.out / "adapter")
+                write_card(self.out / "adapter", self.settings, before, after, picture)
+            if self.settings.train in ("decoder", "both"):
+                self.trainers["decoder"].model.base_model.model.save_lora_adapter(self.out / "decoder-adapter")
+                write_card(self.out / "decoder-adapter", self.settings, before, after, picture)
         self.track_picture("before_after", picture)
 
     def finish(self):
@@ -292,7 +294,7 @@ def check_tracker(kind):
 
 
 def append_jsonl(path, *records):
-    with open(path, "a") as file:  # opened anew each time: a folder that is gone is noticed at once
+    with open(path, "a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
@@ -317,14 +319,15 @@ class StopRequest:
     def __init__(self):
         self.received = False
         self.follows = b"the first evaluation is aborted"
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self.receive)
+        self.handle(self.receive)
 
-    def receive(self, signum, frame):
+    def handle(self, handler):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handler)
+
+    def receive(self, *_):
         if not self.received:  # by os.write: print may have been interrupted by this very signal
-            again = b"; press again to quit now" if ranks.count() == 1 else b""
-            os.write(2, b"\nasked to stop: " + self.follows + again + b"\n")
+            os.write(2, b"\nasked to stop: " + self.follows + b"; a second signal quits now\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
+            self.handle(signal.SIG_DFL)

@@ -11,6 +11,7 @@ PARTS = {  # parts of a step's line
     "decoder/reward_std": "decoder +- {:.3f}", "grad_norm": "norm {:.2f}", "decoder/grad_norm": "decoder norm {:.3f}",
     "clip_fraction": "{:.1%} clipped", "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB",
 }  # fmt: skip
+PROMPTS = {"": "training", "held_out/": "held-out"}  # {prefix of their numbers in an evaluation: what they are}
 ALARMS = {
     "skipped": "SKIPPED: the gradient was not finite", "groups_without_spread": "{:.0%} without spread",
     "decoder/groups_without_spread": "decoder: {:.0%} without spread", "unscored": "{:.0%} unscored",
@@ -24,7 +25,8 @@ def reward_metrics(raw_rewards, combined, group_size):
     is left out; where nothing is left the metric is NaN.
     """
     metrics = {}
-    for name, values in named(raw_rewards, combined):
+    for name, values in {"": combined, **raw_rewards}.items():
+        name = name and f"/{name}"
         groups = values.double().view(-1, group_size)  # (N, G)
         count = (~groups.isnan()).sum(1)
         squares = (groups - groups.nanmean(1, keepdim=True)).square().nansum(1)
@@ -32,11 +34,6 @@ def reward_metrics(raw_rewards, combined, group_size):
         metrics[f"reward_std{name}"] = (squares / (count - 1)).sqrt()[count > 1].mean().item()  # unbiased
         metrics[f"reward_best{name}"] = groups.nan_to_num(-math.inf).amax(1)[count > 0].mean().item()
     return metrics
-
-
-def named(raw_rewards, combined):
-    """Pairs of what a reward's metrics end in, and its values: nothing for the combined one."""
-    return [("", combined), *((f"/{name}", values) for name, values in raw_rewards.items())]
 
 
 def evaluation_metrics(raw_rewards, combined, group_size, kinds=None):
@@ -49,11 +46,11 @@ def evaluation_metrics(raw_rewards, combined, group_size, kinds=None):
     """
     count = len(combined) // group_size
     metrics = reward_metrics(raw_rewards, combined, group_size) | {"images": len(combined), "prompts": count}
-    for name, values in named(raw_rewards, combined):
+    for name, values in {"": combined, **raw_rewards}.items():
         means = values.double().view(count, group_size).nanmean(1)  # (N,)
         means = means[~means.isnan()]
         variance = (means - means.mean()).square().sum() / (len(means) - 1)
-        metrics[f"reward_error{name}"] = (variance / len(means)).sqrt().item()
+        metrics[error_name(f"reward/{name}".strip("/"))] = (variance / len(means)).sqrt().item()
     if len(set(kinds or ())) < 2:
         return metrics
     parts = {}
@@ -83,6 +80,12 @@ def with_error(record, name, form="{:.3f}"):
     return f"{form} +- {form}".format(record[name], error)
 
 
+def shown_names(record, prefix=""):
+    """The rewards of an evaluation, without their weighted sum where that is a lone reward of weight 1."""
+    names = reward_names(record, prefix)
+    return names[1:] if record[names[0]] == record[names[1]] else names
+
+
 def by_kind(prefix, *records):
     """From records of evaluation.jsonl: names of rewards, and for each record {kind: its metrics}; or two empty lists.
 
@@ -91,15 +94,13 @@ def by_kind(prefix, *records):
     if not all(f"{prefix}kinds" in record for record in records):
         return [], []
     parts = [record[f"{prefix}kinds"] for record in records]
-    mean = parts[-1]["mean of the kinds"]
-    names = reward_names(mean)
-    return names[1:] if mean[names[0]] == mean[names[1]] else names, parts  # a lone reward of weight 1 is their sum
+    return shown_names(parts[-1]["mean of the kinds"]), parts
 
 
 def kinds_table(*records):
     """Lines of Markdown: for both sets of prompts a row per kind, with cells such as '0.41 +- 0.05 -> 0.72 +- 0.04'."""
     lines = []
-    for prefix, heading in (("", "training"), ("held_out/", "held out")):
+    for prefix, heading in PROMPTS.items():
         names, parts = by_kind(prefix, *records)
         if not parts:
             continue
@@ -133,8 +134,8 @@ def best_step(evaluations, reward="reward"):
 
 
 def summary(prefix, *records):
-    """'reward 0.692 +- 0.031 -> 0.864 +- 0.020, ssim ... (64 images: 16 prompts x 4)', from one record or several."""
-    names = reward_names(records[0], prefix)
+    """'ssim 0.692 +- 0.031 -> 0.864 +- 0.020, ... (64 images: 16 prompts x 4)', from one record or several."""
+    names = shown_names(records[-1], prefix)
     parts = [f"{short_name(name)} {' -> '.join(with_error(record, name) for record in records)}" for name in names]
     images = records[0][f"{prefix}images"]
     prompts = records[0][f"{prefix}prompts"]

@@ -9,7 +9,8 @@ from statistics import fmean
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
-from runtime import counted, format_number, reward_names, short_name
+from runtime import counted, format_number, short_name
+from runtime.metrics import shown_names
 
 GAP = 24  # pixels
 
@@ -35,13 +36,6 @@ def chinese_font(size):
     return ImageFont.load_default(size)
 
 
-def fitting(text, font, width):
-    """The text, or as much of its start as is no wider than `width` pixels."""
-    if font.getlength(text) <= width:
-        return text
-    return next(text[:n] for n in range(len(text), -1, -1) if font.getlength(text[:n] + " ...") <= width) + " ..."
-
-
 def save_grid(path, rows, title, cell=192):
     """Rows of pictures as one PNG. Returns the sheet.
 
@@ -58,8 +52,7 @@ def save_grid(path, rows, title, cell=192):
     pen.text((8, 6), title, "black", font)
     for r, (label, cells) in enumerate(rows):
         top = head + r * height
-        own = font_for(label, 15)
-        pen.text((8, top), fitting(label, own, sheet.width - 16), "black", own)
+        pen.text((8, top), label, "black", font_for(label, 15))  # a long one ends where the sheet does
         for left, each in zip(places[r], cells):
             if each is not None:
                 image, caption, *frame = each
@@ -76,8 +69,8 @@ def save_grid(path, rows, title, cell=192):
 def save_before_after(out, before, after):
     """The first prompts, before training and after: same prompts, seeds and noise, side by side; right ones framed green.
 
-    before, after: records of evaluation.jsonl; without one of before only what is after is shown. Which prompts these are
-    no picture has a say in: the first of each kind, or the first three.
+    before, after: records of evaluation.jsonl; before may be None. The prompts are not chosen by their pictures: they are
+    the first of each kind, or the first three.
     """
     sides = {"before": before, "after": after} if before else {"after": after}
     judge = yes_or_no(*sides.values())
@@ -112,7 +105,7 @@ def yes_or_no(*records):
 
 def save_curves(path, metrics, evaluations):
     """A panel for each reward, entropy and KL, over the steps. What only judges has evaluations alone, see CURVES."""
-    names = [name for record in (*evaluations, *metrics) for name in reward_names(record)]
+    names = [name for record in (*evaluations, *metrics) for name in shown_names(record)]
     names += [name for name in ("entropy", "kl", "decoder/kl") if points(metrics, name)]
     names = list(dict.fromkeys(names))
     window = max(5, len(metrics) // 8)  # steps

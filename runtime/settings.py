@@ -15,10 +15,10 @@ from runtime import ROOT, UserError, checkpoints, ranks
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
-TINY_TARGETS = {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TINY}/heldout-edit-targets"}
-# Defaults of a run that edits.
-TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-edits.txt"}
-TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "reward": "ssim:1,mse:1"}
+# Defaults of a run that edits, with the tiny model's own sources and with the released model.
+TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "targets": f"{TINY}/edit-targets", "reward": "ssim:1,mse:1"}
+TINY_EDITS |= {"eval_prompts": f"{TINY}/heldout-edits.txt", "eval_targets": f"{TINY}/heldout-edit-targets"}
+TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources"}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
 FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
 # A resumed run may change these: its length, what it leaves, settings that change results by rounding alone; and where
@@ -55,7 +55,7 @@ def number(kind, interval, *words):
 
 
 def build_parser():
-    """The parser, and {setting: (its default for tiny, for GLM-Image)} where the best value depends on the model."""
+    """The parser, and {setting: (its default for tiny, for GLM-Image)} where they differ: see docs/settings.md."""
     layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "usage": "python train.py [--FLAG VALUE ...]"}
     parser = Parser(description=ABOUT, allow_abbrev=False, **layout)
     by_model = {}
@@ -80,10 +80,9 @@ def build_parser():
     flag("model", str, None, "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)")
     flag("adapter", str, None, "start from the adapters of the run in this folder; with --steps 0 only evaluate them")
     flag("prompts", str, (f"{TINY}/prompts.txt", f"{ROOT}/prompts/train.txt"), "text file, one prompt per line")
-    flag("order", str, "shuffled", "of the prompts: shuffled each epoch, or as in the file", ("shuffled", "file"))
-    flag("targets", str, None, "folder with one picture per prompt, sorted by name (default: tiny's, for its prompts)")
+    flag("order", str, "shuffled", "order of prompts: shuffled each epoch, or the file's", ("shuffled", "file"))
+    flag("targets", str, None, "folder with one picture per prompt, sorted by name")
     flag("sources", str, None, "to train edits: folder with the picture that each prompt changes, sorted by name")
-    # GLM-Image: CLIP holds back the preference score.
     flag("reward", str, ("tiny-glm-image/check.py:facts", "pickscore:1,clip:1"),
          f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function, which runs that "
          "file; FOLDER: the model's files, in place of a download")  # fmt: skip
@@ -92,14 +91,12 @@ def build_parser():
     group = parser.add_argument_group("the algorithm")
     halves = ("codes", "decoder", "both")
     flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both", halves)
-    flag("group_size", number(int, "[2, inf)"), 4, "code sequences per prompt; with --train decoder, paintings of one")
+    flag("group_size", number(int, "[2, inf)"), 4, "code sequences per prompt; paintings with --train decoder")
     flag("prompts_per_step", count, (16, 4), "prompts per step, on each GPU")
     flag("steps", number(int, "[0, inf)"), (16, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
-    # GLM-Image: published for training all weights are 1e-6 to 1e-5, and an adapter takes about ten times as much.
     flag("lr", positive, (2e-3, 2e-5), "AdamW's learning rate")
     flag("decoder_lr", positive, (1e-3, 1e-4), "AdamW's learning rate for the decoder's adapter")
-    # GLM-Image: Adam's first steps are of full size whatever the gradient, and clipping does not bound them.
     flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the learning rates rise")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
     flag("noise_level", number(float, "(0, 1]"), 0.7, "if the decoder learns: share of a step's noise drawn anew")
@@ -110,35 +107,32 @@ def build_parser():
     flag("seed", number(int, "[0, 4294967295]"), 0, "fixes the order of prompts, the samples and the noise")
 
     group = parser.add_argument_group("pictures")
-    # GLM-Image: those of its own sampler, so that it is trained as it is deployed.
     flag("temperature", positive, (1.0, 0.9), "divides the logits, in sampling and in scoring")
-    flag("top_p", number(float, "(0, 1]"), (0.95, 0.75), "sample from the likeliest codes, this probability in all")
-    flag("height", count, (128, 1024), "height of the pictures in pixels, a multiple of 32")  # never trained below 1024
+    flag("top_p", number(float, "(0, 1]"), (0.95, 0.75), "sample from the likeliest codes that make up this share")
+    flag("height", count, (128, 1024), "height of the pictures in pixels, a multiple of 32")
     flag("width", count, (128, 1024), "width of the pictures in pixels, a multiple of 32")
-    # Few steps will do: pictures are compared in a group, so what all of them lack cancels in the z-score. But guidance
-    # has to be above 1: the unguided half drops the codes, so guidance makes the decoder follow the policy.
     flag("decode_steps", count, (6, 12), "denoising steps of the decoder")
     flag("guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance; above 1 doubles its cost")
 
     group = parser.add_argument_group("evaluation, before and after")
     flag("eval_prompts", str, (f"{TINY}/heldout.txt", f"{ROOT}/prompts/heldout.txt"),
          "prompts that are never trained on, one per line")  # fmt: skip
-    flag("eval_targets", str, None, "folder with one picture per held-out prompt (default: tiny's, for its prompts)")
+    flag("eval_targets", str, None, "folder with one picture per held-out prompt")
     flag("eval_sources", str, None, "folder with the picture that each held-out prompt changes")
     flag("eval_reward", str, ("tiny-glm-image/check.py:right,tiny-glm-image/check.py:clean", "hps"),
-         "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
-    flag("eval_count", count, (48, 8), "prompts in an evaluation, of training and held out each: evenly over kinds")
+         "rewards that are only reported, never trained on; none: no such reward")  # fmt: skip
+    flag("eval_count", count, (48, 8), "prompts per evaluation, of training and held out each, evenly over kinds")
     flag("eval_every", number(int, "[0, inf)"), (8, 50), "steps between evaluations; 0: before and after only")
-    flag("eval_decode_steps", count, (6, 30), "denoising steps in an evaluation")  # GLM-Image: judged as deployed
+    flag("eval_decode_steps", count, (6, 30), "denoising steps in an evaluation")
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
 
     group = parser.add_argument_group("memory and speed")
     bases = ("bfloat16", "int8")
     flag("base", str, "bfloat16", "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory", bases)
     flag("micro_batch_size", number(int, "[1, inf)", "auto"), "auto",
-         "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU up to 8, as fit")  # fmt: skip
+         "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU the most of 8, 4, 2, 1 that fit")  # fmt: skip
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
-    flag("compile", str, "auto", "compile sampling; auto: on a GPU, where it is a CUDA graph either way", switch)
+    flag("compile", str, "auto", "compile the step of sampling; auto: on a GPU (a CUDA graph in any case)", switch)
 
     group = parser.add_argument_group("what a run leaves")
     flag("out", str, None, "folder for everything the run leaves (default: the next free runs/N)")
@@ -198,14 +192,19 @@ def deployed(settings):
 
 def complete(settings, by_model):
     """Fill in the model's defaults; refuse flags that do not go together."""
-    tiny_edits = settings.sources is not None and Path(settings.sources).resolve() == Path(TINY, "sources")
+    own_sources = settings.sources is not None and Path(settings.sources).resolve() == Path(TINY, "sources")
     if settings.model is None:
-        settings.model = RELEASE if torch.cuda.is_available() and not tiny_edits else TINY
+        settings.model = RELEASE if torch.cuda.is_available() and not own_sources else TINY
         if Path("/dev/nvidia0").exists() and not torch.cuda.is_available() and "CUDA_VISIBLE_DEVICES" not in os.environ:
             print("warning: torch cannot use the GPU here (is its driver too old?): this trains the tiny model")
     tiny = Path(settings.model).resolve() == Path(TINY)
     if settings.sources or settings.eval_sources:
-        complete_edits(settings, (TINY_EDITS if tiny_edits else {}) | ({} if tiny else EDITS))
+        fill_in(settings, TINY_EDITS if own_sources and settings.prompts is None else {})
+        fill_in(settings, {} if tiny else EDITS)
+        if None in (settings.sources, settings.prompts, settings.eval_sources, settings.eval_prompts):
+            raise UserError("edits need --sources with --prompts, and --eval-sources with --eval-prompts to judge by")
+        if settings.train != "codes":
+            raise UserError("with --sources only the codes can learn, not the decoder: leave out --train")
     fill_in(settings, {name: for_tiny if tiny else release for name, (for_tiny, release) in by_model.items()})
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")
@@ -214,30 +213,12 @@ def complete(settings, by_model):
     pixels = settings.height * settings.width
     if settings.model == RELEASE and not 2**20 <= pixels <= 2**22:
         print(f"warning: GLM-Image was trained on 2^20 to 2^22 pixels, this is {pixels:,}")
-    choose_targets(settings)
 
 
 def fill_in(settings, defaults):
     for name, value in defaults.items():
         if getattr(settings, name) is None:
             setattr(settings, name, value)
-
-
-def complete_edits(settings, defaults):
-    """Fill in the defaults of a run that edits; refuse what such a run cannot do."""
-    fill_in(settings, defaults)
-    if None in (settings.sources, settings.prompts, settings.eval_sources, settings.eval_prompts):
-        raise UserError("edits need --sources with --prompts, and --eval-sources with --eval-prompts to judge by")
-    if settings.train != "codes":
-        raise UserError("with --sources only the codes can learn, not the decoder: leave out --train")
-
-
-def choose_targets(settings):
-    """The tiny model's own targets for its own prompts, unless a flag names others or "none", see data.py."""
-    for prompts, targets in (("prompts", "targets"), ("eval_prompts", "eval_targets")):
-        file = Path(getattr(settings, prompts)).resolve()
-        if getattr(settings, targets) is None and file.parent == Path(TINY):
-            setattr(settings, targets, TINY_TARGETS.get(file.name))
 
 
 def resumed_settings(parser, arguments, flags):
