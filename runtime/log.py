@@ -31,7 +31,6 @@ from runtime.pictures import save_before_after, save_curves, save_grid
 
 ROW = 8  # pictures in a row of group-*.png
 SAMPLE_EVERY = 10  # steps between group-*.png
-CONSTANT = ("step", "images", "prompts")  # numbers of an evaluation that make no curve
 
 
 class Phases:
@@ -142,8 +141,7 @@ class Record:
 
     def track(self, step, values):
         if self.tracker is not None:
-            changing = [name for name in values if values[name] is not None and name.split("/")[-1] not in CONSTANT]
-            self.tracker.log({name: values[name] for name in changing}, step=step)
+            self.tracker.log({name: x for name, x in values.items() if isinstance(x, float)}, step=step)
 
     def track_picture(self, name, picture):
         layout = {"dataformats": "NHWC"} if self.settings.tracker == "tensorboard" else {}
@@ -206,7 +204,7 @@ class Record:
         record = {"step": self.done}
         for prefix, (metrics, _) in (("", training), ("held_out/", held_out)):
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
-        self.track(self.done, {f"evaluation/{name}": x for name, x in record.items() if not isinstance(x, dict)})
+        self.track(self.done, {f"evaluation/{name}": x for name, x in record.items()})
         shown = [*training[1], *held_out[1]]
         record["shown"] = without_nan([[prompt, rewards, judges] for prompt, _, rewards, judges, _ in shown])
         self.evaluations.append(record)
@@ -327,7 +325,8 @@ class StopRequest:
 
     def receive(self, *_):
         if not self.received:  # by os.write: print may have been interrupted by this very signal
-            os.write(2, b"\nasked to stop: " + self.follows + b"; a second signal quits now\n")
+            again = b"; press again to quit now" if ranks.count() == 1 else b""
+            os.write(2, b"\nasked to stop: " + self.follows + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             self.handle(signal.SIG_DFL)

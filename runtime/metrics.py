@@ -172,17 +172,15 @@ def group_records(step, prompts, raw_rewards):
 
 def format_step(step, metrics, settings):
     """The line of a step: what is 0 or was not measured is left out."""
-    groups = {prefix: {} for prefix in ("reward", "seconds", "gpu_gb")}
-    for name, value in metrics.items():
-        prefix, _, rest = name.partition("/")
-        if rest and prefix in groups and not math.isnan(value):
-            groups[prefix][rest] = value
-    raw, seconds, peaks = groups.values()
-    metrics = metrics | {"seconds": sum(seconds.values()), "gpu_gb": max(peaks.values(), default=0)}
+    raw = {name: x for name, x in metrics.items() if name.startswith("reward/") and not math.isnan(x)}
+    seconds = sum(x for name, x in metrics.items() if name.startswith("seconds/"))
+    peak = max([0, *(x for name, x in metrics.items() if name.startswith("gpu_gb/"))])
+    metrics = metrics | {"seconds": seconds, "gpu_gb": peak}
     line = f"step {step}/{settings.steps} | reward {format_number(metrics['reward'])}"
     line += "" if math.isnan(metrics["reward_std"]) else f" +- {metrics['reward_std']:.3f}"
     parts = [style.format(metrics[name]) for name, style in ALARMS.items() if metrics.get(name, 0) > 0]
-    parts += [", ".join(f"{short_name(name)} {value:.3f}" for name, value in raw.items())] if raw else []
+    if any(x != metrics["reward"] for x in raw.values()):  # not a lone reward of weight 1
+        parts.append(", ".join(f"{short_name(name)} {x:.3f}" for name, x in raw.items()))
     parts += [style.format(metrics[name]) for name, style in PARTS.items() if metrics.get(name, 0) > 0]
     return " | ".join([line, *parts])
 
