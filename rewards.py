@@ -156,8 +156,8 @@ def _weights(source, file):
 
 # ---- text in the picture -------------------------------------------------------------------------------------------
 
-# What GLM-Image's pipeline takes for text to paint (get_glyph_texts), except that a single quote beside a letter is an
-# apostrophe in scripts that have apostrophes, Latin to Hebrew. In Chinese, quotes touch letters too.
+# The quotation marks between which GLM-Image's pipeline finds text to paint (get_glyph_texts), except that a single one
+# beside a letter is an apostrophe in scripts that have apostrophes, Latin to Hebrew. In Chinese, quotes touch letters too.
 LETTER = r"[0-9A-Za-z\u00c0-\u05ff]"
 SINGLE = rf"(?<!{LETTER})'((?:[^']|(?<={LETTER})'(?={LETTER}))*)'(?!{LETTER})"
 QUOTES = (SINGLE, "“([^“”]*)”", '"([^"]*)"', "「([^「」]*)」")
@@ -277,7 +277,7 @@ class Aesthetic(Clip):
 
 SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
 QUESTIONS = Path(__file__).parent / "prompts" / "questions.jsonl"
-AT_ONCE = 8  # pictures in a pass, counted anew for each question about them
+AT_ONCE = 8  # pictures per forward pass; a picture counts once per question
 
 
 class Vqa:
@@ -608,8 +608,9 @@ def combine(raw_rewards, weights, group_size=1, how="sum"):
 
     raw_rewards: {name: (N,) float}, NaN where one does not apply; prompt after prompt, `group_size` images each. weights:
     {name: float} of those that count. how: "sum" adds the values as they are, so the reward with the largest spread
-    rules; "zscore" first turns each into its z-score within its group, so that the weights alone decide. Training maximises what --combine names; the sum is what is printed. Where a reward applies to part of
-    a group, a missing value counts as the group's mean: it neither helps nor harms.
+    rules; "zscore" first turns each into its z-score within its group, so that the weights alone decide. Training
+    maximises what --combine names; the sum is what is printed. Where a reward applies to part of a group, a missing value
+    counts as the group's mean: it neither helps nor harms.
 
     Raises ValueError for an unknown `how`, or values that do not form groups.
     """

@@ -36,7 +36,7 @@ from runtime.metrics import evaluation_metrics
 from runtime.rescue import failing_together, how_to_go_on, rescued
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
-SHOWN = 3  # in before-after.png: pictures per prompt; prompts of one kind
+SHOWN = 3  # before-after.png shows so many pictures per prompt, and so many prompts if the file names no kinds
 # An evaluation's seeds count up from these; those of training are seed_of_step, with 10^9 between neighbouring --seed. So
 # with fewer than 1,000 steps no run shares a seed with an evaluation. Noise and paths of paintings lie further up.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
@@ -60,7 +60,7 @@ class Run:
 def load_run(settings, data, device, turns):
     """The models on the device, with their trainers; and how many steps a resumed run has already made.
 
-    turns: whether the policy and the models that paint take turns on the device.
+    turns: None, "pinned" or "mapped", see plan in gpu.py.
     """
     try:
         pipe = load(settings, device)
@@ -91,8 +91,8 @@ class Rollout:
 def rollout(run, settings, rewards, prompts, seed):
     """The first two parts of a step, and all there is to an evaluation.
 
-    rewards: {name: (function, weight)}. prompts: Prompts. seed: fixes all draws. run.phase(name, *models) measures what
-    is within it, and first brings the models to the GPU if they take turns there.
+    rewards: {name: (function, weight)}. prompts: Prompts. seed: of sampling and painting. run.phase(name, *models) times
+    what is within it, and first brings the models to the GPU if they take turns there.
     """
     with run.phase("sample", run.policy.model), failing_together(prompts.texts):
         size = settings.height, settings.width

@@ -1,4 +1,4 @@
-"""What knows GLM-Image: prompts in, pictures out. Everything else in this project would serve another image model.
+"""What knows GLM-Image: prompts in, pictures out.
 
 Another model whose policy writes image tokens has to provide, under the same names, what train.py takes from here:
 

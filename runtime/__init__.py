@@ -10,7 +10,7 @@ import diffusers
 import transformers
 from safetensors import SafetensorError
 
-warnings.filterwarnings("ignore", category=FutureWarning)  # by one library about another
+warnings.filterwarnings("ignore", category=FutureWarning)  # PEFT's about transformers: nothing a user can act on
 warnings.filterwarnings("ignore", message="TensorFloat32")  # the adapter's products stay float32 on purpose
 diffusers.utils.logging.set_verbosity_error()  # it warns of modules to keep in float32 where there are none
 if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar would be a line

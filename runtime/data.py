@@ -151,7 +151,7 @@ class Data:
 def read_inputs(settings):
     """Prompts of training and held out, and a hash of all that is read: {setting: hash}.
 
-    What is wrong with them is said before anything loads; also if a run that is resumed began with others.
+    Raises UserError before anything loads: for files that are wrong, and for a resumed run that began with other files.
     """
     check_tracker(settings.tracker)
     with readable_loading(settings.model):

@@ -264,7 +264,7 @@ def claim_folder(settings):
 def _claim(settings, locks):
     """(folder, None), or (folder, why it cannot be had).
 
-    To create settings.json is to take a new folder. `locks` keeps it open and locked, so that nothing else resumes the
+    Creating settings.json claims a new folder. `locks` keeps it open and locked, so that nothing else resumes the
     run; a kill at any moment ends the lock.
     """
     names = [settings.resume or settings.out] if settings.resume or settings.out else map("runs/{}".format, count(1))
