@@ -8,6 +8,7 @@ Prompts and rules are those of github.com/djghosh13/geneval. So is the detector,
 weights here are those that its authors published, there mmdetection's: scores may differ a little for that reason.
 """
 
+import argparse
 import functools
 import math
 import re
@@ -173,5 +174,7 @@ def facts(images, prompts, targets):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Writes GenEval's 553 prompts, in their six kinds, to a file.")
+    parser.add_argument("file", type=Path)
     lines = [line for kind, texts in published_prompts().items() for line in (f"# kind: {kind}", *texts)]
-    Path(sys.argv[1]).write_text("\n".join(lines) + "\n")
+    parser.parse_args().file.write_text("\n".join(lines) + "\n")
