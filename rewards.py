@@ -415,7 +415,7 @@ def answer_ids(tokenizer, word):
 def read_questions(path):
     """{prompt: {question: 1, foil: -1}} from a file with one line like QUESTIONS_FORM per prompt; foils are optional."""
     found = {}
-    for line in filter(None, Path(path).read_text(encoding="utf-8").split("\n")):
+    for line in filter(None, Path(path).read_text(encoding="utf-8-sig").split("\n")):
         row = json.loads(line)
         if not all(isinstance(row.get(key, []), list) for key in ("questions", "foils")):
             raise ValueError(f"a line of {path} is not of the form {QUESTIONS_FORM}: {line[:100]}")
