@@ -463,12 +463,6 @@ def test_a_picture_without_a_number_is_named_by_its_own_prompt():
         rewards.score({"mine": (lambda *given: values, 1.0)}, noise(6), ["a", "b"], None)
 
 
-@pytest.mark.parametrize("values", [[1, 0], np.array([1.0, 0.0]), torch.tensor([True, False])])
-def test_a_reward_may_return_whatever_becomes_a_tensor(values):
-    scored = score_by(lambda images, prompts, targets: values, ["a", "b"])
-    assert scored.dtype == torch.float32 and scored.tolist() == [1, 0]
-
-
 # ---- rewards that are `async def` -----------------------------------------------------------------------------------
 
 

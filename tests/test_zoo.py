@@ -74,7 +74,6 @@ ONE_LENGTH = {
 }
 REFUSED = {
     "mamba": SIZES,
-    "rwkv": SIZES,
     "recurrent_gemma": SIZES | {"num_hidden_layers": 3},
 }
 
@@ -131,6 +130,13 @@ def test_prompts_of_one_length(kind, tmp_path):
     check(model, EQUAL)
     with pytest.raises(ValueError, match="sample prompts of one length together"):
         check(model, RAGGED)
+
+
+def test_attention_that_ignores_a_mask_takes_prompts_of_one_length():
+    model = llama()
+    for model.config._attn_implementation in ("eager", "flex_attention", "flash_attention_2"):
+        with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+            generate_with_logprobs(model, RAGGED, LENGTH)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
