@@ -122,17 +122,18 @@ def test_the_share_of_facts_by_hand():
 
 
 def test_the_judge_calls_a_mess_a_mess():
-    """Noise, half a shape, two colours, another colour, two shapes in one: none is clean, none is right."""
+    """Noise, half a shape, two colours, another colour, two shapes in one, a stray patch: none is clean, none is right."""
     red, blank = make.draw((("circle", "red"), None, None, None)), Image.new("RGB", (128, 128), make.WHITE)
-    half, two, pale, mixed = (red.copy() for _ in range(4))
+    half, two, pale, mixed, stray = (red.copy() for _ in range(5))
     half.paste(blank.crop((0, 0, 32, 128)), (0, 0))
     two.paste(make.draw((("circle", "blue"), None, None, None)).crop((0, 0, 32, 128)), (0, 0))
     pale.paste(Image.blend(red, blank, 0.6), (0, 0))
     mixed.paste(make.draw((("cross", "red"), None, None, None)).crop((0, 0, 64, 32)), (0, 0))
+    stray.paste("blue", (0, 0, 24, 24))
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8))
-    images = [half, two, pale, mixed, noise, Image.new("RGB", (128, 128), "grey")]
-    assert [check.look(image)[0] for image in images] == ["mess"] * 6
-    assert not check.clean(images).any() and not check.right(images, [RED_CIRCLE] * 6).any()
+    images = [half, two, pale, mixed, stray, noise, Image.new("RGB", (128, 128), "grey")]
+    assert [check.look(image)[0] for image in images] == ["mess"] * 7
+    assert not check.clean(images).any() and not check.right(images, [RED_CIRCLE] * 7).any()
     assert check.clean([red, blank]).all()
 
 
