@@ -414,7 +414,7 @@ def answer_ids(tokenizer, word):
 def read_questions(path):
     """{prompt: {question: 1, foil: -1}} from lines {"prompt": "...", "questions": ["...?"], "foils": ["...?"]}."""
     found = {}
-    for line in filter(None, Path(path).read_text(encoding="utf-8").split("\n")):
+    for line in filter(None, Path(path).read_text(encoding="utf-8-sig").split("\n")):
         row = json.loads(line)
         signs = dict.fromkeys(row["questions"], 1) | dict.fromkeys(row.get("foils", []), -1)
         found.setdefault(row["prompt"].strip(), {}).update(signs)

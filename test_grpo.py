@@ -47,7 +47,7 @@ if "OMP_NUM_THREADS" not in os.environ:
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning",  # of one library about another
-    "ignore:(sampling and scoring|kl is above 0|rewards differ)",  # adapters are moved on purpose; see tests/test_zoo.py
+    "ignore:(mean_logprob_gap|kl is above 0|rewards differ|the gradient)",  # adapters are moved on purpose; see tests/test_zoo.py
 )
 NAN = math.nan
 CODES = slice(0, NUM_CODES)
@@ -187,8 +187,8 @@ def check_against_generate(model, prompts, inputs, length, positions=None, top_p
 
 
 @pytest.mark.parametrize(
-    ("size", "temperature", "top_p"),  # square, wide, tall: an exchange of rows and columns shows on the last two
-    [((128, 128), 1.5, 1.0), ((128, 256), 3.0, 0.7), ((224, 96), 3.0, 0.7)],  # sharper, and the rows were copies
+    ("size", "temperature", "top_p"),  # wide and tall: an exchange of rows and columns shows
+    [((64, 128), 3.0, 1.0), ((160, 64), 3.0, 0.7)],
 )
 def test_glm_image_equals_generate(pipe, size, temperature, top_p):
     ids, positions, length = glm_prompts(pipe, RED, BLUE, size=size)
@@ -220,11 +220,11 @@ def test_scoring_has_to_know_how_it_was_sampled(pipe, forgotten):
 
 
 def test_greedy_codes_equal_generate(pipe):
-    model, (ids, positions, count) = pipe.vision_language_encoder, glm_prompts(pipe, BLUE)
+    model, (ids, positions, count) = pipe.vision_language_encoder, glm_prompts(pipe, BLUE, size=(64, 64))
     sampling = {"num_samples": 2, "position_ids": positions, "allowed_ids": CODES, "top_p": 1e-6}
     tokens, logprobs, _ = generate_with_logprobs(model, ids, count, **sampling)
     banned = list(range(NUM_CODES, model.lm_head.out_features))
-    inputs = glm_inputs(pipe, BLUE, 128, 128)
+    inputs = glm_inputs(pipe, BLUE, 64, 64)
     expected = model.generate(**inputs, max_new_tokens=count, do_sample=False, suppress_tokens=banned)
     assert torch.equal(tokens, expected[:, len(ids[0]) :].expand(2, -1))
     assert logprobs.eq(0).all(), "under the distribution they were drawn from there was no choice"
@@ -248,14 +248,8 @@ def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
 def test_samples_follow_the_distribution():
     """Frequencies of 20,000 draws of one token against softmax by hand, after temperature and top-p."""
     model = text_model()
-    sampling = {
-        "num_samples": 20_000,
-        "allowed_ids": slice(0, 30),
-        "temperature": 1.5,
-        "top_p": 0.8,
-        "generators": seeded(0),
-    }
-    tokens, _, _ = generate_with_logprobs(model, [LONG], 1, **sampling)
+    shaping = {"allowed_ids": slice(0, 30), "temperature": 1.5, "top_p": 0.8}
+    tokens, _, _ = generate_with_logprobs(model, [LONG], 1, num_samples=20_000, generators=seeded(0), **shaping)
     with torch.no_grad():
         p = (model(LONG[None]).logits[0, -1, :30] / 1.5).softmax(-1).double().numpy()
     order = np.argsort(-p)
@@ -266,15 +260,6 @@ def test_samples_follow_the_distribution():
     frequency = np.bincount(tokens.flatten().numpy(), minlength=30) / 20_000
     assert np.abs(frequency - expected).max() < 0.015
     assert frequency[expected == 0].sum() == 0
-
-
-def test_the_gumbel_max_trick_draws_what_multinomial_draws():
-    model = text_model()
-    sampling = {"num_samples": 100, "allowed_ids": slice(0, 40), "temperature": 1.5, "generators": seeded(3)}
-    tokens, _, _ = generate_with_logprobs(model, [LONG], 1, **sampling)
-    with torch.no_grad():
-        p = (model(LONG.expand(100, -1)).logits[:, -1, :40] / 1.5).softmax(-1)
-    assert torch.equal(tokens, torch.multinomial(p, 1, generator=seeded(3)[0]))
 
 
 @pytest.mark.parametrize("kind", ["GLM-Image", "text"])
@@ -306,7 +291,7 @@ def test_a_group_depends_on_its_own_generator_alone(pipe, kind):
 
 def test_in_bfloat16_sampling_and_scoring_differ_by_rounding(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16), 0.05)
-    (ids,), (positions,), length = glm_prompts(pipe, RED, size=(64, 64))
+    (ids,), (positions,), length = glm_prompts(pipe, RED, length=30)
     shaping = {"allowed_ids": CODES, "temperature": 0.9}
     sampling = {"num_samples": 4, "position_ids": [positions], "generators": seeded(0), **shaping}
     tokens, logprobs, _ = generate_with_logprobs(model, [ids], length, **sampling)
@@ -337,14 +322,6 @@ def test_no_token_sees_nothing(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     found = generate_with_logprobs(model, ids, 5, **sampling | {"generators": seeded(0, 1, 2)})
     assert all(torch.equal(a, b) for a, b in zip(healthy[:2], found[:2])) and all(seen) and masks == [4] * 10
-
-
-def test_prompts_of_several_lengths_need_attention_that_applies_masks():
-    model = text_model(attn_implementation="eager")
-    assert len(generate_with_logprobs(model, [LONG, LONG], 3)[0]) == 2
-    for model.config._attn_implementation in ("eager", "flash_attention_2"):
-        with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
-            generate_with_logprobs(model, [LONG, SHORT], 3)
 
 
 def test_log_probs_that_are_not_finite_are_an_error():
@@ -447,13 +424,6 @@ def test_clipping_acts_on_the_right_side(ratio, advantage, learns):
     loss.backward()
     assert (new.grad.abs().item() > 0) == learns
     assert metrics["clip_fraction"] == (0.0 if learns else 1.0)
-
-
-def test_gradient_at_ratio_one_is_the_policy_gradient():
-    new = torch.randn(3, 5, requires_grad=True)
-    advantages = torch.tensor([1.0, -2.0, 0.5])
-    compute_grpo_loss(new, new.detach(), advantages)[0].backward()
-    torch.testing.assert_close(new.grad, -advantages[:, None].expand(3, 5) / 15)
 
 
 def test_mask_averages_each_sequence_then_sequences():
@@ -709,14 +679,8 @@ def test_clipping_acts_from_the_second_iteration():
 
 
 def test_metrics_are_means_over_the_iterations():
-    """Without a learning rate all iterations are the same; with one, those after the first differ."""
-    models = [with_adapter(text_model(), 0.3) for _ in range(3)]
-    once = step(trainer(models[0], lr=0.0, kl_coef=0.1), "one", "two")[1]
-    thrice = step(trainer(models[1], lr=0.0, kl_coef=0.1, iterations=3), "one", "two")[1]
-    assert thrice == pytest.approx(once, rel=1e-4, abs=1e-6)
-    assert once["kl"] > 0.01 and once["grad_norm"] > 0.01
-
-    twice = step(trainer(models[2], lr=5.0, kl_coef=0.1, iterations=2), "one", "two")[1]
+    settings = {"lr": 5.0, "kl_coef": 0.1, "iterations": 2}
+    twice = step(trainer(with_adapter(text_model(), 0.3), **settings), "one", "two")[1]
     again = trainer(with_adapter(text_model(), 0.3), lr=5.0, kl_coef=0.1)
     groups, first = step(again, "one", "two")
     second = again.update(groups)
@@ -736,14 +700,6 @@ def test_reference_is_the_base_without_gradient_and_skipped_where_nothing_needs_
     groups = roll_out(run, "one")
     monkeypatch.setattr(run, "logprobs", lambda *_: pytest.fail("a reference pass that nothing uses"))
     run.add_reference(groups)
-
-
-@pytest.mark.parametrize("where", ["adapter", "attention"])
-def test_dropout_is_refused(where):
-    """As a module, and as a number that a function is given."""
-    model, adapter = ({"attention_dropout": 0.5}, {}) if where == "attention" else ({}, {"lora_dropout": 0.1})
-    with pytest.raises(ValueError, match="dropout"):
-        step(trainer(with_adapter(text_model(**model), **adapter)), "one")
 
 
 def test_models_take_turns_on_the_gpu(monkeypatch):

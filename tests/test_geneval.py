@@ -29,15 +29,11 @@ spec.loader.exec_module(geneval)
 
 PUBLISHED = {  # from results by prompt that others have published: some of each kind
     "single_object": ["bench", "cow", "bicycle", "clock", "backpack", "sink"],
-    "two_object": ["bench and a sports ball", "toilet and a computer mouse", "toothbrush and a snowboard"],
-    "counting": ["four sinks", "three benchs", "two toothbrushs", "two wine glasses", "four buses", "two sandwichs"],
-    "colors": ["yellow orange", "white scissors", "black tv remote", "brown computer keyboard"],
-    "position": ["refrigerator below a scissors", "tv remote left of an umbrella", "skateboard above a person"],
-    "color_attr": [
-        "green skis and a brown airplane",
-        "red orange and a purple broccoli",
-        "black bus and a brown cell phone",
-    ],
+    "two_object": ["bench and a sports ball", "toothbrush and a snowboard"],
+    "counting": ["four sinks", "three benchs", "two wine glasses", "four buses"],
+    "colors": ["yellow orange", "black tv remote"],
+    "position": ["refrigerator below a scissors", "skateboard above a person"],
+    "color_attr": ["green skis and a brown airplane", "black bus and a brown cell phone"],
 }
 
 
@@ -65,11 +61,8 @@ def test_prompts_are_the_published_ones_in_their_kinds(tmp_path, monkeypatch):
         ("a photo of an orange", (1, [(None, "orange")], None)),
         ("a photo of an orange orange", (1, [("orange", "orange")], None)),
         ("a photo of a tv remote left of a tv\n", (1, [(None, "tv remote"), (None, "tv")], "left of")),
-        ("a photo of an orange and a red dog", (1, [(None, "orange"), ("red", "dog")], None)),
         ("a photo of four skises", (4, [(None, "skis")], None)),
-        ("a photo of three wine glasses", (3, [(None, "wine glass")], None)),
         ("a photo of a unicorn", None),
-        ("a photo of five cats", None),
         ("a cat", None),
         ("a photo of a cat and a dog and a bird", None),
     ],
@@ -91,11 +84,8 @@ def rectangle(left, top, right, bottom):
     ("one", "other", "expected"),
     [
         ((10, 40, 30, 60), (70, 40, 90, 60), {"left of"}),
-        ((70, 40, 90, 60), (10, 40, 30, 60), {"right of"}),
-        ((40, 10, 60, 30), (40, 70, 60, 90), {"above"}),
         ((40, 70, 60, 90), (40, 10, 60, 30), {"below"}),
         ((0, 0, 20, 20), (80, 80, 100, 100), {"left of", "above"}),  # (80 - 4) / 113 both
-        ((40, 40, 60, 60), (40, 40, 60, 60), set()),
         ((20, 20, 60, 60), (28, 20, 68, 60), set()),  # an offset of 8 is no more than a tenth of 40 + 40
         ((20, 20, 60, 60), (36, 20, 76, 60), set()),  # (16 - 8) / 16 is not above a half
         ((20, 20, 60, 60), (38, 20, 78, 60), {"left of"}),  # (18 - 8) / 18 is
@@ -127,30 +117,22 @@ def colour_by_place(things):
         ("a photo of a dog", {}, False, 0),
         ("a photo of a dog", {"dog": [LEFT]}, True, 1),
         ("a photo of a dog", {"dog": [LEFT, RIGHT], "cat": [BLUE]}, True, 0),  # one too many, which the judge allows
-        ("a photo of a dog", {"dog": [LEFT, RIGHT, BLUE]}, True, -1),
         ("a photo of a dog and a cat", {"dog": [LEFT]}, False, 1 / 2),
-        ("a photo of a dog and a cat", {"dog": [LEFT], "cat": [RIGHT]}, True, 1),
         ("a photo of a dog and a cat", {"dog": [LEFT, LEFT], "cat": [RIGHT]}, True, 1 / 2),
         ("a photo of three dogs", {"dog": [LEFT] * 3, "cat": [RIGHT]}, True, 1),
-        ("a photo of three dogs", {"dog": [LEFT] * 2}, False, 2 / 3),
         ("a photo of three dogs", {"dog": [LEFT] * 4}, False, 2 / 3),
         ("a photo of two dogs", {"dog": [LEFT] * 5}, False, -1 / 2),
         ("a photo of a red dog", {"dog": [LEFT]}, True, 1),
         ("a photo of a red dog", {"dog": [RIGHT]}, False, 1 / 2),
         ("a photo of a red dog", {"dog": [LEFT, RIGHT]}, True, 0),  # the surest is red; the number is wrong
         ("a photo of a red dog", {"dog": [RIGHT, LEFT]}, False, 0),
-        ("a photo of a red dog", {}, False, 0),
         ("a photo of a red dog and a green cat", {"dog": [LEFT], "cat": [RIGHT]}, True, 1),
-        ("a photo of a red dog and a green cat", {"dog": [RIGHT], "cat": [LEFT]}, False, 1 / 2),
         ("a photo of a red dog and a green cat", {"dog": [LEFT], "cat": [LEFT]}, False, 3 / 4),
-        ("a photo of a red dog and a green cat", {"dog": [LEFT]}, False, 1 / 2),
         ("a photo of a dog left of a cat", {"dog": [LEFT], "cat": [RIGHT]}, True, 1),
         ("a photo of a dog right of a cat", {"dog": [LEFT], "cat": [RIGHT]}, False, 2 / 3),
         ("a photo of a dog left of a cat", {"dog": [LEFT, RIGHT], "cat": [RIGHT]}, True, 1 / 3),
         ("a photo of a dog left of a cat", {"dog": [RIGHT, LEFT], "cat": [BLUE]}, False, 1 / 3),
-        ("a photo of a dog left of a cat", {"dog": [LEFT], "cat": [RIGHT, RIGHT]}, True, 1 / 3),
         ("a photo of a dog left of a cat", {"dog": [LEFT]}, False, 1 / 3),
-        ("a photo of a dog left of a cat", {"cat": [LEFT]}, False, 1 / 3),
     ],
 )
 def test_rules_by_hand(prompt, things, right, credit):
@@ -272,22 +254,3 @@ def test_a_colour_is_asked_of_the_thing_alone(judge, monkeypatch):
         "a photo of a orange object",
     ]
     assert len(texts) == 30
-
-
-def test_a_tiny_clip_names_a_colour(judge):
-    """As the mean over phrases of unit vectors, against CLIP's own words one by one."""
-    image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (64, 64, 3), dtype=np.uint8))
-    mask = np.ones((64, 64), bool)
-    phrases = "a photo of a {} dog", "a photo of a {}-colored dog", "a photo of a {} object"
-    best = {}
-    for colour in geneval.COLOURS:
-        words = torch.cat([judge.clip.embed([image], [phrase.format(colour)])[1] for phrase in phrases]).mean(0)
-        picture = judge.clip.embed([image], ["a"])[0][0]
-        best[colour] = (picture @ words / words.norm()).item()
-    assert judge.colour(image, mask, "dog") == max(best, key=best.get)
-
-
-def test_it_is_named_on_the_command_line_and_loads_nothing_before_it_scores():
-    parsed = rewards.parse_rewards(f"{ROOT}/examples/geneval.py:right,{ROOT}/examples/geneval.py:facts")
-    (values, _) = rewards.score(parsed, [Image.new("RGB", (8, 8))], ["a cat"], None).values()
-    assert values.isnan().all() and "torchvision" not in sys.modules

@@ -1,29 +1,18 @@
-"""The recipes of docs/copying.md, edited into a copy to the letter: against the papers, and in whole runs."""
+"""The recipes of docs/copying.md, edited into a copy to the letter: against the papers."""
 
-import importlib
 import importlib.util
-import json
-import math
-import os
-import runpy
-import shutil
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import QUICK, ROOT, TINY, records, write_prompts
+from conftest import ROOT
 from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
 
 EDITS = {  # [what stands in grpo.py, what replaces it]
     "GRPO": [],
-    "Dr. GRPO": [
-        [" / (std + eps)", ""],
-        ["weight = share", "weight = mask / mask.shape[1] / len(mask)"],
-    ],
+    "Dr. GRPO": [[" / (std + eps)", ""], ["weight = share", "weight = mask / mask.shape[1] / len(mask)"]],
     "DAPO's token mean": [
         ["weight = share", "weight = mask / mask.sum().clamp(min=1)"],
         [
@@ -120,7 +109,7 @@ def taken(run, update):
 
 
 @moved_on_purpose
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
     run, groups = prepared(name, size, tmp_path)
@@ -166,65 +155,3 @@ def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
     for job in side_by_side(monkeypatch, ranks):
         for found, wanted in zip(job.result()[0], expected, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
-
-
-# ---- whole runs of a copy -------------------------------------------------------------------------------------------
-
-
-def run_copy(folder, arguments):
-    """Both scripts of a copied project, in a process that has no other: train.py on short pictures, and text_model.py."""
-    os.chdir(folder)
-    with open("output.txt", "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    copied = {path.stem for path in [*Path().iterdir(), *Path().glob("*/*.py")]}
-    for name in [name for name in sys.modules if name.split(".")[0] in copied]:
-        del sys.modules[name]
-    sys.path[:] = [f"{folder}/tests", str(folder), *(path for path in sys.path if not path.startswith(str(ROOT)))]
-    train = importlib.import_module("train")
-    assert train.__file__ == f"{folder}/train.py" and sys.modules["grpo"].__file__ == f"{folder}/grpo.py"
-    rewards = runpy.run_path("examples/text_model.py")["train"](3)
-    Path("rewards.json").write_text(json.dumps(rewards))
-    importlib.import_module("conftest").shorten(setattr)
-    sys.exit(train.main(arguments))
-
-
-@pytest.fixture(scope="module")
-def runs(processes, tmp_path_factory):
-    """{recipe: (the mean rewards of text_model.py, metrics.jsonl, settings.json)}, each of a copy with its edits."""
-    found = {}
-    for name in EDITS:
-        folder = tmp_path_factory.mktemp("copy")
-        for file in [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")]:
-            (folder / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
-            shutil.copy(file, folder / file.relative_to(ROOT))
-        for file in TINY.iterdir():
-            if file.suffix != ".py":
-                (folder / "tiny-glm-image" / file.name).symlink_to(file)
-        edit(name, folder / "grpo.py")
-        write_prompts(folder)
-        arguments = [*QUICK[2:], "--steps", "2", "--iterations", "2", "--lr", "0.1", "--out", "run"]
-        arguments += ["--eval-decode-steps", "1", "--temperature", "4"]
-        arguments += ["--clip-range", "3e-4"] if name == "GSPO" else []
-        job = processes.Process(target=run_copy, args=(folder, arguments))
-        job.start()
-        job.join()
-        assert job.exitcode == 0, (folder / "output.txt").read_text()
-        rewards = json.loads((folder / "rewards.json").read_text())
-        found[name] = (
-            rewards,
-            records(folder / "run/metrics.jsonl"),
-            json.loads((folder / "run/settings.json").read_text()),
-        )
-    return found
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_a_copy_with_an_edit_trains_pictures_and_texts(name, runs):
-    (plain_rewards, plain, _), (rewards, metrics, settings) = runs["GRPO"], runs[name]
-    assert len(rewards) == 3 and len(metrics) == 2
-    assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in metrics)
-    assert settings["clip_range"] == (3e-4 if name == "GSPO" else 0.2)
-    # Pictures are of one length, so that both means are the same; texts had one iteration, so that nothing was clipped.
-    assert (metrics == plain) == (name in ("GRPO", "DAPO's token mean"))
-    assert (rewards != plain_rewards) == (name in ("Dr. GRPO", "DAPO's token mean"))

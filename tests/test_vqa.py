@@ -1,9 +1,8 @@
 """The reward vqa on a tiny random vision-language model: log-odds against transformers' generate(), values by hand."""
 
+import functools
 import json
 import math
-import re
-import runpy
 from contextlib import nullcontext
 
 import numpy as np
@@ -84,9 +83,14 @@ def pictures(*shapes, mode="RGB"):
     return [Image.fromarray(pixels.integers(0, 256, (*shape, 3), dtype=np.uint8)).convert(mode) for shape in shapes]
 
 
+@functools.cache
+def load(folder):
+    return AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+
+
 def by_generate(folder, image, question):
     """Log-odds of one question about one picture, without padding, from the scores that generate() returns."""
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model, processor = load(folder)
     content = [{"type": "image"}, {"type": "text", "text": question + " Please answer Yes or No."}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     inputs = processor(text=[text], images=[[image.convert("RGB")]], return_tensors="pt")
@@ -124,7 +128,7 @@ def row_file(path, *rows):
 # ---- one question ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 8])
+@pytest.mark.parametrize("at_once", [1, 8])
 def test_log_odds_equal_those_of_generate(folder, monkeypatch, at_once):
     """Whatever the batch and its padding; questions and pictures of several sizes and modes side by side."""
     monkeypatch.setattr(rewards, "AT_ONCE", at_once)
@@ -141,7 +145,7 @@ def test_a_question_is_bounded_so_that_an_easy_one_does_not_outweigh_a_hard_one(
     """The numbers of the docstring."""
     vqa = rewards.Vqa(folder)
     one = lambda odds: with_odds(monkeypatch, vqa, odds) or vqa([None], ["a cat"], None).item()
-    for odds in (-30, -9, -2, -0.5, 0, 0.5, 2, 9, 30):
+    for odds in (-30, -2, 0, 0.5, 9):
         assert one(odds) == pytest.approx(bounded(odds), abs=1e-6)
     assert one(9) - one(5) == pytest.approx(0.06, abs=0.005) and one(2) - one(-2) == pytest.approx(0.46, abs=0.005)
     assert one(-300) == 0 and one(300) == 1, "of a floor and a ceiling"
@@ -176,35 +180,6 @@ def test_who_says_yes_to_everything_gains_nothing_from_a_question_and_its_foil(f
         assert vqa([None], [TEA], None).item() == pytest.approx(0.5)
     with_odds(monkeypatch, vqa, lambda image, question: 4 if "red" in question else -4)
     assert vqa([None], [TEA], None).item() == pytest.approx(bounded(4))
-
-
-def test_groups_keep_their_spread(folder, monkeypatch):
-    """The tiny model as it is, and one that is sure of everything, to which probabilities are all alike."""
-    vqa = rewards.Vqa(folder)
-    group = pictures(*[(64, 64)] * 8)
-    starts = ("Exactly five ripe lemons", "A ginger cat sits", "A purple carrot next", "A picnic blanket with a bottle")
-    prompts = [prompt for prompt in vqa.questions if prompt.startswith(starts)]  # whatever their order in the file
-    assert len(prompts) == 4
-    for prompt in prompts:
-        assert vqa(group, [prompt] * 8, None).std() > 0.02
-    log_odds = vqa.log_odds
-    monkeypatch.setattr(vqa, "log_odds", lambda asked, device: log_odds(asked, device) + 8)
-    values = vqa(group, ["a cat"] * 8, None)
-    with torch.no_grad():
-        chances = vqa.log_odds([([image], whole("a cat")) for image in group], "cpu").sigmoid()
-    assert values.std() > 5 * chances.std() and values.argsort().tolist() == chances.argsort().tolist()
-
-
-def test_own_questions_for_own_prompts(folder, tmp_path):
-    """As the README tells: a file of one's own, in a reward of one's own; a row may have no foils."""
-    row_file(tmp_path / "mine.jsonl", {"prompt": "a cat", "questions": ["Is it black?"]}, "", "")
-    (tmp_path / "mine.py").write_text(
-        f"from rewards import Vqa\n\nasked = Vqa({folder!r}, questions={str(tmp_path / 'mine.jsonl')!r})\n"
-    )
-    (image,) = pictures((64, 64))
-    (found,) = rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:asked"), [image], ["a cat"], None).values()
-    expected = np.mean([bounded(by_generate(folder, image, question)) for question in (whole("a cat"), "Is it black?")])
-    assert found.item() == pytest.approx(expected, abs=1e-4)
 
 
 # ---- what is asked of which prompt ----------------------------------------------------------------------------------
@@ -248,17 +223,6 @@ def test_answers_are_the_questions_whose_mean_is_the_reward(folder):
     assert np.mean(list(found.values())) == pytest.approx(vqa([image], [LEMONS], None).item(), abs=1e-5)
     foil = "Are there exactly six lemons?"
     assert found[foil] == pytest.approx(bounded(-by_generate(folder, image, foil)), abs=1e-4)
-
-
-def test_the_lines_of_the_readme_print_them(folder, tmp_path, monkeypatch, capsys):
-    readme = (rewards.QUESTIONS.parent / "README.md").read_text(encoding="utf-8")
-    (code,) = (code for code in re.findall(r"(?s)```python\n(.*?)```", readme) if "answers(" in code)
-    monkeypatch.chdir(tmp_path)
-    pictures((64, 64))[0].save("picture.png")
-    (tmp_path / "look.py").write_text(code.replace(rewards.SMOLVLM, folder))
-    runpy.run_path("look.py")
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("?")]
-    assert len(lines) > 5 and all(re.match(r"[01]\.\d\d  \S", line) for line in lines)
 
 
 # ---- spellings, memory ----------------------------------------------------------------------------------------------
@@ -324,15 +288,6 @@ def test_a_picture_that_has_changed_is_prepared_again(folder):
     assert vqa([image], ["a cat"], None) != before
 
 
-def test_logits_are_those_with_a_cache(folder):
-    vqa = rewards.Vqa(folder)
-    forward = vqa.model.forward
-    image = pictures((64, 64))
-    without = vqa(image, [LEMONS], None)
-    vqa.model.forward = lambda **inputs: forward(**inputs | {"use_cache": True})
-    assert torch.equal(vqa(image, [LEMONS], None), without)
-
-
 def test_a_pass_has_as_many_pictures_whether_one_or_two_are_shown_together(folder, monkeypatch):
     sizes = []
     edit = rewards.Edit(folder)
@@ -351,7 +306,6 @@ def test_a_pass_has_as_many_pictures_whether_one_or_two_are_shown_together(folde
     [
         ("no template", "no chat template"),
         ("no answer", "no tokens for yes and no"),
-        ("no questions", "questions.jsonl"),
         ("bad questions", "JSONDecodeError"),
         ("empty", "Unrecognized model in"),
     ],
@@ -361,11 +315,9 @@ def test_a_model_that_cannot_be_asked_is_one_line(tmp_path, monkeypatch, broken,
         tiny_model(tmp_path, template=None if broken == "no template" else TEMPLATE)
     if broken == "no answer":
         monkeypatch.setattr(rewards, "answer_ids", lambda tokenizer, word: [])
-    if "questions" in broken:
-        make = lambda model: rewards.Vqa(model, tmp_path / "questions.jsonl")
+    if broken == "bad questions":
+        make = lambda model: rewards.Vqa(model, row_file(tmp_path / "questions.jsonl", "", "{"))
         monkeypatch.setitem(rewards.REWARDS, "vqa", (make, {"model": "hub/id"}))
-        if broken == "bad questions":
-            row_file(tmp_path / "questions.jsonl", "", "{")
     with pytest.raises(ValueError, match=f"cannot load reward 'vqa' .*{words}") as caught:
         rewards.parse_rewards(f"vqa={tmp_path}")
     assert "\n" not in str(caught.value) and f"{tmp_path} has to hold files like those of the model" in str(
