@@ -191,7 +191,6 @@ def test_a_space_at_the_end_of_a_prompt_loses_no_question(folder, tmp_path):
     expected = {whole("a cat"): 1, "Is it black?": 1, "Is it asleep?": 1}
     assert vqa.about("a cat") == vqa.about(" a cat\n") == expected, "nor does a second row of the same prompt"
     assert vqa.about("a dog ") == {whole("a dog"): 1, "Is it old?": 1}
-    assert vqa.coverage(["a cat", "a dog\n", "a hen"]) == "questions for 2 of 3 prompts"
 
 
 def test_what_a_prompt_quotes_is_not_nested_in_the_same_quotes(folder):
