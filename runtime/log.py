@@ -250,8 +250,9 @@ class Record:
         best, words = best_step(self.evaluations, self.best_by)
         if words:
             self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
-        if reason := why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl")):
-            self.write(f"warning: nothing was learned: {reason}")
+        for half, name in {"": "policy", "decoder/": "decoder"}.items():
+            if reason := why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl"), half):
+                self.write(f"warning: the {name} learned nothing: {reason}")
         if not self.writes:
             return
         with checkpoints.writing(self.out):

@@ -185,14 +185,18 @@ def format_step(step, metrics, settings):
     return " | ".join([line, *parts])
 
 
-def why_nothing_was_learned(records):
-    """The reason why no step has moved anything, or None. records: the metrics of all steps of a run."""
-    if not records or any((record.get(f"{half}grad_norm") or 0) > 0 for record in records for half in ("", "decoder/")):
+def why_nothing_was_learned(records, half=""):
+    """The reason why no step has moved the policy (half: "") or the decoder ("decoder/"); None where one has.
+
+    records: the metrics of all steps of a run.
+    """
+    norms = [record.get(f"{half}grad_norm") for record in records]  # None: this half does not learn, or was skipped
+    if not records or f"{half}grad_norm" not in records[0] or any(norm and norm > 0 for norm in norms):
         return None
     if all(record["unscored"] == 1 for record in records):
         return "no reward applied to any picture; see what your prompts need for it"
     if all(record["skipped"] for record in records):
         return "no gradient was finite; take a lower --lr or --decoder-lr"
-    draws = "--temperature or --top-p" if "groups_without_spread" in records[0] else "--noise-level"
+    draws = "--noise-level" if half else "--temperature or --top-p"
     advice = f"take a reward that tells pictures of one prompt apart, a higher {draws}, or a larger --group-size"
     return f"in no group did one picture score higher than another; {advice}"

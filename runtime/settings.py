@@ -205,6 +205,8 @@ def complete(settings, by_model):
             raise UserError("edits need --sources with --prompts, and --eval-sources with --eval-prompts to judge by")
         if settings.train != "codes":
             raise UserError("with --sources only the codes can learn, not the decoder: leave out --train")
+    if tiny and settings.train != "codes":  # paintings of the same codes nearly always show the same facts
+        fill_in(settings, {"reward": "tiny-glm-image/check.py:facts:1,tiny-glm-image/check.py:near:1"})
     fill_in(settings, {name: for_tiny if tiny else release for name, (for_tiny, release) in by_model.items()})
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")

@@ -1,4 +1,4 @@
-"""Judge by their pixels whether pictures show what they were asked for: three rewards, and a count for tiny-glm-image.
+"""Judge by their pixels whether pictures show what they were asked for: four rewards, and a count for tiny-glm-image.
 
     python tiny-glm-image/check.py                      # the model as shipped
     python tiny-glm-image/check.py --adapter runs/1     # after training: a run's folder, or that of an adapter
@@ -8,6 +8,8 @@ As rewards (`--reward tiny-glm-image/check.py:facts`):
 facts   the share of what is asked that the picture shows. To learn from.
 right   1 where it shows all of it, else 0. To judge by.
 clean   1 where nothing in it is other than one of the shapes, else 0. It must not fall while the others rise.
+near    how near its pixels are to those of a scene as drawn. It tells paintings of the same codes apart, so that the
+        decoder has something to learn from; an empty picture has the most of it, so it goes with `facts`.
 
 The count paints with the stock pipeline, draws its own samples, and prints the share of right pictures by kind: GenEval's
 six for captions (arXiv 2310.11513), four for edits. GenEval lets further objects pass unless it counts; here they are
@@ -40,9 +42,14 @@ FILES = {"prompts": None, "heldout": None, "edits": "sources", "heldout-edits": 
 
 def look(image):
     """The scene of a picture: for each of the four places (shape, colour), None where it is empty, or "mess"."""
+    return tuple(map(look_at, places_of(image)))
+
+
+def places_of(image):
+    """Its four places (64, 64, 3): upper left, upper right, lower left, lower right."""
     pixels = np.asarray(image.convert("RGB").resize((make.SIZE, make.SIZE))).astype(int)
-    corners = itertools.product((0, make.CELL), (0, make.CELL))  # upper left, upper right, lower left, lower right
-    return tuple(look_at(pixels[top : top + make.CELL, left : left + make.CELL]) for top, left in corners)
+    corners = itertools.product((0, make.CELL), (0, make.CELL))
+    return [pixels[top : top + make.CELL, left : left + make.CELL] for top, left in corners]
 
 
 def look_at(pixels):
@@ -144,7 +151,7 @@ def facts_of(image, prompt, source=None):
     return edit_facts(make.WISHES[prompt], before, look(image))
 
 
-# ---- three rewards, see rewards.py -------------------------------------------------------------------------------
+# ---- four rewards, see rewards.py --------------------------------------------------------------------------------
 
 
 def facts(images, prompts, targets=None, sources=None):
@@ -165,6 +172,23 @@ def right(images, prompts, targets=None, sources=None):
 def clean(images, prompts=None, targets=None):
     """1 where every place is empty or shows one of the shapes in one of the colours, else 0."""
     return torch.tensor([float("mess" not in look(image)) for image in images])
+
+
+def near(images, prompts=None, targets=None):
+    """1 less the mean difference from the nearest scene that could have been drawn, pixels in 0..1."""
+    return torch.tensor([1 - np.mean([nearest(place) for place in places_of(image)]) for image in images])
+
+
+def nearest(pixels):
+    """The mean difference of one place (64, 64, 3) from the shape and colour that is nearest to it, or from none."""
+    return np.abs(pixels - sprites()).mean((1, 2, 3)).min() / 255
+
+
+@functools.cache
+def sprites():
+    """All that a place may show, (37, 64, 64, 3): nothing, and each shape in each colour."""
+    scenes = [(thing, None, None, None) for thing in (None, *make.SPRITES)]
+    return np.stack([np.asarray(make.draw(scene))[: make.CELL, : make.CELL] for scene in scenes]).astype(np.float32)
 
 
 # ---- the count ---------------------------------------------------------------------------------------------------
