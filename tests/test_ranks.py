@@ -5,8 +5,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,15 +13,15 @@ import torch
 import torch.distributed as dist
 from conftest import (
     QUICK,
-    ROOT,
-    TESTS,
-    TINY,
+    _in_child,
     adapter_of,
     records,
     resume,
     steps_saved,
     write_reward,
 )
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import get_args_parser
 
 import train
@@ -66,6 +64,9 @@ def leave_adapter():
     train.build, train.main = remember, main
 
 
+SIZE = ["--height", "64", "--width", "64"]  # the smallest source
+
+
 # ---- one step of all ------------------------------------------------------------------------------------------------
 
 
@@ -75,9 +76,10 @@ def first_moment(folder):
     return torch.cat([weight["exp_avg"].flatten() for weight in state.values()])
 
 
-def test_two_ranks_equal_one_process_with_twice_the_prompts(quick, start):
-    settings = ["--steps", "2", "--save-every", "1", "--group-size", "3"]
-    settings += ["--reward", "ssim:1,mse:0.5", "--eval-count", "2", "--temperature", "4"]
+def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, start):
+    """Of edits, whose sources are shared out too."""
+    settings = ["--steps", "2", "--save-every", "1", "--group-size", "3", "--sources", "targets", *SIZE]
+    settings += ["--reward", "ssim:1,mse:0.5", "--eval-count", "2", "--eval-sources", "targets", "--temperature", "4"]
     assert quick(*settings, "--prompts-per-step", "4", "--out", "one") == 0
     codes, outputs = together(start, *settings, "--prompts-per-step", "2", "--out", "two", prepare=leave_adapter)
     assert codes == [0, 0], outputs
@@ -96,25 +98,21 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts(quick, start):
             close = value if key == "shown" else pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True)
             assert found[0][key] == close, key
     assert found[0]["shown"] and found[0]["images"] == 6
-    for picture in ("group-000001.png", "evaluation/000000/1-3.png", "evaluation/000000/2-1.png"):
+    for picture in ("group-000001.png", *(f"evaluation/000000/{name}.png" for name in ("1-3", "2-1", "2-source"))):
         assert Path(f"one/{picture}").read_bytes() == Path(f"two/{picture}").read_bytes()
 
     adapters = [Path(f"adapter-{rank}").read_bytes() for rank in range(2)]
     assert adapters[0] == adapters[1], "all ranks make the same steps"
     assert resume("two", "--steps", "3") == 2, "half the ranks would make other steps"
 
-
-def test_ranks_resume_as_if_they_had_not_stopped(start):
-    arguments = [*write_reward(""), "--group-size", "3", "--save-every", "1", "--steps", "3"]
-    assert together(start, *arguments, "--out", "straight")[0] == [0, 0]
-    shutil.copytree("straight", "killed")
-    shutil.rmtree("killed/checkpoints/000003")
+    shutil.copytree("two", "killed")
+    shutil.rmtree("killed/checkpoints/000002")
     shutil.rmtree("killed/adapter")
-    codes, outputs = together(start, *arguments, "--resume", "killed")
+    codes, outputs = together(start, *settings, "--prompts-per-step", "2", "--resume", "killed")
     assert codes == [0, 0], outputs
-    assert records("killed/metrics.jsonl") == records("straight/metrics.jsonl")
-    assert records("killed/evaluation.jsonl") == records("straight/evaluation.jsonl")
-    assert adapter_of("killed") == adapter_of("straight")
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        assert records(f"killed/{name}") == records(f"two/{name}")
+    assert adapter_of("killed") == adapter_of("two")
 
 
 def test_a_rank_that_has_nothing_to_learn_steps_with_the_others(start):
@@ -139,20 +137,20 @@ def on_rank_1(call, action):
     return write_reward(f"if call == {call} and os.environ['RANK'] == '1':\n    {action}")
 
 
-def test_a_rank_that_fails_ends_the_run_with_its_message(quick):
-    """By torchrun, as users start it. In the third step, on the rank that does not write; the other saves the second."""
+def test_a_rank_that_fails_ends_the_run_with_its_message(processes, quick):
+    """As torchrun starts ranks. In the third step, on the rank that does not write; the other saves the second."""
     reward = on_rank_1(6, "raise KeyError('no such face')")
-    Path("short.py").write_text("import conftest, sys, train\nconftest.shorten(setattr)\nsys.exit(train.main())\n")
-    process = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "short.py", *QUICK, *reward]
-        + ["--steps", "9", "--out", "run"],
-        env={**os.environ, "PYTHONPATH": f"{TESTS}:{ROOT}:{TINY}"}, check=False, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert process.returncode != 0
-    (message,) = re.findall("error: rank 1: .*", process.stderr)
+    config = LaunchConfig(1, 1, 2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
+    config.start_method = "forkserver"
+    config.max_restarts = 0
+    arguments = [*QUICK, *reward, "--steps", "9", "--out", "run"]
+    with pytest.raises(ChildFailedError):
+        elastic_launch(config, _in_child)(str(Path.cwd()), arguments, "output.txt", None, {})
+    output = Path("output.txt").read_text()
+    (message,) = re.findall("error: rank 1: .*", output)
     for words in ("reward 'mine.py:reward' failed for the prompt", "no such face", "--resume run"):
         assert words in message
-    assert "\nerror: rank 0: stopped because rank 1 has failed" in process.stderr
+    assert "\nerror: rank 0: stopped because rank 1 has failed" in output
     assert steps_saved("run")[-1] == "000002"
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
 
@@ -166,9 +164,9 @@ def test_a_rank_that_vanishes_does_not_leave_the_other_waiting(start):
     assert steps_saved("run") == ["000000", "000001"]
 
 
-@pytest.mark.parametrize(("call", "last"), [(2, 0), (4, 1), (5, 1)])
+@pytest.mark.parametrize(("call", "last"), [(2, 0), (4, 1)])
 def test_ranks_stop_together(start, call, last):
-    """Only the second is told to stop: in the evaluation before training, in the first step, in the evaluation after."""
+    """Only the second is told to stop: in the evaluation before training, or in the first step."""
     reward = on_rank_1(call, f"os.kill(os.getpid(), {int(signal.SIGTERM)})")
     codes, outputs = together(start, *reward, "--steps", "9", "--eval-every", "1", "--out", "run")
     assert codes == [0, 0], outputs
@@ -248,11 +246,8 @@ def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
     assert painted == [("a", 100), ("b", 101), ("c", 102), ("a", 103)]
     assert found[0] == found[1], "every rank knows all"
     metrics, shown = found[0]
-    assert (
-        metrics["reward/r"] == (0 + 10 + 20) / 3 + 0.5
-        and metrics["reward"] == 21
-        and (metrics["images"], metrics["prompts"]) == (6, 3)
-    )
+    assert (metrics["reward/r"], metrics["reward"]) == ((0 + 10 + 20) / 3 + 0.5, 21)
+    assert (metrics["images"], metrics["prompts"]) == (6, 3)
     assert shown == [(p, [f"{p}1", f"{p}2"], [20.0 * i, 20.0 * i + 2], {}, f"{p}0") for i, p in enumerate("abc")]
 
 
