@@ -20,6 +20,7 @@ from diffusers import GlmImagePipeline
 from make import draw
 from PIL import Image
 from safetensors.torch import load_file
+from test_gpu import perturb
 
 import rewards
 import runtime
@@ -46,13 +47,6 @@ def build(*arguments, dtype=torch.float32):
     flags = ["--train", "decoder", "--height", "64", "--width", "64", "--decode-steps", "3", "--group-size", "3"]
     settings = tiny_settings(*flags, "--combine", "zscore", *arguments)
     return build_run(settings, GlmImagePipeline.from_pretrained(TINY, dtype=dtype)), settings
-
-
-def perturb(model, size=0.05):
-    torch.manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, size)
 
 
 def roll_out(run, settings, seed=5):
@@ -388,18 +382,11 @@ def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(both_halves, 
         assert any(weights.any() for name, weights in found.items() if "lora_B" in name)
 
 
-@pytest.fixture
-def unjudged(quick, monkeypatch):
-    """Runs train.main without evaluations."""
-    monkeypatch.setattr(train, "evaluate", lambda *given: ({"reward": 0.0, "images": 1, "prompts": 1}, []))
-    return quick
-
-
 BOTH = ["--train", "both", "--paintings", "2", "--decode-steps", "3"]
 
 
 @pytest.mark.parametrize(("half", "saved"), [("sample", "000001"), ("codes", "000001"), ("decoder", "000000")])
-def test_a_step_of_which_one_half_has_learned_is_not_saved(unjudged, monkeypatch, half, saved):
+def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, half, saved):
     """Memory runs out in the second step, as it samples, as the codes learn, or as the decoder does after them."""
     calls, owner = [], train.DecoderGRPO if half == "decoder" else train.GRPO
     name = "sample" if half == "sample" else "add_reference"
@@ -411,15 +398,16 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(unjudged, monkeypatch
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return original(self, *given)
 
+    monkeypatch.setattr(train, "evaluate", lambda *given: ({"reward": 0.0, "images": 1, "prompts": 1}, []))
     monkeypatch.setattr(owner, name, breaks)
-    assert unjudged(*BOTH, "--temperature", "4", "--steps", "3", "--out", "run") == 2
+    assert quick(*BOTH, "--temperature", "4", "--steps", "3", "--out", "run") == 2
     assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
 
 
-def test_skipped_steps_of_the_decoder_count(unjudged, capsys, monkeypatch):
+def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
     update = train.DecoderGRPO.update
     monkeypatch.setattr(train.DecoderGRPO, "update", lambda self, moves: update(self, moves) | {"skipped": 1.0})
-    assert unjudged(*BOTH, "--steps", "9", "--out", "run") == 2
+    assert quick(*BOTH, "--steps", "9", "--out", "run") == 2
     output = capsys.readouterr()
     assert "a step: 4 pictures" in output.out, "1 prompt x 2 code sequences x 2 paintings"
     assert "5 steps in a row had no finite gradient" in output.err

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 
+import make
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from torch.distributed.run import get_args_parser
 
 import train
 from runtime import UserError, ranks
-from runtime.data import Data, Prompts, Source
 from runtime.settings import build_parser
 
 
@@ -77,9 +77,13 @@ def first_moment(folder):
 
 
 def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, start):
-    """Of edits, whose sources are shared out too."""
+    """Of edits, whose sources are shared out too. Evaluations are of three prompts: the fourth, which keeps ranks in
+    step, does not count."""
     settings = ["--steps", "2", "--save-every", "1", "--group-size", "3", "--sources", "targets", *SIZE]
-    settings += ["--reward", "ssim:1,mse:0.5", "--eval-count", "2", "--eval-sources", "targets", "--temperature", "4"]
+    with open("prompts.txt", "a") as prompts:
+        prompts.write("a green ring\n")
+    make.draw((None, ("ring", "green"), None, None)).save("targets/3.png")
+    settings += ["--reward", "ssim:1,mse:0.5", "--eval-count", "3", "--eval-sources", "targets", "--temperature", "4"]
     assert quick(*settings, "--prompts-per-step", "4", "--out", "one") == 0
     codes, outputs = together(start, *settings, "--prompts-per-step", "2", "--out", "two", prepare=leave_adapter)
     assert codes == [0, 0], outputs
@@ -97,8 +101,11 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
         for key, value in expected[0].items():  # of the same policy; the later ones may have grown apart
             close = value if key == "shown" else pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True)
             assert found[0][key] == close, key
-    assert found[0]["shown"] and found[0]["images"] == 6
-    for picture in ("group-000001.png", *(f"evaluation/000000/{name}.png" for name in ("1-3", "2-1", "2-source"))):
+    assert found[0]["shown"] and found[0]["images"] == 9
+    for picture in (
+        "group-000001.png",
+        *(f"evaluation/000000/{name}.png" for name in ("1-3", "2-1", "3-1", "3-source")),
+    ):
         assert Path(f"one/{picture}").read_bytes() == Path(f"two/{picture}").read_bytes()
 
     adapters = [Path(f"adapter-{rank}").read_bytes() for rank in range(2)]
@@ -209,46 +216,6 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
 
     for order in ("shuffled", "file"):
         assert groups(0, 3, 2) + groups(1, 3, 2) + groups(2, 3, 2) == groups(0, 1, 6)
-
-
-def test_an_evaluation_is_of_as_many_prompts_as_were_asked_for(monkeypatch):
-    """Three on two ranks, in two chunks each: the fourth, which keeps them in step, is painted and does not count."""
-    settings = SimpleNamespace(
-        eval_count=3, group_size=2, prompts_per_step=1, eval_decode_steps=3, eval_guidance_scale=1,
-        decode_steps=1, guidance_scale=1, height=32, width=32, micro_batch_size=4, sample_batch=None,
-        sequences=2, paintings=1,
-    )  # fmt: skip
-    data = Data(None, None, {"r": (None, 2.0)}, {})
-    sources = [Source(f"{text}0") for text in "abcde"]
-    prompts = Prompts(["a", "b", "c", "d", "e"], None, sources).evenly(settings.eval_count)
-    painted, scored, found = [], [], []
-
-    def rollout(run, settings, rewards, prompts, seed):
-        (text,) = prompts.texts
-        assert (settings.decode_steps, settings.sequences) == (3, 2)
-        painted.append((text, seed))
-        values = 10.0 * (seed - 100) + torch.arange(2)
-        return train.Rollout([], [], [f"{text}1", f"{text}2"], {"r": values})
-
-    def on_rank(rank):
-        as_rank(monkeypatch, rank, 2)
-        found.append(train.evaluate(None, settings, data, prompts, 100))
-
-    def gather(part):
-        scored.append(part)
-        if len(scored) == 1:  # the other rank's share is due
-            on_rank(1)
-        return scored
-
-    monkeypatch.setattr(train, "rollout", rollout)
-    monkeypatch.setattr(ranks, "gather", gather)
-    on_rank(0)
-    assert painted == [("a", 100), ("b", 101), ("c", 102), ("a", 103)]
-    assert found[0] == found[1], "every rank knows all"
-    metrics, shown = found[0]
-    assert (metrics["reward/r"], metrics["reward"]) == ((0 + 10 + 20) / 3 + 0.5, 21)
-    assert (metrics["images"], metrics["prompts"]) == (6, 3)
-    assert shown == [(p, [f"{p}1", f"{p}2"], [20.0 * i, 20.0 * i + 2], {}, f"{p}0") for i, p in enumerate("abc")]
 
 
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):
