@@ -176,11 +176,20 @@ def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     run, settings = build("--guidance-scale", "1.5", "--kl-coef", "0.1", dtype=torch.bfloat16)
     run.pipe.transformer.enable_gradient_checkpointing()
     moves = roll_out(run, settings)
-    kept = [tensor.dtype for move in moves for tensor in (move.latents, move.next_latents, move.old_logprobs)]
-    assert set(kept) == {torch.float32}, "bfloat16 would round by more than the spread of late steps"
+    assert {move.old_logprobs.dtype for move in moves} == {torch.float32}
     metrics = learn(run, moves)
     assert metrics["max_logprob_gap"] < 1e-4, "in batches of the same size the same operations"
     assert 0 < metrics["grad_norm"] < 1 and metrics["skipped"] == 0
+
+
+def test_latents_in_bfloat16_are_drawn_and_kept_in_float32(pipe):
+    """bfloat16 would round by more than the spread of late steps."""
+    scheduler = PathScheduler.from_config(pipe.scheduler.config)
+    scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=0.6)
+    scheduler.begin(0.7, [0, 1])
+    (after,) = scheduler.step(torch.randn(2, 8, 4, 4), scheduler.timesteps[0], torch.randn(2, 8, 4, 4).bfloat16())
+    ((drawn,),) = scheduler.recorded.values()
+    assert after.dtype == drawn.latents.dtype == drawn.next_latents.dtype == drawn.old_logprobs.dtype == torch.float32
 
 
 def test_micro_batches_change_neither_the_paths_nor_the_gradient():
@@ -250,6 +259,8 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
     """Two prompts, three code sequences each, four paintings of each; a painting without a reward is left out."""
     run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4")
     values, given, seen = torch.arange(24.0) ** 2, {}, watched(run, monkeypatch)
+    calls = []
+    monkeypatch.setattr(train, "combine", lambda *given: calls.append(given[2:]) or rewards.combine(*given))
     red, blue = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
     values[5] = math.nan
 
@@ -259,6 +270,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 
     rolled, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, Prompts(PROMPTS, [red, blue]), 5)
     expected = {"prompts": [PROMPTS[0]] * 12 + [PROMPTS[1]] * 12, "targets": [red] * 12 + [blue] * 12, "images": 24}
+    assert calls == [(3, "zscore"), (4, "zscore")], "several rewards are made alike among those that are compared"
     assert given == expected and len(rolled.images) == 24 and metrics["decoder/skipped"] == 0
     means = values.view(6, 4).nanmean(1)
     for i, group in enumerate(seen["codes"]):

@@ -415,7 +415,6 @@ def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_grap
     assert forward.cache is not cache and forward.size > size and forward.size % 32 == 0
     assert len(forward.ids) == 4, "made anew for the rows at hand"
     same_samples(glm, forward, *three, **SHAPING)
-    assert len(forward.ids) == 6
     assert RecordedGraph.made == 3
 
     forward.release()
