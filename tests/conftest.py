@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -89,6 +90,16 @@ def quick(tmp_path, monkeypatch):
     yield lambda *arguments: train.main([*QUICK, *arguments])
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@contextmanager
+def quickly(folder):
+    """As quick does it, for runs that several tests read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_prompts(folder)
+        shorten(patch.setattr)
+        yield lambda *arguments: train.main([*QUICK, *arguments])
 
 
 def unheard(number, frame):

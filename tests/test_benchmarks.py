@@ -1,16 +1,18 @@
-"""The benchmarks run, and what they print follows from what they measure."""
+"""The benchmarks run, what they print follows from what they measure, and what a run plans for is what they measure."""
 
 import importlib
 import re
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import make
 import pytest
 import torch
-from conftest import tiny_settings
+from conftest import TINY, tiny_settings
 
 from benchmarks import memory, repair_decoder
+from glm_image.memory import needed, working_memory
+from runtime.int8 import round_linears
 
 
 @pytest.fixture
@@ -28,46 +30,38 @@ def run(monkeypatch, capsys):
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_alive():
-    with torch.device("meta"), memory.Alive([]) as alive:
-        a = torch.zeros(256)  # 1,024 bytes
-        b = a + a  # another 1,024
-        del a
-        c = b.view(16, 16)[0], torch.zeros(1)  # nothing new, and a block of 512
-    assert (alive.now, alive.peak, len(c)) == (1536, 2048, 2)
+@pytest.fixture(scope="module")
+def full_size():
+    """What learns of the released sizes, and its peaks at 1024x1024 in groups of 4, in micro-batches of 2."""
+    learners = memory.build()
+    return *learners, *memory.peaks(*learners, 1024, 4, 2)
 
 
-def test_memory_at_full_size(run, monkeypatch):
-    """Against what must be there, counted by hand from GLM-Image's sizes."""
-    found, peaks = [], memory.peaks
-
-    def remember(*case):
-        work, cache = peaks(*case)
-        found.append((dict(work), cache))  # main takes `work` apart
-        return work, cache
-
-    monkeypatch.setattr(memory, "peaks", remember)
-    weights, host, *_, row = run(memory, "--sizes", 512, "--groups", 4, "--micro-batch-sizes", 1)
+def test_memory_at_full_size_by_hand(full_size, run, monkeypatch):
+    """Counted from GLM-Image's sizes; and the row that is printed adds it up."""
+    codes, decoder, work, cache = full_size
+    monkeypatch.setattr(memory, "build", lambda base: (codes, decoder))
+    monkeypatch.setattr(memory, "peaks", lambda *case: (dict(work), cache))  # main takes them apart
+    weights, host, *_, row = run(memory, "--sizes", 1024, "--groups", 4, "--micro-batch-sizes", 2)
     assert host == "host memory for taking turns 32.9 GB"
     expected = "policy 17.8 GB, adapter with its optimiser state 0.57 GB, decoder 15.1 GB, its own adapter 0.19 GB"
     assert weights == expected  # 8.9 B and 7.5 B, two bytes each; the adapters 48 M and 16 M, twelve
-    work, cache = found[0]
 
-    layers, rows, heads, codes = 40, 4 * 4, 2, 16 * 16 + 256
-    room = 768  # 60 of the prompt and the codes, rounded up
+    layers, rows, batch, heads, length = 40, 4 * 4, 2, 2, 32 * 32 + 256
+    room = 1536  # 60 of the prompt and the codes, rounded up
     assert cache == pytest.approx(1e-9 * layers * 2 * rows * heads * room * 128 * 2)  # keys and values in bfloat16
-    nucleus = 1e-9 * rows * codes * 16_384
+    nucleus = 1e-9 * rows * length * 16_384
     assert cache + nucleus < work["sample"] < cache + nucleus + 0.05
 
-    read, rank, mlp = 60 + codes - 1, 16, 2 * 13_696
+    read, rank, mlp = 60 + length - 1, 16, 2 * 13_696
     per_layer = (4096 + 4096) * 2 + (4096 + 256) * 2 + (4096 + mlp) + (mlp // 2 + 4096)
     gradients = 1e-9 * layers * rank * per_layer * 4
-    checkpoints = 1e-9 * layers * read * 4096 * 2
-    layer = 1e-9 * read * mlp * (2 + 2 + 4)  # of its widest matrix: output, gradient, and the adapter's, in float32
+    checkpoints = 1e-9 * batch * layers * read * 4096 * 2
+    layer = 1e-9 * batch * read * mlp * (2 + 2 + 4)  # its widest matrix: output, gradient, and the adapter's in float32
     assert gradients + checkpoints + layer < work["update"] < gradients + checkpoints + 3 * layer
     assert work["update"] == work["of one token"], "the logits are no part of the peak"
 
-    assert work["VAE"] == pytest.approx(1e-9 * 512**2 * (3.1e3 + 2e3), rel=0.02), "with cuDNN's workspace"
+    assert work["VAE"] == pytest.approx(1e-9 * 1024**2 * (3.1e3 + 2e3), rel=0.02), "with cuDNN's workspace"
     *turns, most, both, decoder_update, both_learning = map(float, row.split()[3:])
     assert most == max(turns) < both
     assert decoder_update == pytest.approx(15.1 + 0.57 + 0.19 + work["decoder update"], abs=0.1)
@@ -77,46 +71,87 @@ def test_memory_at_full_size(run, monkeypatch):
     assert turns[:4] == pytest.approx(expected, abs=0.1)
 
 
-def test_rewards_of_each_command_are_counted(run, monkeypatch):
-    """While rewards score nothing else is there in turns; beside all that stays SmolVLM takes 7.3 GB, PickScore 4.3."""
-    monkeypatch.setattr(memory, "peaks", lambda *case: ({"sample": 2.0, "paint": 3.0, "VAE": 3.0, "reference": 1.0, "update": 4.0,
-                                                         "of one token": 4.0, "decoder update": 3.0}, 1.0))  # fmt: skip
-    for rewards, score, both in (
-        ("ssim", 0.6, 38.5),  # 17.8 + 15.1 + 0.57 + 1.0 + 4.0
-        ("pickscore:1,clip:1,hps", 4.9, 38.8),
-        ("pickscore:1,vqa:1", 7.9, 41.8),
-    ):
-        *_, row = run(memory, "--sizes", 1024, "--groups", 4, "--micro-batch-sizes", 1, "--rewards", rewards)
-        numbers = [float(cell) for cell in row.split()]
-        assert (numbers[5], numbers[10]) == pytest.approx((score, both), abs=0.1)
+FULL = ["--height", "1024", "--width", "1024", "--prompts-per-step", "4", "--group-size", "4"]
+
+
+def fits(codes, decoder, work, cache, half, *flags):
+    """On every card: whether both stay or take turns, the peak fits beside the context, and not much is left unused."""
+    models = [codes.model, *codes.decoder_modules]
+    adapters = [memory.gigabytes(learner.optimizer.param_groups[0]["params"]) for learner in (codes, decoder)]
+    policy = memory.gigabytes(memory.tensors(models[:1])) - adapters[0]
+    painters = memory.gigabytes(memory.tensors(models[1:])) - adapters[1]
+    learning = 1 if half == "codes" else 2
+    settings = tiny_settings(*FULL, "--guidance-scale", "1.5", "--micro-batch-size", "2", "--train", half, *flags)
+    passes = {name: value for name, value in work.items() if half == "both" or name != "decoder update"}
+    painted = ("paint", "VAE", "decoder update")
+    beside = sum(adapters) + 2 * sum(adapters[:learning]) + 0.6  # adapters, Adam's moments, and the context
+    peak = max(value + (0 if name == "sample" else cache) for name, value in passes.items()) + policy + painters
+    in_turns = max(value + (painters if name in painted else policy) for name, value in passes.items())
+    together, turn, _ = (value / 1e9 for value in needed(models, settings))
+    assert peak + beside < together < peak + beside + 3
+    assert in_turns + beside < turn < in_turns + beside + 3
+
+
+@pytest.mark.parametrize("half", ["codes", "both"])
+def test_what_is_planned_fits(full_size, half):
+    fits(*full_size, half)
+
+
+def test_what_is_planned_for_a_rounded_base_is_one_block_in_16_bits():
+    """A backward pass has the layers of one block cast at once, here those of the language model."""
+    widths = [(4096, 4096)] * 2 + [(4096, 256)] * 2 + [(4096, 27_392), (13_696, 4096)]
+    block = torch.nn.ModuleList(torch.nn.Linear(*width, bias=False, device="meta").bfloat16() for width in widths)
+    round_linears(block)
+    with memory.Alive([block]) as alive:
+        outputs = [
+            layer(torch.zeros(1, layer.in_features, device="meta").bfloat16().requires_grad_()) for layer in block
+        ]
+    cast = 2 * sum(rows * columns for rows, columns in widths)
+    assert outputs and cast < alive.peak < cast + 1e6
+    exact, rounded = (
+        working_memory(tiny_settings(*FULL, "--train", "both", "--base", b)) for b in ("bfloat16", "int8")
+    )
+    assert all(alive.peak < more - less < 1.5 * alive.peak for more, less in zip(rounded[:3], exact[:3], strict=True))
+    assert rounded[3] == exact[3], "but for the scoring"
+
+
+def test_what_is_planned_grows_with_groups_and_pictures():
+    """The sampler's cache and nuclei in large groups; at 2048x2048 the VAE has no room for cuDNN's workspace."""
+    settings = tiny_settings(*FULL, "--group-size", "64", "--micro-batch-size", "1")
+    sampled = 1e-9 * 256 * (40 * 2 * 2 * 1536 * 128 * 2 + 1280 * 16_384)
+    assert sampled + 2 < working_memory(settings)[1] / 1e9 < sampled + 4
+    large = tiny_settings("--height", "2048", "--width", "2048", "--micro-batch-size", "1")
+    assert working_memory(large)[2] - working_memory(settings)[2] == pytest.approx(1024**2 * (4 * 3.1e3 - 5.1e3))
+
+
+def test_an_edit_fits_and_is_counted_by_hand(full_size, monkeypatch):
+    """Its codes are read with the prompt, and one copy of the source's keys and values lies beside what is painted."""
+    codes, decoder, _, _ = full_size
+    score = memory.get_per_token_logprobs
+
+    def score_for_update(model, ids, count, **options):  # the other passes need no more, see above
+        needless = count == 1 or not torch.is_grad_enabled()
+        return torch.zeros(1, requires_grad=True) if needless else score(model, ids, count, **options)
+
+    monkeypatch.setattr(memory, "get_per_token_logprobs", score_for_update)
+    work, cache = memory.peaks(codes, decoder, 1024, 4, 4, edits=True)
+    rows, layers, room = 16, 40, 2304  # 60 of the prompt, 1,024 of the source, 1,024 of the picture, rounded up
+    assert cache == pytest.approx(1e-9 * layers * 2 * rows * 2 * room * 128 * 2)
+    layer = 1e-9 * 2 * (1024 // 16) ** 2 * 4096 * 2  # of the decoder: a picture's keys and values
+    assert 30 * layer + 4 * 2 * layer < work["paint"] < 30 * layer + 20 * 2 * layer
+    read = 1e-9 * rows * (60 + 1024) * 27_392 * (2 + 4)  # the widest matrix: output, and the adapter's, in float32
+    assert read < work["prompts"] < 3 * read
+
+    edits = tiny_settings(*FULL, "--sources", str(TINY / "sources"), "--micro-batch-size", "4")
+    together, sampling, painting, _ = (value / 1e9 for value in working_memory(edits))
+    beside = 0.4 + 0.6  # Adam's moments, the card's context
+    peak = max(work["sample"], cache + max(work.values())) + beside
+    assert peak < together < peak + 3
+    assert max(work["sample"], work["prompts"], work["update"]) + beside < sampling < peak + 3
+    assert max(work["paint"], work["VAE"]) + beside < painting
 
 
 # ---- against TRL ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def against_trl(monkeypatch):
-    """The comparison with TRL, without TRL: its names are there, and empty."""
-    for name, contents in {"trl": ("GRPOConfig", "GRPOTrainer"), "datasets": ("Dataset",)}.items():
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[name]).update(dict.fromkeys(contents, object))
-    monkeypatch.delitem(sys.modules, "benchmarks.against_trl", raising=False)
-    yield importlib.import_module("benchmarks.against_trl")
-    del sys.modules["benchmarks.against_trl"]
-
-
-def test_our_half_of_the_comparison(against_trl):
-    """A step of ours, alternating with one of TRL in which nothing happens."""
-    options = SimpleNamespace(group_size=2, prompts_per_step=1)
-    lora = against_trl.peft.LoraConfig(**against_trl.LORA)
-    weights = against_trl.peft.get_peft_model(against_trl.build_model(), lora).state_dict()
-    ours, words = against_trl.build_ours(options, weights), against_trl.build_tokenizer()
-    alternate = against_trl.Alternate(lambda number: against_trl.our_step(ours, prompts, words, 2, seed=number))
-    prompts = against_trl.draw_prompts(1)
-    alternate.on_step_begin()
-    alternate.on_step_end(None, SimpleNamespace(global_step=1), None)
-    (nothing,), (step,) = alternate.seconds.values()
-    assert 0 <= nothing < step
 
 
 def test_log_probs_loss_and_gradient_are_trls(tmp_path):
@@ -130,31 +165,14 @@ def test_log_probs_loss_and_gradient_are_trls(tmp_path):
     assert max(differences.values()) < against_trl.TOLERANCE, differences
 
 
-def test_against_trl_says_what_it_needs(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "trl", None)  # as if it were not installed
-    with pytest.raises(SystemExit) as exit:
-        importlib.import_module("benchmarks.against_trl")
-    assert exit.value.code == 2 and capsys.readouterr().err.endswith("pip install trl datasets\n")
-
-
 # ---- a rounded decoder ----------------------------------------------------------------------------------------------
 
 
-def test_rounding_leaves_so_many_levels():
-    exact, rounded = (
-        repair_decoder.load_rounded(bits, tiny_settings()).transformer.transformer_blocks[0].attn1.to_q.weight
-        for bits in (32, 3)
-    )
-    steps = (exact.amax(1) - exact.amin(1)) / 7
-    assert all(len(row.unique()) <= 8 for row in rounded) and len(exact[0].unique()) > 50
-    assert ((rounded - exact).abs() <= steps[:, None] / 2 + 1e-6).all() and (rounded != exact).any()
-
-
 def test_repairing_a_rounded_decoder(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        repair_decoder, "drawings", lambda settings, own=repair_decoder.drawings: [e[:2] for e in own(settings)]
-    )
-    first, last = run(repair_decoder, "--steps", 1, "--sheet", tmp_path / "sheet.png")
+    drawings = repair_decoder.drawings
+    monkeypatch.setattr(repair_decoder, "drawings", lambda settings: [part[:2] for part in drawings(settings)])
+    small = ["--prompts-per-step", 2, "--group-size", 4]
+    first, last = run(repair_decoder, "--steps", 1, "--sheet", tmp_path / "sheet.png", *small)
     before, after = (float(re.search(r"SSIM (\S+),", line)[1]) for line in (first, last))
     assert re.fullmatch(r"3 bits, seed 0: SSIM \S+, \S+% of objects as drawn, 2 held-out drawings", first)
     assert 0.5 < before < 1 and abs(after - before) < 0.2 and after != before

@@ -25,7 +25,6 @@ from conftest import (
 )
 from diffusers import GlmImagePipeline
 from PIL import Image
-from test_ranks import together
 from test_vqa import bounded, pictures, tiny_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -33,14 +32,14 @@ import grpo
 import rewards
 import train
 from glm_image.painting import for_decoder
-from runtime import UserError, log
-from runtime.data import Source, fitted, read_prompts
+from runtime import UserError
+from runtime.data import Source, fitted
 from runtime.gpu import CapturedForward
 from train import encode_prompt  # quick shortens that in train.py
 
 WISH = "make the circle blue"
-# (height, width) of the source and of the result: alike, the source larger, smaller, wide to tall.
-SIZES = [((128, 128), (128, 128)), ((96, 160), (64, 64)), ((64, 96), (128, 96)), ((64, 192), (160, 64))]
+# (height, width) of the source and of the result: alike, the source larger, wide to tall.
+SIZES = [((64, 64), (64, 64)), ((96, 160), (64, 64)), ((64, 192), (160, 64))]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +106,7 @@ def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
     forget(stock)
 
 
-@pytest.mark.parametrize(("given", "size"), SIZES)
+@pytest.mark.parametrize(("given", "size"), SIZES[1:])
 def test_log_probs_are_those_of_generate(stock, given, size):
     source, policy = source_of(stock, *given), stock.vision_language_encoder
     ids, positions, count = encode_prompt(stock.processor, WISH, *size, source)
@@ -142,15 +141,14 @@ def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
     ids, positions, counts = zip(*encoded, strict=True)
     assert set(counts) == {6} and len({len(each) for each in ids}) == 3
     policy, codes = stock.vision_language_encoder, {"allowed_ids": slice(0, make.NUM_CODES)}
-    found = []
-    for forward in (None, CapturedForward(policy, 6, compile=False)):
+    options = {"num_samples": 2, "position_ids": positions, **codes}
+
+    def sample(forward):
         generators = [torch.Generator().manual_seed(i) for i in range(3)]
-        found.append(
-            grpo.generate_with_logprobs(
-                policy, ids, 6, num_samples=2, position_ids=positions, generators=generators, forward=forward, **codes
-            )[:2]
-        )
-    (tokens, logprobs), (again, others) = found
+        return grpo.generate_with_logprobs(policy, ids, 6, generators=generators, forward=forward, **options)[:2]
+
+    tokens, logprobs = sample(None)
+    again, others = sample(CapturedForward(policy, 6, compile=False))
     assert torch.equal(tokens, again)
     torch.testing.assert_close(logprobs, others, rtol=0, atol=1e-4)
     for i in range(3):
@@ -161,7 +159,7 @@ def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
         torch.testing.assert_close(scored, logprobs[own], rtol=0, atol=1e-3)
 
 
-def test_sources_are_made_to_fit(tmp_path):
+def test_sources_are_made_to_fit():
     """About as many pixels as the result, nearly the same shape, multiples of 32; one that fits is left alone."""
     image = make.draw(RED_CIRCLE)
     assert fitted(image, 128 * 128).tobytes() == image.tobytes()
@@ -173,17 +171,6 @@ def test_sources_are_made_to_fit(tmp_path):
     with pytest.raises(UserError, match=r"257x64 pixels: one side is over 4 times the other"):
         fitted(Image.new("RGB", (257, 64)), 128 * 128)
 
-    (tmp_path / "edits.txt").write_text("make the circle blue\nmake the circle red\n")
-    (tmp_path / "sources").mkdir()
-    for name, colour in (("10.png", "red"), ("2.png", "blue")):
-        Image.new("RGBA", (50, 50), colour).save(tmp_path / "sources" / name)
-    read = read_prompts(tmp_path / "edits.txt", None, tmp_path / "sources", (64, 64))
-    taken = read.take([1, 0])
-    sources = taken.sources
-    assert taken.texts == ["make the circle red", "make the circle blue"] and taken.targets is None
-    assert [source.image.getpixel((5, 5)) for source in sources] == [(255, 0, 0), (0, 0, 255)], "2 before 10"
-    assert {(source.image.size, source.image.mode, source.codes) for source in sources} == {((64, 64), "RGB", None)}
-
 
 def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
     monkeypatch.setattr(pipe.processor.image_processor, "size", {"shortest_edge": 128**2, "longest_edge": 2048**2})
@@ -194,8 +181,7 @@ def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
 # ---- a picture from a picture -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guidance", ["1.0", "1.5"])
-@pytest.mark.parametrize(("given", "size"), SIZES[:2])
+@pytest.mark.parametrize(("given", "size", "guidance"), [(*SIZES[1], "1.5"), (*SIZES[2], "1.0")])
 def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     """Its own codes, cut out by hand; its own picture from the same noise."""
     source = source_of(stock, *given)
@@ -266,7 +252,6 @@ def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
         return stock_paint(pipe, prompt, tokens, settings, seed, source)
 
     monkeypatch.setattr(train, "paint", paint)
-    monkeypatch.setattr(log, "SAMPLE_EVERY", 1)
     assert edits("--steps", "2", "--out", "run", "--eval-count", "2") == 0
     expected = {("make the circle blue", RED_CIRCLE[0], CODES), ("make the cross a square", BLUE_CROSS[0], CODES)}
     assert painted == expected, "each with its own source"
@@ -274,58 +259,18 @@ def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
         assert record["max_logprob_gap"] < 1e-4
     first = fitted(Image.open("sources/1.png"), 64**2)
     assert Image.open("run/evaluation/000000/1-source.png").tobytes() == first.tobytes()
-    assert len(list(Path("run/evaluation/000002").glob("*-source.png"))) == 4  # 2 of training, 2 held out
     shown = Image.open("run/before-after.png").crop((8, 50, 8 + 112, 50 + 112)).resize((64, 64))
     assert np.abs(np.asarray(shown).astype(int) - np.asarray(first)).mean() < 5, "the source comes first"
-    steps = [Image.open(f"run/group-00000{n}.png").crop((8, 50, 8 + 192, 50 + 192)).resize((64, 64)) for n in (1, 2)]
-    both = [first, fitted(Image.open("sources/2.png"), 64**2)]
-    distance = lambda a, b: np.abs(np.asarray(a).astype(int) - np.asarray(b)).mean()
-    assert [min(distance(step, each) for each in both) < 5 for step in steps] == [True, True]
 
 
 def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
-    straight = ["--steps", "2", "--save-every", "1"]
-    assert edits(*straight, "--out", "straight") == 0
+    assert edits("--steps", "2", "--save-every", "1", "--out", "straight") == 0
     shutil.copytree("straight", "killed")
     shutil.rmtree("killed/checkpoints/000002")
     shutil.rmtree("killed/adapter")
     assert resume("killed") == 0
     assert records("killed/metrics.jsonl") == records("straight/metrics.jsonl")
     assert adapter_of("killed") == adapter_of("straight")
-    assert resume("killed", "--sources", "targets") == 2
-
-
-def test_two_ranks_edit_as_one_process_with_twice_the_prompts(edits, start):
-    arguments = ["--steps", "1", "--eval-count", "2"]
-    assert edits(*arguments, "--prompts-per-step", "2", "--out", "one") == 0
-    codes, outputs = together(start, *EDITS, *arguments, "--prompts-per-step", "1", "--out", "two")
-    assert codes == [0, 0], outputs
-    for name in ("metrics.jsonl", "evaluation.jsonl"):
-        expected, found = records(f"one/{name}")[0], records(f"two/{name}")[0]
-        assert expected.keys() == found.keys()
-        for key in ("reward", "held_out/reward", "entropy"):
-            assert found.get(key) == pytest.approx(expected.get(key), abs=1e-5)
-    for picture in ("group-000001.png", "evaluation/000000/2-source.png", "evaluation/000000/2-1.png"):
-        assert Path(f"one/{picture}").read_bytes() == Path(f"two/{picture}").read_bytes()
-
-
-def test_the_tiny_models_edits_are_the_defaults_of_its_sources():
-    settings = tiny_settings("--sources", str(TINY / "sources"))
-    names = ("prompts", "targets", "eval_prompts", "eval_sources", "eval_targets", "reward")
-    files = [
-        "edits.txt",
-        "edit-targets",
-        "heldout-edits.txt",
-        "heldout-sources",
-        "heldout-edit-targets",
-        "ssim:1,mse:1",
-    ]
-    assert [Path(getattr(settings, name)).name for name in names] == files
-    captions = tiny_settings()
-    assert captions.sources is captions.eval_sources is None and captions.targets is None
-    released = ["--model", "zai-org/GLM-Image", "--sources", "a", "--prompts", "b", "--eval-sources", "c"]
-    settings = train.parse_settings([*released, "--eval-prompts", "d"])
-    assert (settings.reward, settings.eval_reward, settings.targets) == ("edit:1,keep:0.2", "aesthetic", None)
 
 
 def test_a_compiled_run_expects_no_preview():
@@ -338,22 +283,15 @@ def test_a_compiled_run_expects_no_preview():
     [
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
         (["--sources", "one"], "one has 1 pictures for 2 prompts; give one per prompt, by line"),
-        (["--sources", "three"], "three has 3 pictures for 2 prompts"),
         (["--sources", "broken"], "the source picture broken/2.png cannot be read"),
-        (["--sources", "long"], "over 4 times the other"),
-        (["--eval-sources", "one"], "one has 1 pictures for 2 prompts"),
-        (["--train", "decoder"], "with --sources only the codes can learn"),
         (["--train", "both"], "with --sources only the codes can learn"),
-        (["--reward", "vqa=x"], "finds no folder x"),
     ],
 )
 def test_what_cannot_work_is_one_line_before_the_model_loads(edits, monkeypatch, capfd, arguments, words):
-    for folder in ("one", "three", "broken", "long"):
+    for folder in ("one", "broken"):
         shutil.copytree("sources", folder)
     Path("one/2.png").unlink()
-    shutil.copy("one/1.png", "three/3.png")
     Path("broken/2.png").write_text("no picture")
-    Image.new("RGB", (500, 100)).save("long/2.png")
     monkeypatch.setattr(train, "load", lambda *given: pytest.fail("the model is loaded"))
     assert edits(*arguments) == 2
     assert words in capfd.readouterr().err.strip().splitlines()[-1]
@@ -389,30 +327,15 @@ def test_the_adapter_edits_in_the_stock_pipeline(edits):
 
 
 def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
-    seen = []
-
-    def four(images, prompts, targets, sources):
-        seen.append(sources)
-        return torch.zeros(len(images))
-
-    class Three:
-        def __call__(self, images, prompts, targets):
-            return torch.zeros(len(images))
-
-    both = {"four": (four, 1.0), "three": (Three(), 1.0)}
-    images = pictures(*[(32, 32)] * 6)
-    rewards.score(both, images[:4], ["a", "b"], None, images[4:])
-    rewards.score(both, images[:4], ["a", "b"], None)
-    assert seen[1] is None and [source.tobytes() for source in seen[0]] == [images[i].tobytes() for i in (4, 4, 5, 5)]
-
+    """Beside one with three. Each picture gets its own."""
     code = "def own(images, prompts, targets, sources):\n"
     code += "    red = [source.getpixel((16, 16))[0] > 200 for source in sources]\n"
     code += "    return [float(is_red == ('circle' in prompt)) for is_red, prompt in zip(red, prompts)]\n"
     Path("mine.py").write_text(code)
-    arguments = ["--reward", "mine.py:own", "--eval-reward", "mine.py:own", "--eval-count", "2"]
+    arguments = ["--reward", "mine.py:own:1,mse:1", "--eval-reward", "mine.py:own", "--eval-count", "2"]
     assert edits(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
     for record in (*records("run/evaluation.jsonl"), *records("run/metrics.jsonl")):
-        assert record["reward"] == 1, "each has its own"
+        assert record["reward/mine.py:own"] == 1
 
 
 def test_keep_is_likeness_to_the_source():
@@ -456,11 +379,3 @@ def odds(folder, shown, question):
     }
     chances = scores[0].double().softmax(-1)
     return np.log(sum(chances[i].item() for i in first("yes")) / sum(chances[i].item() for i in first("no")))
-
-
-def test_an_edit_in_chinese_is_left_out_by_a_model_of_english(tmp_path, monkeypatch):
-    folder = tiny_model(tmp_path / "vlm")
-    monkeypatch.setattr(rewards, "SMOLVLM", folder)
-    image, source = pictures((64, 64), (64, 64))
-    values = rewards.Edit(folder)([image, image], ["把它变成蓝色", "make the circle blue"], None, [source] * 2)
-    assert values.isnan().tolist() == [True, False]
