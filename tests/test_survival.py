@@ -48,21 +48,21 @@ def same_run(expected, found):
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(quick):
-    """Stopped after 2 of 4 steps, with what a kill in the third may leave in the files. The reward throws dice."""
-    arguments = [*write_reward("return torch.rand(len(images))"), "--eval-every", "2", "--iterations", "2"]
+    """Stopped after 1 of 2 steps, with what a kill in the second may leave in the files. The reward throws dice."""
+    arguments = [*write_reward("return torch.rand(len(images))"), "--eval-every", "1", "--iterations", "2"]
     arguments += ["--warmup-steps", "9"]
-    assert quick(*arguments, "--steps", "4", "--out", "straight") == 0
-    assert quick(*arguments, "--steps", "2", "--out", "halves") == 0
+    assert quick(*arguments, "--steps", "2", "--out", "straight") == 0
+    assert quick(*arguments, "--steps", "1", "--out", "halves") == 0
     with open("halves/metrics.jsonl", "a") as file:
-        file.write('{"step": 3, "of": "a step that was killed before its checkpoint"}\n{"step": 4, "rew')
+        file.write('{"step": 2, "of": "a step that was killed before its checkpoint"}\n{"step": 3, "rew')
     with open("halves/groups.jsonl", "a") as file:
-        later = {"step": 3, "prompt": "a red circle", "rewards": {"mine.py:reward": [0.0, 9.0]}}
-        file.write(json.dumps(later) + '\n{"step": 3, "pro')
+        later = {"step": 2, "prompt": "a red circle", "rewards": {"mine.py:reward": [0.0, 9.0]}}
+        file.write(json.dumps(later) + '\n{"step": 2, "pro')
     with open("halves/evaluation.jsonl", "a") as file:
-        file.write('{"step": 3, "reward": 9.0, "shown": []}\n')
-    assert resume("halves", "--steps", "4") == 0
+        file.write('{"step": 2, "reward": 9.0, "shown": []}\n')
+    assert resume("halves", "--steps", "2") == 0
     same_run("straight", "halves")
-    assert json.loads(Path("halves/settings.json").read_text())["steps"] == 4
+    assert json.loads(Path("halves/settings.json").read_text())["steps"] == 2
 
 
 def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(quick, monkeypatch):
@@ -203,14 +203,13 @@ def test_zero_steps_evaluates_only(quick):
     assert records("run/evaluation.jsonl") == [before, after]
 
 
-def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, capsys):
-    """Other prompts and another rate; the first KL is 0, and resumed it is as if it had not stopped."""
-    assert quick(*write_reward(""), "--steps", "2", "--group-size", "4", "--out", "first") == 0
-    second = [*write_reward(""), "--adapter", "first", "--group-size", "4", "--kl-coef", "0.5", "--lr", "0.03"]
+def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, one_step, capsys):
+    """With another rate; the first KL is 0, and resumed it is as if it had not stopped."""
+    second = ["--adapter", str(one_step), "--kl-coef", "0.5", "--lr", "0.03"]
     assert quick(*second, "--steps", "2", "--out", "straight") == 0
-    kls = [line["kl"] for line in records("straight/metrics.jsonl") if line["kl"] is not None]
-    assert kls[0] == pytest.approx(0, abs=1e-6) and kls[-1] > 1e-3
-    assert records("straight/evaluation.jsonl")[0] == records("first/evaluation.jsonl")[-1] | {"step": 0}
+    first, last = (line["kl"] for line in records("straight/metrics.jsonl"))
+    assert first == pytest.approx(0, abs=1e-6) and last > 1e-3
+    assert records("straight/evaluation.jsonl")[0] == records(one_step / "evaluation.jsonl")[-1] | {"step": 0}
     assert quick(*second, "--steps", "1", "--out", "stopped") == 0
     assert resume("stopped", "--steps", "2") == 0
     assert records("straight/metrics.jsonl") == records("stopped/metrics.jsonl")
