@@ -81,13 +81,14 @@ def write_prompts(folder):
 
 
 @contextmanager
-def short_runs(folder):
-    """In a folder with two prompts: train.main on short pictures, in this process. Yields it; it returns its exit code."""
+def short_runs(folder, whole=False):
+    """In a folder with two prompts: train.main on short pictures, or on whole ones. Yields it; it returns its exit code."""
     write_prompts(folder)
     handlers = {number: signal.signal(number, unheard) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        shorten(patch.setattr)
+        if not whole:
+            shorten(patch.setattr)
         yield lambda *arguments: train.main([*QUICK, *arguments])
     for number, handler in handlers.items():
         signal.signal(number, handler)

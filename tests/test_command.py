@@ -58,21 +58,21 @@ SHAPES = ["--reward", "ssim:1", "--eval-reward", "", "--prompts", f"{TINY}/promp
 
 
 @pytest.fixture(scope="module")
-def logged_run(tmp_path_factory):
-    """A run with KL, two iterations and two rewards: its folder, and what it has printed."""
+def whole_run(tmp_path_factory):
+    """A run on whole pictures, with KL, two iterations and two rewards: its folder, and what it has printed."""
     folder = tmp_path_factory.mktemp("real")
     output = io.StringIO()
     arguments = ["--steps", "1", "--prompts-per-step", "2", "--iterations", "2", "--reward", "ssim:1,mse:0.5"]
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
         patch.delenv("OMP_NUM_THREADS")
-        with short_runs(folder) as run:
+        with short_runs(folder, whole=True) as run:
             assert run(*arguments, "--temperature", "3", "--width", "64", "--decode-steps", "6") == 0
     return folder / "runs" / "1", output.getvalue()
 
 
-def test_a_run_leaves_every_promised_file(logged_run):
-    out, _ = logged_run
+def test_a_run_leaves_every_promised_file(whole_run):
+    out, _ = whole_run
     left = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()}
     expected = {"settings.json", "metrics.jsonl", "groups.jsonl", "evaluation.jsonl", "reward.png", "before-after.png"}
     expected |= {"group-000001.png", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
@@ -82,8 +82,8 @@ def test_a_run_leaves_every_promised_file(logged_run):
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
 
 
-def test_a_run_logs_every_step_and_evaluation(logged_run):
-    out, _ = logged_run
+def test_a_run_logs_every_step_and_evaluation(whole_run):
+    out, _ = whole_run
     (line,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = ["loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "grad_norm", "max_logprob_gap", "skipped"]
     names += ["reward", "reward_std", "reward/ssim", "reward/mse", "groups_without_spread", "unscored"]
@@ -99,8 +99,8 @@ def test_a_run_logs_every_step_and_evaluation(logged_run):
     assert before["reward"] != after["reward"], "the adapter has moved"
 
 
-def test_a_run_says_what_it_does(logged_run):
-    out, output = logged_run
+def test_a_run_says_what_it_does(whole_run):
+    out, output = whole_run
     assert "device: CPU in float32, threads: 1" in output
     assert "a step: 4 pictures of about 258 codes, 6 decoder passes each" in output
     assert "2 prompts, 2 held out" in output and "an evaluation: 4 pictures of" in output
