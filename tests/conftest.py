@@ -80,26 +80,33 @@ def write_prompts(folder):
     draw(BLUE_CROSS).save(folder / "targets" / "2.png")
 
 
-@pytest.fixture
-def quick(tmp_path, monkeypatch):
-    """Runs train.main on short pictures, in this process and in a folder with two prompts. Returns its exit code."""
-    monkeypatch.chdir(tmp_path)
-    write_prompts(tmp_path)
-    shorten(monkeypatch.setattr)
+@contextmanager
+def short_runs(folder, whole=False):
+    """In a folder with two prompts: train.main on short pictures, or on whole ones. Yields it; it returns its exit code."""
+    write_prompts(folder)
     handlers = {number: signal.signal(number, unheard) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield lambda *arguments: train.main([*QUICK, *arguments])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        if not whole:
+            shorten(patch.setattr)
+        yield lambda *arguments: train.main([*QUICK, *arguments])
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-@contextmanager
-def quickly(folder):
-    """As quick does it, for runs that several tests read."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        write_prompts(folder)
-        shorten(patch.setattr)
-        yield lambda *arguments: train.main([*QUICK, *arguments])
+@pytest.fixture
+def quick(tmp_path):
+    with short_runs(tmp_path) as run:
+        yield run
+
+
+@pytest.fixture(scope="session")
+def one_step(tmp_path_factory):
+    """The folder of a run of one step, to read, and to copy where a test changes it or goes on from there."""
+    folder = tmp_path_factory.mktemp("one-step")
+    with short_runs(folder) as run:
+        assert run("--steps", "1", "--out", "run") == 0
+    return folder / "run"
 
 
 def unheard(number, frame):

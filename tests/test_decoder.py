@@ -11,7 +11,7 @@ from conftest import (
     CPU,
     RED_CIRCLE,
     build_run,
-    quickly,
+    short_runs,
     resume,
     shorten,
     tiny_settings,
@@ -357,7 +357,7 @@ def both_halves(tmp_path_factory):
     """A folder with a run of two steps in which both halves have learned."""
     folder = tmp_path_factory.mktemp("both")
     arguments = ["--train", "both", "--paintings", "2", "--decode-steps", "4", "--steps", "2", "--save-every", "1"]
-    with quickly(folder) as quick:
+    with short_runs(folder) as quick:
         assert quick(*arguments, "--warmup-steps", "3", "--decoder-lr", "0.05", "--lr", "0.05", "--out", "run") == 0
     return folder / "run"
 
