@@ -23,6 +23,7 @@ TINY_TARGETS = {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TIN
 TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-edits.txt"}
 TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "reward": "ssim:1,mse:1"}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
+UPDATE = 3.3  # passes of the decoder that take as long as one of its training passes, by the estimate in docs/memory.md
 # A resumed run may change these: its length, what it leaves, and settings that change results by rounding alone.
 MAY_CHANGE = {"micro_batch_size", "offload", "compile", "steps", "save_every", "eval_every", "tracker", "out", "resume"}
 
@@ -322,5 +323,9 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     work = {"a step": (painted, settings), "an evaluation": (judged * settings.group_size, deployed(settings))}
     for what, (pictures, painter) in work.items():
         passes = painter.decode_steps * (2 if painter.guidance_scale > 1 else 1)  # guided: with and without the codes
-        print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each")
+        learned = ""
+        if painter.paintings > 1:  # reference and update read all denoising steps again but the last
+            again = passes * (1 - 1 / painter.decode_steps) * ((painter.kl_coef > 0) + UPDATE * painter.iterations)
+            learned = f", and work like {again:.0f} passes for the decoder to learn from it"
+        print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each{learned}")
     print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {out}", flush=True)

@@ -696,6 +696,7 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     number = lambda codes: int(codes.sum()) % 251
     paint = lambda pipe, prompt, tokens, *given: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
     monkeypatch.setattr(train, "paint", paint)
+    monkeypatch.setattr(train, "develop", lambda pipe, images: images)
     settings = tiny_settings(
         "--height", "32", "--width", "32", "--group-size", "3", "--temperature", "9", "--top-p", "1"
     )

@@ -9,14 +9,12 @@ import gc
 import platform
 import weakref
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
 import make
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import CPU, TINY, build_run, records, tiny_settings
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.exc import BackendCompilerFailed
@@ -77,8 +75,8 @@ def told(*flags):
 @pytest.mark.parametrize(
     ("choice", "free", "cap", "expected"),
     [
-        ("auto", 12.9, 1.0, False),  # 4 GB of weights, and 8.9 to work in with micro-batches of 2
-        ("auto", 12.7, 1.0, True),
+        ("auto", 12.4, 1.0, False),  # 4 GB of weights, and 8.4 to work in with micro-batches of 2
+        ("auto", 12.2, 1.0, True),
         ("auto", 40.0, 0.3, True),  # a cap counts like a smaller card
         ("yes", 40.0, 1.0, True),
         ("no", 1.0, 1.0, False),
@@ -95,16 +93,16 @@ def test_what_fits_stays_on_the_gpu(card, capsys, choice, free, cap, expected):
 def test_the_largest_micro_batch_that_fits(card, capsys):
     """Both staying comes first; 1,344 tokens are 1.08 GB a sequence, and the VAE's 5.35 GB are there in any case."""
     sizes = {}
-    for free in (12.5, 12.9, 16.0, 16.2, 40.0):
+    for free in (12.0, 12.4, 15.5, 15.7, 40.0):
         card.free, settings = free, told("--group-size", "16", "--prompts-per-step", "1")
         sizes[free] = plan(needed, weights(2, 2), settings, CUDA), settings.micro_batch_size
-    expected = {12.5: ("pinned", 4), 12.9: (None, 4), 16.0: (None, 4), 16.2: (None, 8), 40.0: (None, 8)}
+    expected = {12.0: ("pinned", 4), 12.4: (None, 4), 15.5: (None, 4), 15.7: (None, 8), 40.0: (None, 8)}
     assert sizes == expected
     assert "with micro-batches of 8 (--micro-batch-size auto)" in capsys.readouterr().out
     card.free, settings = 40.0, told("--group-size", "3")
     plan(needed, weights(2, 2), settings, CUDA)
     assert settings.micro_batch_size == 3, "a group has no more"
-    card.free, settings = 10.0, told()
+    card.free, settings = 9.6, told()
     assert plan(needed, weights(5, 2), settings, CUDA) and settings.micro_batch_size == 2, "and in turns"
 
 
@@ -152,44 +150,26 @@ def test_a_gpu_without_bfloat16_is_refused(card):
 def test_rewards_are_counted_while_they_score(card):
     """SmolVLM takes 7.3 GB beside all that stays, or alone where models take turns."""
     settings = told("--reward", "vqa", "--micro-batch-size", "1")
-    both, *turns = (value - 2.5e9 for value in working_memory(settings))
+    both, *turns = (value - 2.0e9 for value in working_memory(settings))
     cache = 41e3 * 1536 * 16
-    assert both == pytest.approx(cache + 7.3e9) and turns[2] == pytest.approx(7.3e9)
-    assert working_memory(told("--reward", "ssim", "--micro-batch-size", "1"))[0] < both + 2.5e9 - 1.9e9
+    assert both == pytest.approx(cache + 7.3e9) and turns[3] == pytest.approx(7.3e9)
+    assert working_memory(told("--reward", "ssim", "--micro-batch-size", "1"))[0] < both + 2.0e9 - 1.9e9
     judged = told("--reward", "ssim", "--eval-reward", "vqa", "--micro-batch-size", "1")
     assert working_memory(judged) == working_memory(settings)
-    for free, expected in ((14.9, None), (14.7, "pinned")):
+    for free, expected in ((14.4, None), (14.2, "pinned")):
         card.free = free
         assert plan(needed, weights(2, 2), told("--reward", "vqa", "--micro-batch-size", "1"), CUDA) == expected
         assert plan(needed, weights(2, 2), told("--reward", "ssim", "--micro-batch-size", "1"), CUDA) is None
-
-
-def test_machines_that_download_slowly_are_waited_for(monkeypatch):
-    """Gathering gives up after ten minutes; before it, all meet at a barrier of an hour."""
-    calls = []
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    for name, value in {
-        "is_torchelastic_launched": True,
-        "is_initialized": True,
-        "get_rank": 0,
-        "init_process_group": None,
-    }.items():
-        monkeypatch.setattr(dist, name, lambda *given, value=value, **options: value)
-    monkeypatch.setattr(dist, "new_group", lambda **options: calls.append(options) or "patient")
-    monkeypatch.setattr(dist, "barrier", calls.append)
-    ranks.join()
-    ranks.wait()
-    assert calls == [{"backend": "gloo", "timeout": timedelta(hours=1)}, "patient"]
 
 
 def test_what_is_needed_follows_from_the_weights():
     model = torch.nn.Linear(300, 300).requires_grad_(False)  # 361,200 bytes
     learns = torch.nn.Linear(5, 2, bias=False)  # stays on the GPU
     settings = tiny_settings()
-    together, sampling, painting, scoring = working_memory(settings)
-    assert scoring < painting < sampling
-    assert needed([model, learns], settings) == (361_240 + together, 361_240 + sampling, 361_200)
-    assert needed([learns, model], settings)[1] == 40 + max(sampling, 361_200 + painting)
+    together, sampling, painting, developing, scoring = working_memory(settings)
+    assert scoring < developing < sampling and painting < sampling
+    assert needed([model, learns], settings) == (361_240 + together, 361_240 + sampling, 361_200, 0)
+    assert needed([learns, model], settings)[1] == 40 + max(sampling, 361_200 + developing)
 
 
 def test_the_rank_with_the_least_memory_decides_for_all(card, monkeypatch):
@@ -305,11 +285,13 @@ def test_what_is_planned_fits(released, base, size, group, micro_batch):
             ],
         )
         passes = {name: value for name, value in work.items() if half == "both" or name != "decoder update"}
-        painted = ("paint", "VAE", "decoder update")
+        painted = ("paint", "decoder update")
         beside = sum(own) + 2 * sum(own[:learning]) + 0.6  # adapters, Adam's moments, and the context
         peak = max(value + (0 if name == "sample" else cache) for name, value in passes.items()) + policy + painters
-        in_turns = max(value + (painters if name in painted else policy) for name, value in passes.items())
-        together, turn, _ = (value / 1e9 for value in needed(models, settings))
+        vae = memory.gigabytes(memory.tensors(models[-1:]))
+        beside_it = dict.fromkeys(painted, painters - vae) | {"VAE": vae}
+        in_turns = max(value + beside_it.get(name, policy) for name, value in passes.items())
+        together, turn, *_ = (value / 1e9 for value in needed(models, settings))
         assert peak + beside < together < peak + beside + 3, "and not so much that a card is left half empty"
         assert in_turns + beside < turn < in_turns + beside + 3
 
@@ -330,7 +312,7 @@ def test_an_edit_fits_and_is_counted_by_hand(released):
 
     edits = ["--sources", str(TINY / "sources"), "--height", "1024", "--width", "1024", "--micro-batch-size", "4"]
     edits += ["--prompts-per-step", "4"]
-    together, sampling, painting, _ = (value / 1e9 for value in working_memory(tiny_settings(*edits)))
+    together, sampling, painting, *_ = (value / 1e9 for value in working_memory(tiny_settings(*edits)))
     beside = 0.4 + 0.6  # Adam's moments, the card's context
     peak = max(work["sample"], cache + max(work.values())) + beside
     assert peak < together < peak + 3
