@@ -369,7 +369,7 @@ def test_sources_go_with_sources_to_judge_by(quick, capfd):
 def test_the_adapter_edits_in_the_stock_pipeline(edits):
     """By the lines of docs/editing.md as they stand."""
     assert edits("--steps", "1", "--lr", "1", "--out", "run") == 0
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "editing.md").read_text(), flags=re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "editing.md").read_text(), flags=re.DOTALL)
     for words, own in (
         ('"tiny-glm-image"', repr(str(TINY))), ('"runs/edits/adapter"', '"run/adapter"'),
         ('"tiny-glm-image/sources/001.png"', repr(f"{TINY}/sources/001.png")),
