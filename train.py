@@ -25,7 +25,7 @@ from transformers import set_seed
 from glm_image import memory
 from glm_image.decoder import DecoderGRPO, repeat_for_steps
 from glm_image.model import build, load, meta_models, painting_models
-from glm_image.painting import encode_prompt, paint, read_sources
+from glm_image.painting import develop, encode_prompt, paint, read_sources
 from grpo import GRPO, NotFinite, set_advantages
 from rewards import begin_scoring, combine, score, weights_of
 from runtime import UserError, checkpoints, counted, ranks
@@ -68,8 +68,7 @@ def load_run(settings, data, device, turns):
         pipe, policy, decoder = build(pipe, settings, device, home=None if turns else device)
         offload = place([policy.model, *painting_models(pipe)], device, policy.forward, turns)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"no memory for the weights ({reason}); try --offload yes (GPU full) or no (host)") from None
+        raise UserError(f"no memory for the weights ({str(error).splitlines()[0]}); try --offload yes") from None
     run = Run(pipe, policy, decoder, Phases(device, offload))
     done = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
     return run, done
@@ -103,22 +102,24 @@ def rollout(run, settings, rewards, prompts, seed):
     denoising_steps = []
     begun = []  # for each prompt, the rewards that are scored while the next prompt is painted
     with failing_together(prompts.texts):
-        with run.phase("paint", *painting_models(run.pipe)):  # 2. paint each of them K times ...
-            for i, (text, source) in enumerate(prompts.with_sources()):
-                painted, steps = paint_group(run, settings, text, groups[i].tokens, seed + i, source)
-                if not all(step.old_logprobs.isfinite().all() for step in steps):
-                    raise NotFinite([i])
-                run.phase.painted()
-                images += painted
-                denoising_steps += steps
-                begun.append(begin_scoring(rewards, painted, *prompts.take([i]).for_rewards))
+        for i, (text, source) in enumerate(prompts.with_sources()):  # 2. paint each of them K times ...
+            with run.phase("paint", *painting_models(run.pipe)[: 3 if source else 2]):  # the VAE reads a source
+                latents, steps = paint_group(run, settings, text, groups[i].tokens, seed + i, source)
+            if not all(step.old_logprobs.isfinite().all() for step in steps):
+                raise NotFinite([i])
+            with run.phase("develop", run.pipe.vae):  # in a turn of its own, as it takes the most memory
+                painted = develop(run.pipe, latents)
+            run.phase.painted()
+            images += painted
+            denoising_steps += steps
+            begun.append(begin_scoring(rewards, painted, *prompts.take([i]).for_rewards))
         with run.phase("score"):  # ... and score every picture
             raw_rewards = score(rewards, images, *prompts.for_rewards, begun)
     return Rollout(groups, denoising_steps, images, raw_rewards)
 
 
 def paint_group(run, settings, text, tokens, seed, source=None):
-    """G*K pictures of a prompt's code sequences (G, T), and the denoising steps that the decoder has drawn.
+    """Latents of G*K pictures of a prompt's code sequences (G, T), and the denoising steps that the decoder drew.
 
     With K = 1 the stock sampler paints. It is deterministic, so there are no steps to learn from.
     """
@@ -150,9 +151,9 @@ def grpo_step(run, settings, rewards, prompts, seed):
         # 3. to 6. for the decoder: its paintings are compared among the K of the same codes
         combined = combine(rolled.raw_rewards, weights_of(rewards), K, settings.combine)
         set_advantages(rolled.denoising_steps, repeat_for_steps(combined, rolled.denoising_steps))
-        with run.phase("decoder reference", *painting_models(run.pipe)):
+        with run.phase("decoder reference", run.pipe.transformer):
             run.decoder.add_reference(rolled.denoising_steps)
-        with run.phase("decoder update", *painting_models(run.pipe)):
+        with run.phase("decoder update", run.pipe.transformer):
             updated = run.decoder.update(rolled.denoising_steps)
         metrics |= {f"decoder/{name}": value for name, value in updated.items()}
 
@@ -240,7 +241,6 @@ def train(settings):
         print_start(settings, out, device, len(prompts), len(held_out))
         data = load_data(settings, prompts, held_out)
         run, begun = load_run(settings, data, device, turns)
-        ranks.wait()
         with closing(run.phase), rescued(Record(out, settings, hashes, run.phase, run.trainers, begun)) as record:
             loop(run, settings, data, record, begun)
     more = "; already complete: raise --steps for more" if 0 < begun == settings.steps else ""

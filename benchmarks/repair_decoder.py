@@ -61,7 +61,8 @@ def drawings(settings):
 
 def judge(pipe, examples, settings):
     """The stock sampler's pictures, and "SSIM 0.812, 75.0% of objects as drawn"."""
-    images = [train.paint(pipe, text, codes, settings, seed=10**9)[0] for text, _, codes in examples]
+    latents = [train.paint(pipe, text, codes, settings, seed=10**9) for text, _, codes in examples]
+    images = [train.develop(pipe, each)[0] for each in latents]
     drawn = [drawing for _, drawing, _ in examples]
     likeness = rewards.ssim(images, None, drawn).mean().item()
     return images, f"SSIM {likeness:.4f}, {share_as_drawn(images, drawn):.1%} of objects as drawn"

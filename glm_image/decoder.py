@@ -22,6 +22,7 @@ are the tokens, each drawn from a Gaussian of its own. So --clip-range and --kl-
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
@@ -124,19 +125,22 @@ class DecoderGRPO(GRPO):
     def sample(self, prompt, tokens, num_paintings, settings, seed):
         """Paint each of G code sequences (G, T) of a prompt `num_paintings` (K) times, all from one starting noise.
 
-        settings: as for `paint`. seed: fixes the noise and the paths. Returns G*K PIL images, sequence after sequence,
-        and the DenoisingSteps of each sequence, in that order.
+        settings: as for `paint`. seed: fixes the noise and the paths. Returns latents of G*K pictures and the
+        DenoisingSteps, both sequence after sequence.
         """
         generator = torch.Generator().manual_seed(seed + PATH_SEED)
-        images = []
+        latents = []
         steps = []
         for codes in tokens:
             seeds = torch.randint(2**62, (num_paintings,), generator=generator).tolist()
             self.scheduler.begin(self.noise_level, seeds)
             with self.pipe.transformer.register_forward_pre_hook(self.scheduler.record_call, with_kwargs=True):
-                images += paint(self.pipe, prompt, codes.expand(num_paintings, -1), settings, seed)
-            steps += [merge(batches) for batches in self.scheduler.recorded.values()]
-        return images, steps
+                latents.append(paint(self.pipe, prompt, codes.expand(num_paintings, -1), settings, seed))
+            path = [merge(batches) for batches in self.scheduler.recorded.values()]
+            for step, following in pairwise(path):
+                step.next_latents = following.latents  # the same numbers: the host keeps them once
+            steps += path
+        return torch.cat(latents), steps
 
     @without_cudnn_attention
     def logprobs(self, step, rows):

@@ -110,9 +110,6 @@ def algorithm(settings):
     return GRPOSettings(**{field.name: getattr(settings, field.name) for field in fields(GRPOSettings)})
 
 
-# ---- a hook on the decoder ------------------------------------------------------------------------------------------
-
-
 def keep_one_source(transformer):
     """The pipeline keeps a source's keys and values for every picture of a batch, 2.0 GB each at 1024x1024.
 

@@ -31,11 +31,8 @@ def encode_prompt(processor, prompt, height, width, source=None):
     (temporal, height, width). Text counts up on all three; a grid keeps the time of its start s and spreads over
     (s + row, s + column); whatever follows the grid starts at s + its longer side.
 
-    Args:
-        height, width: of the picture to be written, multiples of 32.
-        source: the Source to edit, with its codes, or None.
-
-    Returns: prompt_ids (L,), position_ids (3, L+T), T.
+    height, width: of the picture to be written, multiples of 32. source: the Source to edit, with its codes, or None.
+    Returns prompt_ids (L,), position_ids (3, L+T), T.
     """
     content = [{"type": "text", "text": prompt}]
     if source is not None:
@@ -70,7 +67,7 @@ def for_decoder(codes):
 
 
 def paint(pipe, prompt, tokens, settings, seed, source=None):
-    """Paint a group: (G, T) tokens of one prompt -> G PIL images. source: the Source that they edit, or None.
+    """(G, T) tokens of one prompt -> latents (G, C, height / 8, width / 8), for develop. source: what they edit, or None.
 
     All pictures of a group start from the same noise, so only the policy's choices make them differ. One prompt per
     batch: glyph embeddings of different prompts would be padded, and the decoder does not mask the padding.
@@ -90,12 +87,23 @@ def paint(pipe, prompt, tokens, settings, seed, source=None):
     shape = 1, pipe.transformer.config.in_channels, settings.height // scale, settings.width // scale
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed + NOISE_SEED))
 
-    images = []
+    latents = []
     for batch in prior.split(settings.micro_batch_size):
-        images += pipe(
+        latents += pipe(
             prompt=[prompt] * len(batch), prior_token_ids=batch.to(device),
             **{name: [value] * len(batch) for name, value in edited.items()},
             latents=noise.expand(len(batch), -1, -1, -1), height=settings.height, width=settings.width,
-            num_inference_steps=settings.decode_steps, guidance_scale=settings.guidance_scale,
+            num_inference_steps=settings.decode_steps, guidance_scale=settings.guidance_scale, output_type="latent",
         ).images  # fmt: skip
-    return images
+    return torch.stack(latents)
+
+
+@torch.no_grad()
+def develop(pipe, latents):
+    """Latents -> PIL images by the VAE alone, as the pipeline does it: meanwhile the decoder need not be there."""
+    vae = pipe.vae
+    latents = latents.to(vae.device, vae.dtype)
+    scaling = vae.config.latents_mean, vae.config.latents_std
+    mean, std = (torch.tensor(numbers).view(1, -1, 1, 1).to(latents) for numbers in scaling)
+    pixels = vae.decode(latents * std + mean, return_dict=False)[0]
+    return pipe.image_processor.postprocess(pixels, output_type="pil")

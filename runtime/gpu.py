@@ -58,24 +58,25 @@ def plan(needed, meta_models, settings, device):
         limit = math.inf if "auto" not in (settings.micro_batch_size, settings.offload) else free
         for turns in {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]:
             for size in sizes:
-                together, turn, weights = bytes_for(size)
-                held = weights if settings.base == "int8" else 0  # no file has these, so they can only be in memory
-                if (turn <= limit and held <= host) if turns else together <= limit:
+                together, turn, weights, paths = bytes_for(size)
+                held = paths + (weights if turns and settings.base == "int8" else 0)  # these weights are in no file
+                if (turn if turns else together) <= limit and held <= host:
                     return turns, size
         return None
 
     chosen = choose()
     turns, size = chosen or (True, 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size)
-    together, turn, weights = bytes_for(size)
+    together, turn, weights, paths = bytes_for(size)
+    more = f", and {paths / 1e9:.1f} of the host for the decoder's paths" if paths else ""
     reason = (
         f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy, decoder and rewards need "
         f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {weights / 1e9:.1f} of page-locked host "
-        f"memory; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
+        f"memory{more}; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
     )
     if chosen is None:
         raise UserError(f"too little memory: {reason}; docs/memory.md has the flags for each card")
     settings.micro_batch_size = size
-    pinned = weights <= host and "microsoft" not in platform.release().lower()  # WSL2 can lock 1 to 4 GB only
+    pinned = weights + paths <= host and "microsoft" not in platform.release().lower()  # WSL2 can lock 1 to 4 GB only
     words = "take turns" + ("" if pinned else ", more slowly: so much cannot be page-locked") if turns else "both stay"
     print(f"memory: {reason}: they {words} (--offload {settings.offload})")
     return ("pinned" if pinned else "mapped") if turns else None
@@ -124,7 +125,13 @@ def place(models, device, forward, turns):
     # Else each tensor is rounded up to a power of two, 37.9 GB in place of 32.9, to be used again, which none is.
     allocator = torch._C._accelerator_getAllocatorSettings(), "pinned_max_round_threshold_mb:1"
     torch._C._accelerator_setAllocatorSettings(",".join(filter(None, allocator)))
-    return Offload(models, device, forward.release if forward else lambda: None, pin=turns == "pinned")
+    release = forward.release if forward else lambda: None
+    try:
+        return Offload(models, device, release, pin=turns == "pinned")
+    except torch.AcceleratorError as error:  # from cudaHostAlloc: some systems lock little, whatever is free
+        reason = str(error).strip().split("\n")[0]
+        print(f"memory: no more can be page-locked ({reason}): the other weights are copied up more slowly")
+        return Offload(models, device, release, pin=False)
 
 
 # ---- the step of one token ------------------------------------------------------------------------------------------------

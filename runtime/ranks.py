@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from contextlib import contextmanager
 from datetime import timedelta
 
 import diffusers
@@ -24,20 +25,14 @@ def join():
     if gpus:
         torch.cuda.set_device(local)
     device = torch.device("cuda", local) if gpus else None
-    timeout = timedelta(minutes=10)  # a rank that has run out of memory must not keep the others waiting for longer
+    # A rank whose groups have no spread waits for another's whole update, and one may download slower than another. A
+    # rank that died keeps nobody waiting: torchrun ends the others at once.
+    timeout = timedelta(hours=3)
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=device, timeout=timeout)
-    global patient
-    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         transformers.utils.logging.disable_progress_bar()
         diffusers.utils.logging.disable_progress_bar()
-
-
-def wait():
-    """Until all ranks are here, up to an hour: one machine may download much faster than another."""
-    if dist.is_initialized():
-        dist.barrier(patient)
 
 
 def device():
@@ -85,15 +80,24 @@ def batches(number, size):
     return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
+@contextmanager
+def readable_collectives():
+    """The error of a collective that another rank does not join becomes one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no class of their own
+            gone = "another rank has gone: it failed, was killed, or its machine ran out of memory; see the lines above"
+            raise StepFailed(gone) from None
+        raise
+
+
 def gather(value):
     """The values of all ranks, in order."""
     values = [value] * count()
     if dist.is_initialized():
-        try:
+        with readable_collectives():
             dist.all_gather_object(values, value)
-        except RuntimeError:
-            gone = "another rank has gone: it failed, was killed, or its machine ran out of memory; see the lines above"
-            raise StepFailed(gone) from None
     return values
 
 

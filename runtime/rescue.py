@@ -40,8 +40,9 @@ def rescued(record):
     """Whatever breaks a step off: the last whole step is saved, and an error that the user can fix is one line."""
     hint = how_to_go_on(record.out)
     try:
-        yield record
-        record.finish()
+        with ranks.readable_collectives():  # those of an update: its gradients are averaged over the ranks
+            yield record
+            record.finish()
     except StepFailed as error:
         record.save_whole_step()
         raise UserError(f"{error}; once that is fixed, {hint}" if record.done else error) from None

@@ -20,6 +20,7 @@ TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "targets": f"{TINY}/edit-targets",
 TINY_EDITS |= {"eval_prompts": f"{TINY}/heldout-edits.txt", "eval_targets": f"{TINY}/heldout-edit-targets"}
 TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources"}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
+UPDATE = 3.3  # passes of the decoder that take as long as one of its training passes, by the estimate in docs/memory.md
 FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
 # A resumed run may change these: its length, what it leaves, settings that change results by rounding alone; and where
 # its files lie, for their contents are compared.
@@ -315,5 +316,9 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     work = {"a step": (painted, settings), "an evaluation": (judged * settings.group_size, deployed(settings))}
     for what, (pictures, painter) in work.items():
         passes = painter.decode_steps * (2 if painter.guidance_scale > 1 else 1)  # guided: with and without the codes
-        print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each")
+        learned = ""
+        if painter.paintings > 1:  # reference and update read all denoising steps again but the last
+            again = passes * (1 - 1 / painter.decode_steps) * ((painter.kl_coef > 0) + UPDATE * painter.iterations)
+            learned = f", and work like {again:.0f} passes for the decoder to learn from it"
+        print(f"{what}: {pictures} pictures{several} of about {codes:,} codes, {passes} decoder passes each{learned}")
     print(f"{num_prompts} prompts, {num_held_out} held out; what the run leaves goes to {out}", flush=True)

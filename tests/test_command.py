@@ -616,6 +616,7 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     number = lambda codes: int(codes.sum()) % 251
     paint = lambda pipe, prompt, tokens, *_: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
     monkeypatch.setattr(train, "paint", paint)
+    monkeypatch.setattr(train, "develop", lambda pipe, images: images)
     settings = tiny_settings(*SHORT, "--group-size", "3")
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
     prompts = Prompts(["a red circle", "a blue cross"])

@@ -57,7 +57,7 @@ def roll_out(run, settings, seed=5):
         train.paint_group(run, settings, prompt, group, seed + i)
         for i, (prompt, group) in enumerate(zip(PROMPTS, codes))
     ]
-    images = [image for images, _ in rolled for image in images]
+    images = [image for latents, _ in rolled for image in train.develop(run.pipe, latents)]
     moves = [step for _, steps in rolled for step in steps]
     raw_rewards = rewards.score(REWARDS, images, PROMPTS, targets)
     combined = rewards.combine(raw_rewards, rewards.weights_of(REWARDS), settings.paintings, "zscore")
@@ -373,11 +373,11 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_hal
             pipe.vision_language_encoder.load_adapter(str(both_halves / "adapter"))
             folder = str(both_halves / "decoder-adapter")
             pipe.transformer.load_lora_adapter(folder, prefix=None, use_safetensors=True)
-        return train.paint(pipe, PROMPTS[0], codes, settings, 3)[0]
+        return train.develop(pipe, train.paint(pipe, PROMPTS[0], codes, settings, 3))[0]
 
     run, _ = build("--train", "both")
     checkpoints.load(both_halves, run.trainers)
-    here = train.paint(run.pipe, PROMPTS[0], codes, settings, 3)[0]
+    here = train.develop(run.pipe, train.paint(run.pipe, PROMPTS[0], codes, settings, 3))[0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
     assert difference.max() <= 1
     assert here.tobytes() != paint(False).tobytes()

@@ -199,8 +199,8 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     assert tokens.max() < make.NUM_CODES
     forget(stock)
     painter = GlmImagePipeline(**{**stock.components, "vision_language_encoder": None})
-    (found,) = train.paint(painter, WISH, tokens, settings, 5, source)
-    (without,) = train.paint(painter, WISH, tokens, settings, 5)
+    (found,) = train.develop(painter, train.paint(painter, WISH, tokens, settings, 5, source))
+    (without,) = train.develop(painter, train.paint(painter, WISH, tokens, settings, 5))
     assert found.size == expected.size == (width, height)
     difference = lambda image: np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max()
     assert difference(found) <= 1 < difference(without), "the source takes part"
@@ -218,7 +218,7 @@ def test_one_source_is_kept_for_a_batch(pipe):
 
     for painter in (run.pipe, GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})):
         hook = painter.transformer.register_forward_pre_hook(count, with_kwargs=True)
-        images = train.paint(painter, WISH, tokens, settings, 0, source)
+        images = train.develop(painter, train.paint(painter, WISH, tokens, settings, 0, source))
         painted.append([image.tobytes() for image in images])
         hook.remove()
     assert painted[0] == painted[1] and len(set(painted[0])) == 4
@@ -307,7 +307,7 @@ def test_sources_go_with_sources_to_judge_by(quick, capfd):
 def test_the_adapter_edits_in_the_stock_pipeline(edits):
     """By the lines of docs/editing.md as they stand."""
     assert edits("--steps", "1", "--lr", "1", "--out", "run") == 0
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "editing.md").read_text(), flags=re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "editing.md").read_text(), flags=re.DOTALL)
     for words, own in (
         ('"tiny-glm-image"', repr(str(TINY))), ('"runs/edits/adapter"', '"run/adapter"'),
         ('"tiny-glm-image/sources/001.png"', repr(f"{TINY}/sources/001.png")),

@@ -81,7 +81,7 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
     total, offset, rows, columns = pipe._compute_generation_params(grids, is_text_to_image=True)
     tokens = codes(2, train.encode_prompt(pipe.processor, PROMPT, *size)[2])
     assert total == tokens.shape[1] + 1, "generate() writes an end token too"
-    images = train.paint(decoder_of(pipe), PROMPT, tokens, settings, seed=5)
+    images = train.develop(pipe, train.paint(decoder_of(pipe), PROMPT, tokens, settings, seed=5))
     generator = torch.Generator().manual_seed(5 + 2**31)  # of the noise, not of the codes
     latents = torch.randn(1, 8, size[0] // 8, size[1] // 8, generator=generator)
     for row, image in zip(tokens, images, strict=True):
@@ -109,9 +109,10 @@ def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, pa
 
 def test_one_noise_for_a_group_and_any_batch_size(pipe):
     decoder, tokens = decoder_of(pipe), codes(1, CODES).repeat(3, 1)
-    batched = pixels(train.paint(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5))
+    batched = train.paint(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5)
+    batched = pixels(train.develop(decoder, batched))
     assert np.abs(batched[1:] - batched[:1]).max() <= 1, "equal codes, equal pictures"
-    other = pixels(train.paint(decoder, PROMPT, tokens[:1], small(), seed=6))
+    other = pixels(train.develop(decoder, train.paint(decoder, PROMPT, tokens[:1], small(), seed=6)))
     assert np.abs(other - batched[:1]).max() > 1, "the seed is used"
 
 

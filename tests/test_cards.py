@@ -1,0 +1,230 @@
+"""What a card would meet: memory of every card that README.md names, several GPUs, the pages' sums and their code."""
+
+import math
+import os
+import re
+import runpy
+import signal
+import time
+from datetime import timedelta
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import CPU, ROOT, TINY, build_run, tiny_settings, write_reward
+from diffusers import GlmImagePipeline
+from test_ranks import together
+
+import train
+from glm_image.memory import needed, paths_on_host
+from grpo import GRPO, Offload, _warn_of
+from runtime import UserError, gpu
+from runtime.data import Prompts
+from runtime.settings import print_start
+
+CUDA = torch.device("cuda", 0)
+README, MEMORY, EDITING = ((ROOT / name).read_text() for name in ("README.md", "docs/memory.md", "docs/editing.md"))
+IDLE = {"12": (11.5,), "16": (16.0, 16.4), "24": (23.4, 24.9), "48": (47.0,), "80": (84.0,)}  # 10^9 bytes free, by GB
+SIZES = {"bfloat16": (17.8, 0.44, 13.86, 0.81), "int8": (9.7, 0.44, 7.06, 0.81)}  # of the released models, in order
+
+
+@cache
+def released(base):
+    """Models of those sizes, and an adapter of 0.19 GB."""
+    models = [torch.nn.Linear(10**5, int(1e4 * size / 4), bias=False, device="meta") for size in SIZES[base]]
+    for model in models:
+        model.requires_grad_(False)
+    models[0].adapter = torch.nn.Linear(10**5, 475, bias=False, device="meta")
+    return models
+
+
+def planned(monkeypatch, free, host, *flags):
+    """What a run decides on such a machine: (whether models take turns, the size of micro-batches)."""
+    for name, value in {
+        "get_device_capability": (8, 0), "get_per_process_memory_fraction": 1.0, "mem_get_info": (free * 1e9, free * 1e9)
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(gpu, "host_memory", lambda: host * 1e9)
+    settings = train.parse_settings(["--model", "zai-org/GLM-Image", *flags])
+    settings.micro_batch_size = "auto"
+    turns = gpu.plan(needed, lambda settings, device: released(settings.base), settings, CUDA)
+    return turns, settings.micro_batch_size
+
+
+def test_every_card_in_the_readme_is_taken(monkeypatch):
+    rows = re.findall(r"^\| (\d+ GB.*?) \| (.*?) \| (.*?) \|$", README, flags=re.MULTILINE)
+    named = [(size, cells) for sizes, *cells in rows for size in re.findall(r"\d+", sizes)]
+    assert [size for size, _ in named] == list(IDLE)
+    for size, cells in named:
+        for host, cell in zip((28, 60), cells, strict=True):
+            for free in IDLE[size]:
+                if cell == "does not fit":
+                    with pytest.raises(UserError, match="too little memory"):
+                        planned(monkeypatch, free, host, "--base", "int8")
+                else:
+                    flags = ["--base", "int8"] if "int8" in cell else []
+                    turns, _ = planned(monkeypatch, free, host, *flags)
+                    assert (turns is None) == (cell == "no flag needed"), (size, cell)
+    assert planned(monkeypatch, 15.0, 28, "--base", "int8") == ("pinned", 2), "with a desktop on a card of 16 GB"
+    assert planned(monkeypatch, 22.9, 60) == ("pinned", 2), "and of 24 GB"
+
+
+def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypatch):
+    both = ["--train", "both", "--paintings", "4"]
+    settings = train.parse_settings(["--model", "zai-org/GLM-Image", *both])
+    assert paths_on_host(settings) == 64 * 2**20 * (3 * 11 + 1) == needed(released("bfloat16"), settings)[3]
+    settings.paintings, settings.sequences = 8, 8
+    assert paths_on_host(settings) == 4 * 64 * 2**20 * (3 * 11 + 1)
+    planned(monkeypatch, 84, 7, *both)
+    with pytest.raises(UserError, match=r"and 2.3 of the host for the decoder's paths; .* 2.2 of the host"):
+        planned(monkeypatch, 84, 6.2, *both)
+    run = build_run(settings := tiny_settings("--train", "both", "--paintings", "2", "--decode-steps", "4"))
+    latents, steps = train.paint_group(run, settings, "a red circle", torch.zeros(1, 16, dtype=torch.long), 3)
+    assert len(latents) == 2 and all(step.next_latents is after.latents for step, after in pairwise(steps))
+
+
+def test_the_vae_has_a_turn_of_its_own(monkeypatch):
+    """Beside the decoder it is there only to read a source; its pictures are those of the stock pipeline to the pixel."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    run, seen, stock = build_run(settings := tiny_settings("--group-size", "2")), [], {}
+    tokens = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(run.policy, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2)
+    run.phase.offload = Offload([run.policy.model, *train.painting_models(run.pipe)], CPU)
+    up = lambda model: any(weight.data_ptr() != home.data_ptr() for weight, home in run.phase.offload.homes[model])
+    for name in ("paint", "develop"):
+        stock[name] = getattr(train, name)
+        look = lambda *given, name=name: (
+            seen.append((name, *map(up, train.painting_models(run.pipe)))) or stock[name](*given)
+        )
+        monkeypatch.setattr(train, name, look)
+    rolled = train.rollout(run, settings, {}, Prompts(["a red circle", "a blue cross"]), 5)
+    assert seen == [("paint", True, True, False), ("develop", False, False, True)] * 2
+    large = tokens.view(2, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
+    noise = torch.randn(1, 8, 16, 16, generator=torch.Generator().manual_seed(5 + 2**31)).expand(2, -1, -1, -1)
+    expected = run.pipe(
+        prompt=["a red circle"] * 2, prior_token_ids=large, latents=noise, height=128, width=128,
+        num_inference_steps=settings.decode_steps, guidance_scale=settings.guidance_scale,
+    ).images  # fmt: skip
+    assert [image.tobytes() for image in rolled.images[:2]] == [image.tobytes() for image in expected]
+
+
+def test_what_was_left_is_freed_before_weights_are_copied_up(monkeypatch):
+    """Rewards leave blocks behind, though no model has to leave after them."""
+    calls, model = [], torch.nn.Linear(2, 2).requires_grad_(False)
+    offload = Offload([model], CPU, pin=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(model.weight.data_ptr()))
+    offload(model)
+    assert calls == [offload.homes[model][0][1].data_ptr()] != [model.weight.data_ptr()]
+
+
+def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
+    def refuse(tensor):
+        raise torch.AcceleratorError("CUDA error: out of memory\nCompile with ...")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    home = model.weight.data_ptr()
+    assert gpu.place([model], CPU, None, "pinned").homes[model][0][1].data_ptr() == home
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("memory: no more can be page-locked (CUDA error: out of memory): ")
+
+
+def test_the_warning_of_the_gap_says_what_is_normal():
+    with pytest.warns(UserWarning, match="in bfloat16, with logits in steps of 0.06 to 0.125, about 0.05 is normal"):
+        _warn_of({"mean_logprob_gap": 0.2, "kl": math.nan, "loss": 1.0}, [1.0], False)
+
+
+# ---- several GPUs ---------------------------------------------------------------------------------------------------
+
+
+def hurry():
+    """For `prepare`: a minute of the group's patience is 0.2 seconds, and rank 1 works 2.5 seconds on its update."""
+    init, update = dist.init_process_group, GRPO.update
+    shorter = lambda *given, timeout, **more: init(*given, timeout=timeout / 300, **more)
+    dist.init_process_group = lambda *given, **more: print(more["timeout"]) or shorter(*given, **more)
+
+    def work(self, groups):
+        time.sleep(2.5 * int(os.environ["RANK"]))
+        return update(self, groups)
+
+    GRPO.update = work
+
+
+def test_a_rank_that_has_nothing_to_learn_waits_for_the_others_whole_update(start):
+    reward = write_reward("if os.environ['RANK'] == '0':\n    return torch.ones(len(images))")
+    codes, outputs = together(start, *reward, "--steps", "1", "--out", "run", prepare=hurry)
+    assert codes == [0, 0], outputs
+    assert outputs[0].startswith(f"{timedelta(hours=3)}\n")
+
+
+def vanish():
+    """For `prepare`: rank 1 is killed in its first update."""
+    if os.environ["RANK"] == "1":
+        GRPO.update = lambda self, groups: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_vanishes_in_an_update_is_one_line(start):
+    codes, outputs = together(start, *write_reward(""), "--steps", "1", "--out", "run", prepare=vanish)
+    assert codes == [2, -signal.SIGKILL] and "Traceback" not in outputs[0]
+    assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone: ")
+
+
+# ---- pages ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_forecast_counts_what_the_decoder_learns(capsys):
+    flags = ["--train", "both", "--paintings", "4", "--guidance-scale", "1.5", "--decode-steps", "12"]
+    for more, work in (((), f"{22 * (1 + 3.3):.0f}"), (("--kl-coef", "0", "--iterations", "2"), f"{22 * 6.6:.0f}")):
+        print_start(tiny_settings(*flags, *more), Path("out"), CPU, 4, 4)
+        lines = capsys.readouterr().out.splitlines()
+        assert f"24 decoder passes each, and work like {work} passes for the decoder to learn from it" in "".join(lines)
+        assert "learn from" not in next(line for line in lines if line.startswith("an evaluation"))
+
+
+def test_the_times_on_the_page_follow_from_its_rates():
+    """By the formula above the table, whose numbers stand in its text."""
+    for words in ("6.5e13", "25 GB", "434 passes", "139.5", "1,280", "4 s for the rewards"):
+        assert words in MEMORY
+    rows = re.findall(
+        r"^\| (.*?) \| (\d+) \| ([\d.]+) \| (.*?) minutes \| (.*?) hours \| (.*?) \|$", MEMORY, re.MULTILINE
+    )
+    assert len(rows) >= 9
+    for card, operations, bandwidth, minutes, hours, both in rows:
+        a_pass = 6.5e13 / (int(operations) * 1e12)
+        codes = 1280 * (41e9 if "int8" in card else 25e9) / (float(bandwidth) * 1e12)
+        step = 434 * a_pass + codes + 4
+        evaluation = 64 * 60.6 * a_pass + 4 * (codes + 4)
+        learning = (64 * 139.5 + 50) * a_pass + codes + 16
+        assert minutes == f"{step / 60:.1f}", card
+        assert hours == f"{(200 * step + 5 * evaluation) / 3600:.0f}", card
+        assert both == f"{learning / 60:.0f} minutes", card
+
+
+def saved_in_bfloat16(folder):
+    GlmImagePipeline.from_pretrained(TINY, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("page", [README, EDITING], ids=["README", "editing"])
+def test_the_code_for_the_release_paints_with_files_in_bfloat16(page, tmp_path, monkeypatch):
+    """At the size of the tiny model, and on a CPU."""
+    monkeypatch.chdir(tmp_path)
+    adapter = re.search(r'load_adapter\("(.*?)"\)', page)[1]
+    build_run(tiny_settings()).policy.model.save_pretrained(adapter)
+    first, second = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    own = {'"tiny-glm-image': f'"{TINY}', '"zai-org/GLM-Image"': repr(saved_in_bfloat16(tmp_path / "release"))}
+    own |= {
+        "1024": "128",
+        "num_inference_steps=30": "num_inference_steps=2",
+        '"cuda"': '"cpu"',
+        '"photo.png"': repr(f"{TINY}/sources/001.png"),
+    }
+    for name, code in (("tiny", first), ("release", first + second if page == EDITING else second)):
+        for words, here in own.items():
+            code = code.replace(words, here)
+        Path(f"{name}.py").write_text(code)
+        runpy.run_path(f"{name}.py")
+    assert len(list(tmp_path.glob("*.png"))) == 2
