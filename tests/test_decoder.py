@@ -11,8 +11,8 @@ from conftest import (
     CPU,
     RED_CIRCLE,
     build_run,
-    short_runs,
     resume,
+    short_runs,
     shorten,
     tiny_settings,
 )
