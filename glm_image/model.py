@@ -93,14 +93,12 @@ def build(pipe, settings, device, home=None):
 
 
 def policy_trainer(language_model, pipe, settings, device):
-    """GRPO of the language model: with an adapter, and on a GPU with a captured step for sampling, compiled or not."""
+    """GRPO of the language model: with an adapter, and on a GPU with a captured step for sampling."""
     model, reference = add_adapter(language_model, "codes", LORA_TARGETS["codes"], settings)
     num_codes = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
     if settings.sources:
         num_codes = settings.height * settings.width // 32**2  # an edit has no preview
-    compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
-    captured = compiled or device.type == "cuda"
-    forward = CapturedForward(model, num_codes, compile=compiled) if captured else None
+    forward = CapturedForward(model, num_codes) if device.type == "cuda" else None
     codes = slice(0, pipe.transformer.config.prior_vq_quantizer_codebook_size)
     optimizer = adamw(model, settings.lr, settings.warmup_steps)
     return GRPO(model, optimizer, algorithm(settings), codes, forward, reference)

@@ -1,6 +1,5 @@
 """What a GPU needs: whether policy and decoder have to take turns on it, and the step of one token as a CUDA graph."""
 
-import gc
 import math
 import os
 import platform
@@ -11,17 +10,15 @@ from types import SimpleNamespace
 
 import psutil
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from torch.nn.functional import pad
+from transformers import StaticCache
 
 from grpo import Offload
 from runtime import UserError, ranks
 from runtime.settings import changed
 
 LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # files of a control group
-PROCESS = 4e9  # bytes of host memory for all but the weights: CUDA's libraries, the compiler, pictures
+PROCESS = 4e9  # bytes of host memory for all but the weights: CUDA's libraries, pictures
 
 
 # ---- what fits ------------------------------------------------------------------------------------------------------
@@ -137,23 +134,6 @@ def place(models, device, forward, turns):
 # ---- the step of one token ------------------------------------------------------------------------------------------------
 
 
-def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
-    """Attention of one new token: query heads that share a key-value head become the rows of one query.
-
-    query (B, H, 1, D), key and value (B, K, S, D), mask (B, 1, 1, S) -> (B, 1, H, D). transformers does the same, but
-    not while compiling: there it copies the cache H / K times (16, for GLM-Image) for every token.
-    """
-    if query.shape[2] > 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    rows = query.view(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, K, H / K, D)
-    output = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
-    return output.reshape(query.shape).transpose(1, 2), None
-
-
-AttentionInterface.register("grouped", grouped_attention)
-AttentionMaskInterface.register("grouped", sdpa_mask)
-
-
 class CapturedForward:
     """The model's forward for one new token as a CUDA graph, to hand to generate_with_logprobs as `forward`.
 
@@ -164,18 +144,13 @@ class CapturedForward:
 
     Captured by hand: torch.compile(mode="reduce-overhead") records anew whenever offloading has moved the weights, and
     cannot give its memory back; transformers' static generate() breaks off in GLM-Image's positions, once per token.
-
-    num_new_tokens: of every sequence. compile: let torch.compile fuse the small kernels first, which takes a C compiler
-    and, once, a minute or more.
     """
 
     ROOM = 256  # tokens: a cache is made for a multiple of this, so that it also serves prompts a little longer
 
-    def __init__(self, model, num_new_tokens, compile=True):
+    def __init__(self, model, num_new_tokens):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter lives in its layers
-        if compile:
-            base.config.get_text_config()._attn_implementation = "grouped"
-        self.forward = torch.compile(base.forward, dynamic=False) if compile else base.forward
+        self.forward = base.forward
         self.config = base.config
         self.num_new_tokens = num_new_tokens
         self.size = 0
@@ -185,10 +160,7 @@ class CapturedForward:
 
     def release(self):
         """Forget the graph, for the weights that it reads have left the GPU, and free the cache."""
-        held = self.cache is not None
         self.graph = self.logits = self.cache = self.ids = None
-        if held:
-            gc.collect()  # torch.compile keeps the cache with which it traced in a reference cycle: 1 GB
 
     def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
         if past_key_values is not self.cache:  # that of the prompts, which the model has just read
@@ -214,7 +186,7 @@ class CapturedForward:
             self.positions = torch.zeros(*position_ids.shape[:-2], rows, 1, dtype=torch.long, device=device)
             self.mask = torch.ones(rows, self.size, dtype=torch.bool, device=device)
         self.cache.reset()
-        for i, layer in enumerate(prompts.layers):  # rows that are missing are filled up: a new shape is captured anew
+        for i, layer in enumerate(prompts.layers):  # missing rows are padded: a new shape is captured anew
             fill = (0, 0, 0, 0, 0, 0, 0, len(self.ids) - rows)
             self.cache.update(pad(layer.keys, fill), pad(layer.values, fill), i)
         self.mask.fill_(True)
@@ -230,7 +202,7 @@ class CapturedForward:
         ).logits  # fmt: skip
 
     def _capture(self, length):
-        """Record a step. It is first run in earnest, on a side stream, for what happens once: compilation, workspaces.
+        """First the step runs three times uncaptured on a side stream, so that workspaces are not captured.
 
         Never two live graphs on one side stream: destroying one would free the other's workspace.
         """
