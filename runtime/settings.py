@@ -23,7 +23,7 @@ TINY_TARGETS = {"edits.txt": f"{TINY}/edit-targets", "heldout-edits.txt": f"{TIN
 TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "eval_prompts": f"{TINY}/heldout-edits.txt"}
 TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "reward": "ssim:1,mse:1"}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
-UPDATE = 3.3  # passes of the decoder that take as long as one of its training passes, by the estimate in docs/memory.md
+UPDATE = 3.3  # passes of the decoder that take as long as one of its training passes, estimated in docs/memory.md
 # A resumed run may change these: its length, what it leaves, and settings that change results by rounding alone.
 MAY_CHANGE = {"micro_batch_size", "offload", "compile", "steps", "save_every", "eval_every", "tracker", "out", "resume"}
 
