@@ -487,7 +487,7 @@ def _warn_of(first, norms, unmoved):
     signs = []
     if first["mean_logprob_gap"] > 0.1:
         normal = "in bfloat16, with logits in steps of 0.06 to 0.125, about 0.05 is normal"
-        signs.append(f"mean_logprob_gap is above 0.1 nats: sampling and scoring disagree: the loss is wrong ({normal})")
+        signs.append(f"mean_logprob_gap is above 0.1 nats: sampling and scoring disagree, a wrong loss ({normal})")
     if unmoved and first["kl"] > 0.01:
         signs.append("kl is above 0 although nothing has moved: the reference is not the model before training")
     if norms[0] == 0 and not math.isnan(first["loss"]):  # NaN: no rewards differ

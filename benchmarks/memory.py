@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--base int8] [--edits]
 
 Runs models of the released sizes over tensors that have a shape but no content, and adds up what is alive. What learns
-reads by the trainer's own passes; of sampling and painting only what makes the peak is repeated here. The card's context,
+reads by the trainer's own passes; of sampling and painting only what makes the peak is repeated. The card's context,
 gaps between tensors, and rewards where they take more than the VAE (runtime/reward_memory.py), come on top.
 """
 

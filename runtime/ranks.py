@@ -87,7 +87,7 @@ def readable_collectives():
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no class of their own
-            gone = "another rank has gone: it failed, was killed, or its machine ran out of memory; see the lines above"
+            gone = "another rank has gone: it failed, was killed, or its machine ran out of memory; see above"
             raise StepFailed(gone) from None
         raise
 

@@ -20,7 +20,7 @@ TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "targets": f"{TINY}/edit-targets",
 TINY_EDITS |= {"eval_prompts": f"{TINY}/heldout-edits.txt", "eval_targets": f"{TINY}/heldout-edit-targets"}
 TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources"}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
-UPDATE = 3.3  # passes of the decoder that take as long as one of its training passes, by the estimate in docs/memory.md
+UPDATE = 3.3  # passes of the decoder that take as long as one of its training passes, estimated in docs/memory.md
 FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
 # A resumed run may change these: its length, what it leaves, settings that change results by rounding alone; and where
 # its files lie, for their contents are compared.

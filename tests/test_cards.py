@@ -87,7 +87,7 @@ def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypa
 
 
 def test_the_vae_has_a_turn_of_its_own(monkeypatch):
-    """Beside the decoder it is there only to read a source; its pictures are those of the stock pipeline to the pixel."""
+    """Beside the decoder it is there only to read a source; its pictures are the stock pipeline's to the pixel."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     run, seen, stock = build_run(settings := tiny_settings("--group-size", "2")), [], {}
     tokens = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(0))
