@@ -66,6 +66,9 @@ def build(pipe, settings, device, home=None):
     pipe = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
     pipe.set_progress_bar_config(disable=True)
     keep_one_source(pipe.transformer)
+    # The decoder makes the tables of its positions on the CPU, in every pass: up once, not in each block.
+    on_device = lambda rope, inputs, tables: [table.to(inputs[0].device) for table in tables]
+    pipe.transformer.rope.register_forward_hook(on_device)
     if settings.base == "int8":  # embeddings, head, norms, VAE and text encoder stay as they are
         round_linears(language_model.model.language_model.layers, home)
         round_linears(pipe.transformer.transformer_blocks, home)
@@ -109,10 +112,9 @@ def algorithm(settings):
 
 
 def keep_one_source(transformer):
-    """The pipeline keeps a source's keys and values for every picture of a batch, 2.0 GB each at 1024x1024.
+    """Here all pictures of a batch edit one source: before it is written again, the earlier copy is dropped.
 
-    Here all pictures of a batch edit one source: before it is written again, the earlier copy is dropped. The cache
-    spreads one copy over the batch.
+    The pipeline keeps its keys and values for each picture, 2.0 GB at 1024x1024. The cache spreads one copy over all.
     """
 
     def hook(module, inputs, options):

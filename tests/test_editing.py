@@ -24,7 +24,7 @@ from conftest import (
     tiny_settings,
 )
 from diffusers import GlmImagePipeline
-from PIL import Image
+from PIL import Image, ImageOps
 from test_vqa import bounded, pictures, tiny_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -33,7 +33,7 @@ import rewards
 import train
 from glm_image.painting import for_decoder
 from runtime import UserError
-from runtime.data import Source, fitted
+from runtime.data import Source, read_prompts
 from runtime.gpu import CapturedForward
 from train import encode_prompt  # quick shortens that in train.py
 
@@ -148,7 +148,7 @@ def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
         return grpo.generate_with_logprobs(policy, ids, 6, generators=generators, forward=forward, **options)[:2]
 
     tokens, logprobs = sample(None)
-    again, others = sample(CapturedForward(policy, 6, compile=False))
+    again, others = sample(CapturedForward(policy, 6))
     assert torch.equal(tokens, again)
     torch.testing.assert_close(logprobs, others, rtol=0, atol=1e-4)
     for i in range(3):
@@ -159,17 +159,19 @@ def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
         torch.testing.assert_close(scored, logprobs[own], rtol=0, atol=1e-3)
 
 
-def test_sources_are_made_to_fit():
-    """About as many pixels as the result, nearly the same shape, multiples of 32; one that fits is left alone."""
-    image = make.draw(RED_CIRCLE)
-    assert fitted(image, 128 * 128).tobytes() == image.tobytes()
-    for size, pixels, expected in (
-        ((120, 136), 128 * 128, (128, 128)), ((4000, 3000), 1024 * 1024, (1184, 896)), ((64, 256), 128 * 128, (64, 256)),
-        ((10, 40), 32 * 32, (32, 64)), ((300, 300), 1024 * 1024, (1024, 1024)),
-    ):  # fmt: skip
-        assert fitted(Image.new("RGB", size), pixels).size == expected
-    with pytest.raises(UserError, match=r"257x64 pixels: one side is over 4 times the other"):
-        fitted(Image.new("RGB", (257, 64)), 128 * 128)
+def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path, capsys):
+    """Sources and targets alike; a line says so from 5% on. One of the right size is left alone."""
+    (tmp_path / "edits.txt").write_text("make the circle blue\n")
+    for name, width in (("same", 128), ("nearly", 132), ("wide", 256)):
+        (tmp_path / name).mkdir()
+        picture = Image.new("RGB", (width, 128), "white")
+        picture.paste(make.draw(RED_CIRCLE), ((width - 128) // 2, 0))
+        picture.save(tmp_path / name / "1.png")
+        read = read_prompts(tmp_path / "edits.txt", tmp_path / name, tmp_path / name, (128, 128))
+        for image in (read.sources[0].image, read.targets[0]):
+            assert np.abs(np.asarray(image).astype(int) - np.asarray(make.draw(RED_CIRCLE))).mean() < 4, name
+        assert ("1 picture of another shape" in capsys.readouterr().out) == (name == "wide")
+    assert read_prompts(tmp_path / "edits.txt", tmp_path / "same", None, (128, 128)).targets == [make.draw(RED_CIRCLE)]
 
 
 def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
@@ -257,7 +259,7 @@ def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
     assert painted == expected, "each with its own source"
     for record in records("run/metrics.jsonl"):
         assert record["max_logprob_gap"] < 1e-4
-    first = fitted(Image.open("sources/1.png"), 64**2)
+    first = ImageOps.fit(Image.open("sources/1.png"), (64, 64), Image.Resampling.LANCZOS)
     assert Image.open("run/evaluation/000000/1-source.png").tobytes() == first.tobytes()
     shown = Image.open("run/before-after.png").crop((8, 50, 8 + 112, 50 + 112)).resize((64, 64))
     assert np.abs(np.asarray(shown).astype(int) - np.asarray(first)).mean() < 5, "the source comes first"
@@ -271,11 +273,6 @@ def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
     assert resume("killed") == 0
     assert records("killed/metrics.jsonl") == records("straight/metrics.jsonl")
     assert adapter_of("killed") == adapter_of("straight")
-
-
-def test_a_compiled_run_expects_no_preview():
-    settings = tiny_settings("--sources", str(TINY / "sources"), "--compile", "yes", "--height", "96")
-    assert build_run(settings).policy.forward.num_new_tokens == 3 * 4
 
 
 @pytest.mark.parametrize(

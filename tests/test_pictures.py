@@ -16,7 +16,6 @@ from grpo import get_per_token_logprobs
 from runtime import checkpoints
 from runtime.pictures import (
     chinese_font,
-    fitting,
     font_for,
     save_before_after,
     save_grid,
@@ -210,14 +209,6 @@ def test_a_grid_shows_every_picture_in_its_place(tmp_path):
     blue = (np.asarray(sheet)[:half] == BLUE).all(-1).any(1).sum()
     assert blue == 40, "its shape is kept"
     assert (np.asarray(sheet.convert("L")) < 128)[:25].any(), "a title"
-
-
-def test_a_label_is_cut_where_the_sheet_ends():
-    font = ImageFont.load_default(15)
-    for text in ("一只红色的圆" * 20, "a long prompt " * 20):
-        label = fitting(text, font, 200)
-        assert text.startswith(label.removesuffix(" ...")) and 150 < font.getlength(label) <= 200
-    assert fitting("short", font, 200) == "short" and fitting("", font, 0) == ""
 
 
 def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
