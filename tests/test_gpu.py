@@ -21,7 +21,7 @@ from glm_image.model import meta_models
 from grpo import Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
 from runtime.adapters import adamw
-from runtime.gpu import CapturedForward, grouped_attention, place, plan
+from runtime.gpu import CapturedForward, place, plan
 from runtime.log import Phases
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
@@ -245,16 +245,6 @@ def test_place_puts_models_where_they_belong(monkeypatch):
 
 
 # ---- the step of one token ------------------------------------------------------------------------------------------
-
-
-def test_grouped_attention_equals_repeated_heads():
-    torch.manual_seed(0)
-    query, key, value = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 10, 16), torch.randn(2, 2, 10, 16)
-    mask = (torch.arange(10) < torch.tensor([4, 7])[:, None]).view(2, 1, 1, 10)
-    scores = (query @ key.repeat_interleave(4, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
-    expected = (scores.softmax(-1) @ value.repeat_interleave(4, 1)).transpose(1, 2)  # (2, 1, 8, 16)
-    output, _ = grouped_attention(None, query, key, value, mask, scaling=0.3)
-    torch.testing.assert_close(output, expected)
 
 
 class RecordedGraph:
