@@ -194,8 +194,7 @@ def get_per_token_logprobs(
     if position_ids is not None:
         position_ids = position_ids[:, None, :-1].expand(-1, len(input_ids), -1).to(model.device)  # (3, B, L+T-1)
     # The logits at one position predict the id at the next: the last id is only ever a target, and the last T logits
-    # (B, T, vocabulary) are all we need, even of a model that does not know logits_to_keep. Computing them in slices
-    # would not save memory: one layer's backward pass sets the peak.
+    # (B, T, vocabulary) are all we need, even of a model that does not know logits_to_keep.
     inputs = {"input_ids": input_ids[:, :-1], "position_ids": position_ids}
     logits = model(**inputs, use_cache=False, logits_to_keep=num_new_tokens).logits[:, -num_new_tokens:]
     logp = _log_distribution(logits, allowed_ids, temperature, nucleus)  # (B, T, V)
@@ -320,11 +319,10 @@ class GRPO:
         alone: the same prompts and seed give the same samples until the policy moves.
         """
         self.model.eval()
-        if any(not isinstance(prompt, tuple) or len(prompt) != 3 for prompt in prompts):
-            raise ValueError("a prompt is (prompt_ids, position_ids or None, the number of tokens to sample)")
+        triples = [prompt for prompt in prompts if isinstance(prompt, tuple) and len(prompt) == 3]
+        if len(triples) < len(prompts) or len({length for *_, length in triples}) > 1:
+            raise ValueError("a prompt is (prompt_ids, position_ids or None, T), with one length T for all of them")
         prompt_ids, position_ids, lengths = zip(*prompts, strict=True)
-        if len(set(lengths)) > 1:
-            raise ValueError(f"sequences sampled together need one length, not {sorted(set(lengths))}")
         generators = [torch.Generator(self.model.device).manual_seed(seed + i) for i in range(len(prompts))]
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model, prompt_ids, lengths[0], num_samples=group_size, top_p=self.settings.top_p,
@@ -337,15 +335,14 @@ class GRPO:
 
     @torch.no_grad()
     def add_reference(self, groups):
-        """4: log-probs under the reference, the same model with the adapter disabled, where the loss needs them."""
+        """4: log-probs under the reference, the same model with the adapter disabled, where update needs them."""
         _check_groups(groups, scored=True)
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
         with self.reference():
-            for group in groups:
-                if group.advantages.any():  # else update skips it
-                    group.ref_logprobs = torch.cat([self.logprobs(group, rows) for rows in self.micro_batches(group)])
+            for group in filter(lambda group: group.advantages.any(), groups):
+                group.ref_logprobs = torch.cat([self.logprobs(group, rows) for rows in self.micro_batches(group)])
 
     @without_cudnn_attention  # in the backward pass too: gradient checkpointing computes there what it has not kept
     def update(self, groups):
@@ -353,8 +350,7 @@ class GRPO:
 
         A group of equal rewards teaches nothing and is skipped: it counts in the step's mean loss, but not in the
         metrics, which are means over the others (NaN if there are none). skipped: the share of iterations without a
-        step because the gradient was not finite; grad_norm: the mean norm of the others; grad_rms: the same per
-        parameter, to be compared with the optimiser's eps.
+        step because the gradient was not finite; grad_norm and, per parameter, grad_rms: of the others.
         """
         _check_groups(groups, scored=True)
         learning = [group for group in groups if group.advantages.any()]
@@ -374,8 +370,7 @@ class GRPO:
                 known = [None if tensor is None else tensor[rows] for tensor in known]
                 new_logprobs = self.logprobs(group, rows)
                 loss, metrics = compute_grpo_loss(new_logprobs, *known, self.settings.clip_range, self.settings.kl_coef)
-                # However groups are cut, the gradients add up to the same.
-                (loss * weight(group, rows) / total).backward()
+                (loss * weight(group, rows) / total).backward()  # these add up to the same however groups are cut
                 reports.append((weight(group, rows), metrics))
             if dist.is_initialized():
                 for parameter in parameters:
@@ -398,8 +393,7 @@ class GRPO:
         metrics |= {"skipped": sum(not norm < float("inf") for norm in norms) / len(norms)}
         return metrics | {"groups_without_spread": 1 - len(learning) / len(groups)}
 
-    def parameters(self):
-        """The parameters that are trained."""
+    def parameters(self):  # those that are trained
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def micro_batches(self, group):
@@ -423,8 +417,8 @@ class GRPO:
 
 
 def _average(reports):
-    """The metrics of micro-batches as one: weighted means; the largest gap. NaN if there are none."""
-    if not reports:
+    """The metrics of micro-batches as one: weighted means; the largest gap."""
+    if not reports:  # no group taught anything
         names = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap", "max_logprob_gap")
         return dict.fromkeys(names, float("nan"))
     total = sum(weight for weight, _ in reports)
@@ -432,8 +426,7 @@ def _average(reports):
     return means | {"max_logprob_gap": max(metrics["max_logprob_gap"] for _, metrics in reports)}
 
 
-def _mean_over_ranks(tensor):
-    """The mean of a tensor over all ranks of torch.distributed, in place."""
+def _mean_over_ranks(tensor):  # in place
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
     return tensor
@@ -446,8 +439,7 @@ class Offload:
     """Lets models take turns on a GPU that cannot hold them all: offload(*models) brings these up, the others leave.
 
     Frozen weights live in page-locked host memory, which a GPU reads at the full speed of its bus. They are copied up
-    when needed and dropped afterwards: nothing is copied back, for they do not change. What is trained is small, and
-    stays on the device with its optimiser.
+    when needed and dropped afterwards, for they do not change. What is trained is small, and stays on the device.
 
     models: all that take turns, with their adapters. on_evict: called after weights have left the GPU: a CUDA graph
     that read them must be dropped. pin: False leaves frozen weights where they are, such as mapped from a file: that
@@ -486,8 +478,7 @@ def _warn_of(first, norms, unmoved):
     """first: metrics of the first iteration. norms: of the gradients. unmoved: this was the very first update."""
     signs = []
     if first["mean_logprob_gap"] > 0.1:
-        normal = "in bfloat16, with logits in steps of 0.06 to 0.125, about 0.05 is normal"
-        signs.append(f"mean_logprob_gap is above 0.1 nats: sampling and scoring disagree, a wrong loss ({normal})")
+        signs.append("mean_logprob_gap is above 0.1 (0.05 is normal in bfloat16): sampling and scoring disagree")
     if unmoved and first["kl"] > 0.01:
         signs.append("kl is above 0 although nothing has moved: the reference is not the model before training")
     if norms[0] == 0 and not math.isnan(first["loss"]):  # NaN: no rewards differ
@@ -522,8 +513,8 @@ def _refuse_padding(model):
     masked = attention not in ("eager", "flex_attention") and "flash" not in attention
     full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     placed = "position_ids" in inspect.signature(base.forward).parameters
-    offsets = [getattr(module, "padding_idx", None) for name, module in base.named_modules() if "position" in name]
-    offset = any(padding is not None for padding in offsets)  # Roberta adds padding_idx + 1
+    tables = [module for name, module in base.named_modules() if "position" in name]
+    offset = any(getattr(table, "padding_idx", None) is not None for table in tables)  # Roberta adds padding_idx + 1
     if offset or not (masked and full and placed) or getattr(config, "sliding_window", None):
         raise ValueError(
             "for this model, sample prompts of one length together; docs/copying.md says which take others"
@@ -546,7 +537,6 @@ def _check_rewards(rewards, group_size):
 
 
 def _check_loss(shape, advantages, kl_coef, ref_logprobs, **others):
-    """shape: (B, T). others: more tensors of this shape, or None."""
     if kl_coef > 0 and ref_logprobs is None:
         raise ValueError("kl_coef above 0 needs ref_logprobs")
     for name, tensor in {"ref_logprobs": ref_logprobs, **others}.items():
