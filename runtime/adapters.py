@@ -42,8 +42,7 @@ def having_weights(parameters, weights):
 def adamw(model, lr, warmup_steps):
     """AdamW whose rate grows over its first steps. Its state_dict holds that of the scheduler too, for checkpoints.
 
-    eps: gradients of these losses can be as small as 5e-9 per weight, and torch's default of 1e-8 would then be what
-    the step is divided by, so that nothing moves.
+    eps: gradients here can be as small as 5e-9 per weight; with torch's default of 1e-8 nothing would move.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), eps=1e-15, weight_decay=0.0)

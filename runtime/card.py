@@ -38,10 +38,7 @@ ADAPTERS = {  # folder: what it adapts, and how it loads
 
 
 def write_card(folder, settings, before, after, picture):
-    """README.md and before-after.png in an adapter's folder. A model from a folder is called by that folder's name.
-
-    before, after: records of evaluation.jsonl; or no record of before.
-    """
+    """README.md and before-after.png in an adapter's folder. before, after: of evaluation.jsonl; before may be None."""
     records = [before, after] if before else [after]
     lines = [f"- {name} prompts: {summary(prefix, *records)}" for prefix, name in PROMPTS.items()]
     lines += kinds_table(*records)

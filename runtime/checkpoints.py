@@ -30,8 +30,7 @@ def saved(settings):
 def save(out, step, trainers, settings, hashes, best_step=0):
     """Write to a temporary folder and rename it; then only the newest and that of the best evaluation stay.
 
-    trainers: {"codes" or "decoder": GRPO}. hashes: see read_inputs in data.py. Random states are not saved: the prompts
-    and all random draws of a step are functions of the seed and the step.
+    No random states: the prompts and all random draws of a step are functions of the seed and the step.
     """
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"

@@ -64,10 +64,9 @@ class Prompts:
 
 
 def read_prompts(path, folder, sources=None, size=None):
-    """The prompts in a file, with the target pictures in a folder, unless it is None or "none".
+    """The prompts in a file, with the pictures in two folders: targets, unless that is None or "none", and sources to edit.
 
-    sources: a folder with the pictures to edit, or None. size: (width, height) of a picture to be painted, to which both
-    are made, see read_pictures. None: no pictures are read.
+    size: (width, height) of a picture to be painted, to which both are made. None: no pictures are read.
     """
     texts, kinds, lines = read_lines(path)
     prompts = Prompts(texts, kinds=kinds, lines=lines)
@@ -81,8 +80,7 @@ def read_prompts(path, folder, sources=None, size=None):
 def read_lines(path):
     """The prompts in a file, their kinds (None where it names none), and their places, counted in lines from 1.
 
-    A line such as "# kind: counting" names the kind of the prompts below it; other lines that begin with # are comments.
-    A prompt that has to begin with # is written with a backslash before it.
+    "# kind: counting" names the kind of the prompts below it; other lines with a # are comments; \\# begins a prompt.
     """
     with readable(f"read the prompts file {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -192,15 +190,15 @@ def load_data(settings, prompts, held_out):
     for one, other in ((prompts, held_out), (held_out, prompts)):
         if one.targets is None and other.targets is not None:  # likeness does not apply there
             one.targets = [None] * len(one.texts)
-    judged = settings.eval_reward not in ("none", "")
-    judges = load_rewards("eval_reward", settings, [held_out, prompts]) if judged else {}
+    none = settings.eval_reward in ("none", "")
+    judges = {} if none else load_rewards("eval_reward", settings, [held_out, prompts])
     return Data(prompts, held_out, rewards, judges)
 
 
 def load_rewards(flag, settings, files):
-    """The rewards that a flag names, tried on two blank pictures: what cannot work fails now, not in an hour.
+    """The rewards that a flag names, tried on blank pictures for the first prompt of each of `files`, which are Prompts.
 
-    files: the Prompts that they will score, for the first prompt of each.
+    What cannot work fails now, not in an hour.
     """
     print(f"loading --{flag.replace('_', '-')} {getattr(settings, flag)}", flush=True)
     blank = [Image.new("RGB", (settings.width, settings.height))] * 2

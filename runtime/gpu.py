@@ -2,7 +2,6 @@
 
 import math
 import os
-import platform
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -25,14 +24,13 @@ PROCESS = 4e9  # bytes of host memory for all but the weights: CUDA's libraries,
 
 
 def plan(needed, meta_models, settings, device):
-    """How the models take turns on the device. Also decides settings.micro_batch_size where that is "auto".
+    """How the models take turns on the device; also decides settings.micro_batch_size where that is "auto".
 
     None: they all stay. Otherwise the frozen weights wait on the host: "pinned", in page-locked memory; "mapped", where
-    so much cannot be locked: as they were loaded, those in bfloat16 mapped from their files.
+    so much cannot be locked: as they were loaded, those in bfloat16 mapped from their files. All ranks decide alike.
 
-    Prints both, with the reason; all ranks decide alike. This comes before anything is downloaded, so it works by sizes:
-    meta_models: (settings, device) -> the policy and the models that paint, without data. needed: (models, settings) ->
-    bytes, see glm_image/memory.py. Raises UserError where nothing fits.
+    This comes before anything is downloaded, so it works by sizes: meta_models: (settings, device) -> the policy and the
+    models that paint, without data. needed: (models, settings) -> bytes, see glm_image/memory.py.
     """
     if device.type != "cuda":
         return None
@@ -41,28 +39,22 @@ def plan(needed, meta_models, settings, device):
         raise UserError(f"{name} has no bfloat16: take a GPU of the Ampere series or newer")
     free, host = free_memory(device)
     models = meta_models(settings, device)
+    bytes_for = lambda size: needed(models, changed(settings, micro_batch_size=size))
+    # With both flags given, GPU memory is not checked.
+    limit = math.inf if "auto" not in (settings.micro_batch_size, settings.offload) else free
+    sizes = [settings.micro_batch_size]
+    if sizes == ["auto"]:
+        sizes = sorted({min(size, largest_micro_batch(settings)) for size in (1, 2, 4, 8)}, reverse=True)
 
-    def bytes_for(size):
-        return needed(models, changed(settings, micro_batch_size=size))
+    def fits(turns, size):
+        together, turn, weights, paths = bytes_for(size)
+        held = paths + (weights if turns and settings.base == "int8" else 0)  # these weights are in no file
+        return (turn if turns else together) <= limit and held <= host
 
-    def choose():
-        """(whether to take turns, size of micro-batches), or None. Prefers to stay, then large micro-batches."""
-        sizes = [settings.micro_batch_size]
-        if sizes == ["auto"]:
-            largest = largest_micro_batch(settings)
-            sizes = sorted({min(size, largest) for size in (1, 2, 4, 8)}, reverse=True)
-        # With both flags given, GPU memory is not checked.
-        limit = math.inf if "auto" not in (settings.micro_batch_size, settings.offload) else free
-        for turns in {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]:
-            for size in sizes:
-                together, turn, weights, paths = bytes_for(size)
-                held = paths + (weights if turns and settings.base == "int8" else 0)  # these weights are in no file
-                if (turn if turns else together) <= limit and held <= host:
-                    return turns, size
-        return None
-
-    chosen = choose()
-    turns, size = chosen or (True, 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size)
+    may_turn = {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]
+    options = [(turns, size) for turns in may_turn for size in sizes]  # staying comes first, then large micro-batches
+    chosen = next((option for option in options if fits(*option)), None)
+    turns, size = chosen or (True, sizes[-1])
     together, turn, weights, paths = bytes_for(size)
     more = f", and {paths / 1e9:.1f} of the host for the decoder's paths" if paths else ""
     reason = (
@@ -73,7 +65,7 @@ def plan(needed, meta_models, settings, device):
     if chosen is None:
         raise UserError(f"too little memory: {reason}; docs/memory.md has the flags for each card")
     settings.micro_batch_size = size
-    pinned = weights + paths <= host and "microsoft" not in platform.release().lower()  # WSL2 can lock 1 to 4 GB only
+    pinned = weights + paths <= host
     words = "take turns" + ("" if pinned else ", more slowly: so much cannot be page-locked") if turns else "both stay"
     print(f"memory: {reason}: they {words} (--offload {settings.offload})")
     return ("pinned" if pinned else "mapped") if turns else None
@@ -111,10 +103,7 @@ def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
 
 
 def place(models, device, forward, turns):
-    """All models to the device for good, or an Offload if they take turns on it, which is returned.
-
-    forward: the captured step, or None. turns: as plan returns it.
-    """
+    """All models to the device for good, or an Offload if they take turns. forward: the captured step, or None."""
     if turns is None:
         for model in models:
             model.to(device)
@@ -125,7 +114,7 @@ def place(models, device, forward, turns):
     release = forward.release if forward else lambda: None
     try:
         return Offload(models, device, release, pin=turns == "pinned")
-    except torch.AcceleratorError as error:  # from cudaHostAlloc: some systems lock little, whatever is free
+    except torch.AcceleratorError as error:  # from cudaHostAlloc: systems such as WSL2 lock 1 to 4 GB
         reason = str(error).strip().split("\n")[0]
         print(f"memory: no more can be page-locked ({reason}): the other weights are copied up more slowly")
         return Offload(models, device, release, pin=False)
@@ -139,8 +128,7 @@ class CapturedForward:
 
     Python launches some thousand small kernels per token; a graph is a single launch. It repeats the same kernels on
     the same addresses, so all that a step reads or writes stays in place: ids, positions, mask, and a cache of fixed
-    size whose unused end is masked. The adapter stays attached: merged into bfloat16 weights it would lose what moves
-    a weight by less than half a percent. On a CPU there is no graph, only the fixed cache.
+    size whose unused end is masked. The adapter stays attached: bfloat16 weights would lose most of a small one.
 
     Captured by hand: torch.compile(mode="reduce-overhead") records anew whenever offloading has moved the weights, and
     cannot give its memory back; transformers' static generate() breaks off in GLM-Image's positions, once per token.

@@ -5,10 +5,7 @@ from torch.nn.functional import linear
 
 
 class Int8Linear(torch.nn.Linear):
-    """A linear layer whose weights (out, in) are int8 times a scale for each row: off by half a scale at most.
-
-    They are plain tensors: PEFT adds an adapter as to any linear layer, and whatever counts or moves bytes sees them all.
-    """
+    """A linear layer whose weights (out, in) are int8 times a scale for each row: off by half a scale at most."""
 
     def forward(self, x):
         # The scale comes before the product. If it came after, torch.compile would replace both by a kernel for int8,

@@ -180,10 +180,7 @@ class Record:
             self.group(texts[i], images, groups[i], advantages, sources and sources[i])
 
     def group(self, prompt, images, rewards, advantages, source):
-        """A group's pictures with rewards and advantages, one row per code sequence if each has several.
-
-        The picture that they edit comes first, unless that is None.
-        """
+        """A group's pictures with rewards and advantages, a row per code sequence; before them the one that they edit."""
         if not self.writes:
             return
         captions = []

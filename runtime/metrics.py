@@ -21,8 +21,7 @@ ALARMS = {
 def reward_metrics(raw_rewards, combined, group_size):
     """For the combined and each raw reward: its mean, the mean spread (std) of a group, and the mean of each group's best.
 
-    raw_rewards: {name: (N*G,)}, combined: (N*G,), group after group. NaN, a picture to which a reward does not apply,
-    is left out; where nothing is left the metric is NaN.
+    raw_rewards: {name: (N*G,)}, combined: (N*G,), group after group. NaN, where a reward does not apply, is left out.
     """
     metrics = {}
     for name, values in {"": combined, **raw_rewards}.items():
@@ -40,9 +39,7 @@ def evaluation_metrics(raw_rewards, combined, group_size, kinds=None):
     """The metrics of reward_metrics with standard errors, and in "kinds" the same for each kind of prompt.
 
     An error is that of the mean over prompts: pictures of one prompt are not independent. "mean of the kinds" is their
-    plain mean whatever their sizes, like GenEval's overall score (Ghosh et al. 2023).
-
-    raw_rewards: {name: (N*G,)}, combined: (N*G,), kinds: of each prompt, (N,) strings, or None.
+    plain mean whatever their sizes, like GenEval's overall score (Ghosh et al. 2023). kinds: (N,) strings, or None.
     """
     count = len(combined) // group_size
     metrics = reward_metrics(raw_rewards, combined, group_size) | {"images": len(combined), "prompts": count}
@@ -87,10 +84,7 @@ def shown_names(record, prefix=""):
 
 
 def by_kind(prefix, *records):
-    """From records of evaluation.jsonl: names of rewards, and for each record {kind: its metrics}; or two empty lists.
-
-    prefix: "" for prompts of training, "held_out/".
-    """
+    """From records of evaluation.jsonl: names of rewards, and for each record {kind: its metrics}; or two empty lists."""
     if not all(f"{prefix}kinds" in record for record in records):
         return [], []
     parts = [record[f"{prefix}kinds"] for record in records]
@@ -118,7 +112,6 @@ def best_step(evaluations, reward="reward"):
     """The first step whose adapter did best on held-out prompts, or on those of training if no reward applied to these.
 
     Also words for how much better than at the end, empty if that is within the standard error of the difference.
-    reward: "reward", the weighted sum, or "reward/NAME", such as a judge.
     """
     held_out = all(record[f"held_out/{reward}"] is not None for record in evaluations)
     name, key = ("held-out", f"held_out/{reward}") if held_out else ("training", reward)
@@ -143,10 +136,7 @@ def summary(prefix, *records):
 
 
 def step_metrics(raw_rewards, combined, sequences, paintings):
-    """What the rewards of a step's pictures say, of G code `sequences` a prompt and K `paintings` of each.
-
-    A group compares code sequences, by the means of their paintings, or the paintings of a single sequence.
-    """
+    """What the rewards of a step say: its groups are G code `sequences`, by the means of their K `paintings`, or these K."""
     unscored = {"unscored": combined.isnan().double().mean().item()}
     if sequences == 1:
         return reward_metrics(raw_rewards, combined, paintings) | unscored
@@ -158,10 +148,7 @@ def step_metrics(raw_rewards, combined, sequences, paintings):
 
 
 def group_records(step, prompts, raw_rewards):
-    """The lines of groups.jsonl: of each group its prompt, the place of that in its file, and the rewards of its pictures.
-
-    prompts: N Prompts. raw_rewards: {name: (N*M,)}, NaN is written as None.
-    """
+    """The lines of groups.jsonl: of each group its prompt, the place of that in its file, and its rewards, NaN as None."""
     per_group = {name: without_nan(values.view(len(prompts), -1).tolist()) for name, values in raw_rewards.items()}
     records = []
     for i, (line, prompt) in enumerate(zip(prompts.lines, prompts.texts, strict=True)):
@@ -186,10 +173,7 @@ def format_step(step, metrics, settings):
 
 
 def why_nothing_was_learned(records, half=""):
-    """The reason why no step has moved the policy (half: "") or the decoder ("decoder/"); None where one has.
-
-    records: the metrics of all steps of a run.
-    """
+    """Why no step of these has moved the policy (half: "") or the decoder ("decoder/"); None where one has."""
     norms = [record.get(f"{half}grad_norm") for record in records]  # None: this half does not learn, or was skipped
     if not records or f"{half}grad_norm" not in records[0] or any(norm and norm > 0 for norm in norms):
         return None

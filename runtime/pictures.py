@@ -67,10 +67,9 @@ def save_grid(path, rows, title, cell=192):
 
 
 def save_before_after(out, before, after):
-    """The first prompts, before training and after: same prompts, seeds and noise, side by side; right ones framed green.
+    """The first prompts of each kind, before training and after: same seeds and noise; right pictures framed green.
 
-    before, after: records of evaluation.jsonl; before may be None. The prompts are not chosen by their pictures: they are
-    the first of each kind, or the first three.
+    before, after: records of evaluation.jsonl; before may be None.
     """
     sides = {"before": before, "after": after} if before else {"after": after}
     judge = yes_or_no(*sides.values())

@@ -38,8 +38,7 @@ def join():
 def device():
     """This rank's GPU; or the CPU, with a single thread unless OMP_NUM_THREADS says otherwise.
 
-    The tiny model's matrices are so small that threads spend their time waiting for one another: on two cores a second
-    one gains nothing, and beside a busy program it makes a run ten times as long.
+    For matrices as small as the tiny model's a second thread gains nothing, and beside a busy program it costs a lot.
     """
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -72,10 +71,8 @@ def shard(number):
 
 
 def batches(number, size):
-    """This rank's share of `number` rows as lists of at most `size`.
-
-    Rows from `number` on are padding, so that every rank makes the same number of calls: leave their results out.
-    """
+    """This rank's share of `number` rows as lists of at most `size`. Rows from `number` on are padding, so that every rank
+    makes the same number of calls."""
     rows = shard(-(-number // count()) * count())
     return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
 

@@ -15,10 +15,9 @@ NEEDED = {  # bytes: weights, work on each picture that is seen at once; and how
 
 
 def scoring_memory(spec, pictures):
-    """Bytes of the GPU that the rewards of a spec need while they score so many pictures together, one after another.
+    """Bytes of the GPU that the rewards of a spec need while they score so many pictures, one after another.
 
-    They leave it when they have scored, see lend_gpu. Weights in a folder of the user's count as large as its files; a
-    reward in a file of the user's counts 0.
+    Weights in a folder of the user's count as large as its files; a reward in a file of the user's counts 0.
     """
     needed = [0]
     for source, _ in split_spec(spec):

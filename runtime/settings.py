@@ -27,11 +27,6 @@ FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targe
 MAY_CHANGE = {"micro_batch_size", "offload", "steps", "save_every", "eval_every", "tracker", "out", "resume"}
 MAY_CHANGE |= FILES
 
-ABOUT = """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop.
-
-    python train.py --steps 8
-    python train.py --prompts mine.txt --eval-prompts new.txt --reward mine.py:f"""
-
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -58,7 +53,8 @@ def number(kind, interval, *words):
 def build_parser():
     """The parser, and {setting: (its default for tiny, for GLM-Image)} where they differ: see docs/settings.md."""
     layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "usage": "python train.py [--FLAG VALUE ...]"}
-    parser = Parser(description=ABOUT, allow_abbrev=False, **layout)
+    about = "Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop. See README.md."
+    parser = Parser(description=about, allow_abbrev=False, **layout)
     by_model = {}
     count = number(int, "[1, inf)")
     positive = number(float, "(0, inf)")
@@ -146,10 +142,8 @@ def build_parser():
 
 
 def parse_settings(arguments=None):
-    """The command line as settings, completed from the run that it resumes, or by the model's defaults.
-
-    Everything is decided here and only read later, except the size of micro-batches on a GPU, see plan in gpu.py.
-    """
+    """The command line, completed from the run that it resumes, or by the model's defaults. From here on all of it is only
+    read, but for the size of micro-batches on a GPU, see plan in gpu.py."""
     parser, by_model = build_parser()
     settings = parser.parse_args(arguments)
     if settings.resume is not None:
@@ -237,8 +231,6 @@ def resumed_settings(parser, arguments, flags):
     if differ:
         was = ", ".join(f"--{name.replace('_', '-')} {now[name]} (was {before[name]})" for name in differ)
         raise UserError(f"a resumed run keeps its settings, but these differ: {was}")
-    if flags.steps == 0 and step > 0:
-        raise UserError(f"a run is resumed to be longer; to evaluate its adapters: --adapter {out} --steps 0")
     if num_ranks != ranks.count():  # the prompts of a step would be others
         raise UserError(f"{out} was made by {num_ranks} processes, not {ranks.count()}: start that many with torchrun")
     if settings.steps < step:
@@ -265,10 +257,9 @@ def claim_folder(settings):
 
 
 def _claim(settings, locks):
-    """(folder, None), or (folder, why it cannot be had).
+    """(folder, None), or (folder, why it cannot be had). Creating settings.json claims a new folder.
 
-    Creating settings.json claims a new folder. `locks` keeps it open and locked, so that nothing else resumes the
-    run; a kill at any moment ends the lock.
+    `locks` keeps that file open and locked, so that nothing else resumes the run; a kill ends the lock.
     """
     names = [settings.resume or settings.out] if settings.resume or settings.out else map("runs/{}".format, count(1))
     for out in map(Path, names):
