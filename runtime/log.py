@@ -210,8 +210,9 @@ class Record:
         steps = counted(self.done, "step")
         for prefix, name in PROMPTS.items():
             self.write(f"evaluation after {steps}, {name} prompts{compared}: {summary(prefix, *records)}")
-        if self.done >= self.settings.steps or self.stop.received:
-            self.write("\n".join(kinds_table(*records)))
+        table = kinds_table(*records)
+        if table and (self.done >= self.settings.steps or self.stop.received):
+            self.write("\n".join(table))
         if self.writes:
             with checkpoints.writing(self.out):
                 folder = self.out / "evaluation" / f"{self.done:06d}"

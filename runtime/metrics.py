@@ -80,7 +80,7 @@ def with_error(record, name, form="{:.3f}"):
 def shown_names(record, prefix=""):
     """The rewards of an evaluation, without their weighted sum where that is a lone reward of weight 1."""
     names = reward_names(record, prefix)
-    return names[1:] if record[names[0]] == record[names[1]] else names
+    return names[1:] if len(names) > 1 and record[names[0]] == record[names[1]] else names
 
 
 def by_kind(prefix, *records):

@@ -261,9 +261,8 @@ def test_defaults_depend_on_the_model():
     assert train.parse_settings([]).model == (settings.RELEASE if torch.cuda.is_available() else TINY)
     edits = ("--sources", f"{TINY}/sources")
     assert tiny.targets is None and tiny_settings(*edits).targets == f"{TINY}/edit-targets"
-    assert tiny_settings(*edits, "--prompts", "mine.txt").targets is None, "they fit the shipped prompts alone"
-    spelled = tiny_settings(*edits, "--prompts", os.path.relpath(f"{TINY}/edits.txt"))
-    assert spelled.targets == f"{TINY}/edit-targets", "however these are spelled"
+    with pytest.raises(UserError, match="edits need --sources with --prompts"):
+        tiny_settings(*edits, "--prompts", "mine.txt")  # whose targets are others
 
 
 def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
@@ -285,7 +284,6 @@ def test_every_setting_is_a_flag_with_help(capsys):
 
 def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_there_is_to_do(monkeypatch, capsys):
     """Where the decoder learns, a step paints one code sequence of a prompt; an evaluation paints as in any run."""
-    monkeypatch.setenv("COLUMNS", "60")
     chosen = tiny_settings("--train", "decoder", "--group-size", "8", "--guidance-scale", "1.5", "--prompts-per-step", "4",
                            "--eval-count", "16", "--seed", "0")  # fmt: skip
     chosen.prompts = "a-folder-" * 11
@@ -293,10 +291,10 @@ def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_the
     output = capsys.readouterr().out
     shown = output.partition("settings:")[2].partition("\na step:")[0]
     first, rest = shown.split("\nby default:")
-    flags = "train=decoder group_size=8 guidance_scale=1.5 prompts_per_step=4 eval_count=16 paintings=8"
+    flags = "train=decoder group_size=8 guidance_scale=1.5 prompts_per_step=4 eval_count=16 paintings=8 sequences=1"
+    flags += " reward=tiny-glm-image/check.py:facts:1,tiny-glm-image/check.py:near:1 combine=zscore"
     assert set(first.split()) == {*flags.split(), f"prompts={chosen.prompts}"}, "a path can be copied"
     assert {"seed=0", "kl_coef=0.2", "height=128"} < set(rest.split()) and "None" not in rest
-    assert all(len(line) <= 60 or " " not in line for line in shown.splitlines())
     assert "a step: 32 pictures of about 272 codes, 12 decoder passes each" in output
     assert "an evaluation: 256 pictures of about 272 codes, 6 decoder passes each" in output
 
@@ -304,7 +302,6 @@ def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_the
 FILES = {
     "empty.txt": "\n  \n",
     "one.txt": "a red circle\n",
-    "long.txt": "a" * 10_000,
     "broken/1.png": "not a picture",
     "judged/settings.json": "{}",
     "old/checkpoints/000001/state.json": "{}",
@@ -338,7 +335,6 @@ def good(images, prompts, targets):
         (["--prompts", "missing.txt"], "cannot read the prompts file missing.txt"),
         (["--prompts", "empty.txt"], "has no prompt in it"),
         (["--prompts", "cut.txt"], "cannot read the prompts file cut.txt"),
-        (["--prompts", "long.txt"], "long.txt has a prompt of 10,000 characters; 4,096 at most"),
         (["--targets", "few"], "has 1 pictures for 112 prompts"),
         (["--prompts", "one.txt", "--targets", "broken"], "the target picture broken/1.png cannot be read"),
         (["--eval-targets", "missing"], "missing does not exist"),
@@ -359,6 +355,7 @@ def good(images, prompts, targets):
         (["--out", "one.txt/run"], "cannot write to one.txt/run"),
         (["--out", "old"], "old already holds a run; choose another --out, or go on with it: --resume old"),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
+        (["--out", "one.txt"], "one.txt is no folder; choose another --out"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
         (["--resume", "run", "--out", "other"], "leave out --out"),
     ],
@@ -367,6 +364,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # without a network it tries for a while
     monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(train, "load_run", lambda *_: pytest.fail("this was not refused"))
     for name, text in FILES.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
@@ -382,16 +380,53 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     assert sorted(tmp_path.rglob("*")) == before, "no empty run is left"
 
 
-def test_a_reward_is_tried_after_the_start_is_printed(quick, capsys):
-    """It may take minutes; and says of how many prompts it has a file of its own."""
+def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch):
+    """Which may take minutes; judges with the first prompt of both files. What no reward will say is said now."""
     Path("mine.py").write_text(
-        "class Known:\n    __call__ = lambda self, images, prompts, targets: print('tried') or [0.0] * len(images)\n"
-        "    coverage = lambda self, prompts: f'questions for 1 of {len(prompts)} prompts'\n\nknown = Known()\n"
+        "class Mine:\n    reads_chinese = False\n\n    def __call__(self, images, prompts, targets):\n"
+        "        print('tried with', prompts[0])\n        return [0.0] * len(images)\n\nmine = Mine()\n"
     )
-    assert quick("--reward", "mine.py:known", "--eval-reward", "nobody", "--steps", "1") == 2
-    *_, start, loading, tried, covered, _ = capsys.readouterr().out.splitlines()
-    assert "what the run leaves goes to runs/1" in start and loading == "loading --reward mine.py:known"
-    assert tried == "tried" and covered == "mine.py:known: questions for 1 of 2 prompts"
+    Path("chinese.txt").write_text("一只红色的圆\na blue cross\n")
+    monkeypatch.setattr(train, "load_run", lambda *_: pytest.fail("the rewards are there", pytrace=False))
+    files = ["--prompts", "chinese.txt", "--targets", "none", "--eval-targets", "none"]
+    with pytest.raises(pytest.fail.Exception, match="the rewards are there"):
+        quick("--reward", "mine.py:mine", "--eval-reward", "mine.py:mine", "--steps", "1", *files)
+    shared, *lines = capsys.readouterr().out.splitlines()
+    assert shared == "warning: 1 of the 2 held-out prompts are trained on, too"
+    assert lines[-7].endswith("what the run leaves goes to runs/1")
+    tried = ["loading --reward mine.py:mine", "tried with 一只红色的圆"]
+    tried += ["mine.py:mine: no reward for 1 of 2 prompts, which are Chinese"]
+    tried += ["loading --eval-reward mine.py:mine", "tried with a red circle", "tried with 一只红色的圆"]
+    assert lines[-6:] == tried
+
+
+def test_a_run_names_the_projects_files_by_their_place_in_it(one_step, monkeypatch):
+    """So another clone finds its own, from whatever folder; others may lie elsewhere if they are the same."""
+    state = json.loads((one_step / "checkpoints" / "000001" / "state.json").read_text())["settings"]
+    assert state["model"] == "tiny-glm-image" and str(ROOT) not in json.dumps(state)
+    monkeypatch.chdir(one_step.parent)
+    assert train.parse_settings(["--resume", "run"]).model == str(ROOT / "tiny-glm-image")
+    assert train.parse_settings(["--resume", "run", "--prompts", "elsewhere.txt"]).prompts == "elsewhere.txt"
+    assert tiny_settings().reward == "tiny-glm-image/check.py:facts"
+
+
+def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatch):
+    Path("mine.py").write_text(
+        "def mine(images, prompts, targets):\n    return [float('cross' in p) * i for i, p in enumerate(prompts)]\n"
+    )
+    shown = []
+    monkeypatch.setattr(
+        "runtime.log.save_grid", lambda path, rows, title: shown.extend(rows) or Image.new("RGB", (8, 8))
+    )
+    both = ["--train", "both", "--paintings", "2", "--decode-steps", "2"]
+    for flags in ([], both):
+        shown.clear()
+        more = ["--reward", "mine.py:mine", "--prompts-per-step", "2", "--steps", "1", *flags]
+        assert quick(*more, "--out", f"run{len(flags)}") == 0
+        assert shown[0][0] == "a blue cross"
+        captions = [caption for _, cells in shown for _, caption, *_ in cells]
+        signs = ["-", "-", "+", "+"] if flags else ["-", "+"]
+        assert [caption.split(", advantage ")[1] for caption in captions] == [f"{sign}0.71" for sign in signs]
 
 
 def test_ctrl_c_while_the_libraries_load_has_no_traceback(tmp_path):
@@ -561,15 +596,16 @@ def test_the_line_of_a_step_by_hand():
         ({"unscored": 1.0}, "no reward applied to any picture"),
         ({"skipped": 1.0}, "no gradient was finite"),
         ({"grad_norm": 0.1}, None),
-        ({"decoder/grad_norm": 0.1}, None),
     ],
 )
-def test_why_nothing_was_learned(changes, words):
-    record = {"grad_norm": 0.0, "unscored": 0.0, "skipped": 0.0, "groups_without_spread": 1.0}
+def test_why_a_half_learned_nothing(changes, words):
+    """Each for itself; a half that was not to learn has no reason."""
+    record = {"grad_norm": 0.0, "unscored": 0.0, "skipped": 0.0}
     reason = why_nothing_was_learned([record | changes] * 2)
     assert reason is None if words is None else words in reason
-    decoder = {"grad_norm" if name == "groups_without_spread" else name: 0.0 for name in record}
-    assert "a higher --noise-level, or a larger" in why_nothing_was_learned([decoder])
+    both = record | {"grad_norm": 0.1, "decoder/grad_norm": 0.0}
+    assert why_nothing_was_learned([both]) is why_nothing_was_learned([record], "decoder/") is None
+    assert "a higher --noise-level, or a larger" in why_nothing_was_learned([both], "decoder/")
     assert why_nothing_was_learned([record, record | {"grad_norm": 0.2}]) is why_nothing_was_learned([]) is None
 
 
@@ -637,4 +673,4 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
     assert Path("run/before-after.png").exists()
     output = "".join(capfd.readouterr())
     assert "step 1/1 | reward none | 100% without spread | 100% unscored" in output
-    assert "warning: nothing was learned: no reward applied to any picture" in output
+    assert "warning: the policy learned nothing: no reward applied to any picture" in output

@@ -98,7 +98,7 @@ def test_the_best_step_is_that_of_prompts_held_out_unless_no_reward_applies_to_t
         return best_step([{"step": i, "reward": known, "held_out/reward": new} for i, (known, new) in enumerate(pairs)])
 
     assert best((0.1, 0.5), (0.9, 0.4), (0.2, 0.6)) == (2, "")
-    words = "prompts the reward was higher after 1 step, 0.900, than at the end, 0.200"
+    words = "prompts reward was higher after 1 step, 0.900, than at the end, 0.200"
     assert best((0.1, None), (0.9, None), (0.2, None)) == (1, f"on training {words}")
     assert best((0.1, 0.2), (0.1, 0.9), (0.9, 0.2)) == (1, f"on held-out {words}")
     assert best((0.1, 0.20004), (0.1, 0.20001)) == (0, ""), "as people read it"
@@ -153,7 +153,8 @@ def test_the_cards_say_what_the_adapters_are_and_how_they_load(quick):
         card = Path("run", folder, "README.md").read_text()
         shared = ("base_model: tiny-glm-image", "trained for 1 step.", '"reward": "ssim:1,mse:1"', '"paintings": 3')
         assert all(words in card for words in (load, *shared))
-        assert f"| ssim, held-out prompts | {before:.3f} | {after:.3f} | 2 |" in card
+        held_out = card.partition("- held-out prompts: ")[2].splitlines()[0]
+        assert f"ssim {before:.3f} -> {after:.3f}, " in held_out and held_out.endswith("(2 images: 1 prompt x 2)")
         assert "More Information Needed" not in card and str(ROOT) not in card
         assert Image.open(f"run/{folder}/before-after.png").width > 100
 
@@ -185,7 +186,7 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     assert train.main([*arguments, "--steps", "1", "--prompts-per-step", "1", "--out", "run"]) == 0
     settings = json.loads(Path("run/settings.json").read_text())
     assert (settings["decode_steps"], settings["guidance_scale"], settings["top_p"]) == (12, 1.5, 0.75)
-    assert Path(settings["prompts"]) == ROOT / "prompts" / "train.txt" and settings["targets"] is None
+    assert settings["prompts"] == "prompts/train.txt" and settings["targets"] is None
     before, _ = records("run/evaluation.jsonl")
     assert {f"held_out/reward/{name}={clip}" for name in ("pickscore", "clip", "hps")} <= before.keys()
     output = capsys.readouterr().out

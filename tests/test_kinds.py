@@ -28,11 +28,11 @@ def read(folder, text):
 
 
 def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
-    text = "alone\n# kind: counting\nthree circles\n# kindred spirits\n#kind:two words \n\n# 1 fan\n# kind:\n# kind: counting\ntwo"
+    text = "alone\n# kind: counting\nthree circles\n# kindred spirits\n## Kind = two words \n\n\\# 1 fan\n\\a\n#kind:counting\ntwo"
     prompts = read(tmp_path, text)
-    assert prompts.texts == ["alone", "three circles", "# kindred spirits", "# 1 fan", "# kind:", "two"]
-    assert prompts.kinds == ["other", "counting", "counting", "two words", "two words", "counting"]
-    assert prompts.lines == [1, 3, 4, 7, 8, 10]
+    assert prompts.texts == ["alone", "three circles", "# 1 fan", "\\a", "two"], "comments are left out"
+    assert prompts.kinds == ["other", "counting", "two words", "two words", "counting"]
+    assert prompts.lines == [1, 3, 7, 8, 10]
     assert read(tmp_path, "a\n# b\n").kinds is None, "there is one kind, without a name"
 
 
@@ -96,7 +96,7 @@ AFTER = evaluation(9, training=(0.5, 0.4), held_out=(0.3, 0.3))
 def test_the_table_by_hand():
     lines = kinds_table(BEFORE, AFTER)
     assert [line.strip("| ").split(" | ")[0].strip() for line in lines] == [
-        "", "training", lines[2].split()[1], "x", "y", MEAN, "", "held out", lines[2].split()[1], "x", "y", MEAN,
+        "", "training", lines[2].split()[1], "x", "y", MEAN, "", "held-out", lines[2].split()[1], "x", "y", MEAN,
     ]  # fmt: skip
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[1] == ["training", "prompts", "f.py:facts", "g.py:right"], "the lone reward is the sum, and shown once"
@@ -117,7 +117,7 @@ def test_two_rewards_have_their_sum_in_the_table():
 
 def test_a_line_of_an_evaluation_has_errors():
     before, after = (np.std(means, ddof=1) / 2 for means in ([0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.4, 0.5]))
-    words = f"reward 0.350 +- {before:.3f} -> 0.500 +- {after:.3f}, f.py:facts 0.350 +- {before:.3f} -> 0.500"
+    words = f"f.py:facts 0.350 +- {before:.3f} -> 0.500 +- {after:.3f}"
     assert summary("", BEFORE, AFTER).startswith(words)
     assert summary("held_out/", AFTER).endswith("(8 images: 4 prompts x 2)")
 
@@ -129,9 +129,16 @@ def test_a_drop_within_the_error_is_no_warning():
 
     assert words((0.877, 0.03), (0.875, 0.03)) == "" and words((0.9, 0.08), (0.8, 0.08)) == "", "0.08 each, 0.11 both"
     assert words((0.9, 0.03), (0.8, 0.03)) == (
-        "on held-out prompts the reward was higher after 0 steps, 0.900 +- 0.030, than at the end, 0.800 +- 0.030"
+        "on held-out prompts reward was higher after 0 steps, 0.900 +- 0.030, than at the end, 0.800 +- 0.030"
     )
     assert words((0.9, None), (0.8, None)) != "", "of one prompt there is no error"
+
+
+def test_the_best_step_of_z_scores_is_that_of_a_judge():
+    """The raw sum is not what such a run maximises."""
+    evaluations = [{"step": 0, "held_out/reward": 5.0, "held_out/reward/hps": 0.2}]
+    evaluations.append({"step": 1, "held_out/reward": 1.0, "held_out/reward/hps": 0.3})
+    assert best_step(evaluations)[0] == 0 and best_step(evaluations, "reward/hps") == (1, "")
 
 
 # ---- pictures -------------------------------------------------------------------------------------------------------

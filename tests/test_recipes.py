@@ -1,6 +1,8 @@
 """The recipes of docs/copying.md, edited into a copy to the letter: against the papers."""
 
 import importlib.util
+import runpy
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -155,3 +157,12 @@ def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
     for job in side_by_side(monkeypatch, ranks):
         for found, wanted in zip(job.result()[0], expected, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
+
+
+def test_z_scores_of_several_rewards_keep_their_std_with_dr_grpo(tmp_path, monkeypatch):
+    """Of two rewards of opposite order that of larger spread must not decide alone."""
+    monkeypatch.setitem(sys.modules, "grpo", edited("Dr. GRPO", tmp_path))
+    combine = runpy.run_path(str(ROOT / "rewards.py"))["combine"]
+    raw = {"large": torch.tensor([0.0, 1.0, 2.0, 3.0]), "small": torch.tensor([0.03, 0.02, 0.01, 0.0])}
+    combined = combine(raw, {"large": 1.0, "small": 1.0}, 4, "zscore")
+    torch.testing.assert_close(combined, torch.zeros(4), atol=1e-3, rtol=0)

@@ -121,6 +121,14 @@ def test_the_share_of_facts_by_hand():
         assert check.facts([make.draw(scene)], [prompt]).item() == pytest.approx(share), prompt
 
 
+def test_near_falls_with_every_pixel_that_was_not_drawn():
+    drawn = make.draw((("circle", "red"), None, None, None))
+    smeared = drawn.filter(ImageFilter.GaussianBlur(2))
+    other = make.draw((("circle", "blue"), None, None, None))
+    near = check.near([drawn, smeared, smeared.filter(ImageFilter.GaussianBlur(2)), other]).tolist()
+    assert near[0] == near[3] == 1 > near[1] > near[2] > 0.9
+
+
 def test_the_judge_calls_a_mess_a_mess():
     """Noise, half a shape, two colours, another colour, two shapes in one, a stray patch: none is clean, none is right."""
     red, blank = make.draw((("circle", "red"), None, None, None)), Image.new("RGB", (128, 128), make.WHITE)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from conftest import ROOT
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
@@ -130,6 +131,25 @@ def test_prompts_of_one_length(kind, tmp_path):
     check(model, EQUAL)
     with pytest.raises(ValueError, match="sample prompts of one length together"):
         check(model, RAGGED)
+
+
+def test_attention_of_ones_own_says_that_it_takes_prompts_of_several_lengths():
+    """As docs/copying.md says it."""
+    model = llama()
+    own = torch.nn.Module()
+    own.forward = lambda input_ids, position_ids=None, **rest: model(input_ids, position_ids=position_ids, **rest)
+    own.device = torch.device("cpu")
+    with pytest.raises(ValueError, match="prompts of one length together"):
+        check(own, RAGGED)
+    page = (ROOT / "docs" / "copying.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^model.config = transformers.(.*)$", page, flags=re.MULTILINE)
+    own.config = eval(line, vars(transformers))
+    check(own, RAGGED)
+
+
+def test_weights_that_are_not_float32_are_warned_of():
+    with pytest.warns(UserWarning, match="trained weights are not float32"):
+        trainer(llama().bfloat16())
 
 
 def test_attention_that_ignores_a_mask_takes_prompts_of_one_length():
