@@ -47,14 +47,14 @@ class Run:
     """What a run works with."""
 
     pipe: GlmImagePipeline  # the stock pipeline without its language model: it paints
-    policy: GRPO  # trains the language model, which writes the codes
-    decoder: DecoderGRPO | None  # trains the decoder, if that learns
+    policy_trainer: GRPO  # of the language model, which writes the codes
+    decoder_trainer: DecoderGRPO | None  # of the decoder, if that learns
     phase: Phases
 
     @property
-    def trainers(self):
-        """The trainers by the names that checkpoints have for them."""
-        return {"codes": self.policy} | ({} if self.decoder is None else {"decoder": self.decoder})
+    def trainers(self):  # by the names that checkpoints have for them
+        trainers = {"codes": self.policy_trainer, "decoder": self.decoder_trainer}
+        return {name: trainer for name, trainer in trainers.items() if trainer is not None}
 
 
 def load_run(settings, data, device, turns):
@@ -93,10 +93,10 @@ def rollout(run, settings, rewards, prompts, seed):
     rewards: {name: (function, weight)}. prompts: Prompts. seed: of sampling and painting. run.phase(name, *models) times
     what is within it, and first brings the models to the GPU if they take turns there.
     """
-    with run.phase("sample", run.policy.model), failing_together(prompts.texts):
+    with run.phase("sample", run.policy_trainer.model), failing_together(prompts.texts):
         size = settings.height, settings.width
         encoded = [encode_prompt(run.pipe.processor, text, *size, source) for text, source in prompts.with_sources()]
-        groups = run.policy.sample(encoded, settings.sequences, seed)  # 1. N groups of G code sequences
+        groups = run.policy_trainer.sample(encoded, settings.sequences, seed)  # 1. N groups of G code sequences
 
     images = []
     denoising_steps = []
@@ -125,7 +125,7 @@ def paint_group(run, settings, text, tokens, seed, source=None):
     """
     if settings.paintings == 1:
         return paint(run.pipe, text, tokens, settings, seed, source), []
-    return run.decoder.sample(text, tokens, settings.paintings, settings, seed)
+    return run.decoder_trainer.paint_paths(text, tokens, settings.paintings, settings, seed)
 
 
 def grpo_step(run, settings, rewards, prompts, seed):
@@ -142,19 +142,19 @@ def grpo_step(run, settings, rewards, prompts, seed):
         # 3. advantages: a code sequence gets the mean reward of its paintings, compared among the G of a prompt
         means = {name: values.view(-1, K).nanmean(1) for name, values in rolled.raw_rewards.items()}  # {name: (N*G,)}
         set_advantages(rolled.groups, combine(means, weights_of(rewards), G, settings.combine))
-        with run.phase("reference", run.policy.model):
-            run.policy.add_reference(rolled.groups)  # 4. log-probs of these codes under the reference
-        with run.phase("update", run.policy.model):
-            metrics |= run.policy.update(rolled.groups)  # 4. under the policy, 5. the loss, and 6. the update
+        with run.phase("reference", run.policy_trainer.model):
+            run.policy_trainer.add_reference(rolled.groups)  # 4. log-probs of these codes under the reference
+        with run.phase("update", run.policy_trainer.model):
+            metrics |= run.policy_trainer.update(rolled.groups)  # 4. under the policy, 5. the loss, and 6. the update
 
     if K > 1:
         # 3. to 6. for the decoder: its paintings are compared among the K of the same codes
         combined = combine(rolled.raw_rewards, weights_of(rewards), K, settings.combine)
         set_advantages(rolled.denoising_steps, repeat_for_steps(combined, rolled.denoising_steps))
         with run.phase("decoder reference", run.pipe.transformer):
-            run.decoder.add_reference(rolled.denoising_steps)
+            run.decoder_trainer.add_reference(rolled.denoising_steps)
         with run.phase("decoder update", run.pipe.transformer):
-            updated = run.decoder.update(rolled.denoising_steps)
+            updated = run.decoder_trainer.update(rolled.denoising_steps)
         metrics |= {f"decoder/{name}": value for name, value in updated.items()}
 
     entropy = -torch.stack([group.old_logprobs for group in rolled.groups]).mean().item()  # an unbiased estimate of it

@@ -94,7 +94,7 @@ def repair(run, settings, training, held_out, pictures):
     for step in range(1, settings.steps + 1):
         rows = torch.randperm(len(training), generator=chosen)[: settings.prompts_per_step].tolist()
         texts, targets, codes = zip(*(training[row] for row in rows), strict=True)
-        run.policy.groups = [SimpleNamespace(tokens=tokens, old_logprobs=torch.zeros(1)) for tokens in codes]
+        run.policy_trainer.groups = [SimpleNamespace(tokens=tokens, old_logprobs=torch.zeros(1)) for tokens in codes]
         seed = train.seed_of_step(step, settings)
         rolled, metrics = train.grpo_step(run, settings, likeness, Prompts(texts, targets), seed)
         if step % 25 == 0 or step == settings.steps:

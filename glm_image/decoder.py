@@ -122,7 +122,7 @@ class DecoderGRPO(GRPO):
         self.pipe.set_progress_bar_config(disable=True)
 
     @without_cudnn_attention  # as in logprobs
-    def sample(self, prompt, tokens, num_paintings, settings, seed):
+    def paint_paths(self, prompt, tokens, num_paintings, settings, seed):
         """Paint each of G code sequences (G, T) of a prompt `num_paintings` (K) times, all from one starting noise.
 
         settings: as for `paint`. seed: fixes the noise and the paths. Returns latents of G*K pictures and the

@@ -91,8 +91,8 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     run, seen, stock = build_run(settings := tiny_settings("--group-size", "2")), [], {}
     tokens = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(run.policy, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2)
-    run.phase.offload = Offload([run.policy.model, *train.painting_models(run.pipe)], CPU)
+    monkeypatch.setattr(run.policy_trainer, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2)
+    run.phase.offload = Offload([run.policy_trainer.model, *train.painting_models(run.pipe)], CPU)
     up = lambda model: any(weight.data_ptr() != home.data_ptr() for weight, home in run.phase.offload.homes[model])
     for name in ("paint", "develop"):
         stock[name] = getattr(train, name)
@@ -213,7 +213,7 @@ def test_the_code_for_the_release_paints_with_files_in_bfloat16(page, tmp_path, 
     """At the size of the tiny model, and on a CPU."""
     monkeypatch.chdir(tmp_path)
     adapter = re.search(r'load_adapter\("(.*?)"\)', page)[1]
-    build_run(tiny_settings()).policy.model.save_pretrained(adapter)
+    build_run(tiny_settings()).policy_trainer.model.save_pretrained(adapter)
     first, second = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     own = {'"tiny-glm-image': f'"{TINY}', '"zai-org/GLM-Image"': repr(saved_in_bfloat16(tmp_path / "release"))}
     own |= {

@@ -633,7 +633,7 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     seen = []
     settings = tiny_settings(*SHORT, "--combine", combine)
     run = build_run(settings)
-    monkeypatch.setattr(run.policy, "update", lambda groups: seen.extend(groups) or {})
+    monkeypatch.setattr(run.policy_trainer, "update", lambda groups: seen.extend(groups) or {})
     rolled, metrics = train.grpo_step(run, settings, functions, Prompts(["a red circle"]), 0)
     total = 2 * a + 0.5 * b
     if combine == "zscore":

@@ -66,8 +66,8 @@ def roll_out(run, settings, seed=5):
 
 
 def learn(run, moves):
-    run.decoder.add_reference(moves)
-    return run.decoder.update(moves)
+    run.decoder_trainer.add_reference(moves)
+    return run.decoder_trainer.update(moves)
 
 
 def adapter(model):
@@ -123,13 +123,13 @@ def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe):
 def test_scored_again_the_log_probs_are_those_of_the_draw(guidance, calls):
     """Recomputed by the Gaussian's own formula from a transformer called by hand, guided as the pipeline does."""
     run, settings = build("--guidance-scale", guidance)
-    perturb(run.decoder.model)
+    perturb(run.decoder_trainer.model)
     moves = roll_out(run, settings)
     assert len(moves) == 2 * 2  # prompts x moves but the last
     for move in moves:
         assert move.old_logprobs.shape == (3, 8 * 8 * 8) and move.latents.device.type == "cpu"
         with torch.no_grad():
-            again = run.decoder.logprobs(move, torch.arange(3))
+            again = run.decoder_trainer.logprobs(move, torch.arange(3))
         assert (again - move.old_logprobs).mean(1).abs().max() < 2e-7, "of the mean over the numbers of a move"
         assert (again - move.old_logprobs).abs().max() < 1e-3
         assert len(move.calls) == calls
@@ -196,12 +196,12 @@ def test_micro_batches_change_neither_the_paths_nor_the_gradient():
     found = []
     for size in ("3", "2"):
         run, settings = build("--micro-batch-size", size, "--kl-coef", "0.1")
-        run.decoder.optimizer = torch.optim.SGD(adapter(run.decoder.model), lr=1.0)
-        perturb(run.decoder.model)
-        before = [p.detach().clone() for p in adapter(run.decoder.model)]
+        run.decoder_trainer.optimizer = torch.optim.SGD(adapter(run.decoder_trainer.model), lr=1.0)
+        perturb(run.decoder_trainer.model)
+        before = [p.detach().clone() for p in adapter(run.decoder_trainer.model)]
         moves = roll_out(run, settings)
         learn(run, moves)
-        change = [(p.detach() - b).flatten() for p, b in zip(adapter(run.decoder.model), before, strict=True)]
+        change = [(p.detach() - b).flatten() for p, b in zip(adapter(run.decoder_trainer.model), before, strict=True)]
         found.append((moves[-1].next_latents, torch.cat(change)))
     (expected_latents, expected), (latents, change) = found
     torch.testing.assert_close(latents, expected_latents, atol=1e-4, rtol=0)
@@ -212,10 +212,10 @@ def test_micro_batches_change_neither_the_paths_nor_the_gradient():
 def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
     """On fresh samples: minus the mean over moves of A times the mean log-density, by autograd."""
     run, settings = build("--kl-coef", "0")
-    run.decoder.optimizer = torch.optim.SGD(adapter(run.decoder.model), lr=1.0)
-    perturb(run.decoder.model)
-    moves, parameters = roll_out(run, settings), adapter(run.decoder.model)
-    logprobs = [run.decoder.logprobs(move, torch.arange(3)).mean(1) for move in moves]
+    run.decoder_trainer.optimizer = torch.optim.SGD(adapter(run.decoder_trainer.model), lr=1.0)
+    perturb(run.decoder_trainer.model)
+    moves, parameters = roll_out(run, settings), adapter(run.decoder_trainer.model)
+    logprobs = [run.decoder_trainer.logprobs(move, torch.arange(3)).mean(1) for move in moves]
     loss = -sum((move.advantages * logp).mean() for move, logp in zip(moves, logprobs)) / len(moves)
     expected = torch.autograd.grad(loss, parameters)
     before = [p.detach().clone() for p in parameters]
@@ -229,13 +229,13 @@ def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
 def test_the_reference_is_the_decoder_without_its_adapter():
     run, settings = build("--kl-coef", "0.1")
     moves = roll_out(run, settings)
-    perturb(run.decoder.model)
+    perturb(run.decoder_trainer.model)
     metrics = learn(run, moves)
     for move in moves:
         torch.testing.assert_close(move.ref_logprobs, move.old_logprobs, atol=1e-3, rtol=0)
     assert metrics["kl"] > 0
-    base = adapter(run.policy.model)
-    assert base and all(p.grad is None for p in run.policy.model.parameters()), "the codes' half is left alone"
+    base = adapter(run.policy_trainer.model)
+    assert base and all(p.grad is None for p in run.policy_trainer.model.parameters()), "the codes' half is left alone"
 
 
 # ---- credit ---------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def short(monkeypatch):
 def watched(run, monkeypatch):
     """What each learner is given to learn from."""
     seen = {}
-    for name, learner in (("codes", run.policy), ("decoder", run.decoder)):
+    for name, learner in (("codes", run.policy_trainer), ("decoder", run.decoder_trainer)):
         monkeypatch.setattr(learner, "update", lambda groups, name=name: seen.update({name: groups}) or {"skipped": 0})
     return seen
 
@@ -301,40 +301,47 @@ def test_a_path_ends_in_its_own_picture(short):
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch, short):
     run, settings = build("--lr", "0.001", "--decoder-lr", "0.002")
-    assert [trainer.optimizer.param_groups[0]["lr"] for trainer in (run.policy, run.decoder)] == [0.001, 0.002]
-    before, sampled, sample = [p.detach().clone() for p in adapter(run.policy.model)], [], run.policy.sample
-    monkeypatch.setattr(run.policy, "sample", lambda *given: sampled.append(given[1]) or sample(*given))
+    assert [trainer.optimizer.param_groups[0]["lr"] for trainer in (run.policy_trainer, run.decoder_trainer)] == [
+        0.001,
+        0.002,
+    ]
+    before, sampled, sample = (
+        [p.detach().clone() for p in adapter(run.policy_trainer.model)],
+        [],
+        run.policy_trainer.sample,
+    )
+    monkeypatch.setattr(run.policy_trainer, "sample", lambda *given: sampled.append(given[1]) or sample(*given))
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     rolled, metrics = train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS, targets), 5)
     assert sampled == [1] and len(rolled.images) == len(rolled.raw_rewards["ssim"]) == 2 * 3
     assert "groups_without_spread" not in metrics and metrics["decoder/groups_without_spread"] == 0
-    assert all(torch.equal(p, b) for p, b in zip(adapter(run.policy.model), before))
-    assert any(p.abs().max() > 0 for n, p in run.decoder.model.named_parameters() if "lora_B" in n)
+    assert all(torch.equal(p, b) for p, b in zip(adapter(run.policy_trainer.model), before))
+    assert any(p.abs().max() > 0 for n, p in run.decoder_trainer.model.named_parameters() if "lora_B" in n)
 
 
 def taking_turns(monkeypatch, offload):
     """A step of both halves: Adam's first moments, and whether the weights that a piece of work needs were brought up."""
     run, settings = build("--train", "both", "--group-size", "2", "--paintings", "2", "--kl-coef", "0.1", *VARIED)
     weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
-    head = run.policy.model.get_base_model().lm_head.weight
+    head = run.policy_trainer.model.get_base_model().lm_head.weight
     if offload:
-        models = [run.policy.model, *train.painting_models(run.pipe)]
-        run = train.Run(run.pipe, run.policy, run.decoder, train.Phases(CPU, Offload(models, CPU)))
-    adapters = adapter(run.policy.model) + adapter(run.decoder.model)
+        models = [run.policy_trainer.model, *train.painting_models(run.pipe)]
+        run = train.Run(run.pipe, run.policy_trainer, run.decoder_trainer, train.Phases(CPU, Offload(models, CPU)))
+    adapters = adapter(run.policy_trainer.model) + adapter(run.decoder_trainer.model)
     home, own, places, seen = weight.data_ptr(), head.data_ptr(), [p.data_ptr() for p in adapters], []
 
     def watch(owner, name, look):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: (seen.append(look()), original(*given))[1])
 
-    for owner, name in ((run.decoder, "logprobs"), (decoder, "paint")):
+    for owner, name in ((run.decoder_trainer, "logprobs"), (decoder, "paint")):
         watch(owner, name, lambda: weight.data_ptr() != home and head.data_ptr() == own)
     for name in ("sample", "logprobs"):
-        watch(run.policy, name, lambda: head.data_ptr() != own and weight.data_ptr() == home)
+        watch(run.policy_trainer, name, lambda: head.data_ptr() != own and weight.data_ptr() == home)
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS, targets), 5)
     assert [p.data_ptr() for p in adapters] == places, "what is trained stays"
-    optimizers = [run.policy.optimizer, run.decoder.optimizer]
+    optimizers = [run.policy_trainer.optimizer, run.decoder_trainer.optimizer]
     moments = [optimizer.state[p]["exp_avg"] for optimizer in optimizers for p in optimizer.state]
     return torch.cat([moment.flatten() for moment in moments]), seen
 
@@ -448,7 +455,7 @@ def test_one_move_leaves_nothing_to_learn(quick, capsys):
 def test_a_decoder_that_paints_nonsense_fails_the_step(short):
     """Its adapter is ruined: the prompt is named, and nothing is learned from black pictures."""
     run, settings = build()
-    for name, parameter in run.decoder.model.named_parameters():
+    for name, parameter in run.decoder_trainer.model.named_parameters():
         if "lora_B" in name:
             parameter.data.fill_(math.nan)
     with pytest.raises(runtime.StepFailed, match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a --lr or"):

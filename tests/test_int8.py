@@ -50,7 +50,7 @@ def test_the_layer_multiplies_by_what_was_rounded(bias):
 
 def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
     run = build_run(tiny_settings("--base", "int8", "--train", "both"))
-    base = run.policy.model.get_base_model()
+    base = run.policy_trainer.model.get_base_model()
     rounded = {name for part in (base, run.pipe.transformer, run.pipe.text_encoder, run.pipe.vae)
                for name, module in part.named_modules() if isinstance(module, Int8Linear)}  # fmt: skip
     assert any(name.endswith("mlp.down_proj.base_layer") for name in rounded), "what the adapter is added to"
@@ -58,7 +58,7 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
     within = [*base.model.language_model.layers.modules(), *run.pipe.transformer.transformer_blocks.modules()]
     plain = [module for module in within if type(module) is torch.nn.Linear]
     assert all(module.weight.requires_grad for module in plain), "all others are the adapters'"
-    for learner in (run.policy, run.decoder):
+    for learner in (run.policy_trainer, run.decoder_trainer):
         trained = [p for p in learner.model.parameters() if p.requires_grad]
         assert trained and all(p.dtype == torch.float32 for p in trained)
 

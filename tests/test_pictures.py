@@ -144,14 +144,14 @@ def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
 def test_only_adapters_are_trained_and_the_vision_tower_is_left_behind(run):
     painters = train.painting_models(run.pipe)
     assert len(painters) == 3, "glyph encoder, transformer, VAE"
-    for name, p in (pair for module in (run.policy.model, *painters) for pair in module.named_parameters()):
+    for name, p in (pair for module in (run.policy_trainer.model, *painters) for pair in module.named_parameters()):
         assert p.requires_grad == ("lora_" in name)
         assert ".visual." not in name and ".vqmodel." not in name
 
 
 def test_the_seed_fixes_the_adapters_start(run):
     def start(run):
-        models = (run.policy.model, run.decoder.model)
+        models = (run.policy_trainer.model, run.decoder_trainer.model)
         return torch.cat([p.detach().flatten() for model in models for p in model.parameters() if p.requires_grad])
 
     flags = ["--lora-rank", "8", "--train", "both", "--seed"]
@@ -173,7 +173,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     """What a run saves, the checkpoints too, loaded by transformers: the policy as trained, and not the base."""
     differing = [*write_reward(""), "--temperature", "5", "--top-p", "1"]  # the short pictures are blank below that
     assert quick(*differing, "--steps", "2", "--lr", "0.05", "--group-size", "4", "--out", "run") == 0
-    trained = build_run(small()).policy
+    trained = build_run(small()).policy_trainer
     checkpoints.load(Path("run"), {"codes": trained})
     tokens = codes(2, 40)
     expected = logprobs(pipe, trained.model, PROMPT, tokens)

@@ -362,7 +362,7 @@ def test_the_readme_paints_and_edits_a_picture(tmp_path, monkeypatch):
 def test_the_check_paints_with_trained_adapters(tmp_path):
     """Those of a run's folder, or either by itself."""
     run = build_run(tiny_settings("--train", "both"))
-    run.policy.model.save_pretrained(tmp_path / "run" / "adapter")
+    run.policy_trainer.model.save_pretrained(tmp_path / "run" / "adapter")
     run.pipe.transformer.save_lora_adapter(tmp_path / "run" / "decoder-adapter")
 
     def adapted(folder):
