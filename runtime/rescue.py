@@ -1,6 +1,7 @@
 """What breaks a run off: the last whole step is saved, on all ranks alike, and the user reads how to go on."""
 
 import shlex
+import sys
 from contextlib import contextmanager
 
 import torch
@@ -30,8 +31,8 @@ def failing_together(prompts):
 
 
 def how_to_go_on(out):
-    again = "the same torchrun command and" if ranks.count() > 1 else "python train.py"
-    return f"go on with {again} --resume {shlex.quote(str(out))}"
+    again = "the same torchrun command and" if ranks.count() > 1 else f"python {shlex.quote(sys.argv[0])}"
+    return f"go on with: {again} --resume {shlex.quote(str(out))}"
 
 
 @contextmanager

@@ -426,23 +426,26 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
 def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
     update = train.DecoderGRPO.update
     monkeypatch.setattr(train.DecoderGRPO, "update", lambda self, moves: update(self, moves) | {"skipped": 1.0})
-    assert quick(*BOTH, "--steps", "9", "--out", "run") == 2
-    output = capsys.readouterr()
-    assert "a step: 4 pictures" in output.out, "1 prompt x 2 code sequences x 2 paintings"
-    assert "5 steps in a row had no finite gradient" in output.err
+    assert quick(*BOTH, "--steps", "1", "--out", "run") == 0
+    output = capsys.readouterr().out
+    assert "a step: 4 pictures" in output, "1 prompt x 2 code sequences x 2 paintings"
+    assert "SKIPPED: the gradient was not finite" in output
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("decoder", [3]), ("both", [2, 2, 2])])
 def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, rows):
     """All K with --train decoder, and G rows of K with both."""
     drawn = []
-    monkeypatch.setattr("runtime.log.save_grid", lambda path, rows, title: drawn.append(rows))
+    monkeypatch.setattr(
+        "runtime.log.save_grid", lambda path, rows, title: drawn.append(rows) or Image.new("RGB", (8, 8))
+    )
     Path("mine.py").write_text("def count(images, prompts, targets):\n    return list(range(len(images)))\n")
     arguments = ["--reward", "mine.py:count", "--steps", "1", "--decode-steps", "2", "--group-size", "3"]
     assert quick(*arguments, "--train", kind, "--paintings", "2", "--out", kind) == 0
     found = [[caption for _, caption in cells] for _, cells in drawn[0]]
     assert [len(row) for row in found] == rows
-    assert [caption for row in found for caption in row] == [f"reward {i}.000" for i in range(sum(rows))]
+    captions = [caption.split(",")[0] for row in found for caption in row]
+    assert captions == [f"reward {i}.000" for i in range(sum(rows))]
     assert len({image.tobytes() for _, cells in drawn[0] for image, _ in cells}) > 1
 
 

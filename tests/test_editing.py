@@ -279,7 +279,7 @@ def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
     ("arguments", "words"),
     [
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
-        (["--sources", "one"], "one has 1 pictures for 2 prompts; give one per prompt, by line"),
+        (["--sources", "one"], "one has 1 pictures for 2 prompts; give one per prompt, sorted by name"),
         (["--sources", "broken"], "the source picture broken/2.png cannot be read"),
         (["--train", "both"], "with --sources only the codes can learn"),
     ],

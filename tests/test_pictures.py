@@ -126,7 +126,7 @@ def run():
 
 @pytest.mark.parametrize(
     ("half", "layers", "place", "lr"),
-    [("policy", 4 * 6, ".language_model.", 3e-3), ("decoder", 3 * 4, ".attn1.", 1e-3)],
+    [("policy_trainer", 4 * 6, ".language_model.", 3e-3), ("decoder_trainer", 3 * 4, ".attn1.", 1e-3)],
 )
 def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
     learner = getattr(run, half)

@@ -154,7 +154,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_message(processes, quick):
         elastic_launch(config, _in_child)(str(Path.cwd()), arguments, "output.txt", None, {})
     output = Path("output.txt").read_text()
     (message,) = re.findall("error: rank 1: .*", output)
-    for words in ("reward 'mine.py:reward' failed for the prompt", "no such face", "--resume run"):
+    for words in ("reward 'mine.py:reward' failed for '", "no such face", "--resume run"):
         assert words in message
     assert "\nerror: rank 0: stopped because rank 1 has failed" in output
     assert steps_saved("run")[-1] == "000002"
@@ -176,7 +176,7 @@ def test_ranks_stop_together(start, call, last):
     reward = on_rank_1(call, f"os.kill(os.getpid(), {int(signal.SIGTERM)})")
     codes, outputs = together(start, *reward, "--steps", "9", "--eval-every", "1", "--out", "run")
     assert codes == [0, 0], outputs
-    assert re.search("saved; go on with: torchrun --nproc-per-node 2 .*train.py --resume run", outputs[0])
+    assert re.search("saved; go on with: the same torchrun command and --resume run", outputs[0])
     assert len(records("run/metrics.jsonl")) == last
     assert steps_saved("run")[-1] == f"{last:06d}"
     assert [record["step"] for record in records("run/evaluation.jsonl")] == ([0, 1] if last else [])

@@ -11,18 +11,19 @@ import resource
 import shlex
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUICK, ROOT, adapter_of, records, resume, steps_saved, write_reward
+from conftest import QUICK, adapter_of, records, resume, steps_saved, write_reward
 from PIL import Image
 from safetensors.torch import load_file
 
 import train
 from grpo import GRPO
-from runtime import UserError, checkpoints, log
+from runtime import UserError, checkpoints
 from runtime.settings import build_parser
 
 
@@ -107,7 +108,7 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
     with pytest.raises(ConnectionError, match="503"):
         quick("--steps", "5", "--save-every", "2", "--out", "run")
     output = "".join(capfd.readouterr())
-    assert re.search("the last whole step is saved; go on with: python .*train.py --resume run", output)
+    assert re.search("the last whole step is saved; go on with: python .* --resume run", output)
     assert "cannot write" not in output and steps_saved("run") == ["000000", "000002", "000003"]
 
 
@@ -115,6 +116,7 @@ def test_a_resumed_run_keeps_every_setting_but_these(one_step):
     """All settings in turn, each with another value."""
     saved = json.loads((one_step / "checkpoints/000001/state.json").read_text())["settings"]
     may_change = {"micro_batch_size", "steps", "offload", "save_every", "eval_every", "tracker"}
+    may_change |= {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}  # hashed
     for action in build_parser()[0]._actions:
         if action.dest in ("help", "out", "resume"):
             continue
@@ -232,7 +234,7 @@ def test_checkpoints_are_pruned_but_for_the_best_which_is_named(quick, capsys):
     rewards = [record["reward"] for record in records("run/evaluation.jsonl")]
     assert rewards == pytest.approx([0.1, 0.5, 0.5, 0.95, 0.5, 0.5])
     assert steps_saved("run") == ["000002", "000004", "000005"]
-    words = "on held-out prompts the reward was higher after 2 steps, 0.900, than at the end, 0.500"
+    words = "on held-out prompts reward was higher after 2 steps, 0.900, than at the end, 0.500"
     assert f"warning: {words}; that adapter is in run/checkpoints/000002" in capsys.readouterr().out
 
 
@@ -243,7 +245,7 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
     """In the second step."""
     assert quick(*write_reward("if call > 4:\n    raise KeyError('no such face')"), "--steps", "9", "--out", "run") == 2
     message = error_of(capsys)
-    for words in ("reward 'mine.py:reward' failed for the prompt 'a ", "no such face", "--resume run"):
+    for words in ("reward 'mine.py:reward' failed for 'a ", "no such face", "--resume run"):
         assert words in message
     assert [record["step"] for record in records("run/metrics.jsonl")] == [1]
     assert steps_saved("run") == ["000000", "000001"]
@@ -271,7 +273,7 @@ def test_what_comes_after_is_never_labelled_before(quick, one_step, capsys, monk
     ((rows, title),) = drawn
     assert {caption.split(",")[0] for _, cells in rows for _, caption in cells} == {"after"}
     assert "before" not in title
-    assert "| none | -" in Path("run/adapter/README.md").read_text()
+    assert " -> " not in Path("run/adapter/README.md").read_text().partition("![before")[0].partition("after:")[2]
     assert Path("run/adapter/adapter_model.safetensors").exists()
 
 
@@ -290,23 +292,21 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
     assert quick("--steps", "9", "--prompts-per-step", "2", "--order", "file", "--out", "run") == 2
     message = error_of(capsys)
     assert "the log-probs sampled for 'a blue cross' are not finite" in message
-    assert "too high a --lr" in message and "once that is fixed, --resume run goes on" in message
+    assert "too high a --lr" in message and "once that is fixed, go on with: python " in message
     assert steps_saved("run") == ["000000", "000001"]
 
 
 def gradients_of(norms, monkeypatch):
-    """A run gives up after two steps in a row without a finite gradient; `norms` are those of the gradients."""
     norms = iter(norms)
-    monkeypatch.setattr(log, "MAX_SKIPPED", 2)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: torch.tensor(next(norms)))
 
 
-def test_steps_in_a_row_without_a_finite_gradient_stop_the_run(quick, capsys, monkeypatch):
-    """A step of many iterations is skipped if all are; and ten tenths are one."""
-    gradients_of([torch.nan, torch.inf] * 10, monkeypatch)
-    assert quick("--steps", "9", "--iterations", "10", "--out", "run") == 2
-    assert "2 steps in a row had no finite gradient" in error_of(capsys)
-    assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1, 1]
+def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, capsys, monkeypatch):
+    """Ten tenths are one."""
+    gradients_of([torch.nan, torch.inf] * 5, monkeypatch)
+    assert quick("--steps", "1", "--iterations", "10", "--out", "run") == 0
+    assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1]
+    assert "warning: the policy learned nothing: no gradient was finite" in capsys.readouterr().out
 
 
 def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
@@ -409,8 +409,7 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd):
     output = "".join(capfd.readouterr())
     assert "asked to stop: this step is finished, saved and evaluated; press again to quit" in output
     command = re.search("go on with: python (.*)", output)[1]
-    assert [Path(word).resolve() for word in shlex.split(command)[:1]] == [ROOT / "train.py"], "from any folder"
-    assert shlex.split(command)[1:] == ["--resume", "the run"]
+    assert shlex.split(command) == [sys.argv[0], "--resume", "the run"]
     assert [record["step"] for record in records("the run/metrics.jsonl")] == [1, 2]
     assert steps_saved("the run")[-1] == "000002"
     assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("the run"))
@@ -424,7 +423,7 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     assert quick(*reward, "--eval-count", "2", "--steps", "9", "--out", "run") == 0
     output = "".join(capfd.readouterr())
     assert "asked to stop: the first evaluation is aborted; press again to quit" in output
-    assert re.search("go on with: python .*train.py --resume run", output)
+    assert re.search("go on with: python .* --resume run", output)
     assert len(Path("calls").read_text()) == 2, "the trial, and a first prompt of two"
     assert steps_saved("run") == ["000000"] and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
     write_reward("")
