@@ -108,7 +108,7 @@ def rollout(run, settings, rewards, prompts, seed):
             if not all(step.old_logprobs.isfinite().all() for step in steps):
                 raise NotFinite([i])
             with run.phase("develop", run.pipe.vae):  # in a turn of its own, as it takes the most memory
-                painted = develop(run.pipe, latents)
+                painted = [x for part in latents.split(settings.micro_batch_size) for x in develop(run.pipe, part)]
             run.phase.painted()
             images += painted
             denoising_steps += steps
