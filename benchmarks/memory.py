@@ -4,7 +4,7 @@
 
 Runs models of the released sizes over tensors that have a shape but no content, and adds up what is alive. What learns
 reads by the trainer's own passes; of sampling and painting only what makes the peak is repeated. The card's context,
-gaps between tensors, and rewards where they take more than the VAE (runtime/reward_memory.py), come on top.
+gaps between tensors, and rewards where they take more than the VAE (runtime/gpu.py), come on top.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def build(base="bfloat16"):
             "vae": AutoencoderKL(**sizes["vae"]),
         }
     modules = {name: module.to(torch.bfloat16).eval() for name, module in modules.items()}
-    settings = parse_settings(["--model", "released sizes", "--train", "both", "--base", base])
+    settings = parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both", "--base", base])
     pipe, codes, decoder = build_trainers(GlmImagePipeline(**pipe.components | modules), settings, META)
     codes.decoder_modules = painting_models(pipe)
     for model in (codes.model, *codes.decoder_modules):
@@ -141,7 +141,7 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
     _, transformer, vae = codes.decoder_modules
     large = (size // 32) ** 2
     prompt, length = (TEXT + large, large) if edits else (TEXT, 256 + large)
-    forward = CapturedForward(policy, length)
+    forward = CapturedForward(policy, length, compile=False)
     found = {}
     phase = lambda name, learner=None: measured(found, name, [policy, *codes.decoder_modules], learner)
     policy.eval()

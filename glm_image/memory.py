@@ -1,7 +1,6 @@
 """GLM-Image: how much memory a run needs. Where the numbers come from: benchmarks/memory.py."""
 
-from runtime.gpu import CapturedForward, largest_micro_batch
-from runtime.reward_memory import scoring_memory
+from runtime.gpu import CapturedForward, scoring_memory
 
 # Bytes, an estimate: Adam's moments (0.4e9 to 0.5e9), kernels loaded at their first use, unused room between tensors.
 GAPS = 2.0e9  # The card's context (0.25e9 to 0.6e9) is not in it: it is there before we ask how much is free.
@@ -44,7 +43,7 @@ def working_memory(settings):
     """Bytes to leave beside the weights: if all stay on the GPU; in the turns of policy, decoder, VAE and rewards."""
     pixels = settings.height * settings.width
     rows = settings.prompts_per_step * settings.group_size  # sampled side by side
-    size = min(settings.micro_batch_size, largest_micro_batch(settings))
+    size = min(settings.micro_batch_size, max(settings.group_size, settings.paintings))
     tokens = 320 + pixels // 32**2  # prompt, preview and picture
     cast = CAST if settings.base == "int8" else 0
     painting = 0.13e6 * pixels // 16**2 * size + cast  # a pass of the decoder, one token per 16x16 pixels

@@ -12,8 +12,7 @@ from glm_image.painting import encode_prompt
 from grpo import GRPO, GRPOSettings
 from runtime.adapters import adamw, adapter_file, add_adapter
 from runtime.data import readable_loading
-from runtime.gpu import CapturedForward
-from runtime.int8 import round_linears
+from runtime.gpu import CapturedForward, round_linears
 from runtime.settings import TINY
 
 LORA_TARGETS = {
@@ -96,12 +95,14 @@ def build(pipe, settings, device, home=None):
 
 
 def policy_trainer(language_model, pipe, settings, device):
-    """GRPO of the language model: with an adapter, and on a GPU with a captured step for sampling."""
+    """GRPO of the language model: with an adapter, and on a GPU with a captured step for sampling, compiled or not."""
     model, reference = add_adapter(language_model, "codes", LORA_TARGETS["codes"], settings)
     num_codes = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
     if settings.sources:
         num_codes = settings.height * settings.width // 32**2  # an edit has no preview
-    forward = CapturedForward(model, num_codes) if device.type == "cuda" else None
+    compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
+    captured = compiled or device.type == "cuda"
+    forward = CapturedForward(model, num_codes, compile=compiled) if captured else None
     codes = slice(0, pipe.transformer.config.prior_vq_quantizer_codebook_size)
     optimizer = adamw(model, settings.lr, settings.warmup_steps)
     return GRPO(model, optimizer, algorithm(settings), codes, forward, reference)

@@ -1,5 +1,6 @@
 """What a run trains on and what judges it: prompts, pictures that some rewards compare with, rewards."""
 
+import importlib.util
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from transformers.utils import cached_file
 from rewards import CHINESE, RewardError, Vqa, parse_rewards, score
 from runtime import UserError, checkpoints, counted, readable, short_name
 from runtime.adapters import adapter_file
-from runtime.log import check_tracker
 from runtime.settings import TINY
 
 KIND = re.compile(r"#+ *kind *[:=] *(\S.*)", re.IGNORECASE)  # a line that names the kind of the prompts below it
@@ -151,7 +151,8 @@ def read_inputs(settings):
 
     Raises UserError before anything loads: for files that are wrong, and for a resumed run that began with other files.
     """
-    check_tracker(settings.tracker)
+    if settings.tracker != "none" and importlib.util.find_spec(settings.tracker) is None:
+        raise UserError(f"--tracker {settings.tracker} needs a package: pip install {settings.tracker}")
     with readable_loading(settings.model):
         cached_file(settings.model, "model_index.json")  # fail now if the model is missing: rewards take a while
     size = (settings.width, settings.height)

@@ -1,5 +1,6 @@
 """What a GPU needs: whether policy and decoder have to take turns on it, and the step of one token as a CUDA graph."""
 
+import gc
 import math
 import os
 import re
@@ -9,15 +10,18 @@ from types import SimpleNamespace
 
 import psutil
 import torch
-from torch.nn.functional import pad
-from transformers import StaticCache
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from grpo import Offload
+from rewards import AT_ONCE, split_spec
 from runtime import UserError, ranks
 from runtime.settings import changed
 
 LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # files of a control group
-PROCESS = 4e9  # bytes of host memory for all but the weights: CUDA's libraries, pictures
+PROCESS = 4e9  # bytes of host memory for all but the weights: CUDA's libraries, the compiler, pictures
 
 
 # ---- what fits ------------------------------------------------------------------------------------------------------
@@ -44,7 +48,8 @@ def plan(needed, meta_models, settings, device):
     limit = math.inf if "auto" not in (settings.micro_batch_size, settings.offload) else free
     sizes = [settings.micro_batch_size]
     if sizes == ["auto"]:
-        sizes = sorted({min(size, largest_micro_batch(settings)) for size in (1, 2, 4, 8)}, reverse=True)
+        largest = max(settings.group_size, settings.paintings)  # micro-batches are cut from one group
+        sizes = sorted({min(size, largest) for size in (1, 2, 4, 8)}, reverse=True)
 
     def fits(turns, size):
         together, turn, weights, paths = bytes_for(size)
@@ -69,10 +74,6 @@ def plan(needed, meta_models, settings, device):
     words = "take turns" + ("" if pinned else ", more slowly: so much cannot be page-locked") if turns else "both stay"
     print(f"memory: {reason}: they {words} (--offload {settings.offload})")
     return ("pinned" if pinned else "mapped") if turns else None
-
-
-def largest_micro_batch(settings):
-    return max(settings.group_size, settings.paintings)  # micro-batches are cut from one group
 
 
 def free_memory(device):
@@ -120,7 +121,74 @@ def place(models, device, forward, turns):
         return Offload(models, device, release, pin=False)
 
 
+CLIP_L = 1.71e9, 18e6, math.inf
+CLIP_H = 3.95e9, 22e6, math.inf
+SMOLVLM = 4.5e9, 0.35e9, AT_ONCE  # a picture of 17 tiles; a language model without a cache is below its vision tower
+NEEDED = {  # bytes: weights, work on each picture that is seen at once; and how many those are at most
+    "lpips": (0.01e9, 0.13e9, 1), "clip": CLIP_L, "aesthetic": CLIP_L, "pickscore": CLIP_H, "hps": CLIP_H,
+    "vqa": SMOLVLM, "edit": SMOLVLM,
+}  # fmt: skip
+
+
+def scoring_memory(spec, pictures):
+    """Bytes of the GPU that the rewards of a spec need while they score so many pictures, one after another.
+
+    Weights in a folder of the user's count as large as its files; a reward in a file of the user's counts 0.
+    """
+    needed = [0]
+    for source, _ in split_spec(spec):
+        name, _, folder = source.partition("=")
+        weights, work, most = NEEDED.get(name, (0, 0, 0))
+        files = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) if folder else 0
+        needed.append((files or weights) + work * min(pictures, most))
+    return max(needed)
+
+
+# ---- frozen weights as 8-bit integers, half the memory of bfloat16: --base int8 ----------------------------------------
+
+
+class Int8Linear(torch.nn.Linear):
+    """A linear layer whose weights (out, in) are int8 times a scale for each row: off by half a scale at most."""
+
+    def forward(self, x):
+        # The scale comes before the product. If it came after, torch.compile would replace both by a kernel for int8,
+        # _weight_int8pack_mm, which on CUDA has one thread per output and reads weights very slowly (pytorch 190529).
+        return linear(x, self.weight * self.scale[:, None], self.bias)
+
+
+@torch.no_grad()
+def round_linears(module, device=None):
+    """Makes an Int8Linear of every linear layer in `module`, one by one: weights mapped from a file are read only here.
+
+    device: where the rounded weights go; None: they stay where they are.
+    """
+    for layer in module.modules():
+        if type(layer) is torch.nn.Linear:
+            weight = layer.weight.to(device or layer.weight.device)  # (out, in)
+            scale = (weight.float().abs().amax(dim=1) / 127).clamp(min=1e-12).to(weight.dtype)  # (out,)
+            rounded = (weight.float() / scale.float()[:, None]).round().to(torch.int8)
+            layer.weight = torch.nn.Parameter(rounded, requires_grad=False)
+            layer.scale = torch.nn.Buffer(scale)
+            layer.__class__ = Int8Linear
+
+
 # ---- the step of one token ------------------------------------------------------------------------------------------------
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
+    """Attention of one new token: query heads (B, H, 1, D) that share one of K key-value heads become rows of one query.
+
+    transformers does the same, but not while compiling: there it copies the cache H / K times, 16 for GLM-Image.
+    """
+    if query.shape[2] > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    rows = query.view(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, K, H / K, D)
+    output = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(query.shape).transpose(1, 2), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 class CapturedForward:
@@ -132,13 +200,17 @@ class CapturedForward:
 
     Captured by hand: torch.compile(mode="reduce-overhead") records anew whenever offloading has moved the weights, and
     cannot give its memory back; transformers' static generate() breaks off in GLM-Image's positions, once per token.
+
+    compile: let torch.compile fuse the small kernels first, which takes a C compiler and, once, a minute or more.
     """
 
     ROOM = 256  # tokens: a cache is made for a multiple of this, so that it also serves prompts a little longer
 
-    def __init__(self, model, num_new_tokens):
+    def __init__(self, model, num_new_tokens, compile=True):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter lives in its layers
-        self.forward = base.forward
+        if compile:
+            base.config.get_text_config()._attn_implementation = "grouped"
+        self.forward = torch.compile(base.forward, dynamic=False) if compile else base.forward
         self.config = base.config
         self.num_new_tokens = num_new_tokens
         self.size = 0
@@ -148,7 +220,10 @@ class CapturedForward:
 
     def release(self):
         """Forget the graph, for the weights that it reads have left the GPU, and free the cache."""
+        held = self.cache is not None
         self.graph = self.logits = self.cache = self.ids = None
+        if held:
+            gc.collect()  # torch.compile keeps the cache with which it traced in a reference cycle: 1 GB
 
     def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
         if past_key_values is not self.cache:  # that of the prompts, which the model has just read
@@ -174,7 +249,7 @@ class CapturedForward:
             self.positions = torch.zeros(*position_ids.shape[:-2], rows, 1, dtype=torch.long, device=device)
             self.mask = torch.ones(rows, self.size, dtype=torch.bool, device=device)
         self.cache.reset()
-        for i, layer in enumerate(prompts.layers):  # missing rows are padded: a new shape is captured anew
+        for i, layer in enumerate(prompts.layers):  # rows that are missing are filled up: a new shape is captured anew
             fill = (0, 0, 0, 0, 0, 0, 0, len(self.ids) - rows)
             self.cache.update(pad(layer.keys, fill), pad(layer.values, fill), i)
         self.mask.fill_(True)
@@ -190,7 +265,7 @@ class CapturedForward:
         ).logits  # fmt: skip
 
     def _capture(self, length):
-        """First the step runs three times uncaptured on a side stream, so that workspaces are not captured.
+        """Record a step. It is first run in earnest, on a side stream, for what happens once: compilation, workspaces.
 
         Never two live graphs on one side stream: destroying one would free the other's workspace.
         """

@@ -1,6 +1,5 @@
 """The records of a run: numbers, pictures, a progress bar, the time of each phase; and how a signal ends the run."""
 
-import importlib.util
 import json
 import math
 import os
@@ -8,6 +7,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ from accelerate import PartialState, tracking
 from tqdm import tqdm
 
 from rewards import combine, split_spec
-from runtime import UserError, checkpoints, counted, format_number, ranks, without_nan
-from runtime.card import write_card
+from runtime import checkpoints, counted, format_number, ranks, without_nan
 from runtime.metrics import (
     PROMPTS,
     best_step,
@@ -90,8 +89,7 @@ class Phases:
         self.bar.unpause()
         self.read()
 
-    def painted(self):
-        """Another prompt has its pictures."""
+    def painted(self):  # another prompt
         if self.bar is not self.steps:
             self.bar.update()
 
@@ -197,7 +195,7 @@ class Record:
         self.track_picture("group", picture)
 
     def evaluation(self, training, held_out):
-        """training, held_out: (metrics, [(prompt, pictures, rewards, {judge: its rewards}, the picture they edit or None)])"""
+        """Of both: (metrics, [(prompt, pictures, rewards, {judge: its rewards}, the picture they edit or None)])"""
         record = {"step": self.done}
         for prefix, (metrics, _) in (("", training), ("held_out/", held_out)):
             record |= {prefix + key: value for key, value in without_nan(metrics).items()}
@@ -228,13 +226,11 @@ class Record:
     def curves(self):
         save_curves(self.out / "reward.png", read_jsonl(self.out / "metrics.jsonl"), self.evaluations)
 
-    def before(self):
-        """The record of the evaluation before training; None if its line was deleted."""
+    def before(self):  # None if its line was deleted
         return next((record for record in self.evaluations if record["step"] == 0), None)
 
     def save(self):
-        """A checkpoint; a run that only evaluates needs none."""
-        if self.writes and self.settings.steps > 0:
+        if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
             best, _ = best_step(self.evaluations, self.best_by)
             checkpoints.save(self.out, self.done, self.trainers, self.settings, self.hashes, best)
 
@@ -269,25 +265,59 @@ class Record:
             self.tracker.finish()
 
 
+README = """---
+base_model: {base}
+library_name: peft
+tags: [lora, grpo, glm-image]
+---
+
+# A LoRA adapter for {base}, trained with GRPO
+
+It adapts {what}, and was trained for {steps}. With FOLDER the folder of this file, it loads into the stock pipeline:
+`pipe.{load}`
+
+Means with standard errors over prompts, before -> after:
+
+{table}
+
+![before and after](before-after.png)
+
+```json
+{settings}
+```
+"""
+
+ADAPTERS = {  # folder: what it adapts, and how it loads
+    "adapter": ("the language model, which writes the image codes", "vision_language_encoder.load_adapter(FOLDER)"),
+    "decoder-adapter": ("the decoder", "transformer.load_lora_adapter(FOLDER, prefix=None, use_safetensors=True)"),
+}
+
+
+def write_card(folder, settings, before, after, picture):
+    """README.md and before-after.png in an adapter's folder. before, after: of evaluation.jsonl; before may be None."""
+    records = [before, after] if before else [after]
+    lines = [f"- {name} prompts: {summary(prefix, *records)}" for prefix, name in PROMPTS.items()]
+    lines += kinds_table(*records)
+    base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
+    what, load = ADAPTERS[folder.name]
+    shown = json.dumps(checkpoints.saved(settings), indent=2)
+    steps = counted(after["step"], "step")
+    text = README.format(base=base, what=what, load=load, steps=steps, table="\n".join(lines), settings=shown)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    picture.save(folder / "before-after.png")
+
+
 def start_tracker(settings, out):
     """One of accelerate's trackers, which gets the settings, or None. A resumed run is a further run of the same name."""
     if settings.tracker == "none":
         return None
     PartialState()
-    place = (
-        {"logging_dir": out}
-        if settings.tracker == "tensorboard"
-        else {"name": f"{out.resolve().parent.name}-{out.name}"}
-    )
+    name = f"{out.resolve().parent.name}-{out.name}"
+    place = {"logging_dir": out} if settings.tracker == "tensorboard" else {"name": name}
     tracker = tracking.LOGGER_TYPE_TO_CLASS[settings.tracker]("grpo-glm-image", **place)
     tracker.start()
     tracker.store_init_configuration(checkpoints.saved(settings))
     return tracker
-
-
-def check_tracker(kind):
-    if kind != "none" and importlib.util.find_spec(kind) is None:
-        raise UserError(f"--tracker {kind} needs a package: pip install {kind}")
 
 
 def append_jsonl(path, *records):

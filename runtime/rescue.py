@@ -5,6 +5,7 @@ import sys
 from contextlib import contextmanager
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from grpo import NotFinite
 from rewards import RewardError
@@ -48,6 +49,9 @@ def rescued(record):
         raise UserError(f"{error}; once that is fixed, {hint}" if record.done else error) from None
     except UserError:
         raise
+    except TorchDynamoException as error:  # --resume alone would fail again
+        record.save_whole_step()
+        raise UserError(f"torch.compile failed ({' '.join(str(error).split())[:120]}); try --compile no") from None
     except torch.OutOfMemoryError:
         record.save_whole_step()
         raise UserError(

@@ -22,9 +22,8 @@ TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources"}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
 UPDATE = 3.3  # passes of the decoder that take as long as one of its training passes, estimated in docs/memory.md
 FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
-# A resumed run may change these: its length, what it leaves, settings that change results by rounding alone; and where
-# its files lie, for their contents are compared.
-MAY_CHANGE = {"micro_batch_size", "offload", "steps", "save_every", "eval_every", "tracker", "out", "resume"}
+# A resumed run may change these: what alters results by rounding at most; and where files lie, whose contents count.
+MAY_CHANGE = {"micro_batch_size", "offload", "compile", "steps", "save_every", "eval_every", "tracker", "out", "resume"}
 MAY_CHANGE |= FILES
 
 
@@ -58,6 +57,7 @@ def build_parser():
     by_model = {}
     count = number(int, "[1, inf)")
     positive = number(float, "(0, inf)")
+    switch = ("auto", "yes", "no")
 
     def flag(name, kind, default, help, choices=None):
         """`default`: one for all models, a pair (tiny, GLM-Image), or None."""
@@ -127,9 +127,8 @@ def build_parser():
     flag("base", str, "bfloat16", "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory", bases)
     flag("micro_batch_size", number(int, "[1, inf)", "auto"), "auto",
          "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU the most of 8, 4, 2, 1 that fit")  # fmt: skip
-    flag(
-        "offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", ("auto", "yes", "no")
-    )
+    flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
+    flag("compile", str, "auto", "compile the step of sampling; auto: on a GPU (a CUDA graph in any case)", switch)
 
     group = parser.add_argument_group("what a run leaves")
     flag("out", str, None, "folder for everything the run leaves (default: the next free runs/N)")

@@ -10,7 +10,7 @@ from conftest import TINY, tiny_settings
 
 from benchmarks import memory, repair_decoder
 from glm_image.memory import needed, working_memory
-from runtime.int8 import round_linears
+from runtime.gpu import round_linears
 
 
 @pytest.fixture

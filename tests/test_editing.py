@@ -148,7 +148,7 @@ def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
         return grpo.generate_with_logprobs(policy, ids, 6, generators=generators, forward=forward, **options)[:2]
 
     tokens, logprobs = sample(None)
-    again, others = sample(CapturedForward(policy, 6))
+    again, others = sample(CapturedForward(policy, 6, compile=False))
     assert torch.equal(tokens, again)
     torch.testing.assert_close(logprobs, others, rtol=0, atol=1e-4)
     for i in range(3):
@@ -273,6 +273,11 @@ def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
     assert resume("killed") == 0
     assert records("killed/metrics.jsonl") == records("straight/metrics.jsonl")
     assert adapter_of("killed") == adapter_of("straight")
+
+
+def test_a_compiled_run_expects_no_preview():
+    settings = tiny_settings("--sources", str(TINY / "sources"), "--compile", "yes", "--height", "96")
+    assert build_run(settings).policy_trainer.forward.num_new_tokens == 3 * 4
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ No graph is captured here; a stand-in checks that everything a replay would read
 """
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import make
 import pytest
 import torch
-from conftest import CPU, tiny_settings
+from conftest import CPU, records, tiny_settings
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -20,7 +23,7 @@ from glm_image.model import meta_models
 from grpo import Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
 from runtime.adapters import adamw
-from runtime.gpu import CapturedForward, place, plan
+from runtime.gpu import CapturedForward, grouped_attention, place, plan
 from runtime.log import Phases
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
@@ -245,6 +248,24 @@ def test_place_puts_models_where_they_belong(monkeypatch):
 # ---- the step of one token ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def compiled_at_once(monkeypatch):
+    """torch.compile without code generation: the step is traced, whole, which is what could go wrong here."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
+    yield
+    torch._dynamo.reset()
+
+
+def test_grouped_attention_equals_repeated_heads():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 10, 16), torch.randn(2, 2, 10, 16)
+    mask = (torch.arange(10) < torch.tensor([4, 7])[:, None]).view(2, 1, 1, 10)
+    scores = (query @ key.repeat_interleave(4, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
+    expected = (scores.softmax(-1) @ value.repeat_interleave(4, 1)).transpose(1, 2)  # (2, 1, 8, 16)
+    output, _ = grouped_attention(None, query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(output, expected)
+
+
 class RecordedGraph:
     """Stands in for a CUDA graph: repeats a step, which must find everything at the addresses it was recorded with."""
 
@@ -379,7 +400,7 @@ def same_samples(model, forward, prompts, positions=None, group=2, **shaping):
 def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_graphs):
     """Prompts of several lengths side by side; fewer of them; longer ones, for which the cache must grow; released."""
     monkeypatch.setattr(CapturedForward, "ROOM", 32)
-    forward = GraphedForward(glm, LENGTH)
+    forward = GraphedForward(glm, LENGTH, compile=False)
     three = encode(pipe, "a ring", "a red circle and a blue cross", "three squares")
     same_samples(glm, forward, *three, **SHAPING)
     cache, size = forward.cache, forward.size
@@ -411,27 +432,50 @@ def test_memory_that_runs_out_in_a_capture_is_named(glm, pipe, monkeypatch, reco
 
     monkeypatch.setattr(torch.cuda, "graph", fail)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-        same_samples(glm, GraphedForward(glm, LENGTH), *encode(pipe, "a ring"), **SHAPING)
+        same_samples(glm, GraphedForward(glm, LENGTH, compile=False), *encode(pipe, "a ring"), **SHAPING)
 
 
-def test_captured_forward_follows_the_adapter(recorded_graphs):
+@pytest.mark.parametrize("kind", ["compiled", "graph"])
+def test_captured_forward_follows_the_adapter(kind, compiled_at_once, recorded_graphs):
     model = with_adapter(text_model())
-    forward = GraphedForward(model, LENGTH)
-    for size, group in ((0.0, 2), (0.3, 2), (0.6, 5)):
+    forward = (GraphedForward if kind == "graph" else CapturedForward)(model, LENGTH, compile=kind == "compiled")
+    sizes = ((0.0, 2), (0.3, 2), (0.6, 5)) if kind == "graph" else ((0.0, 2), (0.3, 2))
+    for size, group in sizes:
         perturb(model, size)
         same_samples(model, forward, PROMPTS, group=group, temperature=1.5)
-    assert RecordedGraph.made == 2, "one for each number of rows"
+    assert RecordedGraph.made == (2 if kind == "graph" else 0), "one for each number of rows"
+    assert (model.config._attn_implementation == "grouped") == (kind == "compiled")
+
+
+def test_a_released_cache_is_free_at_once(compiled_at_once):
+    """torch.compile keeps what it traced with in a reference cycle: on a GPU the first cache would stay, 1 GB."""
+    model = text_model()
+    forward = CapturedForward(model, LENGTH)
+    gc.collect()
+    gc.disable()
+    try:
+        generate_with_logprobs(model, PROMPTS, LENGTH, num_samples=2, forward=forward)
+        keys = weakref.ref(forward.cache.layers[0].keys)
+        forward.release()
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 # ---- in a run -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA])
-def test_a_gpu_captures_the_step(device):
-    settings = tiny_settings()
+@pytest.mark.parametrize(
+    ("device", "choice", "captured", "compiled"),
+    [(CPU, "auto", False, False), (CPU, "yes", True, True), (CUDA, "auto", True, True), (CUDA, "no", True, False)],
+)
+def test_a_gpu_captures_the_step_and_compiles_it_unless_told_otherwise(device, choice, captured, compiled):
+    settings = tiny_settings("--compile", choice)
     _, policy, _ = train.build(train.load(settings, CPU), settings, device)
-    assert isinstance(policy.forward, CapturedForward) == (device == CUDA)
-    assert device == CPU or policy.forward.num_new_tokens == 256 + 4 * 4, "of the preview and the picture"
+    assert isinstance(policy.forward, CapturedForward) == captured
+    assert hasattr(getattr(policy.forward, "forward", None), "_torchdynamo_orig_callable") == compiled
+    assert (policy.model.get_base_model().config.get_text_config()._attn_implementation == "grouped") == compiled
+    assert not captured or policy.forward.num_new_tokens == 256 + 4 * 4, "of the preview and the picture"
 
 
 @pytest.mark.parametrize("size", [1.0, 5e-9])
@@ -455,3 +499,12 @@ def test_all_models_leave_while_rewards_score(monkeypatch):
         with phase(name, *models):
             assert moved() == expected
     assert set(phase.read()) == {f"seconds/{name}" for name in ("move", "sample", "paint", "score")}
+
+
+def test_a_compiled_run_is_the_same_run(quick, compiled_at_once):
+    for choice in ("no", "yes"):
+        assert quick("--steps", "1", "--compile", choice, "--out", choice) == 0
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        expected, found = records(f"no/{name}")[0], records(f"yes/{name}")[0]  # before weights may have grown apart
+        shown = expected.pop("shown", None)
+        assert found.pop("shown", None) == shown and found == pytest.approx(expected, abs=1e-4, nan_ok=True)

@@ -13,7 +13,7 @@ import train
 from glm_image.model import LORA_TARGETS
 from grpo import get_per_token_logprobs
 from runtime.adapters import add_adapter
-from runtime.int8 import Int8Linear, round_linears
+from runtime.gpu import Int8Linear, round_linears
 
 
 def rounded_pair(dtype, bias=True):

@@ -14,7 +14,7 @@ from transformers import (
 
 import rewards
 from benchmarks.memory import META, Alive
-from runtime.reward_memory import NEEDED, scoring_memory
+from runtime.gpu import NEEDED, scoring_memory
 
 
 def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

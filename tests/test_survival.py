@@ -20,10 +20,12 @@ import torch
 from conftest import QUICK, adapter_of, records, resume, steps_saved, write_reward
 from PIL import Image
 from safetensors.torch import load_file
+from torch._inductor.exc import InductorError
 
 import train
 from grpo import GRPO
 from runtime import UserError, checkpoints
+from runtime.gpu import CapturedForward
 from runtime.settings import build_parser
 
 
@@ -115,7 +117,7 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
 def test_a_resumed_run_keeps_every_setting_but_these(one_step):
     """All settings in turn, each with another value."""
     saved = json.loads((one_step / "checkpoints/000001/state.json").read_text())["settings"]
-    may_change = {"micro_batch_size", "steps", "offload", "save_every", "eval_every", "tracker"}
+    may_change = {"micro_batch_size", "steps", "offload", "compile", "save_every", "eval_every", "tracker"}
     may_change |= {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}  # hashed
     for action in build_parser()[0]._actions:
         if action.dest in ("help", "out", "resume"):
@@ -349,6 +351,16 @@ def test_a_half_made_step_is_not_saved(quick, monkeypatch, iteration, saved):
     monkeypatch.setattr(GRPO, "logprobs", logprobs)
     assert quick(*write_reward(""), "--steps", "3", "--iterations", "2", "--out", "run") == 2
     assert steps_saved("run")[-1] == saved
+
+
+def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
+    def no_compiler(*arguments, **options):
+        raise InductorError(RuntimeError("Failed to find C compiler."), None)
+
+    monkeypatch.setattr(CapturedForward, "__call__", no_compiler)
+    assert quick("--steps", "1", "--compile", "yes") == 2
+    message = error_of(capsys)
+    assert "Failed to find C compiler" in message and "--compile no" in message
 
 
 def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
