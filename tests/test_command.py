@@ -650,9 +650,9 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     """Two prompts, three sequences each: a picture's colour is a number of its codes, and its reward is that colour."""
     shorten(monkeypatch.setattr)
     number = lambda codes: int(codes.sum()) % 251
-    paint = lambda pipe, prompt, tokens, *_: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
-    monkeypatch.setattr(train, "paint", paint)
-    monkeypatch.setattr(train, "develop", lambda pipe, images: images)
+    develop = lambda pipe, tokens: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
+    monkeypatch.setattr(train, "paint", lambda pipe, prompt, tokens, *_: tokens)
+    monkeypatch.setattr(train, "develop", develop)
     settings = tiny_settings(*SHORT, "--group-size", "3")
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
     prompts = Prompts(["a red circle", "a blue cross"])
