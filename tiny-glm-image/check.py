@@ -236,7 +236,7 @@ def paint(pipe, prompts, samples, seed, sources=None):
 
 
 def count_right(pipe, name, folder, options):
-    """Prints the share of right pictures for the prompts in a file. Returns the rows of a sheet, the first of each kind.
+    """Prints the share of right pictures for the prompts in a file. Returns the rows of a sheet, the first two of each kind.
 
     folder: of the pictures that the prompts are to change, or None.
     """
@@ -252,13 +252,14 @@ def count_right(pipe, name, folder, options):
     by_kind = {}
     for kind, mark in zip(kinds, marks.mean(1).tolist(), strict=True):
         by_kind.setdefault(kind, []).append(mark)
-    error = marks.mean(1).std() / len(prompts) ** 0.5  # over prompts: pictures of one prompt are much alike
+    mean = np.mean([np.mean(own) for own in by_kind.values()])
+    # Over prompts: pictures of one prompt are much alike.
+    error = np.sqrt(sum(np.var(own, ddof=1) / len(own) for own in by_kind.values())) / len(by_kind)
     shares = ", ".join(f"{kind} {np.mean(own):.0%}" for kind, own in by_kind.items())
     guard = f"facts {facts(images, each, None, originals).mean():.3f}, clean {clean(images).mean():.1%}"
-    print(f"{name}.txt: {marks.mean():.1%} +- {error:.1%} of {len(images)} right ({shares}); {guard}", flush=True)
+    print(f"{name}.txt: {mean:.1%} +- {error:.1%} right, mean of the kinds ({shares}); {guard}", flush=True)
     rows = []
-    for kind in by_kind:
-        i = kinds.index(kind)
+    for i in (i for i, kind in enumerate(kinds) if kind not in kinds[: max(0, i - 1)]):  # the first two of each
         own = images[i * options.samples :][: min(options.samples, 8)]
         cells = [(image, "right" if mark else "wrong", FRAMES[mark]) for image, mark in zip(own, marks[i].tolist())]
         rows.append((prompts[i], ([(sources[i], "to edit")] if sources else []) + cells))
@@ -280,7 +281,7 @@ def main():
         torch.set_num_threads(1)  # see train.py
         pipe = load(options.adapter)
         rows = {name: count_right(pipe, name, folder, options) for name, folder in FILES.items()}
-        title = "the first of each kind, held out"
+        title = "the first two of each kind, held out"
         save_grid(options.sheet, rows["heldout"] + rows["heldout-edits"], title, cell=96)
     except (UserError, OSError) as error:  # such as an adapter of another model, or a folder that cannot be written to
         print("error:", str(error).strip().split("\n")[0], file=sys.stderr)
