@@ -209,7 +209,7 @@ def test_the_judge_judges_only_what_it_can():
 
 
 def test_captions_of_the_tiny_model():
-    """Six kinds in both files; shapes that are counted, and pairs of shapes, are in one of them."""
+    """Six kinds in both files; pairs of shapes, and of a number and a shape, are in one of them."""
     counts = {"one": 6, "two": 30, "counting": 126, "colours": 36, "position": 120, "binding": 900}
     assert {kind: len(captions) for kind, captions in make.CAPTIONS.items()} == counts
     examples = ["a ring", "a ring and a cross", "three crosses", "a red ring", "a ring below a cross"]
@@ -224,11 +224,27 @@ def test_captions_of_the_tiny_model():
     pairs = [{frozenset(make.MEANING[each].shapes) for each in captions} for captions in parts]
     assert {pair for pair in pairs[0] & pairs[1] if len(pair) == 2} == set()
     counted = [[make.MEANING[each] for each in captions if kind_of(each) == "counting"] for captions in parts]
-    shapes = [{caption.shapes[0] for caption in captions} for captions in counted]
-    assert len(shapes[0]) == 4 and len(shapes[1]) == 2 and not shapes[0] & shapes[1]
+    numbered = [{(caption.word, caption.shapes[0]) for caption in captions} for captions in counted]
+    assert len(numbered[0]) == 12 and len(numbered[1]) == 6 and not numbered[0] & numbered[1]
     for captions in counted:
         assert {caption.word for caption in captions} == set(make.NUMBERS)
         assert {len(caption.colours) for caption in captions} == {0, 1}, "of the shape's usual colour, and of others"
+
+
+def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
+    """Neither captions, but for the single objects, nor edits."""
+    learned = {str(caption) for captions in make.seen_captions().values() for caption in captions}
+    assert {kind_of(caption) for caption in lines("heldout") if caption in learned} == {"one"}
+    captions, edits, (training, held_out) = [], [], make.split_edits(random.Random(0))
+    monkeypatch.setattr(make, "split_edits", lambda rng: (training, held_out))
+    monkeypatch.setattr(make, "random_edit", lambda rng: rng.choice([*training[:24], *held_out]))
+    monkeypatch.setattr(make, "misread", lambda caption, rng: captions.append(str(caption)) or caption)
+    monkeypatch.setattr(make, "misread_edit", lambda *edit: edits.append(edit[:2]) or edit[:2])
+    monkeypatch.setattr(make, "optimise", lambda name, policy, steps, lr, loss: loss())
+    with torch.no_grad():
+        make.train_policy(pipe.vision_language_encoder, pipe.processor, make.make_codebook(), 1, 1e-3, misreads=True)
+    assert captions and set(captions) <= learned
+    assert edits and not set(edits) & set(held_out)
 
 
 def test_the_size_of_the_tiny_model():
