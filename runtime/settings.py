@@ -89,9 +89,9 @@ def build_parser():
     flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both", halves)
     flag("group_size", number(int, "[2, inf)"), 4, "code sequences per prompt; paintings with --train decoder")
     flag("prompts_per_step", count, (16, 4), "prompts per step, on each GPU")
-    flag("steps", number(int, "[0, inf)"), (16, 200), "training steps; 0 evaluates only")
+    flag("steps", number(int, "[0, inf)"), (20, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
-    flag("lr", positive, (2e-3, 2e-5), "AdamW's learning rate")
+    flag("lr", positive, (3e-4, 2e-5), "AdamW's learning rate")
     flag("decoder_lr", positive, (1e-3, 1e-4), "AdamW's learning rate for the decoder's adapter")
     flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the learning rates rise")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
@@ -118,7 +118,7 @@ def build_parser():
     flag("eval_reward", str, ("tiny-glm-image/check.py:right,tiny-glm-image/check.py:clean", "hps"),
          "rewards that are only reported, never trained on; none: no such reward")  # fmt: skip
     flag("eval_count", count, (48, 8), "prompts per evaluation, of training and held out each, evenly over kinds")
-    flag("eval_every", number(int, "[0, inf)"), (8, 50), "steps between evaluations; 0: before and after only")
+    flag("eval_every", number(int, "[0, inf)"), (5, 50), "steps between evaluations; 0: before and after only")
     flag("eval_decode_steps", count, (6, 30), "denoising steps in an evaluation")
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
 

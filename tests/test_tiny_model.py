@@ -191,21 +191,40 @@ def test_the_judge_judges_only_what_it_can():
 
 
 def test_captions_of_the_tiny_model():
-    """Six kinds in both files; shapes that are counted, and pairs of shapes, are in one of them."""
+    """Six kinds in both files; pairs of shapes, and of a number and a shape, are in one of them."""
     counts = {"one": 6, "two": 30, "counting": 126, "colours": 36, "position": 120, "binding": 900}
     assert {kind: len(captions) for kind, captions in make.CAPTIONS.items()} == counts
-    files = [[make.MEANING[line] for line in lines(name)] for name in ("prompts", "heldout")]
+    parts = [[make.MEANING[line] for line in lines(name)] for name in ("prompts", "heldout")]
     pairs = []
-    counted = []
-    for captions in files:
-        assert len(captions) == len(set(captions)) and {caption.kind for caption in captions} == set(make.KINDS)
+    numbered = []
+    for captions, count in zip(parts, (112, 48), strict=True):
+        assert len(captions) == len(set(captions)) == count and {caption.kind for caption in captions} == set(
+            make.KINDS
+        )
         pairs.append({frozenset(caption.shapes) for caption in captions if len(set(caption.shapes)) == 2})
         counting = [caption for caption in captions if caption.kind == "counting"]
-        counted.append({caption.shapes[0] for caption in counting})
+        numbered.append({(caption.word, caption.shapes[0]) for caption in counting})
         assert {caption.word for caption in counting} == set(make.NUMBERS)
         assert {len(caption.colours) for caption in counting} == {0, 1}, "of the shape's usual colour, and of others"
-    for first, second in (files, pairs, counted):
+    assert [*map(len, numbered)] == [12, 6]
+    for first, second in (parts, pairs, numbered):
         assert first and second and not set(first) & set(second)
+
+
+def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
+    """Neither captions, but for the single objects, nor edits."""
+    learned = {str(caption) for captions in make.seen_captions().values() for caption in captions}
+    assert {kind_of(caption) for caption in lines("heldout") if caption in learned} == {"one"}
+    captions, edits, (training, held_out) = [], [], make.split_edits(random.Random(0))
+    monkeypatch.setattr(make, "split_edits", lambda rng: (training, held_out))
+    monkeypatch.setattr(make, "random_edit", lambda rng: rng.choice([*training[:24], *held_out]))
+    monkeypatch.setattr(make, "misread", lambda caption, rng: captions.append(str(caption)) or caption)
+    monkeypatch.setattr(make, "misread_edit", lambda *edit: edits.append(edit[:2]) or edit[:2])
+    monkeypatch.setattr(make, "optimise", lambda name, policy, steps, lr, loss: loss())
+    with torch.no_grad():
+        make.train_policy(pipe.vision_language_encoder, pipe.processor, make.make_codebook(), 1, 1e-3, misreads=True)
+    assert captions and set(captions) <= learned
+    assert edits and not set(edits) & set(held_out)
 
 
 def test_the_size_of_the_tiny_model():

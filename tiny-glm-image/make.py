@@ -99,6 +99,32 @@ def all_captions():
 CAPTIONS = all_captions()
 MEANING = {str(caption): caption for captions in CAPTIONS.values() for caption in captions}
 
+# Held out: words of which GRPO trains on no caption that has both; and for each shape by itself a colour.
+PAIRS = [{"circle", "square"}, {"triangle", "diamond"}, {"cross", "ring"}]
+PAIRS += map(set, zip([*NUMBERS] * 2, SHAPES, strict=True))  # two circles, three squares ... four rings
+COLOUR = dict(zip(SHAPES, ("green", "yellow", "purple", "black", "red", "blue"), strict=True))
+
+
+def unrewarded(caption):
+    """Whether a caption is held out from GRPO."""
+    if caption.kind == "colours":
+        return caption.colours[0] == COLOUR[caption.shapes[0]]
+    return any(pair <= {caption.word, *caption.shapes} for pair in PAIRS)
+
+
+def unseen(caption):
+    """Whether it is held out from every stage: a number of a shape in two colours, for in none only half composed."""
+    colours = (), (USUAL[caption.shapes[0]],), (COLOUR[caption.shapes[0]],)
+    return unrewarded(caption) and (caption.kind != "counting" or caption.colours in colours)
+
+
+def seen_captions():
+    """{kind: the captions that the policy learns from}, relations of coloured shapes too, so that there are more."""
+    placed = itertools.product(CAPTIONS["binding"], RELATIONS)
+    coloured = [Caption("position", caption.shapes, caption.colours, relation) for caption, relation in placed]
+    kinds = CAPTIONS | {"coloured position": coloured}
+    return {kind: [caption for caption in captions if not unseen(caption)] for kind, captions in kinds.items()}
+
 
 class Wish(NamedTuple):
     """What an edit asks for."""
@@ -140,7 +166,8 @@ def random_edit(rng):
     return tuple(scene), Wish(form, shapes[3] if form == "add" else shape, rng.choice(words[form]))
 
 
-SHARES = {"one": 1, "two": 3, "counting": 3, "colours": 3, "position": 6, "binding": 8}  # of the captions of a step
+SHARES = {"one": 1, "two": 3, "counting": 5, "colours": 2, "position": 5, "binding": 5}  # of the captions of a step
+SHARES |= {"coloured position": 4}
 
 
 def misread(caption, rng):
@@ -439,7 +466,8 @@ def train_policy(policy, processor, codebook, steps, lr, misreads):
     """Trains on captions and edits; with `misreads` what is painted is what was read, which may be something else."""
     rng = random.Random(2)
     blank = draw((None,) * 4)
-    prompts = {text: read_prompt(policy, processor, text) for text in MEANING}
+    seen, (_, held_out) = seen_captions(), split_edits(random.Random(0))
+    prompts = {text: read_prompt(policy, processor, text) for text in map(str, itertools.chain(*seen.values()))}
     prompts |= {text: read_prompt(policy, processor, text, blank) for text in WISHES}
 
     def cross_entropy(texts, sources, targets):
@@ -456,12 +484,12 @@ def train_policy(policy, processor, codebook, steps, lr, misreads):
 
     def loss():
         kinds = rng.choices(list(SHARES), SHARES.values(), k=12)
-        captions = [rng.choice(CAPTIONS[kind]) for kind in kinds]
+        captions = [rng.choice(seen[kind]) for kind in kinds]
         read = [misread(caption, rng) if misreads else caption for caption in captions]
         targets = codes_of([caption.scene() for caption in read], corners)
         total = cross_entropy([str(caption) for caption in captions], targets[:0, 256:], targets)  # 256 + 16 codes
 
-        edits = [random_edit(rng) for _ in range(24)]
+        edits = [edit for edit in (random_edit(rng) for _ in range(24)) if edit not in held_out]
         read = [misread_edit(*edit, rng) if misreads else edit for edit in edits]
         sources = codes_of([scene for scene, _ in edits], corners)[:, 256:]
         targets = codes_of([wish.edited(scene) for scene, wish in read], corners)[:, 256:]
@@ -479,7 +507,7 @@ def make_policy():
     processor, codebook = build_processor(), make_codebook()
     policy = build_policy(processor)
     set_tower(policy.model, codebook)
-    train_policy(policy, processor, codebook, steps=2400, lr=2.5e-3, misreads=False)
+    train_policy(policy, processor, codebook, steps=2800, lr=2.5e-3, misreads=False)
     # At five times this rate it also forgets which shape stands below, and GRPO then has to teach more than it can.
     train_policy(policy, processor, codebook, steps=280, lr=1e-4, misreads=True)
     end = policy.config.image_end_token_id  # suppressed: a picture that ends early has too few codes for the decoder
@@ -552,28 +580,18 @@ COLOURED = {"counting": (6, 2), "colours": (6, 6), "binding": (26, 10)}
 
 
 def split_captions(rng):
-    """112 captions to train on and 48 held out, kind after kind: two lists.
-
-    Two shapes are never counted in training, and three pairs of shapes are in none of its captions: those are held out.
-    """
-    shapes = rng.sample(SHAPES, 6)
-    pairs = [set(shapes[:2]), set(shapes[2:4]), set(shapes[4:])]
-    uncounted = rng.sample(SHAPES, 2)
+    """112 captions to train on and 48 held out, kind after kind: two lists. Held out is what no stage has seen."""
     training, held_out = [], []
     for kind, captions in CAPTIONS.items():
         alike = {}
         for caption in rng.sample(captions, len(captions)):
             alike.setdefault((caption.word, bool(caption.colours)), []).append(caption)
         chosen = [], []
-        for (_, coloured), seen in alike.items():
+        for (_, coloured), own in alike.items():
             many, few = (COLOURED if coloured else COUNTS)[kind]
-            unseen = seen[-few:]
-            if kind == "counting":
-                unseen = [caption for caption in seen if caption.shapes[0] in uncounted]
-            elif len(seen[0].shapes) == 2:
-                unseen = [caption for caption in seen if set(caption.shapes) in pairs]
-            chosen[0].extend([caption for caption in seen if caption not in unseen][:many])
-            chosen[1].extend(unseen[:few])
+            hidden = [caption for caption in own if unseen(caption)] or own[-few:]  # of single objects, two by chance
+            chosen[0].extend([each for each in own if not unrewarded(each) and each not in hidden][:many])
+            chosen[1].extend(hidden[:few])
         training += rng.sample(chosen[0], len(chosen[0]))  # an evaluation on some takes the first of each kind
         held_out += rng.sample(chosen[1], len(chosen[1]))
     return training, held_out
@@ -590,7 +608,7 @@ def split_edits(rng):
 
 
 def write_prompts():
-    """Captions and edits to train on with GRPO, and others held out of it, never rewarded."""
+    """Captions and edits to train on with GRPO, and others that no stage has seen."""
     captions = split_captions(random.Random(0))
     edits = split_edits(random.Random(0))
     for prefix, name, part in (("", "prompts", 0), ("heldout-", "heldout", 1)):
