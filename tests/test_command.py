@@ -253,7 +253,7 @@ def test_tensorboard_gets_the_numbers_and_pictures_of_a_run(quick):
 def test_defaults_depend_on_the_model():
     tiny = tiny_settings()
     other = train.parse_settings(["--model", settings.RELEASE, "--height", "1280"])
-    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (16, 2e-3, 128, 1.0, 0.95)
+    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (20, 3e-4, 128, 1.0, 0.95)
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
