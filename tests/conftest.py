@@ -37,7 +37,14 @@ CODES = 4  # of a short picture: see shorten
 QUICK = ["--model", str(TINY), "--prompts", "prompts.txt", "--targets", "targets", "--height", "32", "--width", "32"]
 QUICK += ["--reward", "ssim:1,mse:1", "--prompts-per-step", "1", "--group-size", "2", "--decode-steps", "1"]
 QUICK += ["--eval-prompts", "prompts.txt", "--eval-targets", "targets", "--eval-reward", "", "--eval-count", "1"]
-QUICK += ["--lr", "2e-3", "--temperature", "9", "--top-p", "1"]  # sharp as the shipped model is, short pictures would all be the same
+QUICK += [
+    "--lr",
+    "2e-3",
+    "--temperature",
+    "9",
+    "--top-p",
+    "1",
+]  # sharp as the shipped model is, short pictures would all be the same
 
 
 def pytest_configure(config):
