@@ -103,10 +103,10 @@ def build_parser():
     flag("train", str, "codes", "what learns: codes (the policy that writes them), decoder or both", halves)
     flag("group_size", number(int, "[2, inf)"), 4, "code sequences per prompt; with --train decoder, paintings of one")
     flag("prompts_per_step", count, (16, 4), "prompts per step, on each GPU")
-    flag("steps", number(int, "[0, inf)"), (16, 200), "training steps; 0 evaluates only")
+    flag("steps", number(int, "[0, inf)"), (20, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
     # GLM-Image: published for training all weights are 1e-6 to 1e-5, and an adapter takes about ten times as much.
-    flag("lr", positive, (2e-3, 2e-5), "AdamW's learning rate")
+    flag("lr", positive, (3e-4, 2e-5), "AdamW's learning rate")
     flag("decoder_lr", positive, (1e-3, 1e-4), "AdamW's learning rate for the decoder's adapter")
     # GLM-Image: Adam's first steps are of full size whatever the gradient, and clipping does not bound them.
     flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the learning rates rise")
@@ -138,7 +138,7 @@ def build_parser():
     flag("eval_reward", str, (f"{TINY}/check.py:right,{TINY}/check.py:clean", "hps"),
          "rewards that only judge: nothing is trained to please them; none: no such judge")  # fmt: skip
     flag("eval_count", count, (48, 8), "prompts in an evaluation, of training and held out each: evenly over kinds")
-    flag("eval_every", number(int, "[0, inf)"), (8, 50), "steps between evaluations; 0: before and after only")
+    flag("eval_every", number(int, "[0, inf)"), (10, 50), "steps between evaluations; 0: before and after only")
     flag("eval_decode_steps", count, (6, 30), "denoising steps in an evaluation")  # GLM-Image: judged as deployed
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
 

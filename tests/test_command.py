@@ -92,7 +92,7 @@ def test_a_run_leaves_every_promised_file(real_run):
     expected |= {f"evaluation/{step}/{i}-{j}.png" for step in ("000000", "000002") for i in (1, 2) for j in (1, 2, 3)}
     assert expected <= left
     settings = json.loads((out / "settings.json").read_text())
-    assert (settings["group_size"], settings["lr"], settings["top_p"]) == (3, 2e-3, 0.95)
+    assert (settings["group_size"], settings["lr"], settings["top_p"]) == (3, 3e-4, 0.95)
     for picture in ("before-after.png", "group-000002.png", "evaluation/000000/1-1.png"):
         assert np.asarray(Image.open(out / picture).convert("RGB")).std() > 30, "something is painted"
 
@@ -315,7 +315,7 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
     assert quick("--steps", "1", "--tracker", kind, "--out", "run") == 0
     assert train.main(["--resume", "run", "--steps", "2"]) == 0
     begun = seen[0]
-    assert seen == [begun, ("settings", 2e-3), ("step", 1), "finish", begun, ("settings", 2e-3), ("step", 2), "finish"]
+    assert seen == [begun, ("settings", 3e-4), ("step", 1), "finish", begun, ("settings", 3e-4), ("step", 2), "finish"]
     assert begun["resume"] == "allow" and begun["project"] == "grpo-glm-image" and "-run-" in begun["name"]
     assert begun["name"].endswith(Path("run/tracker-id").read_text())
     assert quick("--steps", "1", "--tracker", kind, "--out", "other/run") == 0
@@ -330,10 +330,10 @@ def test_trackers_know_a_resumed_run_and_its_settings(quick, monkeypatch, kind):
 
 def test_defaults_depend_on_the_model():
     tiny, other = tiny_settings(), train.parse_settings(["--model", "zai-org/GLM-Image", "--height", "1280"])
-    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (16, 2e-3, 128, 1.0, 0.95)
+    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (20, 3e-4, 128, 1.0, 0.95)
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
-    assert (tiny.eval_every, other.eval_every) == (8, 50), "a choice of adapters"
+    assert (tiny.eval_every, other.eval_every) == (10, 50), "a choice of adapters"
     assert (tiny.kl_coef, other.kl_coef, tiny.decoder_lr, other.decoder_lr) == (0.2, 0.01, 1e-3, 1e-4)
     assert (tiny.prompts_per_step, tiny.group_size, tiny.clip_range, tiny.noise_level) == (16, 4, 0.2, 0.7)
     assert (tiny.eval_count, other.eval_count, other.eval_guidance_scale, tiny.guidance_scale) == (48, 8, 1.5, 1.0)

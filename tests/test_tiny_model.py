@@ -306,7 +306,7 @@ def test_what_the_base_misreads_is_numbers_relations_and_whose_colour_is_whose()
         captions = rng.choices(make.CAPTIONS[kind], k=2000)
         share[kind] = np.mean([make.misread(caption, rng).scene() == caption.scene() for caption in captions])
     assert share["one"] > 0.9 and share["colours"] > 0.9 and 0.6 < share["two"] < 0.85
-    assert all(0.15 < share[kind] < 0.5 for kind in ("counting", "position", "binding"))
+    assert all(0.15 < share[kind] < 0.6 for kind in ("counting", "position", "binding"))
     edits = [make.random_edit(rng) for _ in range(2000)]
     read = [make.misread_edit(*edit, rng) for edit in edits]
     same = [wish.edited(scene) == asked.edited(seen) for (scene, wish), (seen, asked) in zip(edits, read, strict=True)]
