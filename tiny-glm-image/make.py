@@ -179,7 +179,7 @@ def misread(caption, rng):
         word = anew(word, NUMBERS, 0.9, rng)
     elif word in RELATIONS:
         word = anew(word, RELATIONS, 0.95, rng)
-    if len(colours) == 2 and rng.random() < 0.45:
+    if len(colours) == 2 and rng.random() < 0.15:
         colours = colours[::-1]
     if len(shapes) == 2 and rng.random() < 0.3:  # the second object is left out
         return Caption(caption.kind, shapes[:1], colours[:1])
@@ -575,8 +575,8 @@ def assemble(policy, text_encoder, vae, decoder):
 
 
 # Captions to train on and held out, for each kind, number and relation, without colours and with them.
-COUNTS = {"one": (4, 2), "two": (10, 6), "counting": (4, 2), "position": (9, 3)}
-COLOURED = {"counting": (6, 2), "colours": (6, 6), "binding": (26, 10)}
+COUNTS = {"one": (2, 2), "two": (6, 6), "counting": (4, 2), "position": (7, 3)}
+COLOURED = {"counting": (5, 2), "colours": (4, 6), "binding": (45, 10)}
 
 
 def split_captions(rng):
