@@ -88,7 +88,7 @@ def outlines():
 
 
 def caption_facts(caption, scene):
-    """{fact: the share of it that holds}, by the choice of objects that suits the caption best."""
+    """{fact: the share of it that holds}, for the assignment of objects to places that suits the caption best."""
     objects = make.NUMBERS.get(caption.word, len(caption.shapes))
     things = [place for place in range(4) if scene[place] is not None]
     number = float(len(things) == objects and "mess" not in scene)

@@ -14,6 +14,7 @@ Every part is the class the released model uses, only small, so whatever trains 
 5. decoder     A flow-matching transformer: large codes -> latents, also beside the latents of a picture to edit.
 """
 
+import argparse
 import itertools
 import random
 import time
@@ -633,6 +634,7 @@ def write_pictures(folder, scenes):
 
 def main():
     """Both halves at once. One thread each: the order of sums, and so the weights, do not depend on the cores."""
+    argparse.ArgumentParser(description="Makes this folder's model anew, in about 45 minutes.").parse_args()
     started = time.time()
     write_prompts()
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
