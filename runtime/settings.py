@@ -18,7 +18,7 @@ RELEASE = "zai-org/GLM-Image"
 # Defaults of a run that edits, with the tiny model's own sources and with the released model.
 TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "targets": f"{TINY}/edit-targets", "reward": "ssim:1,mse:1"}
 TINY_EDITS |= {"eval_prompts": f"{TINY}/heldout-edits.txt", "eval_targets": f"{TINY}/heldout-edit-targets"}
-TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources"}
+TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "lr": 2e-3}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
 UPDATE = 3.3  # passes of the decoder that take as long as one of its training passes, estimated in docs/memory.md
 FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
