@@ -12,7 +12,7 @@ baseline of a sample is the mean reward of its group, the G pictures of one prom
 
 averaged over the N prompts of a step. What this adds to REINFORCE, whose loss is -R log pi(o_t): the group's mean, so
 that only what is better than usual is reinforced; its std, so that all prompts count alike; the ratio and its clip, so
-that the same samples bear several optimiser steps; k3, so that the policy stays near its start. With one iteration per
+that the same samples can serve several optimiser steps; k3, so that the policy stays near its start. With one iteration per
 step the ratio is 1, nothing is clipped, and the gradient is that of -A log pi(o_t), and of the KL term.
 
 One training step, in the order of this file:
@@ -223,7 +223,7 @@ def compute_grpo_loss(
     """
     _check_loss(new_logprobs.shape, advantages, kl_coef, ref_logprobs, old_logprobs=old_logprobs, mask=mask)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
-    share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), of a token in the mean of the means
+    share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), of a token in the mean of means
     weight = share  # (B, T), of a token in the loss: what other losses change, see docs/copying.md
 
     counted = lambda x: torch.where(mask > 0, x, 0)  # before anything is computed: 0 x NaN would be NaN
@@ -295,7 +295,7 @@ class GRPO:
     Args:
         model: a PeftModel: a frozen base with a trainable adapter, LoRA or its like. optimizer: over the adapter.
         allowed_ids, forward: as for generate_with_logprobs.
-        reference: a context manager within which the model is the reference; None: with its adapter disabled.
+        reference: makes a context within which the model is the reference; None: with its adapter disabled.
 
     A group needs old_logprobs, mask, advantages and ref_logprobs; all else is left to logprobs(), which a subclass may
     replace (see DecoderGRPO). With torch.distributed, W ranks with P prompts each make the step of one process with
@@ -355,7 +355,7 @@ class GRPO:
         _check_groups(groups, scored=True)
         learning = [group for group in groups if group.advantages.any()]
         micro_batches = [(group, rows) for group in learning for rows in self.micro_batches(group)]
-        weight = lambda group, rows: len(rows)  # of some samples in the step's loss, a weighted mean: their number
+        weight = lambda group, rows: len(rows)  # of a micro-batch in the mean loss of the step
         total = sum(weight(group, rows) for group in groups for rows in self.micro_batches(group))
         total = _mean_over_ranks(torch.tensor(float(total), device=self.model.device)).item()
         parameters = self.parameters()

@@ -36,9 +36,9 @@ from runtime.metrics import evaluation_metrics
 from runtime.rescue import failing_together, how_to_go_on, rescued
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
-SHOWN = 3  # before-after.png shows so many pictures per prompt, and so many prompts if the file names no kinds
-# An evaluation's seeds count up from these; those of training are seed_of_step, with 10^9 between neighbouring --seed. So
-# with fewer than 1,000 steps no run shares a seed with an evaluation. Noise and paths of paintings lie further up.
+SHOWN = 3  # before-after.png shows this many pictures per prompt, and this many prompts if the file names no kinds
+# An evaluation's seeds count up from these; those of training are seed_of_step: 1,000 a step, and 10^9 between neighbouring
+# --seed, so that no two meet in a run of fewer than 500,000 steps. Noise and paths of paintings get an offset of their own.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
 
 
@@ -88,7 +88,7 @@ class Rollout:
 
 
 def rollout(run, settings, rewards, prompts, seed):
-    """The first two parts of a step, and all there is to an evaluation.
+    """The first two parts of a step, and all that an evaluation runs.
 
     rewards: {name: (function, weight)}. prompts: Prompts. seed: of sampling and painting. run.phase(name, *models) times
     what is within it, and first brings the models to the GPU if they take turns there.
@@ -131,7 +131,7 @@ def paint_group(run, settings, text, tokens, seed, source=None):
 def grpo_step(run, settings, rewards, prompts, seed):
     """The six parts of a step. N prompts, G code sequences for each, K paintings of each.
 
-    K is 1 unless the decoder learns; G is 1 where it learns alone. Returns the Rollout and the metrics.
+    By default K is 1, and only the first block below runs. G is 1 where the decoder learns alone.
     """
     G = settings.sequences
     K = settings.paintings
