@@ -118,7 +118,7 @@ def build_parser():
     flag("eval_reward", str, ("tiny-glm-image/check.py:right,tiny-glm-image/check.py:clean", "hps"),
          "rewards that are only reported, never trained on; none: no such reward")  # fmt: skip
     flag("eval_count", count, (48, 8), "prompts per evaluation, of training and held out each, evenly over kinds")
-    flag("eval_every", number(int, "[0, inf)"), (5, 50), "steps between evaluations; 0: before and after only")
+    flag("eval_every", number(int, "[0, inf)"), (10, 50), "steps between evaluations; 0: before and after only")
     flag("eval_decode_steps", count, (6, 30), "denoising steps in an evaluation")
     flag("eval_guidance_scale", number(float, "[1, inf)"), (1.0, 1.5), "decoder's guidance in an evaluation")
 
