@@ -188,7 +188,7 @@ def check_against_generate(model, prompts, inputs, length, positions=None, top_p
 
 @pytest.mark.parametrize(
     ("size", "temperature", "top_p"),  # wide and tall: an exchange of rows and columns shows
-    [((64, 128), 3.0, 1.0), ((160, 64), 6.0, 0.7)],
+    [((64, 128), 3.0, 1.0), ((160, 64), 4.0, 0.7)],
 )
 def test_glm_image_equals_generate(pipe, size, temperature, top_p):
     ids, positions, length = glm_prompts(pipe, RED, BLUE, size=size)

@@ -20,7 +20,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 import torch
 from conftest import (
     CPU,
@@ -35,6 +34,7 @@ from conftest import (
 )
 from make import draw
 from PIL import Image
+from safetensors.torch import load_file
 
 import train
 from grpo import compute_advantages
