@@ -51,7 +51,7 @@ without_cudnn_attention = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EF
 @without_cudnn_attention
 def generate_with_logprobs(
     model, prompts, num_new_tokens, *, num_samples=1, position_ids=None, allowed_ids=slice(0, None), temperature=1.0,
-    top_p=1.0, generators=None, forward=None,
+    top_p=1.0, end_ids=(), generators=None, forward=None,
 ):  # fmt: skip
     """Sample `num_samples` (G) continuations of exactly `num_new_tokens` (T) tokens for each of N prompts.
 
@@ -62,51 +62,58 @@ def generate_with_logprobs(
         prompts: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is masked.
         position_ids: N tensors (3, L_i+T) int64, or None: the model makes its own, as in scoring. A model with 3-D
             positions that is not given them falls back to text positions, silently.
-        allowed_ids: slice(first, end) of the vocabulary, V ids that may be sampled: no end tokens, no unused ids.
+        allowed_ids: slice(first, end) of the vocabulary, V ids that may be sampled; for pictures no end tokens.
         temperature: divides the logits; above 0. top_p: in (0, 1]; 1 keeps every id.
+        end_ids: a tuple of the ids that end a text. When all texts have ended sampling stops, at a smaller T.
         generators: N torch.Generators on the model's device, so that no group depends on its neighbours. None: torch's.
         forward: called instead of the model for every token but the first: on a GPU, a captured graph.
 
     Returns, on the CPU:
-        tokens: (N*G, T) int64, prompt after prompt.
+        tokens: (N*G, T) int64, prompt after prompt. nucleus: (N*G, T, V) bool, the ids that survived top-p, or None.
         logprobs: (N*G, T) float32, each under the very distribution its token was drawn from.
-        nucleus: (N*G, T, V) bool, the ids that survived top-p. None if top_p is 1.
     """
     _check_sampling(prompts, allowed_ids, temperature, top_p, generators)
     lengths = [len(ids) + num_new_tokens for ids in prompts]
-    padded = len(set(lengths)) > 1
-    if padded:
+    if padded := len(set(lengths)) > 1:
         _refuse_padding(model)
         position_ids = position_ids or [torch.arange(length) for length in lengths]
 
-    def side_by_side(tensors):  # N of (L_i,) or (3, L_i), padded on the left -> (N*G, L) or (3, N*G, L)
+    def side_by_side(tensors):  # N of (L_i,) or (3, L_i), padded on the left -> (N, L) or (3, N, L)
         longest = max(tensor.shape[-1] for tensor in tensors)
-        rows = [pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors]
-        return torch.stack(rows, dim=-2).repeat_interleave(num_samples, dim=-2).to(model.device)
+        return torch.stack([pad(row, (longest - row.shape[-1], 0)) for row in tensors], dim=-2).to(model.device)
 
-    def attended(start, end):  # by tokens start to end, (N*G, 1, end - start, end) bool
-        # Padding attends to itself: on recent cards a row that sees nothing may be NaN, silently. And a mask of four
-        # dimensions is taken as it is: with two of them transformers syncs with the GPU at every token.
-        at = torch.arange(end, device=model.device)
-        own = at[start:, None]
-        return (not_padding[..., :end] & (at <= own)) | (at == own)
+    def read(end):  # a forward pass over `ids`, which end there -> logits (B, vocabulary), cache
+        start = end - ids.shape[1]
+        mask = _attended(not_padding[rows], start, end) if padded else None
+        at = None if positions is None else positions[..., rows, start:end]
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": at, "past_key_values": cache}
+        output = (model if cache is None else forward or model)(**inputs, use_cache=True, logits_to_keep=last)
+        if getattr(output, "past_key_values", None) is None:
+            raise ValueError("the model returns no past_key_values: Mamba, RWKV and their like cannot be sampled here")
+        return output.logits[:, -1], output.past_key_values
 
-    ids = side_by_side(prompts)  # (N*G, L), then (N*G, 1)
-    longest = ids.shape[1]  # L
-    positions = None if position_ids is None else side_by_side(position_ids)  # ([3,] N*G, L+T)
-    not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])[:, None, None]
+    ids = side_by_side(prompts)  # (B, L), then (B, 1)
+    positions = None if position_ids is None else side_by_side(position_ids)  # ([3,] N, L+T)
+    not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])  # (N, L+T)
+    rows = torch.arange(len(prompts), device=model.device)  # (B,), the prompt of each: first B = N, then N*G
+    last = torch.tensor([-1])  # in place of a number, see get_per_token_logprobs
     cache = None
     sampled = []
-    for end in range(longest, longest + num_new_tokens):  # first the prompts, in one pass; then one token per pass
-        start = end - ids.shape[1]
-        run = model if cache is None else forward or model
-        output = run(
-            input_ids=ids, attention_mask=attended(start, end) if padded else None, past_key_values=cache,
-            position_ids=None if positions is None else positions[..., start:end], use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
-        cache = _cache_of(output)
-        sampled.append(_sample_token(output.logits[:, -1], allowed_ids, temperature, top_p, generators))
+    for end in range(ids.shape[1], ids.shape[1] + num_new_tokens):  # the prompts in one pass, then one token per pass
+        logits, written = read(end)
+        if cache is None:  # each prompt was read once; from here on there are G rows of it
+            rows = rows.repeat_interleave(num_samples)
+            if hasattr(written, "reorder_cache"):
+                written.reorder_cache(rows)
+                logits = logits[rows]
+            else:  # a cache of one's own is made of all rows
+                ids = ids[rows]
+                logits, written = read(end)
+        cache = written
+        sampled.append(_sample_token(logits, allowed_ids, temperature, top_p, generators))
         ids = sampled[-1][0]
+        if end_ids and not mask_through_end(torch.cat([ids for ids, *_ in sampled], dim=1), end_ids)[:, -1].any():
+            break  # this token counts in no text
 
     tokens, logprobs, nucleus = zip(*sampled, strict=True)
     logprobs = torch.cat(logprobs, dim=1).cpu()
@@ -114,6 +121,20 @@ def generate_with_logprobs(
         raise NotFinite(broken)
     nucleus = torch.stack([ids.cpu() for ids in nucleus], dim=1) if top_p < 1 else None
     return torch.cat(tokens, dim=1).cpu(), logprobs, nucleus
+
+
+def mask_through_end(tokens, end_ids):
+    """1 for each token (B, T) through the first of `end_ids`, which counts: without it no step could teach to end."""
+    ended = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).int()  # (B, T)
+    return (ended.cumsum(1) - ended == 0).float()
+
+
+def _attended(not_padding, start, end):  # by the tokens from start to end: (B, L+T) bool -> (B, 1, end - start, end)
+    # Padding attends to itself: on recent cards a row that sees nothing may be NaN, silently. And a mask of four
+    # dimensions is taken as it is: with two of them transformers syncs with the GPU at every token.
+    at = torch.arange(end, device=not_padding.device)
+    own = at[start:, None]
+    return (not_padding[:, None, None, :end] & (at <= own)) | (at == own)
 
 
 def _sample_token(logits, allowed_ids, temperature, top_p, generators):
@@ -192,11 +213,12 @@ def get_per_token_logprobs(
     """
     input_ids = input_ids.to(model.device)
     if position_ids is not None:
-        position_ids = position_ids[:, None, :-1].expand(-1, len(input_ids), -1).to(model.device)  # (3, B, L+T-1)
+        position_ids = position_ids[:, None, : input_ids.shape[1] - 1].expand(-1, len(input_ids), -1).to(model.device)
     # The logits at one position predict the id at the next: the last id is only ever a target, and the last T logits
     # (B, T, vocabulary) are all we need, even of a model that does not know logits_to_keep.
     inputs = {"input_ids": input_ids[:, :-1], "position_ids": position_ids}
-    logits = model(**inputs, use_cache=False, logits_to_keep=num_new_tokens).logits[:, -num_new_tokens:]
+    keep = torch.arange(-num_new_tokens, 0, device=model.device)  # a number would do, but copy the head for each row
+    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[:, -num_new_tokens:]
     logp = _log_distribution(logits, allowed_ids, temperature, nucleus)  # (B, T, V)
     drawn = input_ids[:, -num_new_tokens:] - allowed_ids.start  # (B, T)
     return logp.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
@@ -225,7 +247,6 @@ def compute_grpo_loss(
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
     share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), of a token in the mean of means
     weight = share  # (B, T), of a token in the loss: what other losses change, see docs/copying.md
-
     counted = lambda x: torch.where(mask > 0, x, 0)  # before anything is computed: 0 x NaN would be NaN
     average = lambda x: (x * share).sum()
 
@@ -252,8 +273,6 @@ def compute_grpo_loss(
 
 # ---- 6. the trainer -------------------------------------------------------------------------------------------------
 
-MAX_GRAD_NORM = 1.0  # one rare prompt must not undo a run; the norm before clipping is logged
-
 
 @dataclass
 class GRPOSettings:
@@ -265,6 +284,8 @@ class GRPOSettings:
     kl_coef: float = 0.0
     temperature: float = 1.0
     top_p: float = 1.0
+    end_ids: tuple = ()  # what ends a text; pictures have none
+    max_grad_norm: float = 1.0  # one rare prompt must not undo a run; the norm before clipping is logged
 
 
 @dataclass
@@ -276,7 +297,7 @@ class Group:
     tokens: torch.Tensor  # (G, T)
     old_logprobs: torch.Tensor  # (G, T)
     nucleus: torch.Tensor | None = None  # (G, T, V) bool
-    mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all. Text: up to the first end token
+    mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all. Text: see mask_through_end
     advantages: torch.Tensor | None = None  # (G,) or (G, T)
     ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
 
@@ -298,8 +319,7 @@ class GRPO:
         reference: makes a context within which the model is the reference; None: with its adapter disabled.
 
     A group needs old_logprobs, mask, advantages and ref_logprobs; all else is left to logprobs(), which a subclass may
-    replace (see DecoderGRPO). With torch.distributed, W ranks with P prompts each make the step of one process with
-    W*P; the caller gives each rank prompts and seeds of its own.
+    replace (see DecoderGRPO). With torch.distributed, W ranks of P prompts, and of seeds of their own, are one of W*P.
     """
 
     def __init__(self, model, optimizer, settings, allowed_ids=slice(0, None), forward=None, reference=None):
@@ -310,7 +330,8 @@ class GRPO:
         self.reference = reference or self.without_adapter
         self.sampling_args = {"allowed_ids": allowed_ids, "temperature": settings.temperature}  # scoring needs them too
         self.steps = 0  # optimiser steps so far
-        _check_model(model, self.parameters())
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        _check_model(model, self.parameters)
 
     def sample(self, prompts, group_size, seed):
         """1: a group of `group_size` (G) samples for each of N prompts: (prompt_ids (L,), position_ids (3, L+T), T).
@@ -324,14 +345,15 @@ class GRPO:
             raise ValueError("a prompt is (prompt_ids, position_ids or None, T), with one length T for all of them")
         prompt_ids, position_ids, lengths = zip(*prompts, strict=True)
         generators = [torch.Generator(self.model.device).manual_seed(seed + i) for i in range(len(prompts))]
+        ends = self.settings.end_ids
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model, prompt_ids, lengths[0], num_samples=group_size, top_p=self.settings.top_p,
             position_ids=None if position_ids[0] is None else position_ids, generators=generators, forward=self.forward,
-            **self.sampling_args,
+            end_ids=ends, **self.sampling_args,
         )  # fmt: skip
-        nucleus = [None] * len(prompts) if nucleus is None else nucleus.split(group_size)
-        groups = zip(prompt_ids, position_ids, tokens.split(group_size), logprobs.split(group_size), nucleus)
-        return [Group(*group) for group in groups]
+        sampled = (tokens, logprobs, nucleus, mask_through_end(tokens, ends) if ends else None)
+        sampled = [[None] * len(prompts) if each is None else each.split(group_size) for each in sampled]
+        return [Group(*group) for group in zip(prompt_ids, position_ids, *sampled)]
 
     @torch.no_grad()
     def add_reference(self, groups):
@@ -349,16 +371,17 @@ class GRPO:
         """5 and 6: move the policy, `iterations` optimiser steps over all groups. Returns the metrics.
 
         A group of equal rewards teaches nothing and is skipped: it counts in the step's mean loss, but not in the
-        metrics, which are means over the others (NaN if there are none). skipped: the share of iterations without a
-        step because the gradient was not finite; grad_norm and, per parameter, grad_rms: of the others.
+        metrics, which are means over the others (NaN if there are none). skipped: the share of iterations whose gradient
+        was not finite, and which made no step; grad_norm and, per parameter, grad_rms: of the others.
         """
         _check_groups(groups, scored=True)
         learning = [group for group in groups if group.advantages.any()]
         micro_batches = [(group, rows) for group in learning for rows in self.micro_batches(group)]
         weight = lambda group, rows: len(rows)  # of a micro-batch in the mean loss of the step
         total = sum(weight(group, rows) for group in groups for rows in self.micro_batches(group))
-        total = _mean_over_ranks(torch.tensor(float(total), device=self.model.device)).item()
-        parameters = self.parameters()
+        total = torch.tensor(float(total), device=self.model.device)  # its mean over ranks, as that of the gradients
+        if dist.is_initialized():
+            dist.all_reduce(total, op=dist.ReduceOp.AVG)
         unmoved = self.steps == 0 and not self.optimizer.state  # that of a resumed run has a state
         self.model.train()  # enables gradient checkpointing, which is off in eval mode; there is no dropout
         self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
@@ -373,11 +396,11 @@ class GRPO:
                 (loss * weight(group, rows) / total).backward()  # these add up to the same however groups are cut
                 reports.append((weight(group, rows), metrics))
             if dist.is_initialized():
-                for parameter in parameters:
+                for parameter in self.parameters:
                     if parameter.grad is None:  # no group of this rank has spread, but another rank's may have
                         parameter.grad = torch.zeros_like(parameter)
-                    _mean_over_ranks(parameter.grad)
-            norms.append(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item())
+                    dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+            norms.append(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm).item())
             # One step on a NaN gradient ruins every weight, and on a gradient of 0 Adam would move on its momentum alone.
             if 0 < norms[-1] < float("inf"):
                 self.optimizer.step()
@@ -385,16 +408,13 @@ class GRPO:
             self.optimizer.zero_grad()
 
         first = _average(reports[: len(micro_batches)])  # the first iteration alone: later the policy has moved
-        _warn_of(first, norms, unmoved and self.optimizer.state)  # plain SGD has none, and so cannot tell
+        _warn_of(first, norms, first["kl"] if unmoved and self.optimizer.state else 0)  # plain SGD has none: no telling
         metrics = _average(reports) | {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
         stepped = [norm for norm in norms if 0 < norm < float("inf")]
         norm = sum(stepped) / max(len(stepped), 1)
-        metrics |= {"grad_norm": norm, "grad_rms": norm / math.sqrt(max(sum(p.numel() for p in parameters), 1))}
+        metrics |= {"grad_norm": norm, "grad_rms": norm / math.sqrt(max(sum(p.numel() for p in self.parameters), 1))}
         metrics |= {"skipped": sum(not norm < float("inf") for norm in norms) / len(norms)}
         return metrics | {"groups_without_spread": 1 - len(learning) / len(groups)}
-
-    def parameters(self):  # those that are trained
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def micro_batches(self, group):
         """Indices of a group's samples, `micro_batch_size` at a time."""
@@ -417,19 +437,11 @@ class GRPO:
 
 
 def _average(reports):
-    """The metrics of micro-batches as one: weighted means; the largest gap."""
-    if not reports:  # no group taught anything
-        names = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap", "max_logprob_gap")
-        return dict.fromkeys(names, float("nan"))
-    total = sum(weight for weight, _ in reports)
-    means = {name: sum(weight * metrics[name] for weight, metrics in reports) / total for name in reports[0][1]}
-    return means | {"max_logprob_gap": max(metrics["max_logprob_gap"] for _, metrics in reports)}
-
-
-def _mean_over_ranks(tensor):  # in place
-    if dist.is_initialized():
-        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
-    return tensor
+    """The metrics of micro-batches as one: weighted means; the largest gap. NaN if no group taught anything."""
+    total = sum(weight for weight, _ in reports) or math.nan
+    names = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap")
+    means = {name: sum(weight * metrics[name] for weight, metrics in reports) / total for name in names}
+    return means | {"max_logprob_gap": max([metrics["max_logprob_gap"] for _, metrics in reports], default=math.nan)}
 
 
 # ---- one GPU for two models -----------------------------------------------------------------------------------------
@@ -438,12 +450,10 @@ def _mean_over_ranks(tensor):  # in place
 class Offload:
     """Lets models take turns on a GPU that cannot hold them all: offload(*models) brings these up, the others leave.
 
-    Frozen weights live in page-locked host memory, which a GPU reads at the full speed of its bus. They are copied up
-    when needed and dropped afterwards, for they do not change. What is trained is small, and stays on the device.
-
-    models: all that take turns, with their adapters. on_evict: called after weights have left the GPU: a CUDA graph
-    that read them must be dropped. pin: False leaves frozen weights where they are, such as mapped from a file: that
-    takes no host memory, but copies at a fifth of the speed.
+    Frozen weights live in page-locked host memory, which a GPU reads at the full speed of its bus; without `pin` where
+    they are, such as mapped from a file, at a fifth of it. They are copied up when needed and dropped afterwards, for
+    they do not change. What is trained is small, and stays on the device. on_evict: called after weights have left the
+    GPU: a CUDA graph that read them must be dropped.
     """
 
     def __init__(self, models, device, on_evict=lambda: None, pin=True):
@@ -474,18 +484,16 @@ class Offload:
 # ---- checks: misuse is refused with one line, or warned of ----------------------------------------------------------
 
 
-def _warn_of(first, norms, unmoved):
-    """first: metrics of the first iteration. norms: of the gradients. unmoved: this was the very first update."""
-    signs = []
-    if first["mean_logprob_gap"] > 0.1:
-        signs.append("mean_logprob_gap is above 0.1 (0.05 is normal in bfloat16): sampling and scoring disagree")
-    if unmoved and first["kl"] > 0.01:
-        signs.append("kl is above 0 although nothing has moved: the reference is not the model before training")
-    if norms[0] == 0 and not math.isnan(first["loss"]):  # NaN: no rewards differ
-        signs.append("rewards differ, but the gradient is exactly 0: does the optimizer hold the active adapter?")
-    if not all(norm < float("inf") for norm in norms):
-        signs.append("the gradient is NaN or infinite: no step was taken")
-    for sign in signs:  # Python shows each once for a line that calls update
+def _warn_of(first, norms, drift):
+    """first: metrics of the first iteration. norms: of the gradients. drift: the KL before any step, which is to be 0."""
+    still = norms[0] == 0 and not math.isnan(first["loss"])  # NaN: no rewards differ
+    signs = {
+        "mean_logprob_gap is above 0.1: sampling and scoring disagree": first["mean_logprob_gap"] > 0.1,
+        "kl is above 0 although nothing has moved: the reference is not the model before training": drift > 0.01,
+        "rewards differ, but the gradient is exactly 0: does the optimizer hold the active adapter?": still,
+        "the gradient is NaN or infinite: no step was taken": not all(norm < float("inf") for norm in norms),
+    }
+    for sign in filter(signs.get, signs):  # Python shows each once for a line that calls update
         warnings.warn(f"{sign}; causes are in docs/copying.md", stacklevel=4)  # where update is called
 
 
@@ -516,15 +524,7 @@ def _refuse_padding(model):
     tables = [module for name, module in base.named_modules() if "position" in name]
     offset = any(getattr(table, "padding_idx", None) is not None for table in tables)  # Roberta adds padding_idx + 1
     if offset or not (masked and full and placed) or getattr(config, "sliding_window", None):
-        raise ValueError(
-            "for this model, sample prompts of one length together; docs/copying.md says which take others"
-        )
-
-
-def _cache_of(output):
-    if getattr(output, "past_key_values", None) is None:
-        raise ValueError("the model returns no past_key_values: Mamba, RWKV and their like cannot be sampled here")
-    return output.past_key_values
+        raise ValueError("sample prompts of one length together: docs/copying.md says which models take others")
 
 
 def _check_rewards(rewards, group_size):

@@ -1,6 +1,5 @@
 """GLM-Image: its weights from files, and what of them learns."""
 
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -109,7 +108,8 @@ def policy_trainer(language_model, pipe, settings, device):
 
 
 def algorithm(settings):
-    return GRPOSettings(**{field.name: getattr(settings, field.name) for field in fields(GRPOSettings)})
+    names = vars(settings).keys() & vars(GRPOSettings())
+    return GRPOSettings(**{name: getattr(settings, name) for name in names})
 
 
 def keep_one_source(transformer):

@@ -14,11 +14,12 @@ from rewards import REWARDS, split_spec
 from runtime import ROOT, UserError, checkpoints, ranks
 
 TINY = str(ROOT / "tiny-glm-image")
+CHECK = "tiny-glm-image/check.py"
 RELEASE = "zai-org/GLM-Image"
 # Defaults of a run that edits, with the tiny model's own sources and with the released model.
 TINY_EDITS = {"prompts": f"{TINY}/edits.txt", "targets": f"{TINY}/edit-targets", "reward": "ssim:1,mse:1"}
 TINY_EDITS |= {"eval_prompts": f"{TINY}/heldout-edits.txt", "eval_targets": f"{TINY}/heldout-edit-targets"}
-TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "lr": 2e-3}
+TINY_EDITS |= {"eval_sources": f"{TINY}/heldout-sources", "lr": 2e-3, "warmup_steps": 0}
 EDITS = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}  # the usual rewards would judge a wish as a caption
 UPDATE = 3.3  # passes of the decoder that take as long as one of its training passes, estimated in docs/memory.md
 FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
@@ -79,7 +80,7 @@ def build_parser():
     flag("order", str, "shuffled", "order of prompts: shuffled each epoch, or the file's", ("shuffled", "file"))
     flag("targets", str, None, "folder with one picture per prompt, sorted by name")
     flag("sources", str, None, "to train edits: folder with the picture that each prompt changes, sorted by name")
-    flag("reward", str, ("tiny-glm-image/check.py:facts", "pickscore:1,clip:1"),
+    flag("reward", str, (f"{CHECK}:facts", "pickscore:1,clip:1"),
          f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function, which runs that "
          "file; FOLDER: the model's files, in place of a download")  # fmt: skip
     flag("combine", str, None, "add rewards, or their z-scores (default: zscore for several)", ("sum", "zscore"))
@@ -91,9 +92,9 @@ def build_parser():
     flag("prompts_per_step", count, (16, 4), "prompts per step, on each GPU")
     flag("steps", number(int, "[0, inf)"), (20, 200), "training steps; 0 evaluates only")
     flag("iterations", count, 1, "optimiser steps on each step's pictures; ratios are clipped only above 1")
-    flag("lr", positive, (3e-4, 2e-5), "AdamW's learning rate")
+    flag("lr", positive, (5e-4, 2e-5), "AdamW's learning rate")
     flag("decoder_lr", positive, (1e-3, 1e-4), "AdamW's learning rate for the decoder's adapter")
-    flag("warmup_steps", number(int, "[0, inf)"), (0, 10), "optimiser steps over which the learning rates rise")
+    flag("warmup_steps", number(int, "[0, inf)"), (20, 10), "optimiser steps over which the learning rates rise")
     flag("paintings", number(int, "[2, inf)"), 4, "with --train both, how often each code sequence is painted")
     flag("noise_level", number(float, "(0, 1]"), 0.7, "if the decoder learns: share of a step's noise drawn anew")
     flag("clip_range", positive, 0.2, "how far a ratio may leave 1 before its gradient is cut")
@@ -115,7 +116,7 @@ def build_parser():
          "prompts that are never trained on, one per line")  # fmt: skip
     flag("eval_targets", str, None, "folder with one picture per held-out prompt")
     flag("eval_sources", str, None, "folder with the picture that each held-out prompt changes")
-    flag("eval_reward", str, ("tiny-glm-image/check.py:right,tiny-glm-image/check.py:clean", "hps"),
+    flag("eval_reward", str, (f"{CHECK}:right,{CHECK}:clean", "hps"),
          "rewards that are only reported, never trained on; none: no such reward")  # fmt: skip
     flag("eval_count", count, (48, 8), "prompts per evaluation, of training and held out each, evenly over kinds")
     flag("eval_every", number(int, "[0, inf)"), (10, 50), "steps between evaluations; 0: before and after only")
@@ -200,7 +201,7 @@ def complete(settings, by_model):
         if settings.train != "codes":
             raise UserError("with --sources only the codes can learn, not the decoder: leave out --train")
     if tiny and settings.train != "codes":  # paintings of the same codes nearly always show the same facts
-        fill_in(settings, {"reward": "tiny-glm-image/check.py:facts:1,tiny-glm-image/check.py:near:1"})
+        fill_in(settings, {"reward": f"{CHECK}:facts:1,{CHECK}:near:1", "warmup_steps": 0})
     fill_in(settings, {name: for_tiny if tiny else release for name, (for_tiny, release) in by_model.items()})
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")

@@ -12,47 +12,23 @@ import torch.distributed as dist
 from conftest import ROOT
 from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
 
-EDITS = {  # [what stands in grpo.py, what replaces it]
-    "GRPO": [],
-    "Dr. GRPO": [[" / (std + eps)", ""], ["weight = share", "weight = mask / mask.shape[1] / len(mask)"]],
-    "DAPO's token mean": [
-        ["weight = share", "weight = mask / mask.sum().clamp(min=1)"],
-        [
-            "weight = lambda group, rows: len(rows)",
-            "weight = lambda group, rows: len(rows) if group.mask is None else group.mask[rows].sum().item()",
-        ],
-    ],
-    "DAPO's two clip ranges": [
-        ["ratio.clamp(1 - clip_range, 1 + clip_range)", "ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range)"]
-    ],
-    "GSPO": [
-        ["ratio = log_ratio.exp()", "ratio = (log_ratio * share * len(mask)).sum(1, keepdim=True).exp()"],
-        ["clip_range: float = 0.2", "clip_range: float = 3e-4"],
-    ],
-    "old = new.detach()": [["ratio = log_ratio.exp()", "ratio = (log_ratio - log_ratio.detach()).exp()"]],
-}
+from benchmarks import variants
+
+RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO", "old = new.detach()"]
+RECIPES += ["REINFORCE, without a baseline", "REINFORCE with a constant", "The batch's mean"]
 REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
 
 
 moved_on_purpose = pytest.mark.filterwarnings("ignore:mean_logprob_gap", "ignore:kl is above 0")
 
 
-def edit(name, file):
-    """Writes grpo.py after an edit that docs/copying.md names."""
-    code = (ROOT / "grpo.py").read_text()
-    for old, new in EDITS[name]:
-        assert code.count(old) == 1 and new in (ROOT / "docs" / "copying.md").read_text(), old
-        code = code.replace(old, new)
-    file.write_text(code)
-
-
 def edited(name, folder):
-    """The module after an edit."""
-    edit(name, folder / "edited.py")
-    spec = importlib.util.spec_from_file_location("edited", folder / "edited.py")
+    """The module after an edit that docs/copying.md names."""
+    file = folder / "edited.py"
+    file.write_text(variants.edited("" if name == "GRPO" else name), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("edited", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.MAX_GRAD_NORM = float("inf")  # a step of SGD is then the gradient
     return module
 
 
@@ -63,9 +39,11 @@ def paper(name, model, groups, kl_coef=0.1):
         ids = torch.cat([group.prompt_ids.expand(4, -1), group.tokens], dim=1)
         logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1, IDS].log_softmax(-1)
         new = logprobs.gather(-1, (group.tokens - IDS.start)[..., None])[..., 0]  # (4, T)
-        advantages = (rewards - rewards.mean())[:, None]
-        if name != "Dr. GRPO":
-            advantages = advantages / (rewards.std() + 1e-6)
+        over = REWARDS if name == "The batch's mean" else rewards
+        baseline = {"REINFORCE, without a baseline": 0, "REINFORCE with a constant": 1}.get(name, over.mean())
+        advantages = (rewards - baseline)[:, None]
+        if not name.startswith(("Dr. GRPO", "REINFORCE")):
+            advantages = advantages / (over.std() + 1e-6)
         log_ratio = new - group.old_logprobs
         if name == "GSPO":  # the geometric mean of a sequence's ratios, for all of its tokens
             lengths = group.mask.sum(1, keepdim=True)
@@ -92,7 +70,7 @@ def prepared(name, micro_batch_size, folder):
     """A trainer with an edit, and two groups of ragged masks from before its policy moved."""
     module = edited(name, folder)
     settings = {"micro_batch_size": micro_batch_size, "kl_coef": 0.1}
-    run = trainer(with_adapter(llama()), lr=1.0, module=module, **settings)
+    run = trainer(with_adapter(llama()), lr=1.0, module=module, max_grad_norm=float("inf"), **settings)
     groups = run.sample([(ids, None, LENGTH) for ids in EQUAL], 4, 0)
     module.set_advantages(groups, REWARDS)
     for group, lengths in zip(groups, ([8, 3, 5, 1], [2, 1, 2, 4]), strict=True):
@@ -112,7 +90,7 @@ def taken(run, update):
 
 @moved_on_purpose
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
     run, groups = prepared(name, size, tmp_path)
     expected = paper(name, run.model, groups)
@@ -142,10 +120,12 @@ def side_by_side(monkeypatch, ranks):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with ThreadPoolExecutor(2) as pool:
-        return [
+        jobs = [
             pool.submit(taken, run, lambda run=run, group=groups[i]: run.update([group]))
             for i, (run, groups) in enumerate(ranks)
         ]
+    torch.backends.cuda.enable_cudnn_sdp(True)  # update's decorator sets it for all threads, and each sets it back
+    return jobs
 
 
 @moved_on_purpose

@@ -277,7 +277,7 @@ def test_a_reference_that_is_not_the_start_gives_a_warning(start):
         perturb(model)
     run = trainer(model, torch.optim.AdamW, lr=0.05, kl_coef=0.1)
     if start == "resumed":
-        for parameter in run.parameters():
+        for parameter in run.parameters:
             parameter.grad = torch.zeros_like(parameter)
         run.optimizer.step()
     metrics, messages = observed(step, run)
