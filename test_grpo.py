@@ -37,6 +37,7 @@ from grpo import (
     compute_grpo_loss,
     generate_with_logprobs,
     get_per_token_logprobs,
+    mask_through_end,
     set_advantages,
 )
 from runtime.settings import TINY
@@ -322,6 +323,40 @@ def test_no_token_sees_nothing(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     found = generate_with_logprobs(model, ids, 5, **sampling | {"generators": seeded(0, 1, 2)})
     assert all(torch.equal(a, b) for a, b in zip(healthy[:2], found[:2])) and all(seen) and masks == [4] * 10
+
+
+def test_each_prompt_is_read_once():
+    """By as many rows as there are prompts, whose cache then has a row per sample; only the last logits are computed."""
+    model = text_model()
+    ids, logits = [], []
+    model.register_forward_pre_hook(lambda *given: ids.append(tuple(given[2]["input_ids"].shape)), with_kwargs=True)
+    model.lm_head.register_forward_hook(lambda *given: logits.append(tuple(given[2].shape[:2])))
+    generate_with_logprobs(model, [LONG, SHORT], 3, num_samples=4, top_p=0.9)
+    assert ids == [(2, 5), (8, 1), (8, 1)] and logits == [(2, 1), (8, 1), (8, 1)]
+
+
+def test_mask_through_end_by_hand():
+    tokens = torch.tensor([[5, 7, 3, 7], [7, 7, 9, 3], [3, 5, 5, 9], [5, 5, 5, 5]])
+    assert mask_through_end(tokens, (7, 9)).tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+
+
+def test_sampling_stops_when_all_texts_have_ended():
+    """What was sampled until then is what it would have been; and the trainer learns from it through each end."""
+    sampling = {"num_samples": 2, "temperature": 2.0}
+    tokens, logprobs, _ = generate_with_logprobs(text_model(), [LONG, SHORT], 40, **sampling, generators=seeded(3, 4))
+    ends = tuple(range(0, 50, 3))
+    first = [next(t for t, token in enumerate(row) if token in ends) for row in tokens.tolist()]
+    run = trainer(with_adapter(text_model()), temperature=2.0, end_ids=ends, kl_coef=0.1)
+    groups = run.sample([(ids, None, 40) for ids in (LONG, SHORT)], 2, 3)
+    assert len(set(first)) > 1 and max(first) < 30
+    length = groups[0].tokens.shape[1]
+    assert max(first) < length <= max(first) + 2, "at most one token beyond the last end"
+    assert torch.equal(torch.cat([group.tokens for group in groups]), tokens[:, :length])
+    torch.testing.assert_close(torch.cat([group.old_logprobs for group in groups]), logprobs[:, :length])
+    assert torch.cat([group.mask for group in groups]).sum(1).tolist() == [1 + end for end in first]
+    set_advantages(groups, [0.0, 1.0, 2.0, 5.0])
+    run.add_reference(groups)
+    assert run.update(groups)["mean_logprob_gap"] < 1e-5
 
 
 def test_log_probs_that_are_not_finite_are_an_error():

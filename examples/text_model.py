@@ -2,7 +2,7 @@
 
     python examples/text_model.py
 
-A random Llama learns to write even tokens, up to token 0, which ends a text. Yours: the model, the prompts, the reward.
+A random Llama learns to write even tokens, and token 0, which ends a text. Yours: the model, the prompts, the reward.
 """
 
 import sys
@@ -40,22 +40,22 @@ def train(steps=30):
     model = build_model()
     means = []
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    trainer = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95))
+    trainer = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=(END,)))
     for step in range(steps):
         groups = trainer.sample(PROMPTS, GROUP_SIZE, seed=step * len(PROMPTS))  # prompt after prompt, G samples each
         rewards = []
         for group in groups:
-            ended = (group.tokens == END).cumsum(1) - (group.tokens == END).int()  # (G, T), 0 up to the first end token
-            group.mask = (ended == 0).float()
-            even = (group.tokens % 2 == 0) * (group.tokens != END) * group.mask
-            rewards.append(even.sum(1) / LENGTH)  # (G,): a share of what was written would be won by ending at once
+            ended = ((group.tokens == END) * group.mask).sum(1)  # (G,), 1 or 0
+            even = ((group.tokens % 2 == 0) * (group.tokens != END) * group.mask).sum(1)
+            rewards.append((even / group.mask.sum(1) + ended) / 2)
         set_advantages(groups, torch.cat(rewards))  # compared in each group of G
         trainer.add_reference(groups)
         metrics = trainer.update(groups)
         means.append(torch.cat(rewards).mean().item())
         length = torch.cat([group.mask for group in groups]).sum(1).mean()
         gap = metrics["mean_logprob_gap"]  # of sampling and scoring: what grpo.py gets wrong with a model shows here
-        print(f"step {step + 1}: reward {means[-1]:.3f}, length {length:.1f}, kl {metrics['kl']:.4f}, gap {gap:.0e}")
+        learned = f"kl {metrics['kl']:.4f}, gap {gap:.0e}" if metrics["groups_without_spread"] < 1 else "equal rewards"
+        print(f"step {step + 1}: reward {means[-1]:.3f}, length {length:.1f}, {learned}")
     return means
 
 
