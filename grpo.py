@@ -73,10 +73,9 @@ def generate_with_logprobs(
         logprobs: (N*G, T) float32, each under the very distribution its token was drawn from.
     """
     _check_sampling(prompts, allowed_ids, temperature, top_p, generators)
-    lengths = [len(ids) + num_new_tokens for ids in prompts]
-    if padded := len(set(lengths)) > 1:
+    if padded := len(set(map(len, prompts))) > 1:
         _refuse_padding(model)
-        position_ids = position_ids or [torch.arange(length) for length in lengths]
+        position_ids = position_ids or [torch.arange(len(ids) + num_new_tokens) for ids in prompts]
 
     def side_by_side(tensors):  # N of (L_i,) or (3, L_i), padded on the left -> (N, L) or (3, N, L)
         longest = max(tensor.shape[-1] for tensor in tensors)
@@ -94,7 +93,7 @@ def generate_with_logprobs(
 
     ids = side_by_side(prompts)  # (B, L), then (B, 1)
     positions = None if position_ids is None else side_by_side(position_ids)  # ([3,] N, L+T)
-    not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])  # (N, L+T)
+    not_padding = side_by_side([torch.ones(len(ids) + num_new_tokens, dtype=torch.bool) for ids in prompts])  # (N, L+T)
     rows = torch.arange(len(prompts), device=model.device)  # (B,), the prompt of each: first B = N, then N*G
     last = torch.tensor([-1])  # in place of a number, see get_per_token_logprobs
     cache = None

@@ -40,13 +40,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from PIL import Image
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    CLIPModel,
-    CLIPProcessor,
-)
+from transformers import CLIPModel, CLIPProcessor
 from transformers.utils import cached_file
 
 from grpo import centre_groups
@@ -300,8 +296,8 @@ class Vqa:
         self.questions = read_questions(questions)
         self.reads_chinese = model != SMOLVLM
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-        self.model = _pretrained(AutoModelForImageTextToText, model, dtype)
-        self.processor = AutoProcessor.from_pretrained(model)
+        self.model = _pretrained(transformers.AutoModelForImageTextToText, model, dtype)
+        self.processor = transformers.AutoProcessor.from_pretrained(model)
         tokenizer = self.processor.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         self.yes = answer_ids(tokenizer, "yes")

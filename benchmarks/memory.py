@@ -104,7 +104,7 @@ def measured(found, name, models, learner=None):
     attends = patch("torch.nn.functional.scaled_dot_product_attention", attention)
     stays = patch("torch.Tensor.cpu", lambda tensor: tensor)  # without content it cannot move
     with META, Alive(models) as alive, attends, stays, torch.set_grad_enabled(learner is not None):
-        for parameter in learner.parameters() if learner else []:
+        for parameter in learner.parameters if learner else []:
             parameter.grad = torch.zeros_like(parameter)  # that of the micro-batches before
         yield
     found[name] = alive.peak / 1e9
@@ -113,26 +113,26 @@ def measured(found, name, models, learner=None):
 def sample(codes, forward, rows, prompt, length):
     """generate_with_logprobs, but of its tokens only the first two and the last."""
     options = codes.sampling_args["allowed_ids"], codes.settings.temperature, codes.settings.top_p, [None] * PROMPTS
-    ids = torch.zeros(rows, prompt, dtype=torch.long)
-    positions = torch.zeros(3, rows, prompt, dtype=torch.long)
+    ids = torch.zeros(PROMPTS, prompt, dtype=torch.long)
+    positions = torch.zeros(3, PROMPTS, prompt, dtype=torch.long)
     output = codes.model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1)
-    drawn = [_sample_token(output.logits[:, -1], *options)]
-    output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
+    positions = torch.zeros(3, rows, 1, dtype=torch.long)
+    output.past_key_values.reorder_cache(positions[0, :, 0])
+    drawn = [_sample_token(output.logits[:, -1][positions[0, :, 0]], *options)]
+    output = forward(drawn[0][0], None, positions, output.past_key_values)
     drawn += [[torch.empty_like(x) for x in drawn[0]] for _ in range(length - 2)]
-    output = forward(drawn[0][0], None, positions[..., :1], output.past_key_values)
+    output = forward(drawn[0][0], None, positions, output.past_key_values)
     drawn.append(_sample_token(output.logits[:, -1], *options))
 
 
 def decoder_inputs(size, pictures):
     return {
-        "hidden_states": torch.zeros(pictures, 16, size // 8, size // 8).bfloat16(),
+        "hidden_states": torch.zeros(pictures, 16, size // 8, size // 8).bfloat16(), "timestep": torch.zeros(pictures),
         "encoder_hidden_states": torch.zeros(pictures, GLYPHS, 1472).bfloat16(),
         "prior_token_id": torch.zeros(pictures, (size // 16) ** 2, dtype=torch.long),
         "prior_token_drop": torch.zeros(0, dtype=torch.long),
-        "timestep": torch.zeros(pictures),
-        "target_size": torch.zeros(pictures, 2).bfloat16(),
-        "crop_coords": torch.zeros(pictures, 2).bfloat16(),
-    }
+        **{name: torch.zeros(pictures, 2).bfloat16() for name in ("target_size", "crop_coords")},
+    }  # fmt: skip
 
 
 def peaks(codes, decoder, size, group, micro_batch, edits=False):
@@ -187,13 +187,13 @@ def main():
     for micro_batch in MICRO_BATCHES:
         work, cache = peaks(codes, decoder, SIZE, GROUP, micro_batch, options.edits)
         own = work.pop("decoder update", 0)
-        kept = 3 * gigabytes(codes.parameters())  # with the two moments of Adam
+        kept = 3 * gigabytes(codes.parameters)  # with the two moments of Adam
         for learns in ("codes",) if options.edits else ("codes", "both"):
             turns = max(peak + there.get(name, policy) for name, peak in work.items()) + kept
             stay = cache + max(work.values()) + kept + weights
             print(f"{learns:6}{micro_batch:>13}{turns:>10.1f}{stay:>10.1f}", flush=True)
             work["decoder update"] = own
-            kept += 3 * gigabytes(decoder.parameters())
+            kept += 3 * gigabytes(decoder.parameters)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,9 @@
 
     python benchmarks/repair_decoder.py --bits 2 --steps 25
 
-A quantised GLM-Image is what small cards run, and its decoder pays for that in detail. Here the tiny model's decoder is
-rounded, each row of a matrix to 2^bits levels between its least and largest weight, and an adapter beside it is trained
-on the training captions. The stock sampler's pictures are judged by the drawings that their codes were taken from, on
-captions held out: by SSIM, and, since that knows little of colours, by the share of objects that check.py finds as drawn,
-both shape and colour in their place.
+Each row of a matrix is rounded to 2^bits levels between its least and largest weight. The stock sampler's pictures are
+judged by the drawings that their codes were taken from, on captions held out: by SSIM, and, since that knows little of
+colours, by the share of objects that check.py finds as drawn, both shape and colour in their place.
 """
 
 import argparse
@@ -28,8 +26,7 @@ from runtime.log import Phases
 from runtime.settings import TINY
 
 CPU = torch.device("cpu")
-FLAGS = "--train decoder --group-size 8 --micro-batch-size 8 --prompts-per-step 8 --steps 200 --kl-coef 0"
-FLAGS = ["--model", TINY, "--reward", "ssim:1,mse:1", *FLAGS.split()]
+FLAGS = "--train decoder --group-size 8 --micro-batch-size 8 --prompts-per-step 8 --steps 200 --kl-coef 0 --reward ssim:1,mse:1"
 
 
 def load_rounded(bits, settings):
@@ -70,10 +67,10 @@ def share_as_drawn(images, drawings):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.usage = "%(prog)s [--bits N] [flags of train.py, such as --steps 25 --seed 1]"
+    parser.usage = "%(prog)s [--bits N] [flags of train.py, such as --steps 25]"
     parser.add_argument("--bits", type=int, default=3, help="of the decoder's matrices (default: 3)")
     options, flags = parser.parse_known_args()
-    settings = train.parse_settings([*FLAGS, *flags])
+    settings = train.parse_settings(["--model", TINY, *FLAGS.split(), *flags])
     torch.set_num_threads(1)  # see device in runtime/ranks.py
     pipe, policy, decoder = train.build(load_rounded(options.bits, settings), settings, CPU)
     groups = []  # in the place of what the policy samples: the codes of the step's drawings

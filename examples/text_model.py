@@ -18,9 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo import GRPO, GRPOSettings, set_advantages
 
-END = 0
-LENGTH = 16
-GROUP_SIZE = 8
+END, LENGTH, GROUP_SIZE = 0, 16, 8
 PROMPTS = [(torch.tensor(ids), None, LENGTH) for ids in ([11, 12, 13], [21, 22], [31, 32, 33, 34])]  # of any lengths
 
 

@@ -51,7 +51,7 @@ def working_memory(settings):
     reading = 0
     if settings.sources:
         tokens += pixels // 32**2 - 256  # their codes, and no preview
-        reading = 0.37e6 * (64 + pixels // 32**2) * rows  # prompts with their sources' codes
+        reading = (64 + pixels // 32**2) * max(0.37e6 * settings.prompts_per_step, 41e3 * rows)  # once; then G times
         painting = max(developing, painting + 0.5e6 * pixels // 16**2)  # a source in the VAE; its keys and values
     room = (tokens // CapturedForward.ROOM + 1) * CapturedForward.ROOM
     cache = 41e3 * room * rows

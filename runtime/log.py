@@ -16,16 +16,7 @@ from tqdm import tqdm
 
 from rewards import combine, split_spec
 from runtime import checkpoints, counted, format_number, ranks, without_nan
-from runtime.metrics import (
-    PROMPTS,
-    best_step,
-    format_step,
-    group_records,
-    kinds_table,
-    step_metrics,
-    summary,
-    why_nothing_was_learned,
-)
+from runtime import metrics as numbers
 from runtime.pictures import save_before_after, save_curves, save_grid
 
 ROW = 8  # pictures in a row of group-*.png
@@ -155,10 +146,10 @@ class Record:
         paintings = self.settings.paintings
         metrics["skipped"] = metrics.get("skipped", 0) + metrics.get("decoder/skipped", 0)
         total = combine(rolled.raw_rewards, weights, sequences * paintings)
-        metrics |= step_metrics(rolled.raw_rewards, total, sequences, paintings)
+        metrics |= numbers.step_metrics(rolled.raw_rewards, total, sequences, paintings)
         metrics = ranks.mean(metrics | self.phase.read())
         recorded = without_nan(metrics)
-        per_rank = ranks.gather(group_records(done, prompts, rolled.raw_rewards))
+        per_rank = ranks.gather(numbers.group_records(done, prompts, rolled.raw_rewards))
         if self.writes:
             with checkpoints.writing(self.out):
                 append_jsonl(self.out / "metrics.jsonl", {"step": done, **recorded})
@@ -166,7 +157,7 @@ class Record:
         self.track(done, recorded)
         self.phase.bar.set_postfix_str(f"reward {recorded['reward'] or 0:.3f}")
         self.phase.bar.update()
-        self.write(format_step(done, metrics, self.settings))
+        self.write(numbers.format_step(done, metrics, self.settings))
         if done in (1, self.settings.steps) or done % SAMPLE_EVERY == 0 or self.stop.received:
             groups = total.view(len(texts), -1)  # (N, G*K)
             i = next((i for i, group in enumerate(groups.nan_to_num()) if len(group.unique()) > 1), 0)  # it teaches
@@ -206,9 +197,9 @@ class Record:
         before = self.before()
         records, compared = ((record,), "") if before in (None, record) else ((before, record), ", before -> after")
         steps = counted(self.done, "step")
-        for prefix, name in PROMPTS.items():
-            self.write(f"evaluation after {steps}, {name} prompts{compared}: {summary(prefix, *records)}")
-        table = kinds_table(*records)
+        for prefix, name in numbers.PROMPTS.items():
+            self.write(f"evaluation after {steps}, {name} prompts{compared}: {numbers.summary(prefix, *records)}")
+        table = numbers.kinds_table(*records)
         if table and (self.done >= self.settings.steps or self.stop.received):
             self.write("\n".join(table))
         if self.writes:
@@ -231,7 +222,7 @@ class Record:
 
     def save(self):
         if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
-            best, _ = best_step(self.evaluations, self.best_by)
+            best, _ = numbers.best_step(self.evaluations, self.best_by)
             checkpoints.save(self.out, self.done, self.trainers, self.settings, self.hashes, best)
 
     def save_whole_step(self):
@@ -241,11 +232,11 @@ class Record:
 
     def end(self):
         """The adapters with their READMEs, and before-after.png; warns if nothing, or less than before, was learned."""
-        best, words = best_step(self.evaluations, self.best_by)
+        best, words = numbers.best_step(self.evaluations, self.best_by)
         if words:
             self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
         for half, name in {"": "policy", "decoder/": "decoder"}.items():
-            if reason := why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl"), half):
+            if reason := numbers.why_nothing_was_learned(read_jsonl(self.out / "metrics.jsonl"), half):
                 self.write(f"warning: the {name} learned nothing: {reason}")
         if not self.writes:
             return
@@ -296,8 +287,8 @@ ADAPTERS = {  # folder: what it adapts, and how it loads
 def write_card(folder, settings, before, after, picture):
     """README.md and before-after.png in an adapter's folder. before, after: of evaluation.jsonl; before may be None."""
     records = [before, after] if before else [after]
-    lines = [f"- {name} prompts: {summary(prefix, *records)}" for prefix, name in PROMPTS.items()]
-    lines += kinds_table(*records)
+    lines = [f"- {name} prompts: {numbers.summary(prefix, *records)}" for prefix, name in numbers.PROMPTS.items()]
+    lines += numbers.kinds_table(*records)
     base = Path(settings.model).resolve().name if Path(settings.model).is_dir() else settings.model
     what, load = ADAPTERS[folder.name]
     shown = json.dumps(checkpoints.saved(settings), indent=2)

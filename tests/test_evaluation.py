@@ -20,7 +20,8 @@ from test_rewards import tiny_clip
 from tqdm import tqdm
 
 import train
-from runtime.log import Phases, best_step
+from runtime.log import Phases
+from runtime.metrics import best_step
 from runtime.pictures import save_curves
 from runtime.settings import RELEASE, TINY
 

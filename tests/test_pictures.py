@@ -14,12 +14,7 @@ from PIL import Image, ImageFont
 import train
 from grpo import get_per_token_logprobs
 from runtime import checkpoints
-from runtime.pictures import (
-    chinese_font,
-    font_for,
-    save_before_after,
-    save_grid,
-)
+from runtime.pictures import chinese_font, font_for, save_before_after, save_grid
 from runtime.settings import TINY
 from train import encode_prompt  # quick shortens that in train.py
 

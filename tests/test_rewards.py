@@ -424,11 +424,7 @@ def failing(error):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "named"),
-    [
-        (["b", "b", "a", "a", "c", "c"], "'b', 'a', 'c'"),
-        (["two\nlines"], r"'two\nlines'"),
-    ],
+    ("prompts", "named"), [(["b", "b", "a", "a", "c", "c"], "'b', 'a', 'c'"), (["two\nlines"], r"'two\nlines'")]
 )
 def test_a_reward_that_raises_is_named_with_the_prompts(prompts, named):
     """In one line, and without trying again."""

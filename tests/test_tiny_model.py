@@ -174,12 +174,7 @@ def test_the_judge_judges_only_what_it_can():
     source, two = make.draw((("circle", "red"), None, None, None)), make.draw((("circle", "red"),) * 4)
     messy = source.copy()
     messy.paste("grey", (80, 80, 90, 110))
-    prompts = ["make the circle blue"] * 3 + [
-        "make the square blue",
-        "add a red ring",
-        "make it bigger",
-        RED_CIRCLE,
-    ]
+    prompts = ["make the circle blue"] * 3 + ["make the square blue", "add a red ring", "make it bigger", RED_CIRCLE]
     sources = [None, messy, two, source, two, source, None]
     for judge in (check.facts, check.right):
         judged = judge([source] * 7, prompts, sources=sources)
@@ -276,11 +271,26 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(s
     assert [image.tobytes() for image in again] == [image.tobytes() for image in images], "always the same samples"
 
 
+def read_prompt(policy, processor, text, picture=None):
+    """What the model learned from: ids (L,) with room for the codes of a picture; by its own rule positions (3, L+T)."""
+    content = [{"type": "text", "text": text}]
+    if picture is not None:
+        content.insert(0, {"type": "image", "image": picture})
+    inputs = processor.apply_chat_template(
+        [[{"role": "user", "content": content}]], tokenize=True, return_dict=True, return_tensors="pt",
+        processor_kwargs={"target_h": 128, "target_w": 128},
+    )  # fmt: skip
+    ids, model = inputs["input_ids"], policy.model
+    read, _ = model.get_rope_index(ids, inputs["image_grid_thw"], inputs["images_per_sample"])
+    written = model._cached_decode_position_ids[:, :, :-1]  # (1, 3, T), without that of the end of the image
+    return ids[0], torch.cat([read[:, 0], written[0]], dim=1)
+
+
 def test_prompts_side_by_side_end_alike(pipe):
     """One batch of captions of three lengths has the log-probs of each by itself."""
     policy, corners = pipe.vision_language_encoder, make.corner_codes(make.make_codebook())
     captions = [make.MEANING[text] for text in ("a ring", "three crosses", "a red circle and a blue square")]
-    prompts = [make.read_prompt(policy, pipe.processor, str(caption)) for caption in captions]
+    prompts = [read_prompt(policy, pipe.processor, str(caption)) for caption in captions]
     codes = make.codes_of([caption.scene() for caption in captions], corners)
     ids, positions, mask = make.collate(prompts, pipe.processor.tokenizer.pad_token_id)
 
@@ -337,12 +347,12 @@ def test_prompts_of_the_tiny_model(pipe):
     """The trainer reads captions and wishes as the model was taught to; every word is one token."""
     policy = pipe.vision_language_encoder
     picture = make.draw((("circle", "red"), None, None, None))
-    ids, positions = make.read_prompt(policy, pipe.processor, "three circles")
+    ids, positions = read_prompt(policy, pipe.processor, "three circles")
     trained_on, trained_positions, count = train.encode_prompt(pipe.processor, "three circles", 128, 128)
     assert torch.equal(ids, trained_on) and torch.equal(positions, trained_positions) and count == 256 + 16
     words = [token for token in pipe.processor.tokenizer.convert_ids_to_tokens(ids) if not token.startswith("<|")]
     assert words == ["three", "Ġcircles", "<sop>", "4", "Ġ4", "<eop>", "<sop>", "16", "Ġ16", "<eop>"]
-    ids, positions = make.read_prompt(policy, pipe.processor, "make the circle blue", picture)
+    ids, positions = read_prompt(policy, pipe.processor, "make the circle blue", picture)
     words = pipe.processor.tokenizer.convert_ids_to_tokens(ids)
     assert words[1:19] == ["<|begin_of_image|>", *["<|image|>"] * 16, "<|end_of_image|>"]
     assert words[19:23] == ["make", "Ġthe", "Ġcircle", "Ġblue"]

@@ -12,11 +12,7 @@ import torch.distributed as dist
 import transformers
 from conftest import ROOT
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Emu3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Emu3ForCausalLM
 
 import grpo
 from grpo import (
@@ -73,10 +69,7 @@ ONE_LENGTH = {
     "roberta": SIZES | {"is_decoder": True},
     "bloom": GPT,
 }
-REFUSED = {
-    "mamba": SIZES,
-    "recurrent_gemma": SIZES | {"num_hidden_layers": 3},
-}
+REFUSED = {"mamba": SIZES, "recurrent_gemma": SIZES | {"num_hidden_layers": 3}}
 
 
 def build(kind, settings):

@@ -236,10 +236,7 @@ def paint(pipe, prompts, samples, seed, sources=None):
 
 
 def count_right(pipe, name, folder, options):
-    """Prints the share of right pictures for the prompts in a file. Returns the rows of a sheet, the first two of each kind.
-
-    folder: of the pictures that the prompts are to change, or None.
-    """
+    """Prints the share of right pictures for a file's prompts; `folder` has the pictures they change. Returns a sheet's rows."""
     from runtime.data import read_lines
     from runtime.pictures import FRAMES
 
@@ -281,8 +278,8 @@ def main():
         torch.set_num_threads(1)  # see train.py
         pipe = load(options.adapter)
         rows = {name: count_right(pipe, name, folder, options) for name, folder in FILES.items()}
-        title = "the first two of each kind, held out"
-        save_grid(options.sheet, rows["heldout"] + rows["heldout-edits"], title, cell=96)
+        rows = rows["heldout"] + rows["heldout-edits"]
+        save_grid(options.sheet, rows, "the first two of each kind, held out", cell=96)
     except (UserError, OSError) as error:  # such as an adapter of another model, or a folder that cannot be written to
         print("error:", str(error).strip().split("\n")[0], file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@ Every part is the class the released model uses, only small, so whatever trains 
 import argparse
 import itertools
 import random
-import time
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,6 +36,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+
+from glm_image.painting import encode_prompt
+from runtime.data import Source
 
 SIZE = 128  # pixels; 4x4 large codes of 32 pixels each
 CELL = 64  # a scene has four places: upper left, upper right, lower left, lower right
@@ -370,7 +374,6 @@ def optimise(name, module, steps, lr, loss_fn):
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     module.train()
-    started, average = time.time(), None
     bar = tqdm(range(steps), desc=name, mininterval=10)
     for _ in bar:
         loss = loss_fn()
@@ -379,10 +382,8 @@ def optimise(name, module, steps, lr, loss_fn):
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
-        average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
-        bar.set_postfix(loss=f"{average:.4f}", refresh=False)
+        bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
     module.eval()
-    print(f"{name}: {steps} steps, loss {average:.4f}, {time.time() - started:.0f} s", flush=True)
 
 
 def train_vae(vae, pixels, steps):
@@ -391,8 +392,7 @@ def train_vae(vae, pixels, steps):
         posterior = vae.encode(batch).latent_dist
         painted = vae.decode(posterior.sample()).sample
         # Without the squares it takes red for brown, for long.
-        error = F.l1_loss(painted, batch) + F.mse_loss(painted, batch)
-        return error + 1e-4 * posterior.kl().mean() / 2048
+        return F.l1_loss(painted, batch) + F.mse_loss(painted, batch) + 1e-4 * posterior.kl().mean() / 2048
 
     optimise("VAE", vae, steps, 2e-3, loss)
 
@@ -430,26 +430,10 @@ def train_decoder(decoder, latents, codes, glyphs, steps, lr, sources=False):
     optimise("decoder", decoder, steps, lr, loss)
 
 
-def read_prompt(policy, processor, text, picture=None):
-    """A prompt's ids (L,), with room for the codes of a picture, and by the model's own rule the positions (3, L+T)."""
-    content = [{"type": "text", "text": text}]
-    if picture is not None:
-        content.insert(0, {"type": "image", "image": picture})
-    inputs = processor.apply_chat_template(
-        [[{"role": "user", "content": content}]], tokenize=True, return_dict=True, return_tensors="pt",
-        processor_kwargs={"target_h": SIZE, "target_w": SIZE},
-    )  # fmt: skip
-    ids, model = inputs["input_ids"], policy.model
-    read, _ = model.get_rope_index(ids, inputs["image_grid_thw"], inputs["images_per_sample"])
-    written = model._cached_decode_position_ids[:, :, :-1]  # (1, 3, T), without that of the end of the image
-    return ids[0], torch.cat([read[:, 0], written[0]], dim=1)
-
-
 def collate(prompts, padding):
-    """Prompts side by side that end alike, so that what follows them does too.
+    """Prompts side by side that end alike: B pairs of ids (L,) and positions (3, L+T).
 
-    prompts: B pairs of ids (L,) and positions (3, L+T). Returns ids (B, L), positions (3, B, L+T) and the attention mask
-    (B, 1, L+T, L+T), with L that of the longest.
+    Returns ids (B, L), positions (3, B, L+T) and the attention mask (B, 1, L+T, L+T), with L that of the longest.
     """
     longest = max(len(ids) for ids, _ in prompts)
     empty = [longest - len(ids) for ids, _ in prompts]
@@ -466,10 +450,10 @@ def collate(prompts, padding):
 def train_policy(policy, processor, codebook, steps, lr, misreads):
     """Trains on captions and edits; with `misreads` what is painted is what was read, which may be something else."""
     rng = random.Random(2)
-    blank = draw((None,) * 4)
     seen, (_, held_out) = seen_captions(), split_edits(random.Random(0))
-    prompts = {text: read_prompt(policy, processor, text) for text in map(str, itertools.chain(*seen.values()))}
-    prompts |= {text: read_prompt(policy, processor, text, blank) for text in WISHES}
+    room = Source(draw((None,) * 4), torch.full((16,), policy.config.image_token_id))  # for the codes of a source
+    asked = {str(caption): None for caption in itertools.chain(*seen.values())} | dict.fromkeys(WISHES, room)
+    prompts = {text: encode_prompt(processor, text, SIZE, SIZE, source)[:2] for text, source in asked.items()}
 
     def cross_entropy(texts, sources, targets):
         """Mean over codes (B, T) after prompts, into which the codes of sources go: (B, 16), or none."""
@@ -635,16 +619,12 @@ def write_pictures(folder, scenes):
 def main():
     """Both halves at once. One thread each: the order of sums, and so the weights, do not depend on the cores."""
     argparse.ArgumentParser(description="Makes this folder's model anew, in about 45 minutes.").parse_args()
-    started = time.time()
     write_prompts()
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         half = pool.submit(make_policy)
         text_encoder, vae, decoder = pool.submit(make_painters).result()
         policy = half.result()
-    for name, part in [("policy", policy), ("decoder", decoder), ("VAE", vae), ("glyphs", text_encoder)]:
-        print(f"{name}: {sum(p.numel() for p in part.parameters()) / 1e6:.2f} M parameters")
     assemble(policy, text_encoder, vae, decoder).save_pretrained(HERE)
-    print(f"saved to {HERE} after {time.time() - started:.0f} s, on two threads")
 
 
 if __name__ == "__main__":
