@@ -95,7 +95,7 @@ def generate_with_logprobs(
     positions = None if position_ids is None else side_by_side(position_ids)  # ([3,] N, L+T)
     not_padding = side_by_side([torch.ones(len(ids) + num_new_tokens, dtype=torch.bool) for ids in prompts])  # (N, L+T)
     rows = torch.arange(len(prompts), device=model.device)  # (B,), the prompt of each: first B = N, then N*G
-    last = torch.tensor([-1])  # in place of a number, see get_per_token_logprobs
+    last = torch.tensor([-1], device=model.device)  # in place of a number: see get_per_token_logprobs
     cache = None
     sampled = []
     for end in range(ids.shape[1], ids.shape[1] + num_new_tokens):  # the prompts in one pass, then one token per pass
@@ -381,6 +381,7 @@ class GRPO:
         total = torch.tensor(float(total), device=self.model.device)  # its mean over ranks, as that of the gradients
         if dist.is_initialized():
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        total = total.item()
         unmoved = self.steps == 0 and not self.optimizer.state  # that of a resumed run has a state
         self.model.train()  # enables gradient checkpointing, which is off in eval mode; there is no dropout
         self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
