@@ -408,7 +408,8 @@ class GRPO:
             self.optimizer.zero_grad()
 
         first = _average(reports[: len(micro_batches)])  # the first iteration alone: later the policy has moved
-        _warn_of(first, norms, first["kl"] if unmoved and self.optimizer.state else 0)  # plain SGD has none: no telling
+        drift = first["kl"] if unmoved and self.optimizer.state else 0  # plain SGD has no state, and so cannot tell
+        _warn_of(first["mean_logprob_gap"], norms, drift)
         metrics = _average(reports) | {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
         stepped = [norm for norm in norms if 0 < norm < float("inf")]
         norm = sum(stepped) / max(len(stepped), 1)
@@ -484,11 +485,10 @@ class Offload:
 # ---- checks: misuse is refused with one line, or warned of ----------------------------------------------------------
 
 
-def _warn_of(first, norms, drift):
-    """first: metrics of the first iteration. norms: of the gradients. drift: the KL before any step, which is to be 0."""
-    still = norms[0] == 0 and not math.isnan(first["loss"])  # NaN: no rewards differ
+def _warn_of(gap, norms, drift):  # gap: NaN if no rewards differ. drift: the KL before any step, which is to be 0
+    still = norms[0] == 0 and not math.isnan(gap)
     signs = {
-        "mean_logprob_gap is above 0.1: sampling and scoring disagree": first["mean_logprob_gap"] > 0.1,
+        "mean_logprob_gap is above 0.1 (0.05 is normal in bfloat16): sampling and scoring disagree": gap > 0.1,
         "kl is above 0 although nothing has moved: the reference is not the model before training": drift > 0.01,
         "rewards differ, but the gradient is exactly 0: does the optimizer hold the active adapter?": still,
         "the gradient is NaN or infinite: no step was taken": not all(norm < float("inf") for norm in norms),

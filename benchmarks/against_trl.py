@@ -44,7 +44,6 @@ WARM_UP = 2  # steps that are not counted
 
 def reward(ids):
     """The share of odd ids: next to no work, and hardly ever equal within a group, which we would pass over."""
-    assert len(ids) == NEW_TOKENS, "a sample that ended early is less work"
     return sum(i % 2 for i in ids) / len(ids)
 
 
@@ -95,7 +94,7 @@ def main():
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)  # of names that TRL and transformers still use
     tokenizer, base = smollm2.load(options.dtype)
-    tokenizer.eos_token = "<repo_name>"  # which is never sampled, so that no text ends early
+    tokenizer.eos_token = "<repo_name>"  # which is hardly ever sampled: while one text goes on, all are padded to it
     count = PROMPTS_PER_STEP * (WARM_UP + options.steps)
     prompts = [f"2 + 3 = 5\n14 + 7 = 21\n{i + 11} + 9 = " for i in range(count)]
     with tempfile.TemporaryDirectory() as folder:

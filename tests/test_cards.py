@@ -26,7 +26,8 @@ from runtime.data import Prompts
 from runtime.settings import print_start
 
 CUDA = torch.device("cuda", 0)
-README, MEMORY, EDITING = ((ROOT / name).read_text() for name in ("README.md", "docs/memory.md", "docs/editing.md"))
+PAGES = ("README.md", "docs/memory.md", "docs/editing.md", "docs/deploy.md")
+README, MEMORY, EDITING, DEPLOY = ((ROOT / name).read_text() for name in PAGES)
 IDLE = {"12": (11.5,), "16": (16.0, 16.4), "24": (23.4, 24.9), "48": (47.0,), "80": (84.0,)}  # 10^9 bytes free, by GB
 SIZES = {"bfloat16": (17.8, 0.44, 13.86, 0.81), "int8": (9.7, 0.44, 7.06, 0.81)}  # of the released models, in order
 
@@ -134,7 +135,7 @@ def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
 
 def test_the_warning_of_the_gap_says_what_is_normal():
     with pytest.warns(UserWarning, match="0.05 is normal in bfloat16"):
-        _warn_of({"mean_logprob_gap": 0.2, "kl": math.nan, "loss": 1.0}, [1.0], False)
+        _warn_of(0.2, [1.0], 0)
 
 
 # ---- several GPUs ---------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def test_the_code_for_the_release_paints_with_files_in_bfloat16(page, tmp_path, 
     monkeypatch.chdir(tmp_path)
     adapter = re.search(r'load_adapter\("(.*?)"\)', page)[1]
     build_run(tiny_settings()).policy_trainer.model.save_pretrained(adapter)
-    first, second = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    first, second, *_ = re.findall(r"```python\n(.*?)```", page + (DEPLOY if page == README else ""), flags=re.DOTALL)
     own = {'"tiny-glm-image': f'"{TINY}', '"zai-org/GLM-Image"': repr(saved_in_bfloat16(tmp_path / "release"))}
     own |= {
         "1024": "128",
