@@ -1,6 +1,5 @@
 """What a card would meet: memory of every card that README.md names, several GPUs, the pages' sums and their code."""
 
-import math
 import os
 import re
 import runpy
