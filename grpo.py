@@ -64,13 +64,14 @@ def generate_with_logprobs(
             positions that is not given them falls back to text positions, silently.
         allowed_ids: slice(first, end) of the vocabulary, V ids that may be sampled; for pictures no end tokens.
         temperature: divides the logits; above 0. top_p: in (0, 1]; 1 keeps every id.
-        end_ids: a tuple of the ids that end a text. When all texts have ended sampling stops, at a smaller T.
+        end_ids: the ids that end a text, a tuple. Sampling stops, at a smaller T, one token after all texts have ended.
         generators: N torch.Generators on the model's device, so that no group depends on its neighbours. None: torch's.
         forward: called instead of the model for every token but the first: on a GPU, a captured graph.
 
     Returns, on the CPU:
-        tokens: (N*G, T) int64, prompt after prompt. nucleus: (N*G, T, V) bool, the ids that survived top-p, or None.
+        tokens: (N*G, T) int64, prompt after prompt.
         logprobs: (N*G, T) float32, each under the very distribution its token was drawn from.
+        nucleus: (N*G, T, V) bool, the ids that survived top-p. None if top_p is 1.
     """
     _check_sampling(prompts, allowed_ids, temperature, top_p, generators)
     if padded := len(set(map(len, prompts))) > 1:
@@ -118,12 +119,12 @@ def generate_with_logprobs(
     logprobs = torch.cat(logprobs, dim=1).cpu()
     if broken := [i for i, group in enumerate(logprobs.split(num_samples)) if not group.isfinite().all()]:
         raise NotFinite(broken)
-    nucleus = torch.stack([ids.cpu() for ids in nucleus], dim=1) if top_p < 1 else None
+    nucleus = torch.stack([kept.cpu() for kept in nucleus], dim=1) if top_p < 1 else None
     return torch.cat(tokens, dim=1).cpu(), logprobs, nucleus
 
 
 def mask_through_end(tokens, end_ids):
-    """1 for each token (B, T) through the first of `end_ids`, which counts: without it no step could teach to end."""
+    """(B, T), 1 through the first token that is in `end_ids`. It counts: without it no step could teach to end."""
     ended = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).int()  # (B, T)
     return (ended.cumsum(1) - ended == 0).float()
 
@@ -216,7 +217,7 @@ def get_per_token_logprobs(
     # The logits at one position predict the id at the next: the last id is only ever a target, and the last T logits
     # (B, T, vocabulary) are all we need, even of a model that does not know logits_to_keep.
     inputs = {"input_ids": input_ids[:, :-1], "position_ids": position_ids}
-    keep = torch.arange(-num_new_tokens, 0, device=model.device)  # a number would do, but copy the head for each row
+    keep = torch.arange(-num_new_tokens, 0, device=model.device)  # for a number the head would be copied per row
     logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[:, -num_new_tokens:]
     logp = _log_distribution(logits, allowed_ids, temperature, nucleus)  # (B, T, V)
     drawn = input_ids[:, -num_new_tokens:] - allowed_ids.start  # (B, T)
@@ -229,7 +230,7 @@ def get_per_token_logprobs(
 def compute_grpo_loss(
     new_logprobs, old_logprobs, advantages, ref_logprobs=None, mask=None, clip_range=0.2, kl_coef=0.0
 ):
-    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4), averaged over each sequence, then over them.
+    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4), averaged over each sequence, then over sequences.
 
     Args:
         new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first carries a gradient.
@@ -289,7 +290,7 @@ class GRPOSettings:
 
 @dataclass
 class Group:
-    """G samples of one prompt. Its tensors wait on the CPU from step to step."""
+    """G samples of one prompt. Its tensors wait on the CPU between the parts of a step."""
 
     prompt_ids: torch.Tensor  # (L,)
     position_ids: torch.Tensor | None  # (3, L+T)
@@ -318,7 +319,7 @@ class GRPO:
         reference: makes a context within which the model is the reference; None: with its adapter disabled.
 
     A group needs old_logprobs, mask, advantages and ref_logprobs; all else is left to logprobs(), which a subclass may
-    replace (see DecoderGRPO). With torch.distributed, W ranks of P prompts, and of seeds of their own, are one of W*P.
+    replace (see DecoderGRPO). With torch.distributed, W ranks with P prompts and seeds of their own equal one with W*P.
     """
 
     def __init__(self, model, optimizer, settings, allowed_ids=slice(0, None), forward=None, reference=None):
@@ -333,7 +334,7 @@ class GRPO:
         _check_model(model, self.parameters)
 
     def sample(self, prompts, group_size, seed):
-        """1: a group of `group_size` (G) samples for each of N prompts: (prompt_ids (L,), position_ids (3, L+T), T).
+        """1: N Groups of `group_size` (G) samples. prompts: N times (prompt_ids (L,), position_ids (3, L+T), T).
 
         position_ids: None for a text model. T must be the same for all, else ValueError. Group i draws from `seed + i`
         alone: the same prompts and seed give the same samples until the policy moves.
@@ -356,7 +357,7 @@ class GRPO:
 
     @torch.no_grad()
     def add_reference(self, groups):
-        """4: log-probs under the reference, the same model with the adapter disabled, where update needs them."""
+        """4: log-probs under the reference, the same model with the adapter disabled, for groups with spread."""
         _check_groups(groups, scored=True)
         if self.settings.kl_coef == 0:
             return
@@ -367,9 +368,9 @@ class GRPO:
 
     @without_cudnn_attention  # in the backward pass too: gradient checkpointing computes there what it has not kept
     def update(self, groups):
-        """5 and 6: move the policy, `iterations` optimiser steps over all groups. Returns the metrics.
+        """4 to 6: move the policy, `iterations` optimiser steps over all groups. Returns the metrics.
 
-        A group of equal rewards teaches nothing and is skipped: it counts in the step's mean loss, but not in the
+        A group of equal rewards teaches nothing and is left out: it counts in the step's mean loss, but not in the
         metrics, which are means over the others (NaN if there are none). skipped: the share of iterations whose gradient
         was not finite, and which made no step; grad_norm and, per parameter, grad_rms: of the others.
         """
@@ -382,7 +383,7 @@ class GRPO:
         if dist.is_initialized():
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
         total = total.item()
-        unmoved = self.steps == 0 and not self.optimizer.state  # that of a resumed run has a state
+        unmoved = self.steps == 0 and not self.optimizer.state  # a resumed one has a state; plain SGD never has
         self.model.train()  # enables gradient checkpointing, which is off in eval mode; there is no dropout
         self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
         reports = []  # (weight, metrics) of each micro-batch
@@ -408,8 +409,7 @@ class GRPO:
             self.optimizer.zero_grad()
 
         first = _average(reports[: len(micro_batches)])  # the first iteration alone: later the policy has moved
-        drift = first["kl"] if unmoved and self.optimizer.state else 0  # plain SGD has no state, and so cannot tell
-        _warn_of(first["mean_logprob_gap"], norms, drift)
+        _warn_of(first["mean_logprob_gap"], norms, first["kl"] if unmoved and self.optimizer.state else 0)
         metrics = _average(reports) | {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
         stepped = [norm for norm in norms if 0 < norm < float("inf")]
         norm = sum(stepped) / max(len(stepped), 1)

@@ -82,7 +82,7 @@ class Rollout:
     """What was sampled for N prompts: G code sequences for each, K paintings of each sequence."""
 
     groups: list  # N Groups, of grpo.py
-    denoising_steps: list  # DenoisingSteps of N*G paths, path after path; none where nothing was drawn
+    denoising_steps: list  # DenoisingSteps of N*G sequences, K paths each; none where nothing was drawn
     images: list  # N*G*K PIL images, prompt after prompt, sequence after sequence
     raw_rewards: dict  # {name: (N*G*K,)}
 

