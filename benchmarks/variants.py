@@ -41,7 +41,7 @@ def edited(name):
 
 def evaluations(name, edit, flags, seed):
     """Of a run, made if it is missing, after each quarter: shares of held-out pictures that are right, that are clean."""
-    out = OUT / f"{re.sub('[^a-z0-9]+', '-', name)}-{seed}"
+    out = OUT / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}"
     if not out.exists():
         copy = out.with_suffix(".project")
         shutil.rmtree(copy, ignore_errors=True)

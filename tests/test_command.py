@@ -255,7 +255,7 @@ def test_tensorboard_gets_the_numbers_and_pictures_of_a_run(quick):
 def test_defaults_depend_on_the_model():
     tiny = tiny_settings()
     other = train.parse_settings(["--model", settings.RELEASE, "--height", "1280"])
-    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (20, 3e-4, 128, 1.0, 0.95)
+    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (20, 5e-4, 128, 1.0, 0.95)
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
@@ -294,7 +294,7 @@ def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_the
     shown = output.partition("settings:")[2].partition("\na step:")[0]
     first, rest = shown.split("\nby default:")
     flags = "train=decoder group_size=8 guidance_scale=1.5 prompts_per_step=4 eval_count=16 paintings=8 sequences=1"
-    flags += " reward=tiny-glm-image/check.py:facts:1,tiny-glm-image/check.py:near:1 combine=zscore"
+    flags += " reward=tiny-glm-image/check.py:facts:1,tiny-glm-image/check.py:near:1 combine=zscore warmup_steps=0"
     assert set(first.split()) == {*flags.split(), f"prompts={chosen.prompts}"}, "a path can be copied"
     assert {"seed=0", "kl_coef=0.2", "height=128"} < set(rest.split()) and "None" not in rest
     assert "a step: 32 pictures of about 272 codes, 12 decoder passes each" in output

@@ -11,8 +11,7 @@ from PIL import Image
 
 from runtime import without_nan
 from runtime.data import Prompts, read_prompts
-from runtime.log import best_step, summary
-from runtime.metrics import evaluation_metrics, kinds_table
+from runtime.metrics import best_step, evaluation_metrics, kinds_table, summary
 from runtime.pictures import FRAMES, save_before_after, save_curves
 
 NAN = math.nan

@@ -207,7 +207,7 @@ def test_zero_steps_evaluates_only(quick):
 
 def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, one_step, capsys):
     """With another rate; the first KL is 0, and resumed it is as if it had not stopped."""
-    second = ["--adapter", str(one_step), "--kl-coef", "0.5", "--lr", "0.03"]
+    second = ["--adapter", str(one_step), "--kl-coef", "0.5", "--lr", "0.03", "--warmup-steps", "0"]
     assert quick(*second, "--steps", "2", "--out", "straight") == 0
     first, last = (line["kl"] for line in records("straight/metrics.jsonl"))
     assert first == pytest.approx(0, abs=1e-6) and last > 1e-3
