@@ -21,6 +21,7 @@ from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "runs" / "variants"
+CHECK = "tiny-glm-image/check.py"
 FLAGS = "--model tiny-glm-image --eval-every 5 --eval-count 24"
 EDIT = re.compile(r"^\| ?(.*?) \| `(.+?)` \| (?:`(.+?)`|nothing) \|$", re.MULTILINE)
 HEAD = "| Variant | edit | flags | after 5 steps | 10 | 20 | clean | pictures until 80% |"
@@ -53,7 +54,7 @@ def evaluations(name, edit, flags, seed):
         (copy / "run").rename(out)
         shutil.rmtree(copy)
     kinds = [json.loads(line)["held_out/kinds"] for line in (out / "evaluation.jsonl").read_text().splitlines()]
-    judged = lambda judge: [each["mean of the kinds"][f"reward/tiny-glm-image/check.py:{judge}"] for each in kinds]
+    judged = lambda judge: [each["mean of the kinds"][f"reward/{CHECK}:{judge}"] for each in kinds]
     print(f"{name}, seed {seed}: {judged('right')[-1]:.1%} right", flush=True)
     return judged("right"), judged("clean")
 
