@@ -372,7 +372,7 @@ class GRPO:
 
         A group of equal rewards teaches nothing and is left out: it counts in the step's mean loss, but not in the
         metrics, which are means over the others (NaN if there are none). skipped: the share of iterations whose gradient
-        was not finite, and which made no step; grad_norm and, per parameter, grad_rms: of the others.
+        was not finite, and which made no step; grad_norm and, per parameter, grad_rms: of those that did.
         """
         _check_groups(groups, scored=True)
         learning = [group for group in groups if group.advantages.any()]
@@ -555,7 +555,7 @@ def _check_groups(groups, scored):
 
 
 def _check_model(model, parameters):
-    """ValueError for a model whose sampling and scoring would differ, or on all ranks, if they would train another."""
+    """ValueError if sampling and scoring would differ, or, on all ranks, if their adapters are unequal."""
     if isinstance(getattr(model, "module", None), torch.nn.Module) and "Parallel" in type(model).__name__:
         raise ValueError("the model is wrapped: give model.module, for the trainer averages gradients itself")
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):

@@ -3,7 +3,7 @@
 A reward is `f(images, prompts, targets) -> float tensor (N,)`: higher is better, NaN is "does not apply". It gets N PIL
 images, the N prompts that they were painted for, and N PIL images that they should resemble (None where there is none),
 or None. With a parameter `sources` it also gets the N PIL images that they are edits of, or None.
-Add yours to REWARDS near the end of this file, or keep it in a file of your own and name it on the command line:
+Add yours to REWARDS, further down in this file, or keep it in a file of your own and name it on the command line:
 
     python train.py --reward lpips:0.4,ssim:0.2,text:0.3,aesthetic:0.1    # a weight left out is 1
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust

@@ -50,12 +50,10 @@ def drawings(file):
 
 def judge(pipe, examples, settings):
     """Of the stock sampler's pictures: "SSIM 0.812, 75.0% of objects as drawn"."""
-    latents = [train.paint(pipe, text, codes, settings, seed=10**9) for text, _, codes in examples]
-    images = [train.develop(pipe, each)[0] for each in latents]
+    images = [train.develop(pipe, train.paint(pipe, text, codes, settings, 10**9))[0] for text, _, codes in examples]
     drawn = [drawing for _, drawing, _ in examples]
-    return (
-        f"SSIM {rewards.ssim(images, None, drawn).mean():.4f}, {share_as_drawn(images, drawn):.1%} of objects as drawn"
-    )
+    ssim = rewards.ssim(images, None, drawn).mean()
+    return f"SSIM {ssim:.4f}, {share_as_drawn(images, drawn):.1%} of objects as drawn"
 
 
 def share_as_drawn(images, drawings):
@@ -76,9 +74,8 @@ def main():
     groups = []  # in the place of what the policy samples: the codes of the step's drawings
     run = train.Run(pipe, SimpleNamespace(model=policy.model, sample=lambda *_: groups), decoder, Phases(CPU))
     training, held_out = drawings(settings.prompts), drawings(settings.eval_prompts)
-    print(
-        f"{options.bits} bits, seed {settings.seed}: {judge(pipe, held_out, settings)}, {len(held_out)} held-out drawings"
-    )
+    before = judge(pipe, held_out, settings)
+    print(f"{options.bits} bits, seed {settings.seed}: {before}, {len(held_out)} held-out drawings")
     likeness = rewards.parse_rewards(settings.reward)
     chosen = torch.Generator().manual_seed(settings.seed)
     for step in range(1, settings.steps + 1):

@@ -3,7 +3,7 @@
     python benchmarks/variants.py [--seeds 3] [--jobs 2]
 
 The variants are those of the table in README.md here: an edit from docs/copying.md, or flags of train.py. All of it takes
-hours; runs that have ended are not made again. Prints the table anew and draws it.
+hours; a run in runs/variants is not made again: after a change delete it. Prints the table anew and draws it.
 """
 
 import argparse

@@ -1,11 +1,12 @@
 """GenEval (Ghosh et al. 2023) with transformers alone: its 553 prompts, its judge, and a reward to train on.
 
-    python examples/geneval.py geneval.txt      # writes the prompts, by kind
-    python train.py --prompts geneval.txt --reward examples/geneval.py:facts
+    python examples/geneval.py geneval.txt                  # writes the prompts, by kind
+    python examples/geneval.py training.txt --training      # others of the same form, without the benchmark's
+    python train.py --prompts training.txt --reward examples/geneval.py:facts
     python train.py --adapter runs/1 --steps 0 --prompts geneval.txt --eval-count 553 --eval-reward examples/geneval.py:right
 
-Prompts and rules are those of github.com/djghosh13/geneval. So is the detector, Mask2Former Swin-S trained on COCO, but its
-weights here are those that its authors published, there mmdetection's: scores may differ a little for that reason.
+Prompts and rules are those of github.com/djghosh13/geneval. So is the detector, Mask2Former Swin-S trained on COCO, but with
+its authors' weights instead of mmdetection's, so scores may differ a little.
 """
 
 import argparse
@@ -176,5 +177,11 @@ def facts(images, prompts, targets):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Writes GenEval's 553 prompts, in their six kinds, to a file.")
     parser.add_argument("file", type=Path)
-    lines = [line for kind, texts in published_prompts().items() for line in (f"# kind: {kind}", *texts)]
-    parser.parse_args().file.write_text("\n".join(lines) + "\n")
+    parser.add_argument("--training", action="store_true", help="others of the same form instead, to train on")
+    options = parser.parse_args()
+    prompts = published_prompts()
+    if options.training:
+        others = published_prompts(seed=0, count=400).items()
+        prompts = {kind: [text for text in texts if text not in prompts[kind]] for kind, texts in others}
+    lines = [line for kind, texts in prompts.items() if texts for line in (f"# kind: {kind}", *texts)]
+    options.file.write_text("\n".join(lines) + "\n")

@@ -47,13 +47,12 @@ def train(seed=0, steps=40, num_judged=64):
         prompts = [encode(*pair) for pair in sums[:num_judged]]
         for name, temperature in {"sampled": 1.0, "most likely": 0.01}.items():
             answers, *_ = generate_with_logprobs(model.eval(), prompts, LENGTH, num_samples=4, temperature=temperature)
-            right = torch.tensor([float(reward(ids, *sums[i // 4]) == 1) for i, ids in enumerate(answers)]).view(-1, 4)
-            print(
-                f"{name} answers: {right.mean():.0%} +- {right.mean(1).std() / num_judged**0.5:.0%} right", flush=True
-            )
+            right = torch.tensor([float(reward(ids, *sums[i // 4]) == 1) for i, ids in enumerate(answers)])
+            share = right.view(-1, 4).mean(1)  # of each sum
+            print(f"{name} answers: {share.mean():.0%} +- {share.std() / num_judged**0.5:.0%} right", flush=True)
 
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4, weight_decay=0)
     trainer = GRPO(model, optimizer, GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=tuple(tokenizer.encode("\n"))))
     judge()
     for step, first in enumerate(range(num_judged, len(sums), PROMPTS_PER_STEP)[:steps], 1):

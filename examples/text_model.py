@@ -37,7 +37,7 @@ def train(steps=30):
     torch.set_num_threads(1)  # of several, most would only wait for one another on matrices this small
     model = build_model()
     means = []
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0)
     trainer = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=(END,)))
     for step in range(steps):
         groups = trainer.sample(PROMPTS, GROUP_SIZE, seed=step * len(PROMPTS))  # prompt after prompt, G samples each

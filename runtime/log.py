@@ -86,8 +86,7 @@ class Phases:
 
     def read(self):
         """Timings since the last call: seconds/PHASE and, on a GPU, gpu_gb/PHASE, its peak memory."""
-        timings = self.timings
-        self.timings = {}
+        timings, self.timings = self.timings, {}
         return timings
 
 
@@ -142,8 +141,7 @@ class Record:
         texts, _, sources = prompts.for_rewards
         self.done = done
         self.optimizer_steps = self.count_optimizer_steps()
-        sequences = self.settings.sequences
-        paintings = self.settings.paintings
+        sequences, paintings = self.settings.sequences, self.settings.paintings
         metrics["skipped"] = metrics.get("skipped", 0) + metrics.get("decoder/skipped", 0)
         total = combine(rolled.raw_rewards, weights, sequences * paintings)
         metrics |= numbers.step_metrics(rolled.raw_rewards, total, sequences, paintings)
@@ -172,9 +170,8 @@ class Record:
         """A group's pictures with rewards and advantages, a row per code sequence; before them the one that they edit."""
         if not self.writes:
             return
-        captions = []
-        for reward, advantage in zip(rewards.tolist(), advantages.tolist(), strict=True):
-            captions.append(f"reward {format_number(reward)}, advantage {advantage:+.2f}")
+        pairs = zip(rewards.tolist(), advantages.tolist(), strict=True)
+        captions = [f"reward {format_number(reward)}, advantage {advantage:+.2f}" for reward, advantage in pairs]
         cells = list(zip(images, captions, strict=True))
         width = self.settings.paintings if min(self.settings.sequences, self.settings.paintings) > 1 else ROW
         rows = [("" if i else prompt, cells[i : i + width]) for i in range(0, len(cells), width)]

@@ -186,7 +186,7 @@ def test_the_forecast_counts_what_the_decoder_learns(capsys):
 
 def test_the_times_on_the_page_follow_from_its_rates():
     """By the formula above the table, whose numbers stand in its text."""
-    for words in ("6.5e13", "25 GB", "434 passes", "139.5", "1,280", "4 s for the rewards"):
+    for words in ("6.5e13", "25 GB", "49 GB", "434 passes", "139.5", "1,280", "4 s for the rewards"):
         assert words in MEMORY
     rows = re.findall(
         r"^\| (.*?) \| (\d+) \| ([\d.]+) \| (.*?) minutes \| (.*?) hours \| (.*?) \|$", MEMORY, re.MULTILINE
@@ -194,7 +194,7 @@ def test_the_times_on_the_page_follow_from_its_rates():
     assert len(rows) >= 9
     for card, operations, bandwidth, minutes, hours, both in rows:
         a_pass = 6.5e13 / (int(operations) * 1e12)
-        codes = 1280 * (41e9 if "int8" in card else 25e9) / (float(bandwidth) * 1e12)
+        codes = 1280 * (49e9 if "int8" in card else 25e9) / (float(bandwidth) * 1e12)
         step = 434 * a_pass + codes + 4
         evaluation = 64 * 60.6 * a_pass + 4 * (codes + 4)
         learning = (64 * 139.5 + 50) * a_pass + codes + 16

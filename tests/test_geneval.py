@@ -37,12 +37,25 @@ PUBLISHED = {  # from results by prompt that others have published: some of each
 }
 
 
-def test_prompts_are_the_published_ones_in_their_kinds(tmp_path, monkeypatch):
-    """By the command; each is understood again."""
-    monkeypatch.setattr(sys, "argv", ["geneval.py", str(tmp_path / "geneval.txt")])
+def written(file, monkeypatch, *flags):
+    """{kind: prompts}, by the command."""
+    monkeypatch.setattr(sys, "argv", ["geneval.py", str(file), *flags])
     runpy.run_path(str(ROOT / "examples" / "geneval.py"), run_name="__main__")
-    _, *parts = (tmp_path / "geneval.txt").read_text().split("# kind: ")
-    kinds = {kind: texts for kind, *texts in (part.splitlines() for part in parts)}
+    _, *parts = file.read_text().split("# kind: ")
+    return {kind: texts for kind, *texts in (part.splitlines() for part in parts)}
+
+
+def test_prompts_to_train_on_are_of_the_same_form_and_none_of_the_benchmark(tmp_path, monkeypatch):
+    benchmark = {text for texts in written(tmp_path / "geneval.txt", monkeypatch).values() for text in texts}
+    kinds = written(tmp_path / "training.txt", monkeypatch, "--training")
+    assert list(kinds) == ["two_object", "counting", "colors", "position", "color_attr"]  # all single objects are in it
+    assert all(len(texts) > 100 and None not in map(geneval.asked_for, texts) for texts in kinds.values())
+    assert not benchmark & {text for texts in kinds.values() for text in texts}
+
+
+def test_prompts_are_the_published_ones_in_their_kinds(tmp_path, monkeypatch):
+    """Each is understood again."""
+    kinds = written(tmp_path / "geneval.txt", monkeypatch)
     sizes = {"single_object": 80, "two_object": 99, "counting": 80, "colors": 94, "position": 100, "color_attr": 100}
     assert {kind: len(set(texts)) for kind, texts in kinds.items()} == sizes
     for kind, some in PUBLISHED.items():

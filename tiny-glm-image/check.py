@@ -275,7 +275,7 @@ def main():
     parser.add_argument("--sheet", default="check.png", help="where to save some of the pictures (default: check.png)")
     try:
         options = parser.parse_args()
-        torch.set_num_threads(1)  # see train.py
+        torch.set_num_threads(1)  # see runtime/ranks.py
         pipe = load(options.adapter)
         rows = {name: count_right(pipe, name, folder, options) for name, folder in FILES.items()}
         rows = rows["heldout"] + rows["heldout-edits"]

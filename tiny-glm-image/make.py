@@ -618,7 +618,7 @@ def write_pictures(folder, scenes):
 
 def main():
     """Both halves at once. One thread each: the order of sums, and so the weights, do not depend on the cores."""
-    argparse.ArgumentParser(description="Makes this folder's model anew, in about 40 minutes on two cores.").parse_args()
+    argparse.ArgumentParser(description="Makes this folder's model anew, in 40 minutes on two cores.").parse_args()
     write_prompts()
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         half = pool.submit(make_policy)
