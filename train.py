@@ -37,8 +37,8 @@ from runtime.rescue import failing_together, how_to_go_on, rescued
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
 SHOWN = 3  # before-after.png shows this many pictures per prompt, and this many prompts if the file names no kinds
-# An evaluation's seeds count up from these; those of training are seed_of_step: 1,000 per step, for its prompts on all ranks,
-# and 10^9 between neighbouring --seed, so that none meet in 500,000 steps. Noise and paths of paintings have their own offset.
+# An evaluation's seeds count up from these; those of training are seed_of_step: 1,000 per step, one per prompt on any
+# rank, and 10^9 between neighbouring --seed: none meet in 500,000 steps. Noise and paths of paintings have an offset.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
 
 
