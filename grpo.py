@@ -12,8 +12,8 @@ baseline of a sample is the mean reward of its group, the G pictures of one prom
 
 averaged over the N prompts of a step. What this adds to REINFORCE, whose loss is -R log pi(o_t): the group's mean, so
 that only what is better than usual is reinforced; its std, so that all prompts count alike; the ratio and its clip, so
-that the same samples can serve several optimiser steps; k3, so that the policy stays near its start. With one iteration per
-step the ratio is 1, nothing is clipped, and the gradient is that of -A log pi(o_t), and of the KL term.
+that the same samples can serve several optimiser steps; k3, so that the policy stays near its start. With one iteration
+per step the ratio is 1, nothing is clipped, and the gradient is that of -A log pi(o_t), and of the KL term.
 
 One training step, in the order of this file:
 
@@ -230,7 +230,7 @@ def get_per_token_logprobs(
 def compute_grpo_loss(
     new_logprobs, old_logprobs, advantages, ref_logprobs=None, mask=None, clip_range=0.2, kl_coef=0.0
 ):
-    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4), averaged over each sequence, then over sequences.
+    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4): the mean over each sequence, then over sequences.
 
     Args:
         new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first carries a gradient.
@@ -371,7 +371,7 @@ class GRPO:
         """4 to 6: move the policy, `iterations` optimiser steps over all groups. Returns the metrics.
 
         A group of equal rewards teaches nothing and is left out: it counts in the step's mean loss, but not in the
-        metrics, which are means over the others (NaN if there are none). skipped: the share of iterations whose gradient
+        metrics, means over the others (NaN if there are none). skipped: the share of iterations whose gradient
         was not finite, and which made no step; grad_norm and, per parameter, grad_rms: of those that did.
         """
         _check_groups(groups, scored=True)
@@ -402,7 +402,7 @@ class GRPO:
                         parameter.grad = torch.zeros_like(parameter)
                     dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
             norms.append(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm).item())
-            # One step on a NaN gradient ruins every weight, and on a gradient of 0 Adam would move on its momentum alone.
+            # One step on a NaN gradient ruins every weight; on a gradient of 0 Adam would move on its momentum alone.
             if 0 < norms[-1] < float("inf"):
                 self.optimizer.step()
                 self.steps += 1
@@ -430,7 +430,7 @@ class GRPO:
             yield
 
     def logprobs(self, group, rows):
-        """4: log-probs (B, T) of some samples of a group under the model as it stands, on the CPU, where groups stay."""
+        """4: log-probs (B, T) of some samples of a group under the model as it is, on the CPU, where groups stay."""
         ids = torch.cat([group.prompt_ids.expand(len(rows), -1), group.tokens[rows]], dim=1)  # (B, L+T)
         nucleus = None if group.nucleus is None else group.nucleus[rows]
         inputs = {"position_ids": group.position_ids, "nucleus": nucleus, **self.sampling_args}

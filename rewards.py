@@ -16,7 +16,7 @@ random numbers, which could come in any order.
 
 The order of calls: parse_rewards loads each reward, once. In a step, begin_scoring starts the `async def` ones for each
 prompt; score calls the others for all prompts, then waits. Both go through call_reward, which turns an error into one
-line, and with_its_arguments, which calls your function with copies. combine makes one number per picture of all rewards.
+line, and with_its_arguments, which calls your function with copies. combine makes them one number per picture.
 
 Models load once, when named, from where REWARDS says. With NAME=FOLDER, that folder must hold all files of the row.
 """
@@ -153,7 +153,7 @@ def _weights(source, file):
 # ---- text in the picture -------------------------------------------------------------------------------------------
 
 # The quotation marks between which GLM-Image's pipeline finds text to paint (get_glyph_texts), except that a single one
-# beside a letter is an apostrophe in scripts that have apostrophes, Latin to Hebrew. In Chinese, quotes touch letters too.
+# beside a letter is an apostrophe in scripts that have apostrophes, Latin to Hebrew; in Chinese, quotes touch letters.
 LETTER = r"[0-9A-Za-z\u00c0-\u05ff]"
 SINGLE = rf"(?<!{LETTER})'((?:[^']|(?<={LETTER})'(?={LETTER}))*)'(?!{LETTER})"
 QUOTES = (SINGLE, "“([^“”]*)”", '"([^"]*)"', "「([^「」]*)」")
@@ -279,14 +279,14 @@ AT_ONCE = 8  # pictures per forward pass; a picture counts once per question
 class Vqa:
     """How sure a vision-language model is of the right answers about a picture, in 0..1: the mean over the questions.
 
-    Every prompt gets the question whether the picture shows it (VQAScore, Lin et al. 2024), and those that a file has for
-    it, each about one thing: questions that a right picture answers by yes, and foils that it answers by no ("Is the
+    Every prompt gets the question whether the picture shows it (VQAScore, Lin et al. 2024), and those that a file has
+    for it, each about one thing: questions that a right picture answers by yes, and foils that it answers by no ("Is the
     carrot orange?" for a purple one), or any picture would please a model that agrees with everything.
 
-    A question counts sigmoid(odds / 2), where odds are the log-odds of the right answer. Raw log-odds would pay the same
-    for making a sure answer surer (+5 to +9) as for correcting a wrong one (-2 to +2); the sigmoid pays .06 and .46. log P
-    has no floor: one question that no picture passes would rule the mean. The odds are halved because P itself, which
-    Soft-TIFA (Kamath et al. 2025) averages, is near 0 or 1 for most pictures, and groups of equal rewards teach nothing.
+    A question counts sigmoid(odds / 2), where odds are the log-odds of the right answer. Raw log-odds would pay as much
+    for making a sure answer surer (+5 to +9) as for correcting a wrong one (-2 to +2); the sigmoid pays .06 and .46.
+    log P has no floor: one question that no picture passes would rule the mean. The odds are halved because P itself, which
+    Soft-TIFA (Kamath et al. 2025) averages, is near 0 or 1 for most pictures, and equal rewards teach nothing.
 
     model: folder or hub id of an AutoModelForImageTextToText with a chat template. questions: see read_questions.
     SmolVLM only knows English, so Chinese prompts get NaN unless the file has (English) questions for them.
@@ -356,8 +356,8 @@ class Vqa:
 class Edit(Vqa):
     """How sure a vision-language model is that a picture was edited as asked, and nothing else was, in 0..1.
 
-    It sees source and result in one chat and gets two questions (Edit-R1, Li et al. 2025, asks for a grade). The mean of
-    their values, see Vqa: a picture left as it was gets half.
+    It sees source and result in one chat and gets two questions (Edit-R1, Li et al. 2025, asks for a grade). The mean
+    of their values, see Vqa: a picture left as it was gets half.
     """
 
     def __call__(self, images, prompts, targets, sources):
@@ -452,9 +452,9 @@ def split_spec(spec):
 
 
 def parse_rewards(spec):
-    """'ssim:1,clip=folder:0.5' -> {"ssim": (function, 1.0), "clip=folder": (function, 0.5)}: named as the user wrote them.
+    """'ssim:1,clip=folder:0.5' -> {"ssim": (function, 1.0), "clip=folder": (function, 0.5)}: named as written.
 
-    Raises ValueError, in one line, for a reward that is unknown, named twice or cannot be loaded, and for a wrong weight.
+    Raises ValueError, in one line, for a reward that is unknown, named twice or cannot be loaded, and a wrong weight.
     """
     rewards = {}
     for source, weight in split_spec(spec):
@@ -553,7 +553,7 @@ def begin_scoring(rewards, images, prompts, targets, sources=None):
 def event_loop():
     """Runs the rewards that are `async def`, in a thread of its own: the caller paints on.
 
-    Two of them that hold torch.no_grad() across an `await` may leave gradients off for good, in a thread that never trains.
+    Two of them that hold torch.no_grad() across an `await` may leave gradients off, in a thread that never trains.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -602,11 +602,11 @@ def weights_of(rewards):
 def combine(raw_rewards, weights, group_size=1, how="sum"):
     """Several rewards as one, (N,) float32: the weighted sum of those that apply, NaN for an image to which none does.
 
-    raw_rewards: {name: (N,) float}, NaN where one does not apply; prompt after prompt, `group_size` images each. weights:
+    raw_rewards: {name: (N,) float}, NaN where one does not apply; prompt after prompt, `group_size` each. weights:
     {name: float} of those that count. how: "sum" adds the values as they are, so the reward with the largest spread
     rules; "zscore" first turns each into its z-score within its group, so that the weights alone decide. Training
-    maximises what --combine names; the sum is what is printed. Where a reward applies to part of a group, a missing value
-    counts as the group's mean: it neither helps nor harms.
+    maximises what --combine names; the sum is what is printed. Where a reward applies to part of a group, a missing
+    value counts as the group's mean: it neither helps nor harms.
 
     Raises ValueError for an unknown `how`, or values that do not form groups.
     """

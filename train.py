@@ -3,8 +3,8 @@
     python train.py --group-size 4
     torchrun --nproc-per-node 8 train.py --group-size 4
 
-With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. grpo_step() is one step of
-GRPO, its six parts in their order; evaluate() judges; train() is the loop around both.
+With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. grpo_step() is one step
+of GRPO, its six parts in their order; evaluate() judges; train() is the loop around both.
 """
 
 import random
@@ -90,7 +90,7 @@ class Rollout:
 def rollout(run, settings, rewards, prompts, seed):
     """The first two parts of a step, and all that an evaluation runs.
 
-    rewards: {name: (function, weight)}. prompts: Prompts. seed: of sampling and painting. run.phase(name, *models) times
+    rewards: {name: (function, weight)}. seed: of sampling and painting. run.phase(name, *models) times
     what is within it, and first brings the models to the GPU if they take turns there.
     """
     with run.phase("sample", run.policy_trainer.model), failing_together(prompts.texts):
