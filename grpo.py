@@ -230,7 +230,7 @@ def get_per_token_logprobs(
 def compute_grpo_loss(
     new_logprobs, old_logprobs, advantages, ref_logprobs=None, mask=None, clip_range=0.2, kl_coef=0.0
 ):
-    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4): the mean over each sequence, then over sequences.
+    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4), as means over sequences of means over tokens.
 
     Args:
         new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first carries a gradient.

@@ -280,13 +280,13 @@ class Vqa:
     """How sure a vision-language model is of the right answers about a picture, in 0..1: the mean over the questions.
 
     Every prompt gets the question whether the picture shows it (VQAScore, Lin et al. 2024), and those that a file has
-    for it, each about one thing: questions that a right picture answers by yes, and foils that it answers by no ("Is the
-    carrot orange?" for a purple one), or any picture would please a model that agrees with everything.
+    for it, each about one thing: questions that a right picture answers by yes, and foils that it answers by no ("Is
+    the carrot orange?" for a purple one), or any picture would please a model that agrees with everything.
 
     A question counts sigmoid(odds / 2), where odds are the log-odds of the right answer. Raw log-odds would pay as much
     for making a sure answer surer (+5 to +9) as for correcting a wrong one (-2 to +2); the sigmoid pays .06 and .46.
-    log P has no floor: one question that no picture passes would rule the mean. The odds are halved because P itself, which
-    Soft-TIFA (Kamath et al. 2025) averages, is near 0 or 1 for most pictures, and equal rewards teach nothing.
+    log P has no floor: one question that no picture passes would rule the mean. The odds are halved because P itself,
+    which Soft-TIFA (Kamath et al. 2025) averages, is near 0 or 1 for most pictures, and equal rewards teach nothing.
 
     model: folder or hub id of an AutoModelForImageTextToText with a chat template. questions: see read_questions.
     SmolVLM only knows English, so Chinese prompts get NaN unless the file has (English) questions for them.
