@@ -46,7 +46,7 @@ def evaluations(name, edit, flags, seed):
     if not out.exists():
         copy = out.with_suffix(".project")
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "__pycache__"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "test*"))
         (copy / "grpo.py").write_text(edited(edit), encoding="utf-8")
         call = [sys.executable, "train.py", *f"{FLAGS} {flags} --seed {seed} --out run".split()]
         with open(out.with_suffix(".log"), "w") as log:
