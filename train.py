@@ -90,8 +90,8 @@ class Rollout:
 def rollout(run, settings, rewards, prompts, seed):
     """The first two parts of a step, and all that an evaluation runs.
 
-    rewards: {name: (function, weight)}. seed: of sampling and painting. run.phase(name, *models) times
-    what is within it, and first brings the models to the GPU if they take turns there.
+    rewards: {name: (function, weight)}. prompts: Prompts. seed: of sampling and painting. run.phase(name, *models)
+    times what is within it, and first brings the models to the GPU if they take turns there.
     """
     with run.phase("sample", run.policy_trainer.model), failing_together(prompts.texts):
         size = settings.height, settings.width

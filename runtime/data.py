@@ -80,7 +80,7 @@ def read_prompts(path, folder, sources=None, size=None):
 def read_lines(path):
     """The prompts in a file, their kinds (None where it names none), and their places, counted in lines from 1.
 
-    "# kind: counting" names the kind of the prompts below it; other lines that begin with # are comments; \\# begins a prompt.
+    "# kind: counting" names the kind of the prompts below it; others with # in front are comments; \\# begins a prompt.
     """
     with readable(f"read the prompts file {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")
