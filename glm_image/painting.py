@@ -67,7 +67,7 @@ def for_decoder(codes):
 
 
 def paint(pipe, prompt, tokens, settings, seed, source=None):
-    """(G, T) tokens of one prompt -> latents (G, C, height / 8, width / 8), to develop. source: what they edit, or None.
+    """(G, T) tokens of one prompt -> latents (G, C, height / 8, width / 8), to develop. source: what they edit.
 
     All pictures of a group start from the same noise, so only the policy's choices make them differ. One prompt per
     batch: glyph embeddings of different prompts would be padded, and the decoder does not mask the padding.

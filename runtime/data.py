@@ -64,7 +64,7 @@ class Prompts:
 
 
 def read_prompts(path, folder, sources=None, size=None):
-    """The prompts in a file, with the pictures in two folders: targets, unless that is None or "none", and sources to edit.
+    """The prompts in a file, with pictures in two folders: targets, unless that is None or "none", and sources to edit.
 
     size: (width, height) of a picture to be painted, to which both are made. None: no pictures are read.
     """
@@ -101,8 +101,8 @@ def read_lines(path):
 def read_pictures(folder, kind, count, size):
     """The pictures of a folder, sorted by name, 2 before 10, as every viewer shows them.
 
-    Each is made to size (width, height) as it is read, so that a folder of photos takes little memory: of another shape,
-    its middle is cut out.
+    Each is made to size (width, height) as it is read, so that a folder of photos takes little memory: of another
+    shape, its middle is cut out.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -197,7 +197,7 @@ def load_data(settings, prompts, held_out):
 
 
 def load_rewards(flag, settings, files):
-    """The rewards that a flag names, tried on blank pictures for the first prompt of each of `files`, which are Prompts.
+    """The rewards that a flag names, tried on blank pictures for the first prompt of each of `files`, all Prompts.
 
     What cannot work fails now, not in an hour.
     """

@@ -33,8 +33,8 @@ def plan(needed, meta_models, settings, device):
     None: they all stay. Otherwise the frozen weights wait on the host: "pinned", in page-locked memory; "mapped", where
     so much cannot be locked: as they were loaded, those in bfloat16 mapped from their files. All ranks decide alike.
 
-    This comes before anything is downloaded, so it works by sizes: meta_models: (settings, device) -> the policy and the
-    models that paint, without data. needed: (models, settings) -> bytes, see glm_image/memory.py.
+    This comes before anything is downloaded, so it works by sizes. meta_models: (settings, device) -> the policy and
+    the models that paint, without data. needed: (models, settings) -> bytes, see glm_image/memory.py.
     """
     if device.type != "cuda":
         return None
@@ -63,8 +63,8 @@ def plan(needed, meta_models, settings, device):
     together, turn, weights, paths = bytes_for(size)
     more = f", and {paths / 1e9:.1f} of the host for the decoder's paths" if paths else ""
     reason = (
-        f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy, decoder and rewards need "
-        f"{together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {weights / 1e9:.1f} of page-locked host "
+        f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy, decoder and rewards "
+        f"need {together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns and {weights / 1e9:.1f} of page-locked host "
         f"memory{more}; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the host"
     )
     if chosen is None:
@@ -144,7 +144,7 @@ def scoring_memory(spec, pictures):
     return max(needed)
 
 
-# ---- frozen weights as 8-bit integers, half the memory of bfloat16: --base int8 ----------------------------------------
+# ---- frozen weights as 8-bit integers, half the memory of bfloat16: --base int8 -------------------------------------
 
 
 class Int8Linear(torch.nn.Linear):
@@ -172,11 +172,11 @@ def round_linears(module, device=None):
             layer.__class__ = Int8Linear
 
 
-# ---- the step of one token ------------------------------------------------------------------------------------------------
+# ---- the step of one token ------------------------------------------------------------------------------------------
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
-    """Attention of one new token: query heads (B, H, 1, D) that share one of K key-value heads become rows of one query.
+    """Attention of one new token: query heads (B, H, 1, D) sharing one of K key-value heads become rows of one query.
 
     transformers does the same, but not while compiling: there it copies the cache H / K times, 16 for GLM-Image.
     """

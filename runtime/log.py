@@ -167,7 +167,7 @@ class Record:
             self.group(texts[i], images, groups[i], advantages, sources and sources[i])
 
     def group(self, prompt, images, rewards, advantages, source):
-        """A group's pictures with rewards and advantages, a row per code sequence; before them the one that they edit."""
+        """A group's pictures with rewards and advantages, a row per code sequence; before them the one they edit."""
         if not self.writes:
             return
         pairs = zip(rewards.tolist(), advantages.tolist(), strict=True)
@@ -296,7 +296,7 @@ def write_card(folder, settings, before, after, picture):
 
 
 def start_tracker(settings, out):
-    """One of accelerate's trackers, which gets the settings, or None. A resumed run is a further run of the same name."""
+    """One of accelerate's trackers, given the settings, or None. A resumed run is a further run of the same name."""
     if settings.tracker == "none":
         return None
     PartialState()

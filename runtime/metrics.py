@@ -19,7 +19,7 @@ ALARMS = {
 
 
 def reward_metrics(raw_rewards, combined, group_size):
-    """For the combined and each raw reward: its mean, the mean spread (std) of a group, and the mean of each group's best.
+    """For the combined and each raw reward: its mean, the mean spread (std) of a group, the mean of each group's best.
 
     raw_rewards: {name: (N*G,)}, combined: (N*G,), group after group. NaN, where a reward does not apply, is left out.
     """
@@ -84,7 +84,7 @@ def shown_names(record, prefix=""):
 
 
 def by_kind(prefix, *records):
-    """From records of evaluation.jsonl: names of rewards, and for each record {kind: its metrics}; or two empty lists."""
+    """From records of evaluation.jsonl: names of rewards; for each record {kind: its metrics}; or two empty lists."""
     if not all(f"{prefix}kinds" in record for record in records):
         return [], []
     parts = [record[f"{prefix}kinds"] for record in records]
@@ -121,8 +121,8 @@ def best_step(evaluations, reward="reward"):
     best = max(judged, key=lambda record: record[key])
     now = judged[-1]
     error = math.hypot(*(record.get(error_name(key)) or 0 for record in (best, now)))
-    words = f"on {name} prompts {short_name(reward)} was higher after {counted(best['step'], 'step')}, {with_error(best, key)}, "
-    words += f"than at the end, {with_error(now, key)}"
+    words = f"on {name} prompts {short_name(reward)} was higher after {counted(best['step'], 'step')}, "
+    words += f"{with_error(best, key)}, than at the end, {with_error(now, key)}"
     return best["step"], words if best[key] - now[key] > max(error, 0.0005) else ""
 
 
@@ -136,7 +136,7 @@ def summary(prefix, *records):
 
 
 def step_metrics(raw_rewards, combined, sequences, paintings):
-    """What the rewards of a step say: its groups are G code `sequences`, by the means of their K `paintings`, or these K."""
+    """What a step's rewards say: its groups are G code `sequences`, by the means of their K `paintings`, or these K."""
     unscored = {"unscored": combined.isnan().double().mean().item()}
     if sequences == 1:
         return reward_metrics(raw_rewards, combined, paintings) | unscored
@@ -148,7 +148,7 @@ def step_metrics(raw_rewards, combined, sequences, paintings):
 
 
 def group_records(step, prompts, raw_rewards):
-    """The lines of groups.jsonl: of each group its prompt, the place of that in its file, and its rewards, NaN as None."""
+    """The lines of groups.jsonl: each group's prompt, the place of that in its file, and its rewards, NaN as None."""
     per_group = {name: without_nan(values.view(len(prompts), -1).tolist()) for name, values in raw_rewards.items()}
     records = []
     for i, (line, prompt) in enumerate(zip(prompts.lines, prompts.texts, strict=True)):

@@ -39,7 +39,7 @@ def chinese_font(size):
 def save_grid(path, rows, title, cell=192):
     """Rows of pictures as one PNG. Returns the sheet.
 
-    rows: a list of (label, [(image, caption), ...]); None among those is a gap, and a third entry the colour of a frame.
+    rows: a list of (label, [(image, caption), ...]); None among those is a gap, a third entry the colour of a frame.
     """
     font = ImageFont.load_default(15)
     small = ImageFont.load_default(12)
@@ -94,7 +94,7 @@ def save_before_after(out, before, after):
 
 
 def yes_or_no(*records):
-    """The first judge whose answers to all pictures shown are 1 or 0, or None where it does not apply; if there is one."""
+    """The first judge, if any, whose answers to all pictures shown are 1 or 0, or None where it does not apply."""
     answers = {}
     for *_, judges in (entry for record in records for entry in record["shown"]):
         for name, values in judges.items():

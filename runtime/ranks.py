@@ -53,7 +53,7 @@ def leave():
 
 
 def print_error(message):
-    """The one line that a user reads. With several ranks it starts a line: another's progress bar may stand on this one."""
+    """The line that a user reads. With several ranks it starts a line: another's progress bar may stand on this one."""
     print("error:" if count() == 1 else f"\nerror: rank {rank()}:", message, file=sys.stderr)
 
 
@@ -71,8 +71,8 @@ def shard(number):
 
 
 def batches(number, size):
-    """This rank's share of `number` rows as lists of at most `size`. Rows from `number` on are padding, so that every rank
-    makes the same number of calls."""
+    """This rank's share of `number` rows as lists of at most `size`. Rows from `number` on are padding, so that every
+    rank makes the same number of calls."""
     rows = shard(-(-number // count()) * count())
     return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
 

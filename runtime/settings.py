@@ -127,7 +127,7 @@ def build_parser():
     bases = ("bfloat16", "int8")
     flag("base", str, "bfloat16", "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory", bases)
     flag("micro_batch_size", number(int, "[1, inf)", "auto"), "auto",
-         "sequences per pass, pictures painted at a time; auto: 4 on a CPU, on a GPU the most of 8, 4, 2, 1 that fit")  # fmt: skip
+         "sequences per pass, pictures painted at a time; auto: 4 on a CPU, else the most of 8, 4, 2, 1 that fit")  # fmt: skip
     flag("offload", str, "auto", "policy and decoder take turns on the GPU; auto: if they have to", switch)
     flag("compile", str, "auto", "compile the step of sampling; auto: on a GPU (a CUDA graph in any case)", switch)
 
@@ -142,8 +142,8 @@ def build_parser():
 
 
 def parse_settings(arguments=None):
-    """The command line, completed from the run that it resumes, or by the model's defaults. From here on all of it is only
-    read, but for the size of micro-batches on a GPU, see plan in gpu.py."""
+    """The command line, completed from the run that it resumes, or by the model's defaults. From here on all of it is
+    only read, but for the size of micro-batches on a GPU, see plan in gpu.py."""
     parser, by_model = build_parser()
     settings = parser.parse_args(arguments)
     if settings.resume is not None:

@@ -37,14 +37,8 @@ CODES = 4  # of a short picture: see shorten
 QUICK = ["--model", str(TINY), "--prompts", "prompts.txt", "--targets", "targets", "--height", "32", "--width", "32"]
 QUICK += ["--reward", "ssim:1,mse:1", "--prompts-per-step", "1", "--group-size", "2", "--decode-steps", "1"]
 QUICK += ["--eval-prompts", "prompts.txt", "--eval-targets", "targets", "--eval-reward", "", "--eval-count", "1"]
-QUICK += [
-    "--lr",
-    "2e-3",
-    "--temperature",
-    "9",
-    "--top-p",
-    "1",
-]  # sharp as the shipped model is, short pictures would all be the same
+# Sharp as the shipped model is, short pictures would all be the same.
+QUICK += ["--lr", "2e-3", "--temperature", "9", "--top-p", "1"]
 
 
 def pytest_configure(config):
@@ -89,7 +83,7 @@ def write_prompts(folder):
 
 @contextmanager
 def short_runs(folder, whole=False):
-    """In a folder with two prompts: train.main on short pictures, or on whole ones. Yields it; it returns its exit code."""
+    """In a folder with two prompts: train.main on short pictures, or whole ones. Yields it; it returns its exit code."""
     write_prompts(folder)
     handlers = {number: signal.signal(number, unheard) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch:

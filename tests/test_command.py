@@ -1,4 +1,4 @@
-"""The command line: what a run prints and leaves, what it refuses, which prompts and seeds a step takes, its numbers."""
+"""The command line: what a run prints, leaves and refuses, which prompts and seeds a step takes, its numbers."""
 
 import asyncio
 import importlib.machinery

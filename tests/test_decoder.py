@@ -1,4 +1,4 @@
-"""The decoder as a policy: its moves against the stock scheduler and hand-computed values, its update as in test_grpo.py."""
+"""The decoder as a policy: its moves against the stock scheduler and values by hand, its update as in test_grpo.py."""
 
 import math
 import shutil
@@ -286,7 +286,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 
 
 def test_a_path_ends_in_its_own_picture(short):
-    """Of every prompt, code sequence and painting: what is clean in the last latents that were drawn, seen by the VAE."""
+    """Of every prompt, code sequence and painting: what is clean in the last latents drawn, seen by the VAE."""
     run, settings = build("--train", "both", "--group-size", "2", "--paintings", "2", "--decode-steps", "40", *VARIED)
     rolled = train.rollout(run, settings, {}, Prompts(PROMPTS), 5)
     last = torch.cat([step.next_latents for step in rolled.denoising_steps[38::39]])  # (N*G*K, C, H, W)
@@ -320,7 +320,7 @@ def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch, sh
 
 
 def taking_turns(monkeypatch, offload):
-    """A step of both halves: Adam's first moments, and whether the weights that a piece of work needs were brought up."""
+    """A step of both halves: Adam's first moments, and whether the weights that each piece of work needs came up."""
     run, settings = build("--train", "both", "--group-size", "2", "--paintings", "2", "--kl-coef", "0.1", *VARIED)
     weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
     head = run.policy_trainer.model.get_base_model().lm_head.weight
@@ -347,7 +347,7 @@ def taking_turns(monkeypatch, offload):
 
 
 def test_taking_turns_changes_nothing(monkeypatch, short):
-    """With the CPU as the GPU and a copy as pinned memory: the frozen weights come and go, and gradients are the same."""
+    """With the CPU as the GPU and a copy as pinned memory: frozen weights come and go, gradients are the same."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     resident, moved = taking_turns(monkeypatch, False)
     assert moved and not any(moved)

@@ -178,7 +178,7 @@ def test_the_tests_that_show_pitfalls_exist():
 
 
 def test_the_report_for_diffusers_still_holds(tmp_path):
-    """When this fails, transformers has changed: look whether the three lines around the editing call are still needed."""
+    """When this fails, transformers has changed: are the three lines around the editing call still needed?"""
     page = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     shown = re.search(r"^RuntimeError: (.*)$", page, flags=re.MULTILINE)[1]

@@ -78,7 +78,7 @@ def forget(pipe):
     pipe.vision_language_encoder.model._cached_decode_position_ids = None
 
 
-# ---- a prompt with a picture ------------------------------------------------------------------------------------------
+# ---- a prompt with a picture ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("given", "size"), SIZES)
@@ -180,7 +180,7 @@ def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
         train.read_sources(pipe, [Source(Image.new("RGB", (64, 96)))], CPU)
 
 
-# ---- a picture from a picture -----------------------------------------------------------------------------------------
+# ---- a picture from a picture ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("given", "size", "guidance"), [(*SIZES[1], "1.5"), (*SIZES[2], "1.0")])
@@ -230,7 +230,7 @@ def test_one_source_is_kept_for_a_batch(pipe):
     assert kept[8:] == [("write", n) for n in range(4)] + [("read", 4), ("skip", 4)] * 2
 
 
-# ---- runs -------------------------------------------------------------------------------------------------------------
+# ---- runs -----------------------------------------------------------------------------------------------------------
 
 EDITS = ["--prompts", "edits.txt", "--sources", "sources", "--height", "64", "--width", "64"]
 EDITS += ["--eval-prompts", "edits.txt", "--eval-sources", "sources"]
@@ -325,7 +325,7 @@ def test_the_adapter_edits_in_the_stock_pipeline(edits):
     assert pictures[0] != pictures[1]
 
 
-# ---- rewards that see the source --------------------------------------------------------------------------------------
+# ---- rewards that see the source ------------------------------------------------------------------------------------
 
 
 def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):

@@ -1,4 +1,4 @@
-"""What judges a run: held-out prompts, rewards that only judge, the curve, the card; and the released model's defaults."""
+"""What judges a run: held-out prompts, rewards that only judge, the curve, the card; the released model's defaults."""
 
 import json
 import shutil
@@ -203,7 +203,7 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
 
 
 def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(quick):
-    """In the numbers of steps and evaluations as in training: every second picture has none of the 1 that others have."""
+    """In the numbers of steps and evaluations as in training: every second picture lacks the 1 that others have."""
     Path("mine.py").write_text(
         "def half(images, prompts, targets):\n    return [float('nan') if i % 2 else 1.0 for i in range(len(images))]\n"
     )

@@ -149,7 +149,7 @@ def as_script(cells):
 
 
 def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
-    """From top to bottom, on short pictures, which show no shapes: the default reward is another that tells them apart."""
+    """From top to bottom, on short pictures, which show no shapes: another default reward tells them apart."""
     reward = ["--reward", f"{ROOT}/examples/my_reward.py:blueness"]
     short = ["--height", "32", "--width", "32", "--decode-steps", "1", "--steps", "2", "--eval-count", "2"]
     short += ["--eval-decode-steps", "1", "--temperature", "5", "--prompts-per-step", "2"]

@@ -1,4 +1,4 @@
-"""What a GPU needs, on a CPU: who takes turns on it, and the step of one token at fixed addresses, as a graph repeats it.
+"""What a GPU needs, on a CPU: who takes turns on it, and the step of one token at fixed addresses, as graphs repeat it.
 
 No graph is captured here; a stand-in checks that everything a replay would read stays where it was.
 """
@@ -111,7 +111,7 @@ def test_the_largest_micro_batch_that_fits(card, capsys):
     ],
 )
 def test_what_does_not_fit_is_refused(card, free, host, flags):
-    """Before anything loads. Released sizes: 17.8 and 15.1 GB, 9.7 and 8.3 as int8; 4 GB of the host are not for them."""
+    """Before anything loads. Released sizes: 17.8 and 15.1 GB, 9.7 and 8.3 as int8; 4 GB of the host are kept."""
     card.free, card.host = free, host
     sizes = {"bfloat16": (17.8, 15.1), "int8": (9.7, 8.3)}
     released = lambda settings, device: [gigabytes(size) for size in sizes[settings.base]]

@@ -64,7 +64,7 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
 
 
 def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
-    """And in bfloat16 as on a GPU; log-probs (of -20) are off by as little as bfloat16 is, and the adapter has gradients."""
+    """And in bfloat16 as on a GPU; log-probs (of -20) are off by as little as bfloat16 is; the adapter has gradients."""
     settings = tiny_settings("--base", "int8")
     ids, positions, _ = train.encode_prompt(pipe.processor, "a red circle", 64, 32)
     codes = torch.randint(256, (2, 10), generator=torch.Generator().manual_seed(0))

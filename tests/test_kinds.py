@@ -1,4 +1,4 @@
-"""Evaluations by kind of prompt: the file, which prompts are judged, errors by hand, the table, the pictures, the card."""
+"""Evaluations by kind of prompt: the file, which prompts are judged, errors by hand, table, pictures, card."""
 
 import math
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_kinds_by_hand():
 
 
 def evaluation(step, **numbers):
-    """A record of evaluation.jsonl: two kinds of two prompts, two pictures each; `numbers` are the rewards of x and y."""
+    """A record of evaluation.jsonl: two kinds of two prompts, two pictures each; `numbers`: the rewards of x and y."""
     record = {"step": step}
     for prefix, (x, y) in (("", numbers["training"]), ("held_out/", numbers["held_out"])):
         values = torch.tensor([x, x, x, x + 0.2, y, y, y, y + 0.2])

@@ -16,7 +16,7 @@ def expected_gradient(penalty, logits, ref):
 
 
 def test_a_kl_term_of_log_ratios_has_no_gradient():
-    """log pi - log ref is an unbiased estimate of the KL, and as a loss term does nothing; k3 pulls to the reference."""
+    """log pi - log ref estimates the KL without bias, and as a loss term does nothing; k3 pulls to the reference."""
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     ref = torch.randn(6, dtype=torch.float64).log_softmax(0)
@@ -51,7 +51,7 @@ def test_the_loss_of_fresh_samples_is_zero_and_its_gradient_is_not():
 
 
 def test_a_ratio_of_means_over_prompt_and_codes_hides_that_the_policy_moved():
-    """Every code is 1.5 times as likely. Over a prompt three times as long the mean says 1.11, and nothing is clipped."""
+    """Every code is 1.5 times as likely. Over a prompt three times as long the mean is 1.11; nothing is clipped."""
     old = torch.zeros(1, 10)
     new = torch.full((1, 10), 1.5).log()
     prompt = torch.zeros(1, 30)  # its log-probs are of no interest, and differ little

@@ -1,4 +1,4 @@
-"""Several GPUs, here two processes that meet through gloo: together they make the step of one with twice the prompts."""
+"""Several GPUs, here two processes joined by gloo: together they make the step of one with twice the prompts."""
 
 import os
 import re

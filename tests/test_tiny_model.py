@@ -1,4 +1,4 @@
-"""The tiny model and its judge: check.py knows every picture by its pixels, and the model follows some of its prompts."""
+"""The tiny model and its judge: check.py knows pictures by their pixels, and the model follows some of its prompts."""
 
 import random
 import re
@@ -130,7 +130,7 @@ def test_near_falls_with_every_pixel_that_was_not_drawn():
 
 
 def test_the_judge_calls_a_mess_a_mess():
-    """Noise, half a shape, two colours, another colour, two shapes in one, a stray patch: none is clean, none is right."""
+    """Noise, half a shape, two colours, another colour, two shapes in one, a stray patch: none clean, none right."""
     red, blank = make.draw((("circle", "red"), None, None, None)), Image.new("RGB", (128, 128), make.WHITE)
     half, two, pale, mixed, stray = (red.copy() for _ in range(5))
     half.paste(blank.crop((0, 0, 32, 128)), (0, 0))
@@ -272,7 +272,7 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(s
 
 
 def read_prompt(policy, processor, text, picture=None):
-    """What the model learned from: ids (L,) with room for the codes of a picture; by its own rule positions (3, L+T)."""
+    """What the model learned from: ids (L,) with room for a picture's codes; by its own rule positions (3, L+T)."""
     content = [{"type": "text", "text": text}]
     if picture is not None:
         content.insert(0, {"type": "image", "image": picture})
@@ -317,7 +317,7 @@ def test_scenes_as_codes_are_those_of_their_drawings():
     assert error.abs().max() < 1e-3, "each patch is a centre"
 
 
-# ---- it edits ---------------------------------------------------------------------------------------------------------
+# ---- it edits -------------------------------------------------------------------------------------------------------
 
 STOCK_CALL = {"height": 128, "width": 128, "num_inference_steps": 6, "guidance_scale": 1.0}
 

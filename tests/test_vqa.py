@@ -249,7 +249,7 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
 
 
 def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, monkeypatch):
-    """However many questions there are, over several passes; pictures of several sizes too, which are padded together."""
+    """However many questions there are, over several passes; pictures of several sizes too, padded together."""
     vqa = rewards.Vqa(folder)
     plain = vqa.processor.image_processor.preprocess
     prepared, seen, cached = [], [], []

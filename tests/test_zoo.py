@@ -371,7 +371,7 @@ def test_a_gradient_that_is_not_finite_gives_a_warning(value):
 
 
 def test_what_is_masked_may_hold_anything():
-    """The text of a tool between two sampled parts has no log-probs and no nucleus, and would teach nothing by 0 x NaN."""
+    """The text of a tool between two sampled parts has no log-probs and no nucleus; 0 x NaN must not teach."""
     runs = [trainer(with_adapter(llama()), top_p=0.9, kl_coef=0.1) for _ in range(2)]
     results = []
     for run, filling in zip(runs, (None, float("nan")), strict=True):

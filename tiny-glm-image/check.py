@@ -11,9 +11,9 @@ clean   1 where nothing in it is other than one of the shapes, else 0. It must n
 near    how near its pixels are to those of a scene as drawn. It tells paintings of the same codes apart, so that the
         decoder has something to learn from; an empty picture has the most of it, so it goes with `facts`.
 
-The count paints with the stock pipeline, draws its own samples, and prints the share of right pictures by kind: GenEval's
-six for captions (arXiv 2310.11513), four for edits. GenEval lets further objects pass unless it counts; here they are
-wrong.
+The count paints with the stock pipeline, draws its own samples, and prints the share of right pictures by kind:
+GenEval's six for captions (arXiv 2310.11513), four for edits. GenEval lets further objects pass unless it counts; here
+they are wrong.
 """
 
 import functools
@@ -223,7 +223,7 @@ def load(adapter=None):
 
 
 def paint(pipe, prompts, samples, seed, sources=None):
-    """`samples` pictures of each prompt, prompt after prompt. sources: the pictures to change, one for each, or None."""
+    """`samples` pictures of each prompt, prompt after prompt. sources: the pictures to change, one for each."""
     images = []
     for i in range(0, len(prompts), 8):
         texts = [text for text in prompts[i : i + 8] for _ in range(samples)]
@@ -236,7 +236,7 @@ def paint(pipe, prompts, samples, seed, sources=None):
 
 
 def count_right(pipe, name, folder, options):
-    """Prints the share of right pictures for a file's prompts; `folder` has the pictures they change. Returns a sheet's rows."""
+    """Prints the share of right pictures for a file's prompts; `folder`: what they change. Returns a sheet's rows."""
     from runtime.data import read_lines
     from runtime.pictures import FRAMES
 

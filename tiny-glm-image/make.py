@@ -4,7 +4,7 @@
 
 Every part is the class the released model uses, only small, so whatever trains this trains the release:
 
-1. scenes      Four places, each empty or one of 6 shapes in one of 6 colours. A caption asks for one; a wish changes one.
+1. scenes      Four places, each empty or one of 6 shapes in one of 6 colours. Captions ask for one, wishes change one.
 2. codes       The patches of scenes: a picture is 16x16 preview codes and 4x4 large codes. The vision tower and its
                quantiser are set, not trained, to read the large codes.
 3. policy      The language model: caption -> preview codes -> large codes, and picture, wish -> large codes. It learns
@@ -75,7 +75,7 @@ class Caption(NamedTuple):
         return f" {self.word or 'and'} ".join(objects)
 
     def scene(self):
-        """Its picture: for each of the four places (shape, colour) or None, filled from the upper left, as one reads."""
+        """Its picture: for each of four places (shape, colour) or None, filled from the upper left, as one reads."""
         colours = self.colours or [USUAL[shape] for shape in self.shapes]
         objects = list(zip(self.shapes, colours, strict=True)) * NUMBERS.get(self.word, 1)
         places = RELATIONS.get(self.word, range(4))
@@ -265,7 +265,7 @@ def make_codebook():
 
 
 def corner_codes(codebook):
-    """The codes of a place that is empty, then those of each sprite there: (37, 8, 8) of the preview, (37, 2, 2) large."""
+    """The codes of an empty place, then those of each sprite there: (37, 8, 8) of the preview, (37, 2, 2) large."""
     drawn = to_tensor([draw((thing, None, None, None)) for thing in (None, *SPRITES)])
     return [encode(drawn, codebook, grid).unflatten(1, (grid, grid))[:, : grid // 2, : grid // 2] for grid in (16, 4)]
 
