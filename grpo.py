@@ -17,12 +17,12 @@ per step the ratio is 1, nothing is clipped, and the gradient is that of -A log 
 
 One training step, in the order of this file:
 
-    1. generate_with_logprobs     sample G sequences of exactly T tokens per prompt, keep their log-probs (pi_old)
+    1. generate_with_logprobs     in GRPO.sample: G sequences of T tokens per prompt, with their log-probs (pi_old)
     2. paint and score            tokens -> pictures -> one reward per picture: in train.py, or your own
-    3. compute_advantages         rewards -> z-scores, per group
-    4. get_per_token_logprobs     log-probs of those tokens in one forward pass: the reference's, then the policy's
-    5. compute_grpo_loss          the formula above
-    6. GRPO                       ties 1, 4 and 5 together; its update: micro-batches, gradient clipping, the optimiser
+    3. compute_advantages         in set_advantages: rewards -> z-scores, per group
+    4. get_per_token_logprobs     in GRPO.add_reference, then in GRPO.update: log-probs of those tokens, in one pass
+    5. compute_grpo_loss          in GRPO.update: the formula above
+    6. GRPO.update                micro-batches, gradient clipping, the optimiser
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a LoRA adapter, so the
 base with its adapter disabled is the reference. Nothing here depends on GLM-Image: examples/text_model.py trains a text
@@ -55,14 +55,14 @@ def generate_with_logprobs(
 ):  # fmt: skip
     """Sample `num_samples` (G) continuations of exactly `num_new_tokens` (T) tokens for each of N prompts.
 
-    All N*G run side by side, since each token reads all weights once, however many sequences there are. transformers'
-    generate() would not do: it takes no generator per prompt, and to tell what top-p removed it keeps all scores.
+    All N*G run side by side: a pass reads all weights once, however many sequences it has. transformers' generate()
+    would not do: it takes no generator per prompt, and would have to keep all logits to tell what top-p removed.
 
     Args:
         prompts: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is masked.
-        position_ids: N tensors (3, L_i+T) int64, or None: the model makes its own, as in scoring. A model with 3-D
-            positions that is not given them falls back to text positions, silently.
-        allowed_ids: slice(first, end) of the vocabulary, V ids that may be sampled; for pictures no end tokens.
+        position_ids: N tensors (3, L_i+T) int64, or None: the model makes its own. A model with 3-D positions that
+            is not given them falls back to text positions, silently.
+        allowed_ids: slice(first, end), the ids that may be sampled, V of them; for pictures no end tokens.
         temperature: divides the logits; above 0. top_p: in (0, 1]; 1 keeps every id.
         end_ids: the ids that end a text, a tuple. Sampling stops, at a smaller T, one token after all texts have ended.
         generators: N torch.Generators on the model's device, so that no group depends on its neighbours. None: torch's.
@@ -82,6 +82,14 @@ def generate_with_logprobs(
         longest = max(tensor.shape[-1] for tensor in tensors)
         return torch.stack([pad(row, (longest - row.shape[-1], 0)) for row in tensors], dim=-2).to(model.device)
 
+    ids = side_by_side(prompts)  # (B, L), then (B, 1)
+    positions = None if position_ids is None else side_by_side(position_ids)  # ([3,] N, L+T)
+    not_padding = side_by_side([torch.ones(len(ids) + num_new_tokens, dtype=torch.bool) for ids in prompts])  # (N, L+T)
+    rows = torch.arange(len(prompts), device=model.device)  # (B,), the prompt of each: first B = N, then N*G
+    last = torch.tensor([-1], device=model.device)  # in place of a number: see get_per_token_logprobs
+    cache = None
+    sampled = []
+
     def read(end):  # a forward pass over `ids`, which end there -> logits (B, vocabulary), cache
         start = end - ids.shape[1]
         mask = _attended(not_padding[rows], start, end) if padded else None
@@ -92,13 +100,6 @@ def generate_with_logprobs(
             raise ValueError("the model returns no past_key_values: Mamba, RWKV and their like cannot be sampled here")
         return output.logits[:, -1], output.past_key_values
 
-    ids = side_by_side(prompts)  # (B, L), then (B, 1)
-    positions = None if position_ids is None else side_by_side(position_ids)  # ([3,] N, L+T)
-    not_padding = side_by_side([torch.ones(len(ids) + num_new_tokens, dtype=torch.bool) for ids in prompts])  # (N, L+T)
-    rows = torch.arange(len(prompts), device=model.device)  # (B,), the prompt of each: first B = N, then N*G
-    last = torch.tensor([-1], device=model.device)  # in place of a number: see get_per_token_logprobs
-    cache = None
-    sampled = []
     for end in range(ids.shape[1], ids.shape[1] + num_new_tokens):  # the prompts in one pass, then one token per pass
         logits, written = read(end)
         if cache is None:  # each prompt was read once; from here on there are G rows of it
@@ -112,7 +113,7 @@ def generate_with_logprobs(
         cache = written
         sampled.append(_sample_token(logits, allowed_ids, temperature, top_p, generators))
         ids = sampled[-1][0]
-        if end_ids and not mask_through_end(torch.cat([ids for ids, *_ in sampled], dim=1), end_ids)[:, -1].any():
+        if end_ids and not mask_through_end(torch.cat([drawn[0] for drawn in sampled], dim=1), end_ids)[:, -1].any():
             break  # this token counts in no text
 
     tokens, logprobs, nucleus = zip(*sampled, strict=True)
@@ -124,14 +125,14 @@ def generate_with_logprobs(
 
 
 def mask_through_end(tokens, end_ids):
-    """(B, T), 1 through the first token that is in `end_ids`. It counts: without it no step could teach to end."""
+    """(B, T), 1 through the first token in `end_ids`. That one counts: without it no step could teach when to stop."""
     ended = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).int()  # (B, T)
     return (ended.cumsum(1) - ended == 0).float()
 
 
 def _attended(not_padding, start, end):  # by the tokens from start to end: (B, L+T) bool -> (B, 1, end - start, end)
-    # Padding attends to itself: on recent cards a row that sees nothing may be NaN, silently. And a mask of four
-    # dimensions is taken as it is: with two of them transformers syncs with the GPU at every token.
+    # Padding attends to itself: on recent cards a row that sees nothing may be NaN, silently. The mask has four
+    # dimensions because transformers takes it as it is; given one of two, it would sync with the GPU at every token.
     at = torch.arange(end, device=not_padding.device)
     own = at[start:, None]
     return (not_padding[:, None, None, :end] & (at <= own)) | (at == own)
@@ -157,7 +158,7 @@ def _sample_token(logits, allowed_ids, temperature, top_p, generators):
 def _log_distribution(logits, allowed_ids, temperature, nucleus=None):
     """Log-probabilities of the ids the sampler may choose: (..., vocabulary) -> (..., V) float32.
 
-    Sampling and scoring both come through here, so that a ratio never compares two different distributions.
+    Sampling and reading again both come through here, so that a ratio never compares two different distributions.
     """
     logits = logits[..., allowed_ids].float() / temperature  # softmax in bf16 would lose the tail
     if nucleus is not None:
@@ -194,7 +195,7 @@ def centre_groups(rewards, group_size):
     return centred, (centred.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
 
 
-# ---- 4. log-probs by teacher forcing --------------------------------------------------------------------------------
+# ---- 4. read the tokens again: log-probs by teacher forcing ---------------------------------------------------------
 
 
 @without_cudnn_attention
@@ -217,7 +218,7 @@ def get_per_token_logprobs(
     # The logits at one position predict the id at the next: the last id is only ever a target, and the last T logits
     # (B, T, vocabulary) are all we need, even of a model that does not know logits_to_keep.
     inputs = {"input_ids": input_ids[:, :-1], "position_ids": position_ids}
-    keep = torch.arange(-num_new_tokens, 0, device=model.device)  # for a number the head would be copied per row
+    keep = torch.arange(-num_new_tokens, 0, device=model.device)  # given a number, torch would copy the head per row
     logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[:, -num_new_tokens:]
     logp = _log_distribution(logits, allowed_ids, temperature, nucleus)  # (B, T, V)
     drawn = input_ids[:, -num_new_tokens:] - allowed_ids.start  # (B, T)
@@ -234,14 +235,14 @@ def compute_grpo_loss(
 
     Args:
         new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first carries a gradient.
-        advantages: (B,) float32: every token of a picture shares its praise or blame. Or (B, T), one per token.
+        advantages: (B,) float32: the same for every token of a sample. Or (B, T), one per token.
         mask: (B, T), 1 for tokens that count, 0 for those that do not, whatever their numbers are; None: all count.
         clip_range: a ratio beyond 1 +- this, in the direction the advantage pushes, gets no further gradient.
         kl_coef: weight of k3; above 0 it needs `ref_logprobs`.
 
     Returns: the loss, a scalar, and metrics as floats: loss, policy_loss, kl (nats per token; NaN without a reference),
     clip_fraction (share of tokens whose gradient was cut), ratio_mean, and mean and largest |new - old|, the gap: on
-    fresh samples it is rounding, between sampling with a cache and scoring in one pass. ValueError for other shapes.
+    fresh samples it is rounding, between sampling with a cache and reading in one pass. ValueError for other shapes.
     """
     _check_loss(new_logprobs.shape, advantages, kl_coef, ref_logprobs, old_logprobs=old_logprobs, mask=mask)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
@@ -254,7 +255,7 @@ def compute_grpo_loss(
     ratio = log_ratio.exp()
     advantages = counted(advantages.view(len(advantages), -1))  # (B, T)
     unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages  # beyond the range its gradient is 0
     loss = policy_loss = -(torch.min(unclipped, clipped) * weight).sum()
     kl = torch.tensor(float("nan"))  # not measured
     if ref_logprobs is not None:
@@ -264,10 +265,9 @@ def compute_grpo_loss(
         k3 = log_ref.exp() - log_ref - 1
         kl = average(k3)
         loss = policy_loss + kl_coef * (k3 * weight).sum()
-    gap = log_ratio.abs()
     metrics = {"loss": loss, "policy_loss": policy_loss, "kl": kl}
     metrics |= {"clip_fraction": average((clipped < unclipped).float()), "ratio_mean": average(ratio)}
-    metrics |= {"mean_logprob_gap": average(gap), "max_logprob_gap": gap.max()}
+    metrics |= {"mean_logprob_gap": average(log_ratio.abs()), "max_logprob_gap": log_ratio.abs().max()}
     return loss, {name: value.item() for name, value in metrics.items()}
 
 
@@ -278,7 +278,7 @@ def compute_grpo_loss(
 class GRPOSettings:
     """Settings of the algorithm."""
 
-    micro_batch_size: int = 4  # sequences per forward pass: bounds memory, changes nothing else
+    micro_batch_size: int = 4  # sequences per forward pass: bounds memory, changes results only by rounding
     iterations: int = 1  # optimiser steps on the same samples; above 1 the ratio leaves 1 and clipping acts
     clip_range: float = 0.2
     kl_coef: float = 0.0
@@ -304,7 +304,7 @@ class Group:
 
 def set_advantages(groups, rewards):
     """3: the advantages of all groups from the rewards (N*G,) of their samples, group after group."""
-    _check_groups(groups, scored=False)
+    _check_groups(groups, with_advantages=False)
     size = len(groups[0].old_logprobs)
     for group, advantages in zip(groups, compute_advantages(rewards, size).split(size), strict=True):
         group.advantages = advantages
@@ -319,7 +319,7 @@ class GRPO:
         reference: makes a context within which the model is the reference; None: with its adapter disabled.
 
     A group needs old_logprobs, mask, advantages and ref_logprobs; all else is left to logprobs(), which a subclass may
-    replace (see DecoderGRPO). With torch.distributed, W ranks with P prompts and seeds of their own equal one with W*P.
+    replace (see DecoderGRPO). With torch.distributed, W ranks with N prompts and seeds of their own equal one with W*N.
     """
 
     def __init__(self, model, optimizer, settings, allowed_ids=slice(0, None), forward=None, reference=None):
@@ -328,7 +328,7 @@ class GRPO:
         self.settings = settings
         self.forward = forward
         self.reference = reference or self.without_adapter
-        self.sampling_args = {"allowed_ids": allowed_ids, "temperature": settings.temperature}  # scoring needs them too
+        self.sampling_args = {"allowed_ids": allowed_ids, "temperature": settings.temperature}  # for reading again, too
         self.steps = 0  # optimiser steps so far
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         _check_model(model, self.parameters)
@@ -358,7 +358,7 @@ class GRPO:
     @torch.no_grad()
     def add_reference(self, groups):
         """4: log-probs under the reference, the same model with the adapter disabled, for groups with spread."""
-        _check_groups(groups, scored=True)
+        _check_groups(groups, with_advantages=True)
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
@@ -370,16 +370,16 @@ class GRPO:
     def update(self, groups):
         """4 to 6: move the policy, `iterations` optimiser steps over all groups. Returns the metrics.
 
-        A group of equal rewards teaches nothing and is left out: it counts in the step's mean loss, but not in the
+        A group of equal rewards is left out, KL term included: it counts in the divisor of the loss, but not in the
         metrics, means over the others (NaN if there are none). skipped: the share of iterations whose gradient
         was not finite, and which made no step; grad_norm and, per parameter, grad_rms: of those that did.
         """
-        _check_groups(groups, scored=True)
+        _check_groups(groups, with_advantages=True)
         learning = [group for group in groups if group.advantages.any()]
         micro_batches = [(group, rows) for group in learning for rows in self.micro_batches(group)]
         weight = lambda group, rows: len(rows)  # of a micro-batch in the mean loss of the step
         total = sum(weight(group, rows) for group in groups for rows in self.micro_batches(group))
-        total = torch.tensor(float(total), device=self.model.device)  # its mean over ranks, as that of the gradients
+        total = torch.tensor(float(total), device=self.model.device)  # averaged over ranks, as gradients are
         if dist.is_initialized():
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
         total = total.item()
@@ -451,10 +451,10 @@ def _average(reports):
 class Offload:
     """Lets models take turns on a GPU that cannot hold them all: offload(*models) brings these up, the others leave.
 
-    Frozen weights live in page-locked host memory, which a GPU reads at the full speed of its bus; without `pin` where
-    they are, such as mapped from a file, at a fifth of it. They are copied up when needed and dropped afterwards, for
-    they do not change. What is trained is small, and stays on the device. on_evict: called after weights have left the
-    GPU: a CUDA graph that read them must be dropped.
+    Frozen weights live in page-locked host memory, which a GPU reads at the full speed of its bus. Without `pin` they
+    stay where they are, such as mapped from a file, and are read at a fifth of it. They are copied up when needed and
+    then dropped, for they do not change. What is trained is small, and stays on the device. on_evict: called after
+    weights have left the GPU: a CUDA graph that read them must be dropped.
     """
 
     def __init__(self, models, device, on_evict=lambda: None, pin=True):
@@ -488,7 +488,7 @@ class Offload:
 def _warn_of(gap, norms, drift):  # gap: NaN if no rewards differ. drift: the KL before any step, which is to be 0
     still = norms[0] == 0 and not math.isnan(gap)
     signs = {
-        "mean_logprob_gap is above 0.1 (0.05 is normal in bfloat16): sampling and scoring disagree": gap > 0.1,
+        "mean_logprob_gap is above 0.1 (0.05 is normal in bfloat16): sampled and reread log-probs disagree": gap > 0.1,
         "kl is above 0 although nothing has moved: the reference is not the model before training": drift > 0.01,
         "rewards differ, but the gradient is exactly 0: does the optimizer hold the active adapter?": still,
         "the gradient is NaN or infinite: no step was taken": not all(norm < float("inf") for norm in norms),
@@ -533,7 +533,7 @@ def _check_rewards(rewards, group_size):
     if rewards.requires_grad:
         raise ValueError("rewards carry a gradient: give rewards.detach()")
     for i in rewards.isinf().nonzero().flatten().tolist():
-        raise ValueError(f"the reward of image {i} (prompt {i // group_size}, sample {i % group_size}) is {rewards[i]}")
+        raise ValueError(f"the reward of sample {i % group_size} of prompt {i // group_size} is {rewards[i]}")
 
 
 def _check_loss(shape, advantages, kl_coef, ref_logprobs, **others):
@@ -546,16 +546,16 @@ def _check_loss(shape, advantages, kl_coef, ref_logprobs, **others):
         raise ValueError(f"advantages {tuple(advantages.shape)} for log-probs {tuple(shape)}: give (B,) or (B, T)")
 
 
-def _check_groups(groups, scored):
+def _check_groups(groups, with_advantages):
     sizes = [len(group.old_logprobs) for group in groups]
-    if not groups or (len(set(sizes)) > 1 and not scored):
+    if not groups or (len(set(sizes)) > 1 and not with_advantages):
         raise ValueError(f"groups of {sizes} samples: give one group or more, all of one size")
-    if scored and any(group.advantages is None for group in groups):
+    if with_advantages and any(group.advantages is None for group in groups):
         raise ValueError("groups have no advantages yet: set_advantages comes before add_reference and update")
 
 
 def _check_model(model, parameters):
-    """ValueError if sampling and scoring would differ, or, on all ranks, if their adapters are unequal."""
+    """ValueError if sampling and reading again would differ, or, on all ranks, if their adapters are unequal."""
     if isinstance(getattr(model, "module", None), torch.nn.Module) and "Parallel" in type(model).__name__:
         raise ValueError("the model is wrapped: give model.module, for the trainer averages gradients itself")
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):

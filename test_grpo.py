@@ -111,7 +111,7 @@ def seeded(*seeds):
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-def rescored(model, ids, tokens, **shaping):
+def reread(model, ids, tokens, **shaping):
     """The log-probs (G, T) of a group's tokens, by teacher forcing."""
     with torch.no_grad():
         return get_per_token_logprobs(
@@ -164,7 +164,7 @@ def oracle(model, inputs, tokens, nucleus, allowed_ids, temperature, top_p):
     return logits.log_softmax(-1).gather(-1, drawn).squeeze(-1)
 
 
-# ---- 1 and 4. sampling and scoring, against transformers ------------------------------------------------------------
+# ---- 1 and 4. sampling and reading again, against transformers ------------------------------------------------------
 
 
 def check_against_generate(model, prompts, inputs, length, positions=None, top_p=1.0, tolerance=2e-4, **shaping):
@@ -180,11 +180,11 @@ def check_against_generate(model, prompts, inputs, length, positions=None, top_p
         group = slice(2 * i, 2 * i + 2)
         kept = None if nucleus is None else nucleus[group]
         expected = oracle(model, inputs[i], tokens[group], kept, **shaping, top_p=top_p)
-        # generate() has just left its own grid in GLM-Image: scoring must not pick that up.
+        # generate() has just left its own grid in GLM-Image: reading again must not pick that up.
         place = positions and positions[i]
-        scored = rescored(model, ids, tokens[group], position_ids=place, nucleus=kept, **shaping)
+        again = reread(model, ids, tokens[group], position_ids=place, nucleus=kept, **shaping)
         torch.testing.assert_close(logprobs[group], expected, atol=tolerance, rtol=0)
-        torch.testing.assert_close(scored, expected, atol=tolerance, rtol=0)
+        torch.testing.assert_close(again, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_text_model_equals_generate(make_model, top_p, prompts):
 
 
 @pytest.mark.parametrize("forgotten", ["position_ids", "allowed_ids", "temperature", "nucleus"])
-def test_scoring_has_to_know_how_it_was_sampled(pipe, forgotten):
+def test_reading_again_has_to_know_how_it_was_sampled(pipe, forgotten):
     """The silent trap, above all of positions: without them the same call runs, and is wrong by nats."""
     model, ((ids,), (positions,), length) = pipe.vision_language_encoder, glm_prompts(pipe, RED, length=60)
     told = {"position_ids": positions, "allowed_ids": CODES, "temperature": 3.0}
@@ -216,7 +216,7 @@ def test_scoring_has_to_know_how_it_was_sampled(pipe, forgotten):
     tokens, logprobs, nucleus = generate_with_logprobs(model, [ids], length, num_samples=2, **sampling)
     told["nucleus"] = None if forgotten == "allowed_ids" else nucleus  # it is as wide as there are codes
     del told[forgotten]
-    gap = (rescored(model, ids, tokens, **told) - logprobs).abs().max()
+    gap = (reread(model, ids, tokens, **told) - logprobs).abs().max()
     assert gap > (1 if forgotten == "position_ids" else 0.1)
 
 
@@ -290,13 +290,13 @@ def test_a_group_depends_on_its_own_generator_alone(pipe, kind):
             assert nucleus is None if top_p == 1 else torch.equal(nucleus, everyone[i][2])
 
 
-def test_in_bfloat16_sampling_and_scoring_differ_by_rounding(pipe):
+def test_in_bfloat16_sampling_and_reading_again_differ_by_rounding(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16), 0.05)
     (ids,), (positions,), length = glm_prompts(pipe, RED, length=30)
     shaping = {"allowed_ids": CODES, "temperature": 0.9}
     sampling = {"num_samples": 4, "position_ids": [positions], "generators": seeded(0), **shaping}
     tokens, logprobs, _ = generate_with_logprobs(model, [ids], length, **sampling)
-    gap = (rescored(model, ids, tokens, position_ids=positions, **shaping) - logprobs).abs()
+    gap = (reread(model, ids, tokens, position_ids=positions, **shaping) - logprobs).abs()
     assert gap.mean() < 0.01
     assert gap.max() < 0.5
     with torch.no_grad():
@@ -418,7 +418,7 @@ def test_equal_rewards_get_exactly_zero(reward):
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf])
 def test_advantages_name_a_bad_reward(bad):
-    with pytest.raises(ValueError, match=r"image 5 \(prompt 1, sample 1\)"):
+    with pytest.raises(ValueError, match="sample 1 of prompt 1"):
         compute_advantages(torch.tensor([0.0, 1, 2, NAN, 4, bad, 6, 7]), 4)
 
 
@@ -532,7 +532,7 @@ def assert_unmoved(model, before):
 
 @pytest.mark.parametrize("kind", ["GLM-Image", "text"])
 def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe, kind):
-    """Whatever shapes the sampler's distribution reaches the scoring too: positions, codes, temperature and nucleus."""
+    """Whatever shapes the sampler's distribution reaches reading again too: positions, codes, temperature and nucleus."""
     settings = {"kl_coef": 0.1, "top_p": 0.7, "temperature": 3.0, "micro_batch_size": 3}
     if kind == "text":
         run, prompts = trainer(**settings, extras={"allowed_ids": slice(0, 45)}), [(LONG, None, 6), (SHORT, None, 6)]
@@ -728,7 +728,7 @@ def test_reference_is_the_base_without_gradient_and_skipped_where_nothing_needs_
     model = with_adapter(text_model(), 0.3)
     constant = lambda groups: torch.cat([likes_low_ids(groups)[:4], torch.ones(4)])
     (first, second), _ = step(trainer(model, kl_coef=0.1, micro_batch_size=3), "one", "two", rewards=constant)
-    expected = rescored(text_model(), LONG, first.tokens)  # the same base, never adapted
+    expected = reread(text_model(), LONG, first.tokens)  # the same base, never adapted
     assert not first.ref_logprobs.requires_grad and second.ref_logprobs is None, "a group without spread"
     torch.testing.assert_close(first.ref_logprobs, expected, atol=1e-5, rtol=0)
 

@@ -37,8 +37,8 @@ from runtime.rescue import failing_together, how_to_go_on, rescued
 from runtime.settings import claim_folder, deployed, parse_settings, print_start
 
 SHOWN = 3  # before-after.png shows this many pictures per prompt, and this many prompts if the file names no kinds
-# An evaluation's seeds count up from these; those of training are seed_of_step: 1,000 per step, one per prompt on any
-# rank, and 10^9 between neighbouring --seed: none meet in 500,000 steps. Noise and paths of paintings have an offset.
+# Seeds of an evaluation count up from these. Those of training (seed_of_step) go up by 1,000 per step, one for each
+# prompt of all ranks, and by 10^9 per --seed: the two never meet in 500,000 steps. Painting adds an offset to both.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
 
 
@@ -70,8 +70,8 @@ def load_run(settings, data, device, turns):
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         raise UserError(f"no memory for the weights ({str(error).splitlines()[0]}); try --offload yes") from None
     run = Run(pipe, policy, decoder, Phases(device, offload))
-    done = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
-    return run, done
+    begun = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
+    return run, begun
 
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update ----------------------------------
@@ -100,7 +100,7 @@ def rollout(run, settings, rewards, prompts, seed):
 
     images = []
     denoising_steps = []
-    begun = []  # for each prompt, the rewards that are scored while the next prompt is painted
+    started = []  # for each prompt, the rewards that are scored while the next prompt is painted
     with failing_together(prompts.texts):
         for i, (text, source) in enumerate(prompts.with_sources()):  # 2. paint each of them K times ...
             with run.phase("paint", *painting_models(run.pipe)[: 3 if source else 2]):  # the VAE reads a source
@@ -112,16 +112,16 @@ def rollout(run, settings, rewards, prompts, seed):
             run.phase.painted()
             images += painted
             denoising_steps += steps
-            begun.append(begin_scoring(rewards, painted, *prompts.take([i]).for_rewards))
+            started.append(begin_scoring(rewards, painted, *prompts.take([i]).for_rewards))
         with run.phase("score"):  # ... and score every picture
-            raw_rewards = score(rewards, images, *prompts.for_rewards, begun)
+            raw_rewards = score(rewards, images, *prompts.for_rewards, started)
     return Rollout(groups, denoising_steps, images, raw_rewards)
 
 
 def paint_group(run, settings, text, tokens, seed, source=None):
     """Latents of G*K pictures of a prompt's code sequences (G, T), and the denoising steps that the decoder drew.
 
-    With K = 1 the stock sampler paints. It is deterministic, so there are no steps to learn from.
+    With K = 1 the stock scheduler paints. It is deterministic, so there are no steps to learn from.
     """
     if settings.paintings == 1:
         return paint(run.pipe, text, tokens, settings, seed, source), []
@@ -216,8 +216,8 @@ def evaluate(run, settings, data, prompts, seed, stop=None):
     return metrics, shown
 
 
-def judge(run, settings, data, record, stop=None):
-    """Evaluate on some prompts of training and held-out ones, unless that was done before the run was resumed."""
+def evaluate_both(run, settings, data, record, stop=None):
+    """Evaluate on some training prompts and some held-out ones, unless this step was evaluated already."""
     if record.evaluations and record.evaluations[-1]["step"] == record.done:
         return
     known, new = (prompts.evenly(settings.eval_count) for prompts in (data.prompts, data.held_out))
@@ -252,7 +252,7 @@ def loop(run, settings, data, record, begun):
     weights = weights_of(data.rewards)
     record.save()
     if begun == 0 or due(begun, settings.eval_every):
-        judge(run, settings, data, record, record.stop)
+        evaluate_both(run, settings, data, record, record.stop)
     record.stop.follows = b"this step is finished, saved and evaluated"  # printed if a signal comes from now on
     run.phase.begin(settings.steps, begun)
     for step in range(begun, settings.steps):
@@ -267,13 +267,13 @@ def loop(run, settings, data, record, begun):
         if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
             record.save()
         if due(step + 1, settings.eval_every):
-            judge(run, settings, data, record)
+            evaluate_both(run, settings, data, record)
     record.save()
     if record.done < settings.steps:
         record.write(f"saved; {how_to_go_on(record.out)}")
     stopped = any(ranks.gather(record.stop.received))
     if settings.steps > 0 and not (stopped and record.done == begun):  # stopped before a step: nothing new to judge
-        judge(run, settings, data, record)
+        evaluate_both(run, settings, data, record)
         record.end()
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/repair_decoder.py --bits 2 --steps 25
 
-Each row of a matrix is rounded to 2^bits levels between its least and largest weight. The stock sampler's pictures are
-judged by the drawings that their codes were taken from, on captions held out: by SSIM, and, since that knows little of
-colours, by the share of objects that check.py finds as drawn, both shape and colour in their place.
+Each row of a matrix is rounded to 2^bits levels between its least and largest weight. The stock scheduler's pictures
+are judged by the drawings that their codes were taken from, on captions held out: by SSIM, and, since that knows
+little of colours, by the share of objects that check.py finds as drawn, both shape and colour in their place.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def drawings(file):
 
 
 def judge(pipe, examples, settings):
-    """Of the stock sampler's pictures: "SSIM 0.812, 75.0% of objects as drawn"."""
+    """Of the stock scheduler's pictures: "SSIM 0.812, 75.0% of objects as drawn"."""
     images = [train.develop(pipe, train.paint(pipe, text, codes, settings, 10**9))[0] for text, _, codes in examples]
     drawn = [drawing for _, drawing, _ in examples]
     ssim = rewards.ssim(images, None, drawn).mean()

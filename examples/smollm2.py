@@ -52,7 +52,7 @@ def train(seed=0, steps=40, num_judged=64):
             print(f"{name} answers: {share.mean():.0%} +- {share.std() / num_judged**0.5:.0%} right", flush=True)
 
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4, weight_decay=0)
     trainer = GRPO(model, optimizer, GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=tuple(tokenizer.encode("\n"))))
     judge()
     for step, first in enumerate(range(num_judged, len(sums), PROMPTS_PER_STEP)[:steps], 1):

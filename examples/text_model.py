@@ -51,7 +51,7 @@ def train(steps=30):
         metrics = trainer.update(groups)
         means.append(torch.cat(rewards).mean().item())
         length = torch.cat([group.mask for group in groups]).sum(1).mean()
-        gap = metrics["mean_logprob_gap"]  # of sampling and scoring: what grpo.py gets wrong with a model shows here
+        gap = metrics["mean_logprob_gap"]  # between sampled and reread: what grpo.py gets wrong with a model shows here
         learned = f"kl {metrics['kl']:.4f}, gap {gap:.0e}" if metrics["groups_without_spread"] < 1 else "equal rewards"
         print(f"step {step + 1}: reward {means[-1]:.3f}, length {length:.1f}, {learned}")
     return means

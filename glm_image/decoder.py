@@ -2,7 +2,7 @@
 
 A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S denoising steps. At level s its latents
 are x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean, so that clean = x - s v and
-noise = x + (1 - s) v. The stock sampler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every
+noise = x + (1 - s) v. The stock scheduler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every
 step but the last is drawn from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a = --noise-level:
 
     std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise

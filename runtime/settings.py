@@ -104,7 +104,7 @@ def build_parser():
     flag("seed", number(int, "[0, 4294967295]"), 0, "fixes the order of prompts, the samples and the noise")
 
     group = parser.add_argument_group("pictures")
-    flag("temperature", positive, (1.0, 0.9), "divides the logits, in sampling and in scoring")
+    flag("temperature", positive, (1.0, 0.9), "divides the logits, in sampling and in reading again")
     flag("top_p", number(float, "(0, 1]"), (0.95, 0.75), "sample from the likeliest codes that make up this share")
     flag("height", count, (128, 1024), "height of the pictures in pixels, a multiple of 32")
     flag("width", count, (128, 1024), "width of the pictures in pixels, a multiple of 32")

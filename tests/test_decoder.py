@@ -143,7 +143,7 @@ def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
     run, settings = build()
     first, _, other, _ = roll_out(run, settings)
     noise = torch.randn(1, 8, 8, 8, generator=torch.Generator().manual_seed(5 + 2**31))
-    assert torch.equal(first.latents, noise.expand(3, -1, -1, -1)), "that of the stock sampler, see test_pictures.py"
+    assert torch.equal(first.latents, noise.expand(3, -1, -1, -1)), "that of the stock scheduler, see test_pictures.py"
     assert not torch.equal(first.latents, other.latents), "of a neighbouring prompt"
     assert not torch.equal(first.next_latents[0], first.next_latents[1])
     again = roll_out(run, settings)

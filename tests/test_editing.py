@@ -133,7 +133,7 @@ def test_log_probs_are_those_of_generate(stock, given, size):
     assert (forced(shifted) - expected).abs().max() > 1e-2, "a position matters"
 
 
-def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
+def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
     """Wishes and sources of several lengths, with a growing cache and with the fixed one of a GPU."""
     wishes, size = [WISH, "remove the circle", "make the circle a square"], (64, 96)
     sources = [source_of(stock, *given) for given in ((128, 128), (64, 96), (96, 64))]
@@ -155,8 +155,8 @@ def test_edits_side_by_side_are_sampled_as_they_are_scored(stock):
         own = slice(2 * i, 2 * i + 2)
         sequences = torch.cat([ids[i].expand(2, -1), tokens[own]], dim=1)
         with torch.no_grad():
-            scored = grpo.get_per_token_logprobs(policy, sequences, 6, position_ids=positions[i], **codes)
-        torch.testing.assert_close(scored, logprobs[own], rtol=0, atol=1e-3)
+            again = grpo.get_per_token_logprobs(policy, sequences, 6, position_ids=positions[i], **codes)
+        torch.testing.assert_close(again, logprobs[own], rtol=0, atol=1e-3)
 
 
 def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path, capsys):

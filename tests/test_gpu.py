@@ -391,10 +391,10 @@ def same_samples(model, forward, prompts, positions=None, group=2, **shaping):
     groups = zip(prompts, positions or nothing, tokens.split(group), logp.split(group), nuclei, strict=True)
     for ids, at, rows, found, kept in groups:  # and read again in one pass
         sequences = torch.cat([ids.expand(group, -1), rows], dim=1)
-        scoring = {name: value for name, value in shaping.items() if name != "top_p"}
+        told = {name: value for name, value in shaping.items() if name != "top_p"}
         with torch.no_grad():
-            scored = get_per_token_logprobs(model, sequences, LENGTH, position_ids=at, nucleus=kept, **scoring)
-        torch.testing.assert_close(found, scored, atol=1e-4, rtol=0)
+            again = get_per_token_logprobs(model, sequences, LENGTH, position_ids=at, nucleus=kept, **told)
+        torch.testing.assert_close(found, again, atol=1e-4, rtol=0)
 
 
 def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_graphs):

@@ -92,7 +92,7 @@ def home_made(folder):
 
 
 def check(model, prompts):
-    """The log-probs of sampling and of scoring are those of a plain forward pass, one prompt at a time."""
+    """The log-probs of sampling and of reading again are those of a plain forward pass, one prompt at a time."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(len(prompts))]
     tokens, logprobs, _ = generate_with_logprobs(
         model, prompts, LENGTH, num_samples=2, allowed_ids=IDS, generators=generators
@@ -104,10 +104,10 @@ def check(model, prompts):
         ids = torch.cat([prompt.expand(2, -1), tokens[rows]], dim=1)
         with torch.no_grad():
             plain = model(input_ids=ids).logits[:, -LENGTH - 1 : -1, IDS].float().log_softmax(-1)
-            scored = get_per_token_logprobs(model, ids, LENGTH, allowed_ids=IDS)
+            again = get_per_token_logprobs(model, ids, LENGTH, allowed_ids=IDS)
         plain = plain.gather(-1, (tokens[rows] - IDS.start)[..., None])[..., 0]
         torch.testing.assert_close(logprobs[rows], plain, atol=1e-4, rtol=0)
-        torch.testing.assert_close(scored, plain, atol=1e-4, rtol=0)
+        torch.testing.assert_close(again, plain, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ANY_PROMPTS)
@@ -209,7 +209,7 @@ def assert_equal_weights(one, other):
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_sampling_and_scoring_that_disagree_give_a_warning(right):
+def test_sampled_and_reread_logprobs_that_disagree_give_a_warning(right):
     run = trainer(with_adapter(llama(initializer_range=0.5)), lr=1e-3)
     step(run, seed=4)
     if not right:  # a model that begins to see the last token alone
@@ -219,7 +219,7 @@ def test_sampling_and_scoring_that_disagree_give_a_warning(right):
         assert messages == [] and metrics["mean_logprob_gap"] < 1e-5
     else:
         (message,) = messages
-        assert "sampling and scoring disagree" in message and metrics["mean_logprob_gap"] > 0.1
+        assert "sampled and reread log-probs disagree" in message and metrics["mean_logprob_gap"] > 0.1
 
 
 def test_a_warning_comes_once_for_the_line_that_calls_update():
