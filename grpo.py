@@ -353,7 +353,7 @@ class GRPO:
         )  # fmt: skip
         sampled = (tokens, logprobs, nucleus, mask_through_end(tokens, ends) if ends else None)
         sampled = [[None] * len(prompts) if each is None else each.split(group_size) for each in sampled]
-        return [Group(*group) for group in zip(prompt_ids, position_ids, *sampled)]
+        return [Group(ids.cpu(), *group) for ids, *group in zip(prompt_ids, position_ids, *sampled)]
 
     @torch.no_grad()
     def add_reference(self, groups):

@@ -553,6 +553,15 @@ def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe, kind):
     assert 0 < metrics["mean_logprob_gap"] < metrics["max_logprob_gap"] < 2e-4
 
 
+def test_a_prompt_on_the_gpu_comes_to_the_cpu_where_its_tokens_are():
+    class Far(torch.Tensor):
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+    (group,) = trainer().sample([(LONG.as_subclass(Far), None, 2)], 2, 0)
+    assert type(group.prompt_ids) is torch.Tensor
+
+
 def test_groups_are_what_the_sampler_draws_from_their_seeds():
     """The same operations in the same order: the same bits."""
     forwards, model = [], with_adapter(text_model(), 0.3)

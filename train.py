@@ -262,8 +262,7 @@ def loop(run, settings, data, record, begun):
         seed = seed_of_step(step, settings)
         set_seed(seed % 2**32)
         prompts = data.prompts.take(prompt_indices(step, settings, len(data.prompts)))
-        rolled, metrics = grpo_step(run, settings, data.rewards, prompts, seed)
-        record.step(step + 1, prompts, rolled, weights, metrics)
+        record.step(step + 1, prompts, weights, *grpo_step(run, settings, data.rewards, prompts, seed))
         if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
             record.save()
         if due(step + 1, settings.eval_every):

@@ -50,7 +50,7 @@ def evaluations(name, edit, flags, seed):
         (copy / "grpo.py").write_text(edited(edit), encoding="utf-8")
         call = [sys.executable, "train.py", *f"{FLAGS} {flags} --seed {seed} --out run".split()]
         with open(out.with_suffix(".log"), "w") as log:
-            subprocess.run(call, cwd=copy, stdout=log, stderr=log, check=True)
+            subprocess.run(call, cwd=copy, stdout=log, stderr=log, check=True, start_new_session=True)
         (copy / "run").rename(out)
         shutil.rmtree(copy)
     kinds = [json.loads(line)["held_out/kinds"] for line in (out / "evaluation.jsonl").read_text().splitlines()]

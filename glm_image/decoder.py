@@ -88,8 +88,7 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
             self._init_step_index(timestep)
         i = self.step_index
         level, next_level = self.sigmas[i : i + 2].tolist()
-        calls = self.calls
-        self.calls = []
+        calls, self.calls = self.calls, []
         if next_level == 0:  # the last step
             return super().step(model_output, timestep, sample, return_dict=return_dict, **options)
         if i == 0:  # a batch begins
@@ -136,7 +135,7 @@ class DecoderGRPO(GRPO):
             self.scheduler.begin(self.noise_level, seeds)
             with self.pipe.transformer.register_forward_pre_hook(self.scheduler.record_call, with_kwargs=True):
                 latents.append(paint(self.pipe, prompt, codes.expand(num_paintings, -1), settings, seed))
-            path = [merge(batches) for batches in self.scheduler.recorded.values()]
+            path = [merge(self.scheduler.recorded.pop(i)) for i in list(self.scheduler.recorded)]
             for step, following in pairwise(path):
                 step.next_latents = following.latents  # the same numbers: the host keeps them once
             steps += path

@@ -94,6 +94,8 @@ def read_lines(path):
             found.append((line[1:] if line.startswith("\\#") else line, kind, number))
     if not found:
         raise UserError(f"the prompts file {path} has no prompt in it; write one per line")
+    for number in [number for line, _, number in found if "<|image|>" in line]:
+        raise UserError(f"line {number} of {path} contains <|image|>, which stands for a picture: leave it out")
     texts, kinds, lines = map(list, zip(*found))
     return texts, [kind or "other" for kind in kinds] if any(kinds) else None, lines
 
@@ -147,7 +149,7 @@ class Data:
 
 
 def read_inputs(settings):
-    """Prompts of training and held out, and a hash of all that is read: {setting: hash}.
+    """Prompts of training and held out, and {setting: hash} of these, of their pictures and of the adapter.
 
     Raises UserError before anything loads: for files that are wrong, and for a resumed run that began with other files.
     """
@@ -191,8 +193,7 @@ def load_data(settings, prompts, held_out):
     for one, other in ((prompts, held_out), (held_out, prompts)):
         if one.targets is None and other.targets is not None:  # likeness does not apply there
             one.targets = [None] * len(one.texts)
-    none = settings.eval_reward in ("none", "")
-    judges = {} if none else load_rewards("eval_reward", settings, [held_out, prompts])
+    judges = {} if settings.eval_reward in ("none", "") else load_rewards("eval_reward", settings, [held_out, prompts])
     return Data(prompts, held_out, rewards, judges)
 
 

@@ -136,7 +136,7 @@ class Record:
         if self.settings.tracker in ("tensorboard", "wandb"):
             self.tracker.log_images({name: np.asarray(picture)[None]}, step=self.done, **layout)
 
-    def step(self, done, prompts, rolled, weights, metrics):
+    def step(self, done, prompts, weights, rolled, metrics):
         """Writes a step's line and metrics, and every SAMPLE_EVERY steps its pictures."""
         texts, _, sources = prompts.for_rewards
         self.done = done

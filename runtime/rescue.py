@@ -39,7 +39,7 @@ def how_to_go_on(out):
 @contextmanager
 def rescued(record):
     """Whatever breaks a step off: the last whole step is saved, and an error that the user can fix is one line."""
-    hint = how_to_go_on(record.out)
+    hint = how_to_go_on(record.out) if record.settings.steps else "start it again"
     try:
         with ranks.readable_collectives():  # those of an update: its gradients are averaged over the ranks
             yield record
@@ -60,5 +60,5 @@ def rescued(record):
         ) from None
     except Exception:  # not an error that the user can fix: the traceback is shown
         record.save_whole_step()
-        record.write(f"the last whole step is saved; {hint}")
+        record.write(f"stopped by an error; {hint}")
         raise

@@ -221,7 +221,7 @@ def fill_in(settings, defaults):
 def resumed_settings(parser, arguments, flags):
     """The settings of the run in `flags.resume`, with those flags that do not change what the run computes."""
     out = Path(flags.resume)
-    if flags.out is not None:
+    if flags.out is not None and Path(flags.out) != out:
         raise UserError("--resume names the folder of the run already: leave out --out")
     step, num_ranks, before, _ = checkpoints.read_state(out)
     settings = parser.parse_args(arguments, argparse.Namespace(**before))  # where there is no flag, the saved value

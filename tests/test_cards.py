@@ -5,6 +5,7 @@ import re
 import runpy
 import signal
 import time
+import weakref
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
@@ -84,6 +85,21 @@ def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypa
     run = build_run(settings := tiny_settings("--train", "both", "--paintings", "2", "--decode-steps", "4"))
     latents, steps = train.paint_group(run, settings, "a red circle", torch.zeros(1, 16, dtype=torch.long), 3)
     assert len(latents) == 2 and all(step.next_latents is after.latents for step, after in pairwise(steps))
+    assert not run.decoder_trainer.scheduler.recorded, "on a GPU they would stay there beside the copies"
+
+
+def test_a_step_has_left_the_host_when_the_next_begins(quick, monkeypatch):
+    left, step = [], train.grpo_step
+
+    def watched(*given):
+        assert not any(reference() for reference in left), "paths of two steps would be there at once"
+        rolled, metrics = step(*given)
+        left.extend(weakref.ref(each) for each in rolled.denoising_steps)
+        return rolled, metrics
+
+    monkeypatch.setattr(train, "grpo_step", watched)
+    flags = ["--train", "decoder", "--group-size", "2", "--decode-steps", "2", "--guidance-scale", "1"]
+    assert quick(*flags, "--steps", "3", "--out", "run") == 0 and len(left) == 3
 
 
 def test_the_vae_has_a_turn_of_its_own(monkeypatch):

@@ -304,6 +304,7 @@ def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_the
 FILES = {
     "empty.txt": "\n  \n",
     "one.txt": "a red circle\n",
+    "sign.txt": "a red circle\n\na blue <|image|>\n",
     "broken/1.png": "not a picture",
     "judged/settings.json": "{}",
     "old/checkpoints/000001/state.json": "{}",
@@ -337,6 +338,7 @@ def good(images, prompts, targets):
         (["--prompts", "missing.txt"], "cannot read the prompts file missing.txt"),
         (["--prompts", "empty.txt"], "has no prompt in it"),
         (["--prompts", "cut.txt"], "cannot read the prompts file cut.txt"),
+        (["--prompts", "sign.txt"], "line 3 of sign.txt contains <|image|>"),
         (["--targets", "few"], "has 1 pictures for 112 prompts"),
         (["--prompts", "one.txt", "--targets", "broken"], "the target picture broken/1.png cannot be read"),
         (["--eval-targets", "missing"], "missing does not exist"),

@@ -1,6 +1,7 @@
 """Prompts in, pictures out, against GLM-Image's stock pipeline; which weights are trained; the sheets of pictures."""
 
 import re
+import warnings
 from pathlib import Path
 
 import make
@@ -12,6 +13,7 @@ from diffusers import GlmImagePipeline
 from PIL import Image, ImageFont
 
 import train
+from glm_image.model import meta_models
 from grpo import get_per_token_logprobs
 from runtime import checkpoints
 from runtime.pictures import chinese_font, font_for, save_before_after, save_grid
@@ -178,6 +180,10 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         found = logprobs(pipe, stock.vision_language_encoder, PROMPT, tokens)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert not list(Path("run/checkpoints").rglob("README.md")), "PEFT's form, empty"
+    with warnings.catch_warnings():  # for its plan a run on a GPU builds models without data, and this adapter on them
+        warnings.simplefilter("error", UserWarning)
+        policy, *_ = meta_models(small("--adapter", "run"), torch.device("cuda"))
+    assert all(p.is_meta for p in policy.parameters())
     assert (logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens) - expected).abs().max() > 0.1
 
 

@@ -61,7 +61,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick):
         file.write(json.dumps(later) + '\n{"step": 2, "pro')
     with open("halves/evaluation.jsonl", "a") as file:
         file.write('{"step": 2, "reward": 9.0, "shown": []}\n')
-    assert resume("halves", "--steps", "2") == 0
+    assert resume("halves", "--steps", "2", "--out", "halves") == 0
     same_run("straight", "halves")
     assert json.loads(Path("halves/settings.json").read_text())["steps"] == 2
 
@@ -110,7 +110,7 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
     with pytest.raises(ConnectionError, match="503"):
         quick("--steps", "5", "--save-every", "2", "--out", "run")
     output = "".join(capfd.readouterr())
-    assert re.search("the last whole step is saved; go on with: python .* --resume run", output)
+    assert re.search("stopped by an error; go on with: python .* --resume run", output)
     assert "cannot write" not in output and steps_saved("run") == ["000000", "000002", "000003"]
 
 
@@ -334,6 +334,9 @@ def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeyp
     else:
         words = ("out of GPU memory", f"'{phase}'", "--micro-batch-size", "--group-size", "--resume run")
         assert all(word in message for word in words) and steps_saved("run") == ["000000"]
+    if phase == "paint":
+        assert quick("--steps", "0", "--out", "judged") == 2
+        assert "start it again" in (message := error_of(capsys)) and "--resume" not in message, "it saves nothing"
 
 
 @pytest.mark.parametrize(("iteration", "saved"), [(1, "000001"), (2, "000000")])
