@@ -41,11 +41,11 @@ def build(base="bfloat16"):
     """What learns of the released sizes, set up as train.py does it for a GPU: codes, with what paints, and decoder."""
     pipe = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)  # for its tokenizers and scheduler
     sizes = json.loads(Path(__file__).with_name("released.json").read_text())  # see README.md
-    policy = transformers.GlmImageConfig(**sizes["policy"])
+    policy = transformers.GlmImageConfig(**sizes["vision_language_encoder"])
     with META:
         modules = {
             "vision_language_encoder": transformers.GlmImageForConditionalGeneration(policy),
-            "transformer": GlmImageTransformer2DModel(**sizes["decoder"]),
+            "transformer": GlmImageTransformer2DModel(**sizes["transformer"]),
             "text_encoder": transformers.T5EncoderModel(transformers.T5Config(**sizes["text_encoder"])),
             "vae": AutoencoderKL(**sizes["vae"]),
         }

@@ -1,5 +1,6 @@
 """What a card would meet: memory of every card that README.md names, several GPUs, the pages' sums and their code."""
 
+import json
 import os
 import re
 import runpy
@@ -244,3 +245,24 @@ def test_the_code_for_the_release_paints_with_files_in_bfloat16(page, tmp_path, 
         Path(f"{name}.py").write_text(code)
         runpy.run_path(f"{name}.py")
     assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_the_code_for_random_weights_makes_a_model_that_trains(quick, tmp_path):
+    """With sizes that a CPU has, in place of the released ones."""
+    code = next(code for code in re.findall(r"```python\n(.*?)```", MEMORY, flags=re.DOTALL) if "released.json" in code)
+    sizes = json.loads((ROOT / "benchmarks/released.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    text = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sizes["vision_language_encoder"]["text_config"] |= text | {"rope_parameters": rope}
+    sizes["transformer"] |= {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
+    sizes["text_encoder"] |= {"num_layers": 1}
+    sizes["vae"] |= {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}
+    Path("sizes.json").write_text(json.dumps(sizes))
+    for words, here in {"benchmarks/released.json": "sizes.json", "tiny-glm-image": TINY, '"cuda"': '"cpu"'}.items():
+        code = code.replace(words, str(here))
+    Path("make.py").write_text(code)
+    try:
+        runpy.run_path("make.py")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert quick("--model", "random", "--reward", "mse", "--targets", "targets", "--steps", "1", "--out", "run") == 0
