@@ -574,8 +574,7 @@ def call_reward(name, call, images, prompts):
     except (Exception, SystemExit) as error:
         names = textwrap.shorten(", ".join(map(repr, dict.fromkeys(prompts))), 200)
         advice = "; give NaN, not None, where it does not apply" if "number, not NoneType" in str(error) else ""
-        reason = in_one_line(error) + advice
-        raise RewardError(f"reward '{name}' failed for {names}: {reason}") from error
+        raise RewardError(f"reward '{name}' failed for {names}: {in_one_line(error)}{advice}") from error
     if values.shape != (len(images),):
         raise RewardError(f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images")
     for i in values.isinf().nonzero().flatten().tolist():

@@ -249,6 +249,7 @@ class Record:
         self.track_picture("before_after", picture)
 
     def finish(self):
+        self.stop.end()
         if self.tracker is not None:
             self.tracker.finish()
 
@@ -334,10 +335,10 @@ class StopRequest:
     def __init__(self):
         self.received = False
         self.follows = b"the first evaluation is aborted"
-        self.handle(self.receive)
+        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def handle(self, handler):
-        for number in (signal.SIGINT, signal.SIGTERM):
+    def end(self):
+        for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def receive(self, *_):
@@ -346,4 +347,4 @@ class StopRequest:
             os.write(2, b"\nasked to stop: " + self.follows + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
-            self.handle(signal.SIG_DFL)
+            self.end()

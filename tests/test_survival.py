@@ -94,6 +94,12 @@ def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick, monkeypatch
     same_run("straight", "killed")
 
 
+def test_a_run_that_has_ended_leaves_signals_as_it_found_them(quick):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert quick("--steps", "0", "--out", "run") == 0
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
 def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
     """A connection that breaks, in the fourth step: its traceback is shown, and what --save-every left out is saved."""
     update = GRPO.update
