@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps
 from transformers.utils import cached_file
 
-from rewards import CHINESE, RewardError, Vqa, parse_rewards, score
+from rewards import CHINESE, RewardError, Text, Vqa, parse_rewards, quoted, score
 from runtime import UserError, checkpoints, counted, readable, short_name
 from runtime.adapters import adapter_file
 from runtime.settings import TINY
@@ -214,9 +214,10 @@ def load_rewards(flag, settings, files):
     texts = files[0].texts
     chinese = sum(CHINESE.search(text) is not None for text in texts)
     for name, (function, _) in rewards.items():
-        if type(function) is Vqa:  # the questions of its heir, Edit, are the same for all
-            known = sum(text.strip() in function.questions for text in texts)
-            print(f"{short_name(name)}: questions for {known} of {len(texts)} prompts", flush=True)
+        if type(function) in (Vqa, Text):  # the questions of Edit, an heir of Vqa, are the same for all
+            known = [quoted(text) if type(function) is Text else text.strip() in function.questions for text in texts]
+            what = "words to read" if type(function) is Text else "questions"
+            print(f"{short_name(name)}: {what} for {sum(map(bool, known))} of {len(texts)} prompts", flush=True)
         if chinese and not getattr(function, "reads_chinese", True):
             print(f"{short_name(name)}: no reward for {chinese} of {len(texts)} prompts, which are Chinese", flush=True)
     return rewards

@@ -8,7 +8,7 @@ from runtime import counted, format_number, reward_names, short_name, without_na
 
 PARTS = {  # parts of a step's line
     "kl": "kl {:.4f}", "decoder/kl": "decoder kl {:.4f}", "entropy": "entropy {:.4f}", "mean_logprob_gap": "gap {:.0e}",
-    "decoder/reward_std": "decoder +- {:.3f}", "grad_norm": "norm {:.2f}", "decoder/grad_norm": "decoder norm {:.3f}",
+    "decoder/reward_std": "decoder +- {:.3f}", "grad_norm": "norm {:.3f}", "decoder/grad_norm": "decoder norm {:.3f}",
     "clip_fraction": "{:.1%} clipped", "seconds": "{:.1f}s", "gpu_gb": "{:.1f} GB",
 }  # fmt: skip
 PROMPTS = {"": "training", "held_out/": "held-out"}  # {prefix of their numbers in an evaluation: what they are}

@@ -15,7 +15,7 @@ from runtime.metrics import shown_names
 GAP = 24  # pixels
 
 CURVES = {
-    "step": ("mean of a step", "#cccccc"), "mean": ("its mean over {} steps", "#666666"),
+    "step": ("mean of a step", "#aaaaaa"), "mean": ("its mean over {} steps", "#666666"),
     "training": ("evaluation: training prompts", "#2060c0"), "held_out": ("evaluation: held-out prompts", "#d02030"),
 }  # fmt: skip
 FRAMES = {1: "#20a040", 0: "#d02030"}  # right and wrong
@@ -60,7 +60,7 @@ def save_grid(path, rows, title, cell=192):
                 if frame:
                     pen.rectangle((5 + left, top + 20, 10 + left + image.width, top + 25 + image.height), frame[0])
                 sheet.paste(image, (8 + left, top + 23))
-                caption = textwrap.fill(textwrap.shorten(caption, 2 * cell // 7), cell // 7)
+                caption = textwrap.fill(textwrap.shorten(caption, cell // 3), cell // 6)
                 pen.multiline_text((8 + left, top + 27 + cell), caption, "black", small, spacing=2)
     sheet.save(path)
     return sheet
@@ -138,6 +138,6 @@ def draw_panel(pen, left, top, name, curves):
         places = [(left + 500 * s / max(*steps, 1), top + 240 * (high - v) / (high - low)) for s, v in curve]
         if places:
             pen.line(places, colour, 3 if kind == "step" else 6, joint="curve")
-        if kind in ("training", "held_out"):
+        if kind in ("training", "held_out") or len(places) == 1:
             for x, y in places:
                 pen.ellipse((x - 8, y - 8, x + 8, y + 8), fill=colour)

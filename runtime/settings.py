@@ -197,11 +197,11 @@ def complete(settings, by_model):
         fill_in(settings, TINY_EDITS if own_sources and settings.prompts is None else {})
         fill_in(settings, {} if tiny else EDITS)
         if None in (settings.sources, settings.prompts, settings.eval_sources, settings.eval_prompts):
-            raise UserError("edits need --sources with --prompts, and --eval-sources with --eval-prompts to judge by")
+            raise UserError(f"edits need --sources ({settings.sources}), --prompts, --eval-sources and --eval-prompts")
         if settings.train != "codes":
             raise UserError("with --sources only the codes can learn, not the decoder: leave out --train")
     if tiny and settings.train != "codes":  # paintings of the same codes nearly always show the same facts
-        fill_in(settings, {"reward": f"{CHECK}:facts:1,{CHECK}:near:1", "warmup_steps": 0})
+        fill_in(settings, {"reward": f"{CHECK}:facts:1,{CHECK}:near:0.1", "warmup_steps": 0})
     fill_in(settings, {name: for_tiny if tiny else release for name, (for_tiny, release) in by_model.items()})
     if settings.train != "codes" and settings.decode_steps == 1:
         raise UserError("a decoder of one denoising step has nothing to choose: --decode-steps has to be 2 or more")

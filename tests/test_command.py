@@ -263,7 +263,7 @@ def test_defaults_depend_on_the_model():
     assert train.parse_settings([]).model == (settings.RELEASE if torch.cuda.is_available() else TINY)
     edits = ("--sources", f"{TINY}/sources")
     assert tiny.targets is None and tiny_settings(*edits).targets == f"{TINY}/edit-targets"
-    with pytest.raises(UserError, match="edits need --sources with --prompts"):
+    with pytest.raises(UserError, match="edits need --sources .*, --prompts, --eval-sources"):
         tiny_settings(*edits, "--prompts", "mine.txt")  # whose targets are others
 
 
@@ -294,7 +294,7 @@ def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_the
     shown = output.partition("settings:")[2].partition("\na step:")[0]
     first, rest = shown.split("\nby default:")
     flags = "train=decoder group_size=8 guidance_scale=1.5 prompts_per_step=4 eval_count=16 paintings=8 sequences=1"
-    flags += " reward=tiny-glm-image/check.py:facts:1,tiny-glm-image/check.py:near:1 combine=zscore warmup_steps=0"
+    flags += " reward=tiny-glm-image/check.py:facts:1,tiny-glm-image/check.py:near:0.1 combine=zscore warmup_steps=0"
     assert set(first.split()) == {*flags.split(), f"prompts={chosen.prompts}"}, "a path can be copied"
     assert {"seed=0", "kl_coef=0.2", "height=128"} < set(rest.split()) and "None" not in rest
     assert "a step: 32 pictures of about 272 codes, 12 decoder passes each" in output
@@ -576,7 +576,7 @@ def test_the_line_of_a_step_by_hand():
     """What is 0 or was not measured is left out; alarms stand in front, and what is to be watched before the rest."""
     assert format_step(3, METRICS, SimpleNamespace(steps=20)) == (
         "step 3/20 | reward 1.250 +- 0.500 | 25% without spread | a 0.750 | kl 0.0125 | entropy 0.0169 | gap 2e-06 | "
-        "norm 2.50 | 12.5% clipped | 3.8s | 9.5 GB"
+        "norm 2.500 | 12.5% clipped | 3.8s | 9.5 GB"
     )
     trouble = dict.fromkeys(["kl", "clip_fraction", "mean_logprob_gap", "max_logprob_gap"], NAN)  # nothing learned
     trouble |= {"unscored": 0.25, "skipped": 1.0, "grad_norm": 0.0}
@@ -587,7 +587,7 @@ def test_the_line_of_a_step_by_hand():
     assert not re.search("kl|norm|gap|nan", line)
     quiet = METRICS | {"kl": 0.0, "entropy": 0.0, "groups_without_spread": 0.0}
     line = format_step(3, quiet, SimpleNamespace(steps=20))
-    assert line.endswith("0.500 | a 0.750 | gap 2e-06 | norm 2.50 | 12.5% clipped | 3.8s | 9.5 GB")
+    assert line.endswith("0.500 | a 0.750 | gap 2e-06 | norm 2.500 | 12.5% clipped | 3.8s | 9.5 GB")
     halves = quiet | {"decoder/reward_std": 0.0625, "decoder/groups_without_spread": 0.5}
     line = format_step(3, halves, SimpleNamespace(steps=20))
     assert "| decoder: 50% without spread | a 0.750 | gap 2e-06 | decoder +- 0.062 | norm" in line

@@ -303,7 +303,7 @@ def test_what_cannot_work_is_one_line_before_the_model_loads(edits, monkeypatch,
 def test_sources_go_with_sources_to_judge_by(quick, capfd):
     for arguments in (["--sources", "targets"], ["--eval-sources", "targets"]):
         assert quick(*arguments) == 2
-        assert "edits need --sources with --prompts, and --eval-sources with" in capfd.readouterr().err
+        assert "--prompts, --eval-sources and --eval-prompts" in capfd.readouterr().err
 
 
 def test_the_adapter_edits_in_the_stock_pipeline(edits):

@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, records
+from conftest import ROOT, build_run, records, tiny_settings
 from PIL import Image
 
 import rewards
 import train
+from grpo import GRPO
 
 
 def load(name):
@@ -155,7 +156,7 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
     short += ["--eval-decode-steps", "1", "--temperature", "5", "--prompts-per-step", "2"]
     parse = train.parse_settings
     monkeypatch.setattr(train, "parse_settings", lambda arguments: parse([*reward, *arguments, *short]))
-    monkeypatch.setattr(train, "GRPO", train.GRPO)  # a cell puts another in its place
+    monkeypatch.setattr("glm_image.model.GRPO", GRPO)  # a cell puts another in its place
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("cells.py").write_text(as_script(code_cells()))
@@ -169,3 +170,4 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
         for module in (names["grpo"], names["my_grpo"])
     ]
     assert held_back == [1, 0]
+    assert type(build_run(tiny_settings()).policy_trainer) is names["my_grpo"].GRPO, "it is what trains from then on"
