@@ -116,7 +116,7 @@ def save_curves(path, metrics, evaluations):
         steps = points(metrics, name)
         means = [(s, fmean(v for _, v in steps[max(0, n - window + 1) : n + 1])) for n, (s, _) in enumerate(steps)]
         judged = [points(evaluations, key) for key in (name, f"held_out/{name}")]
-        draw_panel(pen, i % 3 * 640 + 110, i // 3 * 400 + 150, name, [steps, means, *judged])
+        draw_panel(pen, i % 3 * 640 + 126, i // 3 * 400 + 150, name, [steps, means, *judged])
     sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(path)  # for smooth lines
 
 

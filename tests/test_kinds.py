@@ -186,7 +186,7 @@ def test_beside_the_saw_stands_its_mean_over_the_last_steps(tmp_path):
     """A saw between 0 and 1: its mean is near a half, but for the first steps, which have few before them."""
     metrics = [{"step": s, "reward": float(s % 2)} for s in range(1, 41)]
     save_curves(tmp_path / "reward.png", metrics, [])
-    picture = pixels(tmp_path / "reward.png")[75:195, 70:305]
+    picture = pixels(tmp_path / "reward.png")[75:195, 78:313]
     grey = (np.abs(picture - 0x66).sum(-1) < 12).nonzero()[0]
     assert len(grey) > 200 and 35 < grey.min() and grey.max() < 85
 
