@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_settings
 from PIL import Image
 from tokenizers import (
     Tokenizer,
@@ -30,6 +31,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import (
 )
 
 import rewards
+from runtime import data
 
 TEMPLATE = (
     "{% for message in messages %}User:{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
@@ -338,3 +340,15 @@ def test_a_file_as_windows_saves_it_is_read(tmp_path):
     row = json.dumps({"prompt": "chá", "questions": ["Is it hot?"]}, ensure_ascii=False)
     (tmp_path / "q.jsonl").write_bytes(b"\xef\xbb\xbf" + row.encode() + b"\r\n")
     assert rewards.read_questions(tmp_path / "q.jsonl") == {"chá": {"Is it hot?": 1}}
+
+
+def test_a_run_counts_the_prompts_that_vqa_has_questions_about_and_that_text_has_words_in(monkeypatch, capsys):
+    vqa, text = rewards.Vqa.__new__(rewards.Vqa), rewards.Text.__new__(rewards.Text)
+    monkeypatch.setattr(vqa, "questions", {"a cat": {"Is it a cat?": 1}}, raising=False)
+    monkeypatch.setattr(data, "parse_rewards", lambda spec: {"vqa": (vqa, 1.0), "text": (text, 1.0)})
+    monkeypatch.setattr(data, "score", lambda *given: None)
+    data.load_rewards("reward", tiny_settings(), [data.Prompts([" a cat", 'a sign "open"', 'a door "1"'])])
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "vqa: questions for 1 of 3 prompts",
+        "text: words to read for 2 of 3 prompts",
+    ]
