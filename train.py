@@ -70,7 +70,8 @@ def load_run(settings, data, device, turns):
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         raise UserError(f"no memory for the weights ({str(error).splitlines()[0]}); try --offload yes") from None
     run = Run(pipe, policy, decoder, Phases(device, offload))
-    return run, checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
+    begun = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
+    return run, begun
 
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update ----------------------------------

@@ -23,6 +23,7 @@ from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DMode
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import GlmImageConfig, GlmImageForConditionalGeneration
 
 from glm_image.decoder import DenoisingStep
 from glm_image.memory import vae_workspace
@@ -35,21 +36,20 @@ from runtime.settings import TINY, parse_settings
 META = torch.device("meta")
 SIZE, PROMPTS, GROUP, MICRO_BATCHES = 1024, 4, 4, (1, 2, 4)  # what the table is for: pixels, square; a run's defaults
 TEXT, GLYPHS = 60, 16  # tokens of a prompt; both are small beside a picture's
+PARTS = {  # what has weights, made from its sizes in released.json
+    "vision_language_encoder": lambda sizes: GlmImageForConditionalGeneration(GlmImageConfig(**sizes)),
+    "transformer": lambda sizes: GlmImageTransformer2DModel(**sizes),
+    "text_encoder": lambda sizes: transformers.T5EncoderModel(transformers.T5Config(**sizes)),
+    "vae": lambda sizes: AutoencoderKL(**sizes),
+}
 
 
 def build(base="bfloat16"):
     """What learns of the released sizes, set up as train.py does it for a GPU: codes, with what paints, and decoder."""
     pipe = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)  # for its tokenizers and scheduler
     sizes = json.loads(Path(__file__).with_name("released.json").read_text())  # see README.md
-    policy = transformers.GlmImageConfig(**sizes["vision_language_encoder"])
     with META:
-        modules = {
-            "vision_language_encoder": transformers.GlmImageForConditionalGeneration(policy),
-            "transformer": GlmImageTransformer2DModel(**sizes["transformer"]),
-            "text_encoder": transformers.T5EncoderModel(transformers.T5Config(**sizes["text_encoder"])),
-            "vae": AutoencoderKL(**sizes["vae"]),
-        }
-    modules = {name: module.to(torch.bfloat16).eval() for name, module in modules.items()}
+        modules = {name: make(sizes[name]).to(torch.bfloat16).eval() for name, make in PARTS.items()}
     settings = parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both", "--base", base])
     pipe, codes, decoder = build_trainers(GlmImagePipeline(**pipe.components | modules), settings, META)
     codes.decoder_modules = painting_models(pipe)

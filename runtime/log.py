@@ -343,7 +343,7 @@ class StopRequest:
 
     def receive(self, *_):
         if not self.received:  # by os.write: print may have been interrupted by this very signal
-            again = b"; press again to quit now (--resume goes on)" if ranks.count() == 1 else b""
+            again = b"; press again to quit now" if ranks.count() == 1 else b""
             os.write(2, b"\nasked to stop: " + self.follows + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already

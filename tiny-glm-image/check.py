@@ -223,7 +223,7 @@ def load(adapter=None):
 
 
 def paint(pipe, prompts, samples, seed, sources=None):
-    """`samples` pictures of each prompt, prompt after prompt. sources: the pictures to change, one for each."""
+    """`samples` pictures of each prompt, prompt after prompt. sources: the pictures to change, one each, or None."""
     images = []
     for i in range(0, len(prompts), 8):
         texts = [text for text in prompts[i : i + 8] for _ in range(samples)]

@@ -623,8 +623,7 @@ def main():
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         half = pool.submit(make_policy)
         text_encoder, vae, decoder = pool.submit(make_painters).result()
-        policy = half.result()
-    assemble(policy, text_encoder, vae, decoder).save_pretrained(HERE)
+    assemble(half.result(), text_encoder, vae, decoder).save_pretrained(HERE)
 
 
 if __name__ == "__main__":
