@@ -1,4 +1,5 @@
-"""The specification of grpo.py. Every number has a second witness: transformers' generate(), autograd, a case by hand.
+"""The specification of grpo.py. Every number has a second witness: transformers' generate(),
+autograd, a case by hand.
 
 pytest test_grpo.py            # no network, no GPU, under a minute on one core
 """
@@ -53,15 +54,19 @@ pytestmark = pytest.mark.filterwarnings(
 NAN = math.nan
 CODES = slice(0, NUM_CODES)
 SHORT, LONG = torch.tensor([9, 8]), torch.tensor([5, 6, 7, 3, 4])  # prompts of a text model
-RED, BLUE = "a red circle on a pink background", "a blue cross"  # prompts of GLM-Image, of two lengths
+RED, BLUE = (
+    "a red circle on a pink background",
+    "a blue cross",
+)  # prompts of GLM-Image, of two lengths
 
 
-# ---- models ---------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
 def pipe():
-    """The shipped model, through the stock pipeline. Its distributions are sharp, so a wrong position is expensive."""
+    """The shipped model, through the stock pipeline. Its distributions are sharp, so a wrong
+    position is expensive."""
     return GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
 
 
@@ -69,18 +74,35 @@ def text_model(**settings):
     """A random Llama whose distributions are far from uniform."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        **settings,
+    )
     model = LlamaForCausalLM(config).eval()
     model.lm_head.weight.data.mul_(8)
     return model
 
 
 def model_with_learned_positions():
-    """A random GPT-2. Llama knows distances only: it would not notice if all positions were shifted."""
+    """A random GPT-2. Llama knows distances only: it would not notice if all positions were
+    shifted."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+    config = GPT2Config(
+        vocab_size=50,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     model = GPT2LMHeadModel(config).eval()
     model.transformer.wpe.weight.data.mul_(50)
     model.transformer.ln_f.weight.data.mul_(20)
@@ -120,7 +142,8 @@ def reread(model, ids, tokens, **shaping):
 
 
 def glm_prompts(pipe, *texts, size=(128, 128), length=None):
-    """Ids, positions and T of some prompts; a `length` keeps the first tokens only, which saves time."""
+    """Ids, positions and T of some prompts; a `length` keeps the first tokens only, which saves
+    time."""
     ids, positions, counts = zip(*(encode_prompt(pipe.processor, text, *size) for text in texts))
     length = length or counts[0]
     return ids, [p[:, : len(i) + length] for i, p in zip(ids, positions)], length
@@ -130,13 +153,17 @@ def glm_inputs(pipe, prompt, height, width):
     """What the stock pipeline hands to generate()."""
     messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}]]
     return pipe.processor.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt",
+        messages,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
         processor_kwargs={"target_h": height, "target_w": width},
-    )  # fmt: skip
+    )
 
 
 def oracle(model, inputs, tokens, nucleus, allowed_ids, temperature, top_p):
-    """Log-probs of `tokens` (G, T) by the raw logits of transformers' own generate(), one prompt alone and unpadded."""
+    """Log-probs of `tokens` (G, T) by the raw logits of transformers' own generate(), one prompt
+    alone and unpadded."""
     length = inputs["input_ids"].shape[1]
 
     def force(input_ids, scores):  # walk along the tokens, whatever the model thinks of them
@@ -145,9 +172,14 @@ def oracle(model, inputs, tokens, nucleus, allowed_ids, temperature, top_p):
 
     batch = {k: v.repeat(len(tokens), *[1] * (v.ndim - 1)) for k, v in inputs.items()}
     out = model.generate(
-        **batch, max_new_tokens=tokens.shape[1], do_sample=False, output_logits=True, return_dict_in_generate=True,
-        logits_processor=LogitsProcessorList([force]), eos_token_id=None,
-    )  # fmt: skip
+        **batch,
+        max_new_tokens=tokens.shape[1],
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        logits_processor=LogitsProcessorList([force]),
+        eos_token_id=None,
+    )
     assert torch.equal(out.sequences[:, length:], tokens)
     logits = torch.stack(out.logits, dim=1)[..., allowed_ids].float() / temperature  # (G, T, V)
     if top_p == 1:
@@ -155,8 +187,11 @@ def oracle(model, inputs, tokens, nucleus, allowed_ids, temperature, top_p):
     else:
         assert nucleus.shape == logits.shape and nucleus.dtype == torch.bool
         ordered = logits.softmax(-1).sort(descending=True)
-        likelier = torch.zeros_like(logits).scatter(-1, ordered.indices, ordered.values.cumsum(-1) - ordered.values)
-        # An id is kept while those likelier than it hold less than top_p. On the very border rounding may decide.
+        likelier = torch.zeros_like(logits).scatter(
+            -1, ordered.indices, ordered.values.cumsum(-1) - ordered.values
+        )
+        # An id is kept while those likelier than it hold less than top_p. On the very border
+        # rounding may decide.
         assert likelier[nucleus].max() < top_p + 1e-4
         assert likelier[~nucleus].min() > top_p - 1e-4
         logits = logits.masked_fill(~nucleus, -torch.inf)
@@ -164,15 +199,24 @@ def oracle(model, inputs, tokens, nucleus, allowed_ids, temperature, top_p):
     return logits.log_softmax(-1).gather(-1, drawn).squeeze(-1)
 
 
-# ---- 1 and 4. sampling and reading again, against transformers ------------------------------------------------------
+# ---- 1 and 4. sampling and reading again, against transformers -----------------------------------
 
 
-def check_against_generate(model, prompts, inputs, length, positions=None, top_p=1.0, tolerance=2e-4, **shaping):
-    """All prompts side by side, against each of them alone: `inputs` are what generate() needs for it."""
+def check_against_generate(
+    model, prompts, inputs, length, positions=None, top_p=1.0, tolerance=2e-4, **shaping
+):
+    """All prompts side by side, against each of them alone: `inputs` are what generate() needs for
+    it."""
     tokens, logprobs, nucleus = generate_with_logprobs(
-        model, prompts, length, num_samples=2, position_ids=positions, top_p=top_p,
-        generators=seeded(*range(10, 10 + len(prompts))), **shaping,
-    )  # fmt: skip
+        model,
+        prompts,
+        length,
+        num_samples=2,
+        position_ids=positions,
+        top_p=top_p,
+        generators=seeded(*range(10, 10 + len(prompts))),
+        **shaping,
+    )
     assert tokens.shape == logprobs.shape == (2 * len(prompts), length)
     assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
     assert len(tokens.unique(dim=0)) == len(tokens), "a group of copies teaches nothing"
@@ -209,24 +253,37 @@ def test_text_model_equals_generate(make_model, top_p, prompts):
 
 @pytest.mark.parametrize("forgotten", ["position_ids", "allowed_ids", "temperature", "nucleus"])
 def test_reading_again_has_to_know_how_it_was_sampled(pipe, forgotten):
-    """The silent trap, above all of positions: without them the same call runs, and is wrong by nats."""
-    model, ((ids,), (positions,), length) = pipe.vision_language_encoder, glm_prompts(pipe, RED, length=60)
+    """The silent trap, above all of positions: without them the same call runs, and is wrong by
+    nats."""
+    model, ((ids,), (positions,), length) = (
+        pipe.vision_language_encoder,
+        glm_prompts(pipe, RED, length=60),
+    )
     told = {"position_ids": positions, "allowed_ids": CODES, "temperature": 3.0}
     sampling = {**told, "position_ids": [positions], "top_p": 0.7, "generators": seeded(0)}
-    tokens, logprobs, nucleus = generate_with_logprobs(model, [ids], length, num_samples=2, **sampling)
-    told["nucleus"] = None if forgotten == "allowed_ids" else nucleus  # it is as wide as there are codes
+    tokens, logprobs, nucleus = generate_with_logprobs(
+        model, [ids], length, num_samples=2, **sampling
+    )
+    told["nucleus"] = (
+        None if forgotten == "allowed_ids" else nucleus
+    )  # it is as wide as there are codes
     del told[forgotten]
     gap = (reread(model, ids, tokens, **told) - logprobs).abs().max()
     assert gap > (1 if forgotten == "position_ids" else 0.1)
 
 
 def test_greedy_codes_equal_generate(pipe):
-    model, (ids, positions, count) = pipe.vision_language_encoder, glm_prompts(pipe, BLUE, size=(64, 64))
+    model, (ids, positions, count) = (
+        pipe.vision_language_encoder,
+        glm_prompts(pipe, BLUE, size=(64, 64)),
+    )
     sampling = {"num_samples": 2, "position_ids": positions, "allowed_ids": CODES, "top_p": 1e-6}
     tokens, logprobs, _ = generate_with_logprobs(model, ids, count, **sampling)
     banned = list(range(NUM_CODES, model.lm_head.out_features))
     inputs = glm_inputs(pipe, BLUE, 64, 64)
-    expected = model.generate(**inputs, max_new_tokens=count, do_sample=False, suppress_tokens=banned)
+    expected = model.generate(
+        **inputs, max_new_tokens=count, do_sample=False, suppress_tokens=banned
+    )
     assert torch.equal(tokens, expected[:, len(ids[0]) :].expand(2, -1))
     assert logprobs.eq(0).all(), "under the distribution they were drawn from there was no choice"
 
@@ -238,7 +295,12 @@ def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
         logits[..., model.config.image_end_token_id] += 100
         return logits
 
-    sampling = {"num_samples": 3, "position_ids": positions, "allowed_ids": CODES, "generators": seeded(0)}
+    sampling = {
+        "num_samples": 3,
+        "position_ids": positions,
+        "allowed_ids": CODES,
+        "generators": seeded(0),
+    }
     with model.lm_head.register_forward_hook(want_to_stop):
         tokens, logprobs, _ = generate_with_logprobs(model, ids, count, **sampling)
     assert tokens.shape == (3, count)
@@ -247,10 +309,13 @@ def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
 
 
 def test_samples_follow_the_distribution():
-    """Frequencies of 20,000 draws of one token against softmax by hand, after temperature and top-p."""
+    """Frequencies of 20,000 draws of one token against softmax by hand, after temperature and
+    top-p."""
     model = text_model()
     shaping = {"allowed_ids": slice(0, 30), "temperature": 1.5, "top_p": 0.8}
-    tokens, _, _ = generate_with_logprobs(model, [LONG], 1, num_samples=20_000, generators=seeded(0), **shaping)
+    tokens, _, _ = generate_with_logprobs(
+        model, [LONG], 1, num_samples=20_000, generators=seeded(0), **shaping
+    )
     with torch.no_grad():
         p = (model(LONG[None]).logits[0, -1, :30] / 1.5).softmax(-1).double().numpy()
     order = np.argsort(-p)
@@ -273,12 +338,21 @@ def test_a_group_depends_on_its_own_generator_alone(pipe, kind):
         ids, positions, length = glm_prompts(pipe, RED, BLUE, "a green square on white", length=24)
 
     def sample(*chosen):
-        """{prompt: its tokens, log-probs and nucleus}, drawn by generators numbered as the prompts."""
+        """{prompt: its tokens, log-probs and nucleus}, drawn by generators numbered as the
+        prompts."""
         found = generate_with_logprobs(
-            model, [ids[i] for i in chosen], length, num_samples=3, temperature=3.0, top_p=top_p,
-            position_ids=positions and [positions[i] for i in chosen], generators=seeded(*chosen),
-        )  # fmt: skip
-        groups = zip(*([None] * len(chosen) if x is None else x.split(3) for x in found), strict=True)
+            model,
+            [ids[i] for i in chosen],
+            length,
+            num_samples=3,
+            temperature=3.0,
+            top_p=top_p,
+            position_ids=positions and [positions[i] for i in chosen],
+            generators=seeded(*chosen),
+        )
+        groups = zip(
+            *([None] * len(chosen) if x is None else x.split(3) for x in found), strict=True
+        )
         return dict(zip(chosen, groups, strict=True))
 
     assert len({len(i) for i in ids}) == 3
@@ -301,18 +375,25 @@ def test_in_bfloat16_sampling_and_reading_again_differ_by_rounding(pipe):
     assert gap.max() < 0.5
     with torch.no_grad():
         start = positions[:, None, : len(ids)].expand(-1, 4, -1)
-        logits = model(input_ids=ids.expand(4, -1), position_ids=start, logits_to_keep=1).logits[:, -1, :NUM_CODES]
+        logits = model(input_ids=ids.expand(4, -1), position_ids=start, logits_to_keep=1).logits[
+            :, -1, :NUM_CODES
+        ]
     first = (logits.double() / 0.9).log_softmax(-1).gather(-1, tokens[:, :1])
-    torch.testing.assert_close(logprobs[:, :1].double(), first, atol=1e-5, rtol=0)  # softmax itself is not in bfloat16
+    torch.testing.assert_close(
+        logprobs[:, :1].double(), first, atol=1e-5, rtol=0
+    )  # softmax itself is not in bfloat16
 
 
 def test_no_token_sees_nothing(monkeypatch):
-    """Attention may answer NaN to such a one, here it does; and no mask is left for transformers to ask about."""
+    """Attention may answer NaN to such a one, here it does; and no mask is left for transformers to
+    ask about."""
     attend, seen = torch.nn.functional.scaled_dot_product_attention, []
 
     def attention(query, key, value, attn_mask=None, **options):
         seen.append(attn_mask.any(-1).all())
-        return attend(query, key, value, attn_mask=attn_mask, **options).masked_fill(~attn_mask.any(-1)[..., None], NAN)
+        return attend(query, key, value, attn_mask=attn_mask, **options).masked_fill(
+            ~attn_mask.any(-1)[..., None], NAN
+        )
 
     model, masks, ids = text_model(), [], [LONG, SHORT, LONG[:4]]
     model.register_forward_pre_hook(
@@ -322,14 +403,21 @@ def test_no_token_sees_nothing(monkeypatch):
     healthy = generate_with_logprobs(model, ids, 5, **sampling)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     found = generate_with_logprobs(model, ids, 5, **sampling | {"generators": seeded(0, 1, 2)})
-    assert all(torch.equal(a, b) for a, b in zip(healthy[:2], found[:2])) and all(seen) and masks == [4] * 10
+    assert (
+        all(torch.equal(a, b) for a, b in zip(healthy[:2], found[:2]))
+        and all(seen)
+        and masks == [4] * 10
+    )
 
 
 def test_each_prompt_is_read_once():
-    """By as many rows as there are prompts, the cache then has a row per sample; only the last logits are computed."""
+    """By as many rows as there are prompts, the cache then has a row per sample; only the last
+    logits are computed."""
     model = text_model()
     ids, logits = [], []
-    model.register_forward_pre_hook(lambda *given: ids.append(tuple(given[2]["input_ids"].shape)), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda *given: ids.append(tuple(given[2]["input_ids"].shape)), with_kwargs=True
+    )
     model.lm_head.register_forward_hook(lambda *given: logits.append(tuple(given[2].shape[:2])))
     generate_with_logprobs(model, [LONG, SHORT], 3, num_samples=4, top_p=0.9)
     assert ids == [(2, 5), (8, 1), (8, 1)] and logits == [(2, 1), (8, 1), (8, 1)]
@@ -337,13 +425,21 @@ def test_each_prompt_is_read_once():
 
 def test_mask_through_end_by_hand():
     tokens = torch.tensor([[5, 7, 3, 7], [7, 7, 9, 3], [3, 5, 5, 9], [5, 5, 5, 5]])
-    assert mask_through_end(tokens, (7, 9)).tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    assert mask_through_end(tokens, (7, 9)).tolist() == [
+        [1, 1, 0, 0],
+        [1, 0, 0, 0],
+        [1, 1, 1, 1],
+        [1, 1, 1, 1],
+    ]
 
 
 def test_sampling_stops_when_all_texts_have_ended():
-    """What was sampled until then is what it would have been; and the trainer learns from it through each end."""
+    """What was sampled until then is what it would have been; and the trainer learns from it
+    through each end."""
     sampling = {"num_samples": 2, "temperature": 2.0}
-    tokens, logprobs, _ = generate_with_logprobs(text_model(), [LONG, SHORT], 40, **sampling, generators=seeded(3, 4))
+    tokens, logprobs, _ = generate_with_logprobs(
+        text_model(), [LONG, SHORT], 40, **sampling, generators=seeded(3, 4)
+    )
     ends = tuple(range(0, 50, 3))
     first = [next(t for t, token in enumerate(row) if token in ends) for row in tokens.tolist()]
     run = trainer(with_adapter(text_model()), temperature=2.0, end_ids=ends, kl_coef=0.1)
@@ -352,7 +448,9 @@ def test_sampling_stops_when_all_texts_have_ended():
     length = groups[0].tokens.shape[1]
     assert max(first) < length <= max(first) + 2, "at most one token beyond the last end"
     assert torch.equal(torch.cat([group.tokens for group in groups]), tokens[:, :length])
-    torch.testing.assert_close(torch.cat([group.old_logprobs for group in groups]), logprobs[:, :length])
+    torch.testing.assert_close(
+        torch.cat([group.old_logprobs for group in groups]), logprobs[:, :length]
+    )
     assert torch.cat([group.mask for group in groups]).sum(1).tolist() == [1 + end for end in first]
     set_advantages(groups, [0.0, 1.0, 2.0, 5.0])
     run.add_reference(groups)
@@ -361,10 +459,14 @@ def test_sampling_stops_when_all_texts_have_ended():
 
 def test_log_probs_that_are_not_finite_are_an_error():
     model = text_model()
-    spoil = lambda _, inputs, logits: logits.index_fill(0, torch.tensor([3]), NAN) if len(logits) > 3 else None
+    spoil = lambda _, inputs, logits: (
+        logits.index_fill(0, torch.tensor([3]), NAN) if len(logits) > 3 else None
+    )
     model.lm_head.register_forward_hook(spoil)
     with pytest.raises(NotFinite) as caught:
-        generate_with_logprobs(model, [LONG, SHORT, LONG], 3, num_samples=2, generators=seeded(0, 1, 2))
+        generate_with_logprobs(
+            model, [LONG, SHORT, LONG], 3, num_samples=2, generators=seeded(0, 1, 2)
+        )
     assert caught.value.args == ([1],), "the second prompt's second sample"
 
 
@@ -372,14 +474,18 @@ def test_cudnns_attention_is_left_out_wherever_the_policy_runs():
     """In what gradient checkpointing computes again in the backward pass, too."""
     base, seen = text_model(), []
     base.activation_checkpointing_enable()
-    base.model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    base.model.layers[0].mlp.register_forward_pre_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
     step(trainer(with_adapter(base), kl_coef=0.1), "one")
     assert seen == [False] * (6 + 1 + 2) and torch.backends.cuda.cudnn_sdp_enabled(), (
         "sampled, reference, twice learned"
     )
 
 
-@pytest.mark.parametrize("bad", [{"temperature": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "bad", [{"temperature": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}]
+)
 def test_sampler_refuses(bad):
     with pytest.raises(ValueError, match="temperature must be above 0"):
         generate_with_logprobs(text_model(), [SHORT], 1, **bad)
@@ -387,25 +493,33 @@ def test_sampler_refuses(bad):
         generate_with_logprobs(text_model(), [SHORT, LONG], 1, num_samples=3, generators=seeded(0))
 
 
-# ---- 3. advantages --------------------------------------------------------------------------------------------------
+# ---- 3. advantages -------------------------------------------------------------------------------
 
 
 def test_advantages_by_hand():
     scores = compute_advantages(torch.tensor([1.0, 2.0, 3.0, 6.0, 10.0, 20.0, 30.0, 60.0]), 4)
-    by_hand = torch.tensor([-2.0, -1.0, 0.0, 3.0]) / (14 / 3) ** 0.5  # mean 3, unbiased variance (4+1+0+9)/3
+    by_hand = (
+        torch.tensor([-2.0, -1.0, 0.0, 3.0]) / (14 / 3) ** 0.5
+    )  # mean 3, unbiased variance (4+1+0+9)/3
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores, by_hand.repeat(2), atol=1e-6, rtol=0)
     z = torch.tensor([-1.0, 1.0]) / 2**0.5
-    neighbours = torch.tensor([1e6, 1e6 + 0.0625])  # of float32, in which their mean would be one of them
+    neighbours = torch.tensor(
+        [1e6, 1e6 + 0.0625]
+    )  # of float32, in which their mean would be one of them
     torch.testing.assert_close(compute_advantages(neighbours, 2), z, atol=1e-4, rtol=0)
-    torch.testing.assert_close(compute_advantages(torch.tensor([0.0, 2.0]), 2, eps=2**0.5), z / 2)  # eps: their spread
+    torch.testing.assert_close(
+        compute_advantages(torch.tensor([0.0, 2.0]), 2, eps=2**0.5), z / 2
+    )  # eps: their spread
 
 
 def test_advantages_leave_nan_out():
     z = 2 / math.sqrt(8)  # of 0 and 4
     values = [0, NAN, 4] + [NAN] * 3 + [NAN, 5, NAN] + [7, NAN, 7]
     expected = torch.tensor([-z, 0, z] + [0] * 9)
-    torch.testing.assert_close(compute_advantages(torch.tensor(values), 3), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        compute_advantages(torch.tensor(values), 3), expected, atol=1e-5, rtol=0
+    )
     tenths = torch.tensor([0.1, NAN, 0.1, 0.1], dtype=torch.float64)  # their mean is off by an ulp
     assert not compute_advantages(tenths, 4).any()
 
@@ -428,16 +542,21 @@ def test_advantages_refuse_groups(count, size):
         compute_advantages(torch.arange(float(count)), size)
 
 
-# ---- 5. loss --------------------------------------------------------------------------------------------------------
+# ---- 5. loss -------------------------------------------------------------------------------------
 
 
 def test_loss_by_hand():
-    """Two sequences of two tokens, ratios 1.5, 0.9 | 0.5, 1.1; advantages 2, -1; clip 0.2; KL 0.1."""
+    """Two sequences of two tokens, ratios 1.5, 0.9 | 0.5, 1.1; advantages 2, -1; clip 0.2; KL
+    0.1."""
     new = torch.tensor([[1.5, 0.9], [0.5, 1.1]]).log().requires_grad_()
     ref = torch.tensor([[1.5, 1.8], [0.5, 1.1]]).log()
     advantages = torch.tensor([2.0, -1.0])
-    loss, metrics = compute_grpo_loss(new, torch.zeros(2, 2), advantages, ref, clip_range=0.2, kl_coef=0.1)
-    policy_loss = -(2 * 1.2 + 2 * 0.9 - 0.8 - 1.1) / 4  # 1.5 is clipped for a good sample, 0.5 for a bad one
+    loss, metrics = compute_grpo_loss(
+        new, torch.zeros(2, 2), advantages, ref, clip_range=0.2, kl_coef=0.1
+    )
+    policy_loss = (
+        -(2 * 1.2 + 2 * 0.9 - 0.8 - 1.1) / 4
+    )  # 1.5 is clipped for a good sample, 0.5 for a bad one
     kl = (2 - math.log(2) - 1) / 4  # only the second token differs: ref / new = 2
     expected = {"loss": policy_loss + 0.1 * kl, "policy_loss": policy_loss, "kl": kl}
     gaps = [abs(math.log(ratio)) for ratio in (1.5, 0.9, 0.5, 1.1)]  # from old log-probs of 0
@@ -452,7 +571,14 @@ def test_loss_by_hand():
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "learns"),
-    [(1.3, 1.0, False), (1.3, -1.0, True), (0.7, 1.0, True), (0.7, -1.0, False), (1.1, 1.0, True), (0.9, -1.0, True)],
+    [
+        (1.3, 1.0, False),
+        (1.3, -1.0, True),
+        (0.7, 1.0, True),
+        (0.7, -1.0, False),
+        (1.1, 1.0, True),
+        (0.9, -1.0, True),
+    ],
 )
 def test_clipping_acts_on_the_right_side(ratio, advantage, learns):
     new = torch.tensor([[ratio]]).log().requires_grad_()
@@ -465,8 +591,12 @@ def test_clipping_acts_on_the_right_side(ratio, advantage, learns):
 def test_mask_averages_each_sequence_then_sequences():
     new = torch.zeros(3, 4, requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
-    loss, metrics = compute_grpo_loss(new, torch.zeros(3, 4), torch.tensor([1.0, 5.0, 9.0]), mask=mask)
-    assert loss.item() == pytest.approx(-2.0)  # not -(4 * 1 + 5) / 5: a short answer counts as much as a long one
+    loss, metrics = compute_grpo_loss(
+        new, torch.zeros(3, 4), torch.tensor([1.0, 5.0, 9.0]), mask=mask
+    )
+    assert loss.item() == pytest.approx(
+        -2.0
+    )  # not -(4 * 1 + 5) / 5: a short answer counts as much as a long one
     assert metrics["ratio_mean"] == pytest.approx(2 / 3)
     loss.backward()
     torch.testing.assert_close(new.grad, -torch.tensor([[1 / 12] * 4, [5 / 3, 0, 0, 0], [0] * 4]))
@@ -484,7 +614,9 @@ def test_k3_has_the_value_and_the_gradient_that_the_comment_claims():
     pi, value, gradient = logits.log_softmax(0), 0, 0
     for i in range(6):  # as the only token of a sequence, weighted by how often pi draws it
         new, chance = pi[i].view(1, 1), pi[i].exp().detach()
-        loss, metrics = compute_grpo_loss(new, new.detach(), torch.zeros(1), ref[i].view(1, 1), kl_coef=1.0)
+        loss, metrics = compute_grpo_loss(
+            new, new.detach(), torch.zeros(1), ref[i].view(1, 1), kl_coef=1.0
+        )
         value += chance * metrics["kl"]
         gradient += chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
     torch.testing.assert_close(value, (pi.exp() * (pi - ref)).sum().detach(), atol=1e-5, rtol=0)
@@ -492,10 +624,18 @@ def test_k3_has_the_value_and_the_gradient_that_the_comment_claims():
     torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
 
-# ---- 6. the trainer, on a text model --------------------------------------------------------------------------------
+# ---- 6. the trainer, on a text model -------------------------------------------------------------
 
 PROMPTS = {"one": LONG, "two": SHORT}
-METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap", "max_logprob_gap")
+METRICS = (
+    "loss",
+    "policy_loss",
+    "kl",
+    "clip_fraction",
+    "ratio_mean",
+    "mean_logprob_gap",
+    "max_logprob_gap",
+)
 NAMES = {*METRICS, "grad_norm", "grad_rms", "skipped", "groups_without_spread"}
 
 
@@ -532,13 +672,20 @@ def assert_unmoved(model, before):
 
 @pytest.mark.parametrize("kind", ["GLM-Image", "text"])
 def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe, kind):
-    """Whatever shapes the sampler's distribution reaches reading again too: positions, codes, temperature and nucleus."""
+    """Whatever shapes the sampler's distribution reaches reading again too: positions, codes,
+    temperature and nucleus."""
     settings = {"kl_coef": 0.1, "top_p": 0.7, "temperature": 3.0, "micro_batch_size": 3}
     if kind == "text":
-        run, prompts = trainer(**settings, extras={"allowed_ids": slice(0, 45)}), [(LONG, None, 6), (SHORT, None, 6)]
+        run, prompts = (
+            trainer(**settings, extras={"allowed_ids": slice(0, 45)}),
+            [(LONG, None, 6), (SHORT, None, 6)],
+        )
     else:
         ids, places, length = glm_prompts(pipe, RED, BLUE, length=24)
-        model, prompts = with_adapter(copy.deepcopy(pipe.vision_language_encoder)), zip(ids, places, [length] * 2)
+        model, prompts = (
+            with_adapter(copy.deepcopy(pipe.vision_language_encoder)),
+            zip(ids, places, [length] * 2),
+        )
         run = trainer(model, **settings, extras={"allowed_ids": CODES})
     groups = run.sample(list(prompts), 4, 0)
     set_advantages(groups, likes_low_ids(groups) + torch.arange(8.0) % 4)
@@ -566,7 +713,10 @@ def test_groups_are_what_the_sampler_draws_from_their_seeds():
     """The same operations in the same order: the same bits."""
     forwards, model = [], with_adapter(text_model(), 0.3)
     shaping = {"temperature": 2.0, "top_p": 0.7}
-    extras = {"allowed_ids": slice(0, 45), "forward": lambda **inputs: forwards.append(1) or model(**inputs)}
+    extras = {
+        "allowed_ids": slice(0, 45),
+        "forward": lambda **inputs: forwards.append(1) or model(**inputs),
+    }
     groups = roll_out(trainer(model, **shaping, extras=extras), "one", "two", "one", seed=70)
     sampling = {"num_samples": 4, "allowed_ids": slice(0, 45), "generators": seeded(70, 71, 72)}
     expected = generate_with_logprobs(model, [LONG, SHORT, LONG], 6, **sampling, **shaping)
@@ -574,11 +724,17 @@ def test_groups_are_what_the_sampler_draws_from_their_seeds():
     for i, group in enumerate(groups):
         assert torch.equal(group.prompt_ids, (LONG, SHORT, LONG)[i])
         found = (group.tokens, group.old_logprobs, group.nucleus)
-        assert all(torch.equal(x, y[4 * i : 4 * i + 4]) for x, y in zip(found, expected, strict=True))
+        assert all(
+            torch.equal(x, y[4 * i : 4 * i + 4]) for x, y in zip(found, expected, strict=True)
+        )
         tensors = [v for v in vars(group).values() if isinstance(v, torch.Tensor)]
         assert len(tensors) == 5
-        assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors), "they wait there"
-    assert not torch.equal(groups[0].tokens, groups[2].tokens), "the same prompt twice makes two groups"
+        assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors), (
+            "they wait there"
+        )
+    assert not torch.equal(groups[0].tokens, groups[2].tokens), (
+        "the same prompt twice makes two groups"
+    )
 
 
 def test_rewards_meet_their_own_samples():
@@ -586,7 +742,9 @@ def test_rewards_meet_their_own_samples():
     rewards = torch.tensor([1, NAN, 3, 5, 0, 0, 0, 8])
     groups = roll_out(trainer(), "one", "two", rewards=lambda groups: rewards)
     expected = compute_advantages(rewards, 4).split(4)
-    assert torch.equal(groups[0].advantages, expected[0]) and torch.equal(groups[1].advantages, expected[1])
+    assert torch.equal(groups[0].advantages, expected[0]) and torch.equal(
+        groups[1].advantages, expected[1]
+    )
     for wrong in (rewards[:4], torch.cat([rewards, rewards[:4]])):
         with pytest.raises(ValueError):
             set_advantages(groups, wrong)
@@ -598,37 +756,55 @@ def test_sequences_of_two_lengths_are_refused():
 
 
 def formula(model, groups, kl_coef, temperature):
-    """The objective in a few lines, over all samples at once: its loss, and what the metrics should say."""
+    """The objective in a few lines, over all samples at once: its loss, and what the metrics should
+    say."""
     total, learned = 0, []
     for r in groups:
         sequence = torch.cat([r.prompt_ids.expand(5, -1), r.tokens], 1)
 
         def logprobs(sequence=sequence, nucleus=r.nucleus, tokens=r.tokens):
             logits = model(input_ids=sequence).logits[:, -7:-1] / temperature
-            return logits.masked_fill(~nucleus, -torch.inf).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+            return (
+                logits.masked_fill(~nucleus, -torch.inf)
+                .log_softmax(-1)
+                .gather(-1, tokens[..., None])[..., 0]
+            )
 
         def mean(x, mask=r.mask):  # of the tokens that count: of each sequence, then of sequences
-            return x.float().mean() if mask is None else ((x * mask).sum(1) / mask.sum(1).clamp(1)).mean()
+            return (
+                x.float().mean()
+                if mask is None
+                else ((x * mask).sum(1) / mask.sum(1).clamp(1)).mean()
+            )
 
         if not r.advantages.any():
             continue  # but it counts among the groups
         new = logprobs()
         with torch.no_grad(), model.disable_adapter():
             ref = logprobs()
-        advantages, ratio, k3 = r.advantages[:, None], (new - r.old_logprobs).exp(), (ref - new).exp() - (ref - new) - 1
+        advantages, ratio, k3 = (
+            r.advantages[:, None],
+            (new - r.old_logprobs).exp(),
+            (ref - new).exp() - (ref - new) - 1,
+        )
         gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         cut = ((ratio > 1.2) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
         gap, losses = (new - r.old_logprobs).abs(), kl_coef * k3 - gain
         gap = gap if r.mask is None else gap * r.mask
         total = total + mean(losses) / len(groups)
-        learned.append([*(mean(x).item() for x in (losses, -gain, k3, cut, ratio, gap)), gap.max().item()])
+        learned.append(
+            [*(mean(x).item() for x in (losses, -gain, k3, cut, ratio, gap)), gap.max().item()]
+        )
     metrics = dict(zip(METRICS, np.mean(learned, axis=0), strict=True))
     return total, metrics | {"max_logprob_gap": max(row[-1] for row in learned)}
 
 
-@pytest.mark.parametrize(("size", "masked"), [(5, False), (1, False), (2, False), (3, False), (5, True), (1, True)])
+@pytest.mark.parametrize(
+    ("size", "masked"), [(5, False), (1, False), (2, False), (3, False), (5, True), (1, True)]
+)
 def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size, masked):
-    """Three groups of five, one of them constant; 2 and 3 do not divide 5. SGD: the change is the gradient."""
+    """Three groups of five, one of them constant; 2 and 3 do not divide 5. SGD: the change is the
+    gradient."""
 
     def rewards(groups):
         values = likes_low_ids(groups)
@@ -649,7 +825,12 @@ def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size
     metrics = run.update(groups)
     assert 0 < expected["clip_fraction"] < 1
     size = sum(p.numel() for p in parameters)
-    expected |= {"grad_norm": norm, "grad_rms": norm / size**0.5, "skipped": 0, "groups_without_spread": 1 / 3}
+    expected |= {
+        "grad_norm": norm,
+        "grad_rms": norm / size**0.5,
+        "skipped": 0,
+        "groups_without_spread": 1 / 3,
+    }
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for p, b, g in zip(parameters, before, gradients):
         torch.testing.assert_close(b - p.detach(), g / max(norm, 1), atol=1e-5, rtol=1e-3)
@@ -720,7 +901,9 @@ def test_clipping_acts_from_the_second_iteration():
     assert once["clip_fraction"] == 0
     assert thrice["clip_fraction"] > 0
     assert abs(thrice["ratio_mean"] - 1) > 1e-3
-    assert 0 < thrice["mean_logprob_gap"] < thrice["max_logprob_gap"] < 1e-4, "measured before the policy moves"
+    assert 0 < thrice["mean_logprob_gap"] < thrice["max_logprob_gap"] < 1e-4, (
+        "measured before the policy moves"
+    )
 
 
 def test_metrics_are_means_over_the_iterations():
@@ -736,26 +919,37 @@ def test_metrics_are_means_over_the_iterations():
 def test_reference_is_the_base_without_gradient_and_skipped_where_nothing_needs_it(monkeypatch):
     model = with_adapter(text_model(), 0.3)
     constant = lambda groups: torch.cat([likes_low_ids(groups)[:4], torch.ones(4)])
-    (first, second), _ = step(trainer(model, kl_coef=0.1, micro_batch_size=3), "one", "two", rewards=constant)
+    (first, second), _ = step(
+        trainer(model, kl_coef=0.1, micro_batch_size=3), "one", "two", rewards=constant
+    )
     expected = reread(text_model(), LONG, first.tokens)  # the same base, never adapted
-    assert not first.ref_logprobs.requires_grad and second.ref_logprobs is None, "a group without spread"
+    assert not first.ref_logprobs.requires_grad and second.ref_logprobs is None, (
+        "a group without spread"
+    )
     torch.testing.assert_close(first.ref_logprobs, expected, atol=1e-5, rtol=0)
 
     run = trainer(model, kl_coef=0.0)
     groups = roll_out(run, "one")
-    monkeypatch.setattr(run, "logprobs", lambda *_: pytest.fail("a reference pass that nothing uses"))
+    monkeypatch.setattr(
+        run, "logprobs", lambda *_: pytest.fail("a reference pass that nothing uses")
+    )
     run.add_reference(groups)
 
 
 def test_models_take_turns_on_the_gpu(monkeypatch):
-    """With the CPU as the 'GPU', and a copy as pinned memory, the coming and going of weights can be watched."""
+    """With the CPU as the 'GPU', and a copy as pinned memory, the coming and going of weights can
+    be watched."""
     pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(1) or tensor.clone())
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: pinned.append(1) or tensor.clone()
+    )
     resident, run = trainer(kl_coef=0.1), trainer(kl_coef=0.1)
     _, expected = step(resident, "one", "two")
     decoder, seen = torch.nn.Linear(3, 3).requires_grad_(False), []
     offload = Offload(
-        [run.model, decoder], torch.device("cpu"), lambda: seen.append((is_up(run.model), is_up(decoder)))
+        [run.model, decoder],
+        torch.device("cpu"),
+        lambda: seen.append((is_up(run.model), is_up(decoder))),
     )
 
     def is_up(model):
@@ -766,7 +960,11 @@ def test_models_take_turns_on_the_gpu(monkeypatch):
     trained = [p for p in run.model.parameters() if p.requires_grad]
     places = [p.data_ptr() for p in trained]
     homes = [(home, home.clone()) for weights in offload.homes.values() for _, home in weights]
-    assert len(pinned) == len(homes) == len([*run.model.parameters(), *run.model.buffers()]) + 2 - len(trained)
+    assert (
+        len(pinned)
+        == len(homes)
+        == len([*run.model.parameters(), *run.model.buffers()]) + 2 - len(trained)
+    )
     assert not is_up(run.model) and not is_up(decoder)
     offload(run.model)
     offload(run.model)
@@ -780,7 +978,9 @@ def test_models_take_turns_on_the_gpu(monkeypatch):
     assert is_up(run.model) and not is_up(decoder) and len(seen) == 2
     run.add_reference(groups)
     assert run.update(groups) == expected
-    assert all(torch.equal(home, before) for home, before in homes), "frozen weights never change, nor come back"
+    assert all(torch.equal(home, before) for home, before in homes), (
+        "frozen weights never change, nor come back"
+    )
     assert [p.data_ptr() for p in trained] == places, "what is trained stays"
     assert_unmoved(run.model, adapter_of(resident.model))
 

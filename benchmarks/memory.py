@@ -2,9 +2,10 @@
 
     python benchmarks/memory.py [--base int8] [--edits]
 
-Runs models of the released sizes over tensors that have a shape but no content, and adds up what is alive. What learns
-reads by the trainer's own passes; of sampling and painting only what makes the peak is repeated. The card's context,
-gaps between tensors, and rewards where they take more than the VAE (runtime/gpu.py), come on top.
+Runs models of the released sizes over tensors that have a shape but no content, and adds up what is
+alive. What learns reads by the trainer's own passes; of sampling and painting only what makes the
+peak is repeated. The card's context, gaps between tensors, and rewards where they take more than
+the VAE (runtime/gpu.py), come on top.
 """
 
 import argparse
@@ -34,10 +35,17 @@ from runtime.gpu import CapturedForward
 from runtime.settings import TINY, parse_settings
 
 META = torch.device("meta")
-SIZE, PROMPTS, GROUP, MICRO_BATCHES = 1024, 4, 4, (1, 2, 4)  # what the table is for: pixels, square; a run's defaults
+SIZE, PROMPTS, GROUP, MICRO_BATCHES = (
+    1024,
+    4,
+    4,
+    (1, 2, 4),
+)  # what the table is for: pixels, square; a run's defaults
 TEXT, GLYPHS = 60, 16  # tokens of a prompt; both are small beside a picture's
 PARTS = {  # what has weights, made from its sizes in released.json
-    "vision_language_encoder": lambda sizes: GlmImageForConditionalGeneration(GlmImageConfig(**sizes)),
+    "vision_language_encoder": lambda sizes: GlmImageForConditionalGeneration(
+        GlmImageConfig(**sizes)
+    ),
     "transformer": lambda sizes: GlmImageTransformer2DModel(**sizes),
     "text_encoder": lambda sizes: transformers.T5EncoderModel(transformers.T5Config(**sizes)),
     "vae": lambda sizes: AutoencoderKL(**sizes),
@@ -45,13 +53,22 @@ PARTS = {  # what has weights, made from its sizes in released.json
 
 
 def build(base="bfloat16"):
-    """What learns of the released sizes, set up as train.py does it for a GPU: codes, with what paints, and decoder."""
-    pipe = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)  # for its tokenizers and scheduler
+    """What learns of the released sizes, set up as train.py does it for a GPU: codes, with what
+    paints, and decoder."""
+    pipe = GlmImagePipeline.from_pretrained(
+        TINY, dtype=torch.float32
+    )  # for its tokenizers and scheduler
     sizes = json.loads(Path(__file__).with_name("released.json").read_text())  # see README.md
     with META:
-        modules = {name: make(sizes[name]).to(torch.bfloat16).eval() for name, make in PARTS.items()}
-    settings = parse_settings(["--model", "released sizes", "--compile", "no", "--train", "both", "--base", base])
-    pipe, codes, decoder = build_trainers(GlmImagePipeline(**pipe.components | modules), settings, META)
+        modules = {
+            name: make(sizes[name]).to(torch.bfloat16).eval() for name, make in PARTS.items()
+        }
+    settings = parse_settings(
+        ["--model", "released sizes", "--compile", "no", "--train", "both", "--base", base]
+    )
+    pipe, codes, decoder = build_trainers(
+        GlmImagePipeline(**pipe.components | modules), settings, META
+    )
     codes.decoder_modules = painting_models(pipe)
     for model in (codes.model, *codes.decoder_modules):
         model.to(META)
@@ -67,7 +84,8 @@ def gigabytes(tensors):
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make while it is active, and remembers the most."""
+    """Counts the bytes of all storages that operations make while it is active, and remembers the
+    most."""
 
     def __init__(self, modules):  # these are there already and not counted
         super().__init__()
@@ -91,16 +109,22 @@ class Alive(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """A GPU's attention keeps no matrix of scores; the one of content-free tensors would, so it is told to use that."""
+def attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """A GPU's attention keeps no matrix of scores; the one of content-free tensors would, so it is
+    told to use that."""
     if attn_mask is None:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, scale=scale
+        )[0]
     return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
 
 @contextmanager
 def measured(found, name, models, learner=None):
-    """found[name] becomes the peak within, in GB beside the models, for a learner with its adapter's gradients."""
+    """found[name] becomes the peak within, in GB beside the models, for a learner with its
+    adapter's gradients."""
     attends = patch("torch.nn.functional.scaled_dot_product_attention", attention)
     stays = patch("torch.Tensor.cpu", lambda tensor: tensor)  # without content it cannot move
     with META, Alive(models) as alive, attends, stays, torch.set_grad_enabled(learner is not None):
@@ -112,7 +136,12 @@ def measured(found, name, models, learner=None):
 
 def sample(codes, forward, rows, prompt, length):
     """generate_with_logprobs, but of its tokens only the first two and the last."""
-    options = codes.sampling_args["allowed_ids"], codes.settings.temperature, codes.settings.top_p, [None] * PROMPTS
+    options = (
+        codes.sampling_args["allowed_ids"],
+        codes.settings.temperature,
+        codes.settings.top_p,
+        [None] * PROMPTS,
+    )
     ids = torch.zeros(PROMPTS, prompt, dtype=torch.long)
     positions = torch.zeros(3, PROMPTS, prompt, dtype=torch.long)
     output = codes.model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1)
@@ -127,23 +156,27 @@ def sample(codes, forward, rows, prompt, length):
 
 def decoder_inputs(size, pictures):
     return {
-        "hidden_states": torch.zeros(pictures, 16, size // 8, size // 8).bfloat16(), "timestep": torch.zeros(pictures),
+        "hidden_states": torch.zeros(pictures, 16, size // 8, size // 8).bfloat16(),
+        "timestep": torch.zeros(pictures),
         "encoder_hidden_states": torch.zeros(pictures, GLYPHS, 1472).bfloat16(),
         "prior_token_id": torch.zeros(pictures, (size // 16) ** 2, dtype=torch.long),
         "prior_token_drop": torch.zeros(0, dtype=torch.long),
         **{name: torch.zeros(pictures, 2).bfloat16() for name in ("target_size", "crop_coords")},
-    }  # fmt: skip
+    }
 
 
 def peaks(codes, decoder, size, group, micro_batch, edits=False):
-    """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which stays if none moves."""
+    """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which
+    stays if none moves."""
     policy = codes.model
     _, transformer, vae = codes.decoder_modules
     large = (size // 32) ** 2
     prompt, length = (TEXT + large, large) if edits else (TEXT, 256 + large)
     forward = CapturedForward(policy, length, compile=False)
     found = {}
-    phase = lambda name, learner=None: measured(found, name, [policy, *codes.decoder_modules], learner)
+    phase = lambda name, learner=None: measured(
+        found, name, [policy, *codes.decoder_modules], learner
+    )
     policy.eval()
     with phase("sample"):
         sample(codes, forward, PROMPTS * group, prompt, length)
@@ -162,28 +195,49 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
     if not edits:
         with phase("decoder update", learner=decoder):  # by one denoising step, guided
             x = torch.zeros(latents.shape)
-            decoder.logprobs(DenoisingStep(x, x, x, (0.8, 0.6), [decoder_inputs(size, 1)] * 2), rows).sum().backward()
-    nucleus = torch.ones(micro_batch, length, codes.sampling_args["allowed_ids"].stop, dtype=torch.bool)
+            decoder.logprobs(
+                DenoisingStep(x, x, x, (0.8, 0.6), [decoder_inputs(size, 1)] * 2), rows
+            ).sum().backward()
+    nucleus = torch.ones(
+        micro_batch, length, codes.sampling_args["allowed_ids"].stop, dtype=torch.bool
+    )
     ids = torch.zeros(micro_batch, prompt + length, dtype=torch.long)
     positions = torch.zeros(3, prompt + length, dtype=torch.long)
     with phase("update", learner=codes):
         policy.train()
-        codes.logprobs(Group(ids[0, :prompt], positions, ids[:, prompt:], None, nucleus), rows).sum().backward()
+        codes.logprobs(
+            Group(ids[0, :prompt], positions, ids[:, prompt:], None, nucleus), rows
+        ).sum().backward()
     return found, gigabytes(x for layer in forward.cache.layers for x in (layer.keys, layer.values))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--base", default="bfloat16", choices=("bfloat16", "int8"), help="the frozen weights")
-    parser.add_argument("--edits", action="store_true", help="of pictures of the same size, instead of painting anew")
+    parser.add_argument(
+        "--base", default="bfloat16", choices=("bfloat16", "int8"), help="the frozen weights"
+    )
+    parser.add_argument(
+        "--edits",
+        action="store_true",
+        help="of pictures of the same size, instead of painting anew",
+    )
     options = parser.parse_args()
     codes, decoder = build(options.base)
-    frozen = [[x for x in tensors([model]) if not x.requires_grad] for model in (codes.model, *codes.decoder_modules)]
+    frozen = [
+        [x for x in tensors([model]) if not x.requires_grad]
+        for model in (codes.model, *codes.decoder_modules)
+    ]
     policy, glyphs, painter, vae = map(gigabytes, frozen)
     weights = policy + glyphs + painter + vae
-    print(f"GB: policy {policy:.1f}, what paints {weights - policy:.1f}\nlearns  micro-batch  in turns  all stay")
+    print(
+        f"GB: policy {policy:.1f}, what paints {weights - policy:.1f}\nlearns  micro-batch  in turns  all stay"
+    )
     painters = glyphs + painter + (vae if options.edits else 0)
-    there = {"paint": painters, "VAE": vae, "decoder update": painters}  # in turns; in other phases the policy
+    there = {
+        "paint": painters,
+        "VAE": vae,
+        "decoder update": painters,
+    }  # in turns; in other phases the policy
     for micro_batch in MICRO_BATCHES:
         work, cache = peaks(codes, decoder, SIZE, GROUP, micro_batch, options.edits)
         own = work.pop("decoder update", 0)

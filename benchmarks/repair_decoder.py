@@ -1,10 +1,12 @@
-"""Repair a decoder that was rounded to a few bits, by `train.py --train decoder`: the reward is likeness to its codes.
+"""Repair a decoder that was rounded to a few bits, by `train.py --train decoder`: the reward is
+likeness to its codes.
 
     python benchmarks/repair_decoder.py --bits 2 --steps 25
 
-Each row of a matrix is rounded to 2^bits levels between its least and largest weight. The stock scheduler's pictures
-are judged by the drawings that their codes were taken from, on captions held out: by SSIM, and, since that knows
-little of colours, by the share of objects that check.py finds as drawn, both shape and colour in their place.
+Each row of a matrix is rounded to 2^bits levels between its least and largest weight. The stock
+scheduler's pictures are judged by the drawings that their codes were taken from, on captions held
+out: by SSIM, and, since that knows little of colours, by the share of objects that check.py finds
+as drawn, both shape and colour in their place.
 """
 
 import argparse
@@ -50,15 +52,23 @@ def drawings(file):
 
 def judge(pipe, examples, settings):
     """Of the stock scheduler's pictures: "SSIM 0.812, 75.0% of objects as drawn"."""
-    images = [train.develop(pipe, train.paint(pipe, text, codes, settings, 10**9))[0] for text, _, codes in examples]
+    images = [
+        train.develop(pipe, train.paint(pipe, text, codes, settings, 10**9))[0]
+        for text, _, codes in examples
+    ]
     drawn = [drawing for _, drawing, _ in examples]
     ssim = rewards.ssim(images, None, drawn).mean()
     return f"SSIM {ssim:.4f}, {share_as_drawn(images, drawn):.1%} of objects as drawn"
 
 
 def share_as_drawn(images, drawings):
-    """Of all objects in the drawings, the share that the pictures show in the same place, shape and colour."""
-    pairs = [pair for both in zip(images, drawings, strict=True) for pair in zip(*map(check.look, both), strict=True)]
+    """Of all objects in the drawings, the share that the pictures show in the same place, shape and
+    colour."""
+    pairs = [
+        pair
+        for both in zip(images, drawings, strict=True)
+        for pair in zip(*map(check.look, both), strict=True)
+    ]
     found = [seen == drawn for seen, drawn in pairs if drawn is not None]
     return sum(found) / len(found)
 
@@ -66,13 +76,17 @@ def share_as_drawn(images, drawings):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.usage = "%(prog)s [--bits N] [flags of train.py, such as --steps 25]"
-    parser.add_argument("--bits", type=int, default=3, help="of the decoder's matrices (default: 3)")
+    parser.add_argument(
+        "--bits", type=int, default=3, help="of the decoder's matrices (default: 3)"
+    )
     options, flags = parser.parse_known_args()
     settings = train.parse_settings(["--model", TINY, *FLAGS.split(), *flags])
     torch.set_num_threads(1)  # see device in runtime/ranks.py
     pipe, policy, decoder = train.build(load_rounded(options.bits, settings), settings, CPU)
     groups = []  # in the place of what the policy samples: the codes of the step's drawings
-    run = train.Run(pipe, SimpleNamespace(model=policy.model, sample=lambda *_: groups), decoder, Phases(CPU))
+    run = train.Run(
+        pipe, SimpleNamespace(model=policy.model, sample=lambda *_: groups), decoder, Phases(CPU)
+    )
     training, held_out = drawings(settings.prompts), drawings(settings.eval_prompts)
     before = judge(pipe, held_out, settings)
     print(f"{options.bits} bits, seed {settings.seed}: {before}, {len(held_out)} held-out drawings")
@@ -81,8 +95,12 @@ def main():
     for step in range(1, settings.steps + 1):
         rows = torch.randperm(len(training), generator=chosen)[: settings.prompts_per_step].tolist()
         texts, targets, codes = zip(*(training[row] for row in rows), strict=True)
-        groups[:] = [SimpleNamespace(tokens=tokens, old_logprobs=torch.zeros(1)) for tokens in codes]
-        train.grpo_step(run, settings, likeness, Prompts(texts, targets), train.seed_of_step(step, settings))
+        groups[:] = [
+            SimpleNamespace(tokens=tokens, old_logprobs=torch.zeros(1)) for tokens in codes
+        ]
+        train.grpo_step(
+            run, settings, likeness, Prompts(texts, targets), train.seed_of_step(step, settings)
+        )
         if step % 25 == 0 or step == settings.steps:
             print(f"step {step}: {judge(pipe, held_out, settings)}", flush=True)
 

@@ -1,12 +1,15 @@
-"""GenEval (Ghosh et al. 2023) with transformers alone: its 553 prompts, its judge, and a reward to train on.
+"""GenEval (Ghosh et al. 2023) with transformers alone: its 553 prompts, its judge, and a reward to
+train on.
 
     python examples/geneval.py geneval.txt                  # writes the prompts, by kind
     python examples/geneval.py training.txt --training      # others of the same form, without the benchmark's
     python train.py --prompts training.txt --reward examples/geneval.py:facts
-    python train.py --adapter runs/1 --steps 0 --prompts geneval.txt --eval-count 553 --eval-reward examples/geneval.py:right
+    python train.py --adapter runs/1 --steps 0 --prompts geneval.txt --eval-count 553 --eval-reward
+    examples/geneval.py:right
 
-Prompts and rules are those of github.com/djghosh13/geneval. So is the detector, Mask2Former Swin-S trained on COCO, but
-with its authors' weights instead of mmdetection's, so scores may differ a little.
+Prompts and rules are those of github.com/djghosh13/geneval. So is the detector, Mask2Former Swin-S
+trained on COCO, but with its authors' weights instead of mmdetection's, so scores may differ a
+little.
 """
 
 import argparse
@@ -56,18 +59,28 @@ def published_prompts(seed=43, count=100):
         "position": lambda: placed(*two_of(CLASSES), one_of(PLACES)),
         "color_attr": lambda: " and ".join(map(coloured, two_of(things), two_of(COLOURS))),
     }
-    kinds = {"single_object": [a(CLASSES[i]) for i in draw.choice(len(CLASSES), len(CLASSES), replace=False)]}
+    kinds = {
+        "single_object": [
+            a(CLASSES[i]) for i in draw.choice(len(CLASSES), len(CLASSES), replace=False)
+        ]
+    }
     kinds |= {kind: [write() for _ in range(count)] for kind, write in templates.items()}
-    return {kind: [f"a photo of {words}" for words in dict.fromkeys(found)] for kind, found in kinds.items()}
+    return {
+        kind: [f"a photo of {words}" for words in dict.fromkeys(found)]
+        for kind, found in kinds.items()
+    }
 
 
 def asked_for(prompt):
-    """(number of each, [(colour or None, class), ...], place of the first or None); or None: not of GenEval's form."""
+    """(number of each, [(colour or None, class), ...], place of the first or None); or None: not of
+    GenEval's form."""
     names = "|".join(CLASSES)
     thing = rf"an? (?:({'|'.join(COLOURS)}) )?({names})"
     if found := re.fullmatch(rf"a photo of ({'|'.join(NUMBERS)}) ({names})e?s", prompt.strip()):
         return NUMBERS[found[1]], [(None, found[2])], None
-    if found := re.fullmatch(rf"a photo of {thing}(?: (and|{'|'.join(PLACES)}) {thing})?", prompt.strip()):
+    if found := re.fullmatch(
+        rf"a photo of {thing}(?: (and|{'|'.join(PLACES)}) {thing})?", prompt.strip()
+    ):
         things = [(found[1], found[2]), (found[4], found[5])]
         return 1, things if found[3] else things[:1], found[3] if found[3] in PLACES else None
     return None
@@ -78,9 +91,11 @@ def box(mask):
 
 
 def places(one, other):
-    """Where a thing is, seen from another: by their masks, (height, width) bool. Diagonally, two places hold.
+    """Where a thing is, seen from another: by their masks, (height, width) bool. Diagonally, two
+    places hold.
 
-    The offset of their centres counts in units of its length, after a tenth of both sizes is taken off.
+    The offset of their centres counts in units of its length, after a tenth of both sizes is taken
+    off.
     """
     boxes = np.reshape([box(one), box(other)], (2, 2, 2))  # two corners, x and y
     offset = np.subtract(*boxes.mean(1))
@@ -90,9 +105,11 @@ def places(one, other):
 
 
 def is_right(found, colour_of, number, things, place):
-    """As GenEval judges: extra things are allowed, except in counting; colour and place are those of the surest thing.
+    """As GenEval judges: extra things are allowed, except in counting; colour and place are those
+    of the surest thing.
 
-    found: {class: masks, the surest first}. colour_of: name of a class -> colour of its surest thing.
+    found: {class: masks, the surest first}. colour_of: name of a class -> colour of its surest
+    thing.
     """
     if number > 1:
         return len(found[things[0][1]]) == number
@@ -104,9 +121,11 @@ def is_right(found, colour_of, number, things, place):
 
 
 def credit(found, colour_of, number, things, place):
-    """As Flow-GRPO rewards (Liu et al. 2025): the mean over numbers, colours and places, so extra things cost.
+    """As Flow-GRPO rewards (Liu et al. 2025): the mean over numbers, colours and places, so extra
+    things cost.
 
-    A number counts 1 - |number - found| / number, below 0 for a crowd. Where it is wrong, colour and place count 0.
+    A number counts 1 - |number - found| / number, below 0 for a crowd. Where it is wrong, colour
+    and place count 0.
     """
     credits = []
     for colour, name in things:
@@ -122,20 +141,29 @@ def credit(found, colour_of, number, things, place):
 class Judge:
     def __init__(self, detector="facebook/mask2former-swin-small-coco-instance", clip=CLIP_L):
         with patch.object(modeling, "requires_backends"):  # scipy, which only its loss needs
-            self.detector = modeling.Mask2FormerForUniversalSegmentation.from_pretrained(detector, weights_only=True)
-        self.prepare = pil.Mask2FormerImageProcessorPil(size={"shortest_edge": 800, "longest_edge": 1333})
+            self.detector = modeling.Mask2FormerForUniversalSegmentation.from_pretrained(
+                detector, weights_only=True
+            )
+        self.prepare = pil.Mask2FormerImageProcessorPil(
+            size={"shortest_edge": 800, "longest_edge": 1333}
+        )
         self.clip = Clip(clip, clip)
 
     def find(self, image, least):
-        """{class: masks (height, width) bool, the surest first}, at most 16 each, for all that scores above `least`."""
+        """{class: masks (height, width) bool, the surest first}, at most 16 each, for all that
+        scores above `least`."""
         pixels = self.prepare(image, return_tensors="pt")["pixel_values"]  # (1, 3, h, w)
         with lend_gpu(self.detector) as device:
             output = self.detector(pixels.to(device))
             logits = F.interpolate(output.masks_queries_logits, pixels.shape[-2:], mode="bilinear")
-            logits = F.interpolate(logits, image.size[::-1], mode="bilinear")[0]  # (queries, height, width)
+            logits = F.interpolate(logits, image.size[::-1], mode="bilinear")[
+                0
+            ]  # (queries, height, width)
             masks = logits > 0
             sure = (logits.sigmoid() * masks).sum((1, 2)) / (masks.sum((1, 2)) + 1e-6)  # (queries,)
-            chances = output.class_queries_logits[0].softmax(-1)[:, :-1]  # (queries, classes), without "nothing"
+            chances = output.class_queries_logits[0].softmax(-1)[
+                :, :-1
+            ]  # (queries, classes), without "nothing"
             chance, index = chances.flatten().topk(100)
             score, order = (chance * sure[index // len(CLASSES)]).sort(descending=True)
             masks = masks.cpu().numpy()
@@ -146,8 +174,14 @@ class Judge:
 
     def colour(self, image, mask, name):
         """The likeliest colour by CLIP of a thing that is cut out and put on grey."""
-        crop = Image.composite(image, Image.new("RGB", image.size, "#999"), Image.fromarray(mask)).crop(box(mask))
-        templates = f"a photo of a {{}} {name}", f"a photo of a {{}}-colored {name}", "a photo of a {} object"
+        crop = Image.composite(
+            image, Image.new("RGB", image.size, "#999"), Image.fromarray(mask)
+        ).crop(box(mask))
+        templates = (
+            f"a photo of a {{}} {name}",
+            f"a photo of a {{}}-colored {name}",
+            "a photo of a {} object",
+        )
         texts = [template.format(colour) for colour in COLOURS for template in templates]
         picture, words = self.clip.embed([crop], texts)  # (1, D), (30, D)
         means = F.normalize(words.view(len(COLOURS), len(templates), -1).mean(1), dim=-1)  # (10, D)
@@ -175,13 +209,21 @@ def facts(images, prompts, targets):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Writes GenEval's 553 prompts, in their six kinds, to a file.")
+    parser = argparse.ArgumentParser(
+        description="Writes GenEval's 553 prompts, in their six kinds, to a file."
+    )
     parser.add_argument("file", type=Path)
-    parser.add_argument("--training", action="store_true", help="others of the same form instead, to train on")
+    parser.add_argument(
+        "--training", action="store_true", help="others of the same form instead, to train on"
+    )
     options = parser.parse_args()
     prompts = published_prompts()
     if options.training:
         others = published_prompts(seed=0, count=400).items()
-        prompts = {kind: [text for text in texts if text not in prompts[kind]] for kind, texts in others}
-    lines = [line for kind, texts in prompts.items() if texts for line in (f"# kind: {kind}", *texts)]
+        prompts = {
+            kind: [text for text in texts if text not in prompts[kind]] for kind, texts in others
+        }
+    lines = [
+        line for kind, texts in prompts.items() if texts for line in (f"# kind: {kind}", *texts)
+    ]
     options.file.write_text("\n".join(lines) + "\n")

@@ -1,6 +1,7 @@
 """What knows GLM-Image: prompts in, pictures out.
 
-Another model whose policy writes image tokens has to provide, under the same names, what train.py takes from here:
+Another model whose policy writes image tokens has to provide, under the same names, what train.py
+takes from here:
 
     painting.encode_prompt   a prompt as token ids and positions, and T, the number of tokens that the policy writes
     painting.paint, develop  tokens -> latents -> PIL images; read_sources: the codes of pictures to edit

@@ -15,7 +15,14 @@ from runtime.gpu import CapturedForward, round_linears
 from runtime.settings import TINY
 
 LORA_TARGETS = {
-    "codes": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],  # in the language model only
+    "codes": [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_up_proj",
+        "down_proj",
+    ],  # in the language model only
     "decoder": ["to_q", "to_k", "to_v", "to_out.0"],  # the attention of every block
 }
 
@@ -26,7 +33,8 @@ def painting_models(pipe):
 
 
 def load(settings, device, **modules):
-    """The stock pipeline, on the CPU: its weights are mapped from the files, so that several processes share them.
+    """The stock pipeline, on the CPU: its weights are mapped from the files, so that several
+    processes share them.
 
     modules: parts of it that exist already, by their names.
     """
@@ -34,12 +42,18 @@ def load(settings, device, **modules):
     if settings.sources and Path(settings.model).resolve() == Path(TINY):
         dtype = torch.float32  # in bfloat16 its vision tower reads a third of the codes wrong
     with readable_loading(settings.model):
-        return GlmImagePipeline.from_pretrained(settings.model, dtype=dtype, use_safetensors=True, **modules)
+        return GlmImagePipeline.from_pretrained(
+            settings.model, dtype=dtype, use_safetensors=True, **modules
+        )
 
 
 def meta_models(settings, device):
-    """The policy, then the models that paint, as tensors without data, built from a few kB of config files."""
-    classes = {"vision_language_encoder": GlmImageForConditionalGeneration, "text_encoder": T5EncoderModel}
+    """The policy, then the models that paint, as tensors without data, built from a few kB of
+    config files."""
+    classes = {
+        "vision_language_encoder": GlmImageForConditionalGeneration,
+        "text_encoder": T5EncoderModel,
+    }
     classes |= {"transformer": GlmImageTransformer2DModel, "vae": AutoencoderKL}
     modules = {}
     with readable_loading(settings.model), torch.device("meta"):
@@ -54,17 +68,21 @@ def meta_models(settings, device):
 
 
 def build(pipe, settings, device, home=None):
-    """Splits the stock pipeline: returns the pipeline that paints, the policy's trainer, the decoder's trainer or None.
+    """Splits the stock pipeline: returns the pipeline that paints, the policy's trainer, the
+    decoder's trainer or None.
 
-    All models are still on the CPU: runtime.gpu.place moves them. Only int8 weights go straight to `home`, if that is
-    given, so that the host never holds them.
+    All models are still on the CPU: runtime.gpu.place moves them. Only int8 weights go straight to
+    `home`, if that is given, so that the host never holds them.
     """
     language_model = pipe.vision_language_encoder
-    language_model.model.visual = language_model.model.vqmodel = None  # they read sources, see read_sources
+    language_model.model.visual = language_model.model.vqmodel = (
+        None  # they read sources, see read_sources
+    )
     pipe = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
     pipe.set_progress_bar_config(disable=True)
     keep_one_source(pipe.transformer)
-    # The decoder makes the tables of its positions on the CPU, in every pass: up once, not in each block.
+    # The decoder makes the tables of its positions on the CPU, in every pass: up once, not in each
+    # block.
     on_device = lambda rope, inputs, tables: [table.to(inputs[0].device) for table in tables]
     pipe.transformer.rope.register_forward_hook(on_device)
     if settings.base == "int8":  # embeddings, head, norms, VAE and text encoder stay as they are
@@ -78,7 +96,9 @@ def build(pipe, settings, device, home=None):
 
     set_seed(settings.seed)  # the adapters' start
     policy = policy_trainer(language_model, pipe, settings, device)
-    if settings.train == "codes" and not (settings.adapter and adapter_file(settings.adapter, "decoder")):
+    if settings.train == "codes" and not (
+        settings.adapter and adapter_file(settings.adapter, "decoder")
+    ):
         return pipe, policy, None
 
     # From here on pipe.transformer contains the adapter.
@@ -90,11 +110,16 @@ def build(pipe, settings, device, home=None):
         pipe.transformer.enable_gradient_checkpointing()
     optimizer = adamw(model, settings.decoder_lr, settings.warmup_steps)
     drawn = {"noise_level": settings.noise_level, "guidance_scale": settings.guidance_scale}
-    return pipe, policy, DecoderGRPO(model, optimizer, algorithm(settings), pipe, **drawn, reference=reference)
+    return (
+        pipe,
+        policy,
+        DecoderGRPO(model, optimizer, algorithm(settings), pipe, **drawn, reference=reference),
+    )
 
 
 def policy_trainer(language_model, pipe, settings, device):
-    """GRPO of the language model: with an adapter, and on a GPU with a captured step for sampling, compiled or not."""
+    """GRPO of the language model: with an adapter, and on a GPU with a captured step for sampling,
+    compiled or not."""
     model, reference = add_adapter(language_model, "codes", LORA_TARGETS["codes"], settings)
     num_codes = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
     if settings.sources:
@@ -113,9 +138,11 @@ def algorithm(settings):
 
 
 def keep_one_source(transformer):
-    """Here all pictures of a batch edit one source: before it is written again, the earlier copy is dropped.
+    """Here all pictures of a batch edit one source: before it is written again, the earlier copy is
+    dropped.
 
-    The pipeline keeps its keys and values for each picture, 2.0 GB at 1024x1024. The cache spreads one copy over all.
+    The pipeline keeps its keys and values for each picture, 2.0 GB at 1024x1024. The cache spreads
+    one copy over all.
     """
 
     def hook(module, inputs, options):

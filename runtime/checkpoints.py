@@ -1,4 +1,5 @@
-"""Checkpoints: adapter, optimiser, step and settings. A kill at any moment leaves the last complete one."""
+"""Checkpoints: adapter, optimiser, step and settings. A kill at any moment leaves the last complete
+one."""
 
 import json
 import os
@@ -14,7 +15,10 @@ from safetensors import SafetensorError
 from runtime import ROOT, UserError, ranks, readable
 
 KEPT = 2  # the newest checkpoints, beside that of the best evaluation
-FOLDERS = {"codes": ".", "decoder": "decoder"}  # within a checkpoint, which so loads as an adapter of the codes
+FOLDERS = {
+    "codes": ".",
+    "decoder": "decoder",
+}  # within a checkpoint, which so loads as an adapter of the codes
 
 
 def find(out):
@@ -23,14 +27,19 @@ def find(out):
 
 
 def saved(settings):
-    """Settings as they are written: files of this project by their place in it, so that another clone finds its own."""
-    return {k: v.replace(f"{ROOT}/", "") if isinstance(v, str) else v for k, v in vars(settings).items()}
+    """Settings as they are written: files of this project by their place in it, so that another
+    clone finds its own."""
+    return {
+        k: v.replace(f"{ROOT}/", "") if isinstance(v, str) else v for k, v in vars(settings).items()
+    }
 
 
 def save(out, step, trainers, settings, hashes, best_step=0):
-    """Write to a temporary folder and rename it; then only the newest and that of the best evaluation stay.
+    """Write to a temporary folder and rename it; then only the newest and that of the best
+    evaluation stay.
 
-    No random states: the prompts and all random draws of a step are functions of the seed and the step.
+    No random states: the prompts and all random draws of a step are functions of the seed and the
+    step.
     """
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"
@@ -39,7 +48,9 @@ def save(out, step, trainers, settings, hashes, best_step=0):
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         (unfinished / "state.json").write_text(json.dumps(state))
-        if final.exists():  # resumed from here; only the settings may be new, such as a larger --steps
+        if (
+            final.exists()
+        ):  # resumed from here; only the settings may be new, such as a larger --steps
             os.replace(unfinished / "state.json", final / "state.json")
             unfinished.rmdir()
         else:
@@ -47,7 +58,9 @@ def save(out, step, trainers, settings, hashes, best_step=0):
                 folder = unfinished / FOLDERS[name]
                 trainer.model.save_pretrained(folder)
                 (folder / "README.md").unlink()  # PEFT's form, empty
-                with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save hides that a disk is full
+                with open(
+                    folder / "optimizer.pt", "wb"
+                ) as file:  # given a path, torch.save hides that a disk is full
                     torch.save(trainer.optimizer.state_dict(), file)
             os.replace(unfinished, final)
         for old in find(out)[:-KEPT]:
@@ -56,7 +69,8 @@ def save(out, step, trainers, settings, hashes, best_step=0):
 
 
 def read_state(out):
-    """The newest checkpoint's step, number of ranks, settings, and hashes of the files that the run reads."""
+    """The newest checkpoint's step, number of ranks, settings, and hashes of the files that the run
+    reads."""
     if not find(out):
         raise UserError(f"there is no checkpoint in {out} to resume")
     with readable_errors(find(out)[-1]):
@@ -65,13 +79,16 @@ def read_state(out):
 
 
 def load(out, trainers):
-    """The newest checkpoint, by way of the CPU onto the device of adapters and optimisers. Returns its step."""
+    """The newest checkpoint, by way of the CPU onto the device of adapters and optimisers. Returns
+    its step."""
     folder = find(out)[-1]
     with readable_errors(folder):
         for name, trainer in trainers.items():
             weights = peft.load_peft_weights(folder / FOLDERS[name], device="cpu")
             peft.set_peft_model_state_dict(trainer.model, weights)
-            state = torch.load(folder / FOLDERS[name] / "optimizer.pt", map_location="cpu", weights_only=True)
+            state = torch.load(
+                folder / FOLDERS[name] / "optimizer.pt", map_location="cpu", weights_only=True
+            )
             trainer.optimizer.load_state_dict(state)
     return read_state(out)[0]
 
@@ -86,9 +103,13 @@ def writing(out):
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = str(cause).strip().split("\n")[0]
         hint = f"its checkpoints are whole; once that is fixed, --resume {shlex.quote(str(out))} goes on"
-        raise UserError(f"cannot write to {out}: {reason}" + (f"; {hint}" if find(out) else "")) from None
+        raise UserError(
+            f"cannot write to {out}: {reason}" + (f"; {hint}" if find(out) else "")
+        ) from None
 
 
 def readable_errors(folder):
     hint = "delete that folder to go on from the one before"
-    return readable(f"read the checkpoint {folder}", hint, RuntimeError, EOFError, pickle.PickleError)
+    return readable(
+        f"read the checkpoint {folder}", hint, RuntimeError, EOFError, pickle.PickleError
+    )

@@ -1,4 +1,5 @@
-"""What breaks a run off: the last whole step is saved, on all ranks alike, and the user reads how to go on."""
+"""What breaks a run off: the last whole step is saved, on all ranks alike, and the user reads how
+to go on."""
 
 import shlex
 import sys
@@ -14,7 +15,8 @@ from runtime import StepFailed, UserError, ranks
 
 @contextmanager
 def failing_together(prompts):
-    """A failure on one rank is one on all, before the policy of any has moved: they save the same whole step."""
+    """A failure on one rank is one on all, before the policy of any has moved: they save the same
+    whole step."""
     failure = None
     try:
         yield
@@ -28,20 +30,29 @@ def failing_together(prompts):
         )
     for rank, message in enumerate(ranks.gather(failure)):
         if message is not None:
-            raise StepFailed(message if rank == ranks.rank() else f"stopped because rank {rank} has failed")
+            raise StepFailed(
+                message if rank == ranks.rank() else f"stopped because rank {rank} has failed"
+            )
 
 
 def how_to_go_on(out):
-    again = "the same torchrun command and" if ranks.count() > 1 else f"python {shlex.quote(sys.argv[0])}"
+    again = (
+        "the same torchrun command and"
+        if ranks.count() > 1
+        else f"python {shlex.quote(sys.argv[0])}"
+    )
     return f"go on with: {again} --resume {shlex.quote(str(out))}"
 
 
 @contextmanager
 def rescued(record):
-    """Whatever breaks a step off: the last whole step is saved, and an error that the user can fix is one line."""
+    """Whatever breaks a step off: the last whole step is saved, and an error that the user can fix
+    is one line."""
     hint = how_to_go_on(record.out) if record.settings.steps else "start it again"
     try:
-        with ranks.readable_collectives():  # those of an update: its gradients are averaged over the ranks
+        with (
+            ranks.readable_collectives()
+        ):  # those of an update: its gradients are averaged over the ranks
             yield record
             record.finish()
     except StepFailed as error:
@@ -51,7 +62,9 @@ def rescued(record):
         raise
     except TorchDynamoException as error:  # --resume alone would fail again
         record.save_whole_step()
-        raise UserError(f"torch.compile failed ({' '.join(str(error).split())[:120]}); try --compile no") from None
+        raise UserError(
+            f"torch.compile failed ({' '.join(str(error).split())[:120]}); try --compile no"
+        ) from None
     except torch.OutOfMemoryError:
         record.save_whole_step()
         raise UserError(

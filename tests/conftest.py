@@ -1,4 +1,5 @@
-"""What the tests share: the shipped model, and runs of train.py that take a second, here and in other processes."""
+"""What the tests share: the shipped model, and runs of train.py that take a second, here and in
+other processes."""
 
 import json
 import multiprocessing
@@ -18,8 +19,9 @@ import torch
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests wherever they run
 if "OMP_NUM_THREADS" not in os.environ:
-    # Threads spin at the barriers of matrices this small: a second one gains nothing, and beside a busy program it
-    # makes everything ten times as long. The processes that tests start inherit this.
+    # Threads spin at the barriers of matrices this small: a second one gains nothing, and beside a
+    # busy program it makes everything ten times as long. The processes that tests start inherit
+    # this.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
@@ -34,21 +36,54 @@ RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture: see shorten
 
-QUICK = ["--model", str(TINY), "--prompts", "prompts.txt", "--targets", "targets", "--height", "32", "--width", "32"]
-QUICK += ["--reward", "ssim:1,mse:1", "--prompts-per-step", "1", "--group-size", "2", "--decode-steps", "1"]
-QUICK += ["--eval-prompts", "prompts.txt", "--eval-targets", "targets", "--eval-reward", "", "--eval-count", "1"]
+QUICK = [
+    "--model",
+    str(TINY),
+    "--prompts",
+    "prompts.txt",
+    "--targets",
+    "targets",
+    "--height",
+    "32",
+    "--width",
+    "32",
+]
+QUICK += [
+    "--reward",
+    "ssim:1,mse:1",
+    "--prompts-per-step",
+    "1",
+    "--group-size",
+    "2",
+    "--decode-steps",
+    "1",
+]
+QUICK += [
+    "--eval-prompts",
+    "prompts.txt",
+    "--eval-targets",
+    "targets",
+    "--eval-reward",
+    "",
+    "--eval-count",
+    "1",
+]
 # Sharp as the shipped model is, short pictures would all be the same.
 QUICK += ["--lr", "2e-3", "--temperature", "9", "--top-p", "1"]
 
 
 def pytest_configure(config):
-    for warning in ("ignore::FutureWarning", "ignore:.*torch.jit:DeprecationWarning"):  # of one library about another
+    for warning in (
+        "ignore::FutureWarning",
+        "ignore:.*torch.jit:DeprecationWarning",
+    ):  # of one library about another
         config.addinivalue_line("filterwarnings", warning)
 
 
 @pytest.fixture(scope="session")
 def pipe():
-    """The shipped model, in the stock pipeline. Its distributions are sharp, so a wrong position is expensive."""
+    """The shipped model, in the stock pipeline. Its distributions are sharp, so a wrong position is
+    expensive."""
     return GlmImagePipeline.from_pretrained(str(TINY), dtype=torch.float32)
 
 
@@ -63,7 +98,8 @@ def build_run(settings, pipe=None):
 
 
 def shorten(setattr):
-    """Pictures of a few codes, for tests of files, signals and errors: a preview of 256 takes a second to write."""
+    """Pictures of a few codes, for tests of files, signals and errors: a preview of 256 takes a
+    second to write."""
     encode = train.encode_prompt
 
     def encode_prompt(*arguments):
@@ -83,9 +119,12 @@ def write_prompts(folder):
 
 @contextmanager
 def short_runs(folder, whole=False):
-    """In a folder with two prompts: train.main on short pictures, or whole ones. Yields it; it returns its exit code."""
+    """In a folder with two prompts: train.main on short pictures, or whole ones. Yields it; it
+    returns its exit code."""
     write_prompts(folder)
-    handlers = {number: signal.signal(number, unheard) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number: signal.signal(number, unheard) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         if not whole:
@@ -103,7 +142,8 @@ def quick(tmp_path):
 
 @pytest.fixture(scope="session")
 def one_step(tmp_path_factory):
-    """The folder of a run of one step, to read, and to copy where a test changes it or goes on from there."""
+    """The folder of a run of one step, to read, and to copy where a test changes it or goes on from
+    there."""
     folder = tmp_path_factory.mktemp("one-step")
     with short_runs(folder) as run:
         assert run("--steps", "1", "--out", "run") == 0
@@ -119,10 +159,11 @@ def resume(folder, *arguments):
 
 
 def write_reward(body):
-    """A reward of the user's own, mine.py:reward. `body` sees `call`, which counts its calls from 1, and the pictures.
+    """A reward of the user's own, mine.py:reward. `body` sees `call`, which counts its calls from
+    1, and the pictures.
 
-    The first call is the trial on blank pictures, the next two are the evaluations before training (of prompts trained
-    on and held out), then steps come.
+    The first call is the trial on blank pictures, the next two are the evaluations before training
+    (of prompts trained on and held out), then steps come.
     """
     code = "import os, shutil, signal\nimport torch\n\ncalls = []\n\ndef reward(images, prompts, targets):\n"
     code += "    calls.append(1)\n    call = len(calls)\n"
@@ -134,7 +175,10 @@ def write_reward(body):
 def records(path):
     """The lines of a .jsonl without the seconds, which are never the same."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith("seconds")} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.startswith("seconds")}
+        for line in lines
+    ]
 
 
 def adapter_of(folder):
@@ -145,12 +189,13 @@ def steps_saved(folder):
     return sorted(os.listdir(Path(folder) / "checkpoints"))
 
 
-# ---- other processes -------------------------------------------------------------------------------------------------
+# ---- other processes -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
 def processes():
-    """Copies of a process that has imported train.py: they start in a moment instead of five seconds."""
+    """Copies of a process that has imported train.py: they start in a moment instead of five
+    seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["conftest"])
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +206,8 @@ def processes():
 
 @pytest.fixture
 def start(processes, quick):
-    """Starts train.main on short pictures in a process of its own; what it prints goes to a file."""
+    """Starts train.main on short pictures in a process of its own; what it prints goes to a
+    file."""
     started = []
 
     def start(*arguments, output="output.txt", prepare=None, **environment):

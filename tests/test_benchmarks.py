@@ -1,4 +1,5 @@
-"""The benchmarks run, what they print follows from what they measure, and what a run plans for is what they measure."""
+"""The benchmarks run, what they print follows from what they measure, and what a run plans for is
+what they measure."""
 
 import json
 import re
@@ -26,12 +27,13 @@ def run(monkeypatch, capsys):
     return run
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def full_size():
-    """What learns of the released sizes, and its peaks at 1024x1024 in groups of 4, in micro-batches of 2."""
+    """What learns of the released sizes, and its peaks at 1024x1024 in groups of 4, in
+    micro-batches of 2."""
     learners = memory.build()
     return *learners, *memory.peaks(*learners, 1024, 4, 2)
 
@@ -47,7 +49,9 @@ def test_memory_at_full_size_by_hand(full_size, run, monkeypatch):
 
     layers, sampled, batch, heads, length = 40, 4 * 4, 2, 2, 32 * 32 + 256
     room = 1536  # 60 of the prompt and the codes, rounded up
-    assert cache == pytest.approx(1e-9 * layers * 2 * sampled * heads * room * 128 * 2)  # keys and values in bfloat16
+    assert cache == pytest.approx(
+        1e-9 * layers * 2 * sampled * heads * room * 128 * 2
+    )  # keys and values in bfloat16
     nucleus = 1e-9 * sampled * length * 16_384
     assert cache + nucleus < work["sample"] < cache + nucleus + 0.05
 
@@ -55,35 +59,63 @@ def test_memory_at_full_size_by_hand(full_size, run, monkeypatch):
     per_layer = (4096 + 4096) * 2 + (4096 + 256) * 2 + (4096 + mlp) + (mlp // 2 + 4096)
     gradients = 1e-9 * layers * rank * per_layer * 4
     checkpoints = 1e-9 * batch * layers * read * 4096 * 2
-    layer = 1e-9 * batch * read * mlp * (2 + 2 + 4)  # its widest matrix: output, gradient, and the adapter's in float32
+    layer = (
+        1e-9 * batch * read * mlp * (2 + 2 + 4)
+    )  # its widest matrix: output, gradient, and the adapter's in float32
     assert gradients + checkpoints + layer < work["update"] < gradients + checkpoints + 3 * layer
-    assert work["VAE"] == pytest.approx(1e-9 * 1024**2 * (3.1e3 + 2e3), rel=0.02), "with cuDNN's workspace"
+    assert work["VAE"] == pytest.approx(1e-9 * 1024**2 * (3.1e3 + 2e3), rel=0.02), (
+        "with cuDNN's workspace"
+    )
 
-    (turns, stay), (learning, all_learning) = ([float(cell) for cell in row.split()[2:]] for row in rows)
+    (turns, stay), (learning, all_learning) = (
+        [float(cell) for cell in row.split()[2:]] for row in rows
+    )
     decoder_update = work["decoder update"]
     others = max(value for name, value in work.items() if name != "decoder update")
     assert turns == pytest.approx(17.8 + 0.57 + max(work["sample"], work["update"]), abs=0.1)
     assert stay == pytest.approx(17.8 + 15.1 + 0.57 + cache + others, abs=0.1)
-    assert learning == pytest.approx(max(turns + 0.19, 15.1 - 0.8 + 0.57 + 0.19 + decoder_update), abs=0.1)
-    assert all_learning == pytest.approx(max(stay + 0.19, 17.8 + 15.1 + 0.76 + cache + decoder_update), abs=0.1)
+    assert learning == pytest.approx(
+        max(turns + 0.19, 15.1 - 0.8 + 0.57 + 0.19 + decoder_update), abs=0.1
+    )
+    assert all_learning == pytest.approx(
+        max(stay + 0.19, 17.8 + 15.1 + 0.76 + cache + decoder_update), abs=0.1
+    )
 
 
 FULL = ["--height", "1024", "--width", "1024", "--prompts-per-step", "4", "--group-size", "4"]
 
 
 def fits(codes, decoder, work, cache, half, *flags):
-    """On every card: whether both stay or take turns, the peak fits beside the context, and not much is left unused."""
+    """On every card: whether both stay or take turns, the peak fits beside the context, and not
+    much is left unused."""
     models = [codes.model, *codes.decoder_modules]
-    adapters = [memory.gigabytes(learner.optimizer.param_groups[0]["params"]) for learner in (codes, decoder)]
+    adapters = [
+        memory.gigabytes(learner.optimizer.param_groups[0]["params"])
+        for learner in (codes, decoder)
+    ]
     policy = memory.gigabytes(memory.tensors(models[:1])) - adapters[0]
     painters = memory.gigabytes(memory.tensors(models[1:])) - adapters[1]
     learning = 1 if half == "codes" else 2
-    settings = tiny_settings(*FULL, "--guidance-scale", "1.5", "--micro-batch-size", "2", "--train", half, *flags)
-    passes = {name: value for name, value in work.items() if half == "both" or name != "decoder update"}
-    beside = sum(adapters) + 2 * sum(adapters[:learning]) + 0.6  # adapters, Adam's moments, and the context
-    peak = max(value + (0 if name == "sample" else cache) for name, value in passes.items()) + policy + painters
+    settings = tiny_settings(
+        *FULL, "--guidance-scale", "1.5", "--micro-batch-size", "2", "--train", half, *flags
+    )
+    passes = {
+        name: value for name, value in work.items() if half == "both" or name != "decoder update"
+    }
+    beside = (
+        sum(adapters) + 2 * sum(adapters[:learning]) + 0.6
+    )  # adapters, Adam's moments, and the context
+    peak = (
+        max(value + (0 if name == "sample" else cache) for name, value in passes.items())
+        + policy
+        + painters
+    )
     vae = memory.gigabytes(memory.tensors(models[-1:]))
-    there = {"paint": painters - vae, "decoder update": painters - vae, "VAE": vae}  # elsewhere the policy
+    there = {
+        "paint": painters - vae,
+        "decoder update": painters - vae,
+        "VAE": vae,
+    }  # elsewhere the policy
     in_turns = max(value + there.get(name, policy) for name, value in passes.items())
     together, turn, *_ = (value / 1e9 for value in needed(models, settings))
     assert peak + beside < together < peak + beside + 3
@@ -96,42 +128,62 @@ def test_what_is_planned_fits(full_size, half):
 
 
 def test_what_is_planned_for_a_rounded_base_is_one_block_in_16_bits():
-    """A backward pass has the layers of one block cast at once, here those of the language model."""
+    """A backward pass has the layers of one block cast at once, here those of the language
+    model."""
     widths = [(4096, 4096)] * 2 + [(4096, 256)] * 2 + [(4096, 27_392), (13_696, 4096)]
-    block = torch.nn.ModuleList(torch.nn.Linear(*width, bias=False, device="meta").bfloat16() for width in widths)
+    block = torch.nn.ModuleList(
+        torch.nn.Linear(*width, bias=False, device="meta").bfloat16() for width in widths
+    )
     round_linears(block)
     with memory.Alive([block]) as alive:
         outputs = [
-            layer(torch.zeros(1, layer.in_features, device="meta").bfloat16().requires_grad_()) for layer in block
+            layer(torch.zeros(1, layer.in_features, device="meta").bfloat16().requires_grad_())
+            for layer in block
         ]
     cast = 2 * sum(rows * columns for rows, columns in widths)
     assert outputs and cast < alive.peak < cast + 1e6
     exact, rounded = (
-        working_memory(tiny_settings(*FULL, "--train", "both", "--base", b)) for b in ("bfloat16", "int8")
+        working_memory(tiny_settings(*FULL, "--train", "both", "--base", b))
+        for b in ("bfloat16", "int8")
     )
-    assert all(alive.peak < more - less < 1.5 * alive.peak for more, less in zip(rounded[:3], exact[:3], strict=True))
+    assert all(
+        alive.peak < more - less < 1.5 * alive.peak
+        for more, less in zip(rounded[:3], exact[:3], strict=True)
+    )
     assert rounded[3:] == exact[3:], "but for the VAE and the scoring"
 
 
 def test_what_is_planned_grows_with_groups_and_pictures():
-    """The sampler's cache and nuclei in large groups; at 2048x2048 the VAE has no room for cuDNN's workspace."""
+    """The sampler's cache and nuclei in large groups; at 2048x2048 the VAE has no room for cuDNN's
+    workspace."""
     settings = tiny_settings(*FULL, "--group-size", "64", "--micro-batch-size", "1")
     sampled = 1e-9 * 256 * (40 * 2 * 2 * 1536 * 128 * 2 + 1280 * 16_384)
     assert sampled + 2 < working_memory(settings)[1] / 1e9 < sampled + 4
     large = tiny_settings("--height", "2048", "--width", "2048", "--micro-batch-size", "1")
-    assert working_memory(large)[3] - working_memory(settings)[3] == pytest.approx(1024**2 * (4 * 3.1e3 - 5.1e3))
+    assert working_memory(large)[3] - working_memory(settings)[3] == pytest.approx(
+        1024**2 * (4 * 3.1e3 - 5.1e3)
+    )
 
 
 def test_an_edit_fits_and_is_counted_by_hand(full_size):
-    """Its codes are read with the prompt, and one copy of the source's keys and values lies beside what is painted."""
+    """Its codes are read with the prompt, and one copy of the source's keys and values lies beside
+    what is painted."""
     codes, decoder, _, _ = full_size
     work, cache = memory.peaks(codes, decoder, 1024, 4, 4, edits=True)
-    rows, layers, room = 16, 40, 2304  # 60 of the prompt, 1,024 of the source, 1,024 of the picture, rounded up
+    rows, layers, room = (
+        16,
+        40,
+        2304,
+    )  # 60 of the prompt, 1,024 of the source, 1,024 of the picture, rounded up
     assert cache == pytest.approx(1e-9 * layers * 2 * rows * 2 * room * 128 * 2)
     layer = 1e-9 * 2 * (1024 // 16) ** 2 * 4096 * 2  # of the decoder: a picture's keys and values
     assert 30 * layer + 4 * 2 * layer < work["paint"] < 30 * layer + 20 * 2 * layer
-    read = 1e-9 * 4 * (60 + 1024) * 27_392 * (2 + 4)  # the widest matrix: output, and the adapter's, in float32
-    copied = 1e-9 * layers * 2 * rows * 2 * (60 + 1024) * 128 * 2  # each prompt's keys and values, for each sample
+    read = (
+        1e-9 * 4 * (60 + 1024) * 27_392 * (2 + 4)
+    )  # the widest matrix: output, and the adapter's, in float32
+    copied = (
+        1e-9 * layers * 2 * rows * 2 * (60 + 1024) * 128 * 2
+    )  # each prompt's keys and values, for each sample
     assert read < cache + copied < work["sample"] < cache + copied + read
 
     edits = tiny_settings(*FULL, "--sources", str(TINY / "sources"), "--micro-batch-size", "4")
@@ -143,7 +195,7 @@ def test_an_edit_fits_and_is_counted_by_hand(full_size):
     assert max(work["paint"], work["VAE"]) + beside < painting
 
 
-# ---- a rounded decoder ----------------------------------------------------------------------------------------------
+# ---- a rounded decoder ---------------------------------------------------------------------------
 
 
 def test_repairing_a_rounded_decoder(run, monkeypatch):
@@ -151,33 +203,46 @@ def test_repairing_a_rounded_decoder(run, monkeypatch):
     monkeypatch.setattr(repair_decoder, "drawings", lambda file: drawings(file)[:2])
     first, last = run(repair_decoder, "--steps", 1, "--prompts-per-step", 2, "--group-size", 4)
     before, after = (float(re.search(r"SSIM (\S+),", line)[1]) for line in (first, last))
-    assert re.fullmatch(r"3 bits, seed 0: SSIM \S+, \S+% of objects as drawn, 2 held-out drawings", first)
+    assert re.fullmatch(
+        r"3 bits, seed 0: SSIM \S+, \S+% of objects as drawn, 2 held-out drawings", first
+    )
     assert 0.5 < before < 1 and abs(after - before) < 0.2 and after != before
 
 
 def test_objects_as_drawn_are_counted_place_by_place():
     red, blue, ring = ("circle", "red"), ("circle", "blue"), ("ring", "red")
     drawn = [make.draw((red, blue, None, None)), make.draw((None, ring, None, None))]
-    share = lambda *scenes: repair_decoder.share_as_drawn([make.draw(scene) for scene in scenes], drawn)
+    share = lambda *scenes: repair_decoder.share_as_drawn(
+        [make.draw(scene) for scene in scenes], drawn
+    )
     assert share((red, blue, None, None), (None, ring, None, None)) == 1
-    assert share((red, red, None, None), (None, ring, blue, None)) == pytest.approx(2 / 3), "a colour; more is no harm"
+    assert share((red, red, None, None), (None, ring, blue, None)) == pytest.approx(2 / 3), (
+        "a colour; more is no harm"
+    )
     assert share((blue, red, None, None), (ring, None, None, None)) == 0, "in their places"
 
 
-# ---- variants of GRPO -----------------------------------------------------------------------------------------------
+# ---- variants of GRPO ----------------------------------------------------------------------------
 
 
 def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
-    """Runs that have ended are read, not made again; the first variant's second seed is better by 0.2 in the end."""
+    """Runs that have ended are read, not made again; the first variant's second seed is better by
+    0.2 in the end."""
     monkeypatch.setattr(variants, "OUT", tmp_path)
-    rows = [line.split("|") for line in (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        line.split("|")
+        for line in (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
+    ]
     names = [row[1].strip() for row in rows if len(row) == 10][2:]
     for seed in range(2):
         for i, name in enumerate(names):
             folder = tmp_path / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}"
             folder.mkdir()
             shares = [0.5, 0.6, 0.7, 0.75, 0.9 if (i, seed) == (0, 1) else 0.7]
-            means = [{f"reward/{variants.CHECK}:right": x, f"reward/{variants.CHECK}:clean": 1.0} for x in shares]
+            means = [
+                {f"reward/{variants.CHECK}:right": x, f"reward/{variants.CHECK}:clean": 1.0}
+                for x in shares
+            ]
             lines = [json.dumps({"held_out/kinds": {"mean of the kinds": mean}}) for mean in means]
             (folder / "evaluation.jsonl").write_text("\n".join(lines) + "\n")
     lines = run(variants, "--seeds", 2)

@@ -1,4 +1,5 @@
-"""What a card would meet: memory of every card that README.md names, several GPUs, the pages' sums and their code."""
+"""What a card would meet: memory of every card that README.md names, several GPUs, the pages' sums
+and their code."""
 
 import json
 import os
@@ -29,14 +30,26 @@ from runtime.settings import print_start
 CUDA = torch.device("cuda", 0)
 PAGES = ("README.md", "docs/memory.md", "docs/editing.md", "docs/deploy.md")
 README, MEMORY, EDITING, DEPLOY = ((ROOT / name).read_text() for name in PAGES)
-IDLE = {"12": (11.5,), "16": (16.0, 16.4), "24": (23.4, 24.9), "48": (47.0,), "80": (84.0,)}  # 10^9 bytes free, by GB
-SIZES = {"bfloat16": (17.8, 0.44, 13.86, 0.81), "int8": (9.7, 0.44, 7.06, 0.81)}  # of the released models, in order
+IDLE = {
+    "12": (11.5,),
+    "16": (16.0, 16.4),
+    "24": (23.4, 24.9),
+    "48": (47.0,),
+    "80": (84.0,),
+}  # 10^9 bytes free, by GB
+SIZES = {
+    "bfloat16": (17.8, 0.44, 13.86, 0.81),
+    "int8": (9.7, 0.44, 7.06, 0.81),
+}  # of the released models, in order
 
 
 @cache
 def released(base):
     """Models of those sizes, and an adapter of 0.19 GB."""
-    models = [torch.nn.Linear(10**5, int(1e4 * size / 4), bias=False, device="meta") for size in SIZES[base]]
+    models = [
+        torch.nn.Linear(10**5, int(1e4 * size / 4), bias=False, device="meta")
+        for size in SIZES[base]
+    ]
     for model in models:
         model.requires_grad_(False)
     models[0].adapter = torch.nn.Linear(10**5, 475, bias=False, device="meta")
@@ -44,10 +57,13 @@ def released(base):
 
 
 def planned(monkeypatch, free, host, *flags):
-    """What a run decides on such a machine: (whether models take turns, the size of micro-batches)."""
+    """What a run decides on such a machine: (whether models take turns, the size of
+    micro-batches)."""
     for name, value in {
-        "get_device_capability": (8, 0), "get_per_process_memory_fraction": 1.0, "mem_get_info": (free * 1e9, free * 1e9)
-    }.items():  # fmt: skip
+        "get_device_capability": (8, 0),
+        "get_per_process_memory_fraction": 1.0,
+        "mem_get_info": (free * 1e9, free * 1e9),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(gpu, "host_memory", lambda: host * 1e9)
     settings = train.parse_settings(["--model", "zai-org/GLM-Image", *flags])
@@ -70,47 +86,79 @@ def test_every_card_in_the_readme_is_taken(monkeypatch):
                     flags = ["--base", "int8"] if "int8" in cell else []
                     turns, _ = planned(monkeypatch, free, host, *flags)
                     assert (turns is None) == (cell == "no flag needed"), (size, cell)
-    assert planned(monkeypatch, 15.0, 28, "--base", "int8") == ("pinned", 2), "with a desktop on a card of 16 GB"
+    assert planned(monkeypatch, 15.0, 28, "--base", "int8") == ("pinned", 2), (
+        "with a desktop on a card of 16 GB"
+    )
     assert planned(monkeypatch, 22.9, 60) == ("pinned", 2), "and of 24 GB"
 
 
 def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypatch):
     both = ["--train", "both", "--paintings", "4"]
     settings = train.parse_settings(["--model", "zai-org/GLM-Image", *both])
-    assert paths_on_host(settings) == 64 * 2**20 * (3 * 11 + 1) == needed(released("bfloat16"), settings)[3]
+    assert (
+        paths_on_host(settings)
+        == 64 * 2**20 * (3 * 11 + 1)
+        == needed(released("bfloat16"), settings)[3]
+    )
     settings.paintings, settings.sequences = 8, 8
     assert paths_on_host(settings) == 4 * 64 * 2**20 * (3 * 11 + 1)
     planned(monkeypatch, 84, 7, *both)
-    with pytest.raises(UserError, match=r"and 2.3 of the host for the decoder's paths; .* 2.2 of the host"):
+    with pytest.raises(
+        UserError, match=r"and 2.3 of the host for the decoder's paths; .* 2.2 of the host"
+    ):
         planned(monkeypatch, 84, 6.2, *both)
-    run = build_run(settings := tiny_settings("--train", "both", "--paintings", "2", "--decode-steps", "4"))
-    latents, steps = train.paint_group(run, settings, "a red circle", torch.zeros(1, 16, dtype=torch.long), 3)
-    assert len(latents) == 2 and all(step.next_latents is after.latents for step, after in pairwise(steps))
-    assert not run.decoder_trainer.scheduler.recorded, "on a GPU they would stay there beside the copies"
+    run = build_run(
+        settings := tiny_settings("--train", "both", "--paintings", "2", "--decode-steps", "4")
+    )
+    latents, steps = train.paint_group(
+        run, settings, "a red circle", torch.zeros(1, 16, dtype=torch.long), 3
+    )
+    assert len(latents) == 2 and all(
+        step.next_latents is after.latents for step, after in pairwise(steps)
+    )
+    assert not run.decoder_trainer.scheduler.recorded, (
+        "on a GPU they would stay there beside the copies"
+    )
 
 
 def test_a_step_has_left_the_host_when_the_next_begins(quick, monkeypatch):
     left, step = [], train.grpo_step
 
     def watched(*given):
-        assert not any(reference() for reference in left), "paths of two steps would be there at once"
+        assert not any(reference() for reference in left), (
+            "paths of two steps would be there at once"
+        )
         rolled, metrics = step(*given)
         left.extend(weakref.ref(each) for each in rolled.denoising_steps)
         return rolled, metrics
 
     monkeypatch.setattr(train, "grpo_step", watched)
-    flags = ["--train", "decoder", "--group-size", "2", "--decode-steps", "2", "--guidance-scale", "1"]
+    flags = [
+        "--train",
+        "decoder",
+        "--group-size",
+        "2",
+        "--decode-steps",
+        "2",
+        "--guidance-scale",
+        "1",
+    ]
     assert quick(*flags, "--steps", "3", "--out", "run") == 0 and len(left) == 3
 
 
 def test_the_vae_has_a_turn_of_its_own(monkeypatch):
-    """Beside the decoder it is there only to read a source; its pictures are the stock pipeline's to the pixel."""
+    """Beside the decoder it is there only to read a source; its pictures are the stock pipeline's
+    to the pixel."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     run, seen, stock = build_run(settings := tiny_settings("--group-size", "2")), [], {}
     tokens = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(run.policy_trainer, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2)
+    monkeypatch.setattr(
+        run.policy_trainer, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2
+    )
     run.phase.offload = Offload([run.policy_trainer.model, *train.painting_models(run.pipe)], CPU)
-    up = lambda model: any(weight.data_ptr() != home.data_ptr() for weight, home in run.phase.offload.homes[model])
+    up = lambda model: any(
+        weight.data_ptr() != home.data_ptr() for weight, home in run.phase.offload.homes[model]
+    )
     for name in ("paint", "develop"):
         stock[name] = getattr(train, name)
         look = lambda *given, name=name: (
@@ -120,12 +168,21 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch):
     rolled = train.rollout(run, settings, {}, Prompts(["a red circle", "a blue cross"]), 5)
     assert seen == [("paint", True, True, False), ("develop", False, False, True)] * 2
     large = tokens.view(2, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-    noise = torch.randn(1, 8, 16, 16, generator=torch.Generator().manual_seed(5 + 2**31)).expand(2, -1, -1, -1)
+    noise = torch.randn(1, 8, 16, 16, generator=torch.Generator().manual_seed(5 + 2**31)).expand(
+        2, -1, -1, -1
+    )
     expected = run.pipe(
-        prompt=["a red circle"] * 2, prior_token_ids=large, latents=noise, height=128, width=128,
-        num_inference_steps=settings.decode_steps, guidance_scale=settings.guidance_scale,
-    ).images  # fmt: skip
-    assert [image.tobytes() for image in rolled.images[:2]] == [image.tobytes() for image in expected]
+        prompt=["a red circle"] * 2,
+        prior_token_ids=large,
+        latents=noise,
+        height=128,
+        width=128,
+        num_inference_steps=settings.decode_steps,
+        guidance_scale=settings.guidance_scale,
+    ).images
+    assert [image.tobytes() for image in rolled.images[:2]] == [
+        image.tobytes() for image in expected
+    ]
 
 
 def test_what_was_left_is_freed_before_weights_are_copied_up(monkeypatch):
@@ -154,14 +211,17 @@ def test_the_warning_of_the_gap_says_what_is_normal():
         _warn_of(0.2, [1.0], 0)
 
 
-# ---- several GPUs ---------------------------------------------------------------------------------------------------
+# ---- several GPUs --------------------------------------------------------------------------------
 
 
 def hurry():
-    """For `prepare`: a minute of the group's patience is 0.2 seconds, and rank 1 works 2.5 seconds on its update."""
+    """For `prepare`: a minute of the group's patience is 0.2 seconds, and rank 1 works 2.5 seconds
+    on its update."""
     init, update = dist.init_process_group, GRPO.update
     shorter = lambda *given, timeout, **more: init(*given, timeout=timeout / 300, **more)
-    dist.init_process_group = lambda *given, **more: print(more["timeout"]) or shorter(*given, **more)
+    dist.init_process_group = lambda *given, **more: (
+        print(more["timeout"]) or shorter(*given, **more)
+    )
 
     def work(self, groups):
         time.sleep(2.5 * int(os.environ["RANK"]))
@@ -184,29 +244,56 @@ def vanish():
 
 
 def test_a_rank_that_vanishes_in_an_update_is_one_line(start):
-    codes, outputs = together(start, *write_reward(""), "--steps", "1", "--out", "run", prepare=vanish)
+    codes, outputs = together(
+        start, *write_reward(""), "--steps", "1", "--out", "run", prepare=vanish
+    )
     assert codes == [2, -signal.SIGKILL] and "Traceback" not in outputs[0]
     assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone: ")
 
 
-# ---- pages ----------------------------------------------------------------------------------------------------------
+# ---- pages ---------------------------------------------------------------------------------------
 
 
 def test_the_forecast_counts_what_the_decoder_learns(capsys):
-    flags = ["--train", "both", "--paintings", "4", "--guidance-scale", "1.5", "--decode-steps", "12"]
-    for more, work in (((), f"{22 * (1 + 3.3):.0f}"), (("--kl-coef", "0", "--iterations", "2"), f"{22 * 6.6:.0f}")):
+    flags = [
+        "--train",
+        "both",
+        "--paintings",
+        "4",
+        "--guidance-scale",
+        "1.5",
+        "--decode-steps",
+        "12",
+    ]
+    for more, work in (
+        ((), f"{22 * (1 + 3.3):.0f}"),
+        (("--kl-coef", "0", "--iterations", "2"), f"{22 * 6.6:.0f}"),
+    ):
         print_start(tiny_settings(*flags, *more), Path("out"), CPU, 4, 4)
         lines = capsys.readouterr().out.splitlines()
-        assert f"24 decoder passes each, and work like {work} passes for the decoder to learn from it" in "".join(lines)
+        assert (
+            f"24 decoder passes each, and work like {work} passes for the decoder to learn from it"
+            in "".join(lines)
+        )
         assert "learn from" not in next(line for line in lines if line.startswith("an evaluation"))
 
 
 def test_the_times_on_the_page_follow_from_its_rates():
     """By the formula above the table, whose numbers stand in its text."""
-    for words in ("6.5e13", "25 GB", "49 GB", "434 passes", "139.5", "1,280", "4 s for the rewards"):
+    for words in (
+        "6.5e13",
+        "25 GB",
+        "49 GB",
+        "434 passes",
+        "139.5",
+        "1,280",
+        "4 s for the rewards",
+    ):
         assert words in MEMORY
     rows = re.findall(
-        r"^\| (.*?) \| (\d+) \| ([\d.]+) \| (.*?) minutes \| (.*?) hours \| (.*?) \|$", MEMORY, re.MULTILINE
+        r"^\| (.*?) \| (\d+) \| ([\d.]+) \| (.*?) minutes \| (.*?) hours \| (.*?) \|$",
+        MEMORY,
+        re.MULTILINE,
     )
     assert len(rows) >= 9
     for card, operations, bandwidth, minutes, hours, both in rows:
@@ -231,8 +318,13 @@ def test_the_code_for_the_release_paints_with_files_in_bfloat16(page, tmp_path, 
     monkeypatch.chdir(tmp_path)
     adapter = re.search(r'load_adapter\("(.*?)"\)', page)[1]
     build_run(tiny_settings()).policy_trainer.model.save_pretrained(adapter)
-    first, second, *_ = re.findall(r"```python\n(.*?)```", page + (DEPLOY if page == README else ""), flags=re.DOTALL)
-    own = {'"tiny-glm-image': f'"{TINY}', '"zai-org/GLM-Image"': repr(saved_in_bfloat16(tmp_path / "release"))}
+    first, second, *_ = re.findall(
+        r"```python\n(.*?)```", page + (DEPLOY if page == README else ""), flags=re.DOTALL
+    )
+    own = {
+        '"tiny-glm-image': f'"{TINY}',
+        '"zai-org/GLM-Image"': repr(saved_in_bfloat16(tmp_path / "release")),
+    }
     own |= {
         "1024": "128",
         "num_inference_steps=30": "num_inference_steps=2",
@@ -249,20 +341,47 @@ def test_the_code_for_the_release_paints_with_files_in_bfloat16(page, tmp_path, 
 
 def test_the_code_for_random_weights_makes_a_model_that_trains(quick, tmp_path):
     """With sizes that a CPU has, in place of the released ones."""
-    code = next(code for code in re.findall(r"```python\n(.*?)```", MEMORY, flags=re.DOTALL) if "released.json" in code)
+    code = next(
+        code
+        for code in re.findall(r"```python\n(.*?)```", MEMORY, flags=re.DOTALL)
+        if "released.json" in code
+    )
     sizes = json.loads((ROOT / "benchmarks/released.json").read_text())
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    text = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
     sizes["vision_language_encoder"]["text_config"] |= text | {"rope_parameters": rope}
     sizes["transformer"] |= {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
     sizes["text_encoder"] |= {"num_layers": 1}
     sizes["vae"] |= {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}
     Path("sizes.json").write_text(json.dumps(sizes))
-    for words, here in {"benchmarks/released.json": "sizes.json", "tiny-glm-image": TINY, '"cuda"': '"cpu"'}.items():
+    for words, here in {
+        "benchmarks/released.json": "sizes.json",
+        "tiny-glm-image": TINY,
+        '"cuda"': '"cpu"',
+    }.items():
         code = code.replace(words, str(here))
     Path("make.py").write_text(code)
     try:
         runpy.run_path("make.py")
     finally:
         torch.set_default_dtype(torch.float32)
-    assert quick("--model", "random", "--reward", "mse", "--targets", "targets", "--steps", "1", "--out", "run") == 0
+    assert (
+        quick(
+            "--model",
+            "random",
+            "--reward",
+            "mse",
+            "--targets",
+            "targets",
+            "--steps",
+            "1",
+            "--out",
+            "run",
+        )
+        == 0
+    )

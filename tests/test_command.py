@@ -1,4 +1,5 @@
-"""The command line: what a run prints, leaves and refuses, which prompts and seeds a step takes, its numbers."""
+"""The command line: what a run prints, leaves and refuses, which prompts and seeds a step takes,
+its numbers."""
 
 import asyncio
 import importlib.machinery
@@ -51,33 +52,79 @@ from runtime.metrics import (
 from runtime.settings import TINY
 
 NAN = math.nan
-SHORT = ["--height", "32", "--width", "32", "--decode-steps", "1", "--temperature", "9", "--top-p", "1"]
-SHAPES = ["--reward", "ssim:1", "--eval-reward", "", "--prompts", f"{TINY}/prompts.txt"]  # nothing to download
+SHORT = [
+    "--height",
+    "32",
+    "--width",
+    "32",
+    "--decode-steps",
+    "1",
+    "--temperature",
+    "9",
+    "--top-p",
+    "1",
+]
+SHAPES = [
+    "--reward",
+    "ssim:1",
+    "--eval-reward",
+    "",
+    "--prompts",
+    f"{TINY}/prompts.txt",
+]  # nothing to download
 
 
-# ---- what a run leaves ----------------------------------------------------------------------------------------------
+# ---- what a run leaves ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """A run on whole pictures, with KL, two iterations and two rewards: its folder, and what it has printed."""
+    """A run on whole pictures, with KL, two iterations and two rewards: its folder, and what it has
+    printed."""
     folder = tmp_path_factory.mktemp("real")
     output = io.StringIO()
-    arguments = ["--steps", "1", "--prompts-per-step", "2", "--iterations", "2", "--reward", "ssim:1,mse:0.5"]
+    arguments = [
+        "--steps",
+        "1",
+        "--prompts-per-step",
+        "2",
+        "--iterations",
+        "2",
+        "--reward",
+        "ssim:1,mse:0.5",
+    ]
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
         patch.delenv("OMP_NUM_THREADS")
         with short_runs(folder, whole=True) as run:
-            assert run(*arguments, "--temperature", "3", "--width", "64", "--decode-steps", "6") == 0
+            assert (
+                run(*arguments, "--temperature", "3", "--width", "64", "--decode-steps", "6") == 0
+            )
     return folder / "runs" / "1", output.getvalue()
 
 
 def test_a_run_leaves_every_promised_file(whole_run):
     out, _ = whole_run
     left = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()}
-    expected = {"settings.json", "metrics.jsonl", "groups.jsonl", "evaluation.jsonl", "reward.png", "before-after.png"}
-    expected |= {"group-000001.png", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
-    expected |= {f"evaluation/{step}/{i}-{j}.png" for step in ("000000", "000001") for i in (1, 2) for j in (1, 2)}
+    expected = {
+        "settings.json",
+        "metrics.jsonl",
+        "groups.jsonl",
+        "evaluation.jsonl",
+        "reward.png",
+        "before-after.png",
+    }
+    expected |= {
+        "group-000001.png",
+        "adapter/adapter_config.json",
+        "adapter/adapter_model.safetensors",
+    }
+    expected |= {
+        f"evaluation/{step}/{i}-{j}.png"
+        for step in ("000000", "000001")
+        for i in (1, 2)
+        for j in (1, 2)
+    }
     assert expected <= left
     saved = json.loads((out / "settings.json").read_text())
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
@@ -86,8 +133,24 @@ def test_a_run_leaves_every_promised_file(whole_run):
 def test_a_run_logs_every_step_and_evaluation(whole_run):
     out, _ = whole_run
     (line,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    names = ["loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "grad_norm", "max_logprob_gap", "skipped"]
-    names += ["reward", "reward_std", "reward/ssim", "reward/mse", "groups_without_spread", "unscored"]
+    names = [
+        "loss",
+        "policy_loss",
+        "kl",
+        "clip_fraction",
+        "ratio_mean",
+        "grad_norm",
+        "max_logprob_gap",
+        "skipped",
+    ]
+    names += [
+        "reward",
+        "reward_std",
+        "reward/ssim",
+        "reward/mse",
+        "groups_without_spread",
+        "unscored",
+    ]
     names += [f"seconds/{phase}" for phase in ("sample", "paint", "score", "reference", "update")]
     assert line["step"] == 1 and all(math.isfinite(line[name]) for name in names)
     # the log is the weighted sum of raw rewards, though z-scores were maximised
@@ -98,7 +161,9 @@ def test_a_run_logs_every_step_and_evaluation(whole_run):
     assert (before["step"], after["step"]) == (0, 1)
     assert (before["images"], before["prompts"], after["held_out/images"]) == (2, 1, 2)
     weights = load_file(out / "adapter" / "adapter_model.safetensors")
-    assert all(weight.any() for name, weight in weights.items() if "lora_B" in name), "the adapter has moved"
+    assert all(weight.any() for name, weight in weights.items() if "lora_B" in name), (
+        "the adapter has moved"
+    )
 
 
 def test_a_run_says_what_it_does(whole_run):
@@ -111,8 +176,12 @@ def test_a_run_says_what_it_does(whole_run):
     before, after = records(out / "evaluation.jsonl")
     for name, prefix in (("training", ""), ("held-out", "held_out/")):
         rewards = f"{before[prefix + 'reward']:.3f} -> {after[prefix + 'reward']:.3f}"
-        assert f"evaluation after 1 step, {name} prompts, before -> after: reward {rewards}" in output
-    assert "evaluating 2 prompts" in output and not re.search(r"\r|\x1b|%\|", output), "in a file no bars, only lines"
+        assert (
+            f"evaluation after 1 step, {name} prompts, before -> after: reward {rewards}" in output
+        )
+    assert "evaluating 2 prompts" in output and not re.search(r"\r|\x1b|%\|", output), (
+        "in a file no bars, only lines"
+    )
     assert "nothing was learned" not in output
     assert output.splitlines()[-1].endswith("what it leaves is in runs/1")
 
@@ -121,12 +190,17 @@ def test_the_same_seed_gives_the_same_run(quick, one_step):
     for out, seed in (("same", 0), ("other", 1)):
         assert quick("--steps", "1", "--seed", str(seed), "--out", out) == 0
     assert records("same/evaluation.jsonl") == records(one_step / "evaluation.jsonl")
-    assert records("same/metrics.jsonl") == records(one_step / "metrics.jsonl") != records("other/metrics.jsonl")
+    assert (
+        records("same/metrics.jsonl")
+        == records(one_step / "metrics.jsonl")
+        != records("other/metrics.jsonl")
+    )
     assert adapter_of("same") == adapter_of(one_step) != adapter_of("other")
 
 
 def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
-    """Another begins while this one loads its model: it takes the next free number, or is refused before it loads."""
+    """Another begins while this one loads its model: it takes the next free number, or is refused
+    before it loads."""
     load = train.load
     begun = []
 
@@ -154,18 +228,34 @@ def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
 
 
 def test_prompts_of_every_kind_work(quick):
-    text = "一只红色的圆 「你好」\n\nвывеска “привет”\n\ndon't say \"hi\" or 'bye' or “so”, 「它」\n\n"
+    text = (
+        "一只红色的圆 「你好」\n\nвывеска “привет”\n\ndon't say \"hi\" or 'bye' or “so”, 「它」\n\n"
+    )
     text += "a circle " * 100 + "."
     Path("prompts.txt").write_text(text, encoding="utf-8")
-    Path("mine.py").write_text("def length(images, prompts, targets):\n    return [len(p) for p in prompts]\n")
-    arguments = ["--targets", "none", "--eval-targets", "none", "--reward", "mine.py:length", "--prompts-per-step", "4"]
+    Path("mine.py").write_text(
+        "def length(images, prompts, targets):\n    return [len(p) for p in prompts]\n"
+    )
+    arguments = [
+        "--targets",
+        "none",
+        "--eval-targets",
+        "none",
+        "--reward",
+        "mine.py:length",
+        "--prompts-per-step",
+        "4",
+    ]
     assert quick(*arguments, "--steps", "1", "--out", "run") == 0
     lengths = {prompt: [len(prompt)] * 2 for prompt in text.split("\n\n")}
-    assert {group["prompt"]: group["rewards"]["mine.py:length"] for group in records("run/groups.jsonl")} == lengths
+    assert {
+        group["prompt"]: group["rewards"]["mine.py:length"] for group in records("run/groups.jsonl")
+    } == lengths
 
 
 def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
-    """Blank lines count, as in an editor, and a prompt may come twice. The reward leaves out each third picture."""
+    """Blank lines count, as in an editor, and a prompt may come twice. The reward leaves out each
+    third picture."""
     Path("mine.py").write_text(
         "seen = []\n\ndef count(images, prompts, targets):\n    seen.extend(images)\n"
         "    numbers = range(len(seen) - len(images), len(seen))\n"
@@ -173,7 +263,14 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
         "def red(images, prompts, targets):\n    return [float('red' in p) for p in prompts]\n"
     )
     Path("twice.txt").write_text("a red circle\n\na blue cross\na red circle\n")
-    arguments = ["--prompts", "twice.txt", "--targets", "none", "--reward", "mine.py:count,mine.py:red"]
+    arguments = [
+        "--prompts",
+        "twice.txt",
+        "--targets",
+        "none",
+        "--reward",
+        "mine.py:count,mine.py:red",
+    ]
     arguments += ["--order", "file", "--prompts-per-step", "3", "--steps", "1"]
     both = ["--train", "both", "--paintings", "2", "--decode-steps", "2"]
     for name, flags, size in (("codes", [], 2), ("both", both, 4)):
@@ -184,11 +281,16 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
         first = 2 + 2 * 2  # pictures of the trial, and of two evaluations
         numbers = [None if i % 3 == 2 else i for i in range(first, first + 3 * size)]
         assert [value for group in groups for value in group["rewards"]["mine.py:count"]] == numbers
-        assert [group["rewards"]["mine.py:red"] for group in groups] == [[1.0] * size, [0.0] * size, [1.0] * size]
+        assert [group["rewards"]["mine.py:red"] for group in groups] == [
+            [1.0] * size,
+            [0.0] * size,
+            [1.0] * size,
+        ]
 
 
 def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
-    """The judge of the first waits for the second to be begun; the last one's ends after the painting."""
+    """The judge of the first waits for the second to be begun; the last one's ends after the
+    painting."""
     stock_paint = train.paint
     painting = threading.Event()
 
@@ -216,7 +318,9 @@ def test_trackers_get_a_run_and_its_settings(quick, monkeypatch, kind):
     tracked = {}
     package.__spec__ = importlib.machinery.ModuleSpec(kind, None)
     package.Image = lambda array: array
-    package.config = SimpleNamespace(update=lambda values, **options: seen.append(("settings", values["lr"])))
+    package.config = SimpleNamespace(
+        update=lambda values, **options: seen.append(("settings", values["lr"]))
+    )
 
     def log(values, step):
         tracked.update(values)
@@ -231,7 +335,9 @@ def test_trackers_get_a_run_and_its_settings(quick, monkeypatch, kind):
     assert seen == [begun, ("settings", 2e-3), ("step", 1), "finish"]
     assert begun["project"] == "grpo-glm-image" and begun["name"].endswith("-run")
     assert {"evaluation/reward", "evaluation/held_out/reward"} < tracked.keys()
-    assert not {"evaluation/step", "evaluation/images", "evaluation/held_out/prompts"} & tracked.keys(), "no curves"
+    assert (
+        not {"evaluation/step", "evaluation/images", "evaluation/held_out/prompts"} & tracked.keys()
+    ), "no curves"
     assert ({"before_after", "group"} <= tracked.keys()) == (kind == "wandb")
 
 
@@ -241,7 +347,10 @@ def test_tensorboard_gets_the_numbers_and_pictures_of_a_run(quick):
     found = events.EventAccumulator("run/grpo-glm-image").Reload()
     (metrics,) = records("run/metrics.jsonl")
     _, after = records("run/evaluation.jsonl")
-    for name, value in (("reward", metrics["reward"]), ("evaluation/held_out/reward", after["held_out/reward"])):
+    for name, value in (
+        ("reward", metrics["reward"]),
+        ("evaluation/held_out/reward", after["held_out/reward"]),
+    ):
         last = found.Scalars(name)[-1]
         assert (last.step, last.value) == (1, pytest.approx(value))
     for name, file in (("group", "group-000001.png"), ("before_after", "before-after.png")):
@@ -249,18 +358,29 @@ def test_tensorboard_gets_the_numbers_and_pictures_of_a_run(quick):
         assert (picture.step, picture.width, picture.height) == (1, *Image.open(f"run/{file}").size)
 
 
-# ---- settings and refusals ------------------------------------------------------------------------------------------
+# ---- settings and refusals -----------------------------------------------------------------------
 
 
 def test_defaults_depend_on_the_model():
     tiny = tiny_settings()
     other = train.parse_settings(["--model", settings.RELEASE, "--height", "1280"])
-    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (20, 5e-4, 128, 1.0, 0.95)
+    assert (tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p) == (
+        20,
+        5e-4,
+        128,
+        1.0,
+        0.95,
+    )
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
-    assert Path(other.prompts) == ROOT / "prompts" / "train.txt" and other.targets is other.eval_targets is None
-    assert train.parse_settings([]).model == (settings.RELEASE if torch.cuda.is_available() else TINY)
+    assert (
+        Path(other.prompts) == ROOT / "prompts" / "train.txt"
+        and other.targets is other.eval_targets is None
+    )
+    assert train.parse_settings([]).model == (
+        settings.RELEASE if torch.cuda.is_available() else TINY
+    )
     edits = ("--sources", f"{TINY}/sources")
     assert tiny.targets is None and tiny_settings(*edits).targets == f"{TINY}/edit-targets"
     with pytest.raises(UserError, match="edits need --sources .*, --prompts, --eval-sources"):
@@ -268,7 +388,11 @@ def test_defaults_depend_on_the_model():
 
 
 def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
-    for arguments, expected in ((["mse"], "sum"), (["ssim,mse"], "zscore"), (["ssim,mse", "--combine", "sum"], "sum")):
+    for arguments, expected in (
+        (["mse"], "sum"),
+        (["ssim,mse"], "zscore"),
+        (["ssim,mse", "--combine", "sum"], "sum"),
+    ):
         assert tiny_settings("--reward", *arguments).combine == expected
 
 
@@ -277,17 +401,38 @@ def test_every_setting_is_a_flag_with_help(capsys):
         train.main(["--help"])
     text = capsys.readouterr().out
     assert all(action.help for action in settings.build_parser()[0]._actions)
-    for name in vars(tiny_settings()).keys() - {"sequences"}:  # which is decided by --train and --group-size
+    for name in vars(tiny_settings()).keys() - {
+        "sequences"
+    }:  # which is decided by --train and --group-size
         assert f"--{name.replace('_', '-')} " in text
-    assert f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or" in " ".join(text.split())
-    with pytest.raises(UserError):  # no abbreviations: a later flag must not change what a command means
+    assert f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or" in " ".join(
+        text.split()
+    )
+    with pytest.raises(
+        UserError
+    ):  # no abbreviations: a later flag must not change what a command means
         train.parse_settings(["--group", "4"])
 
 
-def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_there_is_to_do(monkeypatch, capsys):
-    """Where the decoder learns, a step paints one code sequence of a prompt; an evaluation paints as in any run."""
-    chosen = tiny_settings("--train", "decoder", "--group-size", "8", "--guidance-scale", "1.5", "--prompts-per-step", "4",
-                           "--eval-count", "16", "--seed", "0")  # fmt: skip
+def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_there_is_to_do(
+    monkeypatch, capsys
+):
+    """Where the decoder learns, a step paints one code sequence of a prompt; an evaluation paints
+    as in any run."""
+    chosen = tiny_settings(
+        "--train",
+        "decoder",
+        "--group-size",
+        "8",
+        "--guidance-scale",
+        "1.5",
+        "--prompts-per-step",
+        "4",
+        "--eval-count",
+        "16",
+        "--seed",
+        "0",
+    )
     chosen.prompts = "a-folder-" * 11
     settings.print_start(chosen, Path("runs/1"), CPU, 32, 16)
     output = capsys.readouterr().out
@@ -295,7 +440,9 @@ def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_the
     first, rest = shown.split("\nby default:")
     flags = "train=decoder group_size=8 guidance_scale=1.5 prompts_per_step=4 eval_count=16 paintings=8 sequences=1"
     flags += " reward=tiny-glm-image/check.py:facts:1,tiny-glm-image/check.py:near:0.1 combine=zscore warmup_steps=0"
-    assert set(first.split()) == {*flags.split(), f"prompts={chosen.prompts}"}, "a path can be copied"
+    assert set(first.split()) == {*flags.split(), f"prompts={chosen.prompts}"}, (
+        "a path can be copied"
+    )
     assert {"seed=0", "kl_coef=0.2", "height=128"} < set(rest.split()) and "None" not in rest
     assert "a step: 32 pictures of about 272 codes, 12 decoder passes each" in output
     assert "an evaluation: 256 pictures of about 272 codes, 6 decoder passes each" in output
@@ -340,24 +487,45 @@ def good(images, prompts, targets):
         (["--prompts", "cut.txt"], "cannot read the prompts file cut.txt"),
         (["--prompts", "sign.txt"], "line 3 of sign.txt contains <|image|>"),
         (["--targets", "few"], "has 1 pictures for 112 prompts"),
-        (["--prompts", "one.txt", "--targets", "broken"], "the target picture broken/1.png cannot be read"),
+        (
+            ["--prompts", "one.txt", "--targets", "broken"],
+            "the target picture broken/1.png cannot be read",
+        ),
         (["--eval-targets", "missing"], "missing does not exist"),
         (["--eval-count", "0"], "--eval-count: must be in [1, inf), got 0"),
         (["--reward", "beauty"], "unknown reward 'beauty'"),
-        (["--reward", "ssim", "--prompts", "one.txt"], "'ssim' compares with target pictures: give --targets"),
-        (["--reward", "bad.py:good", "--eval-reward", "ssim", "--eval-prompts", "one.txt"], "--eval-targets, a folder"),
-        (["--reward", "bad.py:reward"], "KeyError: 'no such face' (bad.py, line 3) (tried on two blank pictures)"),
-        (["--reward", "bad.py:none"], "not NoneType; give NaN, not None, where it does not apply (tried on two blank"),
+        (
+            ["--reward", "ssim", "--prompts", "one.txt"],
+            "'ssim' compares with target pictures: give --targets",
+        ),
+        (
+            ["--reward", "bad.py:good", "--eval-reward", "ssim", "--eval-prompts", "one.txt"],
+            "--eval-targets, a folder",
+        ),
+        (
+            ["--reward", "bad.py:reward"],
+            "KeyError: 'no such face' (bad.py, line 3) (tried on two blank pictures)",
+        ),
+        (
+            ["--reward", "bad.py:none"],
+            "not NoneType; give NaN, not None, where it does not apply (tried on two blank",
+        ),
         (["--reward", "bad.py:leaves"], "SystemExit: 3 (bad.py, line 12)"),
         (["--reward", "bad.py:one"], "--reward: reward 'bad.py:one' gave shape (1,) for 2 images"),
-        (["--reward", "ssim:0,mse:0.0"], "--reward: all weights in ssim:0,mse:0.0 are 0: there is nothing"),
+        (
+            ["--reward", "ssim:0,mse:0.0"],
+            "--reward: all weights in ssim:0,mse:0.0 are 0: there is nothing",
+        ),
         (["--reward", "ssim:1e39"], "--reward: the weight of reward 'ssim' is 1e+39"),
         (["--eval-reward", "clip=few"], "--eval-reward: cannot load reward 'clip'"),
         (["--tracker", "wandb"], "pip install wandb"),
         (["--model", "nobody/nothing", *SHAPES], "cannot load nobody/nothing"),
         (["--model", "few", *SHAPES], "cannot load few"),
         (["--out", "one.txt/run"], "cannot write to one.txt/run"),
-        (["--out", "old"], "old already holds a run; choose another --out, or go on with it: --resume old"),
+        (
+            ["--out", "old"],
+            "old already holds a run; choose another --out, or go on with it: --resume old",
+        ),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
         (["--out", "one.txt"], "one.txt is no folder; choose another --out"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
@@ -366,7 +534,9 @@ def good(images, prompts, targets):
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # without a network it tries for a while
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", True
+    )  # without a network it tries for a while
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(train, "load_run", lambda *_: pytest.fail("this was not refused"))
     for name, text in FILES.items():
@@ -385,13 +555,16 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
 
 
 def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch):
-    """Which may take minutes; judges with the first prompt of both files. What no reward will say is said now."""
+    """Which may take minutes; judges with the first prompt of both files. What no reward will say
+    is said now."""
     Path("mine.py").write_text(
         "class Mine:\n    reads_chinese = False\n\n    def __call__(self, images, prompts, targets):\n"
         "        print('tried with', prompts[0])\n        return [0.0] * len(images)\n\nmine = Mine()\n"
     )
     Path("chinese.txt").write_text("一只红色的圆\na blue cross\n")
-    monkeypatch.setattr(train, "load_run", lambda *_: pytest.fail("the rewards are there", pytrace=False))
+    monkeypatch.setattr(
+        train, "load_run", lambda *_: pytest.fail("the rewards are there", pytrace=False)
+    )
     files = ["--prompts", "chinese.txt", "--targets", "none", "--eval-targets", "none"]
     with pytest.raises(pytest.fail.Exception, match="the rewards are there"):
         quick("--reward", "mine.py:mine", "--eval-reward", "mine.py:mine", "--steps", "1", *files)
@@ -400,17 +573,25 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     assert lines[-7].endswith("what the run leaves goes to runs/1")
     tried = ["loading --reward mine.py:mine", "tried with 一只红色的圆"]
     tried += ["mine.py:mine: no reward for 1 of 2 prompts, which are Chinese"]
-    tried += ["loading --eval-reward mine.py:mine", "tried with a red circle", "tried with 一只红色的圆"]
+    tried += [
+        "loading --eval-reward mine.py:mine",
+        "tried with a red circle",
+        "tried with 一只红色的圆",
+    ]
     assert lines[-6:] == tried
 
 
 def test_a_run_names_the_projects_files_by_their_place_in_it(one_step, monkeypatch):
-    """So another clone finds its own, from whatever folder; others may lie elsewhere if they are the same."""
+    """So another clone finds its own, from whatever folder; others may lie elsewhere if they are
+    the same."""
     state = json.loads((one_step / "checkpoints" / "000001" / "state.json").read_text())["settings"]
     assert state["model"] == "tiny-glm-image" and str(ROOT) not in json.dumps(state)
     monkeypatch.chdir(one_step.parent)
     assert train.parse_settings(["--resume", "run"]).model == str(ROOT / "tiny-glm-image")
-    assert train.parse_settings(["--resume", "run", "--prompts", "elsewhere.txt"]).prompts == "elsewhere.txt"
+    assert (
+        train.parse_settings(["--resume", "run", "--prompts", "elsewhere.txt"]).prompts
+        == "elsewhere.txt"
+    )
     assert tiny_settings().reward == "tiny-glm-image/check.py:facts"
 
 
@@ -420,7 +601,8 @@ def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatc
     )
     shown = []
     monkeypatch.setattr(
-        "runtime.log.save_grid", lambda path, rows, title: shown.extend(rows) or Image.new("RGB", (8, 8))
+        "runtime.log.save_grid",
+        lambda path, rows, title: shown.extend(rows) or Image.new("RGB", (8, 8)),
     )
     both = ["--train", "both", "--paintings", "2", "--decode-steps", "2"]
     for flags in ([], both):
@@ -430,12 +612,16 @@ def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatc
         assert shown[0][0] == "a blue cross"
         captions = [caption for _, cells in shown for _, caption, *_ in cells]
         signs = ["-", "-", "+", "+"] if flags else ["-", "+"]
-        assert [caption.split(", advantage ")[1] for caption in captions] == [f"{sign}0.71" for sign in signs]
+        assert [caption.split(", advantage ")[1] for caption in captions] == [
+            f"{sign}0.71" for sign in signs
+        ]
 
 
 def test_ctrl_c_while_the_libraries_load_has_no_traceback(tmp_path):
     pipes = dict.fromkeys(["stdout", "stderr"], subprocess.PIPE)
-    process = subprocess.Popen([sys.executable, str(ROOT / "train.py")], cwd=tmp_path, text=True, **pipes)
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py")], cwd=tmp_path, text=True, **pipes
+    )
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGINT
@@ -451,7 +637,7 @@ def test_the_script_ends_with_an_exit_code_of_2_and_one_line(monkeypatch, capsys
     assert capsys.readouterr() == ("", "error: --group-size: must be in [2, inf), got 1\n")
 
 
-# ---- prompts and seeds ----------------------------------------------------------------------------------------------
+# ---- prompts and seeds ---------------------------------------------------------------------------
 
 
 def test_prompts_come_round_once_an_epoch_in_another_order():
@@ -464,7 +650,11 @@ def test_prompts_come_round_once_an_epoch_in_another_order():
     other = SimpleNamespace(seed=1, prompts_per_step=60, order="shuffled")
     assert train.prompt_indices(0, other, 4) != rows
     settings.order = "file"
-    assert [train.prompt_indices(step, settings, 4) for step in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
+    assert [train.prompt_indices(step, settings, 4) for step in range(3)] == [
+        [0, 1, 2],
+        [3, 0, 1],
+        [2, 3, 0],
+    ]
 
 
 def test_no_two_groups_share_a_seed(monkeypatch):
@@ -485,14 +675,19 @@ def test_no_two_groups_share_a_seed(monkeypatch):
 def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps, evaluated):
     """Codes, noise and the decoder's draws of the first seeds, and those of the evaluations."""
     for seed in range(seeds):
-        first, last = (train.seed_of_step(s, SimpleNamespace(seed=seed, prompts_per_step=4)) for s in (0, steps))
+        first, last = (
+            train.seed_of_step(s, SimpleNamespace(seed=seed, prompts_per_step=4))
+            for s in (0, steps)
+        )
         own, *evaluations = (
             [start + offset for offset in (0, 2**30, 2**31)]
             for start in (first, train.SEEDS["training"], train.SEEDS["held out"])
         )
         for start in own:
             for other in {*own, *evaluations[0], *evaluations[1]} - {start}:
-                assert (other - start) % 2**32 > last - first and (start - other) % 2**32 >= evaluated
+                assert (other - start) % 2**32 > last - first and (
+                    start - other
+                ) % 2**32 >= evaluated
 
 
 def test_a_gpu_is_named_by_its_number(monkeypatch):
@@ -502,7 +697,9 @@ def test_a_gpu_is_named_by_its_number(monkeypatch):
     assert str(ranks.device()) == "cuda:1"
 
 
-def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_deployed(quick, monkeypatch):
+def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_deployed(
+    quick, monkeypatch
+):
     """And seeds that training never draws from."""
     painted = []
     stock_paint = train.paint
@@ -512,11 +709,26 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
         return stock_paint(pipe, prompt, tokens, settings, seed, source)
 
     monkeypatch.setattr(train, "paint", paint)
-    Path("new.txt").write_text("a green ring\na blue ring\na red ring\na fourth that is never asked for\n")
-    arguments = ["--prompts-per-step", "2", "--eval-prompts", "new.txt", "--eval-targets", "none", "--eval-count", "3"]
+    Path("new.txt").write_text(
+        "a green ring\na blue ring\na red ring\na fourth that is never asked for\n"
+    )
+    arguments = [
+        "--prompts-per-step",
+        "2",
+        "--eval-prompts",
+        "new.txt",
+        "--eval-targets",
+        "none",
+        "--eval-count",
+        "3",
+    ]
     deployed = ["--eval-decode-steps", "3", "--eval-guidance-scale", "1.5"]
     assert quick("--steps", "2", *arguments, *deployed, "--out", "run") == 0
-    expected = [("a red circle", "training", 0), ("a blue cross", "training", 1), ("a green ring", "held out", 0)]
+    expected = [
+        ("a red circle", "training", 0),
+        ("a blue cross", "training", 1),
+        ("a green ring", "held out", 0),
+    ]
     expected += [("a blue ring", "held out", 1), ("a red ring", "held out", 2)]
     expected = [(prompt, train.SEEDS[name] + place, 3, 1.5) for prompt, name, place in expected]
     assert painted[:5] == painted[-5:] == expected
@@ -525,60 +737,103 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
     assert max(seeds) < train.SEEDS["training"] < train.SEEDS["held out"] < 2**30
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 RAW = {
     "a": torch.tensor([1.0, 2.0, 3.0] + [NAN, 5.0, NAN] + [4.0, 4.0, 4.0]),
     "b": torch.tensor([10.0, NAN, 30.0] + [NAN, NAN, NAN] + [0.0, 0.0, 6.0]),
 }
-TOTAL = torch.tensor([2 + 5, 4, 6 + 15] + [NAN, 10, NAN] + [8, 8, 8 + 3])  # 2a + b/2, of those that apply
+TOTAL = torch.tensor(
+    [2 + 5, 4, 6 + 15] + [NAN, 10, NAN] + [8, 8, 8 + 3]
+)  # 2a + b/2, of those that apply
 
 
 def test_reward_metrics_by_hand():
-    """Means over all pictures; spreads within groups, then their mean. NaN is no picture of this reward."""
+    """Means over all pictures; spreads within groups, then their mean. NaN is no picture of this
+    reward."""
     metrics = step_metrics(RAW, TOTAL, 3, 1)
     totals = [7, 4, 21, 10, 8, 8, 11]
-    assert metrics == pytest.approx({
-        "reward": np.mean(totals), "reward_best": np.mean([21, 10, 11]), "unscored": 2 / 9,
-        "reward_std": np.mean([np.std([7, 4, 21], ddof=1), np.std([8, 8, 11], ddof=1)]),  # a lone one has none
-        "reward/a": np.mean([1, 2, 3, 5, 4, 4, 4]), "reward_std/a": (1 + 0) / 2, "reward_best/a": np.mean([3, 5, 4]),
-        "reward/b": np.mean([10, 30, 0, 0, 6]), "reward_best/b": np.mean([30, 6]),
-        "reward_std/b": np.mean([np.std([10, 30], ddof=1), np.std([0, 0, 6], ddof=1)]),
-    })  # fmt: skip
+    assert metrics == pytest.approx(
+        {
+            "reward": np.mean(totals),
+            "reward_best": np.mean([21, 10, 11]),
+            "unscored": 2 / 9,
+            "reward_std": np.mean(
+                [np.std([7, 4, 21], ddof=1), np.std([8, 8, 11], ddof=1)]
+            ),  # a lone one has none
+            "reward/a": np.mean([1, 2, 3, 5, 4, 4, 4]),
+            "reward_std/a": (1 + 0) / 2,
+            "reward_best/a": np.mean([3, 5, 4]),
+            "reward/b": np.mean([10, 30, 0, 0, 6]),
+            "reward_best/b": np.mean([30, 6]),
+            "reward_std/b": np.mean([np.std([10, 30], ddof=1), np.std([0, 0, 6], ddof=1)]),
+        }
+    )
     nothing = reward_metrics({"b": RAW["b"][3:6]}, TOTAL[3:6], 3)
-    assert math.isnan(nothing["reward/b"]) and math.isnan(nothing["reward_std/b"]) and math.isnan(nothing["reward_std"])
+    assert (
+        math.isnan(nothing["reward/b"])
+        and math.isnan(nothing["reward_std/b"])
+        and math.isnan(nothing["reward_std"])
+    )
     assert nothing["reward"] == 10
 
 
 def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
-    """One prompt, two code sequences, painted twice each; or one code sequence, painted four times."""
+    """One prompt, two code sequences, painted twice each; or one code sequence, painted four
+    times."""
     values = torch.tensor([0.0, 2.0, 10.0, 16.0])
     both = step_metrics({"a": values}, values, 2, 2)
     decoder = step_metrics({"a": values}, values, 1, 4)
     assert both["reward"] == decoder["reward"] == both["reward/a"] == 7
     assert both["reward_std"] == pytest.approx(np.std([1, 13], ddof=1)), "of the means"
-    assert both["decoder/reward_std"] == pytest.approx((np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2)
-    assert decoder["reward_std"] == decoder["reward_std/a"] == pytest.approx(np.std(values.numpy(), ddof=1))
+    assert both["decoder/reward_std"] == pytest.approx(
+        (np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2
+    )
+    assert (
+        decoder["reward_std"]
+        == decoder["reward_std/a"]
+        == pytest.approx(np.std(values.numpy(), ddof=1))
+    )
     values[0] = NAN
     both = step_metrics({"a": values}, values, 2, 2)
-    assert both["reward"] == 7.5 and both["reward_std/a"] == pytest.approx(np.std([2, 13], ddof=1)), "of the others"
+    assert both["reward"] == 7.5 and both["reward_std/a"] == pytest.approx(
+        np.std([2, 13], ddof=1)
+    ), "of the others"
 
 
 METRICS = {
-    "reward": 1.25, "reward_std": 0.5, "reward/a": 0.75, "reward_std/a": 0.125, "reward/b": NAN, "reward_std/b": NAN,
-    "unscored": 0.0, "groups_without_spread": 0.25, "kl": 0.0125, "clip_fraction": 0.125, "grad_norm": 2.5,
-    "mean_logprob_gap": 2e-6, "max_logprob_gap": 3e-5, "skipped": 0.0, "entropy": 0.0169, "seconds/sample": 1.5,
-    "seconds/update": 2.25, "gpu_gb/sample": 7.0, "gpu_gb/update": 9.5,
-}  # fmt: skip
+    "reward": 1.25,
+    "reward_std": 0.5,
+    "reward/a": 0.75,
+    "reward_std/a": 0.125,
+    "reward/b": NAN,
+    "reward_std/b": NAN,
+    "unscored": 0.0,
+    "groups_without_spread": 0.25,
+    "kl": 0.0125,
+    "clip_fraction": 0.125,
+    "grad_norm": 2.5,
+    "mean_logprob_gap": 2e-6,
+    "max_logprob_gap": 3e-5,
+    "skipped": 0.0,
+    "entropy": 0.0169,
+    "seconds/sample": 1.5,
+    "seconds/update": 2.25,
+    "gpu_gb/sample": 7.0,
+    "gpu_gb/update": 9.5,
+}
 
 
 def test_the_line_of_a_step_by_hand():
-    """What is 0 or was not measured is left out; alarms stand in front, and what is to be watched before the rest."""
+    """What is 0 or was not measured is left out; alarms stand in front, and what is to be watched
+    before the rest."""
     assert format_step(3, METRICS, SimpleNamespace(steps=20)) == (
         "step 3/20 | reward 1.250 +- 0.500 | 25% without spread | a 0.750 | kl 0.0125 | entropy 0.0169 | gap 2e-06 | "
         "norm 2.500 | 12.5% clipped | 3.8s | 9.5 GB"
     )
-    trouble = dict.fromkeys(["kl", "clip_fraction", "mean_logprob_gap", "max_logprob_gap"], NAN)  # nothing learned
+    trouble = dict.fromkeys(
+        ["kl", "clip_fraction", "mean_logprob_gap", "max_logprob_gap"], NAN
+    )  # nothing learned
     trouble |= {"unscored": 0.25, "skipped": 1.0, "grad_norm": 0.0}
     line = format_step(3, METRICS | trouble, SimpleNamespace(steps=20))
     assert line.startswith(
@@ -610,7 +865,11 @@ def test_why_a_half_learned_nothing(changes, words):
     both = record | {"grad_norm": 0.1, "decoder/grad_norm": 0.0}
     assert why_nothing_was_learned([both]) is why_nothing_was_learned([record], "decoder/") is None
     assert "a higher --noise-level, or a larger" in why_nothing_was_learned([both], "decoder/")
-    assert why_nothing_was_learned([record, record | {"grad_norm": 0.2}]) is why_nothing_was_learned([]) is None
+    assert (
+        why_nothing_was_learned([record, record | {"grad_norm": 0.2}])
+        is why_nothing_was_learned([])
+        is None
+    )
 
 
 def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
@@ -646,33 +905,54 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     (advantages,) = (group.advantages for group in seen)
     torch.testing.assert_close(advantages, compute_advantages(total, 4), atol=1e-5, rtol=0)
     assert advantages[2] == 0 and advantages[1] < 0 < advantages[3]
-    assert metrics["entropy"] == pytest.approx(-seen[0].old_logprobs.mean().item()) and metrics["entropy"] > 0
-    assert rolled.raw_rewards["a"][3] == 6 and rolled.raw_rewards["b"][3] == 500, "the log has these"
+    assert (
+        metrics["entropy"] == pytest.approx(-seen[0].old_logprobs.mean().item())
+        and metrics["entropy"] > 0
+    )
+    assert rolled.raw_rewards["a"][3] == 6 and rolled.raw_rewards["b"][3] == 500, (
+        "the log has these"
+    )
 
 
 def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
-    """Two prompts, three sequences each: a picture's colour is a number of its codes, and its reward is that colour."""
+    """Two prompts, three sequences each: a picture's colour is a number of its codes, and its
+    reward is that colour."""
     shorten(monkeypatch.setattr)
     number = lambda codes: int(codes.sum()) % 251
-    develop = lambda pipe, tokens: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
+    develop = lambda pipe, tokens: [
+        Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens
+    ]
     monkeypatch.setattr(train, "paint", lambda pipe, prompt, tokens, *_: tokens)
     monkeypatch.setattr(train, "develop", develop)
     settings = tiny_settings(*SHORT, "--group-size", "3")
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
     prompts = Prompts(["a red circle", "a blue cross"])
-    rolled, _ = train.grpo_step(build_run(settings), settings, {"colour": (colour, 1.0)}, prompts, 0)
+    rolled, _ = train.grpo_step(
+        build_run(settings), settings, {"colour": (colour, 1.0)}, prompts, 0
+    )
     assert len(rolled.groups) == 2 and len(rolled.images) == 6
     for group in rolled.groups:
         numbers = torch.tensor([float(number(codes)) for codes in group.tokens])
         assert numbers.std() > 1
-        torch.testing.assert_close(group.advantages, compute_advantages(numbers, 3), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            group.advantages, compute_advantages(numbers, 3), atol=1e-5, rtol=0
+        )
 
 
-def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(quick, capfd):
-    Path("mine.py").write_text("def nothing(images, prompts, targets):\n    return [float('nan')] * len(images)\n")
+def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(
+    quick, capfd
+):
+    Path("mine.py").write_text(
+        "def nothing(images, prompts, targets):\n    return [float('nan')] * len(images)\n"
+    )
     assert quick("--reward", "mine.py:nothing", "--steps", "1", "--out", "run") == 0
     (line,) = records("run/metrics.jsonl")
-    assert (line["reward"], line["unscored"], line["groups_without_spread"], line["grad_norm"]) == (None, 1, 1, 0)
+    assert (line["reward"], line["unscored"], line["groups_without_spread"], line["grad_norm"]) == (
+        None,
+        1,
+        1,
+        0,
+    )
     assert [record["reward"] for record in records("run/evaluation.jsonl")] == [None, None]
     assert Path("run/before-after.png").exists()
     output = "".join(capfd.readouterr())

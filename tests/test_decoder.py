@@ -1,4 +1,5 @@
-"""The decoder as a policy: its moves against the stock scheduler and values by hand, its update as in test_grpo.py."""
+"""The decoder as a policy: its moves against the stock scheduler and values by hand, its update as
+in test_grpo.py."""
 
 import math
 import shutil
@@ -43,14 +44,27 @@ REWARDS = rewards.parse_rewards("ssim:1,mse:1")
 
 
 def build(*arguments, dtype=torch.float32):
-    """What a run works with and its settings, of the tiny model, on small pictures of three moves."""
-    flags = ["--train", "decoder", "--height", "64", "--width", "64", "--decode-steps", "3", "--group-size", "3"]
+    """What a run works with and its settings, of the tiny model, on small pictures of three
+    moves."""
+    flags = [
+        "--train",
+        "decoder",
+        "--height",
+        "64",
+        "--width",
+        "64",
+        "--decode-steps",
+        "3",
+        "--group-size",
+        "3",
+    ]
     settings = tiny_settings(*flags, "--combine", "zscore", *arguments)
     return build_run(settings, GlmImagePipeline.from_pretrained(TINY, dtype=dtype)), settings
 
 
 def roll_out(run, settings, seed=5):
-    """The moves of a lone code sequence of each prompt, with their advantages; 10 codes, the decoder sees 4."""
+    """The moves of a lone code sequence of each prompt, with their advantages; 10 codes, the
+    decoder sees 4."""
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     codes = torch.randint(1024, (2, 1, 10), generator=torch.Generator().manual_seed(seed))
     rolled = [
@@ -60,7 +74,9 @@ def roll_out(run, settings, seed=5):
     images = [image for latents, _ in rolled for image in train.develop(run.pipe, latents)]
     moves = [step for _, steps in rolled for step in steps]
     raw_rewards = rewards.score(REWARDS, images, PROMPTS, targets)
-    combined = rewards.combine(raw_rewards, rewards.weights_of(REWARDS), settings.paintings, "zscore")
+    combined = rewards.combine(
+        raw_rewards, rewards.weights_of(REWARDS), settings.paintings, "zscore"
+    )
     train.set_advantages(moves, repeat_for_steps(combined, moves))
     return moves
 
@@ -74,7 +90,7 @@ def adapter(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-# ---- one move -------------------------------------------------------------------------------------------------------
+# ---- one move ------------------------------------------------------------------------------------
 
 
 def test_a_move_by_hand():
@@ -83,7 +99,9 @@ def test_a_move_by_hand():
     mean, std = gaussian_step(x, v, 0.8, 0.6, 0.5)
     expected_std = 0.6 * math.sin(math.pi / 4)
     assert std == pytest.approx(expected_std)
-    assert mean.item() == pytest.approx(0.4 * -0.3 + math.sqrt(0.36 - expected_std**2) * 0.7, abs=1e-6)
+    assert mean.item() == pytest.approx(
+        0.4 * -0.3 + math.sqrt(0.36 - expected_std**2) * 0.7, abs=1e-6
+    )
     assert gaussian_step(x, v, 0.8, 0.0, 0.5)[1] == 0, "the last move is the ODE's"
 
 
@@ -99,29 +117,40 @@ def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe):
     steps = 6
     latents = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     prior = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(1))
-    arguments = {"prompt": PROMPTS, "prior_token_ids": prior, "height": 64, "width": 64, "num_inference_steps": steps}
+    arguments = {
+        "prompt": PROMPTS,
+        "prior_token_ids": prior,
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": steps,
+    }
     arguments |= {"guidance_scale": 1.5, "output_type": "latent"}
     expected = pipe(**arguments, latents=latents.clone()).images
-    other = GlmImagePipeline(**{**pipe.components, "scheduler": PathScheduler.from_config(pipe.scheduler.config)})
+    other = GlmImagePipeline(
+        **{**pipe.components, "scheduler": PathScheduler.from_config(pipe.scheduler.config)}
+    )
     other.scheduler.begin(1e-12, [0, 1])  # a spread of 1e-12
     assert (other(**arguments, latents=latents.clone()).images - expected).abs().max() < 1e-4
 
     stock = pipe.scheduler
     stock.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist(), mu=0.6)
     x = latents
-    for t, (level, next_level) in zip(stock.timesteps, stock.sigmas.unfold(0, 2, 1).tolist(), strict=True):
+    for t, (level, next_level) in zip(
+        stock.timesteps, stock.sigmas.unfold(0, 2, 1).tolist(), strict=True
+    ):
         v = torch.randn_like(x)
         mean, std = gaussian_step(x, v, level, next_level, 0.0)
         x = stock.step(v, t, x, return_dict=False)[0]
         assert std == 0 and torch.equal(mean, x)
 
 
-# ---- paths and their update -----------------------------------------------------------------------------------------
+# ---- paths and their update ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guidance, calls", [("1.0", 1), ("1.5", 2)])
 def test_scored_again_the_log_probs_are_those_of_the_draw(guidance, calls):
-    """Recomputed by the Gaussian's own formula from a transformer called by hand, guided as the pipeline does."""
+    """Recomputed by the Gaussian's own formula from a transformer called by hand, guided as the
+    pipeline does."""
     run, settings = build("--guidance-scale", guidance)
     perturb(run.decoder_trainer.model)
     moves = roll_out(run, settings)
@@ -130,7 +159,9 @@ def test_scored_again_the_log_probs_are_those_of_the_draw(guidance, calls):
         assert move.old_logprobs.shape == (3, 8 * 8 * 8) and move.latents.device.type == "cpu"
         with torch.no_grad():
             again = run.decoder_trainer.logprobs(move, torch.arange(3))
-        assert (again - move.old_logprobs).mean(1).abs().max() < 2e-7, "of the mean over the numbers of a move"
+        assert (again - move.old_logprobs).mean(1).abs().max() < 2e-7, (
+            "of the mean over the numbers of a move"
+        )
         assert (again - move.old_logprobs).abs().max() < 1e-3
         assert len(move.calls) == calls
         assert all(call["hidden_states"] is None for call in move.calls), "kept once, as latents"
@@ -143,7 +174,9 @@ def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
     run, settings = build()
     first, _, other, _ = roll_out(run, settings)
     noise = torch.randn(1, 8, 8, 8, generator=torch.Generator().manual_seed(5 + 2**31))
-    assert torch.equal(first.latents, noise.expand(3, -1, -1, -1)), "that of the stock scheduler, see test_pictures.py"
+    assert torch.equal(first.latents, noise.expand(3, -1, -1, -1)), (
+        "that of the stock scheduler, see test_pictures.py"
+    )
     assert not torch.equal(first.latents, other.latents), "of a neighbouring prompt"
     assert not torch.equal(first.next_latents[0], first.next_latents[1])
     again = roll_out(run, settings)
@@ -154,13 +187,17 @@ def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
 
 
 def draws(move):
-    """The standard normal numbers (K, D) that a move has drawn, but for their signs: they are all it kept of them."""
+    """The standard normal numbers (K, D) that a move has drawn, but for their signs: they are all
+    it kept of them."""
     std = move.levels[1] * math.sin(0.7 * math.pi / 2)
-    return (-2 * (move.old_logprobs + math.log(std) + math.log(2 * math.pi) / 2)).clamp(min=0).sqrt()
+    return (
+        (-2 * (move.old_logprobs + math.log(std) + math.log(2 * math.pi) / 2)).clamp(min=0).sqrt()
+    )
 
 
 def test_no_two_paintings_share_their_draws():
-    """Of a code sequence, of two of a prompt, of neighbouring prompts, of steps, and of seeds that differ by one."""
+    """Of a code sequence, of two of a prompt, of neighbouring prompts, of steps, and of seeds that
+    differ by one."""
     run, settings = build("--train", "both", "--group-size", "3", "--paintings", "2")
     codes, found = torch.zeros(3, 10, dtype=torch.long), []
     for seed in (5, 6, 1005):
@@ -187,9 +224,17 @@ def test_latents_in_bfloat16_are_drawn_and_kept_in_float32(pipe):
     scheduler = PathScheduler.from_config(pipe.scheduler.config)
     scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=0.6)
     scheduler.begin(0.7, [0, 1])
-    (after,) = scheduler.step(torch.randn(2, 8, 4, 4), scheduler.timesteps[0], torch.randn(2, 8, 4, 4).bfloat16())
+    (after,) = scheduler.step(
+        torch.randn(2, 8, 4, 4), scheduler.timesteps[0], torch.randn(2, 8, 4, 4).bfloat16()
+    )
     ((drawn,),) = scheduler.recorded.values()
-    assert after.dtype == drawn.latents.dtype == drawn.next_latents.dtype == drawn.old_logprobs.dtype == torch.float32
+    assert (
+        after.dtype
+        == drawn.latents.dtype
+        == drawn.next_latents.dtype
+        == drawn.old_logprobs.dtype
+        == torch.float32
+    )
 
 
 def test_micro_batches_change_neither_the_paths_nor_the_gradient():
@@ -201,7 +246,10 @@ def test_micro_batches_change_neither_the_paths_nor_the_gradient():
         before = [p.detach().clone() for p in adapter(run.decoder_trainer.model)]
         moves = roll_out(run, settings)
         learn(run, moves)
-        change = [(p.detach() - b).flatten() for p, b in zip(adapter(run.decoder_trainer.model), before, strict=True)]
+        change = [
+            (p.detach() - b).flatten()
+            for p, b in zip(adapter(run.decoder_trainer.model), before, strict=True)
+        ]
         found.append((moves[-1].next_latents, torch.cat(change)))
     (expected_latents, expected), (latents, change) = found
     torch.testing.assert_close(latents, expected_latents, atol=1e-4, rtol=0)
@@ -235,10 +283,12 @@ def test_the_reference_is_the_decoder_without_its_adapter():
         torch.testing.assert_close(move.ref_logprobs, move.old_logprobs, atol=1e-3, rtol=0)
     assert metrics["kl"] > 0
     base = adapter(run.policy_trainer.model)
-    assert base and all(p.grad is None for p in run.policy_trainer.model.parameters()), "the codes' half is left alone"
+    assert base and all(p.grad is None for p in run.policy_trainer.model.parameters()), (
+        "the codes' half is left alone"
+    )
 
 
-# ---- credit ---------------------------------------------------------------------------------------------------------
+# ---- credit --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -251,16 +301,25 @@ def watched(run, monkeypatch):
     """What each learner is given to learn from."""
     seen = {}
     for name, learner in (("codes", run.policy_trainer), ("decoder", run.decoder_trainer)):
-        monkeypatch.setattr(learner, "update", lambda groups, name=name: seen.update({name: groups}) or {"skipped": 0})
+        monkeypatch.setattr(
+            learner,
+            "update",
+            lambda groups, name=name: seen.update({name: groups}) or {"skipped": 0},
+        )
     return seen
 
 
-def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_themselves(monkeypatch, short):
-    """Two prompts, three code sequences each, four paintings of each; a painting without a reward is left out."""
+def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_themselves(
+    monkeypatch, short
+):
+    """Two prompts, three code sequences each, four paintings of each; a painting without a reward
+    is left out."""
     run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4")
     values, given, seen = torch.arange(24.0) ** 2, {}, watched(run, monkeypatch)
     calls = []
-    monkeypatch.setattr(train, "combine", lambda *given: calls.append(given[2:]) or rewards.combine(*given))
+    monkeypatch.setattr(
+        train, "combine", lambda *given: calls.append(given[2:]) or rewards.combine(*given)
+    )
     red, blue = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
     values[5] = math.nan
 
@@ -268,14 +327,24 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         given.update(prompts=prompts, targets=targets, images=len(images))
         return values
 
-    rolled, metrics = train.grpo_step(run, settings, {"number": (number, 1.0)}, Prompts(PROMPTS, [red, blue]), 5)
-    expected = {"prompts": [PROMPTS[0]] * 12 + [PROMPTS[1]] * 12, "targets": [red] * 12 + [blue] * 12, "images": 24}
-    assert calls == [(3, "zscore"), (4, "zscore")], "several rewards are made alike among those that are compared"
+    rolled, metrics = train.grpo_step(
+        run, settings, {"number": (number, 1.0)}, Prompts(PROMPTS, [red, blue]), 5
+    )
+    expected = {
+        "prompts": [PROMPTS[0]] * 12 + [PROMPTS[1]] * 12,
+        "targets": [red] * 12 + [blue] * 12,
+        "images": 24,
+    }
+    assert calls == [(3, "zscore"), (4, "zscore")], (
+        "several rewards are made alike among those that are compared"
+    )
     assert given == expected and len(rolled.images) == 24 and metrics["decoder/skipped"] == 0
     means = values.view(6, 4).nanmean(1)
     for i, group in enumerate(seen["codes"]):
         own = means[3 * i : 3 * i + 3]
-        torch.testing.assert_close(group.advantages, (own - own.mean()) / own.std(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            group.advantages, (own - own.mean()) / own.std(), atol=1e-4, rtol=0
+        )
     moves_each = settings.decode_steps - 1
     assert len(seen["decoder"]) == 2 * 3 * moves_each
     for i, move in enumerate(seen["decoder"]):
@@ -286,14 +355,27 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 
 
 def test_a_path_ends_in_its_own_picture(short):
-    """Of every prompt, code sequence and painting: what is clean in the last latents drawn, seen by the VAE."""
-    run, settings = build("--train", "both", "--group-size", "2", "--paintings", "2", "--decode-steps", "40", *VARIED)
+    """Of every prompt, code sequence and painting: what is clean in the last latents drawn, seen by
+    the VAE."""
+    run, settings = build(
+        "--train", "both", "--group-size", "2", "--paintings", "2", "--decode-steps", "40", *VARIED
+    )
     rolled = train.rollout(run, settings, {}, Prompts(PROMPTS), 5)
-    last = torch.cat([step.next_latents for step in rolled.denoising_steps[38::39]])  # (N*G*K, C, H, W)
+    last = torch.cat(
+        [step.next_latents for step in rolled.denoising_steps[38::39]]
+    )  # (N*G*K, C, H, W)
     vae = run.pipe.vae
-    mean, std = (torch.tensor(getattr(vae.config, f"latents_{name}")).view(1, -1, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(getattr(vae.config, f"latents_{name}")).view(1, -1, 1, 1)
+        for name in ("mean", "std")
+    )
     with torch.no_grad():
-        guessed = torch.cat([vae.decode(x * std + mean).sample for x in last.split(8)]).add(1).div(2).clamp(0, 1)
+        guessed = (
+            torch.cat([vae.decode(x * std + mean).sample for x in last.split(8)])
+            .add(1)
+            .div(2)
+            .clamp(0, 1)
+        )
     found = torch.stack([rewards.to_tensor(image) for image in rolled.images])
     distances = (guessed[:, None] - found[None]).square().mean((2, 3, 4))  # (N*G*K, N*G*K)
     assert len(found) == 8 and distances.argmin(1).tolist() == list(range(8))
@@ -301,7 +383,10 @@ def test_a_path_ends_in_its_own_picture(short):
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch, short):
     run, settings = build("--lr", "0.001", "--decoder-lr", "0.002")
-    assert [trainer.optimizer.param_groups[0]["lr"] for trainer in (run.policy_trainer, run.decoder_trainer)] == [
+    assert [
+        trainer.optimizer.param_groups[0]["lr"]
+        for trainer in (run.policy_trainer, run.decoder_trainer)
+    ] == [
         0.001,
         0.002,
     ]
@@ -310,25 +395,42 @@ def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch, sh
         [],
         run.policy_trainer.sample,
     )
-    monkeypatch.setattr(run.policy_trainer, "sample", lambda *given: sampled.append(given[1]) or sample(*given))
+    monkeypatch.setattr(
+        run.policy_trainer, "sample", lambda *given: sampled.append(given[1]) or sample(*given)
+    )
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     rolled, metrics = train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS, targets), 5)
     assert sampled == [1] and len(rolled.images) == len(rolled.raw_rewards["ssim"]) == 2 * 3
     assert "groups_without_spread" not in metrics and metrics["decoder/groups_without_spread"] == 0
     assert all(torch.equal(p, b) for p, b in zip(adapter(run.policy_trainer.model), before))
-    assert any(p.abs().max() > 0 for n, p in run.decoder_trainer.model.named_parameters() if "lora_B" in n)
+    assert any(
+        p.abs().max() > 0 for n, p in run.decoder_trainer.model.named_parameters() if "lora_B" in n
+    )
 
 
 def taking_turns(monkeypatch, offload):
-    """A step of both halves: Adam's first moments, and whether the weights that each piece of work needs came up."""
-    run, settings = build("--train", "both", "--group-size", "2", "--paintings", "2", "--kl-coef", "0.1", *VARIED)
+    """A step of both halves: Adam's first moments, and whether the weights that each piece of work
+    needs came up."""
+    run, settings = build(
+        "--train", "both", "--group-size", "2", "--paintings", "2", "--kl-coef", "0.1", *VARIED
+    )
     weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
     head = run.policy_trainer.model.get_base_model().lm_head.weight
     if offload:
         models = [run.policy_trainer.model, *train.painting_models(run.pipe)]
-        run = train.Run(run.pipe, run.policy_trainer, run.decoder_trainer, train.Phases(CPU, Offload(models, CPU)))
+        run = train.Run(
+            run.pipe,
+            run.policy_trainer,
+            run.decoder_trainer,
+            train.Phases(CPU, Offload(models, CPU)),
+        )
     adapters = adapter(run.policy_trainer.model) + adapter(run.decoder_trainer.model)
-    home, own, places, seen = weight.data_ptr(), head.data_ptr(), [p.data_ptr() for p in adapters], []
+    home, own, places, seen = (
+        weight.data_ptr(),
+        head.data_ptr(),
+        [p.data_ptr() for p in adapters],
+        [],
+    )
 
     def watch(owner, name, look):
         original = getattr(owner, name)
@@ -337,7 +439,9 @@ def taking_turns(monkeypatch, offload):
     for owner, name in ((run.decoder_trainer, "logprobs"), (decoder, "paint")):
         watch(owner, name, lambda: weight.data_ptr() != home and head.data_ptr() == own)
     for name in ("sample", "logprobs"):
-        watch(run.policy_trainer, name, lambda: head.data_ptr() != own and weight.data_ptr() == home)
+        watch(
+            run.policy_trainer, name, lambda: head.data_ptr() != own and weight.data_ptr() == home
+        )
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS, targets), 5)
     assert [p.data_ptr() for p in adapters] == places, "what is trained stays"
@@ -347,7 +451,8 @@ def taking_turns(monkeypatch, offload):
 
 
 def test_taking_turns_changes_nothing(monkeypatch, short):
-    """With the CPU as the GPU and a copy as pinned memory: frozen weights come and go, gradients are the same."""
+    """With the CPU as the GPU and a copy as pinned memory: frozen weights come and go, gradients
+    are the same."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     resident, moved = taking_turns(monkeypatch, False)
     assert moved and not any(moved)
@@ -356,21 +461,46 @@ def test_taking_turns_changes_nothing(monkeypatch, short):
     torch.testing.assert_close(offloaded, resident, atol=1e-4 * resident.abs().max().item(), rtol=0)
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def both_halves(tmp_path_factory):
     """A folder with a run of two steps in which both halves have learned."""
     folder = tmp_path_factory.mktemp("both")
-    arguments = ["--train", "both", "--paintings", "2", "--decode-steps", "4", "--steps", "2", "--save-every", "1"]
+    arguments = [
+        "--train",
+        "both",
+        "--paintings",
+        "2",
+        "--decode-steps",
+        "4",
+        "--steps",
+        "2",
+        "--save-every",
+        "1",
+    ]
     with short_runs(folder) as quick:
-        assert quick(*arguments, "--warmup-steps", "3", "--decoder-lr", "0.05", "--lr", "0.05", "--out", "run") == 0
+        assert (
+            quick(
+                *arguments,
+                "--warmup-steps",
+                "3",
+                "--decoder-lr",
+                "0.05",
+                "--lr",
+                "0.05",
+                "--out",
+                "run",
+            )
+            == 0
+        )
     return folder / "run"
 
 
 def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_halves):
-    """Saved by a run, loaded by the lines of the README: the same picture, and not that of the base."""
+    """Saved by a run, loaded by the lines of the README: the same picture, and not that of the
+    base."""
     settings = tiny_settings("--height", "32", "--width", "32", "--decode-steps", "3")
     codes = torch.randint(1024, (1, 1), generator=torch.Generator().manual_seed(0))
 
@@ -395,18 +525,26 @@ def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(both_halves, 
     for part in ("checkpoints/000002", "adapter", "decoder-adapter"):
         shutil.rmtree(f"killed/{part}")
     assert resume("killed") == 0
-    for file in ("adapter/adapter_model.safetensors", "decoder-adapter/pytorch_lora_weights.safetensors"):
+    for file in (
+        "adapter/adapter_model.safetensors",
+        "decoder-adapter/pytorch_lora_weights.safetensors",
+    ):
         expected, found = load_file(both_halves / file), load_file(f"killed/{file}")
-        assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in found)
+        assert expected.keys() == found.keys() and all(
+            torch.equal(expected[name], found[name]) for name in found
+        )
         assert any(weights.any() for name, weights in found.items() if "lora_B" in name)
 
 
 BOTH = ["--train", "both", "--paintings", "2", "--decode-steps", "3"]
 
 
-@pytest.mark.parametrize(("half", "saved"), [("sample", "000001"), ("codes", "000001"), ("decoder", "000000")])
+@pytest.mark.parametrize(
+    ("half", "saved"), [("sample", "000001"), ("codes", "000001"), ("decoder", "000000")]
+)
 def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, half, saved):
-    """Memory runs out in the second step, as it samples, as the codes learn, or as the decoder does after them."""
+    """Memory runs out in the second step, as it samples, as the codes learn, or as the decoder does
+    after them."""
     calls, owner = [], train.DecoderGRPO if half == "decoder" else train.GRPO
     name = "sample" if half == "sample" else "add_reference"
     original = getattr(owner, name)
@@ -417,7 +555,9 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return original(self, *given)
 
-    monkeypatch.setattr(train, "evaluate", lambda *given: ({"reward": 0.0, "images": 1, "prompts": 1}, []))
+    monkeypatch.setattr(
+        train, "evaluate", lambda *given: ({"reward": 0.0, "images": 1, "prompts": 1}, [])
+    )
     monkeypatch.setattr(owner, name, breaks)
     assert quick(*BOTH, "--temperature", "4", "--steps", "3", "--out", "run") == 2
     assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
@@ -425,7 +565,9 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
 
 def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
     update = train.DecoderGRPO.update
-    monkeypatch.setattr(train.DecoderGRPO, "update", lambda self, moves: update(self, moves) | {"skipped": 1.0})
+    monkeypatch.setattr(
+        train.DecoderGRPO, "update", lambda self, moves: update(self, moves) | {"skipped": 1.0}
+    )
     assert quick(*BOTH, "--steps", "1", "--out", "run") == 0
     output = capsys.readouterr().out
     assert "a step: 4 pictures" in output, "1 prompt x 2 code sequences x 2 paintings"
@@ -437,10 +579,22 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     """All K with --train decoder, and G rows of K with both."""
     drawn = []
     monkeypatch.setattr(
-        "runtime.log.save_grid", lambda path, rows, title: drawn.append(rows) or Image.new("RGB", (8, 8))
+        "runtime.log.save_grid",
+        lambda path, rows, title: drawn.append(rows) or Image.new("RGB", (8, 8)),
     )
-    Path("mine.py").write_text("def count(images, prompts, targets):\n    return list(range(len(images)))\n")
-    arguments = ["--reward", "mine.py:count", "--steps", "1", "--decode-steps", "2", "--group-size", "3"]
+    Path("mine.py").write_text(
+        "def count(images, prompts, targets):\n    return list(range(len(images)))\n"
+    )
+    arguments = [
+        "--reward",
+        "mine.py:count",
+        "--steps",
+        "1",
+        "--decode-steps",
+        "2",
+        "--group-size",
+        "3",
+    ]
     assert quick(*arguments, "--train", kind, "--paintings", "2", "--out", kind) == 0
     found = [[caption for _, caption in cells] for _, cells in drawn[0]]
     assert [len(row) for row in found] == rows
@@ -461,5 +615,8 @@ def test_a_decoder_that_paints_nonsense_fails_the_step(short):
     for name, parameter in run.decoder_trainer.model.named_parameters():
         if "lora_B" in name:
             parameter.data.fill_(math.nan)
-    with pytest.raises(runtime.StepFailed, match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a --lr or"):
+    with pytest.raises(
+        runtime.StepFailed,
+        match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a --lr or",
+    ):
         train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS), 5)

@@ -1,4 +1,5 @@
-"""The pages: links lead somewhere; flags, rewards and tests that they name exist. The code stays small."""
+"""The pages: links lead somewhere; flags, rewards and tests that they name exist. The code stays
+small."""
 
 import ast
 import io
@@ -37,25 +38,35 @@ CEILINGS = {  # lines, but of --help flags: what is above is to be made smaller,
 }
 LONGEST = 45  # lines of code in a function's body
 PACKED = 15  # assignments of unrelated values in one line
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w.-]*\.\.)")  # not "--eval-...", which names several
+FLAG = re.compile(
+    r"(?<![\w-])--[a-z][a-z-]*(?![\w.-]*\.\.)"
+)  # not "--eval-...", which names several
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def without_code(text):
-    return re.sub(r"`[^`\n]+`", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
+    return re.sub(
+        r"`[^`\n]+`", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    )
 
 
 def code_of(text):
     """The commands of code blocks, without their comments, and code within lines."""
     blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL)
-    commands = [re.sub(r" #.*", "", line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = [
+        re.sub(r" #.*", "", line)
+        for block in blocks
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     return commands + [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", text)]
 
 
 def anchors(page):
     """As GitHub makes them: lower case, without punctuation, hyphens for spaces."""
-    headings = re.findall(r"^#+ (.*)$", without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.*)$", without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -73,7 +84,8 @@ def broken_links(page):
 
 @cache
 def flags_of(name):
-    """Those of train.py, of torchrun, or of another script, read from its source: {"--steps", ...}."""
+    """Those of train.py, of torchrun, or of another script, read from its source: {"--steps",
+    ...}."""
     if name in ("train.py", "torchrun"):
         parser = build_parser()[0] if name == "train.py" else get_args_parser()
         return {option for action in parser._actions for option in action.option_strings}
@@ -83,13 +95,15 @@ def flags_of(name):
 
 
 def script(word):
-    """The source that a word names, with or without its folder: "benchmarks/memory.py". None for other words."""
+    """The source that a word names, with or without its folder: "benchmarks/memory.py". None for
+    other words."""
     found = [file for file in SOURCES if word and str(file.relative_to(ROOT)).endswith(word)]
     return str(found[0].relative_to(ROOT)) if word.endswith(".py") and found else None
 
 
 def unknown_flags(command, page=""):
-    """A flag belongs to the script before it; without one, to train.py, or to torchrun or a script the page names."""
+    """A flag belongs to the script before it; without one, to train.py, or to torchrun or a script
+    the page names."""
     words = command.split()
     if words and words[0] in ("pip", "apt", "ruff", "git"):
         return []
@@ -116,19 +130,26 @@ def test_a_broken_link_and_an_unknown_flag_are_found(tmp_path):
     assert broken_links(page) == ["page.md#a-title", "gone.md"]
     assert unknown_flags("python train.py --steps 3 --speed 4") == ["--speed"]
     assert unknown_flags("torchrun --nnodes 2 --steps 3 train.py --steps 3") == ["--steps"]
-    assert unknown_flags("--bits 2") == ["--bits"] and unknown_flags("--bits 2", "see repair_decoder.py") == []
+    assert (
+        unknown_flags("--bits 2") == ["--bits"]
+        and unknown_flags("--bits 2", "see repair_decoder.py") == []
+    )
 
 
 @named
 def test_flags_on_the_pages_exist(page):
     text = page.read_text(encoding="utf-8")
-    assert {command: unknown for command in code_of(text) if (unknown := unknown_flags(command, text))} == {}
+    assert {
+        command: unknown for command in code_of(text) if (unknown := unknown_flags(command, text))
+    } == {}
 
 
 def test_flags_in_docstrings_and_messages_exist():
     unknown = {}
     for source in SOURCES:
-        known = flags_of("train.py") | flags_of("torchrun") | flags_of(str(source.relative_to(ROOT)))
+        known = (
+            flags_of("train.py") | flags_of("torchrun") | flags_of(str(source.relative_to(ROOT)))
+        )
         unknown[source.name] = set(FLAG.findall(source.read_text(encoding="utf-8"))) - known
     assert {name: flags for name, flags in unknown.items() if flags} == {
         "settings.py": {"--log"},
@@ -140,7 +161,11 @@ def test_flags_in_docstrings_and_messages_exist():
 def test_the_readme_lists_the_rewards():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     table = re.search(r"^## Rewards\n+(\|.*?)\n\n", text, flags=re.MULTILINE | re.DOTALL)[1]
-    listed = [name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    listed = [
+        name
+        for row in table.splitlines()[2:]
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1])
+    ]
     assert sorted(listed) == sorted([*rewards.REWARDS, "my_file.py:function"])
 
 
@@ -160,25 +185,34 @@ def test_every_page_is_reached_from_the_readme():
 def test_the_readme_tells_how_to_install_to_run_and_to_test():
     """In one block of commands."""
     blocks = re.findall(
-        r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        r"^```bash\n(.*?)^```",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
     )
     (block,) = [block for block in blocks if "pip install -r requirements.txt" in block]
     commands = [line.partition(" #")[0].split()[:2] for line in block.splitlines()]
-    assert ["pip", "install"] in commands and ["python", "train.py"] in commands and ["pytest"] in commands
+    assert (
+        ["pip", "install"] in commands
+        and ["python", "train.py"] in commands
+        and ["pytest"] in commands
+    )
 
 
 def test_the_tests_that_show_pitfalls_exist():
     sources = "\n".join(file.read_text(encoding="utf-8") for file in TESTS)
     exist = set(re.findall(r"^def (test_\w+)", sources, flags=re.MULTILINE))
     page = (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")
-    rows = [row for row in page.splitlines() if row.startswith("| ") and not row.startswith("| Mistake")]
+    rows = [
+        row for row in page.splitlines() if row.startswith("| ") and not row.startswith("| Mistake")
+    ]
     shown = [re.findall(r"`(test_\w+)`", row.split("|")[3]) for row in rows]
     assert len(rows) >= 15 and all(shown)
     assert {name for names in shown for name in names} - exist == set()
 
 
 def test_the_report_for_diffusers_still_holds(tmp_path):
-    """When this fails, transformers has changed: are the three lines around the editing call still needed?"""
+    """When this fails, transformers has changed: are the three lines around the editing call still
+    needed?"""
     page = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     shown = re.search(r"^RuntimeError: (.*)$", page, flags=re.MULTILINE)[1]
@@ -188,7 +222,7 @@ def test_the_report_for_diffusers_still_holds(tmp_path):
     assert str(error.value) == shown
 
 
-# ---- the code -------------------------------------------------------------------------------------------------------
+# ---- the code ------------------------------------------------------------------------------------
 
 
 def lines_of(part):
@@ -196,7 +230,12 @@ def lines_of(part):
     if part == "flags of --help":
         return len(build_parser()[0]._actions) - 1  # without --help itself
     if part.startswith("grpo.py before"):
-        return (ROOT / "grpo.py").read_text(encoding="utf-8").partition("# ---- one GPU for two models")[0].count("\n")
+        return (
+            (ROOT / "grpo.py")
+            .read_text(encoding="utf-8")
+            .partition("# ---- one GPU for two models")[0]
+            .count("\n")
+        )
     if part == "tests":
         files = TESTS
     elif part.startswith("all"):
@@ -215,10 +254,16 @@ def test_no_part_grows_above_its_ceiling(part):
 def lines_of_code(source):
     """The numbers of the lines that are neither blank, nor comment, nor docstring."""
     no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in no_code]
+    tokens = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in no_code
+    ]
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(ast.parse(source)):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        documented = isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
         if documented and ast.get_docstring(node) is not None:
             lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return lines
@@ -227,13 +272,21 @@ def lines_of_code(source):
 def long_functions(source):
     """{name: lines of code} of the functions with more than LONGEST."""
     lines = lines_of_code(source)
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lengths = {node.name: len(lines & set(range(node.body[0].lineno, node.end_lineno + 1))) for node in functions}
+    functions = [
+        n
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lengths = {
+        node.name: len(lines & set(range(node.body[0].lineno, node.end_lineno + 1)))
+        for node in functions
+    }
     return {name: length for name, length in lengths.items() if length > LONGEST}
 
 
 def packed_assignments(source):
-    """Those of the form `a, b = x, y`, unless a name on the left is read on the right, as in a swap."""
+    """Those of the form `a, b = x, y`, unless a name on the left is read on the right, as in a
+    swap."""
     packed = []
     for node in ast.walk(ast.parse(source)):
         if (
@@ -242,21 +295,32 @@ def packed_assignments(source):
             and isinstance(node.targets[0], ast.Tuple)
         ):
             written = {ast.unparse(name) for name in node.targets[0].elts}
-            if written.isdisjoint(ast.unparse(part) for part in ast.walk(node.value) if isinstance(part, ast.expr)):
+            if written.isdisjoint(
+                ast.unparse(part) for part in ast.walk(node.value) if isinstance(part, ast.expr)
+            ):
                 packed.append(ast.unparse(node))
     return packed
 
 
 def test_functions_are_short():
     """But for the table of flags."""
-    long = {f"{file.relative_to(ROOT)}": long_functions(file.read_text(encoding="utf-8")) for file in SOURCES}
-    assert {name: functions for name, functions in long.items() if functions and name != "runtime/settings.py"} == {}
+    long = {
+        f"{file.relative_to(ROOT)}": long_functions(file.read_text(encoding="utf-8"))
+        for file in SOURCES
+    }
+    assert {
+        name: functions
+        for name, functions in long.items()
+        if functions and name != "runtime/settings.py"
+    } == {}
     assert [*long["runtime/settings.py"]] == ["build_parser"]
 
 
 def test_few_lines_assign_several_unrelated_values():
     files = [file for file in SOURCES if file.parent.name not in ("benchmarks", "tiny-glm-image")]
-    packed = [line for file in files for line in packed_assignments(file.read_text(encoding="utf-8"))]
+    packed = [
+        line for file in files for line in packed_assignments(file.read_text(encoding="utf-8"))
+    ]
     assert len(packed) <= PACKED, packed
 
 

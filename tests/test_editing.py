@@ -1,4 +1,5 @@
-"""Editing: a picture and a wish go in, against the stock classes; runs on edits; rewards that see the source."""
+"""Editing: a picture and a wish go in, against the stock classes; runs on edits; rewards that see
+the source."""
 
 import re
 import runpy
@@ -67,9 +68,12 @@ def source_of(pipe, height, width, scene=RED_CIRCLE):
 def stock_inputs(pipe, source, height, width, wish=WISH):
     content = [{"type": "image", "image": source.image}, {"type": "text", "text": wish}]
     return pipe.processor.apply_chat_template(
-        [[{"role": "user", "content": content}]], tokenize=True, return_dict=True, return_tensors="pt",
+        [[{"role": "user", "content": content}]],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
         processor_kwargs={"target_h": height, "target_w": width},
-    )  # fmt: skip
+    )
 
 
 def forget(pipe):
@@ -78,7 +82,7 @@ def forget(pipe):
     pipe.vision_language_encoder.model._cached_decode_position_ids = None
 
 
-# ---- a prompt with a picture ----------------------------------------------------------------------------------------
+# ---- a prompt with a picture ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("given", "size"), SIZES)
@@ -86,10 +90,14 @@ def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
     source = source_of(stock, *given)
     ids, positions, count = encode_prompt(stock.processor, WISH, *size, source)
     model = stock.vision_language_encoder.model
-    assert model.rope_deltas is None and model._cached_decode_position_ids is None, "nothing is left in the model"
+    assert model.rope_deltas is None and model._cached_decode_position_ids is None, (
+        "nothing is left in the model"
+    )
 
     inputs = stock_inputs(stock, source, *size)
-    total, offset, rows, columns = stock._compute_generation_params(inputs["image_grid_thw"], is_text_to_image=False)
+    total, offset, rows, columns = stock._compute_generation_params(
+        inputs["image_grid_thw"], is_text_to_image=False
+    )
     assert count == total - 1 == rows * columns == size[0] * size[1] // 32**2 and offset == 0
     torch.manual_seed(0)
     _, (codes,), (grid,) = stock.generate_prior_tokens([WISH], *size, [[source.image]])
@@ -100,7 +108,9 @@ def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
     image_id = stock.processor.image_token_id
     assert torch.equal(ids[inputs["input_ids"][0] == image_id], source.codes)
     assert torch.equal(ids[ids != inputs["input_ids"][0]], source.codes), "and nothing else differs"
-    read, _ = model.get_rope_index(inputs["input_ids"], inputs["image_grid_thw"], inputs["images_per_sample"])
+    read, _ = model.get_rope_index(
+        inputs["input_ids"], inputs["image_grid_thw"], inputs["images_per_sample"]
+    )
     assert torch.equal(positions[:, : len(ids)], read[:, 0])
     assert torch.equal(positions[:, len(ids) :], model._cached_decode_position_ids[0, :, :count])
     forget(stock)
@@ -112,9 +122,15 @@ def test_log_probs_are_those_of_generate(stock, given, size):
     ids, positions, count = encode_prompt(stock.processor, WISH, *size, source)
     torch.manual_seed(0)
     written = policy.generate(
-        **stock_inputs(stock, source, *size), max_new_tokens=count, do_sample=True, temperature=6.0, top_p=1.0,
-        output_logits=True, return_dict_in_generate=True, suppress_tokens=list(range(make.NUM_CODES, 1600)),
-    )  # fmt: skip
+        **stock_inputs(stock, source, *size),
+        max_new_tokens=count,
+        do_sample=True,
+        temperature=6.0,
+        top_p=1.0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        suppress_tokens=list(range(make.NUM_CODES, 1600)),
+    )
     forget(stock)
     tokens = written.sequences[:, len(ids) :]
     logits = torch.stack(written.logits, dim=1)[..., : make.NUM_CODES]
@@ -124,7 +140,9 @@ def test_log_probs_are_those_of_generate(stock, given, size):
 
     def forced(position_ids):
         with torch.no_grad():
-            return grpo.get_per_token_logprobs(policy, sequences, count, position_ids=position_ids, **codes)
+            return grpo.get_per_token_logprobs(
+                policy, sequences, count, position_ids=position_ids, **codes
+            )
 
     assert tokens.shape == (1, count)
     torch.testing.assert_close(forced(positions), expected, rtol=0, atol=1e-3)
@@ -134,10 +152,14 @@ def test_log_probs_are_those_of_generate(stock, given, size):
 
 
 def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
-    """Wishes and sources of several lengths, with a growing cache and with the fixed one of a GPU."""
+    """Wishes and sources of several lengths, with a growing cache and with the fixed one of a
+    GPU."""
     wishes, size = [WISH, "remove the circle", "make the circle a square"], (64, 96)
     sources = [source_of(stock, *given) for given in ((128, 128), (64, 96), (96, 64))]
-    encoded = [encode_prompt(stock.processor, *pair[:1], *size, pair[1]) for pair in zip(wishes, sources, strict=True)]
+    encoded = [
+        encode_prompt(stock.processor, *pair[:1], *size, pair[1])
+        for pair in zip(wishes, sources, strict=True)
+    ]
     ids, positions, counts = zip(*encoded, strict=True)
     assert set(counts) == {6} and len({len(each) for each in ids}) == 3
     policy, codes = stock.vision_language_encoder, {"allowed_ids": slice(0, make.NUM_CODES)}
@@ -145,7 +167,9 @@ def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
 
     def sample(forward):
         generators = [torch.Generator().manual_seed(i) for i in range(3)]
-        return grpo.generate_with_logprobs(policy, ids, 6, generators=generators, forward=forward, **options)[:2]
+        return grpo.generate_with_logprobs(
+            policy, ids, 6, generators=generators, forward=forward, **options
+        )[:2]
 
     tokens, logprobs = sample(None)
     again, others = sample(CapturedForward(policy, 6, compile=False))
@@ -155,7 +179,9 @@ def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
         own = slice(2 * i, 2 * i + 2)
         sequences = torch.cat([ids[i].expand(2, -1), tokens[own]], dim=1)
         with torch.no_grad():
-            again = grpo.get_per_token_logprobs(policy, sequences, 6, position_ids=positions[i], **codes)
+            again = grpo.get_per_token_logprobs(
+                policy, sequences, 6, position_ids=positions[i], **codes
+            )
         torch.testing.assert_close(again, logprobs[own], rtol=0, atol=1e-3)
 
 
@@ -169,18 +195,26 @@ def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path, capsys)
         picture.save(tmp_path / name / "1.png")
         read = read_prompts(tmp_path / "edits.txt", tmp_path / name, tmp_path / name, (128, 128))
         for image in (read.sources[0].image, read.targets[0]):
-            assert np.abs(np.asarray(image).astype(int) - np.asarray(make.draw(RED_CIRCLE))).mean() < 4, name
+            assert (
+                np.abs(np.asarray(image).astype(int) - np.asarray(make.draw(RED_CIRCLE))).mean() < 4
+            ), name
         assert ("1 picture of another shape" in capsys.readouterr().out) == (name == "wide")
-    assert read_prompts(tmp_path / "edits.txt", tmp_path / "same", None, (128, 128)).targets == [make.draw(RED_CIRCLE)]
+    assert read_prompts(tmp_path / "edits.txt", tmp_path / "same", None, (128, 128)).targets == [
+        make.draw(RED_CIRCLE)
+    ]
 
 
 def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
-    monkeypatch.setattr(pipe.processor.image_processor, "size", {"shortest_edge": 128**2, "longest_edge": 2048**2})
-    with pytest.raises(UserError, match=r"\(64, 96\) pixels as \[6, 4\] codes, .* another --height and --width"):
+    monkeypatch.setattr(
+        pipe.processor.image_processor, "size", {"shortest_edge": 128**2, "longest_edge": 2048**2}
+    )
+    with pytest.raises(
+        UserError, match=r"\(64, 96\) pixels as \[6, 4\] codes, .* another --height and --width"
+    ):
         train.read_sources(pipe, [Source(Image.new("RGB", (64, 96)))], CPU)
 
 
-# ---- a picture from a picture ---------------------------------------------------------------------------------------
+# ---- a picture from a picture --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("given", "size", "guidance"), [(*SIZES[1], "1.5"), (*SIZES[2], "1.0")])
@@ -188,15 +222,34 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     """Its own codes, cut out by hand; its own picture from the same noise."""
     source = source_of(stock, *given)
     height, width = size
-    options = ["--height", height, "--width", width, "--decode-steps", 2, "--guidance-scale", guidance]
+    options = [
+        "--height",
+        height,
+        "--width",
+        width,
+        "--decode-steps",
+        2,
+        "--guidance-scale",
+        guidance,
+    ]
     settings = tiny_settings(*map(str, options))
-    noise = torch.randn(1, 8, height // 8, width // 8, generator=torch.Generator().manual_seed(5 + 2**31))
+    noise = torch.randn(
+        1, 8, height // 8, width // 8, generator=torch.Generator().manual_seed(5 + 2**31)
+    )
     seed = lambda: torch.Generator().manual_seed(3)
     expected = stock(
-        WISH, image=[source.image], latents=noise, generator=seed(), height=height, width=width, num_inference_steps=2,
+        WISH,
+        image=[source.image],
+        latents=noise,
+        generator=seed(),
+        height=height,
+        width=width,
+        num_inference_steps=2,
         guidance_scale=float(guidance),
-    ).images[0]  # fmt: skip
-    doubled, _, _ = stock.generate_prior_tokens([WISH], height, width, [[source.image]], generator=seed())
+    ).images[0]
+    doubled, _, _ = stock.generate_prior_tokens(
+        [WISH], height, width, [[source.image]], generator=seed()
+    )
     tokens = doubled.view(1, height // 16, width // 16)[:, ::2, ::2].flatten(1)
     assert tokens.max() < make.NUM_CODES
     forget(stock)
@@ -218,7 +271,10 @@ def test_one_source_is_kept_for_a_batch(pipe):
     def count(module, inputs, options):
         kept.append((options["kv_caches"][0].mode, len(options["kv_caches"][0].k_caches)))
 
-    for painter in (run.pipe, GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})):
+    for painter in (
+        run.pipe,
+        GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None}),
+    ):
         hook = painter.transformer.register_forward_pre_hook(count, with_kwargs=True)
         images = train.develop(painter, train.paint(painter, WISH, tokens, settings, 0, source))
         painted.append([image.tobytes() for image in images])
@@ -230,7 +286,7 @@ def test_one_source_is_kept_for_a_batch(pipe):
     assert kept[8:] == [("write", n) for n in range(4)] + [("read", 4), ("skip", 4)] * 2
 
 
-# ---- runs -----------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 EDITS = ["--prompts", "edits.txt", "--sources", "sources", "--height", "64", "--width", "64"]
 EDITS += ["--eval-prompts", "edits.txt", "--eval-sources", "sources"]
@@ -255,14 +311,19 @@ def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
 
     monkeypatch.setattr(train, "paint", paint)
     assert edits("--steps", "2", "--out", "run", "--eval-count", "2") == 0
-    expected = {("make the circle blue", RED_CIRCLE[0], CODES), ("make the cross a square", BLUE_CROSS[0], CODES)}
+    expected = {
+        ("make the circle blue", RED_CIRCLE[0], CODES),
+        ("make the cross a square", BLUE_CROSS[0], CODES),
+    }
     assert painted == expected, "each with its own source"
     for record in records("run/metrics.jsonl"):
         assert record["max_logprob_gap"] < 1e-4
     first = ImageOps.fit(Image.open("sources/1.png"), (64, 64), Image.Resampling.LANCZOS)
     assert Image.open("run/evaluation/000000/1-source.png").tobytes() == first.tobytes()
     shown = Image.open("run/before-after.png").crop((8, 50, 8 + 112, 50 + 112)).resize((64, 64))
-    assert np.abs(np.asarray(shown).astype(int) - np.asarray(first)).mean() < 5, "the source comes first"
+    assert np.abs(np.asarray(shown).astype(int) - np.asarray(first)).mean() < 5, (
+        "the source comes first"
+    )
 
 
 def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
@@ -276,7 +337,9 @@ def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
 
 
 def test_a_compiled_run_expects_no_preview():
-    settings = tiny_settings("--sources", str(TINY / "sources"), "--compile", "yes", "--height", "96")
+    settings = tiny_settings(
+        "--sources", str(TINY / "sources"), "--compile", "yes", "--height", "96"
+    )
     assert build_run(settings).policy_trainer.forward.num_new_tokens == 3 * 4
 
 
@@ -284,12 +347,17 @@ def test_a_compiled_run_expects_no_preview():
     ("arguments", "words"),
     [
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
-        (["--sources", "one"], "one has 1 pictures for 2 prompts; give one per prompt, sorted by name"),
+        (
+            ["--sources", "one"],
+            "one has 1 pictures for 2 prompts; give one per prompt, sorted by name",
+        ),
         (["--sources", "broken"], "the source picture broken/2.png cannot be read"),
         (["--train", "both"], "with --sources only the codes can learn"),
     ],
 )
-def test_what_cannot_work_is_one_line_before_the_model_loads(edits, monkeypatch, capfd, arguments, words):
+def test_what_cannot_work_is_one_line_before_the_model_loads(
+    edits, monkeypatch, capfd, arguments, words
+):
     for folder in ("one", "broken"):
         shutil.copytree("sources", folder)
     Path("one/2.png").unlink()
@@ -309,11 +377,14 @@ def test_sources_go_with_sources_to_judge_by(quick, capfd):
 def test_the_adapter_edits_in_the_stock_pipeline(edits):
     """By the lines of docs/editing.md as they stand."""
     assert edits("--steps", "1", "--lr", "1", "--out", "run") == 0
-    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "editing.md").read_text(), flags=re.DOTALL)
+    code, _ = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "editing.md").read_text(), flags=re.DOTALL
+    )
     for words, own in (
-        ('"tiny-glm-image"', repr(str(TINY))), ('"runs/edits/adapter"', '"run/adapter"'),
+        ('"tiny-glm-image"', repr(str(TINY))),
+        ('"runs/edits/adapter"', '"run/adapter"'),
         ('"tiny-glm-image/sources/001.png"', repr(f"{TINY}/sources/001.png")),
-    ):  # fmt: skip
+    ):
         assert words in code
         code = code.replace(words, own)
     Path("trained.py").write_text(code)
@@ -325,7 +396,7 @@ def test_the_adapter_edits_in_the_stock_pipeline(edits):
     assert pictures[0] != pictures[1]
 
 
-# ---- rewards that see the source ------------------------------------------------------------------------------------
+# ---- rewards that see the source -----------------------------------------------------------------
 
 
 def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
@@ -334,7 +405,14 @@ def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
     code += "    red = [source.getpixel((16, 16))[0] > 200 for source in sources]\n"
     code += "    return [float(is_red == ('circle' in prompt)) for is_red, prompt in zip(red, prompts)]\n"
     Path("mine.py").write_text(code)
-    arguments = ["--reward", "mine.py:own:1,mse:1", "--eval-reward", "mine.py:own", "--eval-count", "2"]
+    arguments = [
+        "--reward",
+        "mine.py:own:1,mse:1",
+        "--eval-reward",
+        "mine.py:own",
+        "--eval-count",
+        "2",
+    ]
     assert edits(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
     for record in (*records("run/evaluation.jsonl"), *records("run/metrics.jsonl")):
         assert record["reward/mine.py:own"] == 1
@@ -345,7 +423,9 @@ def test_keep_is_likeness_to_the_source():
     found = rewards.keep([source, other], ["", ""], None, [source, source])
     expected = rewards.ssim([source, other], ["", ""], [source, source])
     assert torch.equal(found, expected) and found[0] == 1 > found[1]
-    with pytest.raises(rewards.NoTargets, match="'keep' compares with source pictures: give --sources"):
+    with pytest.raises(
+        rewards.NoTargets, match="'keep' compares with source pictures: give --sources"
+    ):
         rewards.keep([source], [""], None, None)
 
 
@@ -354,13 +434,20 @@ def test_edit_asks_about_both_pictures(tmp_path):
     folder = tiny_model(tmp_path / "vlm")
     ((edit, _),) = rewards.parse_rewards(f"edit={folder}").values()
     source, one, two = pictures((64, 64), (64, 64), (48, 80))
-    found = rewards.score({"edit": (edit, 1.0)}, [one, two], ['make "it" blue', "x"], None, [source, one])["edit"]
+    found = rewards.score(
+        {"edit": (edit, 1.0)}, [one, two], ['make "it" blue', "x"], None, [source, one]
+    )["edit"]
     questions = [
-        'Has the first picture been changed as asked: "make \'it\' blue"?', 'Has the first picture been changed as asked: "x"?',
-    ]  # fmt: skip
-    for value, shown, question in zip(found.tolist(), ([source, one], [one, two]), questions, strict=True):
+        "Has the first picture been changed as asked: \"make 'it' blue\"?",
+        'Has the first picture been changed as asked: "x"?',
+    ]
+    for value, shown, question in zip(
+        found.tolist(), ([source, one], [one, two]), questions, strict=True
+    ):
         asked = (question, "Is everything else in the second picture as it was in the first?")
-        assert value == pytest.approx(np.mean([bounded(odds(folder, shown, each)) for each in asked]), abs=1e-4)
+        assert value == pytest.approx(
+            np.mean([bounded(odds(folder, shown, each)) for each in asked]), abs=1e-4
+        )
     assert abs(found[0] - found[1]) > 1e-3
     turned = rewards.score({"edit": (edit, 1.0)}, [source], ["x"], None, [one])["edit"]
     assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4, "which is the first matters"
@@ -369,9 +456,18 @@ def test_edit_asks_about_both_pictures(tmp_path):
 
 
 def odds(folder, shown, question):
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": question + " Please answer Yes or No."}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    model, processor = (
+        AutoModelForImageTextToText.from_pretrained(folder),
+        AutoProcessor.from_pretrained(folder),
+    )
+    content = [
+        {"type": "image"},
+        {"type": "image"},
+        {"type": "text", "text": question + " Please answer Yes or No."},
+    ]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
     inputs = processor(text=[text], images=[shown], return_tensors="pt")
     options = {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
     (scores,) = model.generate(**inputs, max_new_tokens=1, do_sample=False, **options).scores
@@ -380,4 +476,6 @@ def odds(folder, shown, question):
         for spelling in (word.title(), word, f" {word.title()}", f" {word}")
     }
     chances = scores[0].double().softmax(-1)
-    return np.log(sum(chances[i].item() for i in first("yes")) / sum(chances[i].item() for i in first("no")))
+    return np.log(
+        sum(chances[i].item() for i in first("yes")) / sum(chances[i].item() for i in first("no"))
+    )

@@ -1,4 +1,5 @@
-"""What judges a run: held-out prompts, rewards that only judge, the curve, the card; the released model's defaults."""
+"""What judges a run: held-out prompts, rewards that only judge, the curve, the card; the released
+model's defaults."""
 
 import json
 import shutil
@@ -27,7 +28,9 @@ from runtime.settings import RELEASE, TINY
 
 
 def judge_file(name, value):
-    Path(f"{name}.py").write_text(f"def judge(images, prompts, targets):\n    return [{value}] * len(images)\n")
+    Path(f"{name}.py").write_text(
+        f"def judge(images, prompts, targets):\n    return [{value}] * len(images)\n"
+    )
     return f"{name}.py:judge"
 
 
@@ -40,7 +43,11 @@ def test_what_only_judges_is_logged_and_not_trained_on(quick, capfd):
         assert record["reward/seven.py:judge"] == record["held_out/reward/seven.py:judge"] == 7
         rewards = record["held_out/reward/ssim"] + record["held_out/reward/mse"]
         assert record["held_out/reward"] == pytest.approx(rewards)
-        assert (record["images"], record["held_out/images"], record["held_out/prompts"]) == (2, 2, 1)
+        assert (record["images"], record["held_out/images"], record["held_out/prompts"]) == (
+            2,
+            2,
+            1,
+        )
     assert not any("seven" in name for line in records("with/metrics.jsonl") for name in line)
     assert adapter_of("with") == adapter_of("without")
     assert "seven.py:judge 7.000 -> 7.000 (2 images: 1 prompt x 2)" in "".join(capfd.readouterr())
@@ -52,11 +59,37 @@ def test_prompts_without_targets_are_judged_by_what_applies(quick, without):
     new = ["new.txt", None]
     known = ["prompts.txt", "targets"]
     (prompts, targets), (held_out, held_out_targets) = (known, new) if without else (new, known)
-    short = ["--model", TINY, "--height", "32", "--width", "32", "--decode-steps", "1", "--group-size", "2"]
-    arguments = ["--prompts", prompts, "--eval-prompts", held_out, "--eval-count", "1", "--steps", "0", "--out", "run"]
+    short = [
+        "--model",
+        TINY,
+        "--height",
+        "32",
+        "--width",
+        "32",
+        "--decode-steps",
+        "1",
+        "--group-size",
+        "2",
+    ]
+    arguments = [
+        "--prompts",
+        prompts,
+        "--eval-prompts",
+        held_out,
+        "--eval-count",
+        "1",
+        "--steps",
+        "0",
+        "--out",
+        "run",
+    ]
     arguments += ["--targets", targets] if targets else ["--eval-targets", held_out_targets]
     two = judge_file("two", 2.0)
-    arguments += ["--reward", "ssim", "--eval-reward", two] if without else ["--reward", two, "--eval-reward", "ssim"]
+    arguments += (
+        ["--reward", "ssim", "--eval-reward", two]
+        if without
+        else ["--reward", two, "--eval-reward", "ssim"]
+    )
     assert train.main([*short, *arguments]) == 0
     (record,) = records("run/evaluation.jsonl")
     assert record["reward/two.py:judge"] == record["held_out/reward/two.py:judge"] == 2
@@ -66,7 +99,8 @@ def test_prompts_without_targets_are_judged_by_what_applies(quick, without):
 
 
 def test_every_prompt_is_judged_by_its_own_target(quick):
-    """In steps and in evaluations: one of the two prompts is drawn in red. What is trained for may be named again."""
+    """In steps and in evaluations: one of the two prompts is drawn in red. What is trained for may
+    be named again."""
     Path("mine.py").write_text(
         "def fits(images, prompts, targets):\n"
         "    return [float(('red' in p) == (t.getpixel((8, 8))[0] > 200)) for p, t in zip(prompts, targets)]\n"
@@ -79,24 +113,41 @@ def test_every_prompt_is_judged_by_its_own_target(quick):
 
 
 def test_the_pictures_shown_have_their_own_rewards(quick):
-    """Three of the four of each of the first three prompts: here a picture's reward is its place."""
+    """Three of the four of each of the first three prompts: here a picture's reward is its
+    place."""
     lines = [f"a {colour} circle" for colour in ("red", "blue", "green", "pink")]
     Path("new.txt").write_text("\n".join(lines))
     Path("mine.py").write_text(
         f"lines = {lines}\n\ndef place(images, prompts, targets):\n"
         "    return [10 * lines.index(p) + i % 4 if p in lines else 0 for i, p in enumerate(prompts)]\n"
     )
-    arguments = ["--eval-prompts", "new.txt", "--eval-targets", "none", "--group-size", "4", "--eval-count", "4"]
+    arguments = [
+        "--eval-prompts",
+        "new.txt",
+        "--eval-targets",
+        "none",
+        "--group-size",
+        "4",
+        "--eval-count",
+        "4",
+    ]
     arguments += ["--reward", "mine.py:place", "--prompts-per-step", "2", "--steps", "0"]
     assert quick(*arguments, "--out", "run") == 0
     shown = records("run/evaluation.jsonl")[0]["shown"]
-    assert shown[2:] == [[line, [10 * i, 10 * i + 1, 10 * i + 2], {}] for i, line in enumerate(lines[:3])]
+    assert shown[2:] == [
+        [line, [10 * i, 10 * i + 1, 10 * i + 2], {}] for i, line in enumerate(lines[:3])
+    ]
     assert len(list(Path("run/evaluation/000000").iterdir())) == 5 * 3
 
 
 def test_the_best_step_is_that_of_prompts_held_out_unless_no_reward_applies_to_them():
     def best(*pairs):
-        return best_step([{"step": i, "reward": known, "held_out/reward": new} for i, (known, new) in enumerate(pairs)])
+        return best_step(
+            [
+                {"step": i, "reward": known, "held_out/reward": new}
+                for i, (known, new) in enumerate(pairs)
+            ]
+        )
 
     assert best((0.1, 0.5), (0.9, 0.4), (0.2, 0.6)) == (2, "")
     words = "prompts reward was higher after 1 step, 0.900, than at the end, 0.200"
@@ -107,7 +158,9 @@ def test_the_best_step_is_that_of_prompts_held_out_unless_no_reward_applies_to_t
 
 
 def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
-    assert quick(*write_reward("return torch.rand(len(images))"), "--steps", "1", "--out", "run") == 0
+    assert (
+        quick(*write_reward("return torch.rand(len(images))"), "--steps", "1", "--out", "run") == 0
+    )
     before, after = records("run/evaluation.jsonl")
     assert before["reward"] == after["reward"]
 
@@ -152,19 +205,31 @@ def test_the_cards_say_what_the_adapters_are_and_how_they_load(quick):
     before, after = (record["held_out/reward/ssim"] for record in records("run/evaluation.jsonl"))
     for folder, load in (("adapter", "load_adapter("), ("decoder-adapter", "load_lora_adapter(")):
         card = Path("run", folder, "README.md").read_text()
-        shared = ("base_model: tiny-glm-image", "trained for 1 step.", '"reward": "ssim:1,mse:1"', '"paintings": 3')
+        shared = (
+            "base_model: tiny-glm-image",
+            "trained for 1 step.",
+            '"reward": "ssim:1,mse:1"',
+            '"paintings": 3',
+        )
         assert all(words in card for words in (load, *shared))
         held_out = card.partition("- held-out prompts: ")[2].splitlines()[0]
-        assert f"ssim {before:.3f} -> {after:.3f}, " in held_out and held_out.endswith("(2 images: 1 prompt x 2)")
+        assert f"ssim {before:.3f} -> {after:.3f}, " in held_out and held_out.endswith(
+            "(2 images: 1 prompt x 2)"
+        )
         assert "More Information Needed" not in card and str(ROOT) not in card
         assert Image.open(f"run/{folder}/before-after.png").width > 100
 
 
 def test_the_curve_shows_every_reward(tmp_path):
-    """Blue for training prompts, red for held-out ones; a panel more for what only judges, for entropy and for KL."""
+    """Blue for training prompts, red for held-out ones; a panel more for what only judges, for
+    entropy and for KL."""
     metrics = [{"step": s, "reward": s / 10, "reward/a": None} for s in range(1, 11)]
-    evaluations = [{"step": s, "reward": 0.2 + s, "held_out/reward": 0.1, "reward/judge": 1.0} for s in (0, 10)]
-    watched = [line | {"kl": 0.01 * line["step"], "entropy": 5.0, "decoder/kl": None} for line in metrics]
+    evaluations = [
+        {"step": s, "reward": 0.2 + s, "held_out/reward": 0.1, "reward/judge": 1.0} for s in (0, 10)
+    ]
+    watched = [
+        line | {"kl": 0.01 * line["step"], "entropy": 5.0, "decoder/kl": None} for line in metrics
+    ]
     sizes = []
     for lines, judged in ((metrics, []), (metrics, evaluations), (watched, evaluations)):
         save_curves(tmp_path / "reward.png", lines, judged)
@@ -176,22 +241,42 @@ def test_the_curve_shows_every_reward(tmp_path):
 
 
 def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, capsys):
-    """Everything but the size, the rewards' weights and the number of steps is what zai-org/GLM-Image gets."""
+    """Everything but the size, the rewards' weights and the number of steps is what
+    zai-org/GLM-Image gets."""
     monkeypatch.chdir(tmp_path)
     shorten(monkeypatch.setattr)
     model = tmp_path / "released"
     shutil.copytree(TINY, model)
     clip = tiny_clip(tmp_path / "clip")
-    arguments = ["--model", str(model), "--height", "32", "--width", "32", "--eval-count", "1", "--group-size", "2"]
+    arguments = [
+        "--model",
+        str(model),
+        "--height",
+        "32",
+        "--width",
+        "32",
+        "--eval-count",
+        "1",
+        "--group-size",
+        "2",
+    ]
     arguments += ["--reward", f"pickscore={clip}:1,clip={clip}:1", "--eval-reward", f"hps={clip}"]
     assert train.main([*arguments, "--steps", "1", "--prompts-per-step", "1", "--out", "run"]) == 0
     settings = json.loads(Path("run/settings.json").read_text())
-    assert (settings["decode_steps"], settings["guidance_scale"], settings["top_p"]) == (12, 1.5, 0.75)
+    assert (settings["decode_steps"], settings["guidance_scale"], settings["top_p"]) == (
+        12,
+        1.5,
+        0.75,
+    )
     assert settings["prompts"] == "prompts/train.txt" and settings["targets"] is None
     before, _ = records("run/evaluation.jsonl")
-    assert {f"held_out/reward/{name}={clip}" for name in ("pickscore", "clip", "hps")} <= before.keys()
+    assert {
+        f"held_out/reward/{name}={clip}" for name in ("pickscore", "clip", "hps")
+    } <= before.keys()
     output = capsys.readouterr().out
-    assert "24 decoder passes each" in output and ", clip -" in output, "for people without the folder"
+    assert "24 decoder passes each" in output and ", clip -" in output, (
+        "for people without the folder"
+    )
 
 
 def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
@@ -203,7 +288,8 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
 
 
 def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(quick):
-    """In the numbers of steps and evaluations as in training: every second picture lacks the 1 that others have."""
+    """In the numbers of steps and evaluations as in training: every second picture lacks the 1 that
+    others have."""
     Path("mine.py").write_text(
         "def half(images, prompts, targets):\n    return [float('nan') if i % 2 else 1.0 for i in range(len(images))]\n"
     )

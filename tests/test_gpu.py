@@ -1,4 +1,5 @@
-"""What a GPU needs, on a CPU: who takes turns on it, and the step of one token at fixed addresses, as graphs repeat it.
+"""What a GPU needs, on a CPU: who takes turns on it, and the step of one token at fixed addresses,
+as graphs repeat it.
 
 No graph is captured here; a stand-in checks that everything a replay would read stays where it was.
 """
@@ -29,10 +30,14 @@ from runtime.log import Phases
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
 CODES = slice(0, make.NUM_CODES)
 PROMPTS = [torch.tensor([5, 6, 7]), torch.tensor([9, 8])]
-SHAPING = {"allowed_ids": CODES, "temperature": 6.0, "top_p": 0.9}  # as sharp as it is, all samples were alike
+SHAPING = {
+    "allowed_ids": CODES,
+    "temperature": 6.0,
+    "top_p": 0.9,
+}  # as sharp as it is, all samples were alike
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 CUDA = torch.device("cuda", 0)
@@ -53,18 +58,24 @@ def card(monkeypatch):
 
 def gigabytes(size):
     """A model of so many of them."""
-    return torch.nn.Linear(10**5, int(1e4 * size / 4), bias=False, device="meta").requires_grad_(False)
+    return torch.nn.Linear(10**5, int(1e4 * size / 4), bias=False, device="meta").requires_grad_(
+        False
+    )
 
 
 def weights(policy, painters):
     """Models of so many GB, half that as int8."""
-    return lambda settings, device: [gigabytes(gb / (1 + (settings.base == "int8"))) for gb in (policy, painters)]
+    return lambda settings, device: [
+        gigabytes(gb / (1 + (settings.base == "int8"))) for gb in (policy, painters)
+    ]
 
 
 def for_gpu(*flags):
     """Settings as on a machine with a GPU."""
     settings = tiny_settings(*PIXELS, "--prompts-per-step", "4", "--eval-reward", "none", *flags)
-    settings.micro_batch_size = settings.micro_batch_size if "--micro-batch-size" in flags else "auto"
+    settings.micro_batch_size = (
+        settings.micro_batch_size if "--micro-batch-size" in flags else "auto"
+    )
     return settings
 
 
@@ -87,19 +98,28 @@ def test_what_fits_stays_on_the_gpu(card, capsys, choice, free, cap, expected):
 
 
 def test_the_largest_micro_batch_that_fits(card, capsys):
-    """Both staying comes first; 1,344 tokens are 1.08 GB a sequence, and the VAE's 5.35 GB are there in any case."""
+    """Both staying comes first; 1,344 tokens are 1.08 GB a sequence, and the VAE's 5.35 GB are
+    there in any case."""
     sizes = {}
     for free in (12.0, 12.4, 15.5, 15.7, 40.0):
         card.free, settings = free, for_gpu("--group-size", "16", "--prompts-per-step", "1")
         sizes[free] = plan(needed, weights(2, 2), settings, CUDA), settings.micro_batch_size
-    expected = {12.0: ("pinned", 4), 12.4: (None, 4), 15.5: (None, 4), 15.7: (None, 8), 40.0: (None, 8)}
+    expected = {
+        12.0: ("pinned", 4),
+        12.4: (None, 4),
+        15.5: (None, 4),
+        15.7: (None, 8),
+        40.0: (None, 8),
+    }
     assert sizes == expected
     assert "with micro-batches of 8 (--micro-batch-size auto)" in capsys.readouterr().out
     card.free, settings = 40.0, for_gpu("--group-size", "3")
     plan(needed, weights(2, 2), settings, CUDA)
     assert settings.micro_batch_size == 3, "a group has no more"
     card.free, settings = 9.6, for_gpu()
-    assert plan(needed, weights(5, 2), settings, CUDA) and settings.micro_batch_size == 2, "and in turns"
+    assert plan(needed, weights(5, 2), settings, CUDA) and settings.micro_batch_size == 2, (
+        "and in turns"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +131,8 @@ def test_the_largest_micro_batch_that_fits(card, capsys):
     ],
 )
 def test_what_does_not_fit_is_refused(card, free, host, flags):
-    """Before anything loads. Released sizes: 17.8 and 15.1 GB, 9.7 and 8.3 as int8; 4 GB of the host are kept."""
+    """Before anything loads. Released sizes: 17.8 and 15.1 GB, 9.7 and 8.3 as int8; 4 GB of the
+    host are kept."""
     card.free, card.host = free, host
     sizes = {"bfloat16": (17.8, 15.1), "int8": (9.7, 8.3)}
     released = lambda settings, device: [gigabytes(size) for size in sizes[settings.base]]
@@ -127,9 +148,13 @@ def test_weights_that_cannot_be_page_locked_are_copied_from_where_they_are(card,
     for host, expected in ((8.1, "pinned"), (7.9, "mapped")):
         card.host = host
         assert plan(needed, weights(2, 2), for_gpu(), CUDA) == expected
-        assert ("more slowly: so much cannot be page-locked" in capsys.readouterr().out) == (expected == "mapped")
+        assert ("more slowly: so much cannot be page-locked" in capsys.readouterr().out) == (
+            expected == "mapped"
+        )
     card.host = 10.1
-    assert plan(needed, weights(8, 4), for_gpu("--base", "int8", "--offload", "yes"), CUDA) == "pinned"
+    assert (
+        plan(needed, weights(8, 4), for_gpu("--base", "int8", "--offload", "yes"), CUDA) == "pinned"
+    )
     card.host = 9.9
     with pytest.raises(UserError, match=r"6.0 of page-locked host memory; .* 5.9 of the host"):
         plan(needed, weights(8, 4), for_gpu("--base", "int8", "--offload", "yes"), CUDA)
@@ -137,7 +162,9 @@ def test_weights_that_cannot_be_page_locked_are_copied_from_where_they_are(card,
 
 def test_a_gpu_without_bfloat16_is_refused(card):
     card.capability = (7, 5)
-    with pytest.raises(UserError, match="Tesla T4 has no bfloat16: take a GPU of the Ampere series or newer"):
+    with pytest.raises(
+        UserError, match="Tesla T4 has no bfloat16: take a GPU of the Ampere series or newer"
+    ):
         plan(needed, weights(2, 2), for_gpu(), CUDA)
 
 
@@ -151,8 +178,16 @@ def test_rewards_are_counted_while_they_score(card):
     assert working_memory(judged) == working_memory(settings)
     for free, expected in ((14.4, None), (14.2, "pinned")):
         card.free = free
-        assert plan(needed, weights(2, 2), for_gpu("--reward", "vqa", "--micro-batch-size", "1"), CUDA) == expected
-        assert plan(needed, weights(2, 2), for_gpu("--reward", "ssim", "--micro-batch-size", "1"), CUDA) is None
+        assert (
+            plan(needed, weights(2, 2), for_gpu("--reward", "vqa", "--micro-batch-size", "1"), CUDA)
+            == expected
+        )
+        assert (
+            plan(
+                needed, weights(2, 2), for_gpu("--reward", "ssim", "--micro-batch-size", "1"), CUDA
+            )
+            is None
+        )
 
 
 def test_what_is_needed_follows_from_the_weights():
@@ -198,27 +233,35 @@ def test_host_memory_of_a_container_is_what_its_control_group_leaves(monkeypatch
     (groups / "pod" / "memory.current").write_text("8000000000\n")
     (groups / "pod" / "memory.stat").write_text("anon 1\ninactive_file 500000000\nactive_file 3\n")
     assert gpu.host_memory(groups, own) == 1.5e9  # files that were read give way
-    own.write_text("5:cpu:/x\n4:memory:/docker/its/name\n")  # version 1, whose folder is seen as the root within
+    own.write_text(
+        "5:cpu:/x\n4:memory:/docker/its/name\n"
+    )  # version 1, whose folder is seen as the root within
     (groups / "memory" / "memory.limit_in_bytes").write_text("5000000000\n")
     (groups / "memory" / "memory.usage_in_bytes").write_text("4000000000\n")
-    (groups / "memory" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 2000000000\n")
+    (groups / "memory" / "memory.stat").write_text(
+        "inactive_file 1\ntotal_inactive_file 2000000000\n"
+    )
     assert gpu.host_memory(groups, own) == 3e9
 
 
 @pytest.mark.parametrize("flags", [[], ["--base", "int8", "--train", "both"]])
 def test_what_is_planned_is_what_loads(flags):
-    """From the config files alone: the same tensors, but for the few bytes of a table that stays float32."""
+    """From the config files alone: the same tensors, but for the few bytes of a table that stays
+    float32."""
     settings = tiny_settings(*flags)
     pipe, policy, _ = train.build(train.load(settings, CUDA), settings, CPU)
     loaded, outlined = [policy.model, *train.painting_models(pipe)], meta_models(settings, CUDA)
     assert all(p.device.type == "meta" for model in outlined for p in model.parameters())
     for expected, found in zip(loaded, outlined, strict=True):
-        assert sum(p.nbytes for p in found.parameters()) == sum(p.nbytes for p in expected.parameters())
+        assert sum(p.nbytes for p in found.parameters()) == sum(
+            p.nbytes for p in expected.parameters()
+        )
         assert [p.shape for p in found.parameters()] == [p.shape for p in expected.parameters()]
 
 
 def test_nothing_loads_where_it_does_not_fit(quick, card, capsys, monkeypatch):
-    """The command itself, as on a card: one line, and no weight and no reward has been looked for."""
+    """The command itself, as on a card: one line, and no weight and no reward has been looked
+    for."""
     card.free, loaded = 1.0, []
     monkeypatch.setattr(ranks, "device", lambda: CUDA)
     monkeypatch.setattr(train, "load_data", lambda *given: loaded.append(given))
@@ -235,7 +278,9 @@ def test_place_puts_models_where_they_belong(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     forward = SimpleNamespace(release=lambda: released.append(1))
     offload = place([model], CUDA, forward, "pinned")
-    assert isinstance(offload, Offload) and list(offload.homes) == [model] and offload.device == CUDA
+    assert (
+        isinstance(offload, Offload) and list(offload.homes) == [model] and offload.device == CUDA
+    )
     offload.on_evict()
     assert released == [1]
     assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings()
@@ -245,12 +290,13 @@ def test_place_puts_models_where_they_belong(monkeypatch):
     unpinned.on_evict()  # nothing is captured, nothing to release
 
 
-# ---- the step of one token ------------------------------------------------------------------------------------------
+# ---- the step of one token -----------------------------------------------------------------------
 
 
 @pytest.fixture
 def compiled_at_once(monkeypatch):
-    """torch.compile without code generation: the step is traced, whole, which is what could go wrong here."""
+    """torch.compile without code generation: the step is traced, whole, which is what could go
+    wrong here."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
     yield
     torch._dynamo.reset()
@@ -258,16 +304,23 @@ def compiled_at_once(monkeypatch):
 
 def test_grouped_attention_equals_repeated_heads():
     torch.manual_seed(0)
-    query, key, value = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 10, 16), torch.randn(2, 2, 10, 16)
+    query, key, value = (
+        torch.randn(2, 8, 1, 16),
+        torch.randn(2, 2, 10, 16),
+        torch.randn(2, 2, 10, 16),
+    )
     mask = (torch.arange(10) < torch.tensor([4, 7])[:, None]).view(2, 1, 1, 10)
-    scores = (query @ key.repeat_interleave(4, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
+    scores = (query @ key.repeat_interleave(4, 1).transpose(2, 3) * 0.3).masked_fill(
+        ~mask, -torch.inf
+    )
     expected = (scores.softmax(-1) @ value.repeat_interleave(4, 1)).transpose(1, 2)  # (2, 1, 8, 16)
     output, _ = grouped_attention(None, query, key, value, mask, scaling=0.3)
     torch.testing.assert_close(output, expected)
 
 
 class RecordedGraph:
-    """Stands in for a CUDA graph: repeats a step, which must find everything at the addresses it was recorded with."""
+    """Stands in for a CUDA graph: repeats a step, which must find everything at the addresses it
+    was recorded with."""
 
     recording = None  # the graph that _step is being recorded into
     made = 0
@@ -354,9 +407,16 @@ def text_model():
     """A random Llama whose distributions are far from uniform."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     model = LlamaForCausalLM(config).eval()
     model.lm_head.weight.data.mul_(8)
     return model
@@ -365,21 +425,29 @@ def text_model():
 def encode(pipe, *texts):
     """Prompts of the tiny model, for pictures of which only the first LENGTH codes are written."""
     encoded = [train.encode_prompt(pipe.processor, text, 64, 32) for text in texts]
-    return [ids for ids, _, _ in encoded], [positions[:, : len(ids) + LENGTH] for ids, positions, _ in encoded]
+    return [ids for ids, _, _ in encoded], [
+        positions[:, : len(ids) + LENGTH] for ids, positions, _ in encoded
+    ]
 
 
 def same_samples(model, forward, prompts, positions=None, group=2, **shaping):
     """What is sampled through `forward` against the plain model, from equal seeds.
 
-    Another order of summation may tip a draw, and the rest of that sequence is then another: as far as they agree the
-    log-probs are the same, and nearly all agree to the end.
+    Another order of summation may tip a draw, and the rest of that sequence is then another: as far
+    as they agree the log-probs are the same, and nearly all agree to the end.
     """
 
     def sample(forward):
         return generate_with_logprobs(
-            model, prompts, LENGTH, num_samples=group, position_ids=positions, forward=forward,
-            generators=[torch.Generator().manual_seed(seed) for seed in range(len(prompts))], **shaping,
-        )  # fmt: skip
+            model,
+            prompts,
+            LENGTH,
+            num_samples=group,
+            position_ids=positions,
+            forward=forward,
+            generators=[torch.Generator().manual_seed(seed) for seed in range(len(prompts))],
+            **shaping,
+        )
 
     (expected, expected_logp, _), (tokens, logp, nucleus) = sample(None), sample(forward)
     equal = (tokens == expected).cumprod(1).bool()
@@ -388,17 +456,22 @@ def same_samples(model, forward, prompts, positions=None, group=2, **shaping):
     assert len(tokens.unique(dim=0)) > len(prompts), "or the samples of a group could be mixed up"
     nothing = [None] * len(prompts)
     nuclei = nothing if nucleus is None else nucleus.split(group)
-    groups = zip(prompts, positions or nothing, tokens.split(group), logp.split(group), nuclei, strict=True)
+    groups = zip(
+        prompts, positions or nothing, tokens.split(group), logp.split(group), nuclei, strict=True
+    )
     for ids, at, rows, found, kept in groups:  # and read again in one pass
         sequences = torch.cat([ids.expand(group, -1), rows], dim=1)
         told = {name: value for name, value in shaping.items() if name != "top_p"}
         with torch.no_grad():
-            again = get_per_token_logprobs(model, sequences, LENGTH, position_ids=at, nucleus=kept, **told)
+            again = get_per_token_logprobs(
+                model, sequences, LENGTH, position_ids=at, nucleus=kept, **told
+            )
         torch.testing.assert_close(found, again, atol=1e-4, rtol=0)
 
 
 def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_graphs):
-    """Prompts of several lengths side by side; fewer of them; longer ones, for which the cache must grow; released."""
+    """Prompts of several lengths side by side; fewer of them; longer ones, for which the cache must
+    grow; released."""
     monkeypatch.setattr(CapturedForward, "ROOM", 32)
     forward = GraphedForward(glm, LENGTH, compile=False)
     three = encode(pipe, "a ring", "a red circle and a blue cross", "three squares")
@@ -409,7 +482,9 @@ def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_grap
     assert forward.cache is cache, "fewer rows are filled up"
     assert RecordedGraph.made == 1
 
-    same_samples(glm, forward, *encode(pipe, "a ring", "a red ring and a green cross " * 5), **SHAPING)
+    same_samples(
+        glm, forward, *encode(pipe, "a ring", "a red ring and a green cross " * 5), **SHAPING
+    )
     assert forward.cache is not cache and forward.size > size and forward.size % 32 == 0
     assert len(forward.ids) == 4, "made anew for the rows at hand"
     same_samples(glm, forward, *three, **SHAPING)
@@ -422,23 +497,30 @@ def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_grap
 
 
 def test_memory_that_runs_out_in_a_capture_is_named(glm, pipe, monkeypatch, recorded_graphs):
-    """The end of a capture that has failed raises an error of its own, behind which the cause is hidden."""
+    """The end of a capture that has failed raises an error of its own, behind which the cause is
+    hidden."""
 
     def fail(graph, **options):
         try:
             raise torch.OutOfMemoryError("out of memory")
         finally:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
 
     monkeypatch.setattr(torch.cuda, "graph", fail)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-        same_samples(glm, GraphedForward(glm, LENGTH, compile=False), *encode(pipe, "a ring"), **SHAPING)
+        same_samples(
+            glm, GraphedForward(glm, LENGTH, compile=False), *encode(pipe, "a ring"), **SHAPING
+        )
 
 
 @pytest.mark.parametrize("kind", ["compiled", "graph"])
 def test_captured_forward_follows_the_adapter(kind, compiled_at_once, recorded_graphs):
     model = with_adapter(text_model())
-    forward = (GraphedForward if kind == "graph" else CapturedForward)(model, LENGTH, compile=kind == "compiled")
+    forward = (GraphedForward if kind == "graph" else CapturedForward)(
+        model, LENGTH, compile=kind == "compiled"
+    )
     sizes = ((0.0, 2), (0.3, 2), (0.6, 5)) if kind == "graph" else ((0.0, 2), (0.3, 2))
     for size, group in sizes:
         perturb(model, size)
@@ -448,7 +530,8 @@ def test_captured_forward_follows_the_adapter(kind, compiled_at_once, recorded_g
 
 
 def test_a_released_cache_is_free_at_once(compiled_at_once):
-    """torch.compile keeps what it traced with in a reference cycle: on a GPU the first cache would stay, 1 GB."""
+    """torch.compile keeps what it traced with in a reference cycle: on a GPU the first cache would
+    stay, 1 GB."""
     model = text_model()
     forward = CapturedForward(model, LENGTH)
     gc.collect()
@@ -462,25 +545,39 @@ def test_a_released_cache_is_free_at_once(compiled_at_once):
         gc.enable()
 
 
-# ---- in a run -------------------------------------------------------------------------------------------------------
+# ---- in a run ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("device", "choice", "captured", "compiled"),
-    [(CPU, "auto", False, False), (CPU, "yes", True, True), (CUDA, "auto", True, True), (CUDA, "no", True, False)],
+    [
+        (CPU, "auto", False, False),
+        (CPU, "yes", True, True),
+        (CUDA, "auto", True, True),
+        (CUDA, "no", True, False),
+    ],
 )
-def test_a_gpu_captures_the_step_and_compiles_it_unless_told_otherwise(device, choice, captured, compiled):
+def test_a_gpu_captures_the_step_and_compiles_it_unless_told_otherwise(
+    device, choice, captured, compiled
+):
     settings = tiny_settings("--compile", choice)
     _, policy, _ = train.build(train.load(settings, CPU), settings, device)
     assert isinstance(policy.forward, CapturedForward) == captured
-    assert hasattr(getattr(policy.forward, "forward", None), "_torchdynamo_orig_callable") == compiled
-    assert (policy.model.get_base_model().config.get_text_config()._attn_implementation == "grouped") == compiled
-    assert not captured or policy.forward.num_new_tokens == 256 + 4 * 4, "of the preview and the picture"
+    assert (
+        hasattr(getattr(policy.forward, "forward", None), "_torchdynamo_orig_callable") == compiled
+    )
+    assert (
+        policy.model.get_base_model().config.get_text_config()._attn_implementation == "grouped"
+    ) == compiled
+    assert not captured or policy.forward.num_new_tokens == 256 + 4 * 4, (
+        "of the preview and the picture"
+    )
 
 
 @pytest.mark.parametrize("size", [1.0, 5e-9])
 def test_a_gradient_however_small_moves_the_adapter(size):
-    """Adam's step does not depend on the gradient's size, down to the smallest that was seen in such training."""
+    """Adam's step does not depend on the gradient's size, down to the smallest that was seen in
+    such training."""
     weight = torch.nn.Parameter(torch.zeros(8))
     optimizer = adamw(torch.nn.ParameterList([weight]), lr=1e-3, warmup_steps=0)
     weight.grad = torch.full((8,), size)
@@ -494,8 +591,14 @@ def test_all_models_leave_while_rewards_score(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     policy, painter = (torch.nn.Linear(2, 2).requires_grad_(False) for _ in range(2))
     phase = Phases(CPU, Offload([policy, painter], CPU))
-    moved = lambda: [m.weight.data_ptr() != phase.offload.homes[m][0][1].data_ptr() for m in (policy, painter)]
-    for name, models, expected in (("sample", [policy], [1, 0]), ("paint", [painter], [0, 1]), ("score", [], [0, 0])):
+    moved = lambda: [
+        m.weight.data_ptr() != phase.offload.homes[m][0][1].data_ptr() for m in (policy, painter)
+    ]
+    for name, models, expected in (
+        ("sample", [policy], [1, 0]),
+        ("paint", [painter], [0, 1]),
+        ("score", [], [0, 0]),
+    ):
         with phase(name, *models):
             assert moved() == expected
     assert set(phase.read()) == {f"seconds/{name}" for name in ("move", "sample", "paint", "score")}
@@ -505,6 +608,11 @@ def test_a_compiled_run_is_the_same_run(quick, compiled_at_once):
     for choice in ("no", "yes"):
         assert quick("--steps", "1", "--compile", choice, "--out", choice) == 0
     for name in ("metrics.jsonl", "evaluation.jsonl"):
-        expected, found = records(f"no/{name}")[0], records(f"yes/{name}")[0]  # before weights may have grown apart
+        expected, found = (
+            records(f"no/{name}")[0],
+            records(f"yes/{name}")[0],
+        )  # before weights may have grown apart
         shown = expected.pop("shown", None)
-        assert found.pop("shown", None) == shown and found == pytest.approx(expected, abs=1e-4, nan_ok=True)
+        assert found.pop("shown", None) == shown and found == pytest.approx(
+            expected, abs=1e-4, nan_ok=True
+        )

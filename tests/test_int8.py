@@ -1,4 +1,5 @@
-"""A base rounded to 8 bits: how far off it is, that only the frozen weights are, and that all else works with it."""
+"""A base rounded to 8 bits: how far off it is, that only the frozen weights are, and that all else
+works with it."""
 
 import copy
 import shutil
@@ -29,17 +30,26 @@ def rounded_pair(dtype, bias=True):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_weight_is_off_by_half_a_step_of_its_row_at_most(dtype):
     exact, rounded = rounded_pair(dtype)
-    assert rounded.weight.dtype == torch.int8 and rounded.scale.dtype == dtype and not rounded.weight.requires_grad
-    assert dict(rounded.named_buffers()).keys() == {"scale"}, "or it would not move with the weights"
+    assert (
+        rounded.weight.dtype == torch.int8
+        and rounded.scale.dtype == dtype
+        and not rounded.weight.requires_grad
+    )
+    assert dict(rounded.named_buffers()).keys() == {"scale"}, (
+        "or it would not move with the weights"
+    )
     weight, scale = exact.weight.float(), rounded.scale.float()[:, None]
     assert ((rounded.weight * scale - weight).abs() <= scale / 2 * 1.0001).all()
     torch.testing.assert_close(scale[:, 0], weight.abs().amax(1) / 127, rtol=1e-2, atol=1e-11)
-    assert (rounded.weight.abs().amax(1) == torch.tensor([127] * 32).where(torch.arange(32) != 5, 0)).all()
+    assert (
+        rounded.weight.abs().amax(1) == torch.tensor([127] * 32).where(torch.arange(32) != 5, 0)
+    ).all()
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_layer_multiplies_by_what_was_rounded(bias):
-    """To the bit: the scale comes before the product. Behind it, torch.compile would take a kernel slow on CUDA."""
+    """To the bit: the scale comes before the product. Behind it, torch.compile would take a kernel
+    slow on CUDA."""
     _, rounded = rounded_pair(torch.float32, bias)
     x = torch.randn(2, 7, 64, requires_grad=True)
     dense = rounded.weight.float() * rounded.scale[:, None]
@@ -51,11 +61,20 @@ def test_the_layer_multiplies_by_what_was_rounded(bias):
 def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
     run = build_run(tiny_settings("--base", "int8", "--train", "both"))
     base = run.policy_trainer.model.get_base_model()
-    rounded = {name for part in (base, run.pipe.transformer, run.pipe.text_encoder, run.pipe.vae)
-               for name, module in part.named_modules() if isinstance(module, Int8Linear)}  # fmt: skip
-    assert any(name.endswith("mlp.down_proj.base_layer") for name in rounded), "what the adapter is added to"
+    rounded = {
+        name
+        for part in (base, run.pipe.transformer, run.pipe.text_encoder, run.pipe.vae)
+        for name, module in part.named_modules()
+        if isinstance(module, Int8Linear)
+    }
+    assert any(name.endswith("mlp.down_proj.base_layer") for name in rounded), (
+        "what the adapter is added to"
+    )
     assert all(".layers." in name or "transformer_blocks." in name for name in rounded)
-    within = [*base.model.language_model.layers.modules(), *run.pipe.transformer.transformer_blocks.modules()]
+    within = [
+        *base.model.language_model.layers.modules(),
+        *run.pipe.transformer.transformer_blocks.modules(),
+    ]
     plain = [module for module in within if type(module) is torch.nn.Linear]
     assert all(module.weight.requires_grad for module in plain), "all others are the adapters'"
     for learner in (run.policy_trainer, run.decoder_trainer):
@@ -64,12 +83,15 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
 
 
 def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
-    """And in bfloat16 as on a GPU; log-probs (of -20) are off by as little as bfloat16 is; the adapter has gradients."""
+    """And in bfloat16 as on a GPU; log-probs (of -20) are off by as little as bfloat16 is; the
+    adapter has gradients."""
     settings = tiny_settings("--base", "int8")
     ids, positions, _ = train.encode_prompt(pipe.processor, "a red circle", 64, 32)
     codes = torch.randint(256, (2, 10), generator=torch.Generator().manual_seed(0))
     ids, positions = torch.cat([ids.expand(2, -1), codes], 1), positions[:, : len(ids) + 10]
-    logprobs = lambda model: get_per_token_logprobs(model, ids, 10, position_ids=positions, allowed_ids=slice(0, 256))
+    logprobs = lambda model: get_per_token_logprobs(
+        model, ids, 10, position_ids=positions, allowed_ids=slice(0, 256)
+    )
 
     for dtype, off in ((torch.float32, 0.05), (torch.bfloat16, 0.3)):
         own = copy.deepcopy(pipe.vision_language_encoder).to(dtype)
@@ -86,7 +108,10 @@ def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
             assert torch.equal(logprobs(model), reference)
         logprobs(model).sum().backward()
         assert not torch.equal(logprobs(model), reference)
-        assert all(p.grad.isfinite().all() and p.grad.any() and p.grad.dtype == torch.float32 for p in trained)
+        assert all(
+            p.grad.isfinite().all() and p.grad.any() and p.grad.dtype == torch.float32
+            for p in trained
+        )
 
 
 def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(quick, capsys):
@@ -99,10 +124,20 @@ def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(q
     assert resume("parts") == 0
     assert adapter_of("parts") == adapter_of("whole")
     assert records("parts/metrics.jsonl") == records("whole/metrics.jsonl")
-    assert records("whole/metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6), "the reference is the rounded base"
+    assert records("whole/metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6), (
+        "the reference is the rounded base"
+    )
 
     assert '"base": "int8"' in Path("whole/adapter/README.md").read_text()
     for base in ("int8", "bfloat16"):
-        assert quick("--adapter", "whole", "--steps", "0", "--base", base, "--out", f"judged-{base}") == 0
-    rounded, exact = (records(f"judged-{base}/evaluation.jsonl")[0] for base in ("int8", "bfloat16"))
-    assert rounded["reward"] == pytest.approx(exact["reward"], abs=0.05) and rounded["reward"] != exact["reward"]
+        assert (
+            quick("--adapter", "whole", "--steps", "0", "--base", base, "--out", f"judged-{base}")
+            == 0
+        )
+    rounded, exact = (
+        records(f"judged-{base}/evaluation.jsonl")[0] for base in ("int8", "bfloat16")
+    )
+    assert (
+        rounded["reward"] == pytest.approx(exact["reward"], abs=0.05)
+        and rounded["reward"] != exact["reward"]
+    )

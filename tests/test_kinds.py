@@ -1,4 +1,5 @@
-"""Evaluations by kind of prompt: the file, which prompts are judged, errors by hand, table, pictures, card."""
+"""Evaluations by kind of prompt: the file, which prompts are judged, errors by hand, table,
+pictures, card."""
 
 import math
 from pathlib import Path
@@ -18,7 +19,7 @@ NAN = math.nan
 MEAN = "mean of the kinds"
 
 
-# ---- the file -------------------------------------------------------------------------------------------------------
+# ---- the file ------------------------------------------------------------------------------------
 
 
 def read(folder, text):
@@ -29,7 +30,9 @@ def read(folder, text):
 def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
     text = "alone\n# kind: counting\nthree circles\n# kindred spirits\n## Kind = two words \n\n\\# 1 fan\n\\a\n#kind:counting\ntwo"
     prompts = read(tmp_path, text)
-    assert prompts.texts == ["alone", "three circles", "# 1 fan", "\\a", "two"], "comments are left out"
+    assert prompts.texts == ["alone", "three circles", "# 1 fan", "\\a", "two"], (
+        "comments are left out"
+    )
     assert prompts.kinds == ["other", "counting", "two words", "two words", "counting"]
     assert prompts.lines == [1, 3, 7, 8, 10]
     assert read(tmp_path, "a\n# b\n").kinds is None, "there is one kind, without a name"
@@ -38,27 +41,34 @@ def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
 def test_evaluated_are_the_first_prompts_of_each_kind_in_turn():
     prompts = Prompts(list("abcdefg"), kinds=list("xxxyyzx"), lines=list(range(7)))
     assert "".join(prompts.evenly(5).texts) == "adfbe"
-    assert "".join(prompts.evenly(99).texts) == "adfbecg" and "".join(prompts.evenly(99).kinds) == "xyzxyxx"
+    assert (
+        "".join(prompts.evenly(99).texts) == "adfbecg"
+        and "".join(prompts.evenly(99).kinds) == "xyzxyxx"
+    )
     assert prompts.evenly(4).lines == [0, 3, 5, 1]
     assert "".join(Prompts(list("abcd")).evenly(3).texts) == "abc"
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 def test_errors_are_over_prompts():
-    """Four pictures of a prompt that are all alike say no more than one: by numpy, prompt by prompt."""
+    """Four pictures of a prompt that are all alike say no more than one: by numpy, prompt by
+    prompt."""
     values = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0] * 4]).flatten()
     metrics = evaluation_metrics({"a": values}, values, 4)
     assert metrics["reward"] == pytest.approx(2 / 3)
     error = pytest.approx(np.std([0, 1, 1], ddof=1) / math.sqrt(3))
     assert metrics["reward_error"] == metrics["reward_error/a"] == error
     assert (metrics["images"], metrics["prompts"]) == (12, 3)
-    assert math.isnan(evaluation_metrics({}, values[:4], 4)["reward_error"]), "one prompt says nothing of others"
+    assert math.isnan(evaluation_metrics({}, values[:4], 4)["reward_error"]), (
+        "one prompt says nothing of others"
+    )
 
 
 def test_kinds_by_hand():
-    """Of unequal size, with a picture that has no reward, and a kind to which one reward does not apply."""
+    """Of unequal size, with a picture that has no reward, and a kind to which one reward does not
+    apply."""
     a = torch.tensor([0.0, 1.0, 1.0, 1.0, NAN, 0.5, 0.0, 0.0])  # four prompts, two pictures each
     b = torch.tensor([1.0, 0.0, 2.0, 4.0, 3.0, 3.0, NAN, NAN])
     metrics = evaluation_metrics({"a": a, "b": b}, a, 2, ["x", "x", "x", "y"])
@@ -66,24 +76,36 @@ def test_kinds_by_hand():
     assert (x["prompts"], x["images"], y["prompts"], mean["prompts"]) == (3, 6, 1, 4)
     assert x["reward/a"] == pytest.approx(np.mean([0, 1, 1, 1, 0.5])) and y["reward/a"] == 0
     assert x["reward_error/a"] == pytest.approx(np.std([0.5, 1, 0.5], ddof=1) / math.sqrt(3))
-    assert math.isnan(y["reward_error/a"]) and math.isnan(mean["reward_error/a"]), "one of its parts is not known"
-    assert mean["reward/a"] == pytest.approx((x["reward/a"] + 0) / 2) and metrics["reward"] != mean["reward"]
+    assert math.isnan(y["reward_error/a"]) and math.isnan(mean["reward_error/a"]), (
+        "one of its parts is not known"
+    )
+    assert (
+        mean["reward/a"] == pytest.approx((x["reward/a"] + 0) / 2)
+        and metrics["reward"] != mean["reward"]
+    )
     assert math.isnan(y["reward/b"])
-    assert mean["reward/b"] == x["reward/b"] and mean["reward_error/b"] == x["reward_error/b"], "of those that it has"
+    assert mean["reward/b"] == x["reward/b"] and mean["reward_error/b"] == x["reward_error/b"], (
+        "of those that it has"
+    )
     assert x["reward_error/b"] == pytest.approx(np.std([0.5, 3, 3], ddof=1) / math.sqrt(3))
 
     pairs = evaluation_metrics({}, torch.tensor([0.0, 1, 2, 4]), 1, list("xxyy"))["kinds"]
-    assert pairs[MEAN]["reward_error"] == pytest.approx(math.hypot(0.5, 1.0) / 2), "errors of kinds are independent"
+    assert pairs[MEAN]["reward_error"] == pytest.approx(math.hypot(0.5, 1.0) / 2), (
+        "errors of kinds are independent"
+    )
     for kinds in (None, ["x"] * 4):
         assert "kinds" not in evaluation_metrics({"a": a}, a, 2, kinds), "one kind needs no table"
 
 
 def evaluation(step, **numbers):
-    """A record of evaluation.jsonl: two kinds of two prompts, two pictures each; `numbers`: the rewards of x and y."""
+    """A record of evaluation.jsonl: two kinds of two prompts, two pictures each; `numbers`: the
+    rewards of x and y."""
     record = {"step": step}
     for prefix, (x, y) in (("", numbers["training"]), ("held_out/", numbers["held_out"])):
         values = torch.tensor([x, x, x, x + 0.2, y, y, y, y + 0.2])
-        metrics = evaluation_metrics({"f.py:facts": values, "g.py:right": 2 * values}, values, 2, list("xxyy"))
+        metrics = evaluation_metrics(
+            {"f.py:facts": values, "g.py:right": 2 * values}, values, 2, list("xxyy")
+        )
         record |= {prefix + key: value for key, value in without_nan(metrics).items()}
     return record
 
@@ -95,10 +117,23 @@ AFTER = evaluation(9, training=(0.5, 0.4), held_out=(0.3, 0.3))
 def test_the_table_by_hand():
     lines = kinds_table(BEFORE, AFTER)
     assert [line.strip("| ").split(" | ")[0].strip() for line in lines] == [
-        "", "training", lines[2].split()[1], "x", "y", MEAN, "", "held-out", lines[2].split()[1], "x", "y", MEAN,
-    ]  # fmt: skip
+        "",
+        "training",
+        lines[2].split()[1],
+        "x",
+        "y",
+        MEAN,
+        "",
+        "held-out",
+        lines[2].split()[1],
+        "x",
+        "y",
+        MEAN,
+    ]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[1] == ["training", "prompts", "f.py:facts", "g.py:right"], "the lone reward is the sum, and shown once"
+    assert cells[1] == ["training", "prompts", "f.py:facts", "g.py:right"], (
+        "the lone reward is the sum, and shown once"
+    )
     assert cells[3] == ["x", "2", "0.25 +- 0.05 -> 0.55 +- 0.05", "0.50 +- 0.10 -> 1.10 +- 0.10"]
     assert cells[5][:3] == [MEAN, "4", "0.35 +- 0.04 -> 0.50 +- 0.04"]
     assert cells[9][2] == "0.15 +- 0.05 -> 0.35 +- 0.05"
@@ -115,7 +150,9 @@ def test_two_rewards_have_their_sum_in_the_table():
 
 
 def test_a_line_of_an_evaluation_has_errors():
-    before, after = (np.std(means, ddof=1) / 2 for means in ([0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.4, 0.5]))
+    before, after = (
+        np.std(means, ddof=1) / 2 for means in ([0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.4, 0.5])
+    )
     words = f"f.py:facts 0.350 +- {before:.3f} -> 0.500 +- {after:.3f}"
     assert summary("", BEFORE, AFTER).startswith(words)
     assert summary("held_out/", AFTER).endswith("(8 images: 4 prompts x 2)")
@@ -123,10 +160,15 @@ def test_a_line_of_an_evaluation_has_errors():
 
 def test_a_drop_within_the_error_is_no_warning():
     def words(*pairs):
-        records = [{"step": i, "held_out/reward": r, "held_out/reward_error": e} for i, (r, e) in enumerate(pairs)]
+        records = [
+            {"step": i, "held_out/reward": r, "held_out/reward_error": e}
+            for i, (r, e) in enumerate(pairs)
+        ]
         return best_step(records)[1]
 
-    assert words((0.877, 0.03), (0.875, 0.03)) == "" and words((0.9, 0.08), (0.8, 0.08)) == "", "0.08 each, 0.11 both"
+    assert words((0.877, 0.03), (0.875, 0.03)) == "" and words((0.9, 0.08), (0.8, 0.08)) == "", (
+        "0.08 each, 0.11 both"
+    )
     assert words((0.9, 0.03), (0.8, 0.03)) == (
         "on held-out prompts reward was higher after 0 steps, 0.900 +- 0.030, than at the end, 0.800 +- 0.030"
     )
@@ -140,7 +182,7 @@ def test_the_best_step_of_z_scores_is_that_of_a_judge():
     assert best_step(evaluations)[0] == 0 and best_step(evaluations, "reward/hps") == (1, "")
 
 
-# ---- pictures -------------------------------------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------------------
 
 
 def pixels(path):
@@ -154,7 +196,8 @@ def count(picture, colour):
 
 
 def run_with(folder, *evaluations):
-    """A run's folder with the pictures of evaluations: {step: for each prompt (rewards, {judge: its answers})}."""
+    """A run's folder with the pictures of evaluations: {step: for each prompt (rewards, {judge: its
+    answers})}."""
     made = []
     for step, shown in evaluations:
         pictures = folder / "evaluation" / f"{step:06d}"
@@ -162,14 +205,22 @@ def run_with(folder, *evaluations):
         for i, (rewards, _) in enumerate(shown):
             for j in range(len(rewards)):
                 Image.new("RGB", (64, 64), "black").save(pictures / f"{i + 1}-{j + 1}.png")
-        made.append({"step": step, "shown": [[f"prompt {i}", *entry] for i, entry in enumerate(shown)]})
+        made.append(
+            {"step": step, "shown": [[f"prompt {i}", *entry] for i, entry in enumerate(shown)]}
+        )
     return made
 
 
 def test_right_pictures_are_framed_green_and_wrong_ones_red(tmp_path):
     """By the first judge that answers yes or no; without such a judge there are no frames."""
-    before = (0, [([0.1, 0.2], {"h.py:pretty": [0.0, 0.7], "g.py:right": [0, 1.0], "late": [1, 1]})])
-    after = (5, [([0.1, 0.2], {"h.py:pretty": [1.0, 0.0], "g.py:right": [1, None], "late": [0, 0]})])
+    before = (
+        0,
+        [([0.1, 0.2], {"h.py:pretty": [0.0, 0.7], "g.py:right": [0, 1.0], "late": [1, 1]})],
+    )
+    after = (
+        5,
+        [([0.1, 0.2], {"h.py:pretty": [1.0, 0.0], "g.py:right": [1, None], "late": [0, 0]})],
+    )
     save_before_after(tmp_path, *run_with(tmp_path, before, after))
     sheet = pixels(tmp_path / "before-after.png")
     black = sheet.sum(-1) == 0
@@ -177,13 +228,16 @@ def test_right_pictures_are_framed_green_and_wrong_ones_red(tmp_path):
     left = [x for x in np.flatnonzero(black[row]) if not black[row, x - 1]]
     frames = ["#{:02x}{:02x}{:02x}".format(*sheet[row, x - 2]) for x in left]
     assert frames == [FRAMES[0], FRAMES[1], FRAMES[1], "#ffffff"]
-    save_before_after(tmp_path, None, *run_with(tmp_path, (7, [([0.1, 0.2], {"h.py:pretty": [0.0, 0.7]})])))
+    save_before_after(
+        tmp_path, None, *run_with(tmp_path, (7, [([0.1, 0.2], {"h.py:pretty": [0.0, 0.7]})]))
+    )
     sheet = pixels(tmp_path / "before-after.png")
     assert count(sheet, FRAMES[1]) == count(sheet, FRAMES[0]) == 0
 
 
 def test_beside_the_saw_stands_its_mean_over_the_last_steps(tmp_path):
-    """A saw between 0 and 1: its mean is near a half, but for the first steps, which have few before them."""
+    """A saw between 0 and 1: its mean is near a half, but for the first steps, which have few
+    before them."""
     metrics = [{"step": s, "reward": float(s % 2)} for s in range(1, 41)]
     save_curves(tmp_path / "reward.png", metrics, [])
     picture = pixels(tmp_path / "reward.png")[75:195, 78:313]
@@ -191,7 +245,7 @@ def test_beside_the_saw_stands_its_mean_over_the_last_steps(tmp_path):
     assert len(grey) > 200 and 35 < grey.min() and grey.max() < 85
 
 
-# ---- a run ----------------------------------------------------------------------------------------------------------
+# ---- a run ---------------------------------------------------------------------------------------
 
 JUDGES = """
 def place(images, prompts, targets):
@@ -207,17 +261,46 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
     Path("own.txt").write_text("# kind: low\none\ntwo\nzero\n# kind: high\nthree\nfour\nfive\n")
     Path("new.txt").write_text("two\nthree\n")
     Path("mine.py").write_text(JUDGES)
-    arguments = ["--prompts", "own.txt", "--targets", "none", "--eval-prompts", "new.txt", "--eval-targets", "none"]
-    arguments += ["--reward", "mine.py:place", "--eval-reward", "mine.py:right", "--eval-count", "4"]
+    arguments = [
+        "--prompts",
+        "own.txt",
+        "--targets",
+        "none",
+        "--eval-prompts",
+        "new.txt",
+        "--eval-targets",
+        "none",
+    ]
+    arguments += [
+        "--reward",
+        "mine.py:place",
+        "--eval-reward",
+        "mine.py:right",
+        "--eval-count",
+        "4",
+    ]
     assert quick(*arguments, "--steps", "1", "--out", "run") == 0
     _, after = records("run/evaluation.jsonl")
     low = after["kinds"]["low"]
-    assert low["prompts"] == 2 and low["reward"] == pytest.approx((0.26 + 0.5) / 2 + 0.05), "not zero, the third"
+    assert low["prompts"] == 2 and low["reward"] == pytest.approx((0.26 + 0.5) / 2 + 0.05), (
+        "not zero, the third"
+    )
     assert low["reward_error"] == pytest.approx(0.24 / 2) and low["reward/mine.py:right"] == 0.5
-    assert after["kinds"]["high"]["reward/mine.py:right"] == 0.5 and after["reward/mine.py:right"] == 0.5
-    assert "held_out/kinds" not in after and after["held_out/reward_error"] == pytest.approx(0.25 / 2)
+    assert (
+        after["kinds"]["high"]["reward/mine.py:right"] == 0.5
+        and after["reward/mine.py:right"] == 0.5
+    )
+    assert "held_out/kinds" not in after and after["held_out/reward_error"] == pytest.approx(
+        0.25 / 2
+    )
     shown = [(prompt, judges["mine.py:right"]) for prompt, _, judges in after["shown"]]
-    assert shown == [("one", [0, 0]), ("three", [1, 1]), ("two", [1, 1]), ("two", [1, 1]), ("three", [1, 1])]
+    assert shown == [
+        ("one", [0, 0]),
+        ("three", [1, 1]),
+        ("two", [1, 1]),
+        ("two", [1, 1]),
+        ("three", [1, 1]),
+    ]
     lines = "".join(capfd.readouterr()).splitlines()
     row = "| low               | 2       | 0.43 +- 0.12 -> 0.43 +- 0.12 | 0.50 +- 0.50 -> 0.50 +- 0.50 |"
     assert lines.count(row) == 1, "once, at the end"

@@ -1,4 +1,5 @@
-"""Prompts and pictures of one's own: read as every viewer shows them, made to size, and named where they do not fit."""
+"""Prompts and pictures of one's own: read as every viewer shows them, made to size, and named where
+they do not fit."""
 
 import numpy as np
 import pytest
@@ -12,13 +13,17 @@ RED = (255, 0, 0)
 
 
 def read(folder, *pictures, edit=False, size=(64, 64), **options):
-    """The pictures (name, PIL image) as a run gets them, as targets or as sources, one prompt for each."""
+    """The pictures (name, PIL image) as a run gets them, as targets or as sources, one prompt for
+    each."""
     (folder / "prompts.txt").write_text("make it blue\n" * (len(pictures) or 1))
     (folder / "own").mkdir(exist_ok=True)
     for name, image in pictures:
         image.save(folder / "own" / name, **options)
     if edit:
-        return [source.image for source in read_prompts(folder / "prompts.txt", None, folder / "own", size).sources]
+        return [
+            source.image
+            for source in read_prompts(folder / "prompts.txt", None, folder / "own", size).sources
+        ]
     return read_prompts(folder / "prompts.txt", folder / "own", None, size).targets
 
 
@@ -31,7 +36,9 @@ def refusal(folder, count=1):
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("orientation", "turn"), [(6, Image.Transpose.ROTATE_90), (3, Image.Transpose.ROTATE_180)])
+@pytest.mark.parametrize(
+    ("orientation", "turn"), [(6, Image.Transpose.ROTATE_90), (3, Image.Transpose.ROTATE_180)]
+)
 def test_a_photo_from_a_phone_stands_upright(tmp_path, orientation, turn):
     """Stored on its side, with a note in its EXIF how to turn it: the red stripe is at the top."""
     shown = Image.new("RGB", (300, 400), "white")
@@ -45,11 +52,14 @@ def test_a_photo_from_a_phone_stands_upright(tmp_path, orientation, turn):
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_what_is_see_through_is_white(tmp_path, mode):
-    """A red disc on black that nobody sees, in any of the ways to store that; and half transparent red is pink."""
+    """A red disc on black that nobody sees, in any of the ways to store that; and half transparent
+    red is pink."""
     disc = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
     ImageDraw.Draw(disc).ellipse((16, 16, 48, 48), fill=(255, 0, 0, 255))
     half = Image.new("RGBA", (64, 64), (255, 0, 0, 128))
-    (first, second, third) = read(tmp_path, ("1.png", disc.convert(mode)), ("2.png", disc), ("3.png", half))
+    (first, second, third) = read(
+        tmp_path, ("1.png", disc.convert(mode)), ("2.png", disc), ("3.png", half)
+    )
     assert first.mode == "RGB" and first.getpixel((2, 2)) == second.getpixel((2, 2)) == WHITE
     assert second.getpixel((32, 32)) == RED
     assert np.abs(np.subtract(third.getpixel((5, 5)), (255, 127, 127))).max() <= 1
@@ -67,27 +77,35 @@ def test_pictures_are_made_to_size_as_they_are_read(tmp_path, monkeypatch, edit)
     seen = []
     for holder, name in ((Image, "open"), (Image.Image, "resize")):
         function = getattr(holder, name)
-        noted = lambda *values, name=name, function=function, **more: seen.append(name) or function(*values, **more)
+        noted = lambda *values, name=name, function=function, **more: (
+            seen.append(name) or function(*values, **more)
+        )
         monkeypatch.setattr(holder, name, noted)
     read(tmp_path, *[(f"{i}.png", Image.new("RGB", (300, 300))) for i in range(3)], edit=edit)
     assert seen == ["open", "resize"] * 3
 
 
 def test_what_is_no_picture_is_left_out(tmp_path):
-    """What a Mac leaves beside each file, what an iPhone makes, what Pillow writes but does not read, a folder."""
+    """What a Mac leaves beside each file, what an iPhone makes, what Pillow writes but does not
+    read, a folder."""
     read(tmp_path, ("1.png", Image.new("RGB", (32, 32))), ("2.JPG", Image.new("RGB", (32, 32))))
     for name in ("._1.png", "3.HEIC", "notes.pdf", "film.mpg", "Thumbs.db"):
         (tmp_path / "own" / name).write_bytes(b"no picture")
     (tmp_path / "own" / "x.png").mkdir()
-    assert len(read_prompts(tmp_path / "prompts.txt", tmp_path / "own", None, (64, 64)).targets) == 2
+    assert (
+        len(read_prompts(tmp_path / "prompts.txt", tmp_path / "own", None, (64, 64)).targets) == 2
+    )
     words = f"{tmp_path}/own has 2 pictures for 3 prompts; give one per prompt, sorted by name"
     assert refusal(tmp_path, count=3) == words
 
 
 def test_pictures_are_sorted_as_people_count(tmp_path):
-    """A superscript two is a digit to Python but no number; "٣" is a number that sorts among letters."""
+    """A superscript two is a digit to Python but no number; "٣" is a number that sorts among
+    letters."""
     names = ("10.png", "2.png", "²1.png", "٣1.png", "b.png")
-    pictures = read(tmp_path, *((name, Image.new("RGB", (64, 64), (i, 0, 0))) for i, name in enumerate(names)))
+    pictures = read(
+        tmp_path, *((name, Image.new("RGB", (64, 64), (i, 0, 0))) for i, name in enumerate(names))
+    )
     assert [picture.getpixel((0, 0))[0] for picture in pictures] == [1, 0, 4, 2, 3]
 
 
@@ -98,7 +116,9 @@ def test_a_picture_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatc
     words = f"the target picture {file} cannot be read: "
     with monkeypatch.context() as patch:
         patch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-        assert refusal(tmp_path).startswith(f"{words}Image size (4096 pixels) exceeds limit of 2000 pixels")
+        assert refusal(tmp_path).startswith(
+            f"{words}Image size (4096 pixels) exceeds limit of 2000 pixels"
+        )
     broken = whole.replace(b"IDAT", b"IDBT")
     for damaged in (whole[:100], b"no picture", broken):
         file.write_bytes(damaged)
@@ -106,7 +126,10 @@ def test_a_picture_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatc
 
 
 def test_prompts_end_at_line_feeds_only(tmp_path):
-    """Not at the other characters that str.splitlines knows, which are found in text from web pages and PDFs."""
+    """Not at the other characters that str.splitlines knows, which are found in text from web pages
+    and PDFs."""
     odd = ["line\u2028separator", "form\x0cfeed", "file\x1cseparator", "next\x85line"]
-    (tmp_path / "prompts.txt").write_bytes("\r\n".join(["\ufeffa circle", *odd, "", "\u200b", "a cross"]).encode())
+    (tmp_path / "prompts.txt").write_bytes(
+        "\r\n".join(["\ufeffa circle", *odd, "", "\u200b", "a cross"]).encode()
+    )
     assert read_prompts(tmp_path / "prompts.txt", None).texts == ["a circle", *odd, "a cross"]

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 
 def run_code(page, word):
-    """Runs the first block of Python on a page that contains a word; returns the names it defines."""
+    """Runs the first block of Python on a page that contains a word; returns the names it
+    defines."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     Path("block.py").write_text(next(block for block in blocks if word in block))
     return runpy.run_path("block.py")
@@ -27,8 +28,13 @@ def paint(pipe):
 
 def test_merged_adapters_paint_what_adapters_paint(quick, tmp_path):
     reward = ["--reward", str(ROOT / "examples" / "my_reward.py:blueness")]
-    assert quick("--train", "both", "--steps", "1", "--decode-steps", "2", "--out", "runs/1", *reward) == 0
-    for file in tmp_path.glob("runs/1/*adapter/*.safetensors"):  # a step moves them too little to be seen
+    assert (
+        quick("--train", "both", "--steps", "1", "--decode-steps", "2", "--out", "runs/1", *reward)
+        == 0
+    )
+    for file in tmp_path.glob(
+        "runs/1/*adapter/*.safetensors"
+    ):  # a step moves them too little to be seen
         weights = {name: torch.randn_like(weight) / 10 for name, weight in load_file(file).items()}
         save_file(weights, file, {"format": "pt"})
     (tmp_path / "tiny-glm-image").symlink_to(TINY)
@@ -42,7 +48,9 @@ def test_merged_adapters_paint_what_adapters_paint(quick, tmp_path):
     merged = GlmImagePipeline.from_pretrained("merged", dtype=torch.float32)
     assert abs(paint(merged) - with_adapters).max() <= 1 < abs(base - with_adapters).max()
     modules = (merged.vision_language_encoder, merged.transformer)
-    assert not [name for module in modules for name, _ in module.named_parameters() if "lora" in name]
+    assert not [
+        name for module in modules for name, _ in module.named_parameters() if "lora" in name
+    ]
 
 
 def test_a_person_is_a_reward(tmp_path, monkeypatch):
@@ -55,4 +63,8 @@ def test_a_person_is_a_reward(tmp_path, monkeypatch):
     assert vote(images, ["a", "a", "b", "b"], None) == [1, 0, 0.5, 2]
     assert asked == ["a: ", "b: "]
     sheet = Image.open("vote.png")
-    assert sheet.size == (8, 4) and sheet.getpixel((0, 0)) == (0, 128, 0) and sheet.getpixel((4, 0)) == (255, 255, 255)
+    assert (
+        sheet.size == (8, 4)
+        and sheet.getpixel((0, 0)) == (0, 128, 0)
+        and sheet.getpixel((4, 0)) == (255, 255, 255)
+    )

@@ -1,4 +1,5 @@
-"""Prompts in, pictures out, against GLM-Image's stock pipeline; which weights are trained; the sheets of pictures."""
+"""Prompts in, pictures out, against GLM-Image's stock pipeline; which weights are trained; the
+sheets of pictures."""
 
 import re
 import warnings
@@ -20,7 +21,11 @@ from runtime.pictures import chinese_font, font_for, save_before_after, save_gri
 from runtime.settings import TINY
 from train import encode_prompt  # quick shortens that in train.py
 
-SIZES = [(128, 128), (128, 256), (224, 96)]  # square, wide, tall: an exchange of rows and columns shows on the last two
+SIZES = [
+    (128, 128),
+    (128, 256),
+    (224, 96),
+]  # square, wide, tall: an exchange of rows and columns shows on the last two
 PROMPT = "a red circle"
 
 
@@ -38,7 +43,9 @@ def decoder_of(pipe):
 
 
 def codes(count, length):
-    return torch.randint(make.NUM_CODES, (count, length), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        make.NUM_CODES, (count, length), generator=torch.Generator().manual_seed(0)
+    )
 
 
 def pixels(images):
@@ -49,7 +56,7 @@ def small(*arguments):
     return tiny_settings("--height", "32", "--width", "32", "--decode-steps", "2", *arguments)
 
 
-# ---- prompts in -----------------------------------------------------------------------------------------------------
+# ---- prompts in ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -63,16 +70,21 @@ def test_positions_equal_the_models_own(pipe, size):
     assert torch.equal(positions[:, : len(ids)], prompt_positions[:, 0])
     assert torch.equal(positions[:, len(ids) :], inner._cached_decode_position_ids[0, :, :count])
     rows, columns = size[0] // 32, size[1] // 32
-    assert count == rows * columns + int((rows / columns) ** 0.5 * 16) * int((columns / rows) ** 0.5 * 16)
+    assert count == rows * columns + int((rows / columns) ** 0.5 * 16) * int(
+        (columns / rows) ** 0.5 * 16
+    )
 
 
-# ---- pictures out ---------------------------------------------------------------------------------------------------
+# ---- pictures out --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "guidance"), [((64, 64), "1.0"), ((64, 96), "1.5")])
 def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
-    """The codes cut out and doubled by the pipeline's own helpers, painted one by one with the same noise."""
-    settings = small("--height", str(size[0]), "--width", str(size[1]), "--guidance-scale", guidance)
+    """The codes cut out and doubled by the pipeline's own helpers, painted one by one with the same
+    noise."""
+    settings = small(
+        "--height", str(size[0]), "--width", str(size[1]), "--guidance-scale", guidance
+    )
     grids = glm_inputs(pipe, PROMPT, *size)["image_grid_thw"]
     total, offset, rows, columns = pipe._compute_generation_params(grids, is_text_to_image=True)
     tokens = codes(2, train.encode_prompt(pipe.processor, PROMPT, *size)[2])
@@ -83,9 +95,14 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
     for row, image in zip(tokens, images, strict=True):
         large = pipe._extract_large_image_tokens(row[None], 0, offset, rows * columns)
         expected = pipe(
-            prompt=PROMPT, prior_token_ids=pipe._upsample_token_ids(large, rows, columns), latents=latents, height=size[0],
-            width=size[1], num_inference_steps=2, guidance_scale=settings.guidance_scale,
-        ).images[0]  # fmt: skip
+            prompt=PROMPT,
+            prior_token_ids=pipe._upsample_token_ids(large, rows, columns),
+            latents=latents,
+            height=size[0],
+            width=size[1],
+            num_inference_steps=2,
+            guidance_scale=settings.guidance_scale,
+        ).images[0]
         assert image.size == (size[1], size[0])
         assert np.abs(pixels([image]) - pixels([expected])).max() <= 1
     assert np.abs(pixels(images)[0] - pixels(images)[1]).max() > 50
@@ -108,11 +125,13 @@ def test_one_noise_for_a_group_and_any_batch_size(pipe):
     batched = train.paint(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5)
     batched = pixels(train.develop(decoder, batched))
     assert np.abs(batched[1:] - batched[:1]).max() <= 1, "equal codes, equal pictures"
-    other = pixels(train.develop(decoder, train.paint(decoder, PROMPT, tokens[:1], small(), seed=6)))
+    other = pixels(
+        train.develop(decoder, train.paint(decoder, PROMPT, tokens[:1], small(), seed=6))
+    )
     assert np.abs(other - batched[:1]).max() > 1, "the seed is used"
 
 
-# ---- what is trained ------------------------------------------------------------------------------------------------
+# ---- what is trained -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +142,24 @@ def run():
 
 @pytest.mark.parametrize(
     ("half", "layers", "place", "lr"),
-    [("policy_trainer", 4 * 6, ".language_model.", 3e-3), ("decoder_trainer", 3 * 4, ".attn1.", 1e-3)],
+    [
+        ("policy_trainer", 4 * 6, ".language_model.", 3e-3),
+        ("decoder_trainer", 3 * 4, ".attn1.", 1e-3),
+    ],
 )
 def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
     learner = getattr(run, half)
-    adapted = {re.sub(r"\.lora_.*", "", name) for name, p in learner.model.named_parameters() if p.requires_grad}
+    adapted = {
+        re.sub(r"\.lora_.*", "", name)
+        for name, p in learner.model.named_parameters()
+        if p.requires_grad
+    }
     assert len(adapted) == layers, "layers x projections"
     assert all(place in name for name in adapted)
     (group,) = learner.optimizer.param_groups
-    assert {id(p) for p in group["params"]} == {id(p) for p in learner.model.parameters() if p.requires_grad}
+    assert {id(p) for p in group["params"]} == {
+        id(p) for p in learner.model.parameters() if p.requires_grad
+    }
     assert all(p.dtype == torch.float32 and 8 in p.shape for p in group["params"])
     assert (group["lr"], group["betas"], group["weight_decay"]) == (lr, (0.9, 0.99), 0)
     lora = learner.model.peft_config["default"]
@@ -141,7 +169,11 @@ def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
 def test_only_adapters_are_trained_and_the_vision_tower_is_left_behind(run):
     painters = train.painting_models(run.pipe)
     assert len(painters) == 3, "glyph encoder, transformer, VAE"
-    for name, p in (pair for module in (run.policy_trainer.model, *painters) for pair in module.named_parameters()):
+    for name, p in (
+        pair
+        for module in (run.policy_trainer.model, *painters)
+        for pair in module.named_parameters()
+    ):
         assert p.requires_grad == ("lora_" in name)
         assert ".visual." not in name and ".vqmodel." not in name
 
@@ -149,7 +181,14 @@ def test_only_adapters_are_trained_and_the_vision_tower_is_left_behind(run):
 def test_the_seed_fixes_the_adapters_start(run):
     def start(run):
         models = (run.policy_trainer.model, run.decoder_trainer.model)
-        return torch.cat([p.detach().flatten() for model in models for p in model.parameters() if p.requires_grad])
+        return torch.cat(
+            [
+                p.detach().flatten()
+                for model in models
+                for p in model.parameters()
+                if p.requires_grad
+            ]
+        )
 
     flags = ["--lora-rank", "8", "--train", "both", "--seed"]
     assert torch.equal(start(build_run(small(*flags, "3"))), start(run))
@@ -161,15 +200,27 @@ def logprobs(pipe, model, prompt, tokens):
     length = tokens.shape[1]
     with torch.no_grad():
         return get_per_token_logprobs(
-            model, torch.cat([ids.expand(len(tokens), -1), tokens], 1), length, allowed_ids=slice(0, make.NUM_CODES),
+            model,
+            torch.cat([ids.expand(len(tokens), -1), tokens], 1),
+            length,
+            allowed_ids=slice(0, make.NUM_CODES),
             position_ids=positions[:, : len(ids) + length],
-        )  # fmt: skip
+        )
 
 
 def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
-    """What a run saves, the checkpoints too, loaded by transformers: the policy as trained, and not the base."""
-    differing = [*write_reward(""), "--temperature", "5", "--top-p", "1"]  # the short pictures are blank below that
-    assert quick(*differing, "--steps", "2", "--lr", "0.05", "--group-size", "4", "--out", "run") == 0
+    """What a run saves, the checkpoints too, loaded by transformers: the policy as trained, and not
+    the base."""
+    differing = [
+        *write_reward(""),
+        "--temperature",
+        "5",
+        "--top-p",
+        "1",
+    ]  # the short pictures are blank below that
+    assert (
+        quick(*differing, "--steps", "2", "--lr", "0.05", "--group-size", "4", "--out", "run") == 0
+    )
     trained = build_run(small()).policy_trainer
     checkpoints.load(Path("run"), {"codes": trained})
     tokens = codes(2, 40)
@@ -180,14 +231,18 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         found = logprobs(pipe, stock.vision_language_encoder, PROMPT, tokens)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert not list(Path("run/checkpoints").rglob("README.md")), "PEFT's form, empty"
-    with warnings.catch_warnings():  # for its plan a run on a GPU builds models without data, and this adapter on them
+    with (
+        warnings.catch_warnings()
+    ):  # for its plan a run on a GPU builds models without data, and this adapter on them
         warnings.simplefilter("error", UserWarning)
         policy, *_ = meta_models(small("--adapter", "run"), torch.device("cuda"))
     assert all(p.is_meta for p in policy.parameters())
-    assert (logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens) - expected).abs().max() > 0.1
+    assert (
+        logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens) - expected
+    ).abs().max() > 0.1
 
 
-# ---- sheets ---------------------------------------------------------------------------------------------------------
+# ---- sheets --------------------------------------------------------------------------------------
 
 RED, BLUE, GREEN = (250, 0, 0), (0, 0, 250), (0, 120, 0)
 
@@ -200,7 +255,10 @@ def columns_of(sheet, colour, top, bottom):
 
 def test_a_grid_shows_every_picture_in_its_place(tmp_path):
     square, wide = Image.new("RGB", (50, 50), RED), Image.new("RGB", (100, 50), BLUE)
-    rows = [("first prompt", [(square, "1.0"), (wide, "a long caption " * 30)]), ("second " * 50, [(wide, "")])]
+    rows = [
+        ("first prompt", [(square, "1.0"), (wide, "a long caption " * 30)]),
+        ("second " * 50, [(wide, "")]),
+    ]
     sheet = save_grid(tmp_path / "grid.png", rows, "title", cell=80)
     assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), np.asarray(sheet))
     half = 30 + (sheet.height - 30) // 2
@@ -241,7 +299,10 @@ def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
     before = {"step": 0, "shown": [["one", [0.5, None], {}], ["two", [0.25, 0.125], {}]]}
     after = {"step": 7, "shown": [["one", [0.75, 1.0], {}], ["two", [None, 2.0], {}]]}
     grids = []
-    monkeypatch.setattr("runtime.pictures.save_grid", lambda path, rows, title, cell: grids.append((path, rows, title)))
+    monkeypatch.setattr(
+        "runtime.pictures.save_grid",
+        lambda path, rows, title, cell: grids.append((path, rows, title)),
+    )
     save_before_after(tmp_path, before, after)
     ((path, rows, title),) = grids
     assert path == tmp_path / "before-after.png" and "7 steps" in title
@@ -250,10 +311,19 @@ def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
         ("two", ["before, 0.250", "before, 0.125", None, "after, none", "after, 2.000"]),
     ]
     for _, cells in rows:
-        assert [cell and cell[0].getpixel((0, 0)) for cell in cells] == [RED, RED, None, GREEN, GREEN]
+        assert [cell and cell[0].getpixel((0, 0)) for cell in cells] == [
+            RED,
+            RED,
+            None,
+            GREEN,
+            GREEN,
+        ]
     (tmp_path / "evaluation" / "000000" / "1-1.png").unlink()
     save_before_after(tmp_path, before, after)
     save_before_after(tmp_path, None, after)
     found = [[cell and cell[1] for cell in rows[0][1]] for _, rows, _ in grids[1:]]
-    assert found == [["before, none", None, "after, 0.750", "after, 1.000"], ["after, 0.750", "after, 1.000"]]
+    assert found == [
+        ["before, none", None, "after, 0.750", "after, 1.000"],
+        ["after, 0.750", "after, 1.000"],
+    ]
     assert "before" not in grids[2][2]

@@ -10,20 +10,24 @@ from grpo import compute_advantages, compute_grpo_loss
 
 
 def expected_gradient(penalty, logits, ref):
-    """Of penalty(log pi, log ref) per token, on samples from pi: exactly, by summing over all ids."""
+    """Of penalty(log pi, log ref) per token, on samples from pi: exactly, by summing over all
+    ids."""
     logp = logits.log_softmax(0)  # (V,)
     return torch.autograd.grad((logp.exp().detach() * penalty(logp, ref)).sum(), logits)[0]  # (V,)
 
 
 def test_a_kl_term_of_log_ratios_has_no_gradient():
-    """log pi - log ref estimates the KL without bias, and as a loss term does nothing; k3 pulls to the reference."""
+    """log pi - log ref estimates the KL without bias, and as a loss term does nothing; k3 pulls to
+    the reference."""
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     ref = torch.randn(6, dtype=torch.float64).log_softmax(0)
 
     def k3(logp, ref):
-        losses = [compute_grpo_loss(x[None], x[None].detach(), torch.zeros(1), r[None], kl_coef=1.0)[0]
-                  for x, r in zip(logp[:, None], ref[:, None], strict=True)]  # fmt: skip
+        losses = [
+            compute_grpo_loss(x[None], x[None].detach(), torch.zeros(1), r[None], kl_coef=1.0)[0]
+            for x, r in zip(logp[:, None], ref[:, None], strict=True)
+        ]
         return torch.stack(losses)
 
     assert expected_gradient(lambda logp, ref: logp - ref, logits, ref).norm() < 1e-12
@@ -36,7 +40,9 @@ def test_zscores_in_float32_make_advantages_of_equal_rewards():
     for reward in equal:
         total += reward
     centred = equal - total / np.float32(8)
-    assert 0.4 < np.abs(centred / (centred.std(ddof=1) + 1e-6)).max() < 1, "the mean is off by its last bit"
+    assert 0.4 < np.abs(centred / (centred.std(ddof=1) + 1e-6)).max() < 1, (
+        "the mean is off by its last bit"
+    )
     assert not compute_advantages(torch.from_numpy(equal), 8).any()
 
 
@@ -51,24 +57,30 @@ def test_the_loss_of_fresh_samples_is_zero_and_its_gradient_is_not():
 
 
 def test_a_ratio_of_means_over_prompt_and_codes_hides_that_the_policy_moved():
-    """Every code is 1.5 times as likely. Over a prompt three times as long the mean is 1.11; nothing is clipped."""
+    """Every code is 1.5 times as likely. Over a prompt three times as long the mean is 1.11;
+    nothing is clipped."""
     old = torch.zeros(1, 10)
     new = torch.full((1, 10), 1.5).log()
     prompt = torch.zeros(1, 30)  # its log-probs are of no interest, and differ little
     mean_ratio = (torch.cat([prompt, new], 1).mean(1) - torch.cat([prompt, old], 1).mean(1)).exp()
     assert mean_ratio.item() == pytest.approx(1.5**0.25) and mean_ratio < 1.2
     _, metrics = compute_grpo_loss(new, old, torch.ones(1), clip_range=0.2)
-    assert metrics["clip_fraction"] == pytest.approx(1) and metrics["ratio_mean"] == pytest.approx(1.5)
+    assert metrics["clip_fraction"] == pytest.approx(1) and metrics["ratio_mean"] == pytest.approx(
+        1.5
+    )
 
 
 def test_mse_alone_prefers_a_blank_picture_to_a_wrong_one():
-    """Of one object: nothing at all against the right shape in another colour, and against the object elsewhere."""
+    """Of one object: nothing at all against the right shape in another colour, and against the
+    object elsewhere."""
     blank = make.draw((None,) * 4)
     colours = []
     places = []
     for shape, colour in make.SPRITES:
         scenes = [((shape, other), None, None, None) for other in make.COLOURS if other != colour]
-        scenes += [tuple((shape, colour) if i == place else None for i in range(4)) for place in (1, 2, 3)]
+        scenes += [
+            tuple((shape, colour) if i == place else None for i in range(4)) for place in (1, 2, 3)
+        ]
         target = make.draw(((shape, colour), None, None, None))
         images = [blank, *map(make.draw, scenes)]
         empty, *values = rewards.mse(images, [""] * 9, [target] * 9).tolist()

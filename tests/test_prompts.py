@@ -1,4 +1,5 @@
-"""The prompts that ship: their kinds, what they quote, their questions, and that held out is held out."""
+"""The prompts that ship: their kinds, what they quote, their questions, and that held out is held
+out."""
 
 import json
 import re
@@ -13,13 +14,21 @@ FOLDER = Path(__file__).parent.parent / "prompts"
 
 def by_kind(name):
     """{kind: its prompts}, in the order of the file, whose first line names a kind."""
-    first, *sections = re.split(r"(?m)^# kind: (.*)\n", (FOLDER / f"{name}.txt").read_text(encoding="utf-8"))
+    first, *sections = re.split(
+        r"(?m)^# kind: (.*)\n", (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+    )
     assert first == "" and len(set(sections[::2])) == len(sections[::2])
-    return {kind: prompts.splitlines() for kind, prompts in zip(sections[::2], sections[1::2], strict=True)}
+    return {
+        kind: prompts.splitlines()
+        for kind, prompts in zip(sections[::2], sections[1::2], strict=True)
+    }
 
 
 KINDS = {name: by_kind(name) for name in ("train", "heldout")}
-PROMPTS = {name: [prompt for prompts in kinds.values() for prompt in prompts] for name, kinds in KINDS.items()}
+PROMPTS = {
+    name: [prompt for prompts in kinds.values() for prompt in prompts]
+    for name, kinds in KINDS.items()
+}
 OBJECTS = ["counting", "spatial relations", "attribute binding", "several objects"]
 CHINESE = re.compile("[\u4e00-\u9fff]")
 
@@ -39,8 +48,12 @@ def folded(prompt):
 
 
 def stems(text):
-    """Its words of three letters or more, in the singular, more or less: {"berr"} for "berry" and "berries"."""
-    return {re.sub(r"(ies?|ys?|es|(?<!s)s|e)$", "", word) for word in re.findall("[a-z]{3,}", text.lower())}
+    """Its words of three letters or more, in the singular, more or less: {"berr"} for "berry" and
+    "berries"."""
+    return {
+        re.sub(r"(ies?|ys?|es|(?<!s)s|e)$", "", word)
+        for word in re.findall("[a-z]{3,}", text.lower())
+    }
 
 
 @pytest.mark.parametrize("name, least", [("train", 240), ("heldout", 48)])
@@ -62,15 +75,22 @@ def test_no_prompt_comes_twice_and_those_about_writing_quote_it(name, least):
 def test_heldout_is_new():
     train, heldout = PROMPTS["train"], PROMPTS["heldout"]
     assert not {folded(p) for p in train} & {folded(p) for p in heldout}
-    assert not {folded(s) for p in train for s in quoted(p)} & {folded(s) for p in heldout for s in quoted(p)}
+    assert not {folded(s) for p in train for s in quoted(p)} & {
+        folded(s) for p in heldout for s in quoted(p)
+    }
     objects = [prompt for kind in OBJECTS for prompt in KINDS["heldout"][kind]]
     assert not (stems(" ".join(objects)) - stems(GENERAL)) & stems(" ".join(train))
 
 
 def test_every_prompt_about_objects_has_questions():
     """Counting, spatial relations, attributes and several objects, in both files."""
-    lines = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     prompts = [prompt for kinds in KINDS.values() for kind in OBJECTS for prompt in kinds[kind]]
     assert sorted(line["prompt"] for line in lines) == sorted(prompts)
     assert all(3 <= len(line["questions"]) <= 6 for line in lines)
-    assert all({"prompt", "questions"} <= line.keys() <= {"prompt", "questions", "foils"} for line in lines)
+    assert all(
+        {"prompt", "questions"} <= line.keys() <= {"prompt", "questions", "foils"} for line in lines
+    )

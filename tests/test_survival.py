@@ -1,4 +1,5 @@
-"""Runs that survive: what is saved and when, how a run goes on, and how it ends when something breaks.
+"""Runs that survive: what is saved and when, how a run goes on, and how it ends when something
+breaks.
 
 Everything here is a run of train.main on short pictures; see conftest.py.
 """
@@ -45,17 +46,26 @@ def same_run(expected, found):
     assert adapter_of(expected) == adapter_of(found)
 
 
-# ---- going on -------------------------------------------------------------------------------------------------------
+# ---- going on ------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(quick):
-    """Stopped after 1 of 2 steps, with what a kill in the second may leave in the files. The reward throws dice."""
-    arguments = [*write_reward("return torch.rand(len(images))"), "--eval-every", "1", "--iterations", "2"]
+    """Stopped after 1 of 2 steps, with what a kill in the second may leave in the files. The reward
+    throws dice."""
+    arguments = [
+        *write_reward("return torch.rand(len(images))"),
+        "--eval-every",
+        "1",
+        "--iterations",
+        "2",
+    ]
     arguments += ["--warmup-steps", "9"]
     assert quick(*arguments, "--steps", "2", "--out", "straight") == 0
     assert quick(*arguments, "--steps", "1", "--out", "halves") == 0
     with open("halves/metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "of": "a step that was killed before its checkpoint"}\n{"step": 3, "rew')
+        file.write(
+            '{"step": 2, "of": "a step that was killed before its checkpoint"}\n{"step": 3, "rew'
+        )
     with open("halves/groups.jsonl", "a") as file:
         later = {"step": 2, "prompt": "a red circle", "rewards": {"mine.py:reward": [0.0, 9.0]}}
         file.write(json.dumps(later) + '\n{"step": 2, "pro')
@@ -67,7 +77,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick):
 
 
 def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(quick, monkeypatch):
-    """Adam's first step is as long as the rate, whatever the gradient: a quarter of it, where the fourth has all."""
+    """Adam's first step is as long as the rate, whatever the gradient: a quarter of it, where the
+    fourth has all."""
     monkeypatch.setattr(checkpoints, "KEPT", 9)
     arguments = ["--warmup-steps", "3", "--lr", "0.01", "--save-every", "1"]
     assert quick(*write_reward(""), *arguments, "--steps", "2", "--out", "run") == 0
@@ -101,7 +112,8 @@ def test_a_run_that_has_ended_leaves_signals_as_it_found_them(quick):
 
 
 def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
-    """A connection that breaks, in the fourth step: its traceback is shown, and what --save-every left out is saved."""
+    """A connection that breaks, in the fourth step: its traceback is shown, and what --save-every
+    left out is saved."""
     update = GRPO.update
     calls = []
 
@@ -123,8 +135,24 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
 def test_a_resumed_run_keeps_every_setting_but_these(one_step):
     """All settings in turn, each with another value."""
     saved = json.loads((one_step / "checkpoints/000001/state.json").read_text())["settings"]
-    may_change = {"micro_batch_size", "steps", "offload", "compile", "save_every", "eval_every", "tracker"}
-    may_change |= {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}  # hashed
+    may_change = {
+        "micro_batch_size",
+        "steps",
+        "offload",
+        "compile",
+        "save_every",
+        "eval_every",
+        "tracker",
+    }
+    may_change |= {
+        "adapter",
+        "prompts",
+        "targets",
+        "sources",
+        "eval_prompts",
+        "eval_targets",
+        "eval_sources",
+    }  # hashed
     for action in build_parser()[0]._actions:
         if action.dest in ("help", "out", "resume"):
             continue
@@ -140,7 +168,9 @@ def test_a_resumed_run_keeps_every_setting_but_these(one_step):
         if action.dest in may_change:
             assert str(getattr(train.parse_settings(flags), action.dest)) == str(others[0])
         else:
-            with pytest.raises(UserError, match="a resumed run keeps its settings, but these differ"):
+            with pytest.raises(
+                UserError, match="a resumed run keeps its settings, but these differ"
+            ):
                 train.parse_settings(flags)
 
 
@@ -165,12 +195,21 @@ def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
 
 
 def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
-    """Prompts, their kinds and pictures, the adapters it started from: by what they hold, before anything loads."""
+    """Prompts, their kinds and pictures, the adapters it started from: by what they hold, before
+    anything loads."""
     both = ["--train", "both", "--paintings", "2", "--decode-steps", "2"]
     assert quick(*both, "--steps", "1", "--out", "first") == 0
     Path("new.txt").write_text("# kind: low\na red circle\n# kind: high\na blue cross\n")
     shutil.copytree("targets", "new-targets")
-    arguments = [*both, "--eval-prompts", "new.txt", "--eval-targets", "new-targets", "--adapter", "first"]
+    arguments = [
+        *both,
+        "--eval-prompts",
+        "new.txt",
+        "--eval-targets",
+        "new-targets",
+        "--adapter",
+        "first",
+    ]
     assert quick(*arguments, "--steps", "1", "--out", "run") == 0
     prompts = b"a blue cross\na red circle\n"
     kinds = b"# kind: low\na red circle\n# kind: lower\na blue cross\n"
@@ -180,10 +219,13 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(train, "load", lambda *arguments: pytest.fail("it loads"))
         for flag, name, changed in (
-            ("--prompts prompts.txt", "prompts.txt", prompts), ("--eval-prompts new.txt", "new.txt", kinds),
-            ("--targets targets", "targets/1.png", other), ("--eval-targets new-targets", "new-targets/1.png", other),
-            ("--adapter first", f"first/{weights}", b"other weights"), ("--adapter first", f"first/{decoder}", b"others"),
-        ):  # fmt: skip
+            ("--prompts prompts.txt", "prompts.txt", prompts),
+            ("--eval-prompts new.txt", "new.txt", kinds),
+            ("--targets targets", "targets/1.png", other),
+            ("--eval-targets new-targets", "new-targets/1.png", other),
+            ("--adapter first", f"first/{weights}", b"other weights"),
+            ("--adapter first", f"first/{decoder}", b"others"),
+        ):
             whole = Path(name).read_bytes()
             Path(name).write_bytes(changed)
             assert resume("run", "--steps", "2") == 2
@@ -206,7 +248,9 @@ def test_zero_steps_evaluates_only(quick):
         (record,) = records(max(Path("runs").iterdir()) / "evaluation.jsonl")
         assert record | {"step": 2} == after, "of the trained adapter"
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
-    Path("run/evaluation.jsonl").write_text(json.dumps(before) + "\n")  # as if it had been killed before the last one
+    Path("run/evaluation.jsonl").write_text(
+        json.dumps(before) + "\n"
+    )  # as if it had been killed before the last one
     assert resume("run") == 0
     assert records("run/evaluation.jsonl") == [before, after]
 
@@ -217,7 +261,9 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, one
     assert quick(*second, "--steps", "2", "--out", "straight") == 0
     first, last = (line["kl"] for line in records("straight/metrics.jsonl"))
     assert first == pytest.approx(0, abs=1e-6) and last > 1e-3
-    assert records("straight/evaluation.jsonl")[0] == records(one_step / "evaluation.jsonl")[-1] | {"step": 0}
+    assert records("straight/evaluation.jsonl")[0] == records(one_step / "evaluation.jsonl")[-1] | {
+        "step": 0
+    }
     assert quick(*second, "--steps", "1", "--out", "stopped") == 0
     assert resume("stopped", "--steps", "2") == 0
     assert records("straight/metrics.jsonl") == records("stopped/metrics.jsonl")
@@ -230,7 +276,8 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, one
 
 
 def test_checkpoints_are_pruned_but_for_the_best_which_is_named(quick, capsys):
-    """Five are made: the newest two stay, and the first to reach the best reward on held-out prompts, that of step 2.
+    """Five are made: the newest two stay, and the first to reach the best reward on held-out
+    prompts, that of step 2.
 
     On the prompts of training step 3 does best, and step 4 does as well on those held out.
     """
@@ -246,12 +293,21 @@ def test_checkpoints_are_pruned_but_for_the_best_which_is_named(quick, capsys):
     assert f"warning: {words}; that adapter is in run/checkpoints/000002" in capsys.readouterr().out
 
 
-# ---- what breaks ----------------------------------------------------------------------------------------------------
+# ---- what breaks ---------------------------------------------------------------------------------
 
 
 def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
     """In the second step."""
-    assert quick(*write_reward("if call > 4:\n    raise KeyError('no such face')"), "--steps", "9", "--out", "run") == 2
+    assert (
+        quick(
+            *write_reward("if call > 4:\n    raise KeyError('no such face')"),
+            "--steps",
+            "9",
+            "--out",
+            "run",
+        )
+        == 2
+    )
     message = error_of(capsys)
     for words in ("reward 'mine.py:reward' failed for 'a ", "no such face", "--resume run"):
         assert words in message
@@ -261,27 +317,45 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
 
 def test_where_nothing_is_saved_there_is_nothing_to_resume(quick, capsys):
     """The base is only judged, and its reward fails in that."""
-    assert quick(*write_reward("if call > 1:\n    raise KeyError('no such face')"), "--steps", "0", "--out", "run") == 2
+    assert (
+        quick(
+            *write_reward("if call > 1:\n    raise KeyError('no such face')"),
+            "--steps",
+            "0",
+            "--out",
+            "run",
+        )
+        == 2
+    )
     message = error_of(capsys)
     assert "no such face" in message and "--resume" not in message
 
 
 def test_what_comes_after_is_never_labelled_before(quick, one_step, capsys, monkeypatch):
-    """Where evaluations, pictures and adapter were thrown away: neither on the sheet nor in the lines and the card."""
+    """Where evaluations, pictures and adapter were thrown away: neither on the sheet nor in the
+    lines and the card."""
     shutil.copytree(one_step, "run")
     shutil.rmtree("run/evaluation")
     shutil.rmtree("run/adapter")
     Path("run/evaluation.jsonl").unlink()
     drawn = []
     sheet = Image.new("RGB", (8, 8))
-    monkeypatch.setattr("runtime.pictures.save_grid", lambda path, *drawing, cell: drawn.append(drawing) or sheet)
+    monkeypatch.setattr(
+        "runtime.pictures.save_grid", lambda path, *drawing, cell: drawn.append(drawing) or sheet
+    )
     assert resume("run", "--steps", "2") == 0
     output = capsys.readouterr().out
     assert "evaluation after 2 steps, held-out prompts: reward" in output and "before" not in output
     ((rows, title),) = drawn
     assert {caption.split(",")[0] for _, cells in rows for _, caption in cells} == {"after"}
     assert "before" not in title
-    assert " -> " not in Path("run/adapter/README.md").read_text().partition("![before")[0].partition("after:")[2]
+    assert (
+        " -> "
+        not in Path("run/adapter/README.md")
+        .read_text()
+        .partition("![before")[0]
+        .partition("after:")[2]
+    )
     assert Path("run/adapter/adapter_model.safetensors").exists()
 
 
@@ -306,7 +380,9 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
 
 def gradients_of(norms, monkeypatch):
     norms = iter(norms)
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: torch.tensor(next(norms)))
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: torch.tensor(next(norms))
+    )
 
 
 def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, capsys, monkeypatch):
@@ -318,10 +394,18 @@ def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, capsys, monkeypa
 
 
 def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
-    """In the second an iteration of two has a finite gradient; `norm` is that one's. And no KL is no KL of 0."""
+    """In the second an iteration of two has a finite gradient; `norm` is that one's. And no KL is
+    no KL of 0."""
     gradients_of([torch.nan, torch.nan, torch.inf, 0.25, torch.inf, torch.nan], monkeypatch)
-    assert quick(*write_reward(""), "--steps", "3", "--iterations", "2", "--kl-coef", "0", "--out", "run") == 0
-    found = [(line["skipped"], line["grad_norm"], line["kl"]) for line in records("run/metrics.jsonl")]
+    assert (
+        quick(
+            *write_reward(""), "--steps", "3", "--iterations", "2", "--kl-coef", "0", "--out", "run"
+        )
+        == 0
+    )
+    found = [
+        (line["skipped"], line["grad_norm"], line["kl"]) for line in records("run/metrics.jsonl")
+    ]
     assert found == [(1, 0, None), (0.5, 0.25, None), (1, 0, None)]
 
 
@@ -338,16 +422,25 @@ def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeyp
     if phase == "load":
         assert "no memory for the weights" in message and not Path("run").exists()
     else:
-        words = ("out of GPU memory", f"'{phase}'", "--micro-batch-size", "--group-size", "--resume run")
+        words = (
+            "out of GPU memory",
+            f"'{phase}'",
+            "--micro-batch-size",
+            "--group-size",
+            "--resume run",
+        )
         assert all(word in message for word in words) and steps_saved("run") == ["000000"]
     if phase == "paint":
         assert quick("--steps", "0", "--out", "judged") == 2
-        assert "start it again" in (message := error_of(capsys)) and "--resume" not in message, "it saves nothing"
+        assert "start it again" in (message := error_of(capsys)) and "--resume" not in message, (
+            "it saves nothing"
+        )
 
 
 @pytest.mark.parametrize(("iteration", "saved"), [(1, "000001"), (2, "000000")])
 def test_a_half_made_step_is_not_saved(quick, monkeypatch, iteration, saved):
-    """Memory runs out in the second step: before the policy has moved the first step is saved, after it nothing is."""
+    """Memory runs out in the second step: before the policy has moved the first step is saved,
+    after it nothing is."""
     calls, original = [], GRPO.logprobs
 
     def logprobs(*arguments):
@@ -373,15 +466,23 @@ def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
 
 
 def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
-    assert quick(*write_reward("if call == 4:\n    shutil.rmtree('run')"), "--steps", "9", "--out", "run") == 2
+    assert (
+        quick(
+            *write_reward("if call == 4:\n    shutil.rmtree('run')"), "--steps", "9", "--out", "run"
+        )
+        == 2
+    )
     assert "cannot write to run" in error_of(capsys)
 
 
 def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
-    """The optimiser's file on a device that is full; then the system refuses files above 100 KB, amid the adapter."""
+    """The optimiser's file on a device that is full; then the system refuses files above 100 KB,
+    amid the adapter."""
     shutil.copytree(one_step, "a run")
     with monkeypatch.context() as patch:
-        patch.setattr("runtime.checkpoints.open", lambda _, mode: open("/dev/full", mode), raising=False)  # noqa: SIM115
+        patch.setattr(
+            "runtime.checkpoints.open", lambda _, mode: open("/dev/full", mode), raising=False
+        )  # noqa: SIM115
         assert resume("a run", "--steps", "2") == 2
     assert "No space left on device; its checkpoints are whole" in (message := error_of(capsys))
     assert "once that is fixed, --resume 'a run' goes on" in message
@@ -409,7 +510,9 @@ def test_a_corrupt_checkpoint_is_named(quick, one_step, capsys):
         path.write_bytes(whole[: int(share * len(whole))])
         assert resume("run", "--steps", "2") == 2
         message = error_of(capsys)
-        assert "cannot read the checkpoint run/checkpoints/000001" in message and "()" not in message
+        assert (
+            "cannot read the checkpoint run/checkpoints/000001" in message and "()" not in message
+        )
         path.write_bytes(whole)
     Path("run/checkpoints/000001/optimizer.pt").unlink()
     assert resume("run", "--steps", "2") == 2
@@ -420,7 +523,7 @@ def test_a_corrupt_checkpoint_is_named(quick, one_step, capsys):
     same_run(one_step, "run")
 
 
-# ---- signals --------------------------------------------------------------------------------------------------------
+# ---- signals -------------------------------------------------------------------------------------
 
 
 def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd):
@@ -428,7 +531,9 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd):
     reward = write_reward("if call == 5:\n    os.kill(os.getpid(), signal.SIGINT)")
     assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "the run") == 0
     output = "".join(capfd.readouterr())
-    assert "asked to stop: this step is finished, saved and evaluated; press again to quit" in output
+    assert (
+        "asked to stop: this step is finished, saved and evaluated; press again to quit" in output
+    )
     command = re.search("go on with: python (.*)", output)[1]
     assert shlex.split(command) == [sys.argv[0], "--resume", "the run"]
     assert [record["step"] for record in records("the run/metrics.jsonl")] == [1, 2]
@@ -446,7 +551,10 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     assert "asked to stop: the first evaluation is aborted; press again to quit" in output
     assert re.search("go on with: python .* --resume run", output)
     assert len(Path("calls").read_text()) == 2, "the trial, and a first prompt of two"
-    assert steps_saved("run") == ["000000"] and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
+    assert (
+        steps_saved("run") == ["000000"]
+        and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
+    )
     write_reward("")
     assert resume("run", "--steps", "1") == 0
     assert [record["step"] for record in records("run/evaluation.jsonl")] == [0, 1]
@@ -463,17 +571,20 @@ def test_a_second_signal_ends_at_once(start):
 
 
 def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monkeypatch):
-    monkeypatch.setattr(train, "load", lambda *arguments: signal.default_int_handler(signal.SIGINT, None))
+    monkeypatch.setattr(
+        train, "load", lambda *arguments: signal.default_int_handler(signal.SIGINT, None)
+    )
     assert quick("--steps", "1") == 130
     assert not Path("runs").exists()
 
 
-# ---- kills ----------------------------------------------------------------------------------------------------------
+# ---- kills ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
-    """A run that another process has begun, or resumed, is refused before anything is written; a kill frees it."""
+    """A run that another process has begun, or resumed, is refused before anything is written; a
+    kill frees it."""
     reward = write_reward(
         "import time\nif os.path.exists('wait') and call > 1:\n    os.remove('wait')\n    time.sleep(60)"
     )
@@ -481,12 +592,17 @@ def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
     if begun:
         assert quick(*arguments, "--steps", "1", "--out", "run") == 0
     Path("wait").touch()
-    process = start(*(["--resume", "run", "--steps", "2"] if begun else [*QUICK, *arguments, "--out", "run"]))
+    process = start(
+        *(["--resume", "run", "--steps", "2"] if begun else [*QUICK, *arguments, "--out", "run"])
+    )
     while process.is_alive() and Path("wait").exists():
         time.sleep(0.05)
     before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
     assert resume("run", "--steps", "2") == 2
-    assert "another process is still at work on the run in run: wait for it, or stop it" in error_of(capsys)
+    assert (
+        "another process is still at work on the run in run: wait for it, or stop it"
+        in error_of(capsys)
+    )
     assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
     process.kill()
     process.join()
@@ -538,8 +654,10 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(start, quick):
     arguments = [*write_reward(""), "--steps", "4", "--save-every", "1"]
     assert quick(*arguments, "--out", "straight") == 0
     for moment, newest in (
-        (in_the_middle_of_the_optimiser, "000002"), (before_the_renaming, "000002"), (in_the_middle_of_pruning, "000003"),
-    ):  # fmt: skip
+        (in_the_middle_of_the_optimiser, "000002"),
+        (before_the_renaming, "000002"),
+        (in_the_middle_of_pruning, "000003"),
+    ):
         shutil.rmtree("run", ignore_errors=True)
         process = start(*QUICK, *arguments, "--out", "run", prepare=moment)
         process.join()

@@ -1,4 +1,5 @@
-"""The tiny model and its judge: check.py knows pictures by their pixels, and the model follows some of its prompts."""
+"""The tiny model and its judge: check.py knows pictures by their pixels, and the model follows some
+of its prompts."""
 
 import random
 import re
@@ -22,7 +23,9 @@ RED_CIRCLE = "a red circle"
 
 
 def lines(name):
-    return [line for line in (TINY / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    return [
+        line for line in (TINY / f"{name}.txt").read_text().splitlines() if not line.startswith("#")
+    ]
 
 
 def kind_of(prompt):
@@ -38,7 +41,7 @@ def some_scenes(count):
     return [make.random_scene(rng) for _ in range(count)]
 
 
-# ---- the judge ------------------------------------------------------------------------------------------------------
+# ---- the judge -----------------------------------------------------------------------------------
 
 
 def spoiled(image, seed):
@@ -63,7 +66,8 @@ def test_the_judge_passes_captions_as_drawn_blurred_too_and_noisy(kind):
 
 
 def wrong_scenes(caption):
-    """Scenes that differ from what a caption says in one thing that it says: shape, colour, number or place."""
+    """Scenes that differ from what a caption says in one thing that it says: shape, colour, number
+    or place."""
     scene = caption.scene()
     occupied = [place for place in range(4) if scene[place]]
     for place in occupied:
@@ -98,10 +102,13 @@ def test_the_judge_fails_every_picture_with_one_thing_wrong():
 
 def test_the_judge_leaves_free_what_a_caption_does_not_say():
     blue, green = ("circle", "blue"), ("square", "green")
-    assert check.right([make.draw((None, None, blue, None))], ["a circle"]) == 1, "its place and its colour"
+    assert check.right([make.draw((None, None, blue, None))], ["a circle"]) == 1, (
+        "its place and its colour"
+    )
     assert check.right([make.draw((None, green, None, blue))], ["a circle and a square"]) == 1
     assert check.right(
-        [make.draw((blue, None, None, green))] * 2, ["a circle left of a square", "a circle above a square"]
+        [make.draw((blue, None, None, green))] * 2,
+        ["a circle left of a square", "a circle above a square"],
     ).all()
 
 
@@ -130,15 +137,21 @@ def test_near_falls_with_every_pixel_that_was_not_drawn():
 
 
 def test_the_judge_calls_a_mess_a_mess():
-    """Noise, half a shape, two colours, another colour, two shapes in one, a stray patch: none clean, none right."""
-    red, blank = make.draw((("circle", "red"), None, None, None)), Image.new("RGB", (128, 128), make.WHITE)
+    """Noise, half a shape, two colours, another colour, two shapes in one, a stray patch: none
+    clean, none right."""
+    red, blank = (
+        make.draw((("circle", "red"), None, None, None)),
+        Image.new("RGB", (128, 128), make.WHITE),
+    )
     half, two, pale, mixed, stray = (red.copy() for _ in range(5))
     half.paste(blank.crop((0, 0, 32, 128)), (0, 0))
     two.paste(make.draw((("circle", "blue"), None, None, None)).crop((0, 0, 32, 128)), (0, 0))
     pale.paste(Image.blend(red, blank, 0.6), (0, 0))
     mixed.paste(make.draw((("cross", "red"), None, None, None)).crop((0, 0, 64, 32)), (0, 0))
     stray.paste("blue", (0, 0, 24, 24))
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8))
+    noise = Image.fromarray(
+        np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8)
+    )
     images = [half, two, pale, mixed, stray, noise, Image.new("RGB", (128, 128), "grey")]
     assert [check.look(image)[0] for image in images] == ["mess"] * 7
     assert not check.clean(images).any() and not check.right(images, [RED_CIRCLE] * 7).any()
@@ -160,21 +173,33 @@ def test_the_judge_reads_a_wish_with_its_source():
         judged = check.right(images, asked, sources=[source.resize((256, 256))] * 4)
         assert judged.tolist() == [float(shift == 0)] * 4
     added_elsewhere = make.draw((red, None, square, ("ring", "blue")))
-    assert check.right([added_elsewhere], ["add a blue ring"], sources=[source]) == 1, "it does not say where"
+    assert check.right([added_elsewhere], ["add a blue ring"], sources=[source]) == 1, (
+        "it does not say where"
+    )
     shares = {
         "make the circle blue": ((red, None, square, None), (1 / 2 + 1) / 2),
         "make the circle a cross": ((("cross", "red"), square, square, None), (1 + 2 / 3) / 2),
         "remove the circle": ((red, None, None, None), (0 + 2 / 3) / 2),
     }
     for wish, (scene, share) in shares.items():
-        assert check.facts([make.draw(scene)], [wish], sources=[source]).item() == pytest.approx(share)
+        assert check.facts([make.draw(scene)], [wish], sources=[source]).item() == pytest.approx(
+            share
+        )
 
 
 def test_the_judge_judges_only_what_it_can():
-    source, two = make.draw((("circle", "red"), None, None, None)), make.draw((("circle", "red"),) * 4)
+    source, two = (
+        make.draw((("circle", "red"), None, None, None)),
+        make.draw((("circle", "red"),) * 4),
+    )
     messy = source.copy()
     messy.paste("grey", (80, 80, 90, 110))
-    prompts = ["make the circle blue"] * 3 + ["make the square blue", "add a red ring", "make it bigger", RED_CIRCLE]
+    prompts = ["make the circle blue"] * 3 + [
+        "make the square blue",
+        "add a red ring",
+        "make it bigger",
+        RED_CIRCLE,
+    ]
     sources = [None, messy, two, source, two, source, None]
     for judge in (check.facts, check.right):
         judged = judge([source] * 7, prompts, sources=sources)
@@ -182,7 +207,7 @@ def test_the_judge_judges_only_what_it_can():
         assert judge([source], ["make the circle blue"]).isnan().all()
 
 
-# ---- the data -------------------------------------------------------------------------------------------------------
+# ---- the data ------------------------------------------------------------------------------------
 
 
 def test_captions_of_the_tiny_model():
@@ -193,14 +218,18 @@ def test_captions_of_the_tiny_model():
     pairs = []
     numbered = []
     for captions, count in zip(parts, (112, 48), strict=True):
-        assert len(captions) == len(set(captions)) == count and {caption.kind for caption in captions} == set(
-            make.KINDS
+        assert len(captions) == len(set(captions)) == count and {
+            caption.kind for caption in captions
+        } == set(make.KINDS)
+        pairs.append(
+            {frozenset(caption.shapes) for caption in captions if len(set(caption.shapes)) == 2}
         )
-        pairs.append({frozenset(caption.shapes) for caption in captions if len(set(caption.shapes)) == 2})
         counting = [caption for caption in captions if caption.kind == "counting"]
         numbered.append({(caption.word, caption.shapes[0]) for caption in counting})
         assert {caption.word for caption in counting} == set(make.NUMBERS)
-        assert {len(caption.colours) for caption in counting} == {0, 1}, "of the shape's usual colour, and of others"
+        assert {len(caption.colours) for caption in counting} == {0, 1}, (
+            "of the shape's usual colour, and of others"
+        )
     assert [*map(len, numbered)] == [12, 6]
     for first, second in (parts, pairs, numbered):
         assert first and second and not set(first) & set(second)
@@ -213,17 +242,28 @@ def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
     captions, edits, (training, held_out) = [], [], make.split_edits(random.Random(0))
     monkeypatch.setattr(make, "split_edits", lambda rng: (training, held_out))
     monkeypatch.setattr(make, "random_edit", lambda rng: rng.choice([*training[:24], *held_out]))
-    monkeypatch.setattr(make, "misread", lambda caption, rng: captions.append(str(caption)) or caption)
+    monkeypatch.setattr(
+        make, "misread", lambda caption, rng: captions.append(str(caption)) or caption
+    )
     monkeypatch.setattr(make, "misread_edit", lambda *edit: edits.append(edit[:2]) or edit[:2])
     monkeypatch.setattr(make, "optimise", lambda name, policy, steps, lr, loss: loss())
     with torch.no_grad():
-        make.train_policy(pipe.vision_language_encoder, pipe.processor, make.make_codebook(), 1, 1e-3, misreads=True)
+        make.train_policy(
+            pipe.vision_language_encoder,
+            pipe.processor,
+            make.make_codebook(),
+            1,
+            1e-3,
+            misreads=True,
+        )
     assert captions and set(captions) <= learned
     assert edits and not set(edits) & set(held_out)
 
 
 def test_the_size_of_the_tiny_model():
-    tracked = [file for file in TINY.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    tracked = [
+        file for file in TINY.rglob("*") if file.is_file() and "__pycache__" not in file.parts
+    ]
     assert sum(file.stat().st_size for file in tracked) <= 12e6
 
 
@@ -234,7 +274,9 @@ def test_edits_sources_and_targets_of_the_tiny_model():
         sources = pictures(f"{prefix}sources")
         assert len(wishes) == len(sources) and {kind_of(wish) for wish in wishes} == set(make.FORMS)
         assert check.right(pictures(f"{prefix}edit-targets"), wishes, sources=sources).all()
-        assert not check.right(sources, wishes, sources=sources).any(), "nothing is asked for that is there already"
+        assert not check.right(sources, wishes, sources=sources).any(), (
+            "nothing is asked for that is there already"
+        )
         pairs += zip(map(check.look, sources), wishes, strict=True)
     assert len(set(pairs)) == len(pairs), "those held out are others"
 
@@ -252,7 +294,7 @@ def test_the_data_can_be_made_again(tmp_path, monkeypatch):
         assert np.abs(difference).max() <= 1, "up to rounding, should Pillow change"
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -261,35 +303,49 @@ def stock():
 
 
 def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(stock):
-    """Of captions and of edits that are held out: there is something to learn, and something to learn it from."""
+    """Of captions and of edits that are held out: there is something to learn, and something to
+    learn it from."""
     wishes = lines("heldout-edits")[:8]
-    for prompts, sources in ((lines("heldout")[::3], None), (wishes, pictures("heldout-sources")[:8])):
+    for prompts, sources in (
+        (lines("heldout")[::3], None),
+        (wishes, pictures("heldout-sources")[:8]),
+    ):
         images = check.paint(stock, prompts, 1, seed=7, sources=sources)
         right = check.right(images, prompts, sources=sources)
         assert check.clean(images).mean() > 0.9 and 0 < right.mean() < 1
     again = check.paint(stock, wishes, 1, seed=7, sources=sources)
-    assert [image.tobytes() for image in again] == [image.tobytes() for image in images], "always the same samples"
+    assert [image.tobytes() for image in again] == [image.tobytes() for image in images], (
+        "always the same samples"
+    )
 
 
 def read_prompt(policy, processor, text, picture=None):
-    """What the model learned from: ids (L,) with room for a picture's codes; by its own rule positions (3, L+T)."""
+    """What the model learned from: ids (L,) with room for a picture's codes; by its own rule
+    positions (3, L+T)."""
     content = [{"type": "text", "text": text}]
     if picture is not None:
         content.insert(0, {"type": "image", "image": picture})
     inputs = processor.apply_chat_template(
-        [[{"role": "user", "content": content}]], tokenize=True, return_dict=True, return_tensors="pt",
+        [[{"role": "user", "content": content}]],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
         processor_kwargs={"target_h": 128, "target_w": 128},
-    )  # fmt: skip
+    )
     ids, model = inputs["input_ids"], policy.model
     read, _ = model.get_rope_index(ids, inputs["image_grid_thw"], inputs["images_per_sample"])
-    written = model._cached_decode_position_ids[:, :, :-1]  # (1, 3, T), without that of the end of the image
+    written = model._cached_decode_position_ids[
+        :, :, :-1
+    ]  # (1, 3, T), without that of the end of the image
     return ids[0], torch.cat([read[:, 0], written[0]], dim=1)
 
 
 def test_prompts_side_by_side_end_alike(pipe):
     """One batch of captions of three lengths has the log-probs of each by itself."""
     policy, corners = pipe.vision_language_encoder, make.corner_codes(make.make_codebook())
-    captions = [make.MEANING[text] for text in ("a ring", "three crosses", "a red circle and a blue square")]
+    captions = [
+        make.MEANING[text] for text in ("a ring", "three crosses", "a red circle and a blue square")
+    ]
     prompts = [read_prompt(policy, pipe.processor, str(caption)) for caption in captions]
     codes = make.codes_of([caption.scene() for caption in captions], corners)
     ids, positions, mask = make.collate(prompts, pipe.processor.tokenizer.pad_token_id)
@@ -297,7 +353,10 @@ def test_prompts_side_by_side_end_alike(pipe):
     def logprobs(ids, codes, positions, mask=None):
         with torch.no_grad():
             logits = policy(
-                input_ids=torch.cat([ids, codes], 1), position_ids=positions, attention_mask=mask, logits_to_keep=273
+                input_ids=torch.cat([ids, codes], 1),
+                position_ids=positions,
+                attention_mask=mask,
+                logits_to_keep=273,
             ).logits
         return logits[:, :-1].log_softmax(-1).gather(-1, codes.unsqueeze(-1)).squeeze(-1)
 
@@ -317,7 +376,7 @@ def test_scenes_as_codes_are_those_of_their_drawings():
     assert error.abs().max() < 1e-3, "each patch is a centre"
 
 
-# ---- it edits -------------------------------------------------------------------------------------------------------
+# ---- it edits ------------------------------------------------------------------------------------
 
 STOCK_CALL = {"height": 128, "width": 128, "num_inference_steps": 6, "guidance_scale": 1.0}
 
@@ -327,7 +386,9 @@ def read_codes(pipe, images):
     policy = pipe.vision_language_encoder
     inputs = pipe.processor.image_processor(images, return_tensors="pt")
     with torch.no_grad():
-        features = policy.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+        features = policy.get_image_features(
+            inputs["pixel_values"], inputs["image_grid_thw"]
+        ).pooler_output
         return policy.get_image_tokens(features).view(len(images), 16)
 
 
@@ -348,41 +409,79 @@ def test_prompts_of_the_tiny_model(pipe):
     policy = pipe.vision_language_encoder
     picture = make.draw((("circle", "red"), None, None, None))
     ids, positions = read_prompt(policy, pipe.processor, "three circles")
-    trained_on, trained_positions, count = train.encode_prompt(pipe.processor, "three circles", 128, 128)
-    assert torch.equal(ids, trained_on) and torch.equal(positions, trained_positions) and count == 256 + 16
-    words = [token for token in pipe.processor.tokenizer.convert_ids_to_tokens(ids) if not token.startswith("<|")]
-    assert words == ["three", "Ġcircles", "<sop>", "4", "Ġ4", "<eop>", "<sop>", "16", "Ġ16", "<eop>"]
+    trained_on, trained_positions, count = train.encode_prompt(
+        pipe.processor, "three circles", 128, 128
+    )
+    assert (
+        torch.equal(ids, trained_on)
+        and torch.equal(positions, trained_positions)
+        and count == 256 + 16
+    )
+    words = [
+        token
+        for token in pipe.processor.tokenizer.convert_ids_to_tokens(ids)
+        if not token.startswith("<|")
+    ]
+    assert words == [
+        "three",
+        "Ġcircles",
+        "<sop>",
+        "4",
+        "Ġ4",
+        "<eop>",
+        "<sop>",
+        "16",
+        "Ġ16",
+        "<eop>",
+    ]
     ids, positions = read_prompt(policy, pipe.processor, "make the circle blue", picture)
     words = pipe.processor.tokenizer.convert_ids_to_tokens(ids)
     assert words[1:19] == ["<|begin_of_image|>", *["<|image|>"] * 16, "<|end_of_image|>"]
     assert words[19:23] == ["make", "Ġthe", "Ġcircle", "Ġblue"]
     source = Source(picture)
     train.read_sources(pipe, [source], torch.device("cpu"))
-    trained_on, trained_positions, count = train.encode_prompt(pipe.processor, "make the circle blue", 128, 128, source)
+    trained_on, trained_positions, count = train.encode_prompt(
+        pipe.processor, "make the circle blue", 128, 128, source
+    )
     assert torch.equal(positions, trained_positions) and count == 16, "no preview"
-    assert torch.equal(ids.masked_scatter(ids == policy.config.image_token_id, source.codes), trained_on)
+    assert torch.equal(
+        ids.masked_scatter(ids == policy.config.image_token_id, source.codes), trained_on
+    )
 
 
 def test_the_decoder_paints_with_a_source_and_without(pipe):
-    """Its codes alone say what it paints: a source that the policy has misread does not break the picture."""
-    wishes, sources, targets = lines("edits")[:4], pictures("sources")[:4], pictures("edit-targets")[:4]
+    """Its codes alone say what it paints: a source that the policy has misread does not break the
+    picture."""
+    wishes, sources, targets = (
+        lines("edits")[:4],
+        pictures("sources")[:4],
+        pictures("edit-targets")[:4],
+    )
     call = {**STOCK_CALL, "prompt": wishes, "prior_token_ids": twice(read_codes(pipe, targets))}
     call["latents"] = torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(0))
     painted = [pipe(**call).images]
     for others in (sources, sources[::-1]):
         codes = list(twice(read_codes(pipe, others)))
         grids = [torch.tensor([[1, 8, 8]])] * 4
-        call |= {"image": [[each] for each in others], "prior_token_image_ids": codes, "source_image_grid_thw": grids}
+        call |= {
+            "image": [[each] for each in others],
+            "prior_token_image_ids": codes,
+            "source_image_grid_thw": grids,
+        }
         painted.append(pipe(**call).images)
     for images in painted:
         assert check.right(images, wishes, sources=sources).all()
-    assert painted[0][0].tobytes() != painted[1][0].tobytes() != painted[2][0].tobytes(), "the source is not left out"
+    assert painted[0][0].tobytes() != painted[1][0].tobytes() != painted[2][0].tobytes(), (
+        "the source is not left out"
+    )
 
 
 def test_the_readme_paints_and_edits_a_picture(tmp_path, monkeypatch):
     """Its two snippets, one after the other."""
     snippets = re.findall(r"```python\n(.*?)```", (TINY / "README.md").read_text(), flags=re.DOTALL)
-    (tmp_path / "readme.py").write_text("import torch\ntorch.manual_seed(0)\n" + "\n".join(snippets))
+    (tmp_path / "readme.py").write_text(
+        "import torch\ntorch.manual_seed(0)\n" + "\n".join(snippets)
+    )
     monkeypatch.chdir(ROOT)
     names = runpy.run_path(str(tmp_path / "readme.py"))
     assert check.clean([names["image"], names["edited"]]).all()
@@ -400,7 +499,10 @@ def test_the_check_paints_with_trained_adapters(tmp_path):
         return [any("lora_A" in name for name, _ in part.named_parameters()) for part in parts]
 
     assert adapted("run") == [True, True]
-    assert adapted("run/adapter") == [True, False] and adapted("run/decoder-adapter") == [False, True]
+    assert adapted("run/adapter") == [True, False] and adapted("run/decoder-adapter") == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -416,7 +518,9 @@ def test_a_check_that_cannot_work_is_one_line(tmp_path, monkeypatch, capfd, argu
     monkeypatch.chdir(tmp_path)
     for folder in ("other", "none"):
         Path(folder).mkdir()
-    Path("other/adapter_config.json").write_text('{"peft_type": "LORA", "target_modules": ["nothing"]}')
+    Path("other/adapter_config.json").write_text(
+        '{"peft_type": "LORA", "target_modules": ["nothing"]}'
+    )
     save_file({"other": torch.zeros(1)}, "none/adapter_model.safetensors")
     monkeypatch.setattr(sys, "argv", ["check.py", *arguments])
     assert check.main() == 2
@@ -425,7 +529,8 @@ def test_a_check_that_cannot_work_is_one_line(tmp_path, monkeypatch, capfd, argu
 
 
 def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys):
-    """Of every prompt one picture is right and one is blank; both are blank of one relation, and of what is added."""
+    """Of every prompt one picture is right and one is blank; both are blank of one relation, and of
+    what is added."""
     source = make.draw((("circle", "red"), None, None, None))
     (tmp_path / "sources").mkdir()
     for i in range(4):
@@ -446,19 +551,30 @@ def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys):
     def paint(pipe, prompts, samples, seed, sources=None):
         images = []
         for i, prompt in enumerate(prompts):
-            scene = make.WISHES[prompt].edited(check.look(sources[i])) if sources else make.MEANING[prompt].scene()
+            scene = (
+                make.WISHES[prompt].edited(check.look(sources[i]))
+                if sources
+                else make.MEANING[prompt].scene()
+            )
             images += [blank if "above" in prompt or "add" in prompt else make.draw(scene)]
             images += [source if sources else blank]
         return images
 
-    monkeypatch.setattr(sys, "argv", ["check.py", "--samples", "2", "--sheet", str(tmp_path / "sheet.png")])
+    monkeypatch.setattr(
+        sys, "argv", ["check.py", "--samples", "2", "--sheet", str(tmp_path / "sheet.png")]
+    )
     monkeypatch.setattr(check, "HERE", tmp_path)
     monkeypatch.setattr(check, "FILES", {"heldout": None, "heldout-edits": "sources"})
     monkeypatch.setattr(check, "load", lambda adapter: None)
     monkeypatch.setattr(check, "paint", paint)
     assert check.main() == 0
     captions, edits = capsys.readouterr().out.splitlines()[-2:]
-    # Shares of the prompts: .5 and .5, .5 and 0, whose mean has the error .25; the mean of the kinds half of it
-    assert captions.startswith("heldout.txt: 37.5% +- 12.5% right, mean of the kinds (one 50%, position 25%); facts ")
-    assert edits.startswith("heldout-edits.txt: 25.0% +- 0.0% right, mean of the kinds (remove 50%, add 0%)")
+    # Shares of the prompts: .5 and .5, .5 and 0, whose mean has the error .25; the mean of the
+    # kinds half of it
+    assert captions.startswith(
+        "heldout.txt: 37.5% +- 12.5% right, mean of the kinds (one 50%, position 25%); facts "
+    )
+    assert edits.startswith(
+        "heldout-edits.txt: 25.0% +- 0.0% right, mean of the kinds (remove 50%, add 0%)"
+    )
     assert captions.endswith("clean 100.0%") and Image.open(tmp_path / "sheet.png").height > 8 * 96

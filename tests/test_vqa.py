@@ -1,4 +1,5 @@
-"""The reward vqa on a tiny random vision-language model: log-odds against transformers' generate(), values by hand."""
+"""The reward vqa on a tiny random vision-language model: log-odds against transformers' generate(),
+values by hand."""
 
 import functools
 import json
@@ -43,30 +44,56 @@ TEA = "一张茶馆的木质招牌，上面写着「清风明月共此一壶茶�
 
 
 def build_tokenizer(words):
-    special = ["<pad>", "<end>", "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+    special = [
+        "<pad>",
+        "<end>",
+        "<image>",
+        "<fake_token_around_image>",
+        "<end_of_utterance>",
+        "<global-img>",
+    ]
     special += [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
     tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     size = len(special) + len(alphabet) + 30
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator([words] * 20, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")  # without a token for padding
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>"
+    )  # without a token for padding
 
 
 def tiny_model(folder, words="Yes Yes yes yes No No no no", template=TEMPLATE):
-    """A random Idefics3, the class of SmolVLM-Instruct, with its processor, saved as the hub has them."""
+    """A random Idefics3, the class of SmolVLM-Instruct, with its processor, saved as the hub has
+    them."""
     tokenizer = build_tokenizer(words)
-    pictures = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    pictures = Idefics3ImageProcessorPil(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
+    )
     processor = Idefics3Processor(pictures, tokenizer, image_seq_len=4, chat_template=template)
-    layers = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "initializer_range": 0.2}
+    layers = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "initializer_range": 0.2,
+    }
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-    text = {**layers, **ids, "vocab_size": len(tokenizer), "num_hidden_layers": 2, "num_key_value_heads": 2}
+    text = {
+        **layers,
+        **ids,
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+    }
     config = Idefics3Config(
         text_config={"model_type": "llama", **text},
         vision_config={**layers, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8},
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), scale_factor=2,
-    )  # fmt: skip
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
     torch.manual_seed(0)
     model = Idefics3ForConditionalGeneration(config)
     model.lm_head.weight.data.mul_(4)
@@ -82,26 +109,39 @@ def folder(tmp_path_factory):
 
 def pictures(*shapes, mode="RGB"):
     pixels = np.random.default_rng(0)
-    return [Image.fromarray(pixels.integers(0, 256, (*shape, 3), dtype=np.uint8)).convert(mode) for shape in shapes]
+    return [
+        Image.fromarray(pixels.integers(0, 256, (*shape, 3), dtype=np.uint8)).convert(mode)
+        for shape in shapes
+    ]
 
 
 @functools.cache
 def load(folder):
-    return AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    return AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(
+        folder
+    )
 
 
 def by_generate(folder, image, question):
-    """Log-odds of one question about one picture, without padding, from the scores that generate() returns."""
+    """Log-odds of one question about one picture, without padding, from the scores that generate()
+    returns."""
     model, processor = load(folder)
     content = [{"type": "image"}, {"type": "text", "text": question + " Please answer Yes or No."}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
     inputs = processor(text=[text], images=[[image.convert("RGB")]], return_tensors="pt")
     options = {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
-    (scores,) = model.generate(**inputs, max_new_tokens=1, do_sample=False, **options).scores  # (1, V)
+    (scores,) = model.generate(
+        **inputs, max_new_tokens=1, do_sample=False, **options
+    ).scores  # (1, V)
     chances = scores[0].double().softmax(-1)
     sums = []
     for spellings in (("Yes", "yes", " Yes", " yes"), ("No", "no", " No", " no")):
-        first = {processor.tokenizer(spelling, add_special_tokens=False).input_ids[0] for spelling in spellings}
+        first = {
+            processor.tokenizer(spelling, add_special_tokens=False).input_ids[0]
+            for spelling in spellings
+        }
         sums.append(sum(chances[i].item() for i in first))
     return np.log(sums[0] / sums[1])
 
@@ -119,42 +159,63 @@ def bounded(odds):
 def with_odds(monkeypatch, vqa, odds):
     """Makes the model answer `odds`: a number, or a function of the image and the question."""
     each = odds if callable(odds) else lambda image, question: odds
-    monkeypatch.setattr(vqa, "log_odds", lambda asked, device: torch.tensor([float(each(*one)) for one in asked]))
+    monkeypatch.setattr(
+        vqa, "log_odds", lambda asked, device: torch.tensor([float(each(*one)) for one in asked])
+    )
 
 
 def row_file(path, *rows):
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows),
+        encoding="utf-8",
+    )
     return path
 
 
-# ---- one question ---------------------------------------------------------------------------------------------------
+# ---- one question --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at_once", [1, 8])
 def test_log_odds_equal_those_of_generate(folder, monkeypatch, at_once):
-    """Whatever the batch and its padding; questions and pictures of several sizes and modes side by side."""
+    """Whatever the batch and its padding; questions and pictures of several sizes and modes side by
+    side."""
     monkeypatch.setattr(rewards, "AT_ONCE", at_once)
     ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
-    images = [*pictures((64, 64), (48, 80)), *pictures((33, 17), mode="L"), *pictures((64, 64), mode="RGBA")]
+    images = [
+        *pictures((64, 64), (48, 80)),
+        *pictures((33, 17), mode="L"),
+        *pictures((64, 64), mode="RGBA"),
+    ]
     prompts = ["a cat", "a very long prompt" * 5, "x", "a cat"]
     found = rewards.score({"vqa": (vqa, 1.0)}, images, prompts, None)["vqa"]
-    expected = [by_generate(folder, image, whole(prompt)) for image, prompt in zip(images, prompts, strict=True)]
-    assert np.std(expected) > 0.2 and found.dtype == torch.float32, "a test that tells pictures and prompts apart"
-    torch.testing.assert_close(2 * found.double().logit(), torch.tensor(expected), atol=1e-4, rtol=0)
+    expected = [
+        by_generate(folder, image, whole(prompt))
+        for image, prompt in zip(images, prompts, strict=True)
+    ]
+    assert np.std(expected) > 0.2 and found.dtype == torch.float32, (
+        "a test that tells pictures and prompts apart"
+    )
+    torch.testing.assert_close(
+        2 * found.double().logit(), torch.tensor(expected), atol=1e-4, rtol=0
+    )
 
 
-def test_a_question_is_bounded_so_that_an_easy_one_does_not_outweigh_a_hard_one(folder, monkeypatch):
+def test_a_question_is_bounded_so_that_an_easy_one_does_not_outweigh_a_hard_one(
+    folder, monkeypatch
+):
     """The numbers of the docstring."""
     vqa = rewards.Vqa(folder)
     one = lambda odds: with_odds(monkeypatch, vqa, odds) or vqa([None], ["a cat"], None).item()
     for odds in (-30, -2, 0, 0.5, 9):
         assert one(odds) == pytest.approx(bounded(odds), abs=1e-6)
-    assert one(9) - one(5) == pytest.approx(0.06, abs=0.005) and one(2) - one(-2) == pytest.approx(0.46, abs=0.005)
+    assert one(9) - one(5) == pytest.approx(0.06, abs=0.005) and one(2) - one(-2) == pytest.approx(
+        0.46, abs=0.005
+    )
     assert one(-300) == 0 and one(300) == 1, "of a floor and a ceiling"
     assert one(16) > one(12), "and still apart where P is 1 to five digits"
 
 
-# ---- their mean ------------------------------------------------------------------------------------------------------
+# ---- their mean ----------------------------------------------------------------------------------
 
 
 def test_the_reward_is_the_mean_over_the_questions_the_foils_and_the_whole_prompt(folder):
@@ -162,10 +223,17 @@ def test_the_reward_is_the_mean_over_the_questions_the_foils_and_the_whole_promp
     ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
     one, two = pictures((64, 64), (64, 64))
     found = vqa([one, two, one], [LEMONS, LEMONS, "no questions about this"], None)
-    (row,) = (json.loads(line) for line in rewards.QUESTIONS.open() if json.loads(line)["prompt"] == LEMONS)
+    (row,) = (
+        json.loads(line)
+        for line in rewards.QUESTIONS.open()
+        if json.loads(line)["prompt"] == LEMONS
+    )
     assert len(row["questions"]) == 6 and len(row["foils"]) == 1
     for value, image in zip(found[:2].tolist(), (one, two), strict=True):
-        values = [bounded(by_generate(folder, image, question)) for question in (whole(LEMONS), *row["questions"])]
+        values = [
+            bounded(by_generate(folder, image, question))
+            for question in (whole(LEMONS), *row["questions"])
+        ]
         values += [bounded(-by_generate(folder, image, foil)) for foil in row["foils"]]
         assert value == pytest.approx(np.mean(values), abs=1e-4)
     alone = by_generate(folder, one, whole("no questions about this"))
@@ -173,8 +241,12 @@ def test_the_reward_is_the_mean_over_the_questions_the_foils_and_the_whole_promp
     assert found.isfinite().all() and not found.requires_grad
 
 
-def test_who_says_yes_to_everything_gains_nothing_from_a_question_and_its_foil(folder, monkeypatch, tmp_path):
-    path = row_file(tmp_path / "q.jsonl", {"prompt": TEA, "questions": ["Is it red?"], "foils": ["Is it blue?"]})
+def test_who_says_yes_to_everything_gains_nothing_from_a_question_and_its_foil(
+    folder, monkeypatch, tmp_path
+):
+    path = row_file(
+        tmp_path / "q.jsonl", {"prompt": TEA, "questions": ["Is it red?"], "foils": ["Is it blue?"]}
+    )
     monkeypatch.setattr(rewards, "SMOLVLM", folder)  # which leaves these two alone
     vqa = rewards.Vqa(folder, path)
     for odds in (-7, 0, 3, 12):
@@ -184,14 +256,21 @@ def test_who_says_yes_to_everything_gains_nothing_from_a_question_and_its_foil(f
     assert vqa([None], [TEA], None).item() == pytest.approx(bounded(4))
 
 
-# ---- what is asked of which prompt ----------------------------------------------------------------------------------
+# ---- what is asked of which prompt ---------------------------------------------------------------
 
 
 def test_a_space_at_the_end_of_a_prompt_loses_no_question(folder, tmp_path):
-    rows = [{"prompt": "a cat ", "questions": ["Is it black?"]}, {"prompt": "a dog", "questions": ["Is it old?"]}]
-    vqa = rewards.Vqa(folder, row_file(tmp_path / "q.jsonl", *rows, {**rows[0], "questions": ["Is it asleep?"]}))
+    rows = [
+        {"prompt": "a cat ", "questions": ["Is it black?"]},
+        {"prompt": "a dog", "questions": ["Is it old?"]},
+    ]
+    vqa = rewards.Vqa(
+        folder, row_file(tmp_path / "q.jsonl", *rows, {**rows[0], "questions": ["Is it asleep?"]})
+    )
     expected = {whole("a cat"): 1, "Is it black?": 1, "Is it asleep?": 1}
-    assert vqa.about("a cat") == vqa.about(" a cat\n") == expected, "nor does a second row of the same prompt"
+    assert vqa.about("a cat") == vqa.about(" a cat\n") == expected, (
+        "nor does a second row of the same prompt"
+    )
     assert vqa.about("a dog ") == {whole("a dog"): 1, "Is it old?": 1}
 
 
@@ -213,7 +292,7 @@ def test_a_model_of_english_is_not_asked_in_chinese(folder, monkeypatch, tmp_pat
     assert rewards.REWARDS["vqa"] == (rewards.Vqa, {"model": "HuggingFaceTB/SmolVLM-Instruct"})
 
 
-# ---- looking at answers ----------------------------------------------------------------------------------------------
+# ---- looking at answers --------------------------------------------------------------------------
 
 
 def test_answers_are_the_questions_whose_mean_is_the_reward(folder):
@@ -221,16 +300,19 @@ def test_answers_are_the_questions_whose_mean_is_the_reward(folder):
     (image,) = pictures((64, 64))
     found = vqa.answers(image, LEMONS)
     assert list(found) == [whole(LEMONS), *vqa.questions[LEMONS]] and len(found) == 8
-    assert np.mean(list(found.values())) == pytest.approx(vqa([image], [LEMONS], None).item(), abs=1e-5)
+    assert np.mean(list(found.values())) == pytest.approx(
+        vqa([image], [LEMONS], None).item(), abs=1e-5
+    )
     foil = "Are there exactly six lemons?"
     assert found[foil] == pytest.approx(bounded(-by_generate(folder, image, foil)), abs=1e-4)
 
 
-# ---- spellings, memory ----------------------------------------------------------------------------------------------
+# ---- spellings, memory ---------------------------------------------------------------------------
 
 
 def test_spellings_that_begin_alike_count_once():
-    """A tokenizer of single letters: "Yes" begins with Y, " Yes" with a space, which is no answer."""
+    """A tokenizer of single letters: "Yes" begins with Y, " Yes" with a space, which is no
+    answer."""
     letters = build_tokenizer("a b c d e")
     as_text = lambda word: sorted(letters.convert_ids_to_tokens(rewards.answer_ids(letters, word)))
     assert as_text("yes") == ["Y", "y"] and as_text("no") == ["N", "n"]
@@ -238,8 +320,12 @@ def test_spellings_that_begin_alike_count_once():
     found = whole_words.convert_ids_to_tokens(rewards.answer_ids(whole_words, "no"))
     assert len(found) == len(set(found)) >= 3 and all("n" in token.lower() for token in found)
     lower = build_tokenizer("yes no")
-    lower.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Lowercase()])
-    assert lower.convert_ids_to_tokens(rewards.answer_ids(lower, "yes")) == ["yes"], "all four are one"
+    lower.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Strip(), normalizers.Lowercase()]
+    )
+    assert lower.convert_ids_to_tokens(rewards.answer_ids(lower, "yes")) == ["yes"], (
+        "all four are one"
+    )
 
 
 def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
@@ -247,11 +333,16 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
     lent, lend_gpu = [], rewards.lend_gpu
     monkeypatch.setattr(rewards, "lend_gpu", lambda model: lent.append(model) or lend_gpu(model))
     vqa(pictures((64, 64)), [LEMONS], None)
-    assert lent == [vqa.model] and next(vqa.model.parameters()).device.type == "cpu" and torch.is_grad_enabled()
+    assert (
+        lent == [vqa.model]
+        and next(vqa.model.parameters()).device.type == "cpu"
+        and torch.is_grad_enabled()
+    )
 
 
 def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, monkeypatch):
-    """However many questions there are, over several passes; pictures of several sizes too, padded together."""
+    """However many questions there are, over several passes; pictures of several sizes too, padded
+    together."""
     vqa = rewards.Vqa(folder)
     plain = vqa.processor.image_processor.preprocess
     prepared, seen, cached = [], [], []
@@ -261,7 +352,9 @@ def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, mon
 
     def spy(**inputs):
         output = forward(**inputs)
-        seen.append({name: inputs[name] for name in ("pixel_values", "pixel_attention_mask", "input_ids")})
+        seen.append(
+            {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask", "input_ids")}
+        )
         cached.append(output.past_key_values)
         return output
 
@@ -293,13 +386,15 @@ def test_a_pass_has_as_many_pictures_whether_one_or_two_are_shown_together(folde
     sizes = []
     edit = rewards.Edit(folder)
     log_odds = edit.log_odds
-    monkeypatch.setattr(edit, "log_odds", lambda asked, device: sizes.append(len(asked)) or log_odds(asked, device))
+    monkeypatch.setattr(
+        edit, "log_odds", lambda asked, device: sizes.append(len(asked)) or log_odds(asked, device)
+    )
     images = pictures(*[(32, 32)] * 5)
     edit(images, ["x"] * 5, None, images[::-1])
     assert sizes == [rewards.AT_ONCE // 2] * 2 + [2]
 
 
-# ---- what cannot be asked -------------------------------------------------------------------------------------------
+# ---- what cannot be asked ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -321,16 +416,22 @@ def test_a_model_that_cannot_be_asked_is_one_line(tmp_path, monkeypatch, broken,
         monkeypatch.setitem(rewards.REWARDS, "vqa", (make, {"model": "hub/id"}))
     with pytest.raises(ValueError, match=f"cannot load reward 'vqa' .*{words}") as caught:
         rewards.parse_rewards(f"vqa={tmp_path}")
-    assert "\n" not in str(caught.value) and f"{tmp_path} has to hold files like those of the model" in str(
+    assert "\n" not in str(
         caught.value
-    )
+    ) and f"{tmp_path} has to hold files like those of the model" in str(caught.value)
 
 
-@pytest.mark.parametrize("row", ["not JSON", {"prompt": "a cat"}, {"prompt": "a cat", "questions": "Is it?"}])
+@pytest.mark.parametrize(
+    "row", ["not JSON", {"prompt": "a cat"}, {"prompt": "a cat", "questions": "Is it?"}]
+)
 def test_a_bad_row_is_named(tmp_path, row):
     """Before the model loads: there is none here."""
-    path = row_file(tmp_path / "mine.jsonl", {"prompt": "a dog", "questions": ["Is it old?"]}, "", row)
-    (tmp_path / "mine.py").write_text(f"from rewards import Vqa\n\nasked = Vqa('none', questions={str(path)!r})\n")
+    path = row_file(
+        tmp_path / "mine.jsonl", {"prompt": "a dog", "questions": ["Is it old?"]}, "", row
+    )
+    (tmp_path / "mine.py").write_text(
+        f"from rewards import Vqa\n\nasked = Vqa('none', questions={str(path)!r})\n"
+    )
     with pytest.raises(ValueError, match=r"mine\.py cannot be loaded: ") as caught:
         rewards.parse_rewards(f"{tmp_path}/mine.py:asked")
     assert "\n" not in str(caught.value)
@@ -342,12 +443,18 @@ def test_a_file_as_windows_saves_it_is_read(tmp_path):
     assert rewards.read_questions(tmp_path / "q.jsonl") == {"chá": {"Is it hot?": 1}}
 
 
-def test_a_run_counts_the_prompts_that_vqa_has_questions_about_and_that_text_has_words_in(monkeypatch, capsys):
+def test_a_run_counts_the_prompts_that_vqa_has_questions_about_and_that_text_has_words_in(
+    monkeypatch, capsys
+):
     vqa, text = rewards.Vqa.__new__(rewards.Vqa), rewards.Text.__new__(rewards.Text)
     monkeypatch.setattr(vqa, "questions", {"a cat": {"Is it a cat?": 1}}, raising=False)
-    monkeypatch.setattr(data, "parse_rewards", lambda spec: {"vqa": (vqa, 1.0), "text": (text, 1.0)})
+    monkeypatch.setattr(
+        data, "parse_rewards", lambda spec: {"vqa": (vqa, 1.0), "text": (text, 1.0)}
+    )
     monkeypatch.setattr(data, "score", lambda *given: None)
-    data.load_rewards("reward", tiny_settings(), [data.Prompts([" a cat", 'a sign "open"', 'a door "1"'])])
+    data.load_rewards(
+        "reward", tiny_settings(), [data.Prompts([" a cat", 'a sign "open"', 'a door "1"'])]
+    )
     assert capsys.readouterr().out.splitlines()[1:] == [
         "vqa: questions for 1 of 3 prompts",
         "text: words to read for 2 of 3 prompts",

@@ -1,4 +1,5 @@
-"""grpo.py in other experiments: many kinds of models, other adapters, what it refuses, and what it warns of."""
+"""grpo.py in other experiments: many kinds of models, other adapters, what it refuses, and what it
+warns of."""
 
 import copy
 import re
@@ -30,26 +31,72 @@ EQUAL = [torch.tensor([5, 6, 7, 8, 9]), torch.tensor([9, 4, 7, 3, 8])]
 RAGGED = [EQUAL[0], EQUAL[1][:3]]
 LENGTH = 8
 
-# ---- models ---------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "initializer_range": 0.3,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-GPT = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, "hidden_size": 32}
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT = {
+    "vocab_size": 50,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.3,
+    "hidden_size": 32,
+}
 BART = {
-    "vocab_size": 50, "d_model": 32, "hidden_size": 32, "decoder_layers": 2, "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "init_std": 0.3,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_target_positions": 64,
-    "decoder_start_token_id": 2, "dropout": 0.0, "attention_dropout": 0.0,
-}  # fmt: skip
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    "vocab_size": 50,
+    "d_model": 32,
+    "hidden_size": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "init_std": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_target_positions": 64,
+    "decoder_start_token_id": 2,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 LATENT = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
-    "topk_group": 1, "n_routed_experts": 4, "first_k_dense_replace": 1, "num_key_value_heads": 4,
-}  # fmt: skip
-LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 ANY_PROMPTS = {
     "llama": SIZES,
@@ -75,12 +122,17 @@ REFUSED = {"mamba": SIZES, "recurrent_gemma": SIZES | {"num_hidden_layers": 3}}
 def build(kind, settings):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **settings)
-    model = Emu3ForCausalLM(config) if kind.startswith("emu3") else AutoModelForCausalLM.from_config(config)
+    model = (
+        Emu3ForCausalLM(config)
+        if kind.startswith("emu3")
+        else AutoModelForCausalLM.from_config(config)
+    )
     return model.eval()
 
 
 def home_made(folder):
-    """The stub of docs/copying.md: it has no config, and has heard neither of positions nor of logits_to_keep."""
+    """The stub of docs/copying.md: it has no config, and has heard neither of positions nor of
+    logits_to_keep."""
     torch.manual_seed(0)
     page = (ROOT / "docs" / "copying.md").read_text(encoding="utf-8")
     (stub,) = re.findall(r"```python\n(class MyModel.*?)```", page, flags=re.DOTALL)
@@ -92,7 +144,8 @@ def home_made(folder):
 
 
 def check(model, prompts):
-    """The log-probs of sampling and of reading again are those of a plain forward pass, one prompt at a time."""
+    """The log-probs of sampling and of reading again are those of a plain forward pass, one prompt
+    at a time."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(len(prompts))]
     tokens, logprobs, _ = generate_with_logprobs(
         model, prompts, LENGTH, num_samples=2, allowed_ids=IDS, generators=generators
@@ -130,7 +183,9 @@ def test_attention_of_ones_own_says_that_it_takes_prompts_of_several_lengths():
     """As docs/copying.md says it."""
     model = llama()
     own = torch.nn.Module()
-    own.forward = lambda input_ids, position_ids=None, **rest: model(input_ids, position_ids=position_ids, **rest)
+    own.forward = lambda input_ids, position_ids=None, **rest: model(
+        input_ids, position_ids=position_ids, **rest
+    )
     own.device = torch.device("cpu")
     with pytest.raises(ValueError, match="prompts of one length together"):
         check(own, RAGGED)
@@ -158,7 +213,7 @@ def test_models_without_a_cache_of_keys_and_values_are_refused(kind):
         check(build(kind, REFUSED[kind]), EQUAL)
 
 
-# ---- faults that would be silent ------------------------------------------------------------------------------------
+# ---- faults that would be silent -----------------------------------------------------------------
 
 
 def llama(**settings):
@@ -167,7 +222,9 @@ def llama(**settings):
 
 def with_adapter(model, **settings):
     """The base keeps its own weights: PiSSA and OLoRA change them."""
-    return get_peft_model(copy.deepcopy(model), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings))
+    return get_peft_model(
+        copy.deepcopy(model), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)
+    )
 
 
 def perturb(model, size=0.3):
@@ -219,7 +276,9 @@ def test_sampled_and_reread_logprobs_that_disagree_give_a_warning(right):
         assert messages == [] and metrics["mean_logprob_gap"] < 1e-5
     else:
         (message,) = messages
-        assert "sampled and reread log-probs disagree" in message and metrics["mean_logprob_gap"] > 0.1
+        assert (
+            "sampled and reread log-probs disagree" in message and metrics["mean_logprob_gap"] > 0.1
+        )
 
 
 def test_a_warning_comes_once_for_the_line_that_calls_update():
@@ -265,7 +324,9 @@ def test_virtual_tokens_are_refused(config):
 
 @pytest.mark.parametrize("start", ["new", "trained before", "pissa", "olora", "resumed"])
 def test_a_reference_that_is_not_the_start_gives_a_warning(start):
-    model = with_adapter(llama(), **{"init_lora_weights": start} if start in ("pissa", "olora") else {})
+    model = with_adapter(
+        llama(), **{"init_lora_weights": start} if start in ("pissa", "olora") else {}
+    )
     if start in ("trained before", "resumed"):
         perturb(model)
     run = trainer(model, torch.optim.AdamW, lr=0.05, kl_coef=0.1)
@@ -328,19 +389,24 @@ def test_what_trains_nothing_gives_a_warning(cause):
 
 
 def test_across_ranks_what_is_frozen_stays_as_it_is(monkeypatch):
-    """AdamW(model.parameters()): a gradient of 0 would let all frozen weights decay, and would be sent."""
+    """AdamW(model.parameters()): a gradient of 0 would let all frozen weights decay, and would be
+    sent."""
     sent = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: sent.append(tensor.numel()))
     model = with_adapter(llama())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    run = GRPO(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), GRPOSettings(), IDS)
+    run = GRPO(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), GRPOSettings(), IDS
+    )
     assert step(run)["grad_norm"] > 0
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     learning = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
     assert moved == {name for name, _ in learning}
     sums = 2 * len(learning)  # of its bytes, compared before the first step
-    assert sorted(sent) == sorted([1, sums] + [size for _, size in learning]), "and the sum of weights"
+    assert sorted(sent) == sorted([1, sums] + [size for _, size in learning]), (
+        "and the sum of weights"
+    )
 
 
 def test_an_exception_leaves_no_gradient_behind(monkeypatch):
@@ -371,7 +437,8 @@ def test_a_gradient_that_is_not_finite_gives_a_warning(value):
 
 
 def test_what_is_masked_may_hold_anything():
-    """The text of a tool between two sampled parts has no log-probs and no nucleus; 0 x NaN must not teach."""
+    """The text of a tool between two sampled parts has no log-probs and no nucleus; 0 x NaN must
+    not teach."""
     runs = [trainer(with_adapter(llama()), top_p=0.9, kl_coef=0.1) for _ in range(2)]
     results = []
     for run, filling in zip(runs, (None, float("nan")), strict=True):
@@ -382,7 +449,9 @@ def test_what_is_masked_may_hold_anything():
             if filling is not None:
                 group.old_logprobs[:, 2:5] = filling
                 group.nucleus[:, 2:5] = False
-                group.advantages = group.advantages[:, None].expand(-1, LENGTH).where(group.mask > 0, filling)
+                group.advantages = (
+                    group.advantages[:, None].expand(-1, LENGTH).where(group.mask > 0, filling)
+                )
         run.add_reference(groups)
         results.append(observed(run.update, groups))
     assert results[0] == results[1] and results[0][1] == [] and results[0][0]["grad_norm"] > 0
@@ -407,7 +476,9 @@ def test_an_advantage_per_token():
 @pytest.mark.parametrize("shape", [(4, 1), (LENGTH,), (1, LENGTH), (4, LENGTH, 1), ()])
 def test_advantages_and_masks_of_another_shape_are_refused(shape):
     logprobs = torch.zeros(4, LENGTH)
-    with pytest.raises(ValueError, match=r"advantages \(.*\) for log-probs \(4, 8\): give \(B,\) or \(B, T\)"):
+    with pytest.raises(
+        ValueError, match=r"advantages \(.*\) for log-probs \(4, 8\): give \(B,\) or \(B, T\)"
+    ):
         compute_grpo_loss(logprobs, logprobs, torch.ones(shape))
     with pytest.raises(ValueError, match=r"mask \(.*\) for log-probs \(4, 8\)"):
         compute_grpo_loss(logprobs, logprobs, torch.ones(4), mask=torch.ones(shape))
@@ -416,7 +487,12 @@ def test_advantages_and_masks_of_another_shape_are_refused(shape):
 def test_rewards_of_any_kind_and_of_one_shape():
     rewards = [1, 2, 4, 8, 0, 0, 3, 1]
     expected = compute_advantages(torch.tensor(rewards).float(), 4)
-    for values in (rewards, np.array(rewards), np.array(rewards, dtype=np.float32), torch.tensor(rewards)):
+    for values in (
+        rewards,
+        np.array(rewards),
+        np.array(rewards, dtype=np.float32),
+        torch.tensor(rewards),
+    ):
         assert torch.equal(compute_advantages(values, 4), expected)
     with pytest.raises(ValueError, match=r"give \(N\*G,\)"):
         compute_advantages(np.array(rewards).reshape(2, 4), 4)
@@ -428,7 +504,9 @@ def test_a_prompt_is_a_row_of_ids(prompt):
         generate_with_logprobs(llama(), [prompt], LENGTH)
 
 
-@pytest.mark.parametrize("ids", [[20, 21, 22], range(20, 44), slice(None, 44), slice(20, 44, 2), slice(-20, None)])
+@pytest.mark.parametrize(
+    "ids", [[20, 21, 22], range(20, 44), slice(None, 44), slice(20, 44, 2), slice(-20, None)]
+)
 def test_allowed_ids_are_a_plain_slice(ids):
     with pytest.raises(ValueError, match=r"give slice\(first, end\)"):
         generate_with_logprobs(llama(), EQUAL, 2, allowed_ids=ids)
