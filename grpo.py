@@ -1,5 +1,4 @@
-"""GRPO in one file: group relative policy optimisation of an autoregressive model that writes image
-codes.
+"""GRPO in one file: group relative policy optimisation of a model that writes image codes.
 
 For a prompt, the policy pi writes T tokens o_1..o_T; a decoder paints them; a reward R scores the
 picture. GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1) raises the expected
@@ -8,9 +7,9 @@ pictures of one prompt. It minimises
 
     loss = -1/G sum_i 1/T sum_t [ min(r A, clip(r, 1 - c, 1 + c) A) - kl_coef * k3 ]
 
-    r  = pi(o_t) / pi_old(o_t)                    ratio: how far the policy has moved since it sampled this token
-    A  = (R_i - mean(R)) / (std(R) + eps)         advantage: the z-score of the reward in its group of G
-    k3 = ref/pi - log(ref/pi) - 1                 an estimate of KL(pi || reference), never negative
+    r  = pi(o_t) / pi_old(o_t)               ratio: how far the policy moved since it sampled o_t
+    A  = (R_i - mean(R)) / (std(R) + eps)    advantage: the z-score of the reward in its group
+    k3 = ref/pi - log(ref/pi) - 1            an estimate of KL(pi || reference), never negative
 
 averaged over the N prompts of a step. What this adds to REINFORCE, whose loss is -R log pi(o_t):
 the group's mean, so that only what is better than usual is reinforced; its std, so that all prompts
@@ -20,12 +19,13 @@ clipped, and the gradient is that of -A log pi(o_t), and of the KL term.
 
 One training step, in the order of this file:
 
-    1. generate_with_logprobs     in GRPO.sample: G sequences of T tokens per prompt, with their log-probs (pi_old)
-    2. paint and score            tokens -> pictures -> one reward per picture: in train.py, or your own
-    3. compute_advantages         in set_advantages: rewards -> z-scores, per group
-    4. get_per_token_logprobs     in GRPO.add_reference, then in GRPO.update: log-probs of those tokens, in one pass
-    5. compute_grpo_loss          in GRPO.update: the formula above
-    6. GRPO.update                micro-batches, gradient clipping, the optimiser
+    1. sample              GRPO.sample: G sequences of T tokens per prompt, with their log-probs
+    2. paint and score     tokens -> pictures -> a reward per picture: in train.py, or your own
+    3. advantages          set_advantages: rewards -> z-scores within each group
+    4. recompute           the log-probs of those tokens in one pass: GRPO.add_reference, with the
+                           adapter off, then within GRPO.update, with the adapter on
+    5. loss                compute_grpo_loss: the formula above
+    6. update              GRPO.update: micro-batches, gradient clipping, the optimiser
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a
 LoRA adapter, so the base with its adapter disabled is the reference. Nothing here depends on
@@ -33,7 +33,6 @@ GLM-Image: examples/text_model.py trains a text model with this file alone. To c
 another loss (Dr. GRPO, DAPO, GSPO), read docs/copying.md.
 """
 
-import inspect
 import math
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -45,11 +44,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers.generation.logits_process import TopPLogitsWarper
 
-# cuDNN's attention is left out: on recent GPUs it is reported to give wrong tokens and NaN (pytorch
-# 193893, trl 7181).
-without_cudnn_attention = sdpa_kernel(
-    [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-)
+# cuDNN's is left out: on recent GPUs it is reported to give wrong tokens and NaN (pytorch 193893,
+# trl 7181).
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+without_cudnn_attention = sdpa_kernel(KERNELS)
 
 # ---- 1. sample -----------------------------------------------------------------------------------
 
@@ -70,8 +68,7 @@ def generate_with_logprobs(
     generators=None,
     forward=None,
 ):
-    """Sample `num_samples` (G) continuations of exactly `num_new_tokens` (T) tokens for each of N
-    prompts.
+    """Sample `num_samples` (G) continuations of `num_new_tokens` (T) tokens for each of N prompts.
 
     All N*G run side by side: a pass reads all weights once, however many sequences it has.
     transformers' generate() would not do: it takes no generator per prompt, and would have to keep
@@ -84,9 +81,10 @@ def generate_with_logprobs(
             positions that is not given them falls back to text positions, silently.
         allowed_ids: slice(first, end), the ids that may be sampled, V of them; for pictures no end
             tokens.
-        temperature: divides the logits; above 0. top_p: in (0, 1]; 1 keeps every id.
-        end_ids: the ids that end a text, a tuple. Sampling stops, at a smaller T, one token after
-            all texts have ended.
+        temperature: divides the logits; above 0.
+        top_p: in (0, 1]; 1 keeps every id.
+        end_ids: the ids that end a text, a tuple. T is then that of the longest text, at most
+            `num_new_tokens`; without end_ids it is exactly that.
         generators: N torch.Generators on the model's device, so that no group depends on its
             neighbours. None: torch's.
         forward: called instead of the model for every token but the first: on a GPU, a captured
@@ -98,108 +96,107 @@ def generate_with_logprobs(
         nucleus: (N*G, T, V) bool, the ids that survived top-p. None if top_p is 1.
     """
     _check_sampling(prompts, allowed_ids, temperature, top_p, generators)
-    if padded := len(set(map(len, prompts))) > 1:
-        _refuse_padding(model)
-        position_ids = position_ids or [torch.arange(len(ids) + num_new_tokens) for ids in prompts]
+    ids, positions, not_padding = _pad_left(prompts, position_ids, num_new_tokens, model.device)
+    last = torch.tensor([-1], device=model.device)  # not a number: see get_per_token_logprobs
 
-    def side_by_side(tensors):  # N of (L_i,) or (3, L_i), padded on the left -> (N, L) or (3, N, L)
-        longest = max(tensor.shape[-1] for tensor in tensors)
-        return torch.stack([pad(row, (longest - row.shape[-1], 0)) for row in tensors], dim=-2).to(
-            model.device
-        )
+    def next_logits(ids, rows, end, cache=None):
+        """What follows the ids (B, length), which end at place `end` and follow those in the cache.
 
-    ids = side_by_side(prompts)  # (B, L), then (B, 1)
-    positions = None if position_ids is None else side_by_side(position_ids)  # ([3,] N, L+T)
-    not_padding = side_by_side(
-        [torch.ones(len(ids) + num_new_tokens, dtype=torch.bool) for ids in prompts]
-    )  # (N, L+T)
-    rows = torch.arange(
-        len(prompts), device=model.device
-    )  # (B,), the prompt of each: first B = N, then N*G
-    last = torch.tensor(
-        [-1], device=model.device
-    )  # in place of a number: see get_per_token_logprobs
-    cache = None
-    sampled = []
-
-    def read(end):  # a forward pass over `ids`, which end there -> logits (B, vocabulary), cache
+        rows: (B,), the prompt of each. Returns logits (B, vocabulary), and the cache, now with ids.
+        """
         start = end - ids.shape[1]
-        mask = _attended(not_padding[rows], start, end) if padded else None
-        at = None if positions is None else positions[..., rows, start:end]
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": at,
-            "past_key_values": cache,
-        }
-        output = (model if cache is None else forward or model)(
-            **inputs, use_cache=True, logits_to_keep=last
+        run = forward if forward and cache is not None else model
+        output = run(
+            input_ids=ids,
+            attention_mask=None
+            if not_padding is None
+            else _attended(not_padding[rows], start, end),
+            position_ids=None if positions is None else positions[..., rows, start:end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=last,
         )
         if getattr(output, "past_key_values", None) is None:
-            raise ValueError(
-                "the model returns no past_key_values: Mamba, RWKV and their like cannot be sampled here"
-            )
+            raise ValueError("the model returns no past_key_values: it cannot be sampled here")
         return output.logits[:, -1], output.past_key_values
 
-    for end in range(
-        ids.shape[1], ids.shape[1] + num_new_tokens
-    ):  # the prompts in one pass, then one token per pass
-        logits, written = read(end)
-        if cache is None:  # each prompt was read once; from here on there are G rows of it
-            rows = rows.repeat_interleave(num_samples)
-            if hasattr(written, "reorder_cache"):
-                written.reorder_cache(rows)
-                logits = logits[rows]
-            else:  # a cache of one's own is made of all rows
-                ids = ids[rows]
-                logits, written = read(end)
-        cache = written
-        sampled.append(_sample_token(logits, allowed_ids, temperature, top_p, generators))
-        ids = sampled[-1][0]
-        if (
-            end_ids
-            and not mask_through_end(torch.cat([drawn[0] for drawn in sampled], dim=1), end_ids)[
-                :, -1
-            ].any()
-        ):
-            break  # this token counts in no text
+    # The prompts: each is read once, and from then on there are G rows of it.
+    length = ids.shape[1]
+    rows = torch.arange(len(ids), device=model.device).repeat_interleave(num_samples)  # (N*G,)
+    logits, cache = next_logits(ids, rows[::num_samples], length)
+    if hasattr(cache, "reorder_cache"):
+        cache.reorder_cache(rows)
+        logits = logits[rows]
+    else:  # each has to be read G times
+        logits, cache = next_logits(ids[rows], rows, length)
 
-    tokens, logprobs, nucleus = zip(*sampled, strict=True)
-    logprobs = torch.cat(logprobs, dim=1).cpu()
-    if broken := [
-        i for i, group in enumerate(logprobs.split(num_samples)) if not group.isfinite().all()
-    ]:
-        raise NotFinite(broken)
-    nucleus = torch.stack([kept.cpu() for kept in nucleus], dim=1) if top_p < 1 else None
-    return torch.cat(tokens, dim=1).cpu(), logprobs, nucleus
+    # The samples: one token per pass.
+    choice = allowed_ids, temperature, top_p, generators
+    samples = [_sample_token(logits, *choice)]
+    ended = torch.zeros_like(rows, dtype=torch.bool).unsqueeze(1)  # (N*G, 1)
+    for end in range(length + 1, length + num_new_tokens):
+        token = samples[-1][0]  # (N*G, 1)
+        if end_ids:
+            ended |= torch.isin(token, torch.tensor(end_ids, device=model.device))
+            if len(samples) % 16 == 0 and ended.all():  # rarely, as the CPU waits for the GPU here
+                break
+        logits, cache = next_logits(token, rows, end, cache)
+        samples.append(_sample_token(logits, *choice))
 
-
-def mask_through_end(tokens, end_ids):
-    """(B, T), 1 through the first token in `end_ids`. That one counts: without it no step could
-    teach when to stop."""
-    ended = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).int()  # (B, T)
-    return (ended.cumsum(1) - ended == 0).float()
+    tokens, logprobs, nuclei = zip(*samples, strict=True)
+    tokens = torch.cat(tokens, dim=1).cpu()
+    T = int(mask_through_end(tokens, end_ids).sum(1).max()) if end_ids else num_new_tokens
+    logprobs = torch.cat(logprobs, dim=1).cpu()[:, :T]
+    broken = ~logprobs.isfinite().view(len(prompts), -1).all(1)  # (N,)
+    if broken.any():
+        raise NotFinite(broken.nonzero().flatten().tolist())
+    nucleus = torch.stack([each.cpu() for each in nuclei[:T]], dim=1) if top_p < 1 else None
+    return tokens[:, :T], logprobs, nucleus
 
 
-def _attended(
-    not_padding, start, end
-):  # by the tokens from start to end: (B, L+T) bool -> (B, 1, end - start, end)
+def _pad_left(prompts, position_ids, num_new_tokens, device):
+    """Prompts side by side: ids (N, L), positions ([3,] N, L+T), and what is not padding (N, L+T).
+
+    Positions are None if the model makes its own, and the third is None where nothing is padded.
+    """
+
+    def side_by_side(tensors):  # N of (..., L_i) -> (..., N, L)
+        longest = max(tensor.shape[-1] for tensor in tensors)
+        rows = [pad(row, (longest - row.shape[-1], 0)) for row in tensors]
+        return torch.stack(rows, dim=-2).to(device)
+
+    not_padding = None
+    if len({len(ids) for ids in prompts}) > 1:
+        lengths = [len(ids) + num_new_tokens for ids in prompts]
+        not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])
+        position_ids = position_ids or [torch.arange(length) for length in lengths]
+    return side_by_side(prompts), position_ids and side_by_side(position_ids), not_padding
+
+
+def _attended(not_padding, start, end):
+    """What the tokens from start to end attend to: (B, L+T) bool -> (B, 1, end - start, end)."""
     # Padding attends to itself: on recent cards a row that sees nothing may be NaN, silently. The
     # mask has four dimensions because transformers takes it as it is; given one of two, it would
     # sync with the GPU at every token.
-    at = torch.arange(end, device=not_padding.device)
-    own = at[start:, None]
-    return (not_padding[:, None, None, :end] & (at <= own)) | (at == own)
+    place = torch.arange(end, device=not_padding.device)
+    own = place[start:, None]
+    return (not_padding[:, None, None, :end] & (place <= own)) | (place == own)
+
+
+def mask_through_end(tokens, end_ids):
+    """(B, T), 1 through the first token in `end_ids`: without it no step teaches when to stop."""
+    is_end = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).int()  # (B, T)
+    return (is_end.cumsum(1) - is_end == 0).float()
 
 
 def _sample_token(logits, allowed_ids, temperature, top_p, generators):
-    """One id per row: logits (N*G, vocabulary) -> ids (N*G, 1), log-probs (N*G, 1), nucleus (N*G,
-    V) bool or None."""
+    """One id per row: logits (N*G, vocabulary) -> ids (N*G, 1), log-probs (N*G, 1), nucleus.
+
+    nucleus: (N*G, V) bool, the most likely ids that together hold top_p. None if that is 1.
+    """
     logp = _log_distribution(logits, allowed_ids, temperature)  # (N*G, V)
     nucleus = None
-    if (
-        top_p < 1
-    ):  # transformers' own top-p leaves the most likely ids that together hold top_p, the rest become -inf
+    if top_p < 1:
         nucleus = TopPLogitsWarper(top_p)(None, logp).isfinite()
         logp = _log_distribution(logits, allowed_ids, temperature, nucleus)
     # The Gumbel-max trick in its exponential form: with E = -log(uniform), argmax(p / E) is a draw
@@ -209,14 +206,14 @@ def _sample_token(logits, allowed_ids, temperature, top_p, generators):
     generators = generators or [None]
     for group, generator in zip(noise.chunk(len(generators)), generators, strict=True):
         group.exponential_(generator=generator)
-    drawn = (logp.exp() / noise).argmax(-1, keepdim=True)  # (N*G, 1)
-    return drawn + allowed_ids.start, logp.gather(-1, drawn), nucleus
+    index = (logp.exp() / noise).argmax(-1, keepdim=True)  # (N*G, 1)
+    return index + allowed_ids.start, logp.gather(-1, index), nucleus
 
 
 def _log_distribution(logits, allowed_ids, temperature, nucleus=None):
-    """Log-probabilities of the ids the sampler may choose: (..., vocabulary) -> (..., V) float32.
+    """Log-probabilities of the ids that may be sampled: (..., vocabulary) -> (..., V) float32.
 
-    Sampling and reading again both come through here, so that a ratio never compares two different
+    Sampling and recomputing both come through here, so that a ratio never compares two different
     distributions.
     """
     logits = logits[..., allowed_ids].float() / temperature  # softmax in bf16 would lose the tail
@@ -245,19 +242,47 @@ def compute_advantages(rewards, group_size, eps=1e-6):
 
 
 def centre_groups(rewards, group_size):
-    """The rewards less the mean of their group, (N, G) float64, and the unbiased std of each group,
-    (N, 1)."""
+    """The rewards less the mean of their group, (N, G) float64, and each group's std, (N, 1).
+
+    The std is the unbiased one, over G - 1.
+    """
     rewards = torch.as_tensor(rewards, device="cpu")
     _check_rewards(rewards, group_size)
-    # Rounded to float32 first, so that equal rewards stay equal; in float64 their mean is then
-    # exact.
+    # Rounded to float32 first, so that equal rewards stay equal: in float64 their mean is exact.
     groups = rewards.float().double().view(-1, group_size)  # (N, G)
     centred = groups - groups.nanmean(dim=1, keepdim=True)
     count = (~groups.isnan()).sum(dim=1, keepdim=True)
     return centred, (centred.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
 
 
-# ---- 4. read the tokens again: log-probs by teacher forcing --------------------------------------
+def combine(rewards, weights, group_size=1, how="sum"):
+    """Several rewards as one, (N*G,) float32: the weighted sum of those that apply to a sample.
+
+    Args:
+        rewards: {name: (N*G,) float}. Where one does not apply it is NaN, and counts as the mean of
+            its group: it neither helps nor harms. A sample to which none applies gets NaN.
+        weights: {name: float} of those that count.
+        how: "sum" adds the values as they are, so the reward with the largest spread rules;
+            "zscore" first turns each into its z-score within its group, so weights alone decide.
+
+    Raises ValueError for an unknown `how`, or values that do not form groups.
+    """
+    if how not in ("sum", "zscore"):
+        raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")
+    values = torch.stack([rewards[name] for name in weights])  # (R, N*G)
+    applies = ~values.isnan()
+    if how == "zscore":
+        groups = [centre_groups(row, group_size) for row in values]
+        scores = [(centred / (std + 1e-6)).nan_to_num(0) for centred, std in groups]
+        values = torch.stack(scores).flatten(1).float()
+    else:
+        means = values.view(len(values), -1, group_size).nanmean(-1)  # (R, N)
+        values = values.where(applies, means.repeat_interleave(group_size, dim=1)).nan_to_num(0)
+    weight = torch.tensor([*weights.values()]).unsqueeze(1)  # (R, 1)
+    return (weight * values).sum(0).where(applies.any(0), math.nan)
+
+
+# ---- 4. recompute the log-probs, by teacher forcing ----------------------------------------------
 
 
 @without_cudnn_attention
@@ -271,37 +296,37 @@ def get_per_token_logprobs(
     temperature=1.0,
     nucleus=None,
 ):
-    """Log-probs of the last `num_new_tokens` (T) ids of each row under the sampler's own
-    distribution, in one pass.
+    """Log-probs of the last `num_new_tokens` (T) ids of each row, as the sampler has them.
 
     Args:
         input_ids: (B, L+T) int64, one prompt and what was sampled for it.
-        position_ids: (3, L+T), the same for all rows, or None. allowed_ids, temperature: as in
-            sampling.
+        position_ids: (3, L+T), the same for all rows, or None.
+        allowed_ids, temperature: as in sampling.
         nucleus: (B, T, V) bool as sampling returned it. New, old and reference policy renormalise
             over this same set: a ratio of probabilities over different sets would not be an
             importance weight.
 
-    Returns: (B, T) float32, with gradient.
+    Returns: (B, T) float32, with gradient; of an id that is not allowed, which has to be masked in
+    the loss, it means nothing.
     """
     input_ids = input_ids.to(model.device)
     if position_ids is not None:
-        position_ids = (
-            position_ids[:, None, : input_ids.shape[1] - 1]
-            .expand(-1, len(input_ids), -1)
-            .to(model.device)
-        )
+        place = position_ids[:, None, : input_ids.shape[1] - 1].to(model.device)
+        position_ids = place.expand(-1, len(input_ids), -1)
     # The logits at one position predict the id at the next: the last id is only ever a target, and
-    # the last T logits (B, T, vocabulary) are all we need, even of a model that does not know
-    # logits_to_keep.
-    inputs = {"input_ids": input_ids[:, :-1], "position_ids": position_ids}
-    keep = torch.arange(
-        -num_new_tokens, 0, device=model.device
-    )  # given a number, torch would copy the head per row
-    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[:, -num_new_tokens:]
+    # the last T logits are all we need, even of a model that does not know logits_to_keep. Asked
+    # for by a tensor of places: by a number, torch would copy the head for each row.
+    last = torch.arange(-num_new_tokens, 0, device=model.device)
+    output = model(
+        input_ids=input_ids[:, :-1],
+        position_ids=position_ids,
+        use_cache=False,
+        logits_to_keep=last,
+    )
+    logits = output.logits[:, -num_new_tokens:]  # (B, T, vocabulary)
     logp = _log_distribution(logits, allowed_ids, temperature, nucleus)  # (B, T, V)
-    drawn = input_ids[:, -num_new_tokens:] - allowed_ids.start  # (B, T)
-    return logp.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+    index = (input_ids[:, -num_new_tokens:] - allowed_ids.start).clamp(0, logp.shape[-1] - 1)
+    return logp.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
 # ---- 5. loss -------------------------------------------------------------------------------------
@@ -316,11 +341,10 @@ def compute_grpo_loss(
     clip_range=0.2,
     kl_coef=0.0,
 ):
-    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4), as means over sequences of
-    means over tokens.
+    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4): a mean of sequences' means.
 
     Args:
-        new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first carries a gradient.
+        new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first gets a gradient.
         advantages: (B,) float32: the same for every token of a sample. Or (B, T), one per token.
         mask: (B, T), 1 for tokens that count, 0 for those that do not, whatever their numbers are;
             None: all count.
@@ -331,46 +355,41 @@ def compute_grpo_loss(
     Returns: the loss, a scalar, and metrics as floats: loss, policy_loss, kl (nats per token; NaN
     without a reference), clip_fraction (share of tokens whose gradient was cut), ratio_mean, and
     mean and largest |new - old|, the gap: on fresh samples it is rounding, between sampling with a
-    cache and reading in one pass. ValueError for other shapes.
+    cache and recomputing in one pass. ValueError for other shapes.
     """
-    _check_loss(
-        new_logprobs.shape, advantages, kl_coef, ref_logprobs, old_logprobs=old_logprobs, mask=mask
-    )
+    constants = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "mask": mask}
+    _check_loss(new_logprobs.shape, advantages, kl_coef, constants)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
-    share = (
-        mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
-    )  # (B, T), of a token in the mean of means
-    weight = share  # (B, T), of a token in the loss: what other losses change, see docs/copying.md
-    counted = lambda x: torch.where(
-        mask > 0, x, 0
-    )  # before anything is computed: 0 x NaN would be NaN
-    average = lambda x: (x * share).sum()
+    in_mean = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), a mean of means
+    in_loss = in_mean  # (B, T), each token's share: what other losses change, see docs/copying.md
+    masked = lambda x: torch.where(mask > 0, x, 0)  # before any product: 0 x NaN is NaN
+    average = lambda x: (x * in_mean).sum()
 
-    log_ratio = counted(new_logprobs - old_logprobs)  # (B, T)
+    log_ratio = masked(new_logprobs - old_logprobs.detach())  # (B, T)
     ratio = log_ratio.exp()
-    advantages = counted(advantages.view(len(advantages), -1))  # (B, T)
+    advantages = masked(advantages.detach().view(len(advantages), -1))  # (B, T)
     unclipped = ratio * advantages
-    clipped = (
-        ratio.clamp(1 - clip_range, 1 + clip_range) * advantages
-    )  # beyond the range its gradient is 0
-    loss = policy_loss = -(torch.min(unclipped, clipped) * weight).sum()
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages  # no gradient beyond it
+    loss = policy_loss = -(torch.min(unclipped, clipped) * in_loss).sum()
     kl = torch.tensor(float("nan"))  # not measured
     if ref_logprobs is not None:
         # k3 (Schulman 2020, "Approximating KL divergence"): its value estimates KL(pi || ref), but
         # as a loss term its gradient on fresh samples is that of KL(ref || pi). Both pull towards
         # the reference, which is what it is for.
-        log_ref = counted(ref_logprobs - new_logprobs)  # log(ref / pi)
+        log_ref = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         k3 = log_ref.exp() - log_ref - 1
         kl = average(k3)
-        loss = policy_loss + kl_coef * (k3 * weight).sum()
-    metrics = {"loss": loss, "policy_loss": policy_loss, "kl": kl}
-    metrics |= {
+        loss = policy_loss + kl_coef * (k3 * in_loss).sum()
+
+    gap = log_ratio.abs()
+    metrics = {
+        "loss": loss,
+        "policy_loss": policy_loss,
+        "kl": kl,
         "clip_fraction": average((clipped < unclipped).float()),
         "ratio_mean": average(ratio),
-    }
-    metrics |= {
-        "mean_logprob_gap": average(log_ratio.abs()),
-        "max_logprob_gap": log_ratio.abs().max(),
+        "mean_logprob_gap": average(gap),
+        "max_logprob_gap": gap.max(),
     }
     return loss, {name: value.item() for name, value in metrics.items()}
 
@@ -382,11 +401,9 @@ def compute_grpo_loss(
 class GRPOSettings:
     """Settings of the algorithm."""
 
-    micro_batch_size: int = (
-        4  # sequences per forward pass: bounds memory, changes results only by rounding
-    )
+    micro_batch_size: int = 4  # sequences per pass: bounds memory, changes results only by rounding
     iterations: int = (
-        1  # optimiser steps on the same samples; above 1 the ratio leaves 1 and clipping acts
+        1  # optimiser steps on the same samples; above 1 ratios leave 1, and are clipped
     )
     clip_range: float = 0.2
     kl_coef: float = 0.0
@@ -394,7 +411,7 @@ class GRPOSettings:
     top_p: float = 1.0
     end_ids: tuple = ()  # what ends a text; pictures have none
     max_grad_norm: float = (
-        1.0  # one rare prompt must not undo a run; the norm before clipping is logged
+        1.0  # one rare prompt must not undo a run; the log has it before clipping
     )
 
 
@@ -407,243 +424,247 @@ class Group:
     tokens: torch.Tensor  # (G, T)
     old_logprobs: torch.Tensor  # (G, T)
     nucleus: torch.Tensor | None = None  # (G, T, V) bool
-    mask: torch.Tensor | None = (
-        None  # (G, T), 1 for tokens that count; None: all. Text: see mask_through_end
-    )
+    mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all do
     advantages: torch.Tensor | None = None  # (G,) or (G, T)
     ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
 
 
-def set_advantages(groups, rewards):
-    """3: the advantages of all groups from the rewards (N*G,) of their samples, group after
-    group."""
+def set_advantages(groups, rewards, weights=None, how="sum"):
+    """3: the advantages of all groups from the rewards (N*G,) of their samples, group after group.
+
+    Of several rewards, {name: (N*G,)}, give the weights too, {name: float}: see combine.
+    """
     _check_groups(groups, with_advantages=False)
     size = len(groups[0].old_logprobs)
-    for group, advantages in zip(
-        groups, compute_advantages(rewards, size).split(size), strict=True
-    ):
-        group.advantages = advantages
+    if weights is not None:
+        rewards = combine(rewards, weights, size, how)
+    advantages = compute_advantages(rewards, size).split(size)
+    for group, own in zip(groups, advantages, strict=True):
+        group.advantages = own
 
 
 class GRPO:
     """Samples groups from a policy, and updates its adapter by their advantages.
 
     Args:
-        model: a PeftModel: a frozen base with a trainable adapter, LoRA or its like. optimizer:
-            over the adapter.
+        model: a PeftModel: a frozen base with a trainable adapter, LoRA or its like.
+        optimizer: over the adapter.
+        settings: GRPOSettings, read when they are used: you may change them between steps.
         allowed_ids, forward: as for generate_with_logprobs.
         reference: makes a context within which the model is the reference; None: with its adapter
             disabled.
+        meet: called by all ranks before they exchange gradients, to notice one that has failed.
 
     A group needs old_logprobs, mask, advantages and ref_logprobs; all else is left to logprobs(),
-    which a subclass may replace (see DecoderGRPO). With torch.distributed, W ranks with N prompts
-    and seeds of their own equal one with W*N.
+    which a subclass may replace, as glm_image/decoder.py does. With torch.distributed, W ranks with
+    N prompts and seeds of their own equal one with W*N.
     """
 
     def __init__(
-        self, model, optimizer, settings, allowed_ids=slice(0, None), forward=None, reference=None
+        self,
+        model,
+        optimizer,
+        settings,
+        allowed_ids=slice(0, None),
+        forward=None,
+        reference=None,
+        meet=lambda: None,
     ):
         self.model = model
         self.optimizer = optimizer
         self.settings = settings
+        self.allowed_ids = allowed_ids
         self.forward = forward
         self.reference = reference or self.without_adapter
-        self.sampling_args = {
-            "allowed_ids": allowed_ids,
-            "temperature": settings.temperature,
-        }  # for reading again, too
+        self.meet = meet
         self.steps = 0  # optimiser steps so far
-        self.parameters = [
-            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-        ]
+        groups = optimizer.param_groups
+        self.parameters = [p for group in groups for p in group["params"] if p.requires_grad]
         _check_model(model, self.parameters)
 
     def sample(self, prompts, group_size, seed):
-        """1: N Groups of `group_size` (G) samples. prompts: N times (prompt_ids (L,), position_ids
-        (3, L+T), T).
+        """1: N Groups of `group_size` (G) samples.
 
-        position_ids: None for a text model. T must be the same for all, else ValueError. Group i
-        draws from `seed + i`
-        alone: the same prompts and seed give the same samples until the policy moves.
+        prompts: N times (prompt_ids (L,), position_ids (3, L+T) or None for a text model, T), with
+        one T for all, else ValueError. Group i draws from `seed + i` alone: the same prompts and
+        seed give the same samples until the policy moves.
         """
         self.model.eval()
         triples = [prompt for prompt in prompts if isinstance(prompt, tuple) and len(prompt) == 3]
         if len(triples) < len(prompts) or len({length for *_, length in triples}) > 1:
-            raise ValueError(
-                "a prompt is (prompt_ids, position_ids or None, T), with one length T for all of them"
-            )
+            raise ValueError("give triples (prompt_ids, position_ids or None, T), one T for all")
         prompt_ids, position_ids, lengths = zip(*prompts, strict=True)
-        generators = [
-            torch.Generator(self.model.device).manual_seed(seed + i) for i in range(len(prompts))
-        ]
+        seeds = range(seed, seed + len(prompts))
         ends = self.settings.end_ids
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model,
             prompt_ids,
             lengths[0],
             num_samples=group_size,
-            top_p=self.settings.top_p,
             position_ids=None if position_ids[0] is None else position_ids,
-            generators=generators,
-            forward=self.forward,
+            allowed_ids=self.allowed_ids,
+            temperature=self.settings.temperature,
+            top_p=self.settings.top_p,
             end_ids=ends,
-            **self.sampling_args,
+            generators=[torch.Generator(self.model.device).manual_seed(each) for each in seeds],
+            forward=self.forward,
         )
-        sampled = (tokens, logprobs, nucleus, mask_through_end(tokens, ends) if ends else None)
-        sampled = [
-            [None] * len(prompts) if each is None else each.split(group_size) for each in sampled
-        ]
-        return [Group(ids.cpu(), *group) for ids, *group in zip(prompt_ids, position_ids, *sampled)]
+        mask = mask_through_end(tokens, ends) if ends else None
+        groups = []
+        for i, ids in enumerate(prompt_ids):
+            rows = slice(i * group_size, (i + 1) * group_size)
+            samples = tokens[rows], logprobs[rows], _rows(nucleus, rows), _rows(mask, rows)
+            groups.append(Group(ids.cpu(), position_ids[i], *samples))
+        return groups
 
     @torch.no_grad()
     def add_reference(self, groups):
-        """4: log-probs under the reference, the same model with the adapter disabled, for groups
-        with spread."""
+        """4: log-probs under the reference, for groups with spread."""
         _check_groups(groups, with_advantages=True)
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
         with self.reference():
-            for group in filter(lambda group: group.advantages.any(), groups):
-                group.ref_logprobs = torch.cat(
-                    [self.logprobs(group, rows) for rows in self.micro_batches(group)]
-                )
+            for group in groups:
+                if group.advantages.any():
+                    parts = [self.logprobs(group, rows) for rows in self.split(group)]
+                    group.ref_logprobs = torch.cat(parts)
 
-    @without_cudnn_attention  # in the backward pass too: gradient checkpointing computes there what it has not kept
+    @without_cudnn_attention  # the backward pass too, where gradient checkpointing recomputes
     def update(self, groups):
-        """4 to 6: move the policy, `iterations` optimiser steps over all groups. Returns the
-        metrics.
+        """4 to 6: move the policy, by `iterations` optimiser steps over all groups.
 
         A group of equal rewards is left out, KL term included: it counts in the divisor of the
-        loss, but not in the metrics, means over the others (NaN if there are none). skipped: the
-        share of iterations whose gradient
-        was not finite, and which made no step; grad_norm and, per parameter, grad_rms: of those
-        that did.
+        loss, but not in the metrics, means over the others (NaN if there are none).
+
+        Returns the metrics of compute_grpo_loss, the gaps from the first iteration alone; skipped,
+        the share of iterations whose gradient was not finite, and which made no step; grad_norm
+        and, per parameter, grad_rms, of those that did; groups_without_spread, their share.
         """
         _check_groups(groups, with_advantages=True)
-        learning = [group for group in groups if group.advantages.any()]
-        micro_batches = [(group, rows) for group in learning for rows in self.micro_batches(group)]
-        weight = lambda group, rows: len(rows)  # of a micro-batch in the mean loss of the step
-        total = sum(weight(group, rows) for group in groups for rows in self.micro_batches(group))
-        total = torch.tensor(
-            float(total), device=self.model.device
-        )  # averaged over ranks, as gradients are
-        if dist.is_initialized():
-            dist.all_reduce(total, op=dist.ReduceOp.AVG)
-        total = total.item()
-        unmoved = (
-            self.steps == 0 and not self.optimizer.state
-        )  # a resumed one has a state; plain SGD never has
-        self.model.train()  # enables gradient checkpointing, which is off in eval mode; there is no dropout
+        with_spread = [group for group in groups if group.advantages.any()]
+        micro_batches = [(group, rows) for group in with_spread for rows in self.split(group)]
+        # A micro-batch counts in the mean of the step by its size; DAPO counts tokens.
+        size = lambda group, rows: len(rows)
+        total = sum(size(group, rows) for group in groups for rows in self.split(group))
+        total = torch.tensor(float(total), device=self.model.device)
+        self.average_over_ranks([total])
+        at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
+        self.model.train()  # enables gradient checkpointing, off in eval mode; there is no dropout
         self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
-        reports = []  # (weight, metrics) of each micro-batch
-        norms = []  # the gradient's before clipping, per iteration
+        reports = []  # (size, metrics) of each micro-batch
+        norms = []  # of the gradient before clipping, per iteration
         for _ in range(self.settings.iterations):
             for group, rows in micro_batches:
-                known = (group.old_logprobs, group.advantages, group.ref_logprobs, group.mask)
-                known = [None if tensor is None else tensor[rows] for tensor in known]
-                new_logprobs = self.logprobs(group, rows)
-                loss, metrics = compute_grpo_loss(
-                    new_logprobs, *known, self.settings.clip_range, self.settings.kl_coef
+                loss, metrics = compute_grpo_loss(  # 5
+                    self.logprobs(group, rows),  # 4
+                    group.old_logprobs[rows],
+                    group.advantages[rows],
+                    _rows(group.ref_logprobs, rows),
+                    _rows(group.mask, rows),
+                    self.settings.clip_range,
+                    self.settings.kl_coef,
                 )
-                (
-                    loss * weight(group, rows) / total
-                ).backward()  # these add up to the same however groups are cut
-                reports.append((weight(group, rows), metrics))
+                # The gradients of micro-batches add up to that of the step, however it is cut.
+                (loss * size(group, rows) / total.item()).backward()
+                reports.append((size(group, rows), metrics))
             if dist.is_initialized():
-                for parameter in self.parameters:
-                    if (
-                        parameter.grad is None
-                    ):  # no group of this rank has spread, but another rank's may have
-                        parameter.grad = torch.zeros_like(parameter)
-                    dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-            norms.append(
-                torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm).item()
-            )
-            # One step on a NaN gradient ruins every weight; on a gradient of 0 Adam would move on
-            # its momentum alone.
+                self.average_over_ranks([_gradient(parameter) for parameter in self.parameters])
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+            norms.append(norm.item())
+            # A NaN gradient would ruin every weight; on one of 0 Adam would move by its momentum.
             if 0 < norms[-1] < float("inf"):
-                self.optimizer.step()
+                self.optimizer.step()  # 6
                 self.steps += 1
             self.optimizer.zero_grad()
 
-        first = _average(
-            reports[: len(micro_batches)]
-        )  # the first iteration alone: later the policy has moved
-        _warn_of(
-            first["mean_logprob_gap"], norms, first["kl"] if unmoved and self.optimizer.state else 0
-        )
-        metrics = _average(reports) | {
-            name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")
-        }
-        stepped = [norm for norm in norms if 0 < norm < float("inf")]
-        norm = sum(stepped) / max(len(stepped), 1)
-        metrics |= {
-            "grad_norm": norm,
-            "grad_rms": norm / math.sqrt(max(sum(p.numel() for p in self.parameters), 1)),
-        }
-        metrics |= {"skipped": sum(not norm < float("inf") for norm in norms) / len(norms)}
-        return metrics | {"groups_without_spread": 1 - len(learning) / len(groups)}
+        first = _average(reports[: len(micro_batches)])  # later iterations have moved the policy
+        _warn_of(first, norms, at_start and self.optimizer.state, with_spread)
+        gaps = {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
+        metrics = _average(reports) | gaps | _gradient_metrics(norms, self.parameters)
+        return metrics | {"groups_without_spread": 1 - len(with_spread) / len(groups)}
 
-    def micro_batches(self, group):
+    def split(self, group):
         """Indices of a group's samples, `micro_batch_size` at a time."""
         return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
 
+    def average_over_ranks(self, tensors):
+        """In place."""
+        if dist.is_initialized():
+            self.meet()
+            for tensor in tensors:
+                dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+
     @contextmanager
     def without_adapter(self):
-        """Within it the model is the reference, if nothing but an adapter learns: PEFT freezes what
-        it disables."""
+        """Within it the model is the reference: PEFT disables the adapter, and freezes it."""
         with getattr(self.model, "disable_adapter", nullcontext)():
             if any(p.requires_grad for p in self.model.parameters()):
-                raise ValueError(
-                    "not only an adapter learns: the reference must be a frozen copy, see docs/copying.md"
-                )
+                copy = "the reference must be a frozen copy, see docs/copying.md"
+                raise ValueError(f"not only an adapter learns: {copy}")
             yield
 
     def logprobs(self, group, rows):
-        """4: log-probs (B, T) of some samples of a group under the model as it is, on the CPU,
-        where groups stay."""
-        ids = torch.cat(
-            [group.prompt_ids.expand(len(rows), -1), group.tokens[rows]], dim=1
-        )  # (B, L+T)
-        nucleus = None if group.nucleus is None else group.nucleus[rows]
-        inputs = {"position_ids": group.position_ids, "nucleus": nucleus, **self.sampling_args}
-        return get_per_token_logprobs(self.model, ids, group.tokens.shape[1], **inputs).cpu()
+        """4: log-probs (B, T) of some samples of a group under the model as it is, on the CPU."""
+        ids = torch.cat([group.prompt_ids.expand(len(rows), -1), group.tokens[rows]], dim=1)
+        return get_per_token_logprobs(
+            self.model,
+            ids,  # (B, L+T)
+            group.tokens.shape[1],
+            position_ids=group.position_ids,
+            allowed_ids=self.allowed_ids,
+            temperature=self.settings.temperature,
+            nucleus=_rows(group.nucleus, rows),
+        ).cpu()
+
+
+def _rows(tensor, rows):
+    return None if tensor is None else tensor[rows]
+
+
+def _gradient(parameter):
+    """0 if there is none: no group of this rank has spread, but another rank's may have."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _average(reports):
-    """The metrics of micro-batches as one: weighted means; the largest gap. NaN if no group taught
-    anything."""
-    total = sum(weight for weight, _ in reports) or math.nan
-    names = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap")
-    means = {
-        name: sum(weight * metrics[name] for weight, metrics in reports) / total for name in names
-    }
-    return means | {
-        "max_logprob_gap": max(
-            [metrics["max_logprob_gap"] for _, metrics in reports], default=math.nan
-        )
-    }
+    """The metrics of micro-batches as one: means, the largest gap. NaN if there are none."""
+    total = sum(size for size, _ in reports) or math.nan
+    means = {}
+    for name in ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap"):
+        means[name] = sum(size * metrics[name] for size, metrics in reports) / total
+    gaps = [metrics["max_logprob_gap"] for _, metrics in reports]
+    return means | {"max_logprob_gap": max(gaps, default=math.nan)}
+
+
+def _gradient_metrics(norms, parameters):
+    """See update. norms: of the gradient, per iteration."""
+    steps = [norm for norm in norms if 0 < norm < float("inf")]
+    mean = sum(steps) / max(len(steps), 1)
+    count = sum(p.numel() for p in parameters)
+    skipped = sum(not norm < float("inf") for norm in norms) / len(norms)
+    return {"grad_norm": mean, "grad_rms": mean / math.sqrt(count), "skipped": skipped}
 
 
 # ---- one GPU for two models ----------------------------------------------------------------------
 
 
 class Offload:
-    """Lets models take turns on a GPU that cannot hold them all: offload(*models) brings these up,
-    the others leave.
+    """Lets models take turns on a GPU that cannot hold them all: offload(*models) brings these up.
 
-    Frozen weights live in page-locked host memory, which a GPU reads at the full speed of its bus.
-    Without `pin` they stay where they are, such as mapped from a file, and are read at a fifth of
-    it. They are copied up when needed and then dropped, for they do not change. What is trained is
-    small, and stays on the device. on_evict: called after weights have left the GPU: a CUDA graph
-    that read them must be dropped.
+    The others leave. Frozen weights live in page-locked host memory, which a GPU reads at the full
+    speed of its bus. Without `pin` they stay where they are, such as mapped from a file, and are
+    read at a fifth of it. They are copied up when needed and then dropped, for they do not change.
+    What is trained is small, and stays on the device. on_evict: called after weights have left the
+    GPU: a CUDA graph that read them must be dropped.
     """
 
     def __init__(self, models, device, on_evict=lambda: None, pin=True):
         self.device = device
         self.on_evict = on_evict
-        self.homes = {}  # {model: [(frozen weight, its place in host memory)]}
+        self.homes = {}  # {model: [(frozen tensor, its data in host memory)]}
         for model in models:
             tensors = [*model.parameters(), *model.buffers()]
             for tensor in tensors:
@@ -651,45 +672,42 @@ class Offload:
                     tensor.data = tensor.data.to(device)
                 elif pin:
                     tensor.data = tensor.data.pin_memory()
-            self.homes[model] = [
-                (tensor, tensor.data) for tensor in tensors if not tensor.requires_grad
-            ]
+            self.homes[model] = [(each, each.data) for each in tensors if not each.requires_grad]
 
     def __call__(self, *models):
-        others = [
-            weight for model in self.homes.keys() - set(models) for weight in self.homes[model]
-        ]
-        if any(weight.data_ptr() != home.data_ptr() for weight, home in others):
-            for weight, home in others:
-                weight.data = home
+        others = [pair for model in self.homes.keys() - set(models) for pair in self.homes[model]]
+        if any(tensor.data_ptr() != home.data_ptr() for tensor, home in others):
+            for tensor, home in others:
+                tensor.data = home
             self.on_evict()
-        torch.cuda.empty_cache()  # memory fragmented by one model, or by rewards, would not fit the other
-        for weight, home in [weight for model in models for weight in self.homes[model]]:
-            if weight.data_ptr() == home.data_ptr():
-                weight.data = home.to(self.device, non_blocking=True, copy=True)
+        torch.cuda.empty_cache()  # what one model left in fragments would not fit the other
+        for tensor, home in [pair for model in models for pair in self.homes[model]]:
+            if tensor.data_ptr() == home.data_ptr():
+                tensor.data = home.to(self.device, non_blocking=True, copy=True)
 
 
 # ---- checks: misuse is refused with one line, or warned of ---------------------------------------
 
 
-def _warn_of(
-    gap, norms, drift
-):  # gap: NaN if no rewards differ. drift: the KL before any step, which is to be 0
-    still = norms[0] == 0 and not math.isnan(gap)
-    signs = {
-        "mean_logprob_gap is above 0.1 (0.05 is normal in bfloat16): sampled and reread log-probs disagree": gap
-        > 0.1,
-        "kl is above 0 although nothing has moved: the reference is not the model before training": drift
-        > 0.01,
-        "rewards differ, but the gradient is exactly 0: does the optimizer hold the active adapter?": still,
-        "the gradient is NaN or infinite: no step was taken": not all(
-            norm < float("inf") for norm in norms
-        ),
-    }
-    for sign in filter(signs.get, signs):  # Python shows each once for a line that calls update
-        warnings.warn(
-            f"{sign}; causes are in docs/copying.md", stacklevel=4
-        )  # where update is called
+def _warn_of(metrics, norms, at_start, groups):
+    """Where an update's metrics say that something is wrong; causes are in docs/copying.md.
+
+    metrics: of the first iteration; at_start: which began at the reference. groups: with spread.
+    """
+    signs = []
+    if metrics["mean_logprob_gap"] > 0.1:
+        signs.append("mean_logprob_gap is above 0.1: sampled and recomputed log-probs disagree")
+    if at_start and metrics["kl"] > 0.01:
+        signs.append("kl is above 0 at the start: the reference is not the model before training")
+    if groups and norms[0] == 0:
+        alike = all(len(group.old_logprobs.unique(dim=0)) == 1 for group in groups)
+        cause = "does the optimizer hold the active adapter?"
+        cause = "samples that are equal got different rewards" if alike else cause
+        signs.append(f"rewards differ, but the gradient is exactly 0: {cause}")
+    if not all(norm < float("inf") for norm in norms):
+        signs.append("the gradient is NaN or infinite: no step was taken")
+    for sign in signs:  # Python shows each once for a line that calls update
+        warnings.warn(f"{sign}; causes are in docs/copying.md", stacklevel=4)  # at that line
 
 
 class NotFinite(ValueError):
@@ -701,59 +719,37 @@ def _check_sampling(prompts, allowed_ids, temperature, top_p, generators):
         raise ValueError("a prompt is a tensor (L,) of ids, with L 1 or more")
     first = allowed_ids.start if isinstance(allowed_ids, slice) else None
     if not isinstance(first, int) or first < 0 or allowed_ids.step not in (None, 1):
-        raise ValueError(
-            f"allowed_ids is {allowed_ids}: give slice(first, end), with first 0 or more"
-        )
+        raise ValueError(f"allowed_ids is {allowed_ids}: give slice(first, end), first 0 or more")
     if temperature <= 0 or not 0 < top_p <= 1:
-        raise ValueError(
-            f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}"
-        )
+        given = f"{temperature} and {top_p}"
+        raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {given}")
     if generators is not None and len(generators) != len(prompts):
         raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts: give one each")
-
-
-def _refuse_padding(model):
-    """ValueError for a model that would not take positions and a mask of four dimensions as they
-    are."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = getattr(getattr(base, "config", None), "get_text_config", lambda: None)()
-    attention = getattr(config, "_attn_implementation", None) or "eager"
-    masked = attention not in ("eager", "flex_attention") and "flash" not in attention
-    full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    placed = "position_ids" in inspect.signature(base.forward).parameters
-    tables = [module for name, module in base.named_modules() if "position" in name]
-    offset = any(
-        getattr(table, "padding_idx", None) is not None for table in tables
-    )  # Roberta adds padding_idx + 1
-    if offset or not (masked and full and placed) or getattr(config, "sliding_window", None):
-        raise ValueError(
-            "sample prompts of one length together: docs/copying.md says which models take others"
-        )
 
 
 def _check_rewards(rewards, group_size):
     if group_size < 2 or rewards.ndim != 1 or len(rewards) % group_size:
         raise ValueError(
-            f"rewards {tuple(rewards.shape)} are no groups of {group_size}: give (N*G,), with G 2 or more"
+            f"rewards {tuple(rewards.shape)}, groups of {group_size}: give (N*G,), G > 1"
         )
     if rewards.requires_grad:
         raise ValueError("rewards carry a gradient: give rewards.detach()")
     for i in rewards.isinf().nonzero().flatten().tolist():
-        raise ValueError(
-            f"the reward of sample {i % group_size} of prompt {i // group_size} is {rewards[i]}"
-        )
+        name = f"sample {i % group_size} of prompt {i // group_size}"
+        raise ValueError(f"the reward of {name} is {rewards[i]}")
 
 
-def _check_loss(shape, advantages, kl_coef, ref_logprobs, **others):
-    if kl_coef > 0 and ref_logprobs is None:
+def _check_loss(shape, advantages, kl_coef, constants):
+    if len(shape) != 2:
+        raise ValueError(f"log-probs {tuple(shape)}: give (B, T)")
+    if kl_coef > 0 and constants["ref_logprobs"] is None:
         raise ValueError("kl_coef above 0 needs ref_logprobs")
-    for name, tensor in {"ref_logprobs": ref_logprobs, **others}.items():
+    for name, tensor in constants.items():
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} {tuple(tensor.shape)} for log-probs {tuple(shape)}")
     if advantages.shape not in (shape, shape[:1]):  # (B, 1) would meet (B, T) as (B, B, T)
-        raise ValueError(
-            f"advantages {tuple(advantages.shape)} for log-probs {tuple(shape)}: give (B,) or (B, T)"
-        )
+        own = tuple(advantages.shape)
+        raise ValueError(f"advantages {own} for log-probs {tuple(shape)}: give (B,) or (B, T)")
 
 
 def _check_groups(groups, with_advantages):
@@ -761,49 +757,23 @@ def _check_groups(groups, with_advantages):
     if not groups or (len(set(sizes)) > 1 and not with_advantages):
         raise ValueError(f"groups of {sizes} samples: give one group or more, all of one size")
     if with_advantages and any(group.advantages is None for group in groups):
-        raise ValueError(
-            "groups have no advantages yet: set_advantages comes before add_reference and update"
-        )
+        raise ValueError("no advantages yet: set_advantages comes before add_reference and update")
 
 
 def _check_model(model, parameters):
-    """ValueError if sampling and reading again would differ, or, on all ranks, if their adapters
-    are unequal."""
-    if (
-        isinstance(getattr(model, "module", None), torch.nn.Module)
-        and "Parallel" in type(model).__name__
-    ):
-        raise ValueError(
-            "the model is wrapped: give model.module, for the trainer averages gradients itself"
-        )
-    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
-        raise ValueError(
-            "prompt and prefix tuning put virtual tokens before each sampled one: take LoRA instead"
-        )
-    for name, module in model.named_modules():
-        for rate, value in vars(
-            module
-        ).items():  # the rate sits on a Dropout, or on the caller of F.dropout
-            noisy = (
-                "drop" in rate
-                or "jitter" in rate
-                or (rate == "p" and "Dropout" in type(module).__name__)
-            )
-            if noisy and isinstance(value, float) and value > 0:
-                raise ValueError(
-                    f"{name}.{rate} is {value}, noise in train mode: set it to 0 in the config"
-                )
+    """ValueError for what no metric shows: wrappers, dropout that acts later, unequal ranks."""
+    if hasattr(model, "module") and "Parallel" in type(model).__name__:
+        raise ValueError("the model is wrapped: give model.module; gradients are averaged here")
+    for config in getattr(model, "peft_config", {}).values():
+        if getattr(config, "lora_dropout", 0):  # without effect while the adapter is 0
+            raise ValueError("lora_dropout is noise in the log-probs: set it to 0")
     if any(p.dtype != torch.float32 for p in parameters):
         warnings.warn(
-            "trained weights are not float32: most of a usual step is rounded away", stacklevel=3
+            "trained weights are not float32: most of a step is rounded away", stacklevel=3
         )
     if dist.is_initialized() and model.device.type != "meta":
-        sums = [
-            p.detach().flatten().view(torch.uint8).sum().item() for p in parameters
-        ]  # exact in any order
+        sums = [p.detach().flatten().view(torch.uint8).sum().item() for p in parameters]  # exact
         extremes = torch.tensor([sums, [-number for number in sums]], device=model.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         if extremes.sum(0).any():  # the largest and the smallest differ
-            raise ValueError(
-                "the ranks begin with different adapters: seed them alike until the adapter is made"
-            )
+            raise ValueError("the ranks begin with different adapters: seed them alike before")

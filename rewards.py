@@ -9,7 +9,7 @@ command line:
 
     python train.py --reward lpips:0.4,ssim:0.2,text:0.3,aesthetic:0.1    # a weight left out is 1
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust
-    python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not from the network
+    python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not downloaded
 
 Make a reward `async def` if it waits, as for a judge behind HTTP (examples/my_reward.py). It is
 then asked about the pictures of each prompt while the next are painted. All such calls share one
@@ -39,7 +39,7 @@ import textwrap
 import threading
 import traceback
 import unicodedata
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -50,33 +50,28 @@ from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 from transformers.utils import cached_file
 
-from grpo import centre_groups
-
 # ---- likeness to a target ------------------------------------------------------------------------
 
 
-class NoTargets(ValueError):
+class NoPictures(ValueError):
     """A reward compares with pictures, and the run has none."""
 
 
 def to_tensor(image, size=None):
-    """A PIL image as (3, height, width) float32 in 0..1, resized to `size` (width, height) if its
-    own differs."""
+    """A PIL image as (3, height, width) float32 in 0..1, of `size` (width, height) if given."""
     image = image.convert("RGB").resize(size or image.size, Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
 def against_targets(name, measure, images, targets, kind="target"):
-    """`measure` of each image and its target, as tensors of the image's size: (N,), NaN where the
-    target is None."""
+    """`measure` of each image and its target, tensors of one size: (N,), NaN where that is None."""
     if targets is None:
-        flags = {"target": "--targets, or --eval-targets", "source": "--sources, or --eval-sources"}
-        advice = f"give {flags[kind]}, a folder, or a reward that needs none, such as examples/my_reward.py:blueness"
-        raise NoTargets(f"reward '{name}' compares with {kind} pictures: {advice}")
+        refuse_missing(name, kind)
     pairs = zip(images, targets, strict=True)
-    return torch.tensor(
-        [math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs]
-    )
+    values = [
+        math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs
+    ]
+    return torch.tensor(values)
 
 
 def mse(images, prompts, targets):
@@ -85,24 +80,24 @@ def mse(images, prompts, targets):
 
 
 def ssim(images, prompts, targets):
-    """Structural similarity in -1..1, 1 for a perfect copy (Wang et al. 2004, eq. 13): see
-    ssim_map."""
+    """Structural similarity, at most 1, for a perfect copy (Wang et al. 2004, eq. 13): ssim_map."""
     return against_targets("ssim", lambda a, b: ssim_map(a, b).mean(), images, targets)
 
 
 def keep(images, prompts, targets, sources):
-    """Structural similarity to the picture that was edited. A small weight keeps a model from
-    repainting all of it."""
+    """Structural similarity to the picture that was edited.
+
+    A small weight keeps a model from repainting all of it.
+    """
     return against_targets("keep", lambda a, b: ssim_map(a, b).mean(), images, sources, "source")
 
 
 def ssim_map(a, b):
-    """Local similarity of mean, contrast and structure under a Gaussian window of 11x11 pixels,
-    sigma 1.5.
+    """Local similarity of mean, contrast and structure, under a Gaussian of 11x11 pixels.
 
-    (3, H, W) and (3, H, W), values in 0..1 -> (3, H-10, W-10): only where the whole window lies
-    inside. A flat patch is judged by its mean alone, so a blank picture scores on the background
-    and nowhere else.
+    Its sigma is 1.5. (3, H, W) and (3, H, W), values in 0..1 -> (3, H-10, W-10): only where the
+    whole window lies inside. A flat patch is judged by its mean alone, so a blank picture scores on
+    the background and nowhere else.
     """
     x = torch.arange(11, dtype=a.dtype) - 5
     window = (-(x**2) / (2 * 1.5**2)).softmax(0).expand(3, 1, 1, 11)
@@ -120,8 +115,7 @@ def ssim_map(a, b):
 
 @contextmanager
 def lend_gpu(model):
-    """Lends the GPU, if there is one, to a model while it scores: policy and decoder need the
-    memory."""
+    """Lends the GPU, if any, to a model while it scores: policy and decoder need the memory."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     homes = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     try:
@@ -140,8 +134,7 @@ def lend_gpu(model):
 # Written out here because the usual packages need torchvision, of which they use only five
 # convolutions of AlexNet.
 class Lpips(torch.nn.Module):
-    """Negative LPIPS 0.1, 0 for a perfect copy (Zhang et al. 2018, eq. 1). Needs sides of 32 pixels
-    or more."""
+    """Negative LPIPS 0.1, 0 for a perfect copy (Zhang et al. 2018, eq. 1), from 32x32 pixels on."""
 
     def __init__(self, alexnet, heads):
         super().__init__()
@@ -163,8 +156,7 @@ class Lpips(torch.nn.Module):
             )
 
     def distance(self, a, b):
-        """(3, H, W) and (3, H, W), values in 0..1 -> scalar, 0 or more: weighted differences of
-        unit features."""
+        """(3, H, W) twice, values in 0..1 -> scalar: weighted differences of unit features."""
         shift, scale = (
             torch.tensor([[-0.030, -0.088, -0.188], [0.458, 0.448, 0.450]]).to(a).view(2, 3, 1, 1)
         )
@@ -211,8 +203,7 @@ def letters_and_digits(text):
 
 
 def infix_distance(pattern, text):
-    """Fewest letters to insert, delete or replace until `pattern` stands somewhere in `text`
-    (Sellers 1980)."""
+    """Fewest letters to insert, delete, replace until `text` contains `pattern` (Sellers 1980)."""
     row = [0] * (len(text) + 1)  # it may start anywhere ...
     for i, letter in enumerate(pattern):
         above, row = row, [i + 1]
@@ -222,8 +213,7 @@ def infix_distance(pattern, text):
 
 
 class Text:
-    """Share of the quoted letters and digits that an OCR reads, in 0..1; NaN where the prompt
-    quotes none.
+    """Share of the quoted letters and digits that an OCR reads, 0..1; NaN where none are quoted.
 
     Each string counts 1 - distance / length, weighted by its length. Text that nobody asked for
     costs nothing. The OCR runs on the CPU, in a thread, while the decoder paints.
@@ -311,19 +301,15 @@ class Clip:
 
 
 class Aesthetic(Clip):
-    """LAION's aesthetic predictor, about 1..10: linear layers on CLIP's picture vector (Schuhmann
-    et al. 2022)."""
+    """LAION's predictor, about 1..10: linear layers on CLIP's vector (Schuhmann et al. 2022)."""
 
     def __init__(self, clip, head):
         super().__init__(clip, clip)
         self.reads_chinese = True  # it reads no prompt
         weights = _weights(head, "aesthetic-model.pth")
-        numbers = sorted(
-            {int(key.split(".")[1]) for key in weights}
-        )  # gaps: dropout, which only training has
-        self.layers = [
-            (weights[f"layers.{n}.weight"], weights[f"layers.{n}.bias"]) for n in numbers
-        ]
+        # There are gaps in their numbers: dropout, which only training has.
+        names = sorted({int(key.split(".")[1]) for key in weights})
+        self.layers = [(weights[f"layers.{n}.weight"], weights[f"layers.{n}.bias"]) for n in names]
 
     def __call__(self, images, prompts, targets):
         x, _ = self.embed(images, prompts)
@@ -340,17 +326,16 @@ AT_ONCE = 8  # pictures per forward pass; a picture counts once per question
 
 
 class Vqa:
-    """How sure a vision-language model is of the right answers about a picture, in 0..1: the mean
-    over the questions.
+    """How sure a vision-language model is of the right answers about a picture, 0..1: their mean.
 
     Every prompt gets the question whether the picture shows it (VQAScore, Lin et al. 2024), and
     those that a file has for it, each about one thing: questions that a right picture answers by
     yes, and foils that it answers by no ("Is the carrot orange?" for a purple one), or any picture
     would please a model that agrees with everything.
 
-    A question counts sigmoid(odds / 2), where odds are the log-odds of the right answer. Raw
-    log-odds would pay as much for making a sure answer surer (+5 to +9) as for correcting a wrong
-    one (-2 to +2); the sigmoid pays .06 and .46. log P has no floor: one question that no picture
+    A question counts sigmoid(odds / 2), where odds are the log-odds of the right answer. Raw log-
+    odds would pay as much for making a sure answer surer (+5 to +9) as for correcting a wrong one
+    (-2 to +2); the sigmoid pays .06 and .46. log P has no floor: one question that no picture
     passes would rule the mean. The odds are halved because P itself, which Soft-TIFA (Kamath et al.
     2025) averages, is near 0 or 1 for most pictures, and equal rewards teach nothing.
 
@@ -378,19 +363,16 @@ class Vqa:
         return self.means([[image] for image in images], prompts)
 
     def means(self, shown, prompts):
-        """N lists of pictures shown together, N prompts -> (N,) float32: NaN where nothing is
-        asked."""
+        """N lists of pictures shown together, N prompts -> (N,) float32, NaN if none is asked."""
         return torch.stack([values.mean() for values in self.values(shown, prompts)])
 
     def answers(self, image, prompt):
-        """{question: value in 0..1} for one picture, to look at: near 1 if the picture is right,
-        for foils too."""
+        """{question: value in 0..1} for a picture, to look at: near 1 if right, for foils too."""
         (values,) = self.values([[image]], [prompt])
         return dict(zip(self.about(prompt), values.tolist(), strict=True))
 
     def about(self, prompt):
-        """{question: 1 where a right picture answers yes, -1 where it answers no}, the general one
-        first."""
+        """{question: 1 if a right picture answers yes, -1 if no}, the general one first."""
         prompt = prompt.strip()
         own = self.questions.get(prompt, {})
         if CHINESE.search(prompt) and not self.reads_chinese:
@@ -399,8 +381,7 @@ class Vqa:
         return {f'Does this image show "{unnested}"?': 1} | own
 
     def values(self, shown, prompts):
-        """N lists of pictures shown together, N prompts -> N of (questions,) float32 on the CPU, in
-        0..1."""
+        """N lists of pictures shown together, N prompts -> N of (questions,) float32, in 0..1."""
         about = [self.about(prompt) for prompt in prompts]
         asked = [
             (pictures, question)
@@ -409,24 +390,20 @@ class Vqa:
         ]
         size = AT_ONCE // len(shown[0])
         with preparing_once(self.processor.image_processor), lend_gpu(self.model) as device:
-            odds = [
-                self.log_odds(asked[at : at + size], device) for at in range(0, len(asked), size)
-            ]
+            starts = range(0, len(asked), size)
+            odds = [self.log_odds(asked[at : at + size], device) for at in starts]
         signs = torch.tensor([float(sign) for each in about for sign in each.values()])
-        return (
-            (signs * torch.cat([torch.zeros(0), *odds]) / 2).sigmoid().split(list(map(len, about)))
-        )
+        values = (signs * torch.cat([torch.zeros(0), *odds]) / 2).sigmoid()
+        return values.split(list(map(len, about)))
 
     def log_odds(self, asked, device):
-        """B of (pictures, question) -> (B,) float32 on the CPU, from the first token of each
-        answer, in one pass."""
+        """B of (pictures, question) -> (B,) float32, of an answer's first token, in one pass."""
 
         def chat(shown, question):
             words = [{"type": "image"}] * len(shown)
             words.append({"type": "text", "text": f"{question} Please answer Yes or No."})
-            return self.processor.apply_chat_template(
-                [{"role": "user", "content": words}], add_generation_prompt=True
-            )
+            messages = [{"role": "user", "content": words}]
+            return self.processor.apply_chat_template(messages, add_generation_prompt=True)
 
         inputs = self.processor(
             text=[chat(*each) for each in asked],
@@ -435,19 +412,15 @@ class Vqa:
             padding_side="left",
             return_tensors="pt",
         )
-        options = {
-            "logits_to_keep": 1,
-            "use_cache": False,
-        }  # a cache would take 2.4 GB, and nothing reads it
-        logits = (
-            self.model(**inputs.to(device, self.model.dtype), **options).logits[:, -1].float()
-        )  # (B, V)
+        inputs = inputs.to(device, self.model.dtype)
+        # A cache would take 2.4 GB, and nothing reads it.
+        output = self.model(**inputs, logits_to_keep=1, use_cache=False)
+        logits = output.logits[:, -1].float()  # (B, V)
         return (logits[:, self.yes].logsumexp(-1) - logits[:, self.no].logsumexp(-1)).cpu()
 
 
 class Edit(Vqa):
-    """How sure a vision-language model is that a picture was edited as asked, and nothing else was,
-    in 0..1.
+    """How sure a vision-language model is that an edit was made, and nothing else changed, 0..1.
 
     It sees source and result in one chat and gets two questions (Edit-R1, Li et al. 2025, asks for
     a grade). The mean of their values, see Vqa: a picture left as it was gets half.
@@ -455,7 +428,7 @@ class Edit(Vqa):
 
     def __call__(self, images, prompts, targets, sources):
         if sources is None:
-            raise NoTargets("reward 'edit' judges edits: give --sources, or another reward")
+            refuse_missing("edit", "source")
         return self.means(list(zip(sources, images, strict=True)), prompts)
 
     def about(self, prompt):
@@ -470,10 +443,10 @@ class Edit(Vqa):
 
 @contextmanager
 def preparing_once(processor):
-    """Makes an image processor prepare each picture once, not once per question: SmolVLM's cuts it
-    into 17 tiles.
+    """Makes an image processor prepare each picture once, not once per question.
 
-    Pictures of several sizes are prepared together as before, because they are padded to one size.
+    SmolVLM's cuts it into 17 tiles. Pictures of several sizes are prepared together as before,
+    because they are padded to one size.
     """
     preprocess = processor.preprocess
     prepared = {}  # {ids of the pictures shown together: BatchFeature}
@@ -501,16 +474,14 @@ def preparing_once(processor):
 
 
 def answer_ids(tokenizer, word):
-    """The ids of tokens that an answer may begin with, each once; a space alone begins no
-    answer."""
+    """The ids of tokens that an answer may begin with, each once; a space alone begins none."""
     spellings = [word.title(), word, f" {word.title()}", f" {word}"]
     ids = {tokenizer(spelling, add_special_tokens=False).input_ids[0] for spelling in spellings}
     return sorted(i for i in ids if word.startswith(tokenizer.decode([i]).strip().lower() or " "))
 
 
 def read_questions(path):
-    """{prompt: {question: 1, foil: -1}} from lines {"prompt": "...", "questions": ["...?"],
-    "foils": ["...?"]}."""
+    """{prompt: {question: 1, foil: -1}} of lines {"prompt": "", "questions": [], "foils": []}."""
     found = {}
     for line in filter(None, Path(path).read_text(encoding="utf-8-sig").split("\n")):
         row = json.loads(line)
@@ -527,7 +498,8 @@ ALEXNET = "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
 LPIPS_HEADS = (
     "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpips/weights/v0.1/alex.pth"
 )
-REWARDS = {  # name: a function, or what to make and where its weights come from unless NAME=FOLDER says otherwise
+# Name: a function; or what to make, and where its weights come from without NAME=FOLDER.
+REWARDS = {
     "mse": mse,
     "ssim": ssim,
     "keep": keep,
@@ -542,95 +514,117 @@ REWARDS = {  # name: a function, or what to make and where its weights come from
 }
 
 
+NEEDS = {"mse": "target", "ssim": "target", "lpips": "target", "keep": "source", "edit": "source"}
+
+
 def split_spec(spec):
-    """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]: each reward's source and
-    weight."""
-    found = []
+    """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]: sources and weights."""
+    pairs = []
     for item in filter(None, (part.strip() for part in spec.split(","))):
-        source = item
-        weight = 1.0
         head, _, last = item.rpartition(":")
-        with suppress(
-            ValueError
-        ):  # if it is no number it belongs to the name, as does a function called inf
-            source, weight = (item, 1.0) if head.endswith(".py") else (head or item, float(last))
-        found.append((source, weight))
-    return found
+        try:
+            pairs.append((head or item, float(last)))
+        except ValueError:  # it is no number, so it belongs to the name
+            pairs.append((item, 1.0))
+    return pairs
+
+
+def check_rewards(spec, targets=True, sources=True):
+    """What can be known of a spec before anything loads, or is downloaded.
+
+    targets, sources: whether the run has such pictures. Raises ValueError, in one line, for a
+    reward that is unknown, named twice, not in its file or without its pictures; for a wrong
+    weight; for none at all.
+    """
+    names = []
+    for source, weight in split_spec(spec):
+        name, _, folder = source.partition("=")
+        if not math.isfinite(weight):
+            raise ValueError(f"the weight of reward {source!r} is {weight}")
+        if source in names:
+            raise ValueError(f"reward {source!r} is named twice")
+        names.append(source)
+        models = isinstance(REWARDS.get(name), tuple) and REWARDS[name][1]
+        if folder and name in REWARDS and not (models and Path(folder).is_dir()):
+            reason = f"finds no folder {folder}" if models else "takes no folder"
+            raise ValueError(f"reward '{name}' {reason}")
+        if name not in REWARDS:
+            find_function(source)
+        if not {"target": targets, "source": sources}.get(NEEDS.get(name), True):
+            refuse_missing(name, NEEDS[name])
+    if not names:
+        raise ValueError(f"no reward in {spec!r}; known rewards: {', '.join(sorted(REWARDS))}")
+
+
+def refuse_missing(name, kind):
+    flags = {"target": "--targets, or --eval-targets", "source": "--sources, or --eval-sources"}
+    advice = f"give {flags[kind]}, a folder, or a reward that needs none"
+    raise NoPictures(f"reward '{name}' compares with {kind} pictures: {advice}")
 
 
 def parse_rewards(spec):
-    """'ssim:1,clip=folder:0.5' -> {"ssim": (function, 1.0), "clip=folder": (function, 0.5)}: named
-    as written.
+    """'ssim:1,clip=folder:0.5' -> {"ssim": (function, 1.0), "clip=folder": (function, 0.5)}.
 
-    Raises ValueError, in one line, for a reward that is unknown, named twice or cannot be loaded,
-    and a wrong weight.
+    Named as written. Raises ValueError, in one line, as check_rewards, and for a reward that cannot
+    be loaded.
     """
+    check_rewards(spec)
     rewards = {}
     for source, weight in split_spec(spec):
-        if not torch.tensor(weight).isfinite():
-            raise ValueError(f"the weight of reward {source!r} is {weight}")
-        if source in rewards:
-            raise ValueError(f"reward {source!r} is named twice")
         name, _, folder = source.partition("=")
-        if isinstance(REWARDS.get(name), tuple):  # only models take a folder
-            rewards[source] = _load_model(name, folder), weight
-        else:
-            rewards[source] = REWARDS.get(source) or _load_from_file(source), weight
-    if not rewards:
-        raise ValueError(f"no reward in {spec!r}; known rewards: {', '.join(sorted(REWARDS))}")
+        function = REWARDS.get(name) or _load_from_file(source)
+        if isinstance(function, tuple):
+            function = _load_model(name, folder)
+        rewards[source] = function, weight
     return rewards
 
 
 def _load_model(name, folder):
     make, sources = REWARDS[name]
-    if folder and not (sources and Path(folder).is_dir()):
-        raise ValueError(
-            f"reward '{name}' " + (f"finds no folder {folder}" if sources else "takes no folder")
-        )
     try:
         return make(**{part: folder or source for part, source in sources.items()})
-    except (
-        Exception
-    ) as error:  # no network, half a download, weights of something else: the same advice helps
+    except Exception as error:  # no network, half a download, other weights: the same advice helps
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         parts = " and ".join(f"the {part} of {source}" for part, source in sources.items())
-        advice = (
-            f"put {parts} in a folder: {name}=FOLDER"
-            if parts
-            else "pip install rapidocr onnxruntime"
-        )
-        advice = f"{folder} has to hold files like those of {parts}" if folder else advice
+        advice = f"put {parts} in a folder: {name}=FOLDER"
+        if folder:
+            advice = f"{folder} has to hold files like those of {parts}"
+        elif not parts:
+            advice = "pip install rapidocr onnxruntime"
         raise ValueError(f"cannot load reward '{name}' ({reason}); {advice}") from error
 
 
-def _load_from_file(name):
+def find_function(name):
+    """The file and the function of my_file.py:function."""
     path, _, function = name.rpartition(":")
     if not path.endswith(".py"):
-        raise ValueError(
-            f"unknown reward {name!r}; known: {', '.join(sorted(REWARDS))}; your own: file.py:function"
-        )
-    places = (
-        Path(path),
-        Path(__file__).parent / path,
-    )  # named from this project's folder, it is found from any other
+        known = ", ".join(sorted(REWARDS))
+        raise ValueError(f"unknown reward {name!r}; known: {known}; your own: file.py:function")
+    places = Path(path), Path(__file__).parent / path  # there files of this project are found
     file = next(filter(Path.is_file, places), None)
     if file is None:
         raise ValueError(f"the reward file {path} does not exist")
+    if function not in file.read_text(encoding="utf-8"):
+        raise ValueError(f"{path} has no function {function!r}")
+    return file, function
+
+
+def _load_from_file(name):
+    file, function = find_function(name)
     sys.path.append(str(file.resolve().parent))  # so that it can import the files beside it
     try:
         names = runpy.run_path(str(file))
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"the reward file {path} cannot be loaded: {in_one_line(error)}"
+            f"the reward file {file} cannot be loaded: {in_one_line(error)}"
         ) from error
-    if function not in names or not callable(names[function]):
-        raise ValueError(f"{path} has no function {function!r}")
-    return names[function]
+    if callable(names.get(function)):
+        return names[function]
+    raise ValueError(f"{file} has no function {function!r}")
 
 
 def in_one_line(error):
-    """'ZeroDivisionError: division by zero (my_reward.py, line 12)': the innermost line that is in
-    no library."""
+    """'ZeroDivisionError: division by zero (mine.py, line 12)': of the innermost own line."""
     libraries = "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), __file__
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)
@@ -640,8 +634,7 @@ def in_one_line(error):
 
 
 class RewardError(ValueError):
-    """A reward failed, or gave values that nothing can be learned from; the message names it and
-    the prompts."""
+    """A reward failed, or gave values that nothing can be learned from."""
 
 
 def score(rewards, images, prompts, targets, sources=None, begun=None):
@@ -663,9 +656,12 @@ def score(rewards, images, prompts, targets, sources=None, begun=None):
     return {name: values[name] for name in rewards}
 
 
+def weights_of(rewards):
+    return {name: weight for name, (_, weight) in rewards.items()}
+
+
 def begin_scoring(rewards, images, prompts, targets, sources=None):
-    """Starts the rewards that are `async def`: {name: a function that waits for call_reward's
-    answer, (N*M,)}."""
+    """Starts the `async def` rewards: {name: a function that waits for its values, (N*M,)}."""
 
     async def call(
         function,
@@ -701,84 +697,39 @@ def event_loop():
 def call_reward(name, call, images, prompts):
     """The values of a reward: (N,) float32 on the CPU, NaN where it does not apply.
 
-    call: returns the reward's own answer about these images and prompts. Raises NoTargets, or
+    call: returns the reward's own answer about these images and prompts. Raises NoPictures, or
     RewardError for a reward that raised, is infinite or is not one number per picture.
     """
     try:
         with torch.no_grad():  # or advantages would carry a reward model's graph
             values = torch.as_tensor(call(), dtype=torch.float32).detach().cpu()
-    except (NoTargets, torch.OutOfMemoryError):  # the trainer knows what helps
+    except (NoPictures, torch.OutOfMemoryError):  # the trainer knows what helps
         raise
     except (Exception, SystemExit) as error:
         names = textwrap.shorten(", ".join(map(repr, dict.fromkeys(prompts))), 200)
-        advice = (
-            "; give NaN, not None, where it does not apply"
-            if "number, not NoneType" in str(error)
-            else ""
-        )
-        raise RewardError(
-            f"reward '{name}' failed for {names}: {in_one_line(error)}{advice}"
-        ) from error
+        reason = in_one_line(error)
+        if "number, not NoneType" in reason:
+            reason += "; give NaN, not None, where it does not apply"
+        raise RewardError(f"reward '{name}' failed for {names}: {reason}") from error
     if values.shape != (len(images),):
-        raise RewardError(
-            f"reward '{name}' gave shape {tuple(values.shape)} for {len(images)} images"
-        )
+        shape = tuple(values.shape)
+        raise RewardError(f"reward '{name}' gave shape {shape} for {len(images)} images")
     for i in values.isinf().nonzero().flatten().tolist():
-        prompt = prompts[i * len(prompts) // len(images)]
-        raise RewardError(
-            f"reward '{name}' is {values[i].item()} for image {i} (prompt: {prompt!r})"
-        )
+        place = f"image {i} (prompt: {prompts[i * len(prompts) // len(images)]!r})"
+        raise RewardError(f"reward '{name}' is {values[i].item()} for {place}")
     return values
 
 
 def with_its_arguments(function, images, prompts, targets, sources):
-    """Calls a reward with copies, which it may draw on or sort: the prompt, target and source of
-    each image.
+    """Calls a reward with each image, its prompt, target and source: copies, to draw on or sort.
 
     It gets sources only if it has a parameter of this name.
     """
     copied = lambda x: x.copy() if isinstance(x, Image.Image) else x
-    of_each = lambda given: (
-        given and [copied(x) for x in given for _ in range(len(images) // len(given))]
-    )
-    named = (
-        {"sources": of_each(sources)} if "sources" in inspect.signature(function).parameters else {}
-    )
-    return function(of_each(images), of_each(prompts), of_each(targets), **named)
 
+    def of_each(given):
+        return given and [copied(x) for x in given for _ in range(len(images) // len(given))]
 
-def weights_of(rewards):
-    return {name: weight for name, (_, weight) in rewards.items()}
-
-
-def combine(raw_rewards, weights, group_size=1, how="sum"):
-    """Several rewards as one, (N,) float32: the weighted sum of those that apply, NaN for an image
-    to which none does.
-
-    raw_rewards: {name: (N,) float}, NaN where one does not apply; prompt after prompt, `group_size`
-    each. weights: {name: float} of those that count. how: "sum" adds the values as they are, so the
-    reward with the largest spread rules; "zscore" first turns each into its z-score within its
-    group, so that the weights alone decide. Training maximises what --combine names; the sum is
-    what is printed. Where a reward applies to part of a group, a missing value counts as the
-    group's mean: it neither helps nor harms.
-
-    Raises ValueError for an unknown `how`, or values that do not form groups.
-    """
-    if how not in ("sum", "zscore"):
-        raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")
-    values = torch.stack([raw_rewards[name] for name in weights])  # (R, N)
-    applies = ~values.isnan()
-    if how == "zscore":
-        groups = [centre_groups(row, group_size) for row in values]
-        values = torch.stack(
-            [(centred / (std + 1e-6)).nan_to_num(0).flatten().float() for centred, std in groups]
-        )
-    else:
-        means = (
-            values.view(len(values), -1, group_size)
-            .nanmean(-1)
-            .repeat_interleave(group_size, dim=1)
-        )  # (R, N)
-        values = values.where(applies, means).nan_to_num(0)
-    weight = torch.tensor([*weights.values()]).unsqueeze(1)  # (R, 1)
-    return (weight * values).sum(0).where(applies.any(0), math.nan)
+    takes_sources = "sources" in inspect.signature(function).parameters
+    more = {"sources": of_each(sources)} if takes_sources else {}
+    return function(of_each(images), of_each(prompts), of_each(targets), **more)

@@ -1,286 +1,303 @@
-"""Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a laptop.
+"""Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a CPU.
 
     python train.py --group-size 4
     torchrun --nproc-per-node 8 train.py --group-size 4
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/.
-grpo_step() is one step of GRPO, its six parts in their order; evaluate() judges; train() is the
-loop around both.
+grpo_step() is one step of GRPO, its six parts in their order; evaluate() judges; loop() is the run.
 """
 
-import random
 import signal
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C in the seconds that the imports take: no traceback
+if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from diffusers import GlmImagePipeline
 from transformers import set_seed
 
 from glm_image import memory
-from glm_image.decoder import DecoderGRPO, repeat_for_steps
-from glm_image.model import build, load, meta_models, painting_models
-from glm_image.painting import develop, encode_prompt, paint, read_sources
-from grpo import GRPO, NotFinite, set_advantages
-from rewards import begin_scoring, combine, score, weights_of
+from glm_image.decoder import DecoderGRPO, DenoisingStep, repeat_for_steps
+from glm_image.model import build, captured_step, load, meta_models, painting_models
+from glm_image.painting import Painting, encode_prompts, paint, read_sources, to_images
+from grpo import GRPO, Group, GRPOSettings, set_advantages
+from rewards import begin_scoring, score, weights_of
 from runtime import UserError, checkpoints, counted, ranks
-from runtime.data import load_data, read_inputs
-from runtime.gpu import place, plan
-from runtime.log import Phases, Record
-from runtime.metrics import evaluation_metrics
-from runtime.rescue import failing_together, how_to_go_on, rescued
-from runtime.settings import claim_folder, deployed, parse_settings, print_start
-
-SHOWN = 3  # before-after.png shows this many pictures per prompt, and this many prompts if the file names no kinds
-# Seeds of an evaluation count up from these. Those of training (seed_of_step) go up by 1,000 per
-# step, one for each prompt of all ranks, and by 10^9 per --seed: the two never meet in 500,000
-# steps. Painting adds an offset to both.
-SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
-
-
-@dataclass
-class Run:
-    """What a run works with."""
-
-    pipe: GlmImagePipeline  # the stock pipeline without its language model: it paints
-    policy_trainer: GRPO  # of the language model, which writes the codes
-    decoder_trainer: DecoderGRPO | None  # of the decoder, if that learns
-    phase: Phases
-
-    @property
-    def trainers(self):  # by the names that checkpoints have for them
-        trainers = {"codes": self.policy_trainer, "decoder": self.decoder_trainer}
-        return {name: trainer for name, trainer in trainers.items() if trainer is not None}
-
-
-def load_run(settings, data, device, turns):
-    """The models on the device, with their trainers; and how many steps a resumed run has already
-    made.
-
-    turns: None, "pinned" or "mapped", see plan in gpu.py.
-    """
-    try:
-        pipe = load(settings, device)
-        read_sources(pipe, [*(data.prompts.sources or ()), *(data.held_out.sources or ())], device)
-        pipe, policy, decoder = build(pipe, settings, device, home=None if turns else device)
-        offload = place([policy.model, *painting_models(pipe)], device, policy.forward, turns)
-    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        raise UserError(
-            f"no memory for the weights ({str(error).splitlines()[0]}); try --offload yes"
-        ) from None
-    run = Run(pipe, policy, decoder, Phases(device, offload))
-    begun = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
-    return run, begun
-
+from runtime.data import load_data, prompt_indices, read_inputs
+from runtime.gpu import Phases, place, plan
+from runtime.record import Record
+from runtime.rescue import how_to_go_on, rescued
+from runtime.settings import (
+    claim_folder,
+    groups_of,
+    parse_settings,
+    part_of,
+    print_start,
+)
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
+
+
+def grpo_step(run, sampling, rewards, prompts, seed):
+    """One step, its six parts, which are the same for the policy that writes codes and the decoder.
+
+    rewards: {name: (function, weight)}. prompts: Prompts. seed: of sampling and painting. Returns
+    the Rollout and {name: number}; those of the decoder begin with "decoder/".
+    """
+    batch = rollout(run, sampling, rewards, prompts, seed)  # 1. sample; 2. paint and score
+    metrics = {}
+    for half in run.trainers:
+        groups, raw_rewards = batch.learned_by(half)
+        set_advantages(groups, raw_rewards, weights_of(rewards), sampling.combine)  # 3
+        run.add_reference(half, groups)  # 4. recompute the log-probs, with the adapter off,
+        metrics |= run.update(half, groups)  # and on; 5. the loss; 6. gradients, AdamW
+
+    logprobs = torch.stack([group.old_logprobs for group in batch.groups])
+    return batch, metrics | {"entropy": -logprobs.mean().item()}  # an unbiased estimate of it
+
+
+def rollout(run, sampling, rewards, prompts, seed):
+    """The first two parts of a step, and all that an evaluation runs."""
+    groups = run.sample(prompts, sampling, seed)  # 1. G code sequences for each of the N prompts
+    images = []
+    denoising_steps = []
+    scoring = []
+    for i, group in enumerate(groups):
+        painted, steps = run.paint(prompts, i, group.tokens, sampling, seed + i)  # 2. K of each
+        images += painted
+        denoising_steps += steps
+        # Rewards that are `async def` score these pictures while the next are painted.
+        prompt = prompts.for_rewards(i)
+        scoring.append(begin_scoring(rewards, painted, *prompt))
+    raw_rewards = run.score(rewards, images, prompts, scoring)
+    return Rollout(groups, denoising_steps, images, raw_rewards)
 
 
 @dataclass
 class Rollout:
     """What was sampled for N prompts: G code sequences for each, K paintings of each sequence."""
 
-    groups: list  # N Groups, of grpo.py
-    denoising_steps: (
-        list  # DenoisingSteps of N*G sequences, K paths each; none where nothing was drawn
-    )
+    groups: list[Group]  # N
+    denoising_steps: list[DenoisingStep]  # of N*G sequences, K paths each; none if K is 1
     images: list  # N*G*K PIL images, prompt after prompt, sequence after sequence
     raw_rewards: dict  # {name: (N*G*K,)}
 
+    def learned_by(self, half):
+        """The groups that a half learns from, and the rewards of their samples, {name: (number,)}.
 
-def rollout(run, settings, rewards, prompts, seed):
-    """The first two parts of a step, and all that an evaluation runs.
+        A code sequence gets the mean reward of its K paintings, to be compared among the G of its
+        prompt. A painting is compared among the K of the same codes, at each denoising step.
+        """
+        if half == "decoder":
+            steps = self.denoising_steps
+            return steps, {name: repeat_for_steps(x, steps) for name, x in self.raw_rewards.items()}
+        count = sum(len(group.tokens) for group in self.groups)  # N*G
+        means = {name: x.view(count, -1).nanmean(1) for name, x in self.raw_rewards.items()}
+        return self.groups, means
 
-    rewards: {name: (function, weight)}. prompts: Prompts. seed: of sampling and painting.
-    run.phase(name, *models) times what is within it, and first brings the models to the GPU if they
-    take turns there.
-    """
-    with run.phase("sample", run.policy_trainer.model), failing_together(prompts.texts):
-        size = settings.height, settings.width
-        encoded = [
-            encode_prompt(run.pipe.processor, text, *size, source)
-            for text, source in prompts.with_sources()
-        ]
-        groups = run.policy_trainer.sample(
-            encoded, settings.sequences, seed
-        )  # 1. N groups of G code sequences
 
-    images = []
-    denoising_steps = []
-    started = []  # for each prompt, the rewards that are scored while the next prompt is painted
-    with failing_together(prompts.texts):
-        for i, (text, source) in enumerate(
-            prompts.with_sources()
-        ):  # 2. paint each of them K times ...
-            with run.phase(
-                "paint", *painting_models(run.pipe)[: 3 if source else 2]
-            ):  # the VAE reads a source
-                latents, steps = paint_group(
-                    run, settings, text, groups[i].tokens, seed + i, source
+# ---- what a step works with ----------------------------------------------------------------------
+
+
+@dataclass
+class Sampling:
+    """How prompts become pictures, and several rewards one number."""
+
+    prompts_per_step: int  # N, on each rank
+    sequences: int  # G, of codes, per prompt; 1 where the decoder learns alone
+    paintings: int  # K, of each code sequence; 1 unless the decoder learns
+    painting: Painting
+    combine: str = "sum"  # or "zscore", see combine in grpo.py
+
+
+@dataclass
+class Run:
+    """The models, and what a step does with them: timed, on a GPU that they may have to share."""
+
+    pipe: GlmImagePipeline  # the stock pipeline without its language model: it paints
+    policy_trainer: GRPO  # of the language model, which samples codes whether or not it learns
+    decoder_trainer: DecoderGRPO | None
+    learns: str  # "codes", "decoder" or "both"
+    phase: Phases
+
+    @property
+    def trainers(self):
+        """{"codes" or "decoder": its trainer}, of what learns."""
+        both = {"codes": self.policy_trainer, "decoder": self.decoder_trainer}
+        return {half: both[half] for half in both if self.learns in (half, "both")}
+
+    def sample(self, prompts, sampling, seed):
+        """A Group per prompt."""
+        with self.phase("sample", base_of(self.policy_trainer), prompts=prompts.texts):
+            encoded = encode_prompts(self.pipe, prompts, sampling.painting)
+            return self.policy_trainer.sample(encoded, sampling.sequences, seed)
+
+    def paint(self, prompts, i, tokens, sampling, seed):
+        """G*K PIL images of the code sequences (G, T) of prompt i, and their DenoisingSteps.
+
+        With K = 1 the stock scheduler paints: it is deterministic, so nothing can be learned.
+        """
+        text, source = prompts.texts[i], prompts.sources[i]
+        glyphs, decoder, vae = painting_models(self.pipe)
+        readers = [vae] if source else []
+        steps = []
+        with self.phase("paint", glyphs, decoder, *readers, prompts=[text]):
+            if sampling.paintings == 1:
+                latents = paint(self.pipe, text, tokens, sampling.painting, seed, source)
+            else:
+                paint_paths = self.decoder_trainer.paint_paths
+                latents, steps = paint_paths(
+                    text, tokens, sampling.paintings, sampling.painting, seed
                 )
-            if not all(step.old_logprobs.isfinite().all() for step in steps):
-                raise NotFinite([i])
-            with run.phase(
-                "develop", run.pipe.vae
-            ):  # in a turn of its own, as it takes the most memory
-                painted = [
-                    x
-                    for part in latents.split(settings.micro_batch_size)
-                    for x in develop(run.pipe, part)
-                ]
-            run.phase.painted()
-            images += painted
-            denoising_steps += steps
-            started.append(begin_scoring(rewards, painted, *prompts.take([i]).for_rewards))
-        with run.phase("score"):  # ... and score every picture
-            raw_rewards = score(rewards, images, *prompts.for_rewards, started)
-    return Rollout(groups, denoising_steps, images, raw_rewards)
+        with self.phase("vae", vae):  # in a turn of its own, as it takes the most memory
+            images = to_images(self.pipe, latents, sampling.painting.micro_batch_size)
+        self.phase.painted()
+        return images, steps
+
+    def score(self, rewards, images, prompts, scoring):
+        """{name: (N*G*K,)}. scoring: what begin_scoring has begun, prompt after prompt."""
+        with self.phase("score"):
+            return score(rewards, images, *prompts.for_rewards(), scoring)
+
+    def add_reference(self, half, groups):
+        trainer = self.trainers[half]
+        with self.phase(prefix_of(half) + "reference", base_of(trainer)):
+            trainer.add_reference(groups)
+
+    def update(self, half, groups):
+        """The metrics of GRPO.update."""
+        trainer = self.trainers[half]
+        with self.phase(prefix_of(half) + "update", base_of(trainer)):
+            metrics = trainer.update(groups)
+        return {prefix_of(half) + name: value for name, value in metrics.items()}
 
 
-def paint_group(run, settings, text, tokens, seed, source=None):
-    """Latents of G*K pictures of a prompt's code sequences (G, T), and the denoising steps that the
-    decoder drew.
+def prefix_of(half):
+    return "" if half == "codes" else f"{half}/"
 
-    With K = 1 the stock scheduler paints. It is deterministic, so there are no steps to learn from.
+
+def base_of(trainer):
+    """What moves to the GPU and back; the adapter is in its layers."""
+    return trainer.model.get_base_model()
+
+
+def load_run(settings, data, device, turns):
+    """The models on the device, with their trainers; and how many steps a resumed run has made.
+
+    turns: None, "pinned" or "mapped", see plan in gpu.py.
     """
-    if settings.paintings == 1:
-        return paint(run.pipe, text, tokens, settings, seed, source), []
-    return run.decoder_trainer.paint_paths(text, tokens, settings.paintings, settings, seed)
+    try:
+        pipe = load(settings.model, device, edits=settings.sources is not None)
+        read_sources(pipe, [*data.prompts.sources, *data.held_out.sources], device)
+        pipe, adapted = build(pipe, settings, device, home=None if turns else device)
+        policy_trainer, decoder_trainer = make_trainers(settings, pipe, adapted, device)
+        models = [base_of(policy_trainer), *painting_models(pipe)]
+        offload = place(models, device, policy_trainer.forward, turns)
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"no memory for the weights ({reason}); try --offload yes") from None
+    run = Run(pipe, policy_trainer, decoder_trainer, settings.train, Phases(device, offload))
+    done = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
+    return run, done
 
 
-def grpo_step(run, settings, rewards, prompts, seed):
-    """The six parts of a step. N prompts, G code sequences for each, K paintings of each.
+def make_trainers(settings, pipe, adapted, device):
+    """Of the policy, which samples whether or not it learns; of the decoder, or None.
 
-    By default K is 1, and only the first block below runs. G is 1 where the decoder learns alone.
+    adapted: {"codes": (model with an adapter, reference), "decoder": the same, if it has one}.
     """
-    G = settings.sequences
-    K = settings.paintings
-    rolled = rollout(run, settings, rewards, prompts, seed)  # 1 and 2
-    metrics = {}
-
-    if G > 1:
-        # 3. advantages: a code sequence gets the mean reward of its paintings, compared among the G
-        # of a prompt
-        means = {
-            name: values.view(-1, K).nanmean(1) for name, values in rolled.raw_rewards.items()
-        }  # {name: (N*G,)}
-        set_advantages(rolled.groups, combine(means, weights_of(rewards), G, settings.combine))
-        with run.phase("reference", run.policy_trainer.model):
-            run.policy_trainer.add_reference(
-                rolled.groups
-            )  # 4. log-probs of these codes under the reference
-        with run.phase("update", run.policy_trainer.model):
-            metrics |= run.policy_trainer.update(
-                rolled.groups
-            )  # 4. under the policy, 5. the loss, and 6. the update
-
-    if K > 1:
-        # 3. to 6. for the decoder: its paintings are compared among the K of the same codes
-        combined = combine(rolled.raw_rewards, weights_of(rewards), K, settings.combine)
-        set_advantages(rolled.denoising_steps, repeat_for_steps(combined, rolled.denoising_steps))
-        with run.phase("decoder reference", run.pipe.transformer):
-            run.decoder_trainer.add_reference(rolled.denoising_steps)
-        with run.phase("decoder update", run.pipe.transformer):
-            updated = run.decoder_trainer.update(rolled.denoising_steps)
-        metrics |= {f"decoder/{name}": value for name, value in updated.items()}
-
-    entropy = (
-        -torch.stack([group.old_logprobs for group in rolled.groups]).mean().item()
-    )  # an unbiased estimate of it
-    return rolled, metrics | {"entropy": entropy}
+    algorithm = part_of(settings, GRPOSettings)
+    policy, reference = adapted["codes"]
+    codes = slice(0, pipe.transformer.config.prior_vq_quantizer_codebook_size)
+    forward = captured_step(policy, pipe, settings, device)
+    sampler = GRPO(policy, adamw(policy), algorithm, codes, forward, reference, ranks.meet)
+    if settings.train == "codes":
+        return sampler, None
+    decoder, reference = adapted["decoder"]
+    painting = pipe, settings.noise_level, settings.guidance_scale
+    options = {"reference": reference, "meet": ranks.meet}
+    return sampler, DecoderGRPO(decoder, adamw(decoder), algorithm, *painting, **options)
 
 
-# ---- what a step trains on -----------------------------------------------------------------------
+def adamw(model):
+    """Over the adapter of a model; loop() sets the rate."""
+    # eps: gradients here can be as small as 5e-9 per weight; with torch's 1e-8 nothing would move.
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(parameters, betas=(0.9, 0.99), eps=1e-15, weight_decay=0.0)
 
 
-def prompt_indices(step, settings, count):
-    """Which of `count` prompts a step trains on: each once per epoch, in the order of the file or
-    shuffled.
-
-    A function of the seed and the step alone, so that a resumed run needs no state. Each rank takes
-    its share.
-    """
-    groups = settings.prompts_per_step * ranks.count()
-    places = [divmod(step * groups + i, count) for i in ranks.shard(groups)]  # (epoch, place in it)
-    if settings.order == "file":
-        return [place for _, place in places]
-    return [
-        random.Random(f"{settings.seed} {epoch}").sample(range(count), count)[place]
-        for epoch, place in places
-    ]
+def sampling_of(settings):
+    """In training; and in an evaluation, which samples and paints as deployed."""
+    sequences, paintings = groups_of(settings)
+    painting = part_of(settings, Painting)
+    training = Sampling(settings.prompts_per_step, sequences, paintings, painting, settings.combine)
+    steps, scale = settings.eval_decode_steps, settings.eval_guidance_scale
+    deployed = replace(painting, decode_steps=steps, guidance_scale=scale)
+    return training, Sampling(settings.prompts_per_step, settings.group_size, 1, deployed)
 
 
-def seed_of_step(step, settings):
+# ---- what a step trains on, and at which rate ----------------------------------------------------
+
+# Seeds of an evaluation count up from these. Those of training (seed_of_step) go up by 1,000 per
+# step, one for each prompt of all ranks, and by 10^9 per --seed: the two never meet in 500,000
+# steps. Painting adds an offset to both.
+SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
+
+
+def seed_of_step(step, seed, prompts_per_step):
     """The seed of this rank's first group; the groups after it count up, on through all ranks."""
-    return (settings.seed * 1_000_003 + step) * 1_000 + ranks.rank() * settings.prompts_per_step
+    return (seed * 1_000_003 + step) * 1_000 + ranks.rank() * prompts_per_step
+
+
+def set_learning_rates(trainers, settings, step):
+    """They rise over the first steps. A function of the step alone, so that a resumed run needs no state."""
+    warmup = min(1, (step + 1) / (settings.warmup_steps + 1))
+    rates = {"codes": settings.lr, "decoder": settings.decoder_lr}
+    for half, trainer in trainers.items():
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = rates[half] * warmup
 
 
 # ---- judging -------------------------------------------------------------------------------------
 
 
-def evaluate(run, settings, data, prompts, seed, stop=None):
-    """Paint the prompts as deployed, from the same seeds each time: only what was learned makes a
-    difference.
+def evaluate(run, sampling, data, prompts, seed, stop=None):
+    """Paint the prompts from the same seeds each time: only what was learned makes a difference.
 
-    stop: StopRequest; once received, this ends early and returns None. Otherwise returns what
-    Record.evaluation takes.
+    stop: StopRequest; once received, this ends early and returns None. Otherwise returns, for each
+    prompt in their order, its raw rewards {name: (G,)} and its G pictures.
     """
-    settings = deployed(settings)
-    count = len(prompts)
-    num_shown = max(SHOWN, len(set(prompts.kinds or ())))  # one of each kind: see Prompts.evenly
-    rewards = data.rewards | data.judges
-    judged = {}  # {row: its rewards {name: (G,)}, the first pictures}
-    for rows in ranks.batches(count, settings.prompts_per_step):  # as many at once as in training
-        set_seed(rows[0])
-        some = prompts.take([row % count for row in rows])
-        rolled = rollout(run, settings, rewards, some, seed + rows[0])
+    G = sampling.sequences
+    results = {}
+    for rows in ranks.batches(len(prompts), sampling.prompts_per_step):
+        set_seed(rows[0])  # for the draws of a reward
+        some = prompts.take([row % len(prompts) for row in rows])
+        batch = rollout(run, sampling, data.rewards | data.judges, some, seed + rows[0])
         for i, row in enumerate(rows):
-            own = slice(i * settings.sequences, (i + 1) * settings.sequences)
-            scores = {name: values[own] for name, values in rolled.raw_rewards.items()}
-            judged[row] = scores, rolled.images[own][:SHOWN] if row < num_shown else []
+            own = slice(i * G, (i + 1) * G)
+            rewards = {name: values[own] for name, values in batch.raw_rewards.items()}
+            results[row] = rewards, batch.images[own]
         if stop is not None and any(ranks.gather(stop.received)):
             return None
-    judged = {row: result for part in ranks.gather(judged) for row, result in part.items()}
-    raw_rewards = {
-        name: torch.cat([judged[row][0][name] for row in range(count)]) for name in rewards
-    }  # (count*G,)
-    total = combine(raw_rewards, weights_of(data.rewards), settings.sequences)
-    metrics = evaluation_metrics(raw_rewards, total, settings.sequences, prompts.kinds)
-    shown = []
-    for row, (text, source) in enumerate([*prompts.with_sources()][:num_shown]):
-        scores, images = judged[row]
-        judges = {name: scores[name][:SHOWN].tolist() for name in data.judges}
-        shown.append(
-            (
-                text,
-                images,
-                total.view(count, -1)[row, :SHOWN].tolist(),
-                judges,
-                source and source.image,
-            )
-        )
-    return metrics, shown
+    results = {row: result for part in ranks.gather(results) for row, result in part.items()}
+    return [results[row] for row in range(len(prompts))]
 
 
-def evaluate_both(run, settings, data, record, stop=None):
-    """Evaluate on some training prompts and some held-out ones, unless this step was evaluated
-    already."""
+def evaluate_both(run, sampling, data, record, stop=None):
+    """Evaluate on training prompts and held-out ones, unless this step was evaluated already."""
     if record.evaluations and record.evaluations[-1]["step"] == record.done:
         return
-    known, new = (prompts.evenly(settings.eval_count) for prompts in (data.prompts, data.held_out))
+    known, new = (each.evenly(record.settings.eval_count) for each in (data.prompts, data.held_out))
     with run.phase.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in (known, new))):
-        training = evaluate(run, settings, data, known, SEEDS["training"], stop)
-        held_out = training and evaluate(run, settings, data, new, SEEDS["held out"], stop)
+        training = evaluate(run, sampling, data, known, SEEDS["training"], stop)
+        held_out = training and evaluate(run, sampling, data, new, SEEDS["held out"], stop)
     if held_out:
-        record.evaluation(training, held_out)
+        record.evaluation({"": (known, training), "held_out/": (new, held_out)})
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -288,61 +305,53 @@ def evaluate_both(run, settings, data, record, stop=None):
 
 def train(settings):
     """The whole run: prepare, loop, end."""
-    started = time.time()
+    start = time.time()
     device = ranks.device()
-    with claim_folder(settings) as out:
+    with claim_folder(settings.resume, settings.out) as out:
         prompts, held_out, hashes = read_inputs(settings)
-        turns = plan(memory.needed, meta_models, settings, device)  # before anything is downloaded
+        longest = max(len(text.encode()) for text in (*prompts.texts, *held_out.texts))
+        # Before anything is downloaded.
+        turns = plan(memory.needed, meta_models, settings, longest, device)
         print_start(settings, out, device, len(prompts), len(held_out))
         data = load_data(settings, prompts, held_out)
         run, begun = load_run(settings, data, device, turns)
-        with (
-            closing(run.phase),
-            rescued(Record(out, settings, hashes, run.phase, run.trainers, begun)) as record,
-        ):
+        record = Record(out, settings, hashes, run.phase, run.trainers, begun)
+        with closing(run.phase), rescued(record):
             loop(run, settings, data, record, begun)
     more = "; already complete: raise --steps for more" if 0 < begun == settings.steps else ""
-    print(
-        f"{counted(record.done, 'step')}, {time.time() - started:.0f} s{more}; what it leaves is in {out}"
-    )
+    seconds = f"{time.time() - start:.0f} s{more}"
+    print(f"{counted(record.done, 'step')}, {seconds}; what it leaves is in {out}")
 
 
 def loop(run, settings, data, record, begun):
-    """All steps from `begun` on, with evaluations and checkpoints. A signal ends it after a whole
-    step."""
-    weights = weights_of(data.rewards)
+    """Steps from `begun` on, with evaluations and checkpoints. A signal ends it after a step."""
+    training, evaluation = sampling_of(settings)
     record.save()
     if begun == 0 or due(begun, settings.eval_every):
-        evaluate_both(run, settings, data, record, record.stop)
-    record.stop.follows = (
-        b"this step is finished, saved and evaluated"  # printed if a signal comes from now on
-    )
+        evaluate_both(run, evaluation, data, record, record.stop)
+    record.stop.follows = b"this step is finished, saved and evaluated"  # printed after a signal
     run.phase.begin(settings.steps, begun)
     for step in range(begun, settings.steps):
-        if any(
-            ranks.gather(record.stop.received)
-        ):  # together, or the others would wait for a rank that stopped
+        if any(ranks.gather(record.stop.received)):  # together, or others would wait for this rank
             break
         # All draws of a step, even those of a reward, start from the step's seed: no random state
         # needs saving.
-        seed = seed_of_step(step, settings)
+        seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
         set_seed(seed % 2**32)
+        set_learning_rates(run.trainers, settings, step)
         prompts = data.prompts.take(prompt_indices(step, settings, len(data.prompts)))
-        record.step(
-            step + 1, prompts, weights, *grpo_step(run, settings, data.rewards, prompts, seed)
-        )
+        # Not named: a name would keep a step's denoising paths while the next step makes its own.
+        record.step(step + 1, prompts, *grpo_step(run, training, data.rewards, prompts, seed))
         if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
             record.save()
         if due(step + 1, settings.eval_every):
-            evaluate_both(run, settings, data, record)
+            evaluate_both(run, evaluation, data, record)
     record.save()
     if record.done < settings.steps:
         record.write(f"saved; {how_to_go_on(record.out)}")
     stopped = any(ranks.gather(record.stop.received))
-    if settings.steps > 0 and not (
-        stopped and record.done == begun
-    ):  # stopped before a step: nothing new to judge
-        evaluate_both(run, settings, data, record)
+    if settings.steps > 0 and not (stopped and record.done == begun):  # else there is nothing new
+        evaluate_both(run, evaluation, data, record)
         record.end()
 
 

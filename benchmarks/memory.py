@@ -26,26 +26,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration
 
+import train
 from glm_image.decoder import DenoisingStep
 from glm_image.memory import vae_workspace
-from glm_image.model import build as build_trainers
 from glm_image.model import painting_models
 from grpo import Group, _sample_token
-from runtime.gpu import CapturedForward
-from runtime.settings import TINY, parse_settings
+from runtime.captured import CapturedForward
+from runtime.settings import TINY
 
 META = torch.device("meta")
-SIZE, PROMPTS, GROUP, MICRO_BATCHES = (
-    1024,
-    4,
-    4,
-    (1, 2, 4),
-)  # what the table is for: pixels, square; a run's defaults
+# What the table is for: pixels, square; a run's defaults.
+SIZE = 1024
+PROMPTS = 4
+GROUP = 4
+MICRO_BATCHES = (1, 2, 4)
 TEXT, GLYPHS = 60, 16  # tokens of a prompt; both are small beside a picture's
+language_model = lambda sizes: GlmImageForConditionalGeneration(GlmImageConfig(**sizes))
 PARTS = {  # what has weights, made from its sizes in released.json
-    "vision_language_encoder": lambda sizes: GlmImageForConditionalGeneration(
-        GlmImageConfig(**sizes)
-    ),
+    "vision_language_encoder": language_model,
     "transformer": lambda sizes: GlmImageTransformer2DModel(**sizes),
     "text_encoder": lambda sizes: transformers.T5EncoderModel(transformers.T5Config(**sizes)),
     "vae": lambda sizes: AutoencoderKL(**sizes),
@@ -53,26 +51,19 @@ PARTS = {  # what has weights, made from its sizes in released.json
 
 
 def build(base="bfloat16"):
-    """What learns of the released sizes, set up as train.py does it for a GPU: codes, with what
-    paints, and decoder."""
-    pipe = GlmImagePipeline.from_pretrained(
-        TINY, dtype=torch.float32
-    )  # for its tokenizers and scheduler
+    """Trainers of the released sizes, set up as for a GPU, and what paints: codes, decoder, pipe."""
+    pipe = GlmImagePipeline.from_pretrained(TINY)  # for its tokenizers and scheduler
     sizes = json.loads(Path(__file__).with_name("released.json").read_text())  # see README.md
     with META:
-        modules = {
-            name: make(sizes[name]).to(torch.bfloat16).eval() for name, make in PARTS.items()
-        }
-    settings = parse_settings(
-        ["--model", "released sizes", "--compile", "no", "--train", "both", "--base", base]
-    )
-    pipe, codes, decoder = build_trainers(
-        GlmImagePipeline(**pipe.components | modules), settings, META
-    )
-    codes.decoder_modules = painting_models(pipe)
-    for model in (codes.model, *codes.decoder_modules):
+        modules = {name: make(sizes[name]).bfloat16().eval() for name, make in PARTS.items()}
+    flags = f"--model sizes --compile no --train both --base {base}"
+    settings = train.parse_settings(flags.split())
+    pipe = GlmImagePipeline(**pipe.components | modules)
+    pipe, adapted = train.build(pipe, settings, META)
+    codes, decoder = train.make_trainers(settings, pipe, adapted, META)
+    for model in (codes.model, *painting_models(pipe)):
         model.to(META)
-    return codes, decoder
+    return codes, decoder, pipe
 
 
 def tensors(modules):
@@ -84,8 +75,7 @@ def gigabytes(tensors):
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make while it is active, and remembers the
-    most."""
+    """Counts the bytes of all storages that operations make while it is active, and their most."""
 
     def __init__(self, modules):  # these are there already and not counted
         super().__init__()
@@ -109,22 +99,20 @@ class Alive(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
-    """A GPU's attention keeps no matrix of scores; the one of content-free tensors would, so it is
-    told to use that."""
+def attention(query, key, value, attn_mask=None, is_causal=False, scale=None, **options):
+    """A GPU's keeps no matrix of scores; that of tensors without content would."""
     if attn_mask is None:
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, is_causal, scale=scale
-        )[0]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, 0.0, is_causal, scale=scale)[0]
     return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
 
 @contextmanager
 def measured(found, name, models, learner=None):
-    """found[name] becomes the peak within, in GB beside the models, for a learner with its
-    adapter's gradients."""
+    """found[name] becomes the peak within, in GB beside the models.
+
+    For a learner with its adapter's gradients.
+    """
     attends = patch("torch.nn.functional.scaled_dot_product_attention", attention)
     stays = patch("torch.Tensor.cpu", lambda tensor: tensor)  # without content it cannot move
     with META, Alive(models) as alive, attends, stays, torch.set_grad_enabled(learner is not None):
@@ -136,12 +124,8 @@ def measured(found, name, models, learner=None):
 
 def sample(codes, forward, rows, prompt, length):
     """generate_with_logprobs, but of its tokens only the first two and the last."""
-    options = (
-        codes.sampling_args["allowed_ids"],
-        codes.settings.temperature,
-        codes.settings.top_p,
-        [None] * PROMPTS,
-    )
+    settings = codes.settings
+    options = codes.allowed_ids, settings.temperature, settings.top_p, [None] * PROMPTS
     ids = torch.zeros(PROMPTS, prompt, dtype=torch.long)
     positions = torch.zeros(3, PROMPTS, prompt, dtype=torch.long)
     output = codes.model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1)
@@ -165,18 +149,15 @@ def decoder_inputs(size, pictures):
     }
 
 
-def peaks(codes, decoder, size, group, micro_batch, edits=False):
-    """Gigabytes beside the weights at the peak of each phase; and of the sampler's cache, which
-    stays if none moves."""
+def peaks(codes, decoder, pipe, size, group, micro_batch, edits=False):
+    """Gigabytes beside the weights at each phase's peak; of the sampler's cache, which may stay."""
     policy = codes.model
-    _, transformer, vae = codes.decoder_modules
+    _, transformer, vae = models = painting_models(pipe)
     large = (size // 32) ** 2
     prompt, length = (TEXT + large, large) if edits else (TEXT, 256 + large)
     forward = CapturedForward(policy, length, compile=False)
     found = {}
-    phase = lambda name, learner=None: measured(
-        found, name, [policy, *codes.decoder_modules], learner
-    )
+    phase = lambda name, learner=None: measured(found, name, [policy, *models], learner)
     policy.eval()
     with phase("sample"):
         sample(codes, forward, PROMPTS * group, prompt, length)
@@ -195,51 +176,36 @@ def peaks(codes, decoder, size, group, micro_batch, edits=False):
     if not edits:
         with phase("decoder update", learner=decoder):  # by one denoising step, guided
             x = torch.zeros(latents.shape)
-            decoder.logprobs(
-                DenoisingStep(x, x, x, (0.8, 0.6), [decoder_inputs(size, 1)] * 2), rows
-            ).sum().backward()
-    nucleus = torch.ones(
-        micro_batch, length, codes.sampling_args["allowed_ids"].stop, dtype=torch.bool
-    )
+            step = DenoisingStep(x, x, x, (0.8, 0.6), [decoder_inputs(size, 1)] * 2)
+            decoder.logprobs(step, rows).sum().backward()
+    nucleus = torch.ones(micro_batch, length, codes.allowed_ids.stop, dtype=torch.bool)
     ids = torch.zeros(micro_batch, prompt + length, dtype=torch.long)
     positions = torch.zeros(3, prompt + length, dtype=torch.long)
     with phase("update", learner=codes):
         policy.train()
-        codes.logprobs(
-            Group(ids[0, :prompt], positions, ids[:, prompt:], None, nucleus), rows
-        ).sum().backward()
+        sampled = Group(ids[0, :prompt], positions, ids[:, prompt:], None, nucleus)
+        codes.logprobs(sampled, rows).sum().backward()
     return found, gigabytes(x for layer in forward.cache.layers for x in (layer.keys, layer.values))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument(
-        "--base", default="bfloat16", choices=("bfloat16", "int8"), help="the frozen weights"
-    )
-    parser.add_argument(
-        "--edits",
-        action="store_true",
-        help="of pictures of the same size, instead of painting anew",
-    )
+    parser.add_argument("--base", default="bfloat16", choices=("bfloat16", "int8"))
+    words = "of pictures of the same size, instead of painting anew"
+    parser.add_argument("--edits", action="store_true", help=words)
     options = parser.parse_args()
-    codes, decoder = build(options.base)
-    frozen = [
-        [x for x in tensors([model]) if not x.requires_grad]
-        for model in (codes.model, *codes.decoder_modules)
-    ]
-    policy, glyphs, painter, vae = map(gigabytes, frozen)
-    weights = policy + glyphs + painter + vae
-    print(
-        f"GB: policy {policy:.1f}, what paints {weights - policy:.1f}\nlearns  micro-batch  in turns  all stay"
-    )
+    codes, decoder, pipe = build(options.base)
+    frozen = lambda model: [x for x in tensors([model]) if not x.requires_grad]
+    sizes = [gigabytes(frozen(model)) for model in (codes.model, *painting_models(pipe))]
+    policy, glyphs, painter, vae = sizes
+    weights = sum(sizes)
+    print(f"GB: policy {policy:.1f}, what paints {weights - policy:.1f}")
+    print("learns  micro-batch  in turns  all stay")
     painters = glyphs + painter + (vae if options.edits else 0)
-    there = {
-        "paint": painters,
-        "VAE": vae,
-        "decoder update": painters,
-    }  # in turns; in other phases the policy
+    # In turns; in other phases the policy.
+    there = {"paint": painters, "VAE": vae, "decoder update": painters}
     for micro_batch in MICRO_BATCHES:
-        work, cache = peaks(codes, decoder, SIZE, GROUP, micro_batch, options.edits)
+        work, cache = peaks(codes, decoder, pipe, SIZE, GROUP, micro_batch, options.edits)
         own = work.pop("decoder update", 0)
         kept = 3 * gigabytes(codes.parameters)  # with the two moments of Adam
         for learns in ("codes",) if options.edits else ("codes", "both"):

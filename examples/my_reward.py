@@ -20,8 +20,7 @@ def blueness(images, prompts, targets):
 
 
 async def served(images, prompts, targets, url="http://localhost:8000/score", waits=(1, 10, 60)):
-    """Asks a judge behind HTTP about all pictures of a prompt, while the next are painted. NaN
-    where it cannot judge.
+    """Asks a judge behind HTTP about a prompt's pictures; NaN where it cannot judge.
 
     A request that fails is repeated after each of the waits, in seconds. Other ranks wait three
     hours for all of it.

@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo import GRPO, GRPOSettings, set_advantages
 
-END, LENGTH, GROUP_SIZE = 0, 16, 8
-PROMPTS = [
-    (torch.tensor(ids), None, LENGTH) for ids in ([11, 12, 13], [21, 22], [31, 32, 33, 34])
-]  # of any lengths
+END = 0
+LENGTH = 16  # tokens
+GROUP_SIZE = 8
+PROMPTS = ([11, 12, 13], [21, 22], [31, 32, 33, 34])  # of any lengths
 
 
 def build_model():
@@ -37,44 +37,41 @@ def build_model():
         initializer_range=0.1,
     )
     targets = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
-    return get_peft_model(
-        LlamaForCausalLM(config), LoraConfig(r=8, lora_alpha=16, target_modules=targets)
-    )
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=targets)
+    return get_peft_model(LlamaForCausalLM(config), lora)
+
+
+def reward(group):
+    """Half for the share of even tokens, half for an end."""
+    has_end = ((group.tokens == END) * group.mask).sum(1)  # (G,), 1 or 0
+    even = ((group.tokens % 2 == 0) * (group.tokens != END) * group.mask).sum(1)
+    return (even / group.mask.sum(1) + has_end) / 2
 
 
 def train(steps=30):
     """Returns the mean reward of each step."""
-    torch.set_num_threads(
-        1
-    )  # of several, most would only wait for one another on matrices this small
+    torch.set_num_threads(1)  # of several, most would only wait on matrices this small
     model = build_model()
-    means = []
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0
-    )
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0)
     trainer = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=(END,)))
+    prompts = [(torch.tensor(ids), None, LENGTH) for ids in PROMPTS]
+    means = []
     for step in range(steps):
-        groups = trainer.sample(
-            PROMPTS, GROUP_SIZE, seed=step * len(PROMPTS)
-        )  # prompt after prompt, G samples each
-        rewards = []
-        for group in groups:
-            ended = ((group.tokens == END) * group.mask).sum(1)  # (G,), 1 or 0
-            even = ((group.tokens % 2 == 0) * (group.tokens != END) * group.mask).sum(1)
-            rewards.append((even / group.mask.sum(1) + ended) / 2)
-        set_advantages(groups, torch.cat(rewards))  # compared in each group of G
+        # A seed per prompt, never the same one: prompt after prompt, G samples each.
+        groups = trainer.sample(prompts, GROUP_SIZE, seed=step * len(prompts))
+        rewards = torch.cat([reward(group) for group in groups])
+        set_advantages(groups, rewards)  # compared within each group of G
         trainer.add_reference(groups)
         metrics = trainer.update(groups)
-        means.append(torch.cat(rewards).mean().item())
+
+        means.append(rewards.mean().item())
         length = torch.cat([group.mask for group in groups]).sum(1).mean()
-        gap = metrics[
-            "mean_logprob_gap"
-        ]  # between sampled and reread: what grpo.py gets wrong with a model shows here
-        learned = (
-            f"kl {metrics['kl']:.4f}, gap {gap:.0e}"
-            if metrics["groups_without_spread"] < 1
-            else "equal rewards"
-        )
+        # The gap shows what goes wrong with a model: sampled and recomputed log-probs differ.
+        gap = f"gap {metrics['mean_logprob_gap']:.0e}"
+        learned = f"kl {metrics['kl']:.4f}, {gap}"
+        if metrics["groups_without_spread"] == 1:
+            learned = "equal rewards"
         print(f"step {step + 1}: reward {means[-1]:.3f}, length {length:.1f}, {learned}")
     return means
 

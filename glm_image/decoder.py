@@ -1,12 +1,11 @@
-"""The diffusion decoder as a policy too, trained by the very update of grpo.py: `train.py --train
-decoder` or `both`.
+"""The diffusion decoder as a policy too, trained by the very update of grpo.py.
 
-A flow-matching decoder goes from noise (level 1) to a picture (level 0) in S denoising steps. At
-level s its latents are x = (1 - s) clean + s noise, and it predicts the velocity v = noise - clean,
-so that clean = x - s v and
-noise = x + (1 - s) v. The stock scheduler is deterministic: an ODE, whose next latents are x + (s'
-- s) v. Here every step but the last is drawn from a Gaussian (Flow-CPS, Wang & Yu 2025,
-arXiv:2509.05952), with a = --noise-level:
+`train.py --train decoder` or `both`. A flow-matching decoder goes from noise (level 1) to a picture
+(level 0) in S denoising steps. At level s its latents are x = (1 - s) clean + s noise, and it
+predicts the velocity v = noise - clean, so that clean = x - s v and noise = x + (1 - s) v. The
+stock scheduler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every step but
+the last is drawn from a Gaussian (Flow-CPS, Wang & Yu 2025, arXiv:2509.05952), with a =
+--noise-level:
 
     std = s' sin(a pi / 2),    mean = (1 - s') clean + sqrt(s'^2 - std^2) noise
 
@@ -34,72 +33,66 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 
 from glm_image.painting import paint
-from grpo import GRPO, without_cudnn_attention
+from grpo import GRPO, NotFinite, without_cudnn_attention
 
 PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see SEEDS in train.py
 
 
 def gaussian_step(x, v, level, next_level, noise_level):
-    """Mean (K, C, H, W) and std (a number) of the next latents; without noise, to the last bit the
-    stock scheduler's.
+    """Mean (K, C, H, W) and std (a number) of the next latents.
 
-    x: latents (K, C, H, W) float32. v: velocity, like x. level, next_level: of noise, in 0..1.
-    noise_level: in 0..1.
+    Without noise to the last bit the stock scheduler's. x: latents (K, C, H, W) float32. v:
+    velocity, like x. level, next_level: of noise, in 0..1. noise_level: in 0..1.
     """
     std = next_level * math.sin(noise_level * math.pi / 2)
-    replaced = next_level - math.sqrt(
-        next_level**2 - std**2
-    )  # this much of the predicted noise gives way to new noise
-    return x + (next_level - level) * v - replaced * (
-        x + (1 - level) * v
-    ), std  # the ODE's step, less that noise
+    renewed = next_level - math.sqrt(next_level**2 - std**2)  # of the noise: it gives way to new
+    ode = x + (next_level - level) * v
+    return ode - renewed * (x + (1 - level) * v), std
 
 
 def log_density(x, mean, std):
     """Log-density of each number of x under its Gaussian: (K, C, H, W) -> (K, D) float32."""
-    return (-((x - mean) ** 2) / (2 * std**2) - math.log(std) - math.log(2 * math.pi) / 2).flatten(
-        1
-    )
+    logprobs = -((x - mean) ** 2) / (2 * std**2) - math.log(std) - math.log(2 * math.pi) / 2
+    return logprobs.flatten(1)
 
 
 @dataclass
 class DenoisingStep:
-    """One denoising step of K paintings of the same codes, a group for GRPO.update. Its tensors
-    wait on the CPU."""
+    """One denoising step of K paintings of the same codes: a group for GRPO.update.
+
+    Its tensors wait on the CPU.
+    """
 
     latents: torch.Tensor  # (K, C, H, W)
     next_latents: torch.Tensor  # (K, C, H, W)
     old_logprobs: torch.Tensor  # (K, D)
     levels: tuple  # noise levels before and after
-    calls: list  # the transformer's other arguments, for one painting: [with codes], or if guided [with, without]
+    # The transformer's other arguments, for one painting: [with codes], if guided [with, without].
+    calls: list
     mask: None = None  # all numbers count
     advantages: torch.Tensor | None = None  # (K,)
     ref_logprobs: torch.Tensor | None = None  # (K, D), None when kl_coef is 0
 
 
 def repeat_for_steps(rewards, steps):
-    """The rewards (N*G*K,) of all paintings, repeated for each denoising step of their paths, for
-    set_advantages."""
+    """The rewards (N*G*K,) of all paintings, repeated for each denoising step of their paths."""
     per_sequence = rewards.view(-1, len(steps[0].old_logprobs))  # (N*G, K)
     return per_sequence.repeat_interleave(len(steps) // len(per_sequence), dim=0).flatten()
 
 
 class PathScheduler(FlowMatchEulerDiscreteScheduler):
-    """The stock scheduler, with its levels and times, but all steps except the last are drawn and
-    recorded."""
+    """The stock scheduler, its levels and times, but all steps except the last are drawn."""
 
     def begin(self, noise_level, seeds):
-        """A group of paintings begins, each drawn by a seed of its own: the same in a batch of any
-        size."""
+        """Paintings of the same codes, each drawn by a seed of its own: alike in any batch."""
         self.noise_level = noise_level
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.calls = []
         self.recorded = {}  # {number of the step: a DenoisingStep per batch}
 
     def record_call(self, transformer, _, options):
-        """For a hook of the transformer. All paintings share codes, prompt and time: one row of
-        each tensor will do."""
-        row = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        """For a hook. All paintings share codes, prompt and time: a row of each tensor will do."""
+        row = {name: x[:1] if torch.is_tensor(x) else x for name, x in options.items()}
         self.calls = [*self.calls, row | {"hidden_states": None}]  # kept as latents
 
     def step(self, model_output, timestep, sample, return_dict=True, **options):
@@ -113,37 +106,27 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
         if i == 0:  # a batch begins
             self.batch = self.generators[: len(sample)]
             self.generators = self.generators[len(sample) :]
-        x = (
-            sample.float()
-        )  # and so it stays: bfloat16 would round by more than the std of late steps
-        mean, std = gaussian_step(
-            x, model_output, level, next_level, self.noise_level
-        )  # the pipeline gives float32
-        noise = torch.stack(
-            [torch.randn(x.shape[1:], generator=generator) for generator in self.batch]
-        )
-        after = mean + std * noise.to(x.device)
+        x = sample.float()  # and so it stays: bfloat16 would round by more than a late step's std
+        mean, std = gaussian_step(x, model_output, level, next_level, self.noise_level)
+        noise = [torch.randn(x.shape[1:], generator=generator) for generator in self.batch]
+        after = mean + std * torch.stack(noise).to(x.device)
         logprobs = log_density(after, mean, std)
-        drawn = DenoisingStep(x, after, logprobs, levels=(level, next_level), calls=calls)
-        self.recorded.setdefault(i, []).append(drawn)
+        step = DenoisingStep(x, after, logprobs, levels=(level, next_level), calls=calls)
+        self.recorded.setdefault(i, []).append(step)
         self._step_index = i + 1
         return (after,)
 
 
 class DecoderGRPO(GRPO):
-    """Trains an adapter of a pipeline's decoder by the denoising paths that it has drawn. Its
-    samples are paintings.
+    """Trains an adapter of a pipeline's decoder by the denoising paths that it has drawn.
 
     model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: GRPOSettings.
-    noise_level: in 0..1.
-    guidance_scale: as for painting. pipe: a GlmImagePipeline; it is not changed. reference: as for
-    GRPO.
+    pipe: a GlmImagePipeline; it is not changed. noise_level: in 0..1. guidance_scale: as for
+    painting. reference, meet: as for GRPO.
     """
 
-    def __init__(
-        self, model, optimizer, settings, pipe, noise_level, guidance_scale, reference=None
-    ):
-        super().__init__(model, optimizer, settings, reference=reference)
+    def __init__(self, model, optimizer, settings, pipe, noise_level, guidance_scale, **options):
+        super().__init__(model, optimizer, settings, **options)
         self.noise_level = noise_level
         self.guidance_scale = guidance_scale
         self.scheduler = PathScheduler.from_config(pipe.scheduler.config)
@@ -151,56 +134,50 @@ class DecoderGRPO(GRPO):
         self.pipe.set_progress_bar_config(disable=True)
 
     @without_cudnn_attention  # as in logprobs
-    def paint_paths(self, prompt, tokens, num_paintings, settings, seed):
-        """Paint each of G code sequences (G, T) of a prompt `num_paintings` (K) times, all from one
-        starting noise.
+    def paint_paths(self, prompt, tokens, num_paintings, painting, seed):
+        """Paint each of a prompt's G code sequences (G, T) `num_paintings` (K) times.
 
-        settings: as for `paint`. seed: fixes the noise and the paths. Returns latents of G*K
-        pictures and the DenoisingSteps, both sequence after sequence.
+        All start from one noise. seed: fixes it, and the paths. Returns latents of G*K pictures and
+        the DenoisingSteps, both sequence after sequence. Raises NotFinite.
         """
         generator = torch.Generator().manual_seed(seed + PATH_SEED)
+        hook = self.pipe.transformer.register_forward_pre_hook
         latents = []
         steps = []
         for codes in tokens:
             seeds = torch.randint(2**62, (num_paintings,), generator=generator).tolist()
             self.scheduler.begin(self.noise_level, seeds)
-            with self.pipe.transformer.register_forward_pre_hook(
-                self.scheduler.record_call, with_kwargs=True
-            ):
-                latents.append(
-                    paint(self.pipe, prompt, codes.expand(num_paintings, -1), settings, seed)
-                )
+            with hook(self.scheduler.record_call, with_kwargs=True):
+                codes = codes.expand(num_paintings, -1)
+                latents.append(paint(self.pipe, prompt, codes, painting, seed))
             path = [merge(self.scheduler.recorded.pop(i)) for i in list(self.scheduler.recorded)]
             for step, following in pairwise(path):
                 step.next_latents = following.latents  # the same numbers: the host keeps them once
             steps += path
+        if not all(step.old_logprobs.isfinite().all() for step in steps):
+            raise NotFinite([0])
         return torch.cat(latents), steps
 
     @without_cudnn_attention
     def logprobs(self, step, rows):
-        """Log-probs (B, D) of the latents that were drawn, under the decoder as it stands, on the
-        CPU."""
-        device = self.model.device
-        x = step.latents[rows].to(device)
-        after = step.next_latents[rows].to(device)
+        """Log-probs (B, D) of the latents that were drawn, under the decoder as it stands."""
+        x = step.latents[rows].to(self.model.device)
+        after = step.next_latents[rows].to(self.model.device)
+        # Copies, not views: bfloat16 kernels round by the layout.
+        repeat = lambda x: x.repeat_interleave(len(rows), 0) if torch.is_tensor(x) else x
         v = []
-        for call in step.calls:  # copies, not views: bfloat16 kernels round by the layout
-            call = {
-                k: t.repeat_interleave(len(rows), 0) if isinstance(t, torch.Tensor) else t
-                for k, t in call.items()
-            }
-            v.append(self.model(**{**call, "hidden_states": x.to(self.model.dtype)})[0].float())
-        v = (
-            v[0] if len(v) == 1 else v[1] + self.guidance_scale * (v[0] - v[1])
-        )  # as the pipeline guides
-        return log_density(after, *gaussian_step(x, v, *step.levels, self.noise_level)).cpu()
+        for call in step.calls:
+            inputs = {name: repeat(value) for name, value in call.items()}
+            inputs["hidden_states"] = x.to(self.model.dtype)
+            v.append(self.model(**inputs)[0].float())
+        if len(v) == 2:  # as the pipeline guides
+            v = [v[1] + self.guidance_scale * (v[0] - v[1])]
+        return log_density(after, *gaussian_step(x, v[0], *step.levels, self.noise_level)).cpu()
 
 
 def merge(batches):
-    """One DenoisingStep of all K paintings, on the CPU, from those of the batches in which they
-    were painted."""
+    """One DenoisingStep of all K paintings, on the CPU, from those of their batches."""
     names = ("latents", "next_latents", "old_logprobs")
-    return replace(
-        batches[0],
-        **{name: torch.cat([getattr(batch, name) for batch in batches]).cpu() for name in names},
-    )
+    columns = [[getattr(batch, name) for batch in batches] for name in names]
+    tensors = {name: torch.cat(column).cpu() for name, column in zip(names, columns, strict=True)}
+    return replace(batches[0], **tensors)

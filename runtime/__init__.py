@@ -1,5 +1,4 @@
-"""What keeps a long run alive: settings, prompts, ranks, files, and what a GPU needs. The algorithm
-is in grpo.py."""
+"""What a long run needs beside the algorithm: settings, prompts, ranks, files, a GPU's memory."""
 
 import math
 import sys
@@ -11,13 +10,12 @@ import diffusers
 import transformers
 from safetensors import SafetensorError
 
-warnings.filterwarnings(
-    "ignore", category=FutureWarning
-)  # PEFT's about transformers: nothing a user can act on
-warnings.filterwarnings(
-    "ignore", message="TensorFloat32"
-)  # the adapter's products stay float32 on purpose
-diffusers.utils.logging.set_verbosity_error()  # it warns of modules to keep in float32 where there are none
+# PEFT's about transformers: nothing a user can act on.
+warnings.filterwarnings("ignore", category=FutureWarning)
+# The adapter's products stay float32 on purpose.
+warnings.filterwarnings("ignore", message="TensorFloat32")
+# It warns of modules to keep in float32 where there are none.
+diffusers.utils.logging.set_verbosity_error()
 if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar would be a line
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
@@ -36,27 +34,22 @@ class StepFailed(UserError):
 
 @contextmanager
 def readable(what, hint="", *more):
-    """What is wrong with a file becomes one line: "cannot WHAT (REASON); HINT". more: errors that
-    come of it, too."""
+    """What is wrong with a file becomes one line: "cannot WHAT (REASON); HINT".
+
+    more: errors that come of it, too.
+    """
+    errors = (OSError, ValueError, LookupError, AttributeError, TypeError, SafetensorError, *more)
     try:
         yield
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        SafetensorError,
-        *more,
-    ) as error:
+    except errors as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"cannot {what} ({reason})" + (f"; {hint}" if hint else "")) from None
 
 
 def format_number(value):
-    return (
-        "none" if value is None or math.isnan(value) else f"{value:.3f}"
-    )  # none: no image had this reward
+    if value is None or math.isnan(value):  # no image had this reward
+        return "none"
+    return f"{value:.3f}"
 
 
 def counted(number, noun):
@@ -73,14 +66,11 @@ def without_nan(value):
 
 
 def short_name(name):
-    """A reward's metric as people read it: 'reward/clip=a/folder' -> 'clip', 'reward/a/own.py:f' ->
-    'own.py:f'."""
+    """As people read it: 'reward/clip=a/folder' -> 'clip', 'reward/a/my.py:f' -> 'my.py:f'."""
     return name.removeprefix("held_out/").removeprefix("reward/").partition("=")[0].split("/")[-1]
 
 
 def reward_names(record, prefix=""):
-    """Names among the metrics of a step or an evaluation: the weighted sum of the rewards, then
-    each reward."""
-    return [
-        name for name in record if name == f"{prefix}reward" or name.startswith(f"{prefix}reward/")
-    ]
+    """Names among the metrics of a step or an evaluation: the weighted sum, then each reward."""
+    name = f"{prefix}reward"
+    return [each for each in record if each == name or each.startswith(f"{name}/")]

@@ -1,5 +1,4 @@
-"""Checkpoints: adapter, optimiser, step and settings. A kill at any moment leaves the last complete
-one."""
+"""Checkpoints: adapter, optimiser, step, settings. A kill leaves the last complete one."""
 
 import json
 import os
@@ -15,10 +14,8 @@ from safetensors import SafetensorError
 from runtime import ROOT, UserError, ranks, readable
 
 KEPT = 2  # the newest checkpoints, beside that of the best evaluation
-FOLDERS = {
-    "codes": ".",
-    "decoder": "decoder",
-}  # within a checkpoint, which so loads as an adapter of the codes
+# Within a checkpoint, which so loads as an adapter of the codes.
+FOLDERS = {"codes": ".", "decoder": "decoder"}
 
 
 def find(out):
@@ -27,30 +24,28 @@ def find(out):
 
 
 def saved(settings):
-    """Settings as they are written: files of this project by their place in it, so that another
-    clone finds its own."""
-    return {
-        k: v.replace(f"{ROOT}/", "") if isinstance(v, str) else v for k, v in vars(settings).items()
-    }
+    """Settings as they are written: files of this project by their place in it.
+
+    So another clone finds its own.
+    """
+    short = lambda value: value.replace(f"{ROOT}/", "") if isinstance(value, str) else value
+    return {name: short(value) for name, value in vars(settings).items()}
 
 
-def save(out, step, trainers, settings, hashes, best_step=0):
-    """Write to a temporary folder and rename it; then only the newest and that of the best
-    evaluation stay.
+def save(out, step, trainers, state, best_step=0):
+    """Write to a temporary folder and rename it; of others the newest and the best one stay.
 
-    No random states: the prompts and all random draws of a step are functions of the seed and the
-    step.
+    state: {"settings": see saved, "inputs": hashes}. No random states: the prompts and all random
+    draws of a step are functions of the seed and the step.
     """
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"
-    state = {"step": step, "ranks": ranks.count(), "settings": saved(settings), "inputs": hashes}
+    state = {"step": step, "ranks": ranks.count(), **state}
     with writing(out):
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         (unfinished / "state.json").write_text(json.dumps(state))
-        if (
-            final.exists()
-        ):  # resumed from here; only the settings may be new, such as a larger --steps
+        if final.exists():  # resumed from here; only settings may be new, such as --steps
             os.replace(unfinished / "state.json", final / "state.json")
             unfinished.rmdir()
         else:
@@ -58,9 +53,8 @@ def save(out, step, trainers, settings, hashes, best_step=0):
                 folder = unfinished / FOLDERS[name]
                 trainer.model.save_pretrained(folder)
                 (folder / "README.md").unlink()  # PEFT's form, empty
-                with open(
-                    folder / "optimizer.pt", "wb"
-                ) as file:  # given a path, torch.save hides that a disk is full
+                # Given a path, torch.save hides that a disk is full.
+                with open(folder / "optimizer.pt", "wb") as file:
                     torch.save(trainer.optimizer.state_dict(), file)
             os.replace(unfinished, final)
         for old in find(out)[:-KEPT]:
@@ -69,8 +63,7 @@ def save(out, step, trainers, settings, hashes, best_step=0):
 
 
 def read_state(out):
-    """The newest checkpoint's step, number of ranks, settings, and hashes of the files that the run
-    reads."""
+    """The newest checkpoint's step, number of ranks, settings, and hashes of what the run reads."""
     if not find(out):
         raise UserError(f"there is no checkpoint in {out} to resume")
     with readable_errors(find(out)[-1]):
@@ -79,16 +72,14 @@ def read_state(out):
 
 
 def load(out, trainers):
-    """The newest checkpoint, by way of the CPU onto the device of adapters and optimisers. Returns
-    its step."""
+    """The newest checkpoint onto the device of adapters and optimisers. Returns its step."""
     folder = find(out)[-1]
     with readable_errors(folder):
         for name, trainer in trainers.items():
             weights = peft.load_peft_weights(folder / FOLDERS[name], device="cpu")
             peft.set_peft_model_state_dict(trainer.model, weights)
-            state = torch.load(
-                folder / FOLDERS[name] / "optimizer.pt", map_location="cpu", weights_only=True
-            )
+            file = folder / FOLDERS[name] / "optimizer.pt"
+            state = torch.load(file, map_location="cpu", weights_only=True)
             trainer.optimizer.load_state_dict(state)
     return read_state(out)[0]
 
@@ -102,14 +93,12 @@ def writing(out):
         # The last error of torch.save hides why it failed, such as "No space left on device".
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = str(cause).strip().split("\n")[0]
-        hint = f"its checkpoints are whole; once that is fixed, --resume {shlex.quote(str(out))} goes on"
-        raise UserError(
-            f"cannot write to {out}: {reason}" + (f"; {hint}" if find(out) else "")
-        ) from None
+        again = f"--resume {shlex.quote(str(out))} goes on"
+        hint = f"; its checkpoints are whole; once that is fixed, {again}" if find(out) else ""
+        raise UserError(f"cannot write to {out}: {reason}{hint}") from None
 
 
 def readable_errors(folder):
     hint = "delete that folder to go on from the one before"
-    return readable(
-        f"read the checkpoint {folder}", hint, RuntimeError, EOFError, pickle.PickleError
-    )
+    more = (RuntimeError, EOFError, pickle.PickleError)
+    return readable(f"read the checkpoint {folder}", hint, *more)

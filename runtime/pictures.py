@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
 from runtime import counted, format_number, short_name
-from runtime.metrics import shown_names
+from runtime.report import shown_names
 
 GAP = 24  # pixels
 
@@ -40,9 +40,7 @@ def chinese_font(size):
     for name in CHINESE_FONTS:
         with suppress(OSError):
             return ImageFont.truetype(name, size)
-    tqdm.write(
-        "warning: this system has no Chinese font, so captions show boxes; try: apt install fonts-noto-cjk"
-    )
+    tqdm.write("warning: no Chinese font, so captions show boxes; try: apt install fonts-noto-cjk")
     return ImageFont.load_default(size)
 
 
@@ -111,7 +109,8 @@ def save_before_after(out, before, after):
                     )
                     cells.append((Image.open(file), f"{label}, {format_number(reward)}", *frame))
         rows.append((prompt, cells))
-    title = f"{' and '.join(sides)} {counted(after['step'], 'step')}, same seeds and noise; training prompts, then held-out ones"
+    title = f"{' and '.join(sides)} {counted(after['step'], 'step')}, same seeds and noise"
+    title += "; training prompts, then held-out ones"
     title += f"\ngreen: right, red: wrong, says {short_name(judge)}" if judge else ""
     return save_grid(out / "before-after.png", rows, title, cell=112)
 

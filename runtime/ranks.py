@@ -1,10 +1,9 @@
-"""Several GPUs: torchrun starts one process (a rank) for each, with prompts of its own, and ends
-all if one fails."""
+"""Several GPUs: torchrun starts one process (a rank) for each, with prompts of its own."""
 
 import math
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import diffusers
@@ -15,9 +14,12 @@ import transformers
 from runtime import StepFailed, UserError
 
 
+class PeerFailed(StepFailed):
+    """Another rank has failed, or has gone."""
+
+
 def join():
-    """Meet the other processes that torchrun has started, if it has. Only the first rank prints and
-    writes."""
+    """Meet the other processes of torchrun, if there are any. Only the first prints and writes."""
     if not dist.is_torchelastic_launched():
         return
     local = int(os.environ["LOCAL_RANK"])
@@ -28,11 +30,10 @@ def join():
         torch.cuda.set_device(local)
     device = torch.device("cuda", local) if gpus else None
     # A rank whose groups have no spread waits for another's whole update, and one may download
-    # slower than another. A rank that died keeps nobody waiting: torchrun ends the others at once.
+    # slower than another.
     timeout = timedelta(hours=3)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=device, timeout=timeout
-    )
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backend, device_id=device, timeout=timeout)
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         transformers.utils.logging.disable_progress_bar()
@@ -58,8 +59,8 @@ def leave():
 
 
 def print_error(message):
-    """The line that a user reads. With several ranks it starts a line: another's progress bar may
-    stand on this one."""
+    """The line that a user reads."""
+    # With several ranks it starts a line: another's progress bar may stand on this one.
     print("error:" if count() == 1 else f"\nerror: rank {rank()}:", message, file=sys.stderr)
 
 
@@ -72,16 +73,52 @@ def count():
 
 
 def shard(number):
-    """The range of indices, out of `number`, that this rank takes; all ranks together take each of
-    them once."""
+    """The range of indices, out of `number`, that this rank takes; together they take all once."""
     return range(rank() * number // count(), (rank() + 1) * number // count())
 
 
 def batches(number, size):
-    """This rank's share of `number` rows as lists of at most `size`. Rows from `number` on are
-    padding, so that every rank makes the same number of calls."""
+    """This rank's share of `number` rows as lists of at most `size`.
+
+    Rows from `number` on are padding, so that every rank makes the same number of calls.
+    """
     rows = shard(-(-number // count()) * count())
     return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+
+def gather(value, failed=False):
+    """The values of all ranks, in order. PeerFailed on all if one of them has failed."""
+    values = [(value, failed)] * count()
+    if dist.is_initialized():
+        with readable_collectives():
+            dist.all_gather_object(values, (value, failed))
+    for other, (_, has_failed) in enumerate(values):
+        if has_failed:
+            raise PeerFailed(f"stopped because rank {other} has failed")
+    return [value for value, _ in values]
+
+
+def meet():
+    """Before the ranks exchange gradients.
+
+    These go by NCCL, where one that has failed keeps the others waiting, without a line, until they
+    are killed; here they meet by gloo. The policy has not moved yet: all save the same whole step.
+    """
+    gather(None)
+
+
+@contextmanager
+def together():
+    """A failure on one rank is one on all, from the next time on that they gather."""
+    try:
+        with readable_collectives():
+            yield
+    except PeerFailed:
+        raise
+    except Exception:
+        with suppress(PeerFailed):
+            gather(None, failed=True)
+        raise
 
 
 @contextmanager
@@ -90,32 +127,23 @@ def readable_collectives():
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(
-            error
-        ):  # gloo's errors have no class of their own
-            gone = "another rank has gone: it failed, was killed, or its machine ran out of memory; see above"
-            raise StepFailed(gone) from None
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's have no class
+            why = "it failed, was killed, or its machine ran out of memory"
+            raise PeerFailed(f"another rank has gone: {why}; see above") from None
         raise
 
 
-def gather(value):
-    """The values of all ranks, in order."""
-    values = [value] * count()
-    if dist.is_initialized():
-        with readable_collectives():
-            dist.all_gather_object(values, value)
-    return values
-
-
 def mean(metrics):
-    """{name: number or NaN} -> its mean over the ranks that have it; for peaks of memory and max_
-    gaps, the largest."""
+    """{name: number or NaN} -> its mean over the ranks that have it.
+
+    For peaks of memory and max_ gaps it is the largest.
+    """
     merged = {}
     per_rank = gather(metrics)
     for name in metrics:
         values = [metrics[name] for metrics in per_rank if not math.isnan(metrics[name])]
         largest = name.removeprefix("decoder/") == "max_logprob_gap" or name.startswith("gpu_gb/")
-        merged[name] = (
-            (max(values) if largest else sum(values) / len(values)) if values else math.nan
-        )
+        merged[name] = math.nan
+        if values:
+            merged[name] = max(values) if largest else sum(values) / len(values)
     return merged

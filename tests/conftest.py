@@ -26,57 +26,26 @@ if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
 
 from diffusers import GlmImagePipeline
-from make import draw
+from world import draw
 
 import train
-from runtime.log import Phases
+from glm_image import painting
 
 CPU = torch.device("cpu")
 RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture: see shorten
 
-QUICK = [
-    "--model",
-    str(TINY),
-    "--prompts",
-    "prompts.txt",
-    "--targets",
-    "targets",
-    "--height",
-    "32",
-    "--width",
-    "32",
-]
-QUICK += [
-    "--reward",
-    "ssim:1,mse:1",
-    "--prompts-per-step",
-    "1",
-    "--group-size",
-    "2",
-    "--decode-steps",
-    "1",
-]
-QUICK += [
-    "--eval-prompts",
-    "prompts.txt",
-    "--eval-targets",
-    "targets",
-    "--eval-reward",
-    "",
-    "--eval-count",
-    "1",
-]
+QUICK = "--prompts prompts.txt --targets targets --height 32 --width 32 --reward ssim:1,mse:1"
+QUICK += " --prompts-per-step 1 --group-size 2 --decode-steps 1 --eval-prompts prompts.txt"
 # Sharp as the shipped model is, short pictures would all be the same.
-QUICK += ["--lr", "2e-3", "--temperature", "9", "--top-p", "1"]
+QUICK += " --eval-targets targets --eval-count 1 --temperature 9 --top-p 1"
+QUICK = ["--model", str(TINY), *QUICK.split(), "--eval-reward", ""]
 
 
 def pytest_configure(config):
-    for warning in (
-        "ignore::FutureWarning",
-        "ignore:.*torch.jit:DeprecationWarning",
-    ):  # of one library about another
+    # Of one library about another.
+    for warning in ("ignore::FutureWarning", "ignore:.*torch.jit:DeprecationWarning"):
         config.addinivalue_line("filterwarnings", warning)
 
 
@@ -93,20 +62,28 @@ def tiny_settings(*arguments):
 
 def build_run(settings, pipe=None):
     """What a run works with, of the tiny model unless told otherwise."""
-    pipe, policy, decoder = train.build(pipe or train.load(settings, CPU), settings, CPU)
-    return train.Run(pipe, policy, decoder, Phases(CPU))
+    pipe = pipe or train.load(settings.model, CPU, edits=settings.sources is not None)
+    pipe, adapted = train.build(pipe, settings, CPU)
+    trainers = train.make_trainers(settings, pipe, adapted, CPU)
+    run = train.Run(pipe, *trainers, settings.train, train.Phases(CPU))
+    train.set_learning_rates(run.trainers, settings, settings.warmup_steps)
+    return run
+
+
+def sampling(settings):
+    return train.sampling_of(settings)[0]
 
 
 def shorten(setattr):
     """Pictures of a few codes, for tests of files, signals and errors: a preview of 256 takes a
     second to write."""
-    encode = train.encode_prompt
+    encode = painting.encode_prompt
 
     def encode_prompt(*arguments):
         ids, positions, _ = encode(*arguments)
         return ids, positions[:, : len(ids) + CODES], CODES
 
-    setattr(train, "encode_prompt", encode_prompt)
+    setattr(painting, "encode_prompt", encode_prompt)
 
 
 def write_prompts(folder):
@@ -117,19 +94,22 @@ def write_prompts(folder):
     draw(BLUE_CROSS).save(folder / "targets" / "2.png")
 
 
+def quick_flags(arguments):
+    return QUICK if "decoder" in arguments else [*QUICK, "--lr", "2e-3"]
+
+
 @contextmanager
 def short_runs(folder, whole=False):
     """In a folder with two prompts: train.main on short pictures, or whole ones. Yields it; it
     returns its exit code."""
     write_prompts(folder)
-    handlers = {
-        number: signal.signal(number, unheard) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.signal(number, unheard) for number in numbers}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         if not whole:
             shorten(patch.setattr)
-        yield lambda *arguments: train.main([*QUICK, *arguments])
+        yield lambda *arguments: train.main([*quick_flags(arguments), *arguments])
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -165,8 +145,8 @@ def write_reward(body):
     The first call is the trial on blank pictures, the next two are the evaluations before training
     (of prompts trained on and held out), then steps come.
     """
-    code = "import os, shutil, signal\nimport torch\n\ncalls = []\n\ndef reward(images, prompts, targets):\n"
-    code += "    calls.append(1)\n    call = len(calls)\n"
+    code = "import os, shutil, signal\nimport torch\n\ncalls = []\n\n"
+    code += "def reward(images, prompts, targets):\n    calls.append(1)\n    call = len(calls)\n"
     code += "".join(f"    {line}\n" for line in body.splitlines())
     Path("mine.py").write_text(code + "    return torch.arange(len(images)).float()\n")
     return ["--reward", "mine.py:reward"]

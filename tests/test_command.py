@@ -33,17 +33,17 @@ from conftest import (
     shorten,
     tiny_settings,
 )
-from make import draw
 from PIL import Image
 from safetensors.torch import load_file
+from world import draw
 
 import train
 from grpo import compute_advantages
 from rewards import REWARDS
 from runtime import UserError, log, ranks, settings
 from runtime.data import Prompts
-from runtime.log import Phases
-from runtime.metrics import (
+from runtime.gpu import Phases
+from runtime.report import (
     format_step,
     reward_metrics,
     step_metrics,
@@ -400,7 +400,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--help"])
     text = capsys.readouterr().out
-    assert all(action.help for action in settings.build_parser()[0]._actions)
+    assert all(action.help for action in settings.build_parser()._actions)
     for name in vars(tiny_settings()).keys() - {
         "sequences"
     }:  # which is decided by --train and --group-size
@@ -601,7 +601,7 @@ def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatc
     )
     shown = []
     monkeypatch.setattr(
-        "runtime.log.save_grid",
+        "runtime.record.save_grid",
         lambda path, rows, title: shown.extend(rows) or Image.new("RGB", (8, 8)),
     )
     both = ["--train", "both", "--paintings", "2", "--decode-steps", "2"]
@@ -665,20 +665,17 @@ def test_no_two_groups_share_a_seed(monkeypatch):
         monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
         for step in range(30):
             for seed in (0, 1, 2):
-                first = train.seed_of_step(step, SimpleNamespace(seed=seed, prompts_per_step=4))
+                first = train.seed_of_step(step, seed, 4)
                 seeds += range(first, first + 4)
     assert len(set(seeds)) == len(seeds) == 3 * 30 * 3 * 4
-    assert train.seed_of_step(10**6, SimpleNamespace(seed=2**32 - 1, prompts_per_step=4)) < 2**63
+    assert train.seed_of_step(10**6, 2**32 - 1, 4) < 2**63
 
 
 @pytest.mark.parametrize(("seeds", "steps", "evaluated"), [(10, 10**4, 2**20), (1000, 1000, 1000)])
 def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps, evaluated):
     """Codes, noise and the decoder's draws of the first seeds, and those of the evaluations."""
     for seed in range(seeds):
-        first, last = (
-            train.seed_of_step(s, SimpleNamespace(seed=seed, prompts_per_step=4))
-            for s in (0, steps)
-        )
+        first, last = (train.seed_of_step(s, seed, 4) for s in (0, steps))
         own, *evaluations = (
             [start + offset for offset in (0, 2**30, 2**31)]
             for start in (first, train.SEEDS["training"], train.SEEDS["held out"])

@@ -18,10 +18,10 @@ from conftest import (
     tiny_settings,
 )
 from diffusers import GlmImagePipeline
-from make import draw
 from PIL import Image
 from safetensors.torch import load_file
 from test_gpu import perturb
+from world import draw
 
 import rewards
 import runtime
@@ -71,7 +71,7 @@ def roll_out(run, settings, seed=5):
         train.paint_group(run, settings, prompt, group, seed + i)
         for i, (prompt, group) in enumerate(zip(PROMPTS, codes))
     ]
-    images = [image for latents, _ in rolled for image in train.develop(run.pipe, latents)]
+    images = [image for latents, _ in rolled for image in train.to_images(run.pipe, latents, 4)]
     moves = [step for _, steps in rolled for step in steps]
     raw_rewards = rewards.score(REWARDS, images, PROMPTS, targets)
     combined = rewards.combine(
@@ -510,11 +510,11 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_hal
             pipe.vision_language_encoder.load_adapter(str(both_halves / "adapter"))
             folder = str(both_halves / "decoder-adapter")
             pipe.transformer.load_lora_adapter(folder, prefix=None, use_safetensors=True)
-        return train.develop(pipe, train.paint(pipe, PROMPTS[0], codes, settings, 3))[0]
+        return train.to_images(pipe, train.paint(pipe, PROMPTS[0], codes, settings, 3), 4)[0]
 
     run, _ = build("--train", "both")
     checkpoints.load(both_halves, run.trainers)
-    here = train.develop(run.pipe, train.paint(run.pipe, PROMPTS[0], codes, settings, 3))[0]
+    here = train.to_images(run.pipe, train.paint(run.pipe, PROMPTS[0], codes, settings, 3), 4)[0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
     assert difference.max() <= 1
     assert here.tobytes() != paint(False).tobytes()
@@ -579,7 +579,7 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     """All K with --train decoder, and G rows of K with both."""
     drawn = []
     monkeypatch.setattr(
-        "runtime.log.save_grid",
+        "runtime.record.save_grid",
         lambda path, rows, title: drawn.append(rows) or Image.new("RGB", (8, 8)),
     )
     Path("mine.py").write_text(

@@ -11,6 +11,7 @@ import make
 import numpy as np
 import pytest
 import torch
+import world
 from conftest import (
     BLUE_CROSS,
     CODES,
@@ -32,11 +33,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import grpo
 import rewards
 import train
-from glm_image.painting import for_decoder
+from glm_image.painting import encode_prompt, for_decoder
 from runtime import UserError
+from runtime.captured import CapturedForward
 from runtime.data import Source, read_prompts
-from runtime.gpu import CapturedForward
-from train import encode_prompt  # quick shortens that in train.py
 
 WISH = "make the circle blue"
 # (height, width) of the source and of the result: alike, the source larger, wide to tall.
@@ -56,7 +56,7 @@ def stock():
 
 def source_of(pipe, height, width, scene=RED_CIRCLE):
     """A Source of this size that the model has read."""
-    given = Source(make.draw(scene).resize((width, height)))
+    given = Source(world.draw(scene).resize((width, height)))
     model = pipe.vision_language_encoder
     own = model.__dict__.pop("get_image_tokens", None)  # without the three lines
     train.read_sources(pipe, [given], CPU)
@@ -191,16 +191,17 @@ def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path, capsys)
     for name, width in (("same", 128), ("nearly", 132), ("wide", 256)):
         (tmp_path / name).mkdir()
         picture = Image.new("RGB", (width, 128), "white")
-        picture.paste(make.draw(RED_CIRCLE), ((width - 128) // 2, 0))
+        picture.paste(world.draw(RED_CIRCLE), ((width - 128) // 2, 0))
         picture.save(tmp_path / name / "1.png")
         read = read_prompts(tmp_path / "edits.txt", tmp_path / name, tmp_path / name, (128, 128))
         for image in (read.sources[0].image, read.targets[0]):
             assert (
-                np.abs(np.asarray(image).astype(int) - np.asarray(make.draw(RED_CIRCLE))).mean() < 4
+                np.abs(np.asarray(image).astype(int) - np.asarray(world.draw(RED_CIRCLE))).mean()
+                < 4
             ), name
         assert ("1 picture of another shape" in capsys.readouterr().out) == (name == "wide")
     assert read_prompts(tmp_path / "edits.txt", tmp_path / "same", None, (128, 128)).targets == [
-        make.draw(RED_CIRCLE)
+        world.draw(RED_CIRCLE)
     ]
 
 
@@ -254,8 +255,8 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     assert tokens.max() < make.NUM_CODES
     forget(stock)
     painter = GlmImagePipeline(**{**stock.components, "vision_language_encoder": None})
-    (found,) = train.develop(painter, train.paint(painter, WISH, tokens, settings, 5, source))
-    (without,) = train.develop(painter, train.paint(painter, WISH, tokens, settings, 5))
+    (found,) = train.to_images(painter, train.paint(painter, WISH, tokens, settings, 5, source), 4)
+    (without,) = train.to_images(painter, train.paint(painter, WISH, tokens, settings, 5), 4)
     assert found.size == expected.size == (width, height)
     difference = lambda image: np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max()
     assert difference(found) <= 1 < difference(without), "the source takes part"
@@ -276,7 +277,9 @@ def test_one_source_is_kept_for_a_batch(pipe):
         GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None}),
     ):
         hook = painter.transformer.register_forward_pre_hook(count, with_kwargs=True)
-        images = train.develop(painter, train.paint(painter, WISH, tokens, settings, 0, source))
+        images = train.to_images(
+            painter, train.paint(painter, WISH, tokens, settings, 0, source), 4
+        )
         painted.append([image.tobytes() for image in images])
         hook.remove()
     assert painted[0] == painted[1] and len(set(painted[0])) == 4
@@ -297,8 +300,8 @@ def edits(quick):
     """Runs train.main on two edits, in pictures of 4 codes."""
     Path("edits.txt").write_text("make the circle blue\nmake the cross a square\n")
     Path("sources").mkdir()
-    make.draw(RED_CIRCLE).save("sources/1.png")
-    make.draw(BLUE_CROSS).save("sources/2.png")
+    world.draw(RED_CIRCLE).save("sources/1.png")
+    world.draw(BLUE_CROSS).save("sources/2.png")
     return lambda *arguments: quick(*EDITS, *arguments)
 
 
@@ -419,7 +422,7 @@ def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
 
 
 def test_keep_is_likeness_to_the_source():
-    source, other = make.draw(RED_CIRCLE), make.draw(BLUE_CROSS)
+    source, other = world.draw(RED_CIRCLE), world.draw(BLUE_CROSS)
     found = rewards.keep([source, other], ["", ""], None, [source, source])
     expected = rewards.ssim([source, other], ["", ""], [source, source])
     assert torch.equal(found, expected) and found[0] == 1 > found[1]

@@ -21,9 +21,9 @@ from test_rewards import tiny_clip
 from tqdm import tqdm
 
 import train
-from runtime.log import Phases
-from runtime.metrics import best_step
+from runtime.gpu import Phases
 from runtime.pictures import save_curves
+from runtime.report import best_step
 from runtime.settings import RELEASE, TINY
 
 
@@ -168,7 +168,7 @@ def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
 def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
     waited = []
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("runtime.log.tqdm.unpause", lambda bar: waited.append(bar.n))
+    monkeypatch.setattr("runtime.gpu.tqdm.unpause", lambda bar: waited.append(bar.n))
     phase = Phases(CPU)
     phase.begin(steps=5, done=2)
     with phase.evaluation(3), phase("score"):
@@ -192,7 +192,7 @@ def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(quick, monkeypatch)
             self.seen.append(n)
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("runtime.log.tqdm", Bar)
+    monkeypatch.setattr("runtime.gpu.tqdm", Bar)
     Path("new.txt").write_text("a green ring\n")
     arguments = ["--eval-prompts", "new.txt", "--eval-targets", "none", "--eval-count", "2"]
     assert quick(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0

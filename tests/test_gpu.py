@@ -14,18 +14,19 @@ from types import SimpleNamespace
 import make
 import pytest
 import torch
-from conftest import CPU, records, tiny_settings
+from conftest import CPU, build_run, records, tiny_settings
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import train
-from glm_image.memory import needed, working_memory
+from glm_image.memory import GAPS, needed, working_memory
 from glm_image.model import meta_models
+from glm_image.painting import encode_prompt
 from grpo import Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
-from runtime.adapters import adamw
-from runtime.gpu import CapturedForward, grouped_attention, place, plan
-from runtime.log import Phases
+from runtime.captured import CapturedForward, grouped_attention
+from runtime.gpu import Phases, place, plan
+from train import adamw
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
 CODES = slice(0, make.NUM_CODES)
@@ -56,6 +57,10 @@ def card(monkeypatch):
     return machine
 
 
+def planned(models, settings):
+    return plan(needed, models, settings, 0, CUDA)
+
+
 def gigabytes(size):
     """A model of so many of them."""
     return torch.nn.Linear(10**5, int(1e4 * size / 4), bias=False, device="meta").requires_grad_(
@@ -82,9 +87,9 @@ def for_gpu(*flags):
 @pytest.mark.parametrize(
     ("choice", "free", "cap", "expected"),
     [
-        ("auto", 12.4, 1.0, False),  # 4 GB of weights, and 8.4 to work in with micro-batches of 2
-        ("auto", 12.2, 1.0, True),
-        ("auto", 40.0, 0.3, True),  # a cap counts like a smaller card
+        ("auto", 11.9, 1.0, False),  # 4 GB of weights, and 7.9 to work in with micro-batches of 2
+        ("auto", 11.7, 1.0, True),
+        ("auto", 40.0, 0.29, True),  # a cap counts like a smaller card
         ("yes", 40.0, 1.0, True),
         ("no", 1.0, 1.0, False),
     ],
@@ -92,7 +97,7 @@ def for_gpu(*flags):
 def test_what_fits_stays_on_the_gpu(card, capsys, choice, free, cap, expected):
     card.free, card.cap = free, cap
     settings = for_gpu("--offload", choice, "--micro-batch-size", "2")
-    assert plan(needed, weights(2, 2), settings, CUDA) == ("pinned" if expected else None)
+    assert planned(weights(2, 2), settings) == ("pinned" if expected else None)
     output = capsys.readouterr().out
     assert f"they {'take turns' if expected else 'both stay'} (--offload {choice})" in output
 
@@ -101,33 +106,25 @@ def test_the_largest_micro_batch_that_fits(card, capsys):
     """Both staying comes first; 1,344 tokens are 1.08 GB a sequence, and the VAE's 5.35 GB are
     there in any case."""
     sizes = {}
-    for free in (12.0, 12.4, 15.5, 15.7, 40.0):
+    for free in (11.5, 11.9, 15.0, 15.2, 40.0):
         card.free, settings = free, for_gpu("--group-size", "16", "--prompts-per-step", "1")
-        sizes[free] = plan(needed, weights(2, 2), settings, CUDA), settings.micro_batch_size
-    expected = {
-        12.0: ("pinned", 4),
-        12.4: (None, 4),
-        15.5: (None, 4),
-        15.7: (None, 8),
-        40.0: (None, 8),
-    }
-    assert sizes == expected
+        sizes[free] = planned(weights(2, 2), settings), settings.micro_batch_size
+    expected = {11.5: ("pinned", 4), 11.9: (None, 4), 15.0: (None, 4), 15.2: (None, 8)}
+    assert sizes == expected | {40.0: (None, 8)}
     assert "with micro-batches of 8 (--micro-batch-size auto)" in capsys.readouterr().out
     card.free, settings = 40.0, for_gpu("--group-size", "3")
-    plan(needed, weights(2, 2), settings, CUDA)
+    planned(weights(2, 2), settings)
     assert settings.micro_batch_size == 3, "a group has no more"
-    card.free, settings = 9.6, for_gpu()
-    assert plan(needed, weights(5, 2), settings, CUDA) and settings.micro_batch_size == 2, (
-        "and in turns"
-    )
+    card.free, settings = 9.1, for_gpu()
+    assert planned(weights(5, 2), settings) and settings.micro_batch_size == 2, "and in turns"
 
 
 @pytest.mark.parametrize(
     ("free", "host", "flags"),
     [
-        (16.6, 60.0, []),
-        (16.6, 20.0, ["--base", "int8"]),  # the GPU would do
-        (25.0, 60.0, ["--micro-batch-size", "16", "--group-size", "16", "--prompts-per-step", "1"]),
+        (16.1, 60.0, []),
+        (16.1, 20.0, ["--base", "int8"]),  # the GPU would do
+        (24.5, 60.0, ["--micro-batch-size", "16", "--group-size", "16", "--prompts-per-step", "1"]),
     ],
 )
 def test_what_does_not_fit_is_refused(card, free, host, flags):
@@ -137,27 +134,25 @@ def test_what_does_not_fit_is_refused(card, free, host, flags):
     sizes = {"bfloat16": (17.8, 15.1), "int8": (9.7, 8.3)}
     released = lambda settings, device: [gigabytes(size) for size in sizes[settings.base]]
     with pytest.raises(UserError) as error:
-        plan(needed, released, for_gpu(*flags), CUDA)
+        planned(released, for_gpu(*flags))
     assert str(error.value).startswith("too little memory: with micro-batches of ")
     assert f"free are {free:.1f} GB of the GPU and {host - 4:.1f} of the host" in str(error.value)
 
 
 def test_weights_that_cannot_be_page_locked_are_copied_from_where_they_are(card, capsys):
     """Slower beats refused; int8 weights are in no file, so memory has to hold them."""
-    card.free = 12.0
+    card.free = 11.5
     for host, expected in ((8.1, "pinned"), (7.9, "mapped")):
         card.host = host
-        assert plan(needed, weights(2, 2), for_gpu(), CUDA) == expected
+        assert planned(weights(2, 2), for_gpu()) == expected
         assert ("more slowly: so much cannot be page-locked" in capsys.readouterr().out) == (
             expected == "mapped"
         )
     card.host = 10.1
-    assert (
-        plan(needed, weights(8, 4), for_gpu("--base", "int8", "--offload", "yes"), CUDA) == "pinned"
-    )
+    assert planned(weights(8, 4), for_gpu("--base", "int8", "--offload", "yes")) == "pinned"
     card.host = 9.9
     with pytest.raises(UserError, match=r"6.0 of page-locked host memory; .* 5.9 of the host"):
-        plan(needed, weights(8, 4), for_gpu("--base", "int8", "--offload", "yes"), CUDA)
+        planned(weights(8, 4), for_gpu("--base", "int8", "--offload", "yes"))
 
 
 def test_a_gpu_without_bfloat16_is_refused(card):
@@ -165,50 +160,58 @@ def test_a_gpu_without_bfloat16_is_refused(card):
     with pytest.raises(
         UserError, match="Tesla T4 has no bfloat16: take a GPU of the Ampere series or newer"
     ):
-        plan(needed, weights(2, 2), for_gpu(), CUDA)
+        planned(weights(2, 2), for_gpu())
 
 
 def test_rewards_are_counted_while_they_score(card):
     """SmolVLM takes 7.3 GB beside all that stays, or alone where models take turns."""
     settings = for_gpu("--reward", "vqa", "--micro-batch-size", "1")
-    both, *turns = (value - 2.0e9 for value in working_memory(settings))
+    both, *turns = working_memory(settings, 1, 0)
     cache = 41e3 * 1536 * 16
     assert both == pytest.approx(cache + 7.3e9) and turns[3] == pytest.approx(7.3e9)
     judged = for_gpu("--eval-reward", "vqa", "--micro-batch-size", "1")
-    assert working_memory(judged) == working_memory(settings)
-    for free, expected in ((14.4, None), (14.2, "pinned")):
+    assert working_memory(judged, 1, 0) == working_memory(settings, 1, 0)
+    for free, expected in ((13.9, None), (13.7, "pinned")):
         card.free = free
         assert (
-            plan(needed, weights(2, 2), for_gpu("--reward", "vqa", "--micro-batch-size", "1"), CUDA)
+            planned(weights(2, 2), for_gpu("--reward", "vqa", "--micro-batch-size", "1"))
             == expected
         )
         assert (
-            plan(
-                needed, weights(2, 2), for_gpu("--reward", "ssim", "--micro-batch-size", "1"), CUDA
-            )
-            is None
+            planned(weights(2, 2), for_gpu("--reward", "ssim", "--micro-batch-size", "1")) is None
         )
 
 
-def test_what_is_needed_follows_from_the_weights():
+def test_what_is_needed_follows_from_the_weights(monkeypatch):
     model = torch.nn.Linear(300, 300).requires_grad_(False)  # 361,200 bytes
     learns = torch.nn.Linear(5, 2, bias=False)  # stays on the GPU
     settings = tiny_settings()
-    together, sampling, painting, developing, scoring = working_memory(settings)
-    assert scoring < developing < sampling and painting < sampling
-    assert needed([model, learns], settings) == (361_240 + together, 361_240 + sampling, 361_200, 0)
-    assert needed([learns, model], settings)[1] == 40 + max(sampling, 361_200 + developing)
+    together, sampling, painting, decoding, scoring = working_memory(settings, 4, 0)
+    assert scoring < decoding < sampling and painting < sampling
+    of = lambda *models, prompt=0: needed(models, settings, 4, prompt)
+    trained = 4 * 40 + GAPS  # with its gradient and Adam's moments
+    expected = (361_200 + trained + together, 361_200 + trained + sampling, 361_200, 0)
+    assert of(model, learns) == expected == of(model, learns, prompt=256)
+    settings.height = settings.width = 1024
+    settings.prompts_per_step = 1
+    *_, decoding, _ = working_memory(settings, 4, 0)
+    assert of(learns, model, model)[1] == trained + 361_200 + decoding, "the VAE in its own turn"
+    alone = of(model, learns)[0]
+    longer = of(model, learns, prompt=4256)[0] - of(model, learns, prompt=2256)[0]
+    assert longer > 0.8e6 * 500 * 4, "a token per 4 bytes"
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    assert of(model, learns)[0] == alone + 0.5e9, "NCCL's buffers"
 
 
 def test_the_rank_with_the_least_memory_decides_for_all(card, monkeypatch):
     card.free = 40.0
-    assert not plan(needed, weights(2, 2), for_gpu(), CUDA)
+    assert not planned(weights(2, 2), for_gpu())
     for other, expected in (((10e9, 60e9), "pinned"), ((10e9, 3e9), "mapped")):
         monkeypatch.setattr(ranks, "gather", lambda value, other=other: [value, other])
-        assert plan(needed, weights(2, 2), for_gpu(), CUDA) == expected
+        assert planned(weights(2, 2), for_gpu()) == expected
     monkeypatch.setattr(ranks, "gather", lambda value: [value, (4e9, 4e9)])
     with pytest.raises(UserError, match="free are 4.0 GB of the GPU and 4.0 of the host"):
-        plan(needed, weights(2, 2), for_gpu(), CUDA)
+        planned(weights(2, 2), for_gpu())
     monkeypatch.undo()
 
 
@@ -249,8 +252,9 @@ def test_what_is_planned_is_what_loads(flags):
     """From the config files alone: the same tensors, but for the few bytes of a table that stays
     float32."""
     settings = tiny_settings(*flags)
-    pipe, policy, _ = train.build(train.load(settings, CUDA), settings, CPU)
-    loaded, outlined = [policy.model, *train.painting_models(pipe)], meta_models(settings, CUDA)
+    pipe, adapted = train.build(train.load(settings.model, CUDA), settings, CPU)
+    loaded = [adapted["codes"][0], *train.painting_models(pipe)]
+    outlined = meta_models(settings, CUDA)
     assert all(p.device.type == "meta" for model in outlined for p in model.parameters())
     for expected, found in zip(loaded, outlined, strict=True):
         assert sum(p.nbytes for p in found.parameters()) == sum(
@@ -424,7 +428,7 @@ def text_model():
 
 def encode(pipe, *texts):
     """Prompts of the tiny model, for pictures of which only the first LENGTH codes are written."""
-    encoded = [train.encode_prompt(pipe.processor, text, 64, 32) for text in texts]
+    encoded = [encode_prompt(pipe.processor, text, 64, 32) for text in texts]
     return [ids for ids, _, _ in encoded], [
         positions[:, : len(ids) + LENGTH] for ids, positions, _ in encoded
     ]
@@ -482,18 +486,27 @@ def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_grap
     assert forward.cache is cache, "fewer rows are filled up"
     assert RecordedGraph.made == 1
 
-    same_samples(
-        glm, forward, *encode(pipe, "a ring", "a red ring and a green cross " * 5), **SHAPING
-    )
+    longer = encode(pipe, "a ring", "a red ring and a green cross " * 2)
+    assert size - LENGTH < len(longer[0][1]) <= size, "there is room for the prompt alone"
+    same_samples(glm, forward, *longer, **SHAPING)
     assert forward.cache is not cache and forward.size > size and forward.size % 32 == 0
-    assert len(forward.ids) == 4, "made anew for the rows at hand"
     same_samples(glm, forward, *three, **SHAPING)
-    assert RecordedGraph.made == 3
+    assert RecordedGraph.made == 2 and len(forward.ids) == 6, "as many rows as before"
 
     forward.release()
     assert forward.cache is None and forward.graph is None, "the memory is free"
     same_samples(glm, forward, *three, **SHAPING)
-    assert RecordedGraph.made == 4
+    assert RecordedGraph.made == 3
+
+
+def test_the_step_is_captured_once_for_the_rows_that_are_to_come(glm, pipe, recorded_graphs):
+    """The first evaluation may have fewer than a step."""
+    forward = GraphedForward(glm, LENGTH, rows=6, compile=False)
+    for texts in (["a ring"], ["a ring", "three squares"], ["a ring", "a cross", "two rings"]):
+        same_samples(glm, forward, *encode(pipe, *texts), **SHAPING)
+    assert RecordedGraph.made == 1
+    settings = tiny_settings("--compile", "yes", "--prompts-per-step", "3", "--group-size", "5")
+    assert build_run(settings).policy_trainer.forward.rows == 15
 
 
 def test_memory_that_runs_out_in_a_capture_is_named(glm, pipe, monkeypatch, recorded_graphs):
@@ -561,17 +574,14 @@ def test_a_gpu_captures_the_step_and_compiles_it_unless_told_otherwise(
     device, choice, captured, compiled
 ):
     settings = tiny_settings("--compile", choice)
-    _, policy, _ = train.build(train.load(settings, CPU), settings, device)
-    assert isinstance(policy.forward, CapturedForward) == captured
-    assert (
-        hasattr(getattr(policy.forward, "forward", None), "_torchdynamo_orig_callable") == compiled
-    )
-    assert (
-        policy.model.get_base_model().config.get_text_config()._attn_implementation == "grouped"
-    ) == compiled
-    assert not captured or policy.forward.num_new_tokens == 256 + 4 * 4, (
-        "of the preview and the picture"
-    )
+    pipe, adapted = train.build(train.load(settings.model, CPU), settings, device)
+    policy, _ = adapted["codes"]
+    forward = train.captured_step(policy, pipe, settings, device)
+    assert isinstance(forward, CapturedForward) == captured
+    assert hasattr(getattr(forward, "forward", None), "_torchdynamo_orig_callable") == compiled
+    config = policy.get_base_model().config.get_text_config()
+    assert (config._attn_implementation == "grouped") == compiled
+    assert not captured or forward.num_new_tokens == 256 + 4 * 4, "of the preview and the picture"
 
 
 @pytest.mark.parametrize("size", [1.0, 5e-9])
@@ -579,7 +589,8 @@ def test_a_gradient_however_small_moves_the_adapter(size):
     """Adam's step does not depend on the gradient's size, down to the smallest that was seen in
     such training."""
     weight = torch.nn.Parameter(torch.zeros(8))
-    optimizer = adamw(torch.nn.ParameterList([weight]), lr=1e-3, warmup_steps=0)
+    optimizer = adamw(torch.nn.ParameterList([weight]))
+    optimizer.param_groups[0]["lr"] = 1e-3
     weight.grad = torch.full((8,), size)
     optimizer.step()
     torch.testing.assert_close(weight.data, torch.full((8,), -1e-3), rtol=1e-3, atol=0)

@@ -10,11 +10,11 @@ import torch
 from conftest import adapter_of, build_run, records, resume, tiny_settings
 from torch.nn.functional import linear
 
-import train
 from glm_image.model import LORA_TARGETS
+from glm_image.painting import encode_prompt
 from grpo import get_per_token_logprobs
 from runtime.adapters import add_adapter
-from runtime.gpu import Int8Linear, round_linears
+from runtime.int8 import Int8Linear, round_linears
 
 
 def rounded_pair(dtype, bias=True):
@@ -83,10 +83,8 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
 
 
 def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
-    """And in bfloat16 as on a GPU; log-probs (of -20) are off by as little as bfloat16 is; the
-    adapter has gradients."""
-    settings = tiny_settings("--base", "int8")
-    ids, positions, _ = train.encode_prompt(pipe.processor, "a red circle", 64, 32)
+    """In bfloat16, too; log-probs (of -20) are off by as little as bfloat16 is."""
+    ids, positions, _ = encode_prompt(pipe.processor, "a red circle", 64, 32)
     codes = torch.randint(256, (2, 10), generator=torch.Generator().manual_seed(0))
     ids, positions = torch.cat([ids.expand(2, -1), codes], 1), positions[:, : len(ids) + 10]
     logprobs = lambda model: get_per_token_logprobs(
@@ -100,7 +98,7 @@ def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
             round_linears(own.model.language_model.layers)
             reference = logprobs(own)
         assert 0 < (reference - exact).abs().mean() < off
-        model, _ = add_adapter(own, "codes", LORA_TARGETS["codes"], settings)
+        model, _ = add_adapter(own, "codes", LORA_TARGETS["codes"], 16, None, None)
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
@@ -128,7 +126,7 @@ def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(q
         "the reference is the rounded base"
     )
 
-    assert '"base": "int8"' in Path("whole/adapter/README.md").read_text()
+    assert '"base": "int8"' in Path("whole/adapter/settings.json").read_text()
     for base in ("int8", "bfloat16"):
         assert (
             quick("--adapter", "whole", "--steps", "0", "--base", base, "--out", f"judged-{base}")

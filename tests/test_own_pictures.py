@@ -86,8 +86,7 @@ def test_pictures_are_made_to_size_as_they_are_read(tmp_path, monkeypatch, edit)
 
 
 def test_what_is_no_picture_is_left_out(tmp_path):
-    """What a Mac leaves beside each file, what an iPhone makes, what Pillow writes but does not
-    read, a folder."""
+    """What a Mac leaves beside each file, what an iPhone makes, what Pillow cannot read."""
     read(tmp_path, ("1.png", Image.new("RGB", (32, 32))), ("2.JPG", Image.new("RGB", (32, 32))))
     for name in ("._1.png", "3.HEIC", "notes.pdf", "film.mpg", "Thumbs.db"):
         (tmp_path / "own" / name).write_bytes(b"no picture")
@@ -95,18 +94,18 @@ def test_what_is_no_picture_is_left_out(tmp_path):
     assert (
         len(read_prompts(tmp_path / "prompts.txt", tmp_path / "own", None, (64, 64)).targets) == 2
     )
-    words = f"{tmp_path}/own has 2 pictures for 3 prompts; give one per prompt, sorted by name"
-    assert refusal(tmp_path, count=3) == words
+    words = f"{tmp_path}/own has 2 pictures (not read: 3.HEIC, Thumbs.db, film.mpg) for 3 prompts"
+    assert refusal(tmp_path, count=3) == f"{words}; give one each, sorted by name"
 
 
 def test_pictures_are_sorted_as_people_count(tmp_path):
-    """A superscript two is a digit to Python but no number; "٣" is a number that sorts among
-    letters."""
-    names = ("10.png", "2.png", "²1.png", "٣1.png", "b.png")
+    """Whatever the case. A superscript two is a digit to Python but no number; "٣" is one that
+    sorts among letters."""
+    names = ("10.png", "2.png", "²1.png", "٣1.png", "C.png", "b.png", "A.png")
     pictures = read(
         tmp_path, *((name, Image.new("RGB", (64, 64), (i, 0, 0))) for i, name in enumerate(names))
     )
-    assert [picture.getpixel((0, 0))[0] for picture in pictures] == [1, 0, 4, 2, 3]
+    assert [picture.getpixel((0, 0))[0] for picture in pictures] == [1, 0, 6, 5, 4, 2, 3]
 
 
 def test_a_picture_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatch):
@@ -125,9 +124,15 @@ def test_a_picture_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatc
         assert refusal(tmp_path).startswith(words)
 
 
+def test_blanks_in_a_row_are_one_and_repeated_prompts_are_counted(tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("a ring\na\tring\nan  egg\na ring\n")
+    prompts = read_prompts(tmp_path / "prompts.txt", None)
+    assert prompts.texts == ["a ring", "a ring", "an egg", "a ring"]
+    assert capsys.readouterr().out == f"{tmp_path}/prompts.txt: 2 prompts stood there before\n"
+
+
 def test_prompts_end_at_line_feeds_only(tmp_path):
-    """Not at the other characters that str.splitlines knows, which are found in text from web pages
-    and PDFs."""
+    """Not at the other characters that str.splitlines knows, as in text from web pages."""
     odd = ["line\u2028separator", "form\x0cfeed", "file\x1cseparator", "next\x85line"]
     (tmp_path / "prompts.txt").write_bytes(
         "\r\n".join(["\ufeffa circle", *odd, "", "\u200b", "a cross"]).encode()

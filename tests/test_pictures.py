@@ -15,11 +15,11 @@ from PIL import Image, ImageFont
 
 import train
 from glm_image.model import meta_models
+from glm_image.painting import encode_prompt
 from grpo import get_per_token_logprobs
 from runtime import checkpoints
 from runtime.pictures import chinese_font, font_for, save_before_after, save_grid
 from runtime.settings import TINY
-from train import encode_prompt  # quick shortens that in train.py
 
 SIZES = [
     (128, 128),
@@ -62,7 +62,7 @@ def small(*arguments):
 @pytest.mark.parametrize("size", SIZES)
 def test_positions_equal_the_models_own(pipe, size):
     """encode_prompt against get_rope_index, which generate() uses."""
-    ids, positions, count = train.encode_prompt(pipe.processor, PROMPT, *size)
+    ids, positions, count = encode_prompt(pipe.processor, PROMPT, *size)
     inputs = glm_inputs(pipe, PROMPT, *size)
     inner = pipe.vision_language_encoder.model
     prompt_positions, _ = inner.get_rope_index(**inputs)
@@ -87,9 +87,11 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
     )
     grids = glm_inputs(pipe, PROMPT, *size)["image_grid_thw"]
     total, offset, rows, columns = pipe._compute_generation_params(grids, is_text_to_image=True)
-    tokens = codes(2, train.encode_prompt(pipe.processor, PROMPT, *size)[2])
+    tokens = codes(2, encode_prompt(pipe.processor, PROMPT, *size)[2])
     assert total == tokens.shape[1] + 1, "generate() writes an end token too"
-    images = train.develop(pipe, train.paint(decoder_of(pipe), PROMPT, tokens, settings, seed=5))
+    images = train.to_images(
+        pipe, train.paint(decoder_of(pipe), PROMPT, tokens, settings, seed=5), 4
+    )
     generator = torch.Generator().manual_seed(5 + 2**31)  # of the noise, not of the codes
     latents = torch.randn(1, 8, size[0] // 8, size[1] // 8, generator=generator)
     for row, image in zip(tokens, images, strict=True):
@@ -123,10 +125,10 @@ def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, pa
 def test_one_noise_for_a_group_and_any_batch_size(pipe):
     decoder, tokens = decoder_of(pipe), codes(1, CODES).repeat(3, 1)
     batched = train.paint(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5)
-    batched = pixels(train.develop(decoder, batched))
+    batched = pixels(train.to_images(decoder, batched, 4))
     assert np.abs(batched[1:] - batched[:1]).max() <= 1, "equal codes, equal pictures"
     other = pixels(
-        train.develop(decoder, train.paint(decoder, PROMPT, tokens[:1], small(), seed=6))
+        train.to_images(decoder, train.paint(decoder, PROMPT, tokens[:1], small(), seed=6), 4)
     )
     assert np.abs(other - batched[:1]).max() > 1, "the seed is used"
 

@@ -1,9 +1,9 @@
 """Mistakes of docs/pitfalls.md as they are often made, beside what grpo.py and rewards.py do."""
 
-import make
 import numpy as np
 import pytest
 import torch
+import world
 
 import rewards
 from grpo import compute_advantages, compute_grpo_loss
@@ -73,16 +73,16 @@ def test_a_ratio_of_means_over_prompt_and_codes_hides_that_the_policy_moved():
 def test_mse_alone_prefers_a_blank_picture_to_a_wrong_one():
     """Of one object: nothing at all against the right shape in another colour, and against the
     object elsewhere."""
-    blank = make.draw((None,) * 4)
+    blank = world.draw((None,) * 4)
     colours = []
     places = []
-    for shape, colour in make.SPRITES:
-        scenes = [((shape, other), None, None, None) for other in make.COLOURS if other != colour]
+    for shape, colour in world.SPRITES:
+        scenes = [((shape, other), None, None, None) for other in world.COLOURS if other != colour]
         scenes += [
             tuple((shape, colour) if i == place else None for i in range(4)) for place in (1, 2, 3)
         ]
-        target = make.draw(((shape, colour), None, None, None))
-        images = [blank, *map(make.draw, scenes)]
+        target = world.draw(((shape, colour), None, None, None))
+        images = [blank, *map(world.draw, scenes)]
         empty, *values = rewards.mse(images, [""] * 9, [target] * 9).tolist()
         preferred = [empty > value for value in values]
         colours += preferred[:5]

@@ -9,10 +9,10 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 
-import make
 import pytest
 import torch
 import torch.distributed as dist
+import world
 from conftest import (
     QUICK,
     _in_child,
@@ -108,7 +108,7 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
     ]
     with open("prompts.txt", "a") as prompts:
         prompts.write("a green ring\n")
-    make.draw((None, ("ring", "green"), None, None)).save("targets/3.png")
+    world.draw((None, ("ring", "green"), None, None)).save("targets/3.png")
     settings += [
         "--reward",
         "ssim:1,mse:0.5",
@@ -287,6 +287,6 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 def test_torchrun_takes_no_flag_of_ours_for_its_own():
     """It reads the whole command line, and takes the beginning of a flag for the flag."""
     theirs = [flag for action in get_args_parser()._actions for flag in action.option_strings]
-    ours = [flag for action in build_parser()[0]._actions for flag in action.option_strings]
+    ours = [flag for action in build_parser()._actions for flag in action.option_strings]
     clashes = [flag for flag in ours if any(other.startswith(flag) for other in theirs)]
     assert len(ours) > 30 and set(clashes) == {"-h", "--help"}

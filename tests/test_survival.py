@@ -26,7 +26,7 @@ from torch._inductor.exc import InductorError
 import train
 from grpo import GRPO
 from runtime import UserError, checkpoints
-from runtime.gpu import CapturedForward
+from runtime.captured import CapturedForward
 from runtime.settings import build_parser
 
 
@@ -153,7 +153,7 @@ def test_a_resumed_run_keeps_every_setting_but_these(one_step):
         "eval_targets",
         "eval_sources",
     }  # hashed
-    for action in build_parser()[0]._actions:
+    for action in build_parser()._actions:
         if action.dest in ("help", "out", "resume"):
             continue
         value = saved[action.dest]
@@ -482,7 +482,7 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(
             "runtime.checkpoints.open", lambda _, mode: open("/dev/full", mode), raising=False
-        )  # noqa: SIM115
+        )
         assert resume("a run", "--steps", "2") == 2
     assert "No space left on device; its checkpoints are whole" in (message := error_of(capsys))
     assert "once that is fixed, --resume 'a run' goes on" in message

@@ -4,20 +4,22 @@ of its prompts."""
 import random
 import re
 import runpy
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 import check
 import make
 import numpy as np
 import pytest
 import torch
+import world
 from conftest import ROOT, TINY, build_run, tiny_settings
+from diffusers import GlmImagePipeline
 from PIL import Image, ImageFilter
-from safetensors.torch import save_file
 
 import train
-from runtime.data import Source
+from glm_image.painting import encode_prompt
+from runtime.data import Data, Source
+from runtime.record import ADAPTERS
 
 RED_CIRCLE = "a red circle"
 
@@ -29,7 +31,7 @@ def lines(name):
 
 
 def kind_of(prompt):
-    return {**make.MEANING, **make.WISHES}[prompt].kind
+    return {**world.MEANING, **world.WISHES}[prompt].kind
 
 
 def pictures(folder):
@@ -38,7 +40,7 @@ def pictures(folder):
 
 def some_scenes(count):
     rng = random.Random(5)
-    return [make.random_scene(rng) for _ in range(count)]
+    return [world.random_scene(rng) for _ in range(count)]
 
 
 # ---- the judge -----------------------------------------------------------------------------------
@@ -55,14 +57,14 @@ def some(captions, count):
     return random.Random(0).sample(captions, min(count, len(captions)))
 
 
-@pytest.mark.parametrize("kind", make.KINDS)
+@pytest.mark.parametrize("kind", world.KINDS)
 def test_the_judge_passes_captions_as_drawn_blurred_too_and_noisy(kind):
-    captions = some(make.CAPTIONS[kind], 40)
-    images = [make.draw(caption.scene()) for caption in captions]
+    captions = some(world.CAPTIONS[kind], 40)
+    images = [world.draw(caption.scene()) for caption in captions]
     assert check.right(images, [str(caption) for caption in captions]).all()
     assert check.facts(images, [str(caption) for caption in captions]).tolist() == [1] * len(images)
     for i, caption in enumerate(captions[:8]):
-        assert check.right(spoiled(make.draw(caption.scene()), i), [str(caption)] * 2).all()
+        assert check.right(spoiled(world.draw(caption.scene()), i), [str(caption)] * 2).all()
 
 
 def wrong_scenes(caption):
@@ -72,9 +74,9 @@ def wrong_scenes(caption):
     occupied = [place for place in range(4) if scene[place]]
     for place in occupied:
         shape, colour = scene[place]
-        for other in set(make.SHAPES) - {shape}:
+        for other in set(world.SHAPES) - {shape}:
             yield (*scene[:place], (other, colour), *scene[place + 1 :])
-        for other in set(make.COLOURS) - {colour} if caption.colours else ():
+        for other in set(world.COLOURS) - {colour} if caption.colours else ():
             yield (*scene[:place], (shape, other), *scene[place + 1 :])
         yield (*scene[:place], None, *scene[place + 1 :])
     for place in set(range(4)) - set(occupied):
@@ -83,16 +85,16 @@ def wrong_scenes(caption):
         yield caption._replace(colours=caption.colours[::-1]).scene()
     if caption.kind == "position":
         yield caption._replace(shapes=caption.shapes[::-1]).scene()
-        for relation in set(make.RELATIONS) - {caption.word}:
+        for relation in set(world.RELATIONS) - {caption.word}:
             yield caption._replace(word=relation).scene()
 
 
 def test_the_judge_fails_every_picture_with_one_thing_wrong():
     tried = 0
-    for kind in make.KINDS:
-        for caption in some(make.CAPTIONS[kind], 4):
+    for kind in world.KINDS:
+        for caption in some(world.CAPTIONS[kind], 4):
             scenes = list(wrong_scenes(caption))
-            images = [make.draw(scene) for scene in scenes]
+            images = [world.draw(scene) for scene in scenes]
             shares = check.facts(images, [str(caption)] * len(images))
             assert shares.max() < 1 and check.right(images, [str(caption)] * len(images)).max() == 0
             assert check.clean(images).all(), "wrong, but clean"
@@ -102,12 +104,12 @@ def test_the_judge_fails_every_picture_with_one_thing_wrong():
 
 def test_the_judge_leaves_free_what_a_caption_does_not_say():
     blue, green = ("circle", "blue"), ("square", "green")
-    assert check.right([make.draw((None, None, blue, None))], ["a circle"]) == 1, (
+    assert check.right([world.draw((None, None, blue, None))], ["a circle"]) == 1, (
         "its place and its colour"
     )
-    assert check.right([make.draw((None, green, None, blue))], ["a circle and a square"]) == 1
+    assert check.right([world.draw((None, green, None, blue))], ["a circle and a square"]) == 1
     assert check.right(
-        [make.draw((blue, None, None, green))] * 2,
+        [world.draw((blue, None, None, green))] * 2,
         ["a circle left of a square", "a circle above a square"],
     ).all()
 
@@ -125,13 +127,13 @@ def test_the_share_of_facts_by_hand():
         ("a circle", (None,) * 4, 0),
     ]
     for prompt, scene, share in cases:
-        assert check.facts([make.draw(scene)], [prompt]).item() == pytest.approx(share), prompt
+        assert check.facts([world.draw(scene)], [prompt]).item() == pytest.approx(share), prompt
 
 
 def test_near_falls_with_every_pixel_that_was_not_drawn():
-    drawn = make.draw((("circle", "red"), None, None, None))
+    drawn = world.draw((("circle", "red"), None, None, None))
     smeared = drawn.filter(ImageFilter.GaussianBlur(2))
-    other = make.draw((("circle", "blue"), None, None, None))
+    other = world.draw((("circle", "blue"), None, None, None))
     near = check.near([drawn, smeared, smeared.filter(ImageFilter.GaussianBlur(2)), other]).tolist()
     assert near[0] == near[3] == 1 > near[1] > near[2] > 0.9
 
@@ -140,14 +142,14 @@ def test_the_judge_calls_a_mess_a_mess():
     """Noise, half a shape, two colours, another colour, two shapes in one, a stray patch: none
     clean, none right."""
     red, blank = (
-        make.draw((("circle", "red"), None, None, None)),
-        Image.new("RGB", (128, 128), make.WHITE),
+        world.draw((("circle", "red"), None, None, None)),
+        Image.new("RGB", (128, 128), world.WHITE),
     )
     half, two, pale, mixed, stray = (red.copy() for _ in range(5))
     half.paste(blank.crop((0, 0, 32, 128)), (0, 0))
-    two.paste(make.draw((("circle", "blue"), None, None, None)).crop((0, 0, 32, 128)), (0, 0))
+    two.paste(world.draw((("circle", "blue"), None, None, None)).crop((0, 0, 32, 128)), (0, 0))
     pale.paste(Image.blend(red, blank, 0.6), (0, 0))
-    mixed.paste(make.draw((("cross", "red"), None, None, None)).crop((0, 0, 64, 32)), (0, 0))
+    mixed.paste(world.draw((("cross", "red"), None, None, None)).crop((0, 0, 64, 32)), (0, 0))
     stray.paste("blue", (0, 0, 24, 24))
     noise = Image.fromarray(
         np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8)
@@ -160,19 +162,19 @@ def test_the_judge_calls_a_mess_a_mess():
 
 def test_the_judge_reads_a_wish_with_its_source():
     red, blue, square = ("circle", "red"), ("circle", "blue"), ("square", "green")
-    source = make.draw((red, None, square, None))
+    source = world.draw((red, None, square, None))
     wishes = {
         "make the circle blue": (blue, None, square, None),
         "make the circle a cross": (("cross", "red"), None, square, None),
         "remove the circle": (None, None, square, None),
         "add a blue ring": (red, ("ring", "blue"), square, None),
     }
-    images = [make.draw(scene) for scene in wishes.values()]
+    images = [world.draw(scene) for scene in wishes.values()]
     for shift in range(4):
         asked = [*wishes][shift:] + [*wishes][:shift]
         judged = check.right(images, asked, sources=[source.resize((256, 256))] * 4)
         assert judged.tolist() == [float(shift == 0)] * 4
-    added_elsewhere = make.draw((red, None, square, ("ring", "blue")))
+    added_elsewhere = world.draw((red, None, square, ("ring", "blue")))
     assert check.right([added_elsewhere], ["add a blue ring"], sources=[source]) == 1, (
         "it does not say where"
     )
@@ -182,15 +184,15 @@ def test_the_judge_reads_a_wish_with_its_source():
         "remove the circle": ((red, None, None, None), (0 + 2 / 3) / 2),
     }
     for wish, (scene, share) in shares.items():
-        assert check.facts([make.draw(scene)], [wish], sources=[source]).item() == pytest.approx(
+        assert check.facts([world.draw(scene)], [wish], sources=[source]).item() == pytest.approx(
             share
         )
 
 
 def test_the_judge_judges_only_what_it_can():
     source, two = (
-        make.draw((("circle", "red"), None, None, None)),
-        make.draw((("circle", "red"),) * 4),
+        world.draw((("circle", "red"), None, None, None)),
+        world.draw((("circle", "red"),) * 4),
     )
     messy = source.copy()
     messy.paste("grey", (80, 80, 90, 110))
@@ -213,20 +215,20 @@ def test_the_judge_judges_only_what_it_can():
 def test_captions_of_the_tiny_model():
     """Six kinds in both files; pairs of shapes, and of a number and a shape, are in one of them."""
     counts = {"one": 6, "two": 30, "counting": 126, "colours": 36, "position": 120, "binding": 900}
-    assert {kind: len(captions) for kind, captions in make.CAPTIONS.items()} == counts
-    parts = [[make.MEANING[line] for line in lines(name)] for name in ("prompts", "heldout")]
+    assert {kind: len(captions) for kind, captions in world.CAPTIONS.items()} == counts
+    parts = [[world.MEANING[line] for line in lines(name)] for name in ("prompts", "heldout")]
     pairs = []
     numbered = []
     for captions, count in zip(parts, (112, 48), strict=True):
         assert len(captions) == len(set(captions)) == count and {
             caption.kind for caption in captions
-        } == set(make.KINDS)
+        } == set(world.KINDS)
         pairs.append(
             {frozenset(caption.shapes) for caption in captions if len(set(caption.shapes)) == 2}
         )
         counting = [caption for caption in captions if caption.kind == "counting"]
         numbered.append({(caption.word, caption.shapes[0]) for caption in counting})
-        assert {caption.word for caption in counting} == set(make.NUMBERS)
+        assert {caption.word for caption in counting} == set(world.NUMBERS)
         assert {len(caption.colours) for caption in counting} == {0, 1}, (
             "of the shape's usual colour, and of others"
         )
@@ -237,25 +239,18 @@ def test_captions_of_the_tiny_model():
 
 def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
     """Neither captions, but for the single objects, nor edits."""
-    learned = {str(caption) for captions in make.seen_captions().values() for caption in captions}
+    learned = {str(caption) for captions in world.seen_captions().values() for caption in captions}
     assert {kind_of(caption) for caption in lines("heldout") if caption in learned} == {"one"}
     captions, edits, (training, held_out) = [], [], make.split_edits(random.Random(0))
     monkeypatch.setattr(make, "split_edits", lambda rng: (training, held_out))
     monkeypatch.setattr(make, "random_edit", lambda rng: rng.choice([*training[:24], *held_out]))
-    monkeypatch.setattr(
-        make, "misread", lambda caption, rng: captions.append(str(caption)) or caption
-    )
+    note = lambda caption, *_: captions.append(str(caption)) or caption
+    monkeypatch.setattr(make, "misread", note)
     monkeypatch.setattr(make, "misread_edit", lambda *edit: edits.append(edit[:2]) or edit[:2])
     monkeypatch.setattr(make, "optimise", lambda name, policy, steps, lr, loss: loss())
+    parts = pipe.vision_language_encoder, pipe.processor, make.make_codebook()
     with torch.no_grad():
-        make.train_policy(
-            pipe.vision_language_encoder,
-            pipe.processor,
-            make.make_codebook(),
-            1,
-            1e-3,
-            misreads=True,
-        )
+        make.train_policy(*parts, 1, 1e-3, misreads=True)
     assert captions and set(captions) <= learned
     assert edits and not set(edits) & set(held_out)
 
@@ -272,7 +267,9 @@ def test_edits_sources_and_targets_of_the_tiny_model():
     for prefix in ("", "heldout-"):
         wishes = lines(f"{prefix}edits")
         sources = pictures(f"{prefix}sources")
-        assert len(wishes) == len(sources) and {kind_of(wish) for wish in wishes} == set(make.FORMS)
+        assert len(wishes) == len(sources) and {kind_of(wish) for wish in wishes} == set(
+            world.FORMS
+        )
         assert check.right(pictures(f"{prefix}edit-targets"), wishes, sources=sources).all()
         assert not check.right(sources, wishes, sources=sources).any(), (
             "nothing is asked for that is there already"
@@ -297,26 +294,17 @@ def test_the_data_can_be_made_again(tmp_path, monkeypatch):
 # ---- the model -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def stock():
-    return check.load()
-
-
-def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(stock):
-    """Of captions and of edits that are held out: there is something to learn, and something to
-    learn it from."""
-    wishes = lines("heldout-edits")[:8]
-    for prompts, sources in (
-        (lines("heldout")[::3], None),
-        (wishes, pictures("heldout-sources")[:8]),
-    ):
-        images = check.paint(stock, prompts, 1, seed=7, sources=sources)
-        right = check.right(images, prompts, sources=sources)
-        assert check.clean(images).mean() > 0.9 and 0 < right.mean() < 1
-    again = check.paint(stock, wishes, 1, seed=7, sources=sources)
-    assert [image.tobytes() for image in again] == [image.tobytes() for image in images], (
-        "always the same samples"
-    )
+@pytest.mark.parametrize("flags", [[], ["--sources", f"{TINY}/sources"]])
+def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(flags):
+    """Of captions and of edits that are held out: there is something to learn from."""
+    settings = tiny_settings(*flags)
+    _, held_out, _ = train.read_inputs(settings)
+    some = held_out.take(range(0, len(held_out), 3))
+    run, _ = train.load_run(settings, Data(some, some, {}, {}), torch.device("cpu"), None)
+    one_each = replace(train.sampling_of(settings)[1], sequences=1)
+    rewards = {name: (getattr(check, name), 1.0) for name in ("right", "clean")}
+    batch = train.rollout(run, one_each, rewards, some, 0)
+    assert batch.raw_rewards["clean"].mean() > 0.9 and 0 < batch.raw_rewards["right"].mean() < 1
 
 
 def read_prompt(policy, processor, text, picture=None):
@@ -344,7 +332,8 @@ def test_prompts_side_by_side_end_alike(pipe):
     """One batch of captions of three lengths has the log-probs of each by itself."""
     policy, corners = pipe.vision_language_encoder, make.corner_codes(make.make_codebook())
     captions = [
-        make.MEANING[text] for text in ("a ring", "three crosses", "a red circle and a blue square")
+        world.MEANING[text]
+        for text in ("a ring", "three crosses", "a red circle and a blue square")
     ]
     prompts = [read_prompt(policy, pipe.processor, str(caption)) for caption in captions]
     codes = make.codes_of([caption.scene() for caption in captions], corners)
@@ -369,7 +358,7 @@ def test_prompts_side_by_side_end_alike(pipe):
 
 def test_scenes_as_codes_are_those_of_their_drawings():
     codebook, scenes = make.make_codebook(), some_scenes(20)
-    pixels = make.to_tensor([make.draw(scene) for scene in scenes])
+    pixels = make.to_tensor([world.draw(scene) for scene in scenes])
     drawn = torch.cat([make.encode(pixels, codebook, grid) for grid in (16, 4)], dim=1)
     assert torch.equal(make.codes_of(scenes, make.corner_codes(codebook)), drawn)
     error = make.patches(pixels, 16) - codebook[drawn[:, :256]]
@@ -400,18 +389,16 @@ def twice(codes):
 def test_the_tower_reads_the_codes_that_the_model_was_taught(pipe):
     scenes = some_scenes(60)
     taught = make.codes_of(scenes, make.corner_codes(make.make_codebook()))[:, 256:]
-    codes = read_codes(pipe, [make.draw(scene) for scene in scenes])
+    codes = read_codes(pipe, [world.draw(scene) for scene in scenes])
     assert len(taught.unique()) > 50 and torch.equal(codes, taught)
 
 
 def test_prompts_of_the_tiny_model(pipe):
     """The trainer reads captions and wishes as the model was taught to; every word is one token."""
     policy = pipe.vision_language_encoder
-    picture = make.draw((("circle", "red"), None, None, None))
+    picture = world.draw((("circle", "red"), None, None, None))
     ids, positions = read_prompt(policy, pipe.processor, "three circles")
-    trained_on, trained_positions, count = train.encode_prompt(
-        pipe.processor, "three circles", 128, 128
-    )
+    trained_on, trained_positions, count = encode_prompt(pipe.processor, "three circles", 128, 128)
     assert (
         torch.equal(ids, trained_on)
         and torch.equal(positions, trained_positions)
@@ -440,7 +427,7 @@ def test_prompts_of_the_tiny_model(pipe):
     assert words[19:23] == ["make", "Ġthe", "Ġcircle", "Ġblue"]
     source = Source(picture)
     train.read_sources(pipe, [source], torch.device("cpu"))
-    trained_on, trained_positions, count = train.encode_prompt(
+    trained_on, trained_positions, count = encode_prompt(
         pipe.processor, "make the circle blue", 128, 128, source
     )
     assert torch.equal(positions, trained_positions) and count == 16, "no preview"
@@ -487,94 +474,24 @@ def test_the_readme_paints_and_edits_a_picture(tmp_path, monkeypatch):
     assert check.clean([names["image"], names["edited"]]).all()
 
 
-def test_the_check_paints_with_trained_adapters(tmp_path):
-    """Those of a run's folder, or either by itself."""
+def test_trained_adapters_load_into_the_stock_pipeline(tmp_path):
+    """By the calls that their READMEs name; either changes what is painted."""
     run = build_run(tiny_settings("--train", "both"))
-    run.policy_trainer.model.save_pretrained(tmp_path / "run" / "adapter")
-    run.pipe.transformer.save_lora_adapter(tmp_path / "run" / "decoder-adapter")
-
-    def adapted(folder):
-        pipe = check.load(str(tmp_path / folder))
-        parts = (pipe.vision_language_encoder, pipe.transformer)
-        return [any("lora_A" in name for name, _ in part.named_parameters()) for part in parts]
-
-    assert adapted("run") == [True, True]
-    assert adapted("run/adapter") == [True, False] and adapted("run/decoder-adapter") == [
-        False,
-        True,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--adapter", "nowhere"], "there is no adapter in nowhere"),
-        (["--samples", "0"], "--samples: must be in [1, inf), got 0"),
-        (["--adapter", "other"], "there is no adapter in other"),
-        (["--adapter", "none"], "cannot read the adapter none/adapter_model.safetensors"),
-    ],
-)
-def test_a_check_that_cannot_work_is_one_line(tmp_path, monkeypatch, capfd, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("other", "none"):
-        Path(folder).mkdir()
-    Path("other/adapter_config.json").write_text(
-        '{"peft_type": "LORA", "target_modules": ["nothing"]}'
-    )
-    save_file({"other": torch.zeros(1)}, "none/adapter_model.safetensors")
-    monkeypatch.setattr(sys, "argv", ["check.py", *arguments])
-    assert check.main() == 2
-    error = capfd.readouterr().err
-    assert words in error.strip().splitlines()[-1] and "Traceback" not in error
-
-
-def test_the_check_counts_by_hand(tmp_path, monkeypatch, capsys):
-    """Of every prompt one picture is right and one is blank; both are blank of one relation, and of
-    what is added."""
-    source = make.draw((("circle", "red"), None, None, None))
-    (tmp_path / "sources").mkdir()
-    for i in range(4):
-        source.save(tmp_path / "sources" / f"{i}.png")
-    captions = [
-        "# kind: one",
-        "a circle",
-        "a ring",
-        "# kind: position",
-        "a circle left of a ring",
-        "a circle above a ring",
-    ]
-    edits = ["# kind: remove", *["remove the circle"] * 2, "# kind: add", *["add a blue ring"] * 2]
-    for name, text in (("heldout", captions), ("heldout-edits", edits)):
-        (tmp_path / f"{name}.txt").write_text("\n".join(text) + "\n")
-    blank = Image.new("RGB", (128, 128), make.WHITE)
-
-    def paint(pipe, prompts, samples, seed, sources=None):
-        images = []
-        for i, prompt in enumerate(prompts):
-            scene = (
-                make.WISHES[prompt].edited(check.look(sources[i]))
-                if sources
-                else make.MEANING[prompt].scene()
-            )
-            images += [blank if "above" in prompt or "add" in prompt else make.draw(scene)]
-            images += [source if sources else blank]
-        return images
-
-    monkeypatch.setattr(
-        sys, "argv", ["check.py", "--samples", "2", "--sheet", str(tmp_path / "sheet.png")]
-    )
-    monkeypatch.setattr(check, "HERE", tmp_path)
-    monkeypatch.setattr(check, "FILES", {"heldout": None, "heldout-edits": "sources"})
-    monkeypatch.setattr(check, "load", lambda adapter: None)
-    monkeypatch.setattr(check, "paint", paint)
-    assert check.main() == 0
-    captions, edits = capsys.readouterr().out.splitlines()[-2:]
-    # Shares of the prompts: .5 and .5, .5 and 0, whose mean has the error .25; the mean of the
-    # kinds half of it
-    assert captions.startswith(
-        "heldout.txt: 37.5% +- 12.5% right, mean of the kinds (one 50%, position 25%); facts "
-    )
-    assert edits.startswith(
-        "heldout-edits.txt: 25.0% +- 0.0% right, mean of the kinds (remove 50%, add 0%)"
-    )
-    assert captions.endswith("clean 100.0%") and Image.open(tmp_path / "sheet.png").height > 8 * 96
+    for trainer in run.trainers.values():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0, 0.3)
+    run.policy_trainer.model.save_pretrained(tmp_path / "adapter")
+    run.pipe.transformer.save_lora_adapter(tmp_path / "decoder-adapter")
+    pipe = GlmImagePipeline.from_pretrained(str(TINY))
+    images = []
+    for half, part in ((None, None), ("codes", pipe), ("decoder", pipe)):
+        if half is not None:
+            folder, _, load = ADAPTERS[half]
+            (tmp_path / "load.py").write_text(f"pipe.{load}")
+            names = {"pipe": part, "FOLDER": str(tmp_path / folder)}
+            runpy.run_path(str(tmp_path / "load.py"), names)
+        generator = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+        images.append(pipe("a ring", generator=generator, **STOCK_CALL).images[0].tobytes())
+    assert len(set(images)) == 3

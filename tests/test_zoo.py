@@ -5,6 +5,7 @@ import copy
 import re
 import runpy
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Emu3ForCausalLM
 import grpo
 from grpo import (
     GRPO,
+    Group,
     GRPOSettings,
     compute_advantages,
     compute_grpo_loss,
@@ -105,13 +107,13 @@ ANY_PROMPTS = {
     "mixtral": SIZES | EXPERTS | {"num_local_experts": 4},
     "deepseek_v3": SIZES | EXPERTS | LATENT,
     "emu3_text_model": SIZES,
+    "qwen3_next": SIZES | EXPERTS | LINEAR | {"num_experts": 4, "num_hidden_layers": 4},
+    "lfm2": SIZES | {"layer_types": ["conv", "full_attention"]},
 }
 ONE_LENGTH = {
     "mistral": SIZES | {"sliding_window": 4},
     "gemma3_text": SIZES | {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "gpt_oss": SIZES | EXPERTS | {"num_local_experts": 4, "sliding_window": 4},
-    "qwen3_next": SIZES | EXPERTS | LINEAR | {"num_experts": 4, "num_hidden_layers": 4},
-    "lfm2": SIZES | {"layer_types": ["conv", "full_attention"]},
     "bart": BART,
     "roberta": SIZES | {"is_decoder": True},
     "bloom": GPT,
@@ -130,22 +132,26 @@ def build(kind, settings):
     return model.eval()
 
 
-def home_made(folder):
-    """The stub of docs/copying.md: it has no config, and has heard neither of positions nor of
-    logits_to_keep."""
-    torch.manual_seed(0)
+def on_the_page(begin, folder, **names):
+    """What the block of code in docs/copying.md defines that begins so. names: what it uses."""
     page = (ROOT / "docs" / "copying.md").read_text(encoding="utf-8")
-    (stub,) = re.findall(r"```python\n(class MyModel.*?)```", page, flags=re.DOTALL)
-    (folder / "stub.py").write_text(f"import torch\nfrom types import SimpleNamespace\n{stub}")
-    model = runpy.run_path(folder / "stub.py")["MyModel"]()
+    (code,) = re.findall(rf"```python\n({begin}.*?)```", page, flags=re.DOTALL)
+    (folder / "page.py").write_text(code)
+    names |= {"torch": torch, "SimpleNamespace": SimpleNamespace}
+    return runpy.run_path(str(folder / "page.py"), names)
+
+
+def home_made(folder):
+    """It has no config, and has heard neither of positions nor of logits_to_keep."""
+    torch.manual_seed(0)
+    model = on_the_page("class MyModel", folder)["MyModel"]()
     for parameter in model.memory.parameters():
         parameter.data.mul_(10)  # sharp
     return model
 
 
 def check(model, prompts):
-    """The log-probs of sampling and of reading again are those of a plain forward pass, one prompt
-    at a time."""
+    """Sampled and recomputed log-probs are those of a plain forward pass, one prompt at a time."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(len(prompts))]
     tokens, logprobs, _ = generate_with_logprobs(
         model, prompts, LENGTH, num_samples=2, allowed_ids=IDS, generators=generators
@@ -170,41 +176,30 @@ def test_prompts_of_any_lengths(kind):
     check(model, RAGGED)
 
 
-@pytest.mark.parametrize("kind", [*ONE_LENGTH, "home-made"])
+@pytest.mark.parametrize("kind", [*ONE_LENGTH, "home-made", "llama, eager"])
 def test_prompts_of_one_length(kind, tmp_path):
-    """Of several they are refused: a mask, or positions, would be ignored."""
-    model = home_made(tmp_path) if kind == "home-made" else build(kind, ONE_LENGTH[kind])
+    """Of several the model itself raises, or the first update warns: a mask is ignored, or a
+    position."""
+    if kind == "home-made":
+        model = home_made(tmp_path)
+    else:
+        kind, *eager = kind.split(", ")
+        model = build(kind, (ONE_LENGTH | ANY_PROMPTS)[kind])
+        model.config._attn_implementation = eager[0] if eager else model.config._attn_implementation
     check(model, EQUAL)
-    with pytest.raises(ValueError, match="sample prompts of one length together"):
-        check(model, RAGGED)
-
-
-def test_attention_of_ones_own_says_that_it_takes_prompts_of_several_lengths():
-    """As docs/copying.md says it."""
-    model = llama()
-    own = torch.nn.Module()
-    own.forward = lambda input_ids, position_ids=None, **rest: model(
-        input_ids, position_ids=position_ids, **rest
-    )
-    own.device = torch.device("cpu")
-    with pytest.raises(ValueError, match="prompts of one length together"):
-        check(own, RAGGED)
-    page = (ROOT / "docs" / "copying.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^model.config = transformers.(.*)$", page, flags=re.MULTILINE)
-    own.config = eval(line, vars(transformers))
-    check(own, RAGGED)
+    run = trainer(model.train().requires_grad_(True))
+    try:
+        groups = run.sample([(ids, None, LENGTH) for ids in RAGGED], 4, 0)
+    except (RuntimeError, ValueError):
+        return
+    set_advantages(groups, torch.arange(8.0))
+    metrics, messages = observed(run.update, groups)
+    assert metrics["mean_logprob_gap"] > 0.2 and "recomputed log-probs disagree" in messages[0]
 
 
 def test_weights_that_are_not_float32_are_warned_of():
     with pytest.warns(UserWarning, match="trained weights are not float32"):
         trainer(llama().bfloat16())
-
-
-def test_attention_that_ignores_a_mask_takes_prompts_of_one_length():
-    model = llama()
-    for model.config._attn_implementation in ("eager", "flex_attention", "flash_attention_2"):
-        with pytest.raises(ValueError, match="prompts of one length together"):
-            generate_with_logprobs(model, RAGGED, LENGTH)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -277,7 +272,8 @@ def test_sampled_and_reread_logprobs_that_disagree_give_a_warning(right):
     else:
         (message,) = messages
         assert (
-            "sampled and reread log-probs disagree" in message and metrics["mean_logprob_gap"] > 0.1
+            "sampled and recomputed log-probs disagree" in message
+            and metrics["mean_logprob_gap"] > 0.1
         )
 
 
@@ -294,32 +290,29 @@ def test_a_warning_comes_once_for_the_line_that_calls_update():
     assert warning.filename == __file__ and "docs/copying.md" in str(warning.message)
 
 
-@pytest.mark.parametrize(
-    ("kind", "noise", "message"),
-    [
-        ("opt", {"layerdrop": 0.5, "dropout": 0.0}, "layerdrop is 0.5"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "jitter_noise is 0.1"),
-        ("phimoe", {"num_local_experts": 4}, "router_jitter_noise is 0.01"),  # by default
-        ("llama", {"attention_dropout": 0.2}, "self_attn.attention_dropout is 0.2"),
-        ("gpt2", {}, "transformer.drop.p is 0.1"),  # by default
-        ("adapter", {"lora_dropout": 0.3}, "q_proj.lora_dropout.default.p is 0.3"),
-    ],
-)
-def test_dropout_is_refused(kind, noise, message):
-    """And jitter: as modules, and as numbers that a function is called with."""
-    if kind == "adapter":
-        model = with_adapter(llama(), **noise)
+NOISY = {
+    "opt": {"layerdrop": 0.5, "dropout": 0.0},
+    "mixtral": {"router_jitter_noise": 0.1},
+    "llama": {"attention_dropout": 0.2},
+    "gpt2": {},  # by default
+}
+
+
+@pytest.mark.parametrize("kind", [*NOISY, PromptTuningConfig, PrefixTuningConfig])
+def test_noise_and_virtual_tokens_show_in_the_gap(kind):
+    """Dropout and jitter act in train mode alone; virtual tokens come before each sampled one."""
+    if kind in NOISY:
+        model = build(kind, ANY_PROMPTS[kind] | NOISY[kind])
     else:
-        model = build(kind, (ANY_PROMPTS | {"phimoe": SIZES})[kind] | noise)
-    with pytest.raises(ValueError, match=f"{message}, noise in train mode"):
-        trainer(model)
+        model = get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    metrics, messages = observed(step, trainer(model))
+    assert metrics["mean_logprob_gap"] > 0.1 and "recomputed log-probs disagree" in messages[0]
 
 
-@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
-def test_virtual_tokens_are_refused(config):
-    model = get_peft_model(llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(ValueError, match="prompt and prefix tuning"):
-        trainer(model)
+def test_dropout_of_an_adapter_is_refused():
+    """It would act from the second step on: at first the adapter is 0."""
+    with pytest.raises(ValueError, match="lora_dropout is noise"):
+        trainer(with_adapter(llama(), lora_dropout=0.3))
 
 
 @pytest.mark.parametrize("start", ["new", "trained before", "pissa", "olora", "resumed"])
@@ -471,6 +464,79 @@ def test_an_advantage_per_token():
     advantages = torch.randn(4, LENGTH)
     compute_grpo_loss(new, new.detach(), advantages)[0].backward()
     torch.testing.assert_close(new.grad, -advantages / 4 / LENGTH)
+
+
+def test_only_the_new_log_probs_get_a_gradient():
+    """With old = new, not detached, the ratio's gradient would be exactly 0."""
+    new = torch.randn(4, LENGTH, requires_grad=True)
+    reference = torch.randn(4, LENGTH, requires_grad=True)
+    advantages = torch.tensor([1.0, -1, 2, -2], requires_grad=True)
+    inputs = (new, reference, advantages)
+    expected = (-advantages[:, None] / 4 / LENGTH).expand(-1, LENGTH)
+    loss, _ = compute_grpo_loss(new, new, advantages)
+    torch.testing.assert_close(torch.autograd.grad(loss, new)[0], expected)
+    loss, _ = compute_grpo_loss(new, new, advantages, reference, kl_coef=1.0)
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+    assert gradients[0].abs().sum() > 0 and gradients[1:] == (None, None)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, LENGTH, 2)])
+def test_log_probs_have_two_dimensions(shape):
+    with pytest.raises(ValueError, match=r"log-probs \(4,.*\): give \(B, T\)"):
+        compute_grpo_loss(torch.zeros(shape), torch.zeros(shape), torch.ones(4))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_settings_may_change_between_steps(name):
+    """As for annealing: sampling and recomputing follow."""
+    run = trainer(with_adapter(llama()), **{name: 1.0})
+    before = -roll_out(run)[0].old_logprobs.mean()
+    setattr(run.settings, name, 0.3)
+    groups = roll_out(run)
+    metrics, messages = observed(run.update, groups)
+    assert -groups[0].old_logprobs.mean() < before / 1.5
+    assert messages == [] and metrics["mean_logprob_gap"] < 1e-5
+
+
+def test_a_text_of_several_turns(tmp_path):
+    """As docs/copying.md makes the group: what the environment says is masked, whatever its ids."""
+    run = trainer(with_adapter(llama()), top_p=0.9, kl_coef=0.1)
+    perturb(run.model)
+    (first,) = run.sample([(EQUAL[0], None, 4)], 4, 0)
+    said = torch.randint(50, (4, 3), generator=torch.Generator().manual_seed(0))
+    contexts = [torch.cat([EQUAL[0], *both]) for both in zip(first.tokens, said, strict=True)]
+    second = run.sample([(ids, None, 5) for ids in contexts], 1, 1)
+    given = {"Group": Group, "first": first, "second": second, "said": said}
+    group = on_the_page("answers = ", tmp_path, **given)["group"]
+    assert group.tokens.shape == (4, 12) and not group.mask[:, 4:7].any()
+    set_advantages([group], torch.tensor([0.0, 1, 2, 5]))
+    run.add_reference([group])
+    metrics, messages = observed(run.update, [group])
+    assert messages == [] and metrics["mean_logprob_gap"] < 1e-5 and metrics["grad_norm"] > 0
+
+
+def test_codes_with_a_head_of_their_own(tmp_path):
+    """Janus: a text, then codes, which have an embedding of their own, too."""
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32}
+    vision |= {"patch_size": 16, "projection_dim": 32, "num_image_tokens": 4, "mlp_ratio": 2.0}
+    codes = {"embed_dim": 8, "num_embeddings": 24, "latent_channels": 8, "base_channels": 32}
+    codes |= {"channel_multiplier": [1, 1], "num_res_blocks": 1, "num_patches": 4}
+    codes |= {"projection_dim": 32, "image_token_embed_dim": 32}
+    text = SIZES | {"model_type": "llama"}
+    config = transformers.JanusConfig(text_config=text, vision_config=vision, vq_config=codes)
+    codes = on_the_page("class Codes", tmp_path)["Codes"]
+    model = codes(transformers.JanusForConditionalGeneration(config))
+    head = model.janus.model.generation_head.vision_head.weight
+    head.data.mul_(20)  # sharp
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = GRPO(model, optimizer, GRPOSettings(), slice(0, 24))
+    before = head.detach().clone()
+    groups = run.sample([(ids + 24, None, LENGTH) for ids in EQUAL], 4, 0)
+    set_advantages(groups, torch.arange(8.0))
+    metrics, messages = observed(run.update, groups)
+    assert messages == [] and 0 < metrics["mean_logprob_gap"] < 1e-5
+    assert not torch.equal(head, before), "it is the head of the codes that learns"
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (LENGTH,), (1, LENGTH), (4, LENGTH, 1), ()])

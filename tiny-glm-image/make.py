@@ -1,22 +1,20 @@
-"""Make tiny-glm-image: a GLM-Image of two million parameters that paints scenes of coloured shapes,
-and edits them.
+"""Make tiny-glm-image: a GLM-Image of two million parameters that paints coloured shapes.
 
-    python tiny-glm-image/make.py        # rewrites this folder: seven model parts, prompts, pictures
+    python tiny-glm-image/make.py     # rewrites this folder: seven model parts, prompts, pictures
 
 Every part is the class the released model uses, only small, so whatever trains this trains the
 release:
 
-1. scenes      Four places, each empty or one of 6 shapes in one of 6 colours. Captions ask for one,
-wishes change one. 2. codes       The patches of scenes: a picture is 16x16 preview codes and 4x4
-large codes. The vision tower and its
-               quantiser are set, not trained, to read the large codes.
+1. scenes      See world.py: captions ask for one, wishes change one.
+2. codes       The patches of scenes: a picture is 16x16 preview codes and 4x4 large codes. The
+               vision tower and its quantiser are set, not trained, to read the large codes.
 3. policy      The language model: caption -> preview codes -> large codes, and picture, wish ->
                large codes. It learns all of them first. Then, for a short while, what is painted is
                what was misread: numbers, relations, whose colour is whose. So it is weak where
                large models are. GRPO repairs that.
 4. VAE         Pixels <-> latents.
 5. decoder     A flow-matching transformer: large codes -> latents, also beside the latents of a
-picture to edit.
+               picture to edit.
 """
 
 import argparse
@@ -26,7 +24,6 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
 
 import diffusers
 import numpy as np
@@ -35,7 +32,7 @@ import torch.nn.functional as F
 import transformers
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
-from PIL import Image, ImageDraw
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
@@ -43,210 +40,53 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
-from glm_image.painting import encode_prompt
+from world import (
+    CAPTIONS,
+    COLOURS,
+    FORMS,
+    KINDS,
+    MEANING,
+    NUMBERS,
+    RELATIONS,
+    SHAPES,
+    SIZE,
+    SPRITES,
+    WISHES,
+    Caption,
+    Wish,
+    draw,
+    random_edit,
+    random_scene,
+    seen_captions,
+    unrewarded,
+    unseen,
+)
+
+from glm_image.painting import encode_prompt, for_decoder
 from runtime.data import Source
 
-SIZE = 128  # pixels; 4x4 large codes of 32 pixels each
-CELL = 64  # a scene has four places: upper left, upper right, lower left, lower right
-RADIUS = 24
 NUM_CODES = 1024
-SHAPES = ("circle", "square", "triangle", "cross", "diamond", "ring")
-COLOURS = {
-    "red": (215, 40, 45),
-    "blue": (40, 80, 205),
-    "green": (35, 150, 70),
-    "yellow": (250, 205, 40),
-}
-COLOURS |= {"purple": (125, 55, 165), "black": (25, 25, 30)}
-WHITE = (245, 245, 240)
-USUAL = dict(zip(SHAPES, COLOURS, strict=True))  # the colour of a shape where a caption names none
-SPRITES = list(itertools.product(SHAPES, COLOURS))  # 36
-NUMBERS = {"two": 2, "three": 3, "four": 4}
-RELATIONS = {
-    "left of": (0, 1),
-    "right of": (1, 0),
-    "above": (0, 2),
-    "below": (2, 0),
-}  # places of both objects
-KINDS = (
-    "one",
-    "two",
-    "counting",
-    "colours",
-    "position",
-    "binding",
-)  # of GenEval (arXiv 2310.11513), in its order
 
 
-# ---- 1. captions, wishes and pictures ------------------------------------------------------------
+# ---- 1. captions and edits, misread --------------------------------------------------------------
 
-
-class Caption(NamedTuple):
-    """What a caption says: one or two objects, and the colours, the number or the relation if it
-    names them."""
-
-    kind: str
-    shapes: tuple
-    colours: tuple = ()  # one per shape, or none
-    word: str = ""  # a number or a relation
-
-    def __str__(self):
-        if self.kind == "counting":
-            plural = self.shapes[0] + ("es" if self.shapes[0] == "cross" else "s")
-            return " ".join([self.word, *self.colours, plural])
-        objects = [
-            f"a {' '.join(words)}"
-            for words in zip(*filter(None, (self.colours, self.shapes)), strict=True)
-        ]
-        return f" {self.word or 'and'} ".join(objects)
-
-    def scene(self):
-        """Its picture: for each of four places (shape, colour) or None, filled from the upper left,
-        as one reads."""
-        colours = self.colours or [USUAL[shape] for shape in self.shapes]
-        objects = list(zip(self.shapes, colours, strict=True)) * NUMBERS.get(self.word, 1)
-        places = RELATIONS.get(self.word, range(4))
-        scene = [None] * 4
-        for place, thing in zip(places, objects):
-            scene[place] = thing
-        return tuple(scene)
-
-
-def all_captions():
-    """{kind: its captions}: 6, 30, 126, 36, 120 and 900."""
-    pairs = list(itertools.permutations(SHAPES, 2))
-    colours = list(itertools.permutations(COLOURS, 2))
-    one_or_none = [(), *((colour,) for colour in COLOURS)]
-    counted = itertools.product(SHAPES, one_or_none, NUMBERS)
-    return {
-        "one": [Caption("one", (shape,)) for shape in SHAPES],
-        "two": [Caption("two", pair) for pair in pairs],
-        "counting": [
-            Caption("counting", (shape,), colour, number) for shape, colour, number in counted
-        ],
-        "colours": [Caption("colours", (shape,), (colour,)) for shape, colour in SPRITES],
-        "position": [
-            Caption("position", pair, (), relation) for pair in pairs for relation in RELATIONS
-        ],
-        "binding": [Caption("binding", pair, both) for pair in pairs for both in colours],
-    }
-
-
-CAPTIONS = all_captions()
-MEANING = {str(caption): caption for captions in CAPTIONS.values() for caption in captions}
-
-# Held out: words of which GRPO trains on no caption that has both; and for each shape by itself a
-# colour.
-PAIRS = [{"circle", "square"}, {"triangle", "diamond"}, {"cross", "ring"}]
-PAIRS += map(
-    set, zip([*NUMBERS] * 2, SHAPES, strict=True)
-)  # two circles, three squares ... four rings
-COLOUR = dict(zip(SHAPES, ("green", "yellow", "purple", "black", "red", "blue"), strict=True))
-
-
-def unrewarded(caption):
-    """Whether a caption is held out from GRPO."""
-    if caption.kind == "colours":
-        return caption.colours[0] == COLOUR[caption.shapes[0]]
-    return any(pair <= {caption.word, *caption.shapes} for pair in PAIRS)
-
-
-def unseen(caption):
-    """Whether it is held out from every stage: a number of a shape in two colours, for in none only
-    half composed."""
-    colours = (), (USUAL[caption.shapes[0]],), (COLOUR[caption.shapes[0]],)
-    return unrewarded(caption) and (caption.kind != "counting" or caption.colours in colours)
-
-
-def seen_captions():
-    """{kind: the captions that the policy learns from}, relations of coloured shapes too, so that
-    there are more."""
-    placed = itertools.product(CAPTIONS["binding"], RELATIONS)
-    coloured = [
-        Caption("position", caption.shapes, caption.colours, relation)
-        for caption, relation in placed
-    ]
-    kinds = CAPTIONS | {"coloured position": coloured}
-    return {
-        kind: [caption for caption in captions if not unseen(caption)]
-        for kind, captions in kinds.items()
-    }
-
-
-class Wish(NamedTuple):
-    """What an edit asks for."""
-
-    kind: str
-    shape: str  # the object that is named
-    word: str = ""  # its new colour or shape
-
-    def __str__(self):
-        return FORMS[self.kind].format(shape=self.shape, word=self.word)
-
-    def edited(self, scene):
-        """The scene after this edit; what is added takes the first empty place."""
-        shapes = [thing and thing[0] for thing in scene]
-        place = shapes.index(None if self.kind == "add" else self.shape)
-        colour = scene[place] and scene[place][1]
-        new = {"recolour": (self.shape, self.word), "reshape": (self.word, colour), "remove": None}
-        new["add"] = self.shape, self.word
-        return (*scene[:place], new[self.kind], *scene[place + 1 :])
-
-
-FORMS = {
-    "recolour": "make the {shape} {word}",
-    "reshape": "make the {shape} a {word}",
-    "remove": "remove the {shape}",
-}
-FORMS["add"] = "add a {word} {shape}"
-WISHES = [Wish("recolour", *sprite) for sprite in SPRITES] + [
-    Wish("add", *sprite) for sprite in SPRITES
-]
-WISHES += [Wish("reshape", *pair) for pair in itertools.permutations(SHAPES, 2)]
-WISHES = {
-    str(wish): wish for wish in [*WISHES, *(Wish("remove", shape) for shape in SHAPES)]
-}  # 108
-
-
-def random_edit(rng):
-    """(scene, Wish): two or three different shapes anywhere, and something to change that is not so
-    already."""
-    shapes = rng.sample(SHAPES, 4)
-    scene = [None] * 4
-    for place, shape in zip(rng.sample(range(4), rng.choice((2, 3))), shapes):
-        scene[place] = shape, rng.choice(list(COLOURS))
-    shape, colour = rng.choice(list(filter(None, scene)))
-    form = rng.choice(list(FORMS))
-    words = {
-        "recolour": [other for other in COLOURS if other != colour],
-        "reshape": shapes[3:],
-        "remove": [""],
-    }
-    words["add"] = list(COLOURS)
-    return tuple(scene), Wish(form, shapes[3] if form == "add" else shape, rng.choice(words[form]))
-
-
-SHARES = {
-    "one": 1,
-    "two": 3,
-    "counting": 5,
-    "colours": 2,
-    "position": 5,
-    "binding": 5,
-}  # of the captions of a step
+# Of the captions of a step.
+SHARES = {"one": 1, "two": 3, "counting": 5, "colours": 2, "position": 5, "binding": 5}
 SHARES |= {"coloured position": 4}
 
 
-def misread(caption, rng):
-    """What a policy reads that is weak where the released models are: numbers, relations, whose
-    colour is whose."""
-    shapes = tuple(anew(shape, SHAPES, 0.04, rng) for shape in caption.shapes)
-    colours = tuple(anew(colour, COLOURS, 0.04, rng) for colour in caption.colours)
+def misread(caption, rng, same=True):
+    """What a policy reads that is weak at numbers, relations, whose colour is whose.
+
+    same: whether a word that is drawn anew may be the same, as in anew.
+    """
+    shapes = tuple(anew(shape, SHAPES, 0.04, rng, same) for shape in caption.shapes)
+    colours = tuple(anew(colour, COLOURS, 0.04, rng, same) for colour in caption.colours)
     word = caption.word
     if word in NUMBERS:
-        word = anew(word, NUMBERS, 0.9, rng)
+        word = anew(word, NUMBERS, 0.9, rng, same)
     elif word in RELATIONS:
-        word = anew(word, RELATIONS, 0.95, rng)
+        word = anew(word, RELATIONS, 0.95, rng, same)
     if len(colours) == 2 and rng.random() < 0.15:
         colours = colours[::-1]
     if len(shapes) == 2 and rng.random() < 0.3:  # the second object is left out
@@ -254,59 +94,25 @@ def misread(caption, rng):
     return Caption(caption.kind, shapes, colours, word)
 
 
-def misread_edit(scene, wish, rng):
-    """An edit as it is read: of another object, to something else, or of a picture with an object
-    of another colour."""
-    scene = tuple(thing and (thing[0], anew(thing[1], COLOURS, 0.08, rng)) for thing in scene)
+def misread_edit(scene, wish, rng, same=True):
+    """An edit as it is read: of another object, to something else, or of another colour."""
+    recolour = lambda colour: anew(colour, COLOURS, 0.08, rng, same)
+    scene = tuple(thing and (thing[0], recolour(thing[1])) for thing in scene)
     named = SHAPES if wish.kind == "add" else [thing[0] for thing in scene if thing]
-    shape = anew(wish.shape, named, 0.5, rng)
+    shape = anew(wish.shape, named, 0.5, rng, same)
     words = COLOURS if wish.word in COLOURS else SHAPES
-    return scene, Wish(wish.kind, shape, wish.word and anew(wish.word, words, 0.5, rng))
+    return scene, Wish(wish.kind, shape, wish.word and anew(wish.word, words, 0.5, rng, same))
 
 
-def anew(word, words, chance, rng):
-    """A word, or now and then one drawn from all `words`, which may be the same."""
-    return rng.choice(list(words)) if rng.random() < chance else word
-
-
-def draw(scene):
-    """A scene as 128x128 pixels, drawn four times larger and averaged down for smooth edges."""
-    k = 4
-    image = Image.new("RGB", (SIZE * k, SIZE * k), WHITE)
-    pen, r = ImageDraw.Draw(image), RADIUS * k
-    for place, thing in enumerate(scene):
-        if thing is None:
-            continue
-        shape, fill = thing[0], COLOURS[thing[1]]
-        x, y = (CELL * (place % 2) + CELL // 2) * k, (CELL * (place // 2) + CELL // 2) * k
-        if shape in ("circle", "ring"):
-            pen.ellipse((x - r, y - r, x + r - 1, y + r - 1), fill=fill)
-        if shape == "ring":
-            pen.ellipse((x - r // 2, y - r // 2, x + r // 2 - 1, y + r // 2 - 1), fill=WHITE)
-        elif shape == "square":
-            pen.rectangle(
-                (x - r * 5 // 6, y - r * 5 // 6, x + r * 5 // 6 - 1, y + r * 5 // 6 - 1), fill=fill
-            )
-        elif shape == "triangle":
-            pen.polygon([(x, y - r), (x + r, y + r * 7 // 8), (x - r, y + r * 7 // 8)], fill=fill)
-        elif shape == "diamond":
-            pen.polygon([(x, y - r), (x + r, y), (x, y + r), (x - r, y)], fill=fill)
-        elif shape == "cross":
-            pen.rectangle((x - r, y - r // 3, x + r - 1, y + r // 3 - 1), fill=fill)
-            pen.rectangle((x - r // 3, y - r, x + r // 3 - 1, y + r - 1), fill=fill)
-    return image.resize((SIZE, SIZE), Image.Resampling.BOX)
-
-
-def random_scene(rng):
-    return tuple(rng.choice(SPRITES) if rng.random() < 0.75 else None for _ in range(4))
+def anew(word, words, chance, rng, same):
+    """A word, or now and then one drawn from all `words`; with `same` it may be that word."""
+    others = [other for other in words if same or other != word]
+    return rng.choice(others) if rng.random() < chance and others else word
 
 
 def to_tensor(images):
-    return (
-        torch.from_numpy(np.stack([np.asarray(i) for i in images])).permute(0, 3, 1, 2).float()
-        / 127.5
-        - 1
-    )
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
+    return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 # ---- 2. codes ------------------------------------------------------------------------------------
@@ -336,24 +142,17 @@ def make_codebook():
 
 
 def corner_codes(codebook):
-    """The codes of an empty place, then those of each sprite there: (37, 8, 8) of the preview, (37,
-    2, 2) large."""
+    """The codes of an empty place, then of each sprite: (37, 8, 8) preview, (37, 2, 2) large."""
     drawn = to_tensor([draw((thing, None, None, None)) for thing in (None, *SPRITES)])
-    return [
-        encode(drawn, codebook, grid).unflatten(1, (grid, grid))[:, : grid // 2, : grid // 2]
-        for grid in (16, 4)
-    ]
+    grids = [encode(drawn, codebook, n).unflatten(1, (n, n)) for n in (16, 4)]
+    return [codes[:, : len(codes[0]) // 2, : len(codes[0]) // 2] for codes in grids]
 
 
 def codes_of(scenes, corners):
-    """The codes (B, 272) of scenes, put together from those of their places: 256 of the preview,
-    then 16 large ones."""
-    things = [
-        [0 if thing is None else 1 + SPRITES.index(thing) for thing in scene] for scene in scenes
-    ]
-    places = [
-        corner[torch.tensor(things)].unflatten(1, (2, 2)) for corner in corners
-    ]  # (B, 2, 2, n, n)
+    """The codes (B, 272) of scenes, from those of their places: 256 of the preview, 16 large."""
+    all_things = [None, *SPRITES]
+    things = torch.tensor([[all_things.index(thing) for thing in scene] for scene in scenes])
+    places = [corner[things].unflatten(1, (2, 2)) for corner in corners]  # (B, 2, 2, n, n)
     return torch.cat([codes.transpose(2, 3).flatten(1) for codes in places], dim=1)
 
 
@@ -361,40 +160,31 @@ def codes_of(scenes, corners):
 
 
 def build_processor():
-    """A byte-level BPE over the captions; ids below NUM_CODES are the image codes, as in the
-    release."""
+    """A byte-level BPE over the captions; ids below NUM_CODES are the image codes."""
     special = [f"<|code_{i}|>" for i in range(NUM_CODES)]
-    special += [
-        "<|begin_of_image|>",
-        "<|end_of_image|>",
-        *(f"<|unused_{i}|>" for i in range(126)),
-        "<|image|>",
-    ]
-    special += ["<sop>", "<eop>", "<|user|>", "<|assistant|>", "<|pad|>"]
+    special += ["<|begin_of_image|>", "<|end_of_image|>"]
+    special += [f"<|unused_{i}|>" for i in range(126)]
+    special += ["<|image|>", "<sop>", "<eop>", "<|user|>", "<|assistant|>", "<|pad|>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=4000, special_tokens=special, initial_alphabet=alphabet
-    )
+    options = {"special_tokens": special, "initial_alphabet": alphabet}
+    trainer = trainers.BpeTrainer(vocab_size=4000, **options)
     grids = [f"{i} {j}" for i in range(33) for j in range(33)]
-    tokenizer.train_from_iterator(
-        [*MEANING, *WISHES, *grids], trainer
-    )  # every word ends as one token
-    ends = {
-        "bos_token": "<|begin_of_image|>",
-        "eos_token": "<|end_of_image|>",
-        "pad_token": "<|pad|>",
-    }
+    # Every word ends as one token.
+    tokenizer.train_from_iterator([*MEANING, *WISHES, *grids], trainer)
+    ends = {"bos_token": "<|begin_of_image|>", "eos_token": "<|end_of_image|>"}
+    ends["pad_token"] = "<|pad|>"
     extra = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, padding_side="left", extra_special_tokens=extra, **ends
     )
     template = (
-        "{% for message in messages %}<|user|>{% for part in message['content'] %}{% if part['type'] == 'text' %}"
-        "{{ part['text'] }}{% else %}<|begin_of_image|><|image|><|end_of_image|>{% endif %}{% endfor %}{% endfor %}"
-        "<|assistant|>"
+        "{% for message in messages %}<|user|>{% for part in message['content'] %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}"
+        "{% else %}<|begin_of_image|><|image|><|end_of_image|>{% endif %}"
+        "{% endfor %}{% endfor %}<|assistant|>"
     )
     # Pictures are halved, as the released processor does: a patch of 16 is what a code stands for,
     # 32x32 pixels.
@@ -412,48 +202,29 @@ def build_processor():
 
 def build_policy(processor):
     ids = processor.tokenizer.convert_tokens_to_ids
-    image, start, end, padding = ids(
-        ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|pad|>"]
-    )
+    names = ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|pad|>"]
+    image, start, end, padding = ids(names)
     # Sections of the 16 frequencies go to (temporal, height, width) in turn, so that rows and
     # columns each get fast and slow ones; the release's base of 10,000 would leave columns of a
     # small grid alike.
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 100.0,
-        "mrope_section": [1, 2, 2, 1, 2, 2, 1, 2, 2, 1],
-    }
-    text = {
-        "vocab_size": len(processor.tokenizer),
-        "vision_vocab_size": NUM_CODES + 128,
-        "rope_parameters": rope,
-    }
-    text |= {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "max_position_embeddings": 4096,
-    }
-    text |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "pad_token_id": padding,
-        "eos_token_id": end,
-    }
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    rope["mrope_section"] = [1, 2, 2, 1, 2, 2, 1, 2, 2, 1]
+    text = {"vocab_size": len(processor.tokenizer), "vision_vocab_size": NUM_CODES + 128}
+    text |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": rope}
+    text |= {"max_position_embeddings": 4096, "pad_token_id": padding, "eos_token_id": end}
     vision = {"depth": 1, "hidden_size": 48, "num_heads": 1, "intermediate_size": 32}
     vision |= {"image_size": 64, "patch_size": 16}
     vq = {"embed_dim": 50, "num_embeddings": NUM_CODES, "latent_channels": 48}
     special = {"image_token_id": image, "image_start_token_id": start, "image_end_token_id": end}
-    config = transformers.GlmImageConfig(
-        text_config=text, vision_config=vision, vq_config=vq, **special
-    )
+    parts = {"text_config": text, "vision_config": vision, "vq_config": vq}
+    config = transformers.GlmImageConfig(**parts, **special)
     return transformers.GlmImageForConditionalGeneration(config)
 
 
 @torch.no_grad()
 def set_tower(model, codebook):
-    """Sets the vision tower to the 4x4 mean colours of a patch, and the quantiser to the nearest
-    centre.
+    """The vision tower gives a patch's 4x4 mean colours, the quantiser the nearest centre.
 
     The quantiser compares directions: it takes the centre c of the largest cosine to x. The nearest
     is that of the largest x.c - |c|^2 / 2. So c gets one coordinate more for the second term, where
@@ -474,7 +245,7 @@ def set_tower(model, codebook):
 
 
 def build_vae():
-    blocks = 4  # 2 ** (4 - 1) = 8 pixels a latent; times the decoder's patch of 2 that is the release's 16
+    blocks = 4  # 2 ** (4 - 1) = 8 pixels per latent; times the decoder's patch of 2 it is 16
     return diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * blocks,
         up_block_types=("UpDecoderBlock2D",) * blocks,
@@ -531,35 +302,27 @@ def train_vae(vae, pixels, steps):
         posterior = vae.encode(batch).latent_dist
         painted = vae.decode(posterior.sample()).sample
         # Without the squares it takes red for brown, for long.
-        return (
-            F.l1_loss(painted, batch)
-            + F.mse_loss(painted, batch)
-            + 1e-4 * posterior.kl().mean() / 2048
-        )
+        likeness = F.l1_loss(painted, batch) + F.mse_loss(painted, batch)
+        return likeness + 1e-4 * posterior.kl().mean() / 2048
 
     optimise("VAE", vae, steps, 2e-3, loss)
 
 
 def train_decoder(decoder, latents, codes, glyphs, steps, lr, sources=False):
-    """Trains on pictures painted from nothing and, with `sources`, as many beside a picture to
-    edit."""
+    """On pictures painted from nothing and, with `sources`, as many beside a picture to edit."""
     # The pipeline shifts the noise levels for the size of the picture, but tells the decoder the
     # time before the shift.
     mu = calculate_shift(latents.shape[-1] * latents.shape[-2] // decoder.config.patch_size**2)
-    prior = (
-        codes.view(-1, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-    )  # 2x2 each
+    prior = for_decoder(codes.view(-1, 4, 4))
     size = {"target_size": torch.full((16, 2), float(SIZE)), "crop_coords": torch.zeros(16, 2)}
     text, drop = glyphs.expand(16, -1, -1), torch.zeros(16, 64, dtype=torch.bool)
 
     def remember(rows):
-        """Keys and values of pictures as the pipeline takes them: clean, at time 0, without a
-        text."""
+        """Keys and values of pictures as the pipeline takes them: clean, at time 0, no text."""
         cache = GlmImageKVCache(decoder.config.num_layers)
         cache.set_mode("write")
-        decoder(
-            latents[rows], text[:, :0], prior[rows], drop, torch.zeros(16), kv_caches=cache, **size
-        )
+        inputs = latents[rows], text[:, :0], prior[rows], drop, torch.zeros(16)
+        decoder(*inputs, kv_caches=cache, **size)
         cache.set_mode("read")
         return cache
 
@@ -569,15 +332,13 @@ def train_decoder(decoder, latents, codes, glyphs, steps, lr, sources=False):
         time = sigma / (sigma + mu * (1 - sigma))  # sigma = mu / (mu + 1 / time - 1)
         noisy = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1))
         dropped = drop | (torch.rand(16, 1) < 0.1)  # what guidance compares with
-        predicted = decoder(
-            noisy, text, prior[rows], dropped, time * 1000 - 1, kv_caches=cache, **size
-        ).sample
+        inputs = noisy, text, prior[rows], dropped, time * 1000 - 1
+        predicted = decoder(*inputs, kv_caches=cache, **size).sample
         return F.mse_loss(predicted, noise - clean)
 
     def loss():
         painted, beside, source = torch.randint(len(latents), (3, 16))
-        # Any source: the codes alone say what to paint, for the policy may well misread the
-        # picture.
+        # Any source: the codes alone say what to paint, for the policy may misread the picture.
         return flow_loss(painted) + (flow_loss(beside, remember(source)) if sources else 0)
 
     optimise("decoder", decoder, steps, lr, loss)
@@ -591,42 +352,31 @@ def collate(prompts, padding):
     """
     longest = max(len(ids) for ids, _ in prompts)
     empty = [longest - len(ids) for ids, _ in prompts]
-    ids = torch.stack(
-        [F.pad(ids, (n, 0), value=padding) for n, (ids, _) in zip(empty, prompts, strict=True)]
-    )
-    positions = [F.pad(positions, (n, 0)) for n, (_, positions) in zip(empty, prompts, strict=True)]
-    positions = torch.stack(positions, dim=1)  # (3, B, L+T)
+    both = list(zip(empty, prompts, strict=True))
+    ids = torch.stack([F.pad(ids, (n, 0), value=padding) for n, (ids, _) in both])
+    positions = torch.stack([F.pad(at, (n, 0)) for n, (_, at) in both], dim=1)  # (3, B, L+T)
     length = positions.shape[-1]
     real = torch.arange(length) >= torch.tensor(empty).unsqueeze(1)  # (B, L+T)
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    itself = torch.eye(
-        length, dtype=torch.bool
-    )  # padding sees itself: a row that sees nothing is NaN
+    itself = torch.eye(length, dtype=torch.bool)  # padding too: a row that sees nothing is NaN
     return ids, positions, (causal & real[:, None, None, :]) | itself
 
 
-def train_policy(policy, processor, codebook, steps, lr, misreads):
-    """Trains on captions and edits; with `misreads` what is painted is what was read, which may be
-    something else."""
+def train_policy(policy, processor, codebook, steps, lr, misreads, same=True):
+    """On captions and edits; with `misreads` what is painted is what was read, see misread."""
     rng = random.Random(2)
     seen, (_, held_out) = seen_captions(), split_edits(random.Random(0))
-    room = Source(
-        draw((None,) * 4), torch.full((16,), policy.config.image_token_id)
-    )  # for the codes of a source
-    asked = {str(caption): None for caption in itertools.chain(*seen.values())} | dict.fromkeys(
-        WISHES, room
-    )
-    prompts = {
-        text: encode_prompt(processor, text, SIZE, SIZE, source)[:2]
-        for text, source in asked.items()
-    }
+    # With room for the codes of a source.
+    blank = Source(draw((None,) * 4), torch.full((16,), policy.config.image_token_id))
+    asked = {str(caption): None for caption in itertools.chain(*seen.values())}
+    asked |= dict.fromkeys(WISHES, blank)
+    encode = lambda text: encode_prompt(processor, text, SIZE, SIZE, asked[text])[:2]
+    prompts = {text: encode(text) for text in asked}
 
     def cross_entropy(texts, sources, targets):
-        """Mean over codes (B, T) after prompts, into which the codes of sources go: (B, 16), or
-        none."""
-        ids, positions, mask = collate(
-            [prompts[text] for text in texts], processor.tokenizer.pad_token_id
-        )
+        """Mean over codes (B, T) after prompts, which contain codes of sources (B, 16), or none."""
+        padding = processor.tokenizer.pad_token_id
+        ids, positions, mask = collate([prompts[text] for text in texts], padding)
         ids = ids.masked_scatter(ids == policy.config.image_token_id, sources)
         # One logit more than there are codes: the last code predicts the end of the image, as
         # generate() expects.
@@ -643,14 +393,13 @@ def train_policy(policy, processor, codebook, steps, lr, misreads):
     def loss():
         kinds = rng.choices(list(SHARES), SHARES.values(), k=12)
         captions = [rng.choice(seen[kind]) for kind in kinds]
-        read = [misread(caption, rng) if misreads else caption for caption in captions]
+        read = [misread(caption, rng, same) if misreads else caption for caption in captions]
         targets = codes_of([caption.scene() for caption in read], corners)
-        total = cross_entropy(
-            [str(caption) for caption in captions], targets[:0, 256:], targets
-        )  # 256 + 16 codes
+        texts = [str(caption) for caption in captions]
+        total = cross_entropy(texts, targets[:0, 256:], targets)  # 256 + 16 codes
 
         edits = [edit for edit in (random_edit(rng) for _ in range(24)) if edit not in held_out]
-        read = [misread_edit(*edit, rng) if misreads else edit for edit in edits]
+        read = [misread_edit(*edit, rng, same) if misreads else edit for edit in edits]
         sources = codes_of([scene for scene, _ in edits], corners)[:, 256:]
         targets = codes_of([wish.edited(scene) for scene, wish in read], corners)[:, 256:]
         return total + cross_entropy([str(wish) for _, wish in edits], sources, targets)
@@ -671,12 +420,10 @@ def make_policy():
     # At five times this rate it also forgets which shape stands below, and GRPO then has to teach
     # more than it can.
     train_policy(policy, processor, codebook, steps=280, lr=1e-4, misreads=True)
-    end = (
-        policy.config.image_end_token_id
-    )  # suppressed: a picture that ends early has too few codes for the decoder
-    policy.generation_config.update(
-        do_sample=True, temperature=1.0, top_p=0.95, top_k=0, suppress_tokens=[end]
-    )
+    # Suppressed: a picture that ends early has too few codes for the decoder.
+    options = {"suppress_tokens": [policy.config.image_end_token_id]}
+    options |= {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
+    policy.generation_config.update(**options)
     return policy
 
 
@@ -694,9 +441,8 @@ def make_vae():
 
 @torch.no_grad()
 def latents_of(vae, pixels):
-    return torch.cat(
-        [vae.encode(batch).latent_dist.mode() for batch in pixels.split(40)]
-    )  # (B, 8, 16, 16)
+    batches = pixels.split(40)
+    return torch.cat([vae.encode(each).latent_dist.mode() for each in batches])  # (B, 8, 16, 16)
 
 
 def make_decoder(vae, codebook, no_text):
@@ -706,10 +452,8 @@ def make_decoder(vae, codebook, no_text):
     rng = random.Random(2)
     scenes = [random_scene(rng) for _ in range(1000)]  # what edits may lead to
     scenes += [rng.choice(CAPTIONS[rng.choice(KINDS)]).scene() for _ in scenes]
-    mean, std = (
-        torch.tensor(each).view(1, -1, 1, 1)
-        for each in (vae.config.latents_mean, vae.config.latents_std)
-    )
+    scaling = vae.config.latents_mean, vae.config.latents_std
+    mean, std = (torch.tensor(numbers).view(1, -1, 1, 1) for numbers in scaling)
     latents = (latents_of(vae, to_tensor([draw(scene) for scene in scenes])) - mean) / std
     large = codes_of(scenes, corner_codes(codebook))[:, 256:]
     # First to paint from captions, then to edit too: what is the same in both is learned by then.
@@ -720,10 +464,8 @@ def make_decoder(vae, codebook, no_text):
 
 def make_text_encoder():
     torch.manual_seed(4)
-    glyphs = transformers.T5Config(
-        vocab_size=384, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4
-    )
-    return transformers.T5EncoderModel(glyphs).eval()
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    return transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, **sizes)).eval()
 
 
 def make_painters():
@@ -743,24 +485,20 @@ def assemble(policy, text_encoder, vae, decoder):
         base_image_seq_len=256,
         time_shift_type="linear",
     )
-    tokenizer = transformers.ByT5Tokenizer()
-    return diffusers.GlmImagePipeline(
-        tokenizer, build_processor(), text_encoder, policy, vae, decoder, scheduler
-    )
+    parts = text_encoder, policy, vae, decoder, scheduler
+    return diffusers.GlmImagePipeline(transformers.ByT5Tokenizer(), build_processor(), *parts)
 
 
 # ---- 6. what to train on, and what is held out ---------------------------------------------------
 
 
-# Captions to train on and held out, for each kind, number and relation, without colours and with
-# them.
+# Captions to train on and held out, per kind, number and relation, without colours and with them.
 COUNTS = {"one": (2, 2), "two": (6, 6), "counting": (4, 2), "position": (7, 3)}
 COLOURED = {"counting": (5, 2), "colours": (4, 6), "binding": (45, 10)}
 
 
 def split_captions(rng):
-    """112 captions to train on and 48 held out, kind after kind: two lists. Held out is what no
-    stage has seen."""
+    """112 captions to train on and 48 held out, which no stage has seen, kind after kind."""
     training, held_out = [], []
     for kind, captions in CAPTIONS.items():
         alike = {}
@@ -769,16 +507,13 @@ def split_captions(rng):
         chosen = [], []
         for (_, coloured), own in alike.items():
             many, few = (COLOURED if coloured else COUNTS)[kind]
-            hidden = [caption for caption in own if unseen(caption)] or own[
-                -few:
-            ]  # of single objects, two by chance
-            chosen[0].extend(
-                [each for each in own if not unrewarded(each) and each not in hidden][:many]
-            )
+            # Of single objects, two by chance.
+            hidden = [caption for caption in own if unseen(caption)] or own[-few:]
+            open_ones = [each for each in own if not unrewarded(each) and each not in hidden]
+            chosen[0].extend(open_ones[:many])
             chosen[1].extend(hidden[:few])
-        training += rng.sample(
-            chosen[0], len(chosen[0])
-        )  # an evaluation on some takes the first of each kind
+        # An evaluation on some takes the first of each kind.
+        training += rng.sample(chosen[0], len(chosen[0]))
         held_out += rng.sample(chosen[1], len(chosen[1]))
     return training, held_out
 
@@ -789,10 +524,8 @@ def split_edits(rng):
     while min(map(len, by_form.values())) < 42:
         edit = random_edit(rng)
         by_form[edit[1].kind].setdefault(edit)
-    parts = [list(edits) for edits in by_form.values()]
-    return [edit for part in parts for edit in part[:36]], [
-        edit for part in parts for edit in part[36:42]
-    ]
+    of_all = lambda rows: [edit for edits in by_form.values() for edit in list(edits)[rows]]
+    return of_all(slice(36)), of_all(slice(36, 42))
 
 
 def write_prompts():
@@ -820,11 +553,9 @@ def write_pictures(folder, scenes):
 
 
 def main():
-    """Both halves at once. One thread each: the order of sums, and so the weights, do not depend on
-    the cores."""
-    argparse.ArgumentParser(
-        description="Makes this folder's model anew, in 40 minutes on two cores."
-    ).parse_args()
+    """Both halves at once. One thread each: sums, and the weights, do not depend on the cores."""
+    words = "Makes this folder's model anew, in 40 minutes on two cores."
+    argparse.ArgumentParser(description=words).parse_args()
     write_prompts()
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         half = pool.submit(make_policy)

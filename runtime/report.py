@@ -18,21 +18,17 @@ PARTS = {  # parts of a step's line
     "seconds": "{:.1f}s",
     "gpu_gb": "{:.1f} GB",
 }
-PROMPTS = {
-    "": "training",
-    "held_out/": "held-out",
-}  # {prefix of their numbers in an evaluation: what they are}
 ALARMS = {
     "skipped": "SKIPPED: the gradient was not finite",
     "groups_without_spread": "{:.0%} without spread",
     "decoder/groups_without_spread": "decoder: {:.0%} without spread",
     "unscored": "{:.0%} unscored",
 }
+PROMPTS = {"": "training", "held_out/": "held-out"}  # {prefix of an evaluation's numbers: of what}
 
 
 def reward_metrics(raw_rewards, combined, group_size):
-    """For the combined and each raw reward: its mean, the mean spread (std) of a group, the mean of
-    each group's best.
+    """Of the combined and each raw reward: the mean, a group's mean spread (std) and mean best.
 
     raw_rewards: {name: (N*G,)}, combined: (N*G,), group after group. NaN, where a reward does not
     apply, is left out.
@@ -43,29 +39,40 @@ def reward_metrics(raw_rewards, combined, group_size):
         groups = values.double().view(-1, group_size)  # (N, G)
         count = (~groups.isnan()).sum(1)
         squares = (groups - groups.nanmean(1, keepdim=True)).square().nansum(1)
+        stds = (squares / (count - 1)).sqrt()[count > 1]  # unbiased
+        bests = groups.nan_to_num(-math.inf).amax(1)[count > 0]
         metrics[f"reward{name}"] = values.nanmean().item()
-        metrics[f"reward_std{name}"] = (
-            (squares / (count - 1)).sqrt()[count > 1].mean().item()
-        )  # unbiased
-        metrics[f"reward_best{name}"] = (
-            groups.nan_to_num(-math.inf).amax(1)[count > 0].mean().item()
-        )
+        metrics[f"reward_std{name}"] = stds.mean().item()
+        metrics[f"reward_best{name}"] = bests.mean().item()
+    return metrics
+
+
+def step_metrics(raw_rewards, combined, sequences, paintings):
+    """What a step's rewards say of its groups.
+
+    These are G code `sequences`, by the means of their K `paintings`; or the K paintings of one.
+    """
+    unscored = {"unscored": combined.isnan().double().mean().item()}
+    if sequences == 1:
+        return reward_metrics(raw_rewards, combined, paintings) | unscored
+    mean = lambda values: values.view(-1, paintings).nanmean(1)  # (N*G,)
+    means = {name: mean(values) for name, values in raw_rewards.items()}
+    metrics = reward_metrics(means, mean(combined), sequences) | unscored
+    if paintings > 1:
+        metrics["decoder/reward_std"] = reward_metrics({}, combined, paintings)["reward_std"]
     return metrics
 
 
 def evaluation_metrics(raw_rewards, combined, group_size, kinds=None):
-    """The metrics of reward_metrics with standard errors, and in "kinds" the same for each kind of
-    prompt.
+    """Those of reward_metrics with standard errors, and in "kinds" the same per kind of prompt.
 
     An error is that of the mean over prompts: pictures of one prompt are not independent. "mean of
     the kinds" is their plain mean whatever their sizes, like GenEval's overall score (Ghosh et al.
     2023). kinds: (N,) strings, or None.
     """
     count = len(combined) // group_size
-    metrics = reward_metrics(raw_rewards, combined, group_size) | {
-        "images": len(combined),
-        "prompts": count,
-    }
+    metrics = reward_metrics(raw_rewards, combined, group_size)
+    metrics |= {"images": len(combined), "prompts": count}
     for name, values in {"": combined, **raw_rewards}.items():
         means = values.double().view(count, group_size).nanmean(1)  # (N,)
         means = means[~means.isnan()]
@@ -101,36 +108,37 @@ def with_error(record, name, form="{:.3f}"):
 
 
 def shown_names(record, prefix=""):
-    """The rewards of an evaluation, without their weighted sum where that is a lone reward of
-    weight 1."""
+    """Its rewards, without their weighted sum where that is a lone reward of weight 1."""
     names = reward_names(record, prefix)
     return names[1:] if len(names) > 1 and record[names[0]] == record[names[1]] else names
 
 
-def by_kind(prefix, *records):
-    """From records of evaluation.jsonl: names of rewards; for each record {kind: its metrics}; or
-    two empty lists."""
-    if not all(f"{prefix}kinds" in record for record in records):
-        return [], []
-    parts = [record[f"{prefix}kinds"] for record in records]
-    return shown_names(parts[-1]["mean of the kinds"]), parts
+def summary(prefix, *records):
+    """'ssim 0.692 +- 0.031 -> 0.864 +- 0.020, ... (64 images: 16 prompts x 4)', of evaluations."""
+    parts = []
+    for name in shown_names(records[-1], prefix):
+        values = " -> ".join(with_error(record, name) for record in records)
+        parts.append(f"{short_name(name)} {values}")
+    images = records[0][f"{prefix}images"]
+    prompts = records[0][f"{prefix}prompts"]
+    number = f"{counted(prompts, 'prompt')} x {images // prompts}"
+    return f"{', '.join(parts)} ({images} images: {number})"
 
 
 def kinds_table(*records):
-    """Lines of Markdown: for both sets of prompts a row per kind, with cells such as '0.41 +- 0.05
-    -> 0.72 +- 0.04'."""
+    """Lines of Markdown, a row per kind, with cells such as '0.41 +- 0.05 -> 0.72 +- 0.04'."""
     lines = []
     for prefix, heading in PROMPTS.items():
-        names, parts = by_kind(prefix, *records)
-        if not parts:
+        parts = [record.get(f"{prefix}kinds") for record in records]
+        if not all(parts):
             continue
+        names = shown_names(parts[-1]["mean of the kinds"])
         rows = [[heading, "prompts", *map(short_name, names)]]
         for kind, last in parts[-1].items():
-            cells = [
-                " -> ".join(with_error(part[kind], name, "{:.2f}") for part in parts)
-                for name in names
-            ]
-            rows.append([kind, str(last["prompts"]), *cells])
+            row = [kind, str(last["prompts"])]
+            for name in names:
+                row.append(" -> ".join(with_error(part[kind], name, "{:.2f}") for part in parts))
+            rows.append(row)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         rows.insert(1, ["-" * width for width in widths])
         lines += ["", *(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)]
@@ -138,108 +146,65 @@ def kinds_table(*records):
 
 
 def best_step(evaluations, reward="reward"):
-    """The first step whose adapter did best on held-out prompts, or on those of training if no
-    reward applied to these.
+    """The first step whose adapter did best on held-out prompts.
 
-    Also words for how much better than at the end, empty if that is within the standard error of
-    the difference.
+    On those of training if no reward applied to these. Also words for how much better than at the
+    end, empty if that is within the standard error of the difference.
     """
     held_out = all(record[f"held_out/{reward}"] is not None for record in evaluations)
     name, key = ("held-out", f"held_out/{reward}") if held_out else ("training", reward)
-    judged = [record for record in evaluations if record[key] is not None]
-    if not judged:
+    records = [record for record in evaluations if record[key] is not None]
+    if not records:
         return 0, ""
-    best = max(judged, key=lambda record: record[key])
-    now = judged[-1]
+    best = max(records, key=lambda record: record[key])
+    now = records[-1]
     error = math.hypot(*(record.get(error_name(key)) or 0 for record in (best, now)))
-    words = (
-        f"on {name} prompts {short_name(reward)} was higher after {counted(best['step'], 'step')}, "
-    )
-    words += f"{with_error(best, key)}, than at the end, {with_error(now, key)}"
-    return best["step"], words if best[key] - now[key] > max(error, 0.0005) else ""
-
-
-def summary(prefix, *records):
-    """'ssim 0.692 +- 0.031 -> 0.864 +- 0.020, ... (64 images: 16 prompts x 4)', from one record or
-    several."""
-    names = shown_names(records[-1], prefix)
-    parts = [
-        f"{short_name(name)} {' -> '.join(with_error(record, name) for record in records)}"
-        for name in names
-    ]
-    images = records[0][f"{prefix}images"]
-    prompts = records[0][f"{prefix}prompts"]
-    return (
-        f"{', '.join(parts)} ({images} images: {counted(prompts, 'prompt')} x {images // prompts})"
-    )
-
-
-def step_metrics(raw_rewards, combined, sequences, paintings):
-    """What a step's rewards say: its groups are G code `sequences`, by the means of their K
-    `paintings`, or these K."""
-    unscored = {"unscored": combined.isnan().double().mean().item()}
-    if sequences == 1:
-        return reward_metrics(raw_rewards, combined, paintings) | unscored
-    *means, mean = (
-        values.view(-1, paintings).nanmean(1) for values in (*raw_rewards.values(), combined)
-    )  # (N*G,)
-    metrics = reward_metrics(dict(zip(raw_rewards, means, strict=True)), mean, sequences) | unscored
-    if paintings > 1:
-        metrics["decoder/reward_std"] = reward_metrics({}, combined, paintings)["reward_std"]
-    return metrics
+    if best[key] - now[key] <= max(error, 0.0005):
+        return best["step"], ""
+    higher = f"{short_name(reward)} was higher after {counted(best['step'], 'step')}"
+    values = f"{with_error(best, key)}, than at the end, {with_error(now, key)}"
+    return best["step"], f"on {name} prompts {higher}, {values}"
 
 
 def group_records(step, prompts, raw_rewards):
-    """The lines of groups.jsonl: each group's prompt, the place of that in its file, and its
-    rewards, NaN as None."""
-    per_group = {
+    """The lines of groups.jsonl: each group's prompt, its line in the file, its rewards."""
+    rewards = {
         name: without_nan(values.view(len(prompts), -1).tolist())
         for name, values in raw_rewards.items()
     }
     records = []
     for i, (line, prompt) in enumerate(zip(prompts.lines, prompts.texts, strict=True)):
-        rewards = {name: rows[i] for name, rows in per_group.items()}
-        records.append({"step": step, "line": line, "prompt": prompt, "rewards": rewards})
+        own = {name: groups[i] for name, groups in rewards.items()}
+        records.append({"step": step, "line": line, "prompt": prompt, "rewards": own})
     return records
 
 
-def format_step(step, metrics, settings):
+def format_step(step, steps, metrics):
     """The line of a step: what is 0 or was not measured is left out."""
-    raw = {
-        name: x for name, x in metrics.items() if name.startswith("reward/") and not math.isnan(x)
-    }
-    seconds = sum(x for name, x in metrics.items() if name.startswith("seconds/"))
-    peak = max([0, *(x for name, x in metrics.items() if name.startswith("gpu_gb/"))])
-    metrics = metrics | {"seconds": seconds, "gpu_gb": peak}
-    line = f"step {step}/{settings.steps} | reward {format_number(metrics['reward'])}"
+    of = lambda prefix: {name: x for name, x in metrics.items() if name.startswith(prefix)}
+    raw = {name: x for name, x in of("reward/").items() if not math.isnan(x)}
+    seconds = sum(of("seconds/").values())
+    metrics = metrics | {"seconds": seconds, "gpu_gb": max([0, *of("gpu_gb/").values()])}
+    line = f"step {step}/{steps} | reward {format_number(metrics['reward'])}"
     line += "" if math.isnan(metrics["reward_std"]) else f" +- {metrics['reward_std']:.3f}"
-    parts = [
-        style.format(metrics[name]) for name, style in ALARMS.items() if metrics.get(name, 0) > 0
+    shown = lambda styles: [
+        style.format(metrics[name]) for name, style in styles.items() if metrics.get(name, 0) > 0
     ]
+    rewards = []
     if any(x != metrics["reward"] for x in raw.values()):  # not a lone reward of weight 1
-        parts.append(", ".join(f"{short_name(name)} {x:.3f}" for name, x in raw.items()))
-    parts += [
-        style.format(metrics[name]) for name, style in PARTS.items() if metrics.get(name, 0) > 0
-    ]
-    return " | ".join([line, *parts])
+        rewards = [", ".join(f"{short_name(name)} {x:.3f}" for name, x in raw.items())]
+    return " | ".join([line, *shown(ALARMS), *rewards, *shown(PARTS)])
 
 
 def why_nothing_was_learned(records, half=""):
-    """Why no step of these has moved the policy (half: "") or the decoder ("decoder/"); None where
-    one has."""
-    norms = [
-        record.get(f"{half}grad_norm") for record in records
-    ]  # None: this half does not learn, or was skipped
-    if (
-        not records
-        or f"{half}grad_norm" not in records[0]
-        or any(norm and norm > 0 for norm in norms)
-    ):
+    """Why no step has moved the policy (half: "") or the decoder ("decoder/"); None if one has."""
+    name = f"{half}grad_norm"  # None: a half that does not learn, or was skipped
+    if not records or name not in records[0] or any(record.get(name) for record in records):
         return None
     if all(record["unscored"] == 1 for record in records):
         return "no reward applied to any picture; see what your prompts need for it"
     if all(record["skipped"] for record in records):
         return "no gradient was finite; take a lower --lr or --decoder-lr"
     draws = "--noise-level" if half else "--temperature or --top-p"
-    advice = f"take a reward that tells pictures of one prompt apart, a higher {draws}, or a larger --group-size"
-    return f"in no group did one picture score higher than another; {advice}"
+    advice = f"a reward that tells a prompt's pictures apart, a higher {draws}, or larger groups"
+    return f"in no group did one picture score higher than another; take {advice}"

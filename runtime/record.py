@@ -1,0 +1,282 @@
+"""The records of a run: the files that it leaves, the lines that it prints, a tracker."""
+
+import json
+import math
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState, tracking
+
+from grpo import combine
+from rewards import split_spec
+from runtime import checkpoints, counted, format_number, ranks, report, without_nan
+from runtime.pictures import save_before_after, save_curves, save_grid
+from runtime.rescue import StopRequest
+
+ROW = 8  # pictures in a row of group-*.png
+SAMPLE_EVERY = 10  # steps between group-*.png
+SHOWN = 3  # pictures of a prompt that an evaluation keeps; and prompts, if the file names no kinds
+
+
+class Record:
+    """The files of a run in `out`. Only the first rank writes.
+
+    hashes: see read_inputs in data.py. trainers: {"codes" or "decoder": GRPO}. done: steps made so
+    far. When a run is resumed, records of later steps are removed first, as is a line that a kill
+    cut short.
+    """
+
+    def __init__(self, out, settings, hashes, phase, trainers, done):
+        self.out = out
+        self.settings = settings
+        self.hashes = hashes
+        self.trainers = trainers
+        self.phase = phase
+        self.done = done
+        self.weights = dict(split_spec(settings.reward))
+        self.judges = [name for name, _ in split_spec(settings.eval_reward) if name != "none"]
+        # Training maximises z-scores, which say nothing across evaluations, and their raw sum is
+        # something else.
+        by_judge = self.judges and settings.combine == "zscore"
+        self.best_by = f"reward/{self.judges[0]}" if by_judge else "reward"
+        self.writes = ranks.rank() == 0
+        names = ("evaluation", "metrics", "groups")
+        before = {name: read_jsonl(out / f"{name}.jsonl", done) for name in names}
+        self.evaluations = before["evaluation"]
+        ranks.gather(None)  # all ranks have read the files that the first one now writes
+        self.tracker = None
+        if self.writes:
+            with checkpoints.writing(out):
+                written = json.dumps(checkpoints.saved(settings), indent=2)
+                (out / "settings.json").write_text(written + "\n")
+                for name, records in before.items():
+                    write_jsonl(out / f"{name}.jsonl", records)
+            self.tracker = start_tracker(settings.tracker, checkpoints.saved(settings), out)
+        self.stop = StopRequest()
+        self.optimizer_steps = self.count_optimizer_steps()  # up to the end of the last step
+
+    def count_optimizer_steps(self):
+        return [trainer.steps for trainer in self.trainers.values()]
+
+    def write(self, line):
+        self.phase.bar.write(line)
+
+    def track(self, step, values):
+        if self.tracker is not None:
+            numbers = {name: x for name, x in values.items() if isinstance(x, float)}
+            self.tracker.log(numbers, step=step)
+
+    def track_picture(self, name, picture):
+        layout = {"dataformats": "NHWC"} if self.settings.tracker == "tensorboard" else {}
+        if self.settings.tracker in ("tensorboard", "wandb"):
+            self.tracker.log_images({name: np.asarray(picture)[None]}, step=self.done, **layout)
+
+    def step(self, done, prompts, batch, metrics):
+        """Writes a step's line and metrics, and every SAMPLE_EVERY steps its pictures."""
+        self.done = done
+        self.optimizer_steps = self.count_optimizer_steps()
+        sequences = len(batch.groups[0].tokens)
+        paintings = len(batch.images) // (len(prompts) * sequences)
+        total = combine(batch.raw_rewards, self.weights, sequences * paintings)
+        metrics["skipped"] = metrics.get("skipped", 0) + metrics.get("decoder/skipped", 0)
+        metrics |= report.step_metrics(batch.raw_rewards, total, sequences, paintings)
+        metrics = ranks.mean(metrics | self.phase.read())
+        numbers = without_nan(metrics)
+        per_rank = ranks.gather(report.group_records(done, prompts, batch.raw_rewards))
+        if self.writes:
+            with checkpoints.writing(self.out):
+                append_jsonl(self.out / "metrics.jsonl", {"step": done, **numbers})
+                groups = [group for groups in per_rank for group in groups]
+                append_jsonl(self.out / "groups.jsonl", *groups)
+        self.track(done, numbers)
+        self.phase.bar.set_postfix_str(f"reward {numbers['reward'] or 0:.3f}")
+        self.phase.bar.update()
+        self.write(report.format_step(done, self.settings.steps, metrics))
+        last = done in (1, self.settings.steps) or self.stop.received
+        if self.writes and (last or done % SAMPLE_EVERY == 0):
+            self.group(prompts, batch, total.view(len(prompts), -1), sequences, paintings)
+
+    def group(self, prompts, batch, rewards, sequences, paintings):
+        """Pictures of the first group with spread: their rewards and advantages, what they edit.
+
+        rewards: (N, G*K). A row per code sequence, if each is painted several times.
+        """
+        spread = [len(group.unique()) > 1 for group in rewards.nan_to_num()]
+        i = spread.index(True) if any(spread) else 0
+        count = sequences * paintings
+        if sequences > 1:
+            advantages = batch.groups[i].advantages.repeat_interleave(paintings)
+        else:
+            steps = batch.denoising_steps
+            advantages = steps[i * len(steps) // len(prompts)].advantages
+        pairs = zip(rewards[i].tolist(), advantages.tolist(), strict=True)
+        words = [f"reward {format_number(reward)}, advantage {a:+.2f}" for reward, a in pairs]
+        cells = list(zip(batch.images[i * count : (i + 1) * count], words, strict=True))
+        width = paintings if min(sequences, paintings) > 1 else ROW
+        rows = [("", cells[k : k + width]) for k in range(0, count, width)]
+        beside = []
+        if prompts.sources[i]:
+            beside.append((prompts.sources[i].image, "to edit"))
+        if prompts.targets and prompts.targets[i]:
+            beside.append((prompts.targets[i], "target"))
+        gap = [None] if beside else []
+        rows[0] = prompts.texts[i], [*beside, *gap, *rows[0][1]]
+        with checkpoints.writing(self.out):
+            picture = save_grid(self.out / f"group-{self.done:06d}.png", rows, f"step {self.done}")
+            self.curves()
+        self.track_picture("group", picture)
+
+    def evaluation(self, sets):
+        """sets: {"" or "held_out/": (Prompts, [(raw rewards {name: (G,)}, G pictures)])}."""
+        record = {"step": self.done}
+        shown = []
+        for prefix, (prompts, results) in sets.items():
+            metrics, rows = self.judged(prompts, results)
+            record |= {prefix + name: value for name, value in without_nan(metrics).items()}
+            shown += rows
+        self.track(self.done, {f"evaluation/{name}": x for name, x in record.items()})
+        record["shown"] = without_nan([row[:3] for row in shown])
+        self.evaluations.append(record)
+        before = self.before()
+        records = (record,) if before in (None, record) else (before, record)
+        steps = counted(self.done, "step")
+        for prefix, name in report.PROMPTS.items():
+            compared = f"{name} prompts" + (", before -> after" if len(records) > 1 else "")
+            summary = report.summary(prefix, *records)
+            self.write(f"evaluation after {steps}, {compared}: {summary}")
+        table = report.kinds_table(*records)
+        if table and (self.done >= self.settings.steps or self.stop.received):
+            self.write("\n".join(table))
+        if self.writes:
+            with checkpoints.writing(self.out):
+                folder = self.out / "evaluation" / f"{self.done:06d}"
+                folder.mkdir(parents=True, exist_ok=True)
+                for i, (*_, images, source) in enumerate(shown, 1):
+                    if source is not None:
+                        source.image.save(folder / f"{i}-source.png")
+                    for j, image in enumerate(images, 1):
+                        image.save(folder / f"{i}-{j}.png")
+                append_jsonl(self.out / "evaluation.jsonl", record)
+                self.curves()
+
+    def judged(self, prompts, results):
+        """Metrics; of the first prompts (text, rewards, {judge: its rewards}, images, Source)."""
+        size = len(results[0][1])
+        names = results[0][0]
+        raw_rewards = {name: torch.cat([rewards[name] for rewards, _ in results]) for name in names}
+        total = combine(raw_rewards, self.weights, size)
+        metrics = report.evaluation_metrics(raw_rewards, total, size, prompts.kinds)
+        rows = []
+        for i in range(min(len(prompts), max(SHOWN, len(set(prompts.kinds or ()))))):
+            rewards, images = results[i]
+            judges = {name: rewards[name][:SHOWN].tolist() for name in self.judges}
+            own = total.view(-1, size)[i, :SHOWN].tolist()
+            rows.append((prompts.texts[i], own, judges, images[:SHOWN], prompts.sources[i]))
+        return metrics, rows
+
+    def curves(self):
+        metrics = read_jsonl(self.out / "metrics.jsonl")
+        save_curves(self.out / "reward.png", metrics, self.evaluations)
+
+    def before(self):  # None if its line was deleted
+        return next((record for record in self.evaluations if record["step"] == 0), None)
+
+    def save(self):
+        if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
+            best, _ = report.best_step(self.evaluations, self.best_by)
+            state = {"settings": checkpoints.saved(self.settings), "inputs": self.hashes}
+            checkpoints.save(self.out, self.done, self.trainers, state, best)
+
+    def save_whole_step(self):
+        """After an error. A half that has moved in a step that did not end is not saved."""
+        if self.optimizer_steps == self.count_optimizer_steps():
+            self.save()
+
+    def end(self):
+        """The adapters and before-after.png; warns if nothing, or less than before, was learned."""
+        best, words = report.best_step(self.evaluations, self.best_by)
+        if words:
+            self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
+        for half, name in {"": "policy", "decoder/": "decoder"}.items():
+            metrics = read_jsonl(self.out / "metrics.jsonl")
+            if reason := report.why_nothing_was_learned(metrics, half):
+                self.write(f"warning: the {name} learned nothing: {reason}")
+        if not self.writes:
+            return
+        with checkpoints.writing(self.out):
+            picture = save_before_after(self.out, self.before(), self.evaluations[-1])
+            for half, trainer in self.trainers.items():
+                folder, what, load = ADAPTERS[half]
+                model = trainer.model
+                if half == "codes":
+                    model.save_pretrained(self.out / folder)
+                else:
+                    model.get_base_model().save_lora_adapter(self.out / folder)
+                base = self.settings.model
+                base = Path(base).resolve().name if Path(base).is_dir() else base
+                card = CARD.format(base=base, what=what, load=load)
+                (self.out / folder / "README.md").write_text(card)
+                for file in ("settings.json", "evaluation.jsonl", "before-after.png"):
+                    shutil.copy(self.out / file, self.out / folder)
+        self.track_picture("before_after", picture)
+
+    def finish(self):
+        self.stop.end()
+        if self.tracker is not None:
+            self.tracker.finish()
+
+
+CARD = """---
+base_model: {base}
+library_name: peft
+tags: [lora, grpo, glm-image]
+---
+A LoRA adapter of {what} of {base}, trained with GRPO: settings.json says how,
+evaluation.jsonl and before-after.png how its pictures were judged. With FOLDER the folder of this
+file, it loads into the stock pipeline: `pipe.{load}`
+"""
+ADAPTERS = {  # half: folder, what it adapts, how it loads
+    "codes": ("adapter", "the language model", "vision_language_encoder.load_adapter(FOLDER)"),
+    "decoder": (
+        "decoder-adapter",
+        "the decoder",
+        "transformer.load_lora_adapter(FOLDER, prefix=None, use_safetensors=True)",
+    ),
+}
+
+
+def start_tracker(kind, configuration, out):
+    """One of accelerate's trackers, or None. A resumed run is another run of the same name."""
+    if kind == "none":
+        return None
+    PartialState()
+    name = f"{out.resolve().parent.name}-{out.name}"
+    place = {"logging_dir": out} if kind == "tensorboard" else {"name": name}
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[kind]("grpo-glm-image", **place)
+    tracker.start()
+    tracker.store_init_configuration(configuration)
+    return tracker
+
+
+def append_jsonl(path, *records):
+    with open(path, "a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def read_jsonl(path, last_step=math.inf):
+    """The records up to a step. A line cut short by a kill, and all after it, are left out."""
+    records = []
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        for line in path.read_text().splitlines():
+            records.append(json.loads(line))
+    return [record for record in records if record["step"] <= last_step]
+
+
+def write_jsonl(path, records):
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
+    os.replace(unfinished, path)
