@@ -1,9 +1,10 @@
-"""The decoder as a policy: its moves against the stock scheduler and values by hand, its update as
+"""The decoder as a policy: its steps against the stock scheduler and values by hand, its update as
 in test_grpo.py."""
 
 import math
 import shutil
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from conftest import (
     RED_CIRCLE,
     build_run,
     resume,
+    sampling,
     short_runs,
     shorten,
     tiny_settings,
@@ -23,6 +25,7 @@ from safetensors.torch import load_file
 from test_gpu import perturb
 from world import draw
 
+import grpo
 import rewards
 import runtime
 import train
@@ -33,7 +36,8 @@ from glm_image.decoder import (
     log_density,
     repeat_for_steps,
 )
-from grpo import Offload
+from glm_image.painting import Painting
+from grpo import Offload, combine
 from runtime import checkpoints
 from runtime.data import Prompts
 from runtime.settings import TINY
@@ -45,52 +49,38 @@ REWARDS = rewards.parse_rewards("ssim:1,mse:1")
 
 def build(*arguments, dtype=torch.float32):
     """What a run works with and its settings, of the tiny model, on small pictures of three
-    moves."""
-    flags = [
-        "--train",
-        "decoder",
-        "--height",
-        "64",
-        "--width",
-        "64",
-        "--decode-steps",
-        "3",
-        "--group-size",
-        "3",
-    ]
-    settings = tiny_settings(*flags, "--combine", "zscore", *arguments)
+    steps."""
+    flags = "--train decoder --height 64 --width 64 --decode-steps 3 --group-size 3 --combine zscore"
+    settings = tiny_settings(*flags.split(), *arguments)
     return build_run(settings, GlmImagePipeline.from_pretrained(TINY, dtype=dtype)), settings
 
 
 def roll_out(run, settings, seed=5):
-    """The moves of a lone code sequence of each prompt, with their advantages; 10 codes, the
+    """The steps of a lone code sequence of each prompt, with their advantages; 10 codes, the
     decoder sees 4."""
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     codes = torch.randint(1024, (2, 1, 10), generator=torch.Generator().manual_seed(seed))
-    rolled = [
-        train.paint_group(run, settings, prompt, group, seed + i)
-        for i, (prompt, group) in enumerate(zip(PROMPTS, codes))
-    ]
-    images = [image for latents, _ in rolled for image in train.to_images(run.pipe, latents, 4)]
-    moves = [step for _, steps in rolled for step in steps]
+    images, steps = [], []
+    for i in range(len(PROMPTS)):
+        painted, drawn = run.paint(Prompts(PROMPTS), i, codes[i], sampling(settings), seed + i)
+        images += painted
+        steps += drawn
     raw_rewards = rewards.score(REWARDS, images, PROMPTS, targets)
-    combined = rewards.combine(
-        raw_rewards, rewards.weights_of(REWARDS), settings.paintings, "zscore"
-    )
-    train.set_advantages(moves, repeat_for_steps(combined, moves))
-    return moves
+    raw_rewards = {name: repeat_for_steps(x, steps) for name, x in raw_rewards.items()}
+    train.set_advantages(steps, raw_rewards, rewards.weights_of(REWARDS), "zscore")
+    return steps
 
 
-def learn(run, moves):
-    run.decoder_trainer.add_reference(moves)
-    return run.decoder_trainer.update(moves)
+def learn(run, steps):
+    run.decoder_trainer.add_reference(steps)
+    return run.decoder_trainer.update(steps)
 
 
 def adapter(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-# ---- one move ------------------------------------------------------------------------------------
+# ---- one step ------------------------------------------------------------------------------------
 
 
 def test_a_move_by_hand():
@@ -102,7 +92,7 @@ def test_a_move_by_hand():
     assert mean.item() == pytest.approx(
         0.4 * -0.3 + math.sqrt(0.36 - expected_std**2) * 0.7, abs=1e-6
     )
-    assert gaussian_step(x, v, 0.8, 0.0, 0.5)[1] == 0, "the last move is the ODE's"
+    assert gaussian_step(x, v, 0.8, 0.0, 0.5)[1] == 0, "the last step is the ODE's"
 
 
 def test_log_density_equals_torchs():
@@ -113,7 +103,7 @@ def test_log_density_equals_torchs():
 
 
 def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe):
-    """Each move by itself; and the pipeline's latents."""
+    """Each step by itself; and the pipeline's latents."""
     steps = 6
     latents = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     prior = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -153,21 +143,21 @@ def test_scored_again_the_log_probs_are_those_of_the_draw(guidance, calls):
     pipeline does."""
     run, settings = build("--guidance-scale", guidance)
     perturb(run.decoder_trainer.model)
-    moves = roll_out(run, settings)
-    assert len(moves) == 2 * 2  # prompts x moves but the last
-    for move in moves:
-        assert move.old_logprobs.shape == (3, 8 * 8 * 8) and move.latents.device.type == "cpu"
+    steps = roll_out(run, settings)
+    assert len(steps) == 2 * 2  # prompts x steps but the last
+    for step in steps:
+        assert step.old_logprobs.shape == (3, 8 * 8 * 8) and step.latents.device.type == "cpu"
         with torch.no_grad():
-            again = run.decoder_trainer.logprobs(move, torch.arange(3))
-        assert (again - move.old_logprobs).mean(1).abs().max() < 2e-7, (
-            "of the mean over the numbers of a move"
+            again = run.decoder_trainer.logprobs(step, torch.arange(3))
+        assert (again - step.old_logprobs).mean(1).abs().max() < 2e-7, (
+            "of the mean over the numbers of a step"
         )
-        assert (again - move.old_logprobs).abs().max() < 1e-3
-        assert len(move.calls) == calls
-        assert all(call["hidden_states"] is None for call in move.calls), "kept once, as latents"
-    level, next_level = moves[1].levels
-    assert 1 > level > next_level > 0 and moves[0].levels[1] == level
-    assert torch.equal(moves[1].latents, moves[0].next_latents), "a path"
+        assert (again - step.old_logprobs).abs().max() < 1e-3
+        assert len(step.calls) == calls
+        assert all(call["hidden_states"] is None for call in step.calls), "kept once, as latents"
+    level, next_level = steps[1].levels
+    assert 1 > level > next_level > 0 and steps[0].levels[1] == level
+    assert torch.equal(steps[1].latents, steps[0].next_latents), "a path"
 
 
 def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
@@ -186,12 +176,12 @@ def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
     assert not torch.equal(first.latents[0], later.latents[0]), "the noise a group starts from"
 
 
-def draws(move):
-    """The standard normal numbers (K, D) that a move has drawn, but for their signs: they are all
+def draws(step):
+    """The standard normal numbers (K, D) that a step has drawn, but for their signs: they are all
     it kept of them."""
-    std = move.levels[1] * math.sin(0.7 * math.pi / 2)
+    std = step.levels[1] * math.sin(0.7 * math.pi / 2)
     return (
-        (-2 * (move.old_logprobs + math.log(std) + math.log(2 * math.pi) / 2)).clamp(min=0).sqrt()
+        (-2 * (step.old_logprobs + math.log(std) + math.log(2 * math.pi) / 2)).clamp(min=0).sqrt()
     )
 
 
@@ -201,10 +191,10 @@ def test_no_two_paintings_share_their_draws():
     run, settings = build("--train", "both", "--group-size", "3", "--paintings", "2")
     codes, found = torch.zeros(3, 10, dtype=torch.long), []
     for seed in (5, 6, 1005):
-        images, moves = train.paint_group(run, settings, PROMPTS[0], codes, seed)
-        assert len(images) == 6 and len(moves) == 3 * 2
-        found += [draw for move in moves for draw in draws(move)]
-    assert len(found) == 3 * 3 * 2 * 2  # seeds, code sequences, moves, paintings
+        images, steps = run.paint(Prompts(PROMPTS), 0, codes, sampling(settings), seed)
+        assert len(images) == 6 and len(steps) == 3 * 2
+        found += [draw for step in steps for draw in draws(step)]
+    assert len(found) == 3 * 3 * 2 * 2  # seeds, code sequences, steps, paintings
     for i, one in enumerate(found):
         assert all((one - other).abs().mean() > 0.3 for other in found[:i])
 
@@ -212,9 +202,9 @@ def test_no_two_paintings_share_their_draws():
 def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     run, settings = build("--guidance-scale", "1.5", "--kl-coef", "0.1", dtype=torch.bfloat16)
     run.pipe.transformer.enable_gradient_checkpointing()
-    moves = roll_out(run, settings)
-    assert {move.old_logprobs.dtype for move in moves} == {torch.float32}
-    metrics = learn(run, moves)
+    steps = roll_out(run, settings)
+    assert {step.old_logprobs.dtype for step in steps} == {torch.float32}
+    metrics = learn(run, steps)
     assert metrics["max_logprob_gap"] < 1e-4, "in batches of the same size the same operations"
     assert 0 < metrics["grad_norm"] < 1 and metrics["skipped"] == 0
 
@@ -244,13 +234,13 @@ def test_micro_batches_change_neither_the_paths_nor_the_gradient():
         run.decoder_trainer.optimizer = torch.optim.SGD(adapter(run.decoder_trainer.model), lr=1.0)
         perturb(run.decoder_trainer.model)
         before = [p.detach().clone() for p in adapter(run.decoder_trainer.model)]
-        moves = roll_out(run, settings)
-        learn(run, moves)
+        steps = roll_out(run, settings)
+        learn(run, steps)
         change = [
             (p.detach() - b).flatten()
             for p, b in zip(adapter(run.decoder_trainer.model), before, strict=True)
         ]
-        found.append((moves[-1].next_latents, torch.cat(change)))
+        found.append((steps[-1].next_latents, torch.cat(change)))
     (expected_latents, expected), (latents, change) = found
     torch.testing.assert_close(latents, expected_latents, atol=1e-4, rtol=0)
     torch.testing.assert_close(change, expected, atol=1e-5, rtol=1e-2)
@@ -258,16 +248,16 @@ def test_micro_batches_change_neither_the_paths_nor_the_gradient():
 
 
 def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
-    """On fresh samples: minus the mean over moves of A times the mean log-density, by autograd."""
+    """On fresh samples: minus the mean over steps of A times the mean log-density, by autograd."""
     run, settings = build("--kl-coef", "0")
     run.decoder_trainer.optimizer = torch.optim.SGD(adapter(run.decoder_trainer.model), lr=1.0)
     perturb(run.decoder_trainer.model)
-    moves, parameters = roll_out(run, settings), adapter(run.decoder_trainer.model)
-    logprobs = [run.decoder_trainer.logprobs(move, torch.arange(3)).mean(1) for move in moves]
-    loss = -sum((move.advantages * logp).mean() for move, logp in zip(moves, logprobs)) / len(moves)
+    steps, parameters = roll_out(run, settings), adapter(run.decoder_trainer.model)
+    logprobs = [run.decoder_trainer.logprobs(step, torch.arange(3)).mean(1) for step in steps]
+    loss = -sum((step.advantages * logp).mean() for step, logp in zip(steps, logprobs)) / len(steps)
     expected = torch.autograd.grad(loss, parameters)
     before = [p.detach().clone() for p in parameters]
-    metrics = learn(run, moves)
+    metrics = learn(run, steps)
     norm = torch.stack([g.norm() for g in expected]).norm().item()
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
     for p, b, g in zip(parameters, before, expected):
@@ -276,11 +266,11 @@ def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
 
 def test_the_reference_is_the_decoder_without_its_adapter():
     run, settings = build("--kl-coef", "0.1")
-    moves = roll_out(run, settings)
+    steps = roll_out(run, settings)
     perturb(run.decoder_trainer.model)
-    metrics = learn(run, moves)
-    for move in moves:
-        torch.testing.assert_close(move.ref_logprobs, move.old_logprobs, atol=1e-3, rtol=0)
+    metrics = learn(run, steps)
+    for step in steps:
+        torch.testing.assert_close(step.ref_logprobs, step.old_logprobs, atol=1e-3, rtol=0)
     assert metrics["kl"] > 0
     base = adapter(run.policy_trainer.model)
     assert base and all(p.grad is None for p in run.policy_trainer.model.parameters()), (
@@ -317,9 +307,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
     run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4")
     values, given, seen = torch.arange(24.0) ** 2, {}, watched(run, monkeypatch)
     calls = []
-    monkeypatch.setattr(
-        train, "combine", lambda *given: calls.append(given[2:]) or rewards.combine(*given)
-    )
+    monkeypatch.setattr(grpo, "combine", lambda *given: calls.append(given[2:]) or combine(*given))
     red, blue = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
     values[5] = math.nan
 
@@ -327,9 +315,9 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         given.update(prompts=prompts, targets=targets, images=len(images))
         return values
 
-    rolled, metrics = train.grpo_step(
-        run, settings, {"number": (number, 1.0)}, Prompts(PROMPTS, [red, blue]), 5
-    )
+    prompts = Prompts(PROMPTS, [red, blue])
+    number = {"number": (number, 1.0)}
+    rolled, metrics = train.grpo_step(run, sampling(settings), number, prompts, 5)
     expected = {
         "prompts": [PROMPTS[0]] * 12 + [PROMPTS[1]] * 12,
         "targets": [red] * 12 + [blue] * 12,
@@ -347,11 +335,11 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         )
     moves_each = settings.decode_steps - 1
     assert len(seen["decoder"]) == 2 * 3 * moves_each
-    for i, move in enumerate(seen["decoder"]):
+    for i, step in enumerate(seen["decoder"]):
         own = values.view(6, 4)[i // moves_each]
         spread = own[~own.isnan()].std()
         by_hand = ((own - own.nanmean()) / spread).nan_to_num(0)
-        torch.testing.assert_close(move.advantages, by_hand, atol=1e-4, rtol=0)
+        torch.testing.assert_close(step.advantages, by_hand, atol=1e-4, rtol=0)
 
 
 def test_a_path_ends_in_its_own_picture(short):
@@ -360,46 +348,33 @@ def test_a_path_ends_in_its_own_picture(short):
     run, settings = build(
         "--train", "both", "--group-size", "2", "--paintings", "2", "--decode-steps", "40", *VARIED
     )
-    rolled = train.rollout(run, settings, {}, Prompts(PROMPTS), 5)
-    last = torch.cat(
-        [step.next_latents for step in rolled.denoising_steps[38::39]]
-    )  # (N*G*K, C, H, W)
+    rolled = train.rollout(run, sampling(settings), {}, Prompts(PROMPTS), 5)
+    steps = rolled.denoising_steps[38::39]
+    last = torch.cat([step.next_latents for step in steps])  # (N*G*K, C, H, W)
     vae = run.pipe.vae
     mean, std = (
         torch.tensor(getattr(vae.config, f"latents_{name}")).view(1, -1, 1, 1)
         for name in ("mean", "std")
     )
     with torch.no_grad():
-        guessed = (
-            torch.cat([vae.decode(x * std + mean).sample for x in last.split(8)])
-            .add(1)
-            .div(2)
-            .clamp(0, 1)
-        )
+        guessed = torch.cat([vae.decode(x * std + mean).sample for x in last.split(8)])
+        guessed = ((guessed + 1) / 2).clamp(0, 1)
     found = torch.stack([rewards.to_tensor(image) for image in rolled.images])
     distances = (guessed[:, None] - found[None]).square().mean((2, 3, 4))  # (N*G*K, N*G*K)
     assert len(found) == 8 and distances.argmin(1).tolist() == list(range(8))
 
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch, short):
-    run, settings = build("--lr", "0.001", "--decoder-lr", "0.002")
-    assert [
-        trainer.optimizer.param_groups[0]["lr"]
-        for trainer in (run.policy_trainer, run.decoder_trainer)
-    ] == [
-        0.001,
-        0.002,
-    ]
-    before, sampled, sample = (
-        [p.detach().clone() for p in adapter(run.policy_trainer.model)],
-        [],
-        run.policy_trainer.sample,
-    )
+    run, settings = build("--decoder-lr", "0.002")
+    assert run.decoder_trainer.optimizer.param_groups[0]["lr"] == 0.002
+    before = [p.detach().clone() for p in adapter(run.policy_trainer.model)]
+    sampled, sample = [], run.policy_trainer.sample
     monkeypatch.setattr(
         run.policy_trainer, "sample", lambda *given: sampled.append(given[1]) or sample(*given)
     )
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
-    rolled, metrics = train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS, targets), 5)
+    prompts = Prompts(PROMPTS, targets)
+    rolled, metrics = train.grpo_step(run, sampling(settings), REWARDS, prompts, 5)
     assert sampled == [1] and len(rolled.images) == len(rolled.raw_rewards["ssim"]) == 2 * 3
     assert "groups_without_spread" not in metrics and metrics["decoder/groups_without_spread"] == 0
     assert all(torch.equal(p, b) for p, b in zip(adapter(run.policy_trainer.model), before))
@@ -417,20 +392,11 @@ def taking_turns(monkeypatch, offload):
     weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
     head = run.policy_trainer.model.get_base_model().lm_head.weight
     if offload:
-        models = [run.policy_trainer.model, *train.painting_models(run.pipe)]
-        run = train.Run(
-            run.pipe,
-            run.policy_trainer,
-            run.decoder_trainer,
-            train.Phases(CPU, Offload(models, CPU)),
-        )
+        models = [train.base_of(run.policy_trainer), *train.painting_models(run.pipe)]
+        run.phase = train.Phases(CPU, Offload(models, CPU))
     adapters = adapter(run.policy_trainer.model) + adapter(run.decoder_trainer.model)
-    home, own, places, seen = (
-        weight.data_ptr(),
-        head.data_ptr(),
-        [p.data_ptr() for p in adapters],
-        [],
-    )
+    home, own, seen = weight.data_ptr(), head.data_ptr(), []
+    places = [p.data_ptr() for p in adapters]
 
     def watch(owner, name, look):
         original = getattr(owner, name)
@@ -443,7 +409,7 @@ def taking_turns(monkeypatch, offload):
             run.policy_trainer, name, lambda: head.data_ptr() != own and weight.data_ptr() == home
         )
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
-    train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS, targets), 5)
+    train.grpo_step(run, sampling(settings), REWARDS, Prompts(PROMPTS, targets), 5)
     assert [p.data_ptr() for p in adapters] == places, "what is trained stays"
     optimizers = [run.policy_trainer.optimizer, run.decoder_trainer.optimizer]
     moments = [optimizer.state[p]["exp_avg"] for optimizer in optimizers for p in optimizer.state]
@@ -468,40 +434,17 @@ def test_taking_turns_changes_nothing(monkeypatch, short):
 def both_halves(tmp_path_factory):
     """A folder with a run of two steps in which both halves have learned."""
     folder = tmp_path_factory.mktemp("both")
-    arguments = [
-        "--train",
-        "both",
-        "--paintings",
-        "2",
-        "--decode-steps",
-        "4",
-        "--steps",
-        "2",
-        "--save-every",
-        "1",
-    ]
+    arguments = "--train both --paintings 2 --decode-steps 4 --steps 2 --save-every 1 --out run"
     with short_runs(folder) as quick:
-        assert (
-            quick(
-                *arguments,
-                "--warmup-steps",
-                "3",
-                "--decoder-lr",
-                "0.05",
-                "--lr",
-                "0.05",
-                "--out",
-                "run",
-            )
-            == 0
-        )
+        rates = "--warmup-steps 3 --decoder-lr 0.05 --lr 0.05"
+        assert quick(*arguments.split(), *rates.split()) == 0
     return folder / "run"
 
 
 def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_halves):
     """Saved by a run, loaded by the lines of the README: the same picture, and not that of the
     base."""
-    settings = tiny_settings("--height", "32", "--width", "32", "--decode-steps", "3")
+    painting = Painting(32, 32, 3, 1.0, 4)
     codes = torch.randint(1024, (1, 1), generator=torch.Generator().manual_seed(0))
 
     def paint(load):
@@ -510,11 +453,11 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_hal
             pipe.vision_language_encoder.load_adapter(str(both_halves / "adapter"))
             folder = str(both_halves / "decoder-adapter")
             pipe.transformer.load_lora_adapter(folder, prefix=None, use_safetensors=True)
-        return train.to_images(pipe, train.paint(pipe, PROMPTS[0], codes, settings, 3), 4)[0]
+        return train.to_images(pipe, train.paint(pipe, PROMPTS[0], codes, painting, 3), 4)[0]
 
     run, _ = build("--train", "both")
     checkpoints.load(both_halves, run.trainers)
-    here = train.to_images(run.pipe, train.paint(run.pipe, PROMPTS[0], codes, settings, 3), 4)[0]
+    here = train.to_images(run.pipe, train.paint(run.pipe, PROMPTS[0], codes, painting, 3), 4)[0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
     assert difference.max() <= 1
     assert here.tobytes() != paint(False).tobytes()
@@ -536,7 +479,7 @@ def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(both_halves, 
         assert any(weights.any() for name, weights in found.items() if "lora_B" in name)
 
 
-BOTH = ["--train", "both", "--paintings", "2", "--decode-steps", "3"]
+BOTH = "--train both --paintings 2 --decode-steps 3"
 
 
 @pytest.mark.parametrize(
@@ -555,20 +498,19 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return original(self, *given)
 
-    monkeypatch.setattr(
-        train, "evaluate", lambda *given: ({"reward": 0.0, "images": 1, "prompts": 1}, [])
-    )
+    monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
+    monkeypatch.setattr("runtime.record.Record.end", lambda record: None)
     monkeypatch.setattr(owner, name, breaks)
-    assert quick(*BOTH, "--temperature", "4", "--steps", "3", "--out", "run") == 2
+    assert quick(*BOTH.split(), "--temperature", "4", "--steps", "3", "--out", "run") == 2
     assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
 
 
 def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
     update = train.DecoderGRPO.update
     monkeypatch.setattr(
-        train.DecoderGRPO, "update", lambda self, moves: update(self, moves) | {"skipped": 1.0}
+        train.DecoderGRPO, "update", lambda self, steps: update(self, steps) | {"skipped": 1.0}
     )
-    assert quick(*BOTH, "--steps", "1", "--out", "run") == 0
+    assert quick(*BOTH.split(), "--steps", "1", "--out", "run") == 0
     output = capsys.readouterr().out
     assert "a step: 4 pictures" in output, "1 prompt x 2 code sequences x 2 paintings"
     assert "SKIPPED: the gradient was not finite" in output
@@ -585,22 +527,16 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     Path("mine.py").write_text(
         "def count(images, prompts, targets):\n    return list(range(len(images)))\n"
     )
-    arguments = [
-        "--reward",
-        "mine.py:count",
-        "--steps",
-        "1",
-        "--decode-steps",
-        "2",
-        "--group-size",
-        "3",
-    ]
-    assert quick(*arguments, "--train", kind, "--paintings", "2", "--out", kind) == 0
-    found = [[caption for _, caption in cells] for _, cells in drawn[0]]
+    arguments = "--reward mine.py:count --steps 1 --decode-steps 2 --group-size 3 --train"
+    paintings = ["--paintings", "2"] if kind == "both" else []
+    assert quick(*arguments.split(), kind, *paintings, "--out", kind) == 0
+    first, *others = (cells for _, cells in drawn[0])
+    assert [(ANY, "target"), None] == first[:2], "stands beside, as does a source"
+    found = [[caption for _, caption in cells] for cells in (first[2:], *others)]
     assert [len(row) for row in found] == rows
     captions = [caption.split(",")[0] for row in found for caption in row]
     assert captions == [f"reward {i}.000" for i in range(sum(rows))]
-    assert len({image.tobytes() for _, cells in drawn[0] for image, _ in cells}) > 1
+    assert len({image.tobytes() for cells in (first[2:], *others) for image, _ in cells}) > 1
 
 
 def test_one_move_leaves_nothing_to_learn(quick, capsys):
@@ -619,4 +555,4 @@ def test_a_decoder_that_paints_nonsense_fails_the_step(short):
         runtime.StepFailed,
         match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a --lr or",
     ):
-        train.grpo_step(run, settings, REWARDS, Prompts(PROMPTS), 5)
+        train.grpo_step(run, sampling(settings), REWARDS, Prompts(PROMPTS), 5)

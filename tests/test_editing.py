@@ -206,12 +206,10 @@ def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path, capsys)
 
 
 def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
-    monkeypatch.setattr(
-        pipe.processor.image_processor, "size", {"shortest_edge": 128**2, "longest_edge": 2048**2}
-    )
-    with pytest.raises(
-        UserError, match=r"\(64, 96\) pixels as \[6, 4\] codes, .* another --height and --width"
-    ):
+    sizes = {"shortest_edge": 128**2, "longest_edge": 2048**2}
+    monkeypatch.setattr(pipe.processor.image_processor, "size", sizes)
+    message = r"\(64, 96\) pixels as \[6, 4\] codes, .* another --height and --width"
+    with pytest.raises(UserError, match=message):
         train.read_sources(pipe, [Source(Image.new("RGB", (64, 96)))], CPU)
 
 
@@ -352,7 +350,7 @@ def test_a_compiled_run_expects_no_preview():
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
         (
             ["--sources", "one"],
-            "one has 1 pictures for 2 prompts; give one per prompt, sorted by name",
+            "one has 1 picture for 2 prompts; give one each, sorted by name",
         ),
         (["--sources", "broken"], "the source picture broken/2.png cannot be read"),
         (["--train", "both"], "with --sources only the codes can learn"),
@@ -408,15 +406,8 @@ def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
     code += "    red = [source.getpixel((16, 16))[0] > 200 for source in sources]\n"
     code += "    return [float(is_red == ('circle' in prompt)) for is_red, prompt in zip(red, prompts)]\n"
     Path("mine.py").write_text(code)
-    arguments = [
-        "--reward",
-        "mine.py:own:1,mse:1",
-        "--eval-reward",
-        "mine.py:own",
-        "--eval-count",
-        "2",
-    ]
-    assert edits(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
+    arguments = "--reward mine.py:own:1,mse:1 --eval-reward mine.py:own --eval-count 2"
+    assert edits(*arguments.split(), "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
     for record in (*records("run/evaluation.jsonl"), *records("run/metrics.jsonl")):
         assert record["reward/mine.py:own"] == 1
 
@@ -426,9 +417,8 @@ def test_keep_is_likeness_to_the_source():
     found = rewards.keep([source, other], ["", ""], None, [source, source])
     expected = rewards.ssim([source, other], ["", ""], [source, source])
     assert torch.equal(found, expected) and found[0] == 1 > found[1]
-    with pytest.raises(
-        rewards.NoTargets, match="'keep' compares with source pictures: give --sources"
-    ):
+    message = "'keep' compares with source pictures: give --sources"
+    with pytest.raises(rewards.NoPictures, match=message):
         rewards.keep([source], [""], None, None)
 
 
@@ -454,7 +444,7 @@ def test_edit_asks_about_both_pictures(tmp_path):
     assert abs(found[0] - found[1]) > 1e-3
     turned = rewards.score({"edit": (edit, 1.0)}, [source], ["x"], None, [one])["edit"]
     assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4, "which is the first matters"
-    with pytest.raises(rewards.NoTargets, match="'edit' judges edits: give --sources"):
+    with pytest.raises(rewards.NoPictures, match="'edit' judges edits: give --sources"):
         edit([one], ["x"], None, None)
 
 
