@@ -208,7 +208,7 @@ def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path, capsys)
 def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
     sizes = {"shortest_edge": 128**2, "longest_edge": 2048**2}
     monkeypatch.setattr(pipe.processor.image_processor, "size", sizes)
-    message = r"\(64, 96\) pixels as \[6, 4\] codes, .* another --height and --width"
+    message = r"\(64, 96\) pixels is 6x4 codes .* another --height and --width"
     with pytest.raises(UserError, match=message):
         train.read_sources(pipe, [Source(Image.new("RGB", (64, 96)))], CPU)
 

@@ -481,7 +481,7 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
     shutil.copytree(one_step, "a run")
     with monkeypatch.context() as patch:
         patch.setattr(
-            "runtime.checkpoints.open", lambda _, mode: open("/dev/full", mode), raising=False
+            "runtime.checkpoints.open", lambda _, mode: Path("/dev/full").open(mode), raising=False
         )
         assert resume("a run", "--steps", "2") == 2
     assert "No space left on device; its checkpoints are whole" in (message := error_of(capsys))
