@@ -615,9 +615,8 @@ def _load_from_file(name):
     try:
         names = runpy.run_path(str(file))
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"the reward file {file} cannot be loaded: {in_one_line(error)}"
-        ) from error
+        reason = in_one_line(error)
+        raise ValueError(f"the reward file {file} cannot be loaded: {reason}") from error
     if callable(names.get(function)):
         return names[function]
     raise ValueError(f"{file} has no function {function!r}")
@@ -626,9 +625,8 @@ def _load_from_file(name):
 def in_one_line(error):
     """'ZeroDivisionError: division by zero (mine.py, line 12)': of the innermost own line."""
     libraries = "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), __file__
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if not frame.filename.startswith(libraries)]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}".splitlines()[0] + place
 
@@ -648,9 +646,8 @@ def score(rewards, images, prompts, targets, sources=None, begun=None):
     values = {}
     for name, (function, _) in rewards.items():
         if name not in begun[0]:
-            call = functools.partial(
-                with_its_arguments, function, images, prompts, targets, sources
-            )
+            given = images, prompts, targets, sources
+            call = functools.partial(with_its_arguments, function, *given)
             values[name] = call_reward(name, call, images, prompts)
     values |= {name: torch.cat([part[name]() for part in begun]) for name in begun[0]}
     return {name: values[name] for name in rewards}
@@ -663,15 +660,10 @@ def weights_of(rewards):
 def begin_scoring(rewards, images, prompts, targets, sources=None):
     """Starts the `async def` rewards: {name: a function that waits for its values, (N*M,)}."""
 
-    async def call(
-        function,
-    ):  # with_its_arguments is in here so that a wrong signature is the reward's error, too
-        try:
+    async def call(function):
+        try:  # a wrong signature is the reward's error, too
             return await with_its_arguments(function, images, prompts, targets, sources)
-        except (
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # would end the loop, and all would wait for ever
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop: all would wait
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     begun = {}

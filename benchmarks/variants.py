@@ -40,6 +40,7 @@ import train
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
 SEEDS = range(3)
+MOVING = ("two", "counting", "position", "binding")  # kinds: the other two are right before
 PICTURES = 16  # of each held-out caption
 HARD = {"steps": 160, "lr": 1e-4}  # of the harder start
 COLUMNS = ["start", "variant", "seed", "step", "pictures", *world.KINDS, "clean", "objects", "nats"]
@@ -49,8 +50,8 @@ GAMED = "--reward tiny-glm-image/check.py:many --lr 2e-3 --warmup-steps 0 --step
 
 # start | variant | what it is compared with | edit | flags
 VARIANTS = f"""
-hard | default | | |
-hard | rewards shuffled within each group | default | Rewards shuffled |
+hard | default | rewards shuffled within each group | |
+hard | rewards shuffled within each group | before training | Rewards shuffled |
 hard | no KL | default | | --kl-coef 0
 hard | no std | no KL | Dr. GRPO | --kl-coef 0
 hard | no baseline | no KL | REINFORCE, without | --kl-coef 0
@@ -67,16 +68,16 @@ hard | 4 iterations | no KL | | --kl-coef 0 --iterations 4
 hard | 4 iterations, no clip | 4 iterations | | --kl-coef 0 --iterations 4 --clip-range 1e9
 hard | 4 iterations, two clip ranges | 4 iterations | DAPO's two | --kl-coef 0 --iterations 4
 hard | 4 iterations, GSPO | 4 iterations | GSPO | --kl-coef 0 --iterations 4 --clip-range 3e-3
-shipped | default | | |
-shipped | rewards shuffled within each group | default | Rewards shuffled |
+shipped | default | rewards shuffled within each group | |
+shipped | rewards shuffled within each group | before training | Rewards shuffled |
 shipped | no baseline, no std | default | REINFORCE, without |
 shipped | no KL | default | | --kl-coef 0
 shipped | no baseline, no std, no KL | no KL | REINFORCE, without | --kl-coef 0
 shipped | the best of each group, as it is (RAFT) | no KL | RAFT | --kl-coef 0
 shipped | the right pictures (supervised) | no KL | Given answers | --kl-coef 0
 gamed | no KL | | | {GAMED} 0
-gamed | KL 0.2 | | | {GAMED} 0.2
-gamed | KL 1 | | | {GAMED} 1
+gamed | KL 0.2 | no KL | | {GAMED} 0.2
+gamed | KL 1 | no KL | | {GAMED} 1
 """
 
 
@@ -219,7 +220,8 @@ def read():
     with open(CSV, newline="") as file:
         rows = list(csv.DictReader(file))
     words = ("start", "variant")
-    return [{k: v if k in words else float(v) for k, v in row.items()} for row in rows]
+    rows = [{k: v if k in words else float(v) for k, v in row.items()} for row in rows]
+    return sorted(rows, key=lambda row: row["seed"])
 
 
 def append(rows):
@@ -233,13 +235,115 @@ def append(rows):
         print(*row.values(), flush=True)
 
 
-# ---- tables and figure -----------------------------------------------------------------------------
+# ---- tables and figure ---------------------------------------------------------------------------
+
+
+class Comparisons(NamedTuple):
+    """Of the variants of a start after some steps with their references, paired by seed."""
+
+    shares: dict  # name: (seeds,), held-out pictures that are right, mean of the kinds
+    differences: dict  # name: of the means
+    error: float  # a difference's, one for all
+    threshold: float  # from which a difference is told apart
+
+
+def seeds_of(rows, start, name, step, kinds=world.KINDS):
+    found = [row for row in rows if (row["start"], row["variant"]) == (start, name)]
+    return np.array([np.mean([row[x] for x in kinds]) for row in found if row["step"] in (0, step)])
+
+
+def compare(rows, start, step=20):
+    """Dunnett's threshold, simulated for as many comparisons with these references: without any
+    true difference, 5 tables in 100 have one above it."""
+    pairs = {each.name: each.reference for each in variants() if each.start == start}
+    names = list(dict.fromkeys([*pairs, *pairs.values()]))
+    shares = {name: seeds_of(rows, start, name, step) for name in names}
+    draws = np.random.default_rng(0).normal(size=(20_000, len(names), len(SEEDS)))
+    draws[:, [len(shares[name]) == 1 for name in names]] = 0  # the model before training
+    chance = dict(zip(names, draws.swapaxes(0, 1)))
+    found = np.array([shares[name] - shares[reference] for name, reference in pairs.items()])
+    drawn = np.array([chance[name] - chance[reference] for name, reference in pairs.items()])
+    error, errors = (
+        np.sqrt(x.var(axis=-1, ddof=1).mean(axis=0) / len(SEEDS)) for x in (found, drawn)
+    )
+    largest = np.abs(drawn.mean(axis=-1)).max(axis=0) / errors
+    means = dict(zip(pairs, found.mean(axis=-1)))
+    return Comparisons(shares, means, error, error * np.quantile(largest, 0.95))
+
+
+def table(rows, start):
+    """Lines of docs/worth.md."""
+    after = compare(rows, start)
+    lines = ["| Variant | pictures | after 10 steps | 20 | the four | compared with | difference |"]
+    lines.append("|---" * 7 + "|")
+    for _, name, reference, *_ in [each for each in variants() if each.start == start]:
+        shares = [seeds_of(rows, start, name, 10), after.shares[name]]
+        shares.append(seeds_of(rows, start, name, 20, MOVING))
+        pictures = [row["pictures"] for row in rows if row["variant"] == name and row["step"] == 20]
+        cells = [name, f"{np.mean(pictures):.0f}", *(f"{each.mean():.1%}" for each in shares)]
+        difference = after.differences[name]
+        mark = "**" if abs(difference) > after.threshold else ""
+        lines.append(f"| {' | '.join([*cells, reference])} | {mark}{100 * difference:+.1f}{mark} |")
+    lines.append(
+        f"\nStandard error of a difference {after.error:.1%}; told apart (bold) from "
+        f"{after.threshold:.1%} on; a true difference of {after.threshold + 0.84 * after.error:.1%} "
+        "is found 8 times in 10."
+    )
+    return "\n".join(lines)
+
+
+def table_of_gamed(rows):
+    lines = ["| KL | reward | right | clean |", "|---|---|---|---|"]
+    for _, name, *_ in [each for each in variants() if each.start == "gamed"]:
+        columns = (["objects"], world.KINDS, ["clean"])
+        objects, right, clean = (seeds_of(rows, "gamed", name, 12, each).mean() for each in columns)
+        lines.append(f"| {name} | {objects / 4:.2f} | {right:.0%} | {clean:.0%} |")
+    return "\n".join(lines)
+
+
+def draw(rows, file, start="hard"):
+    """Shares after 10 steps (grey) and 20 (with error; seeds as points), by outcome."""
+    after = compare(rows, start)
+    order = sorted(after.shares, key=lambda name: -after.shares[name].mean())
+    top, bottom, font = 60, 60 + 44 * len(order), ImageFont.load_default(24)
+    sheet = Image.new("RGB", (1760, bottom + 60), "white")
+    pen = ImageDraw.Draw(sheet)
+    error = after.error / np.sqrt(2)
+    title = (
+        "right after 10 steps (grey) and 20 (points: seeds; blue, red: above, below its reference)"
+    )
+    pen.text((30, 30), title, "#555555", font, anchor="lm")
+
+    def place(share):
+        return 700 + 2100 * (share - 0.5)
+
+    for tick in np.arange(0.5, 1.01, 0.1):
+        pen.line((place(tick), top, place(tick), bottom), "#e4e4e4", 2)
+        pen.text((place(tick), bottom + 25), f"{tick:.0%}", "#555555", font, anchor="mm")
+    for y, name in enumerate(order):
+        y = top + 22 + 44 * y
+        mean, difference = after.shares[name].mean(), after.differences.get(name, 0)
+        told = abs(difference) > after.threshold
+        colour = ("#2d6cae" if difference > 0 else "#c62828") if told else "#444444"
+        pen.text((680, y), name, "black", font, anchor="rm")
+        if len(after.shares[name]) > 1:
+            pen.circle((place(seeds_of(rows, start, name, 10).mean()), y), 7, "#bbbbbb")
+            pen.line((place(mean - error), y, place(mean + error), y), colour, 4)
+        pen.circle((place(mean), y), 11, colour)
+        for share in after.shares[name]:
+            pen.circle((place(share), y), 4, "white", colour, 2)
+    sheet.resize((880, sheet.height // 2), Image.Resampling.LANCZOS).save(file)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
     make_missing(parser.parse_args().jobs)
+    rows = read()
+    for start in ("hard", "shipped"):
+        print(f"\n{table(rows, start)}")
+    print(f"\n{table_of_gamed(rows)}")
+    draw(rows, OUT / "variants.png")
 
 
 if __name__ == "__main__":

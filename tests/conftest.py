@@ -40,7 +40,7 @@ QUICK = "--prompts prompts.txt --targets targets --height 32 --width 32 --reward
 QUICK += " --prompts-per-step 1 --group-size 2 --decode-steps 1 --eval-prompts prompts.txt"
 # Sharp as the shipped model is, short pictures would all be the same.
 QUICK += " --eval-targets targets --eval-count 1 --temperature 9 --top-p 1"
-QUICK = ["--model", str(TINY), *QUICK.split(), "--eval-reward", ""]
+QUICK = ["--model", str(TINY), *QUICK.split(), "--eval-reward", "", "--lr", "2e-3"]
 
 
 def pytest_configure(config):
@@ -94,10 +94,6 @@ def write_prompts(folder):
     draw(BLUE_CROSS).save(folder / "targets" / "2.png")
 
 
-def quick_flags(arguments):
-    return QUICK if "decoder" in arguments else [*QUICK, "--lr", "2e-3"]
-
-
 @contextmanager
 def short_runs(folder, whole=False):
     """In a folder with two prompts: train.main on short pictures, or whole ones. Yields it; it
@@ -109,7 +105,7 @@ def short_runs(folder, whole=False):
         patch.chdir(folder)
         if not whole:
             shorten(patch.setattr)
-        yield lambda *arguments: train.main([*quick_flags(arguments), *arguments])
+        yield lambda *flags: train.main([*QUICK[: -2 if "decoder" in flags else None], *flags])
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

@@ -50,7 +50,9 @@ REWARDS = rewards.parse_rewards("ssim:1,mse:1")
 def build(*arguments, dtype=torch.float32):
     """What a run works with and its settings, of the tiny model, on small pictures of three
     steps."""
-    flags = "--train decoder --height 64 --width 64 --decode-steps 3 --group-size 3 --combine zscore"
+    flags = (
+        "--train decoder --height 64 --width 64 --decode-steps 3 --group-size 3 --combine zscore"
+    )
     settings = tiny_settings(*flags.split(), *arguments)
     return build_run(settings, GlmImagePipeline.from_pretrained(TINY, dtype=dtype)), settings
 

@@ -200,23 +200,15 @@ def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(quick, monkeypatch)
 
 
 def test_the_cards_say_what_the_adapters_are_and_how_they_load(quick):
-    both = ["--train", "both", "--paintings", "3", "--decode-steps", "2"]
-    assert quick(*both, "--steps", "1", "--out", "run") == 0
-    before, after = (record["held_out/reward/ssim"] for record in records("run/evaluation.jsonl"))
+    both = "--train both --paintings 3 --decode-steps 2 --steps 1 --out run"
+    assert quick(*both.split()) == 0
     for folder, load in (("adapter", "load_adapter("), ("decoder-adapter", "load_lora_adapter(")):
         card = Path("run", folder, "README.md").read_text()
-        shared = (
-            "base_model: tiny-glm-image",
-            "trained for 1 step.",
-            '"reward": "ssim:1,mse:1"',
-            '"paintings": 3',
-        )
-        assert all(words in card for words in (load, *shared))
-        held_out = card.partition("- held-out prompts: ")[2].splitlines()[0]
-        assert f"ssim {before:.3f} -> {after:.3f}, " in held_out and held_out.endswith(
-            "(2 images: 1 prompt x 2)"
-        )
+        assert "base_model: tiny-glm-image" in card and load in card
         assert "More Information Needed" not in card and str(ROOT) not in card
+        settings = json.loads(Path("run", folder, "settings.json").read_text())
+        assert settings["reward"] == "ssim:1,mse:1" and settings["paintings"] == 3
+        assert records(f"run/{folder}/evaluation.jsonl") == records("run/evaluation.jsonl")
         assert Image.open(f"run/{folder}/before-after.png").width > 100
 
 
@@ -248,19 +240,10 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     model = tmp_path / "released"
     shutil.copytree(TINY, model)
     clip = tiny_clip(tmp_path / "clip")
-    arguments = [
-        "--model",
-        str(model),
-        "--height",
-        "32",
-        "--width",
-        "32",
-        "--eval-count",
-        "1",
-        "--group-size",
-        "2",
-    ]
-    arguments += ["--reward", f"pickscore={clip}:1,clip={clip}:1", "--eval-reward", f"hps={clip}"]
+    (model / "defaults.json").unlink()
+    flags = f"--model {model} --height 32 --width 32 --eval-count 1 --group-size 2"
+    arguments = [*flags.split(), "--reward", f"pickscore={clip}:1,clip={clip}:1"]
+    arguments += ["--eval-reward", f"hps={clip}"]
     assert train.main([*arguments, "--steps", "1", "--prompts-per-step", "1", "--out", "run"]) == 0
     settings = json.loads(Path("run/settings.json").read_text())
     assert (settings["decode_steps"], settings["guidance_scale"], settings["top_p"]) == (
@@ -274,9 +257,7 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
         f"held_out/reward/{name}={clip}" for name in ("pickscore", "clip", "hps")
     } <= before.keys()
     output = capsys.readouterr().out
-    assert "24 decoder passes each" in output and ", clip -" in output, (
-        "for people without the folder"
-    )
+    assert ", clip -" in output, "for people without the folder"
 
 
 def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):

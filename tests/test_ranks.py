@@ -38,23 +38,14 @@ def together(start, *arguments, **options):
         port = free.getsockname()[1]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
     meeting |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    processes = [
-        start(
-            *QUICK,
-            *arguments,
-            output=f"rank-{i}.txt",
-            RANK=str(i),
-            LOCAL_RANK=str(i),
-            **meeting,
-            **options,
-        )
-        for i in range(2)
-    ]
+    processes = []
+    for i in range(2):
+        own = {"output": f"rank-{i}.txt", "RANK": str(i), "LOCAL_RANK": str(i)}
+        processes.append(start(*QUICK, *arguments, **own, **meeting, **options))
     for process in processes:
         process.join(100)
-    return [process.exitcode for process in processes], [
-        Path(f"rank-{i}.txt").read_text() for i in range(2)
-    ]
+    outputs = [Path(f"rank-{i}.txt").read_text() for i in range(2)]
+    return [process.exitcode for process in processes], outputs
 
 
 def leave_adapter():
@@ -67,10 +58,8 @@ def leave_adapter():
 
     def main(arguments):
         code = run(arguments)
-        _, codes, _ = made[0]
-        weights = [
-            p.detach().numpy().tobytes() for p in codes.model.parameters() if p.requires_grad
-        ]
+        _, trained = made[0]
+        weights = [p.detach().numpy().tobytes() for p in trained["codes"][0].parameters()]
         Path(f"adapter-{os.environ['RANK']}").write_bytes(b"".join(weights))
         return code
 
@@ -95,34 +84,15 @@ def first_moment(folder):
 def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, start):
     """Of edits, whose sources are shared out too. Evaluations are of three prompts: the fourth,
     which keeps ranks in step, does not count."""
-    settings = [
-        "--steps",
-        "2",
-        "--save-every",
-        "1",
-        "--group-size",
-        "3",
-        "--sources",
-        "targets",
-        *SIZE,
-    ]
+    settings = "--steps 2 --save-every 1 --group-size 3 --sources targets --reward ssim:1,mse:0.5"
+    settings += " --eval-count 3 --eval-sources targets --temperature 4"
+    settings = [*settings.split(), *SIZE]
     with open("prompts.txt", "a") as prompts:
         prompts.write("a green ring\n")
     world.draw((None, ("ring", "green"), None, None)).save("targets/3.png")
-    settings += [
-        "--reward",
-        "ssim:1,mse:0.5",
-        "--eval-count",
-        "3",
-        "--eval-sources",
-        "targets",
-        "--temperature",
-        "4",
-    ]
     assert quick(*settings, "--prompts-per-step", "4", "--out", "one") == 0
-    codes, outputs = together(
-        start, *settings, "--prompts-per-step", "2", "--out", "two", prepare=leave_adapter
-    )
+    half = "--prompts-per-step", "2", "--out", "two"
+    codes, outputs = together(start, *settings, *half, prepare=leave_adapter)
     assert codes == [0, 0], outputs
     for words in (
         "device:",
@@ -253,7 +223,8 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
     def groups(rank, count, prompts_per_step):
         as_rank(monkeypatch, rank, count)
         settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step, order=order)
-        rows, seed = train.prompt_indices(5, settings, 7), train.seed_of_step(5, settings)
+        rows = train.prompt_indices(5, settings, 7)
+        seed = train.seed_of_step(5, settings.seed, settings.prompts_per_step)
         return [(row, seed + i) for i, row in enumerate(rows)]
 
     for order in ("shuffled", "file"):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+import grpo
 import rewards
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,9 +135,8 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     name = f"lpips={tmp_path}" if name == "lpips" else name
     parsed = rewards.parse_rewards(name)
     images = noise(3)
-    with pytest.raises(
-        rewards.NoTargets, match=f"^reward '{name.split('=')[0]}' compares with .* give --targets"
-    ):
+    message = f"^reward '{name.split('=')[0]}' compares with .* give --targets"
+    with pytest.raises(rewards.NoPictures, match=message):
         rewards.score(parsed, images, [""] * 3, None)
     raw_rewards = rewards.score(parsed, images, [""] * 3, [images[0], None, images[0]])
     perfect, missing, wrong = raw_rewards[name].tolist()
@@ -145,7 +145,7 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
         and wrong < perfect - 0.01
         and math.isnan(missing)
     )
-    same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[name].tolist())
+    same(grpo.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[name].tolist())
 
 
 # ---- text in the picture -------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_clip_is_the_cosine_by_hand(name, tmp_path):
     expected = [(a @ b).item() for a, b in vectors]
     assert np.std(expected) > 0.05, "a test that tells prompts and pictures apart"
     same(raw_rewards[f"{name}={folder}"], expected)
-    same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
+    same(grpo.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
 
 
 def test_model_and_processor_come_from_where_the_table_says(tmp_path, monkeypatch):
@@ -421,7 +421,7 @@ def test_raw_rewards_are_scored_and_then_added_with_their_weights():
     raw_rewards = rewards.score(parsed, [image], [""], [target])
     assert list(raw_rewards) == ["ssim", "mse"]
     assert raw_rewards["mse"] == rewards.mse([image], [""], [target]), "raw, not weighted"
-    total = rewards.combine(raw_rewards, rewards.weights_of(parsed))
+    total = grpo.combine(raw_rewards, rewards.weights_of(parsed))
     assert total.item() == pytest.approx(
         raw_rewards["ssim"].item() + 0.5 * raw_rewards["mse"].item()
     )
@@ -433,9 +433,9 @@ def test_combine_by_sum():
         "b": torch.tensor([10.0, NAN, 30.0, NAN]),
     }
     same(
-        rewards.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4 + 5, 15, NAN]
+        grpo.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4 + 5, 15, NAN]
     )  # b's mean is for both
-    same(rewards.combine(raw_rewards, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
+    same(grpo.combine(raw_rewards, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
 
 
 def test_combine_by_zscore():
@@ -458,7 +458,7 @@ def test_combine_by_zscore():
         *(NAN, NAN, NAN),
         *(0, 0, NAN),  # a lone entry has no spread
     ]
-    total = rewards.combine(raw_rewards, {"a": 2, "b": 0.5}, 3, "zscore")
+    total = grpo.combine(raw_rewards, {"a": 2, "b": 0.5}, 3, "zscore")
     same(total, expected, atol=1e-5, rtol=0)
     assert total.dtype == torch.float32
     assert total[12] == total[13] == 0
@@ -467,9 +467,9 @@ def test_combine_by_zscore():
 def test_combine_says_what_is_wrong():
     raw_rewards = {"a": torch.zeros(4)}
     with pytest.raises(ValueError, match="sum or zscore, not 'product'"):
-        rewards.combine(raw_rewards, {"a": 1}, 2, "product")
+        grpo.combine(raw_rewards, {"a": 1}, 2, "product")
     with pytest.raises(ValueError, match="groups of 3"):
-        rewards.combine(raw_rewards, {"a": 1}, 3, "zscore")
+        grpo.combine(raw_rewards, {"a": 1}, 3, "zscore")
 
 
 # ---- rewards that fail ---------------------------------------------------------------------------
@@ -530,7 +530,7 @@ def test_a_reward_that_raises_is_named_with_the_prompts(prompts, named):
     assert reward.calls == 1
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), rewards.NoTargets("none")])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), rewards.NoPictures("none")])
 def test_what_is_not_the_rewards_fault_passes_through(error):
     with pytest.raises(type(error)) as caught:
         score_by(failing(error), ["a", "b"])
@@ -669,7 +669,7 @@ def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
             "unknown reward 'beauty'; known: aesthetic, clip, edit, hps, keep, lpips, mse, pickscore, ssim, text,",
         ),
         ("ssim:much", "unknown reward 'ssim:much'"),
-        ("mse=.", "unknown reward 'mse=.'"),
+        ("mse=.", "reward 'mse' takes no folder"),
         ("ssim:nan", "the weight of reward 'ssim' is nan"),
         ("ssim,mse,ssim:2", "reward 'ssim' is named twice"),
         ("clip=none/here:0.5", "reward 'clip' finds no folder none/here"),
@@ -694,32 +694,29 @@ def test_a_bad_spec_is_one_line(spec, words):
     ],
 )
 def test_a_reward_file_that_cannot_be_loaded_is_named(code, words, tmp_path):
-    (tmp_path / "mine.py").write_text(code)
-    with pytest.raises(
-        ValueError, match=f"the reward file .*mine.py cannot be loaded: .*{re.escape(words)}"
-    ) as caught:
+    (tmp_path / "mine.py").write_text(f"{code}\ndef f(): ...")
+    message = f"the reward file .*mine.py cannot be loaded: .*{re.escape(words)}"
+    with pytest.raises(ValueError, match=message) as caught:
         rewards.parse_rewards(f"{tmp_path}/mine.py:f")
     assert "\n" not in str(caught.value)
 
 
-def test_an_own_reward_may_be_called_inf_and_import_what_lies_beside_it(tmp_path, monkeypatch):
+def test_an_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "beside_it.py").write_text(
         "def seven():\n    return 7\n\n\ndef broken(x):\n    return x / 0\n"
     )
     (tmp_path / "mine.py").write_text(
-        "import beside_it\nimport json\n\ndef inf(images, prompts, targets):\n"
+        "import beside_it\nimport json\n\ndef seven(images, prompts, targets):\n"
         "    return [beside_it.seven()] * len(images)\n\ndef bad(images, prompts, targets):\n"
         "    return beside_it.broken(1)\n\nclass C:\n    def __call__(self, images, prompts, targets):\n"
         "        return json.loads('{')\n\nwhole = C()\n"
     )
-    for spec, weight in ((f"{tmp_path}/mine.py:inf", 1), (f"{tmp_path}/mine.py:inf:2", 2)):
+    for spec, weight in ((f"{tmp_path}/mine.py:seven", 1), (f"{tmp_path}/mine.py:seven:2", 2)):
         parsed = rewards.parse_rewards(spec)
         assert next(iter(parsed.values()))[1] == weight
-        assert rewards.score(parsed, noise(2), ["a"], None)[f"{tmp_path}/mine.py:inf"].tolist() == [
-            7,
-            7,
-        ]
+        values = rewards.score(parsed, noise(2), ["a"], None)
+        assert values[f"{tmp_path}/mine.py:seven"].tolist() == [7, 7]
     for name, words in (
         ("bad", "ZeroDivisionError: division by zero (beside_it.py, line 6)"),
         ("whole", "column 2 (char 1) (mine.py, line 12)"),

@@ -4,6 +4,7 @@ breaks.
 Everything here is a run of train.main on short pictures; see conftest.py.
 """
 
+import io
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from safetensors.torch import load_file
 from torch._inductor.exc import InductorError
 
 import train
-from grpo import GRPO
+from grpo import GRPO, NotFinite
 from runtime import UserError, checkpoints
 from runtime.captured import CapturedForward
 from runtime.settings import build_parser
@@ -84,8 +85,8 @@ def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(
     assert quick(*write_reward(""), *arguments, "--steps", "2", "--out", "run") == 0
     assert resume("run", "--steps", "5") == 0
     load = lambda step: torch.load(f"run/checkpoints/{step:06d}/optimizer.pt", weights_only=True)
-    rates = [load(step)["param_groups"][0]["lr"] for step in range(6)]
-    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+    rates = [load(step)["param_groups"][0]["lr"] for step in range(1, 6)]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
     weights = load_file("run/checkpoints/000001/adapter_model.safetensors")
     moved = max(weight.abs().max().item() for name, weight in weights.items() if "lora_B" in name)
     assert moved == pytest.approx(0.0025, rel=0.01)
@@ -135,24 +136,8 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
 def test_a_resumed_run_keeps_every_setting_but_these(one_step):
     """All settings in turn, each with another value."""
     saved = json.loads((one_step / "checkpoints/000001/state.json").read_text())["settings"]
-    may_change = {
-        "micro_batch_size",
-        "steps",
-        "offload",
-        "compile",
-        "save_every",
-        "eval_every",
-        "tracker",
-    }
-    may_change |= {
-        "adapter",
-        "prompts",
-        "targets",
-        "sources",
-        "eval_prompts",
-        "eval_targets",
-        "eval_sources",
-    }  # hashed
+    may_change = "micro_batch_size steps offload compile save_every eval_every tracker "
+    hashed = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
     for action in build_parser()._actions:
         if action.dest in ("help", "out", "resume"):
             continue
@@ -160,12 +145,12 @@ def test_a_resumed_run_keeps_every_setting_but_these(one_step):
         others = [choice for choice in action.choices or () if choice != value]
         if isinstance(value, str) or action.metavar == "STR":
             others.append("other")
-        elif action.dest == "top_p" or (isinstance(value, float) and value != 1):
+        elif action.dest in ("top_p", "noise_level") or (isinstance(value, float) and value != 1):
             others.append(0.5)
         else:
             others.append(2 if value in (None, 1) else value * 2 or 3)
         flags = ["--resume", str(one_step), action.option_strings[-1], str(others[0])]
-        if action.dest in may_change:
+        if action.dest in (may_change + hashed).split():
             assert str(getattr(train.parse_settings(flags), action.dest)) == str(others[0])
         else:
             with pytest.raises(
@@ -197,20 +182,12 @@ def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
 def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     """Prompts, their kinds and pictures, the adapters it started from: by what they hold, before
     anything loads."""
-    both = ["--train", "both", "--paintings", "2", "--decode-steps", "2"]
-    assert quick(*both, "--steps", "1", "--out", "first") == 0
+    both = "--train both --paintings 2 --decode-steps 2 --steps 1"
+    assert quick(*both.split(), "--out", "first") == 0
     Path("new.txt").write_text("# kind: low\na red circle\n# kind: high\na blue cross\n")
     shutil.copytree("targets", "new-targets")
-    arguments = [
-        *both,
-        "--eval-prompts",
-        "new.txt",
-        "--eval-targets",
-        "new-targets",
-        "--adapter",
-        "first",
-    ]
-    assert quick(*arguments, "--steps", "1", "--out", "run") == 0
+    arguments = f"{both} --eval-prompts new.txt --eval-targets new-targets --adapter first"
+    assert quick(*arguments.split(), "--out", "run") == 0
     prompts = b"a blue cross\na red circle\n"
     kinds = b"# kind: low\na red circle\n# kind: lower\na blue cross\n"
     other = Path("targets/2.png").read_bytes()
@@ -223,11 +200,11 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
             ("--eval-prompts new.txt", "new.txt", kinds),
             ("--targets targets", "targets/1.png", other),
             ("--eval-targets new-targets", "new-targets/1.png", other),
-            ("--adapter first", f"first/{weights}", b"other weights"),
-            ("--adapter first", f"first/{decoder}", b"others"),
+            ("--adapter first", f"first/{weights}", None),
+            ("--adapter first", f"first/{decoder}", None),
         ):
             whole = Path(name).read_bytes()
-            Path(name).write_bytes(changed)
+            Path(name).write_bytes(changed or whole[:-1] + bytes([whole[-1] ^ 1]))
             assert resume("run", "--steps", "2") == 2
             assert f"run began with another {flag}: put it back" in error_of(capsys)
             Path(name).write_bytes(whole)
@@ -349,13 +326,6 @@ def test_what_comes_after_is_never_labelled_before(quick, one_step, capsys, monk
     ((rows, title),) = drawn
     assert {caption.split(",")[0] for _, cells in rows for _, caption in cells} == {"after"}
     assert "before" not in title
-    assert (
-        " -> "
-        not in Path("run/adapter/README.md")
-        .read_text()
-        .partition("![before")[0]
-        .partition("after:")[2]
-    )
     assert Path("run/adapter/adapter_model.safetensors").exists()
 
 
@@ -367,7 +337,7 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
     def broken(*arguments):
         calls.append(1)
         if len(calls) == 4:  # after two evaluations and a step
-            raise train.NotFinite([1])
+            raise NotFinite([1])
         return sample(*arguments)
 
     monkeypatch.setattr(GRPO, "sample", broken)
@@ -409,7 +379,7 @@ def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
     assert found == [(1, 0, None), (0.5, 0.25, None), (1, 0, None)]
 
 
-def out_of_memory(*arguments):
+def out_of_memory(*arguments, **parts):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
@@ -480,9 +450,8 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
     amid the adapter."""
     shutil.copytree(one_step, "a run")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "runtime.checkpoints.open", lambda _, mode: Path("/dev/full").open(mode), raising=False
-        )
+        full = lambda file, mode: io.FileIO("/dev/full", "w")
+        patch.setattr("runtime.checkpoints.open", full, raising=False)
         assert resume("a run", "--steps", "2") == 2
     assert "No space left on device; its checkpoints are whole" in (message := error_of(capsys))
     assert "once that is fixed, --resume 'a run' goes on" in message
@@ -571,9 +540,8 @@ def test_a_second_signal_ends_at_once(start):
 
 
 def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monkeypatch):
-    monkeypatch.setattr(
-        train, "load", lambda *arguments: signal.default_int_handler(signal.SIGINT, None)
-    )
+    interrupt = lambda *arguments, **parts: signal.default_int_handler(signal.SIGINT, None)
+    monkeypatch.setattr(train, "load", interrupt)
     assert quick("--steps", "1") == 130
     assert not Path("runs").exists()
 

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_settings
 from PIL import Image
 from tokenizers import (
     Tokenizer,
@@ -448,13 +447,11 @@ def test_a_run_counts_the_prompts_that_vqa_has_questions_about_and_that_text_has
 ):
     vqa, text = rewards.Vqa.__new__(rewards.Vqa), rewards.Text.__new__(rewards.Text)
     monkeypatch.setattr(vqa, "questions", {"a cat": {"Is it a cat?": 1}}, raising=False)
-    monkeypatch.setattr(
-        data, "parse_rewards", lambda spec: {"vqa": (vqa, 1.0), "text": (text, 1.0)}
-    )
+    both = {"vqa": (vqa, 1.0), "text": (text, 1.0)}
+    monkeypatch.setattr(data, "parse_rewards", lambda spec: both)
     monkeypatch.setattr(data, "score", lambda *given: None)
-    data.load_rewards(
-        "reward", tiny_settings(), [data.Prompts([" a cat", 'a sign "open"', 'a door "1"'])]
-    )
+    prompts = data.Prompts([" a cat", 'a sign "open"', 'a door "1"'])
+    data.load_rewards("reward", "vqa,text", (32, 32), [prompts])
     assert capsys.readouterr().out.splitlines()[1:] == [
         "vqa: questions for 1 of 3 prompts",
         "text: words to read for 2 of 3 prompts",
