@@ -1,14 +1,15 @@
 """The benchmarks run, what they print follows from what they measure, and what a run plans for is
 what they measure."""
 
-import json
+import itertools
 import re
 import sys
 
 import pytest
 import torch
 import world
-from conftest import ROOT, TINY, tiny_settings
+from conftest import TINY, tiny_settings
+from PIL import Image
 
 from benchmarks import memory, repair_decoder, variants
 from glm_image.memory import needed, working_memory
@@ -185,30 +186,38 @@ def test_objects_as_drawn_are_counted_place_by_place():
 # ---- variants of GRPO ----------------------------------------------------------------------------
 
 
+def made_up(**shares):
+    """Lines of variants.csv: of each variant 70% +- 2% after 20 steps, or what is given."""
+    rows = []
+    for start, name, *_ in variants.variants():
+        for seed, step in itertools.product(variants.SEEDS, (10, 12, 20)):
+            share = shares.get(name, 0.7) + 0.02 * (seed - 1) * (-1) ** len(name)
+            row = dict.fromkeys(variants.COLUMNS, share if step == 20 else 0.5)
+            rows.append(row | {"start": start, "variant": name, "seed": seed, "step": step})
+    for start in ("hard", "shipped"):
+        before = dict.fromkeys(variants.COLUMNS, 0.5) | {"seed": 0, "step": 0}
+        rows.append(before | {"start": start, "variant": "before training"})
+    return rows
+
+
 def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
-    """Runs that have ended are read, not made again; the first variant's second seed is better by
-    0.2 in the end."""
+    """What the file has is read, not made again."""
     monkeypatch.setattr(variants, "OUT", tmp_path)
-    rows = [
-        line.split("|")
-        for line in (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
-    ]
-    names = [row[1].strip() for row in rows if len(row) == 10][2:]
-    for seed in range(2):
-        for i, name in enumerate(names):
-            folder = tmp_path / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}"
-            folder.mkdir()
-            shares = [0.5, 0.6, 0.7, 0.75, 0.9 if (i, seed) == (0, 1) else 0.7]
-            means = [
-                {f"reward/{variants.CHECK}:right": x, f"reward/{variants.CHECK}:clean": 1.0}
-                for x in shares
-            ]
-            lines = [json.dumps({"held_out/kinds": {"mean of the kinds": mean}}) for mean in means]
-            (folder / "evaluation.jsonl").write_text("\n".join(lines) + "\n")
-    lines = run(variants, "--seeds", 2)
-    table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 2 + len(names) and table[0] == variants.HEAD
-    assert table[2] == f"| {names[0]} |  |  | 60% | 70% | 80% | 100% | 1280 |"
-    assert table[3].endswith("70% | 100% | nan |")
-    error = (0.02 / len(names) / 2) ** 0.5
-    assert lines[-1].endswith(f"pooled, is {error:.1%}.") and (tmp_path / "variants.png").exists()
+    monkeypatch.setattr(variants, "CSV", tmp_path / "variants.csv")
+    (tmp_path / "hard-start").mkdir()
+    variants.append(made_up(**{"no baseline": 0.4}))
+    lines = run(variants, "--jobs", 1)
+    (line,) = [line for line in lines if line.startswith("| no baseline |")]
+    assert line == "| no baseline | 0 | 50.0% | 40.0% | 40.0% | no KL | **-30.0** |"
+    assert [line for line in lines if line.endswith("| no KL | +0.0 |")], "not told apart"
+    assert Image.open(tmp_path / "variants.png").width == 880
+
+
+def test_the_threshold_of_one_comparison_is_students(monkeypatch):
+    """Of three differences: 4.303, from the tables."""
+    rows = "hard | a | before training | |"
+    monkeypatch.setattr(variants, "VARIANTS", rows)
+    found = variants.compare(made_up(), "hard")
+    assert found.threshold / found.error == pytest.approx(4.303, rel=0.05)
+    assert found.error == pytest.approx(0.02 / 3**0.5)
+    assert found.differences["a"] == pytest.approx(0.2)

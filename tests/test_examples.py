@@ -162,24 +162,12 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
     """From top to bottom, on short pictures, which show no shapes: another default reward tells
     them apart."""
     reward = ["--reward", f"{ROOT}/examples/my_reward.py:blueness"]
-    short = [
-        "--height",
-        "32",
-        "--width",
-        "32",
-        "--decode-steps",
-        "1",
-        "--steps",
-        "2",
-        "--eval-count",
-        "2",
-    ]
-    short += ["--eval-decode-steps", "1", "--temperature", "5", "--prompts-per-step", "2"]
+    short = "--height 32 --width 32 --decode-steps 1 --steps 2 --eval-count 2 --temperature 5"
+    short = [*short.split(), "--eval-decode-steps", "1", "--prompts-per-step", "2"]
     parse = train.parse_settings
-    monkeypatch.setattr(
-        train, "parse_settings", lambda arguments: parse([*reward, *arguments, *short])
-    )
-    monkeypatch.setattr("glm_image.model.GRPO", GRPO)  # a cell puts another in its place
+    parse_short = lambda arguments: parse([*reward, *arguments, *short])
+    monkeypatch.setattr(train, "parse_settings", parse_short)
+    monkeypatch.setattr(train, "GRPO", GRPO)  # a cell puts another in its place
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("cells.py").write_text(as_script(code_cells()))
@@ -195,6 +183,5 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
         for module in (names["grpo"], names["my_grpo"])
     ]
     assert held_back == [1, 0]
-    assert type(build_run(tiny_settings()).policy_trainer) is names["my_grpo"].GRPO, (
-        "it is what trains from then on"
-    )
+    trains = build_run(tiny_settings()).policy_trainer
+    assert type(trains) is names["my_grpo"].GRPO, "it is what trains from then on"
