@@ -67,7 +67,7 @@ def against_targets(name, measure, images, targets, kind="target"):
     """`measure` of each image and its target, tensors of one size: (N,), NaN where that is None."""
     if targets is None:
         refuse_missing(name, kind)
-    pairs = zip(images, targets, strict=True)
+    pairs = zip(images, targets)
     values = [
         math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs
     ]
@@ -162,9 +162,7 @@ class Lpips(torch.nn.Module):
         )
         x = (torch.stack([a, b]) * 2 - 1 - shift) / scale
         total = 0
-        for n, (kernel, bias, head) in enumerate(
-            zip(self.kernels, self.biases, self.heads, strict=True)
-        ):
+        for n, (kernel, bias, head) in enumerate(zip(self.kernels, self.biases, self.heads)):
             x = F.max_pool2d(x, 3, stride=2) if n in (1, 2) else x
             x = F.conv2d(
                 x, kernel, bias, stride=(4, 1, 1, 1, 1)[n], padding=(2, 2, 1, 1, 1)[n]
@@ -239,9 +237,7 @@ class Text:
             return await asyncio.to_thread(self.accuracies, images, prompts)
 
     def accuracies(self, images, prompts):
-        return torch.tensor(
-            [self.accuracy(image, quoted(p)) for image, p in zip(images, prompts, strict=True)]
-        )
+        return torch.tensor([self.accuracy(image, quoted(p)) for image, p in zip(images, prompts)])
 
     def accuracy(self, image, strings):
         wanted = [letters_and_digits(string) for string in strings]
@@ -369,7 +365,7 @@ class Vqa:
     def answers(self, image, prompt):
         """{question: value in 0..1} for a picture, to look at: near 1 if right, for foils too."""
         (values,) = self.values([[image]], [prompt])
-        return dict(zip(self.about(prompt), values.tolist(), strict=True))
+        return dict(zip(self.about(prompt), values.tolist()))
 
     def about(self, prompt):
         """{question: 1 if a right picture answers yes, -1 if no}, the general one first."""
@@ -383,11 +379,7 @@ class Vqa:
     def values(self, shown, prompts):
         """N lists of pictures shown together, N prompts -> N of (questions,) float32, in 0..1."""
         about = [self.about(prompt) for prompt in prompts]
-        asked = [
-            (pictures, question)
-            for pictures, each in zip(shown, about, strict=True)
-            for question in each
-        ]
+        asked = [(pictures, question) for pictures, each in zip(shown, about) for question in each]
         size = AT_ONCE // len(shown[0])
         with preparing_once(self.processor.image_processor), lend_gpu(self.model) as device:
             starts = range(0, len(asked), size)
@@ -429,7 +421,7 @@ class Edit(Vqa):
     def __call__(self, images, prompts, targets, sources):
         if sources is None:
             refuse_missing("edit", "source")
-        return self.means(list(zip(sources, images, strict=True)), prompts)
+        return self.means(list(zip(sources, images)), prompts)
 
     def about(self, prompt):
         if CHINESE.search(prompt) and not self.reads_chinese:

@@ -354,7 +354,7 @@ def test_a_group_depends_on_its_own_generator_alone(pipe, kind):
         groups = zip(
             *([None] * len(chosen) if x is None else x.split(3) for x in found), strict=True
         )
-        return dict(zip(chosen, groups, strict=True))
+        return dict(zip(chosen, groups))
 
     assert len({len(i) for i in ids}) == 3
     everyone = sample(0, 1, 2)
@@ -727,9 +727,7 @@ def test_groups_are_what_the_sampler_draws_from_their_seeds():
     for i, group in enumerate(groups):
         assert torch.equal(group.prompt_ids, (LONG, SHORT, LONG)[i])
         found = (group.tokens, group.old_logprobs, group.nucleus)
-        assert all(
-            torch.equal(x, y[4 * i : 4 * i + 4]) for x, y in zip(found, expected, strict=True)
-        )
+        assert all(torch.equal(x, y[4 * i : 4 * i + 4]) for x, y in zip(found, expected))
         tensors = [v for v in vars(group).values() if isinstance(v, torch.Tensor)]
         assert len(tensors) == 5
         assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors), (
@@ -798,7 +796,7 @@ def formula(model, groups, kl_coef, temperature):
         learned.append(
             [*(mean(x).item() for x in (losses, -gain, k3, cut, ratio, gap)), gap.max().item()]
         )
-    metrics = dict(zip(METRICS, np.mean(learned, axis=0), strict=True))
+    metrics = dict(zip(METRICS, np.mean(learned, axis=0)))
     return total, metrics | {"max_logprob_gap": max(row[-1] for row in learned)}
 
 
@@ -1008,7 +1006,7 @@ def test_gradient_checkpointing_is_awake_in_training_and_changes_nothing():
         assert counts == {"sample": 2 * 6, "reference": 2 * 2, "update": 2 * 2 * passes}
         found.append((metrics, adapter_of(run.model)))
     (plain, expected), (checkpointed, weights) = found
-    for metrics, again in zip(plain, checkpointed, strict=True):
+    for metrics, again in zip(plain, checkpointed):
         assert again == pytest.approx(metrics, abs=1e-5)
     for name in expected:
         torch.testing.assert_close(weights[name], expected[name], atol=1e-5, rtol=1e-4)

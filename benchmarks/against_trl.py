@@ -151,7 +151,7 @@ def main():
 
         trl.add_callback(alternate := Alternate(step))
         trl.train()
-    theirs, own = map(statistics.median, zip(*alternate.seconds[WARM_UP:], strict=True))
+    theirs, own = map(statistics.median, zip(*alternate.seconds[WARM_UP:]))
     print(
         f"medians {theirs:.2f} and {own:.2f} s: a step of TRL takes {theirs / own:.2f} times as long as ours"
     )

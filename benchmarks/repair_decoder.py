@@ -60,7 +60,7 @@ class DrawnRun(train.Run):
 def judge(run, prompts, codes, painting):
     """Of the stock scheduler's pictures: "SSIM 0.812, 75.0% of objects as drawn"."""
     images = []
-    for text, own in zip(prompts.texts, codes, strict=True):
+    for text, own in zip(prompts.texts, codes):
         images += train.to_images(
             run.pipe, train.paint(run.pipe, text, own[None], painting, 10**9), 1
         )
@@ -71,8 +71,8 @@ def judge(run, prompts, codes, painting):
 def share_as_drawn(images, drawings):
     """The share of the drawn objects that the pictures show in the same place, shape and colour."""
     same = []
-    for image, drawing in zip(images, drawings, strict=True):
-        pairs = zip(check.look(image), check.look(drawing), strict=True)
+    for image, drawing in zip(images, drawings):
+        pairs = zip(check.look(image), check.look(drawing))
         same += [thing == drawn for thing, drawn in pairs if drawn is not None]
     return sum(same) / len(same)
 

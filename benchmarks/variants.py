@@ -8,16 +8,15 @@ edit is one of docs/copying.md, named by its first words; flags are those of tra
 """
 
 import argparse
-import contextlib
 import csv
 import itertools
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stdout
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,6 +35,7 @@ import make
 import world
 
 import train
+from runtime.record import read_jsonl
 
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
@@ -104,10 +104,8 @@ def edited(name):
     edits = {}
     for recipe, old, new in EDIT.findall(page):
         edits.setdefault(recipe or [*edits][-1], []).append((old, new))
-    (chosen,) = (
-        [edit for recipe, edit in edits.items() if recipe.startswith(name)] if name else [[]]
-    )
-    for old, new in chosen:
+    (recipe,) = [recipe for recipe in edits if recipe.startswith(name)] if name else [None]
+    for old, new in edits.get(recipe, []):
         (file,) = [file for file in files if old in files[file]]
         before, after = files[file].split(old)  # it stands there once
         text = before + new + after
@@ -129,19 +127,17 @@ def lines_of(variant, seed):
     model = start_of(variant.start)
     flags = f"--eval-count 1 --eval-every 0 --save-every 10 {variant.flags} --seed {seed}"
     call = [sys.executable, "train.py", "--model", model, *flags.split(), "--out", out / "run"]
-    with open(out / "log", "w") as log:
-        paths = {"cwd": out / "project", "stdout": log, "stderr": log}
-        subprocess.run(call, check=True, start_new_session=True, **paths)
-    groups = [json.loads(line) for line in (out / "run" / "groups.jsonl").read_text().splitlines()]
-    log = (out / "log").read_text()
+    piped = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    log = subprocess.run(call, cwd=out / "project", check=True, **piped).stdout
+    groups = read_jsonl(out / "run" / "groups.jsonl")
     lines = []
     for checkpoint in sorted((out / "run" / "checkpoints").glob("*[1-9]*")):
         step = int(checkpoint.name)
-        rewards = [next(iter(row["rewards"].values())) for row in groups if row["step"] <= step]
+        rewards = [group["rewards"].values() for group in groups if group["step"] <= step]
         again = re.findall(r"drawn again: (\d+)", log.partition(f"\nstep {step}/")[0])
-        pictures = sum(map(len, rewards)) + sum(map(int, again))
-        row = {"start": variant.start, "variant": variant.name, "seed": seed, "step": step}
-        lines.append(row | {"pictures": pictures} | judged(model, checkpoint))
+        pictures = sum(len(next(iter(values))) for values in rewards) + sum(map(int, again))
+        row = [variant.start, variant.name, seed, step, pictures]
+        lines.append(dict(zip(COLUMNS, row)) | judged(model, checkpoint))
     shutil.rmtree(out)
     return lines
 
@@ -150,7 +146,7 @@ def judged(model, adapter=None):
     """Shares of the held-out captions' pictures, with the sampler and the decoder as deployed."""
     flags = ["--model", str(model), *(["--adapter", str(adapter)] if adapter else [])]
     settings = train.parse_settings(flags)
-    with contextlib.redirect_stdout(None):
+    with redirect_stdout(None):
         prompts, held_out, _ = train.read_inputs(settings)
         data = train.load_data(settings, prompts, held_out)
         run, _ = train.load_run(settings, data, torch.device("cpu"), None)
@@ -200,15 +196,15 @@ def make_missing(jobs):
             pool.submit(make_hard_start).result()
         futures = {}
         for start in ("hard", "shipped"):
-            if (start, "before training", 0) not in there:
-                row = {"start": start, "variant": "before training", "seed": 0, "step": 0}
-                futures[pool.submit(judged, start_of(start))] = row | {"pictures": 0}
+            row = start, "before training", 0
+            if row not in there:
+                futures[pool.submit(judged, start_of(start))] = dict(zip(COLUMNS, (*row, 0, 0)))
         for seed, variant in itertools.product(SEEDS, variants()):
             if (variant.start, variant.name, seed) not in there:
                 futures[pool.submit(lines_of, variant, seed)] = None
         for future in as_completed(futures):
-            row = futures[future]
-            append(future.result() if row is None else [row | future.result()])
+            row, found = futures[future], future.result()
+            append(found if row is None else [row | found])
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -238,99 +234,95 @@ def append(rows):
 # ---- tables and figure ---------------------------------------------------------------------------
 
 
-class Comparisons(NamedTuple):
-    """Of the variants of a start after some steps with their references, paired by seed."""
-
-    shares: dict  # name: (seeds,), held-out pictures that are right, mean of the kinds
-    differences: dict  # name: of the means
-    error: float  # a difference's, one for all
-    threshold: float  # from which a difference is told apart
+class Comparison(NamedTuple):
+    difference: float  # of the means of a variant and its reference
+    error: float  # its standard error, one for all of a table
+    threshold: float  # from which it is told apart
 
 
-def seeds_of(rows, start, name, step, kinds=world.KINDS):
+def of_seeds(rows, start, name, step, columns=world.KINDS):
+    """A mean of columns per seed; of the model before training a lone one."""
     found = [row for row in rows if (row["start"], row["variant"]) == (start, name)]
-    return np.array([np.mean([row[x] for x in kinds]) for row in found if row["step"] in (0, step)])
+    found = [row for row in found if row["step"] in (0, step)]
+    return np.array([np.mean([row[each] for each in columns]) for row in found])
 
 
-def compare(rows, start, step=20):
-    """Dunnett's threshold, simulated for as many comparisons with these references: without any
-    true difference, 5 tables in 100 have one above it."""
+def compare(rows, start):
+    """{variant: Comparison} after 20 steps, paired by seed.
+
+    The threshold is Dunnett's, simulated for as many comparisons with the same references: without
+    any true difference 5 tables in 100 have one above it.
+    """
     pairs = {each.name: each.reference for each in variants() if each.start == start}
     names = list(dict.fromkeys([*pairs, *pairs.values()]))
-    shares = {name: seeds_of(rows, start, name, step) for name in names}
-    draws = np.random.default_rng(0).normal(size=(20_000, len(names), len(SEEDS)))
-    draws[:, [len(shares[name]) == 1 for name in names]] = 0  # the model before training
-    chance = dict(zip(names, draws.swapaxes(0, 1)))
-    found = np.array([shares[name] - shares[reference] for name, reference in pairs.items()])
-    drawn = np.array([chance[name] - chance[reference] for name, reference in pairs.items()])
-    error, errors = (
-        np.sqrt(x.var(axis=-1, ddof=1).mean(axis=0) / len(SEEDS)) for x in (found, drawn)
+    shares = {name: of_seeds(rows, start, name, 20) for name in names}
+    draws = np.random.default_rng(0).normal(size=(len(names), 20_000, len(SEEDS)))
+    chance = {name: x * (len(shares[name]) > 1) for name, x in zip(names, draws)}
+    found, drawn = (
+        np.array([x[name] - x[other] for name, other in pairs.items()]) for x in (shares, chance)
     )
-    largest = np.abs(drawn.mean(axis=-1)).max(axis=0) / errors
-    means = dict(zip(pairs, found.mean(axis=-1)))
-    return Comparisons(shares, means, error, error * np.quantile(largest, 0.95))
+    errors = [np.sqrt(x.var(-1, ddof=1).mean(0) / len(SEEDS)) for x in (found, drawn)]
+    critical = np.quantile(np.abs(drawn.mean(-1)).max(0) / errors[1], 0.95)
+    means = found.mean(-1)
+    return {name: Comparison(x, errors[0], critical * errors[0]) for name, x in zip(pairs, means)}
 
 
 def table(rows, start):
     """Lines of docs/worth.md."""
-    after = compare(rows, start)
+    compared = compare(rows, start)
     lines = ["| Variant | pictures | after 10 steps | 20 | the four | compared with | difference |"]
     lines.append("|---" * 7 + "|")
     for _, name, reference, *_ in [each for each in variants() if each.start == start]:
-        shares = [seeds_of(rows, start, name, 10), after.shares[name]]
-        shares.append(seeds_of(rows, start, name, 20, MOVING))
-        pictures = [row["pictures"] for row in rows if row["variant"] == name and row["step"] == 20]
-        cells = [name, f"{np.mean(pictures):.0f}", *(f"{each.mean():.1%}" for each in shares)]
-        difference = after.differences[name]
-        mark = "**" if abs(difference) > after.threshold else ""
-        lines.append(f"| {' | '.join([*cells, reference])} | {mark}{100 * difference:+.1f}{mark} |")
-    lines.append(
-        f"\nStandard error of a difference {after.error:.1%}; told apart (bold) from "
-        f"{after.threshold:.1%} on; a true difference of {after.threshold + 0.84 * after.error:.1%} "
-        "is found 8 times in 10."
+        columns = (10, world.KINDS), (20, world.KINDS), (20, MOVING)
+        shares = [of_seeds(rows, start, name, *each).mean() for each in columns]
+        pictures = of_seeds(rows, start, name, 20, ["pictures"]).mean()
+        cells = name, f"{pictures:.0f}", *map("{:.1%}".format, shares), reference
+        difference, error, threshold = compared[name]
+        mark = "**" if abs(difference) > threshold else ""
+        lines.append(f"| {' | '.join(cells)} | {mark}{100 * difference:+.1f}{mark} |")
+    words = (
+        f"\nBold: told apart, from {threshold:.1%} on. Standard error of a difference {error:.1%}"
     )
+    lines.append(f"{words}; one of {threshold + 0.84 * error:.1%} is found 8 times in 10.")
     return "\n".join(lines)
 
 
 def table_of_gamed(rows):
-    lines = ["| KL | reward | right | clean |", "|---|---|---|---|"]
+    lines = ["| | reward | right | clean |", "|---" * 4 + "|"]
     for _, name, *_ in [each for each in variants() if each.start == "gamed"]:
-        columns = (["objects"], world.KINDS, ["clean"])
-        objects, right, clean = (seeds_of(rows, "gamed", name, 12, each).mean() for each in columns)
-        lines.append(f"| {name} | {objects / 4:.2f} | {right:.0%} | {clean:.0%} |")
+        columns = ["objects"], world.KINDS, ["clean"]
+        objects, *shares = (of_seeds(rows, "gamed", name, 12, each).mean() for each in columns)
+        lines.append(f"| {name} | {objects / 4:.2f} | {shares[0]:.0%} | {shares[1]:.0%} |")
     return "\n".join(lines)
 
 
 def draw(rows, file, start="hard"):
-    """Shares after 10 steps (grey) and 20 (with error; seeds as points), by outcome."""
-    after = compare(rows, start)
-    order = sorted(after.shares, key=lambda name: -after.shares[name].mean())
-    top, bottom, font = 60, 60 + 44 * len(order), ImageFont.load_default(24)
+    """Shares after 10 steps and 20, with error and seeds, by outcome."""
+    compared = compare(rows, start)
+    names = ["before training", *compared]
+    shares = {name: of_seeds(rows, start, name, 20) for name in names}
+    bottom, font = 60 + 44 * len(names), ImageFont.load_default(24)
     sheet = Image.new("RGB", (1760, bottom + 60), "white")
     pen = ImageDraw.Draw(sheet)
-    error = after.error / np.sqrt(2)
-    title = (
+    words = (
         "right after 10 steps (grey) and 20 (points: seeds; blue, red: above, below its reference)"
     )
-    pen.text((30, 30), title, "#555555", font, anchor="lm")
-
-    def place(share):
-        return 700 + 2100 * (share - 0.5)
-
+    pen.text((30, 30), words, "#555", font, anchor="lm")
+    place = lambda share: 700 + 2000 * (share - 0.5)
     for tick in np.arange(0.5, 1.01, 0.1):
-        pen.line((place(tick), top, place(tick), bottom), "#e4e4e4", 2)
-        pen.text((place(tick), bottom + 25), f"{tick:.0%}", "#555555", font, anchor="mm")
-    for y, name in enumerate(order):
-        y = top + 22 + 44 * y
-        mean, difference = after.shares[name].mean(), after.differences.get(name, 0)
-        told = abs(difference) > after.threshold
-        colour = ("#2d6cae" if difference > 0 else "#c62828") if told else "#444444"
+        pen.line((place(tick), 60, place(tick), bottom), "#ddd", 2)
+        pen.text((place(tick), bottom + 25), f"{tick:.0%}", "#555", font, anchor="mm")
+    for i, name in enumerate(sorted(names, key=lambda name: -shares[name].mean())):
+        y, mean = 82 + 44 * i, shares[name].mean()
+        difference, error, threshold = compared.get(name, (0, 0, 1))
+        told = "#2d6cae" if difference > 0 else "#c62828"
+        colour = told if abs(difference) > threshold else "#444"
         pen.text((680, y), name, "black", font, anchor="rm")
-        if len(after.shares[name]) > 1:
-            pen.circle((place(seeds_of(rows, start, name, 10).mean()), y), 7, "#bbbbbb")
-            pen.line((place(mean - error), y, place(mean + error), y), colour, 4)
+        pen.circle((place(of_seeds(rows, start, name, 10).mean()), y), 7, "#bbb")
+        half = error / np.sqrt(2)  # of a share
+        pen.line((place(mean - half), y, place(mean + half), y), colour, 4)
         pen.circle((place(mean), y), 11, colour)
-        for share in after.shares[name]:
+        for share in shares[name]:
             pen.circle((place(share), y), 4, "white", colour, 2)
     sheet.resize((880, sheet.height // 2), Image.Resampling.LANCZOS).save(file)
 
@@ -340,9 +332,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
     make_missing(parser.parse_args().jobs)
     rows = read()
-    for start in ("hard", "shipped"):
-        print(f"\n{table(rows, start)}")
-    print(f"\n{table_of_gamed(rows)}")
+    print(table(rows, "hard"), table(rows, "shipped"), table_of_gamed(rows), sep="\n\n")
     draw(rows, OUT / "variants.png")
 
 

@@ -101,7 +101,7 @@ def places(one, other):
     offset = np.subtract(*boxes.mean(1))
     rest = np.maximum(abs(offset) - 0.1 * np.ptp(boxes, axis=1).sum(0), 0) * np.sign(offset)
     x, y = rest / max(np.linalg.norm(offset), 1e-6)
-    return {place for place, share in zip(PLACES, (-x, x, -y, y), strict=True) if share > 0.5}
+    return {place for place, share in zip(PLACES, (-x, x, -y, y)) if share > 0.5}
 
 
 def is_right(found, colour_of, number, things, place):
@@ -201,11 +201,11 @@ def value_of(rule, image, prompt):
 
 
 def right(images, prompts, targets):
-    return [value_of(is_right, *pair) for pair in zip(images, prompts, strict=True)]
+    return [value_of(is_right, *pair) for pair in zip(images, prompts)]
 
 
 def facts(images, prompts, targets):
-    return [value_of(credit, *pair) for pair in zip(images, prompts, strict=True)]
+    return [value_of(credit, *pair) for pair in zip(images, prompts)]
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def train(seed=0, steps=40, num_judged=64):
         chosen = sums[first : first + PROMPTS_PER_STEP]
         prompts = [(encode(*pair), None, LENGTH) for pair in chosen]
         groups = trainer.sample(prompts, GROUP_SIZE, seed * 10**6 + first)
-        both = zip(groups, chosen, strict=True)
+        both = zip(groups, chosen)
         rewards = torch.tensor([reward(ids, *pair) for group, pair in both for ids in group.tokens])
         set_advantages(groups, rewards)  # compared within each group of G
         spread = 1 - trainer.update(groups)["groups_without_spread"]

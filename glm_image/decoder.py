@@ -179,5 +179,5 @@ def merge(batches):
     """One DenoisingStep of all K paintings, on the CPU, from those of their batches."""
     names = ("latents", "next_latents", "old_logprobs")
     columns = [[getattr(batch, name) for batch in batches] for name in names]
-    tensors = {name: torch.cat(column).cpu() for name, column in zip(names, columns, strict=True)}
+    tensors = {name: torch.cat(column).cpu() for name, column in zip(names, columns)}
     return replace(batches[0], **tensors)

@@ -44,7 +44,7 @@ def read_sources(pipe, sources, device):
 def encode_prompts(pipe, prompts, painting):
     """Prompts as GRPO.sample takes them: [(prompt_ids (L,), position_ids (3, L+T), T)]."""
     size = painting.height, painting.width
-    pairs = zip(prompts.texts, prompts.sources, strict=True)
+    pairs = zip(prompts.texts, prompts.sources)
     return [encode_prompt(pipe.processor, text, *size, source) for text, source in pairs]
 
 

@@ -37,11 +37,11 @@ def add_adapter(module, half, targets, rank, alpha, folder):
 def having_weights(parameters, weights):
     own = [parameter.data for parameter in parameters]
     try:
-        for parameter, weight in zip(parameters, weights, strict=True):
+        for parameter, weight in zip(parameters, weights):
             parameter.data = weight.to(parameter.device)
         yield
     finally:
-        for parameter, weight in zip(parameters, own, strict=True):
+        for parameter, weight in zip(parameters, own):
             parameter.data = weight
 
 

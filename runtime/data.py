@@ -99,7 +99,7 @@ def read_prompts(path, folder, sources=None, size=None):
 def identities(prompts):
     """What tells prompts apart: the text, and the picture to edit."""
     images = [source and source.image.tobytes() for source in prompts.sources]
-    return list(zip(prompts.texts, images, strict=True))
+    return list(zip(prompts.texts, images))
 
 
 def read_lines(path):

@@ -186,7 +186,7 @@ def free_memory(device):
     free = min(free, torch.cuda.get_per_process_memory_fraction(device) * total)
     host = max(0, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - PROCESS)
     # All ranks have asked before the first takes any.
-    return tuple(map(min, zip(*ranks.gather((free, host)), strict=True)))
+    return tuple(map(min, zip(*ranks.gather((free, host)))))
 
 
 def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):

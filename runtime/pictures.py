@@ -4,23 +4,21 @@ import functools
 import textwrap
 from contextlib import suppress
 from itertools import accumulate
-from statistics import fmean
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
 from runtime import counted, format_number, short_name
-from runtime.report import shown_names
+from runtime.report import shown_names, yes_or_no
 
 GAP = 24  # pixels
 
 CURVES = {
     "step": ("mean of a step", "#aaaaaa"),
-    "mean": ("its mean over {} steps", "#666666"),
     "training": ("evaluation: training prompts", "#2060c0"),
     "held_out": ("evaluation: held-out prompts", "#d02030"),
 }
-FRAMES = {1: "#20a040", 0: "#d02030"}  # right and wrong
+WRONG = "#d02030"  # a frame; a right picture needs none
 # Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
 CHINESE_FONTS = (
     "NotoSansCJK-Regular.ttc",
@@ -44,56 +42,63 @@ def chinese_font(size):
     return ImageFont.load_default(size)
 
 
-def save_grid(path, rows, title, cell=192):
-    """Rows of pictures as one PNG. Returns the sheet.
+def draw_grid(rows, title, cell=192):
+    """Rows of pictures as one sheet.
 
     rows: a list of (label, [(image, caption), ...]); None among those is a gap, a third entry the
     colour of a frame.
     """
     font = ImageFont.load_default(15)
     small = ImageFont.load_default(12)
-    width, height = cell + 8, cell + 60
+    caption = 60 if any(each and each[1] for _, cells in rows for each in cells) else 34
+    width, height = cell + 8, cell + caption
     places = [
         [0, *accumulate(GAP if each is None else width for each in cells)] for _, cells in rows
     ]
-    widest = max(
-        *(font.getlength(line) + 8 for line in title.split("\n")), *(ends[-1] for ends in places)
-    )
-    head = 30 + 20 * title.count("\n")
+    widest = max([font.getlength(title) + 8, *(ends[-1] for ends in places)])
+    head = 30
     sheet = Image.new("RGB", (int(widest) + 8, len(rows) * height + head), "white")
     pen = ImageDraw.Draw(sheet)
     pen.text((8, 6), title, "black", font)
     for r, (label, cells) in enumerate(rows):
         top = head + r * height
-        pen.text(
-            (8, top), label, "black", font_for(label, 15)
-        )  # a long one ends where the sheet does
+        # A long one ends where the sheet does.
+        pen.text((8, top), label, "black", font_for(label, 15))
         for left, each in zip(places[r], cells):
             if each is not None:
                 image, caption, *frame = each
                 image = ImageOps.contain(image, (cell, cell))
                 if frame:
-                    pen.rectangle(
-                        (5 + left, top + 20, 10 + left + image.width, top + 25 + image.height),
-                        frame[0],
-                    )
+                    corner = 10 + left + image.width, top + 25 + image.height
+                    pen.rectangle((5 + left, top + 20, *corner), frame[0])
                 sheet.paste(image, (8 + left, top + 23))
                 caption = textwrap.fill(textwrap.shorten(caption, cell // 3), cell // 6)
                 pen.multiline_text((8 + left, top + 27 + cell), caption, "black", small, spacing=2)
+    return sheet
+
+
+def save_grid(path, rows, title):
+    sheet = draw_grid(rows, title)
     sheet.save(path)
     return sheet
 
 
 def save_before_after(out, before, after):
-    """The first prompts of each kind, before training and after: same seeds and noise; right
-    pictures framed green.
+    """Held-out prompts before training and after, from the same seeds and noise.
 
-    before, after: records of evaluation.jsonl; before may be None.
+    Which ones: see rows_to_show in report.py. Where a judge says yes or no, wrong pictures are
+    framed. before, after: records of evaluation.jsonl; before may be None.
     """
     sides = {"before": before, "after": after} if before else {"after": after}
-    judge = yes_or_no(*sides.values())
+    answers = {}
+    for *_, judges in (entry for record in sides.values() for entry in record["shown"]):
+        for name, values in judges.items():
+            answers.setdefault(name, []).extend(values)
+    judge = yes_or_no(answers)
     rows = []
     for i, (prompt, *_) in enumerate(after["shown"]):
+        if i < len(after.get("rows", {}).get("", [])):
+            continue  # a training prompt
         cells = []
         source = out / "evaluation" / f"{after['step']:06d}" / f"{i + 1}-source.png"
         if source.exists():
@@ -104,28 +109,22 @@ def save_before_after(out, before, after):
             for j, reward in enumerate(rewards):
                 file = out / "evaluation" / f"{record['step']:06d}" / f"{i + 1}-{j + 1}.png"
                 if file.exists():  # or a user has made room
-                    frame = (
-                        [FRAMES[judges[judge][j]]] if judge and judges[judge][j] is not None else []
-                    )
-                    cells.append((Image.open(file), f"{label}, {format_number(reward)}", *frame))
+                    words = "" if judge else f"{label}, {format_number(reward)}"
+                    frame = [WRONG] if judge and judges[judge][j] == 0 else []
+                    cells.append((Image.open(file), words, *frame))
         rows.append((prompt, cells))
-    title = f"{' and '.join(sides)} {counted(after['step'], 'step')}, same seeds and noise"
-    title += "; training prompts, then held-out ones"
-    title += f"\ngreen: right, red: wrong, says {short_name(judge)}" if judge else ""
-    return save_grid(out / "before-after.png", rows, title, cell=112)
-
-
-def yes_or_no(*records):
-    """The first judge, if any, whose answers to all pictures shown are 1 or 0, or None where it
-    does not apply."""
-    answers = {}
-    for *_, judges in (entry for record in records for entry in record["shown"]):
-        for name, values in judges.items():
-            answers.setdefault(name, set()).update(values)
-    return next(
-        (name for name, values in answers.items() if values - {None} and values <= {0, 1, None}),
-        None,
-    )
+    title = f"held-out prompts, {' and '.join(sides)} {counted(after['step'], 'step')}"
+    title += f"; framed: wrong, says {short_name(judge)}" if judge else ""
+    half = -(-len(rows) // 2) if len(rows) > 3 else len(rows)
+    columns = [draw_grid(rows[:half], title, cell=112)]
+    if rows[half:]:
+        columns.append(draw_grid(rows[half:], "", cell=112))
+    size = sum(column.width for column in columns), columns[0].height
+    sheet = Image.new("RGB", size, "white")
+    for i, column in enumerate(columns):
+        sheet.paste(column, (i * columns[0].width, 0))
+    sheet.save(out / "before-after.png")
+    return sheet
 
 
 def save_curves(path, metrics, evaluations):
@@ -134,27 +133,16 @@ def save_curves(path, metrics, evaluations):
     names = [name for record in (*evaluations, *metrics) for name in shown_names(record)]
     names += [name for name in ("entropy", "kl", "decoder/kl") if points(metrics, name)]
     names = list(dict.fromkeys(names))
-    window = max(5, len(metrics) // 8)  # steps
-    sheet = Image.new("RGB", (min(len(names), 3) * 640, -(-len(names) // 3) * 400 + 100), "white")
+    sheet = Image.new("RGB", (min(len(names), 3) * 640, -(-len(names) // 3) * 400 + 60), "white")
     pen = ImageDraw.Draw(sheet)
     for i, (text, colour) in enumerate(CURVES.values()):
-        pen.text(
-            (20 + i % 2 * 340, 10 + i // 2 * 36),
-            text.format(window),
-            colour,
-            ImageFont.load_default(24),
-        )
+        pen.text((20 + i * 400, 10), text, colour, ImageFont.load_default(24))
     for i, name in enumerate(names):
-        steps = points(metrics, name)
-        means = [
-            (s, fmean(v for _, v in steps[max(0, n - window + 1) : n + 1]))
-            for n, (s, _) in enumerate(steps)
-        ]
-        judged = [points(evaluations, key) for key in (name, f"held_out/{name}")]
-        draw_panel(pen, i % 3 * 640 + 126, i // 3 * 400 + 150, name, [steps, means, *judged])
-    sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(
-        path
-    )  # for smooth lines
+        curves = [points(metrics, name)]
+        curves += [points(evaluations, key) for key in (name, f"held_out/{name}")]
+        draw_panel(pen, i % 3 * 640 + 126, i // 3 * 400 + 110, name, curves)
+    # Halved, for smooth lines.
+    sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.BOX).save(path)
 
 
 def points(records, name):
@@ -165,14 +153,17 @@ def draw_panel(pen, left, top, name, curves):
     """A panel of save_curves, 500x240 pixels. curves: for each of CURVES its points (step,
     value)."""
     font = ImageFont.load_default(24)
-    steps, values = zip(*([point for curve in curves for point in curve] or [(1, 0)]), strict=True)
+    steps, values = zip(*([point for curve in curves for point in curve] or [(1, 0)]))
     low, high = min(values), max(max(values), min(values) + 1e-6)
+    if name != "kl" and 0 <= low <= high <= 1:  # a share: its changes at their true size
+        low, high = 0, 1
     pen.text((left, top - 40), short_name(name.replace("decoder/", "decoder ")), "black", font)
     pen.line([(left, top), (left, top + 240), (left + 500, top + 240)], "#999999", 2)
-    for value, y in ((high, top), (low, top + 240)):
-        pen.text((left - 10, y), f"{value:.3g}", "#666666", font, anchor="rm")
+    for i in range(4):
+        value = f"{high - (high - low) * i / 3:.2g}"
+        pen.text((left - 10, top + 80 * i), value, "#666666", font, anchor="rm")
     pen.text((left + 500, top + 250), f"step {max(steps)}", "#666666", font, anchor="rt")
-    for (kind, (_, colour)), curve in zip(CURVES.items(), curves, strict=True):
+    for (kind, (_, colour)), curve in zip(CURVES.items(), curves):
         places = [
             (left + 500 * s / max(*steps, 1), top + 240 * (high - v) / (high - low))
             for s, v in curve

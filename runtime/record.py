@@ -19,7 +19,6 @@ from runtime.rescue import StopRequest
 
 ROW = 8  # pictures in a row of group-*.png
 SAMPLE_EVERY = 10  # steps between group-*.png
-SHOWN = 3  # pictures of a prompt that an evaluation keeps; and prompts, if the file names no kinds
 
 
 class Record:
@@ -113,9 +112,9 @@ class Record:
         else:
             steps = batch.denoising_steps
             advantages = steps[i * len(steps) // len(prompts)].advantages
-        pairs = zip(rewards[i].tolist(), advantages.tolist(), strict=True)
+        pairs = zip(rewards[i].tolist(), advantages.tolist())
         words = [f"reward {format_number(reward)}, advantage {a:+.2f}" for reward, a in pairs]
-        cells = list(zip(batch.images[i * count : (i + 1) * count], words, strict=True))
+        cells = list(zip(batch.images[i * count : (i + 1) * count], words))
         width = paintings if min(sequences, paintings) > 1 else ROW
         rows = [("", cells[k : k + width]) for k in range(0, count, width)]
         beside = []
@@ -134,12 +133,22 @@ class Record:
         """sets: {"" or "held_out/": (Prompts, [(raw rewards {name: (G,)}, G pictures)])}."""
         record = {"step": self.done}
         shown = []
+        rows = (self.before() or {}).get("rows", {})  # of the first evaluation
         for prefix, (prompts, results) in sets.items():
-            metrics, rows = self.judged(prompts, results)
+            metrics, raw_rewards, total = self.judged(prompts, results)
             record |= {prefix + name: value for name, value in without_nan(metrics).items()}
-            shown += rows
+            answers = {name: without_nan(raw_rewards[name].tolist()) for name in self.judges}
+            size = len(results[0][1])
+            if prefix not in rows:
+                rows[prefix] = report.rows_to_show(prompts, answers, size)
+            for row in rows[prefix]:
+                own = slice(row * size, (row + 1) * size)
+                judges = {name: values[own][: report.SHOWN] for name, values in answers.items()}
+                rewards = without_nan(total[own][: report.SHOWN].tolist())
+                images = results[row][1][: report.SHOWN]
+                shown.append((prompts.texts[row], rewards, judges, images, prompts.sources[row]))
         self.track(self.done, {f"evaluation/{name}": x for name, x in record.items()})
-        record["shown"] = without_nan([row[:3] for row in shown])
+        record |= {"rows": rows, "shown": [row[:3] for row in shown]}
         self.evaluations.append(record)
         before = self.before()
         records = (record,) if before in (None, record) else (before, record)
@@ -164,19 +173,13 @@ class Record:
                 self.curves()
 
     def judged(self, prompts, results):
-        """Metrics; of the first prompts (text, rewards, {judge: its rewards}, images, Source)."""
+        """Metrics, raw rewards {name: (N*G,)} and their combination (N*G,)."""
         size = len(results[0][1])
         names = results[0][0]
         raw_rewards = {name: torch.cat([rewards[name] for rewards, _ in results]) for name in names}
         total = combine(raw_rewards, self.weights, size)
         metrics = report.evaluation_metrics(raw_rewards, total, size, prompts.kinds)
-        rows = []
-        for i in range(min(len(prompts), max(SHOWN, len(set(prompts.kinds or ()))))):
-            rewards, images = results[i]
-            judges = {name: rewards[name][:SHOWN].tolist() for name in self.judges}
-            own = total.view(-1, size)[i, :SHOWN].tolist()
-            rows.append((prompts.texts[i], own, judges, images[:SHOWN], prompts.sources[i]))
-        return metrics, rows
+        return metrics, raw_rewards, total
 
     def curves(self):
         metrics = read_jsonl(self.out / "metrics.jsonl")

@@ -24,6 +24,7 @@ ALARMS = {
     "decoder/groups_without_spread": "decoder: {:.0%} without spread",
     "unscored": "{:.0%} unscored",
 }
+SHOWN = 4  # pictures of a prompt that an evaluation keeps; and prompts, if they have no kinds
 PROMPTS = {"": "training", "held_out/": "held-out"}  # {prefix of an evaluation's numbers: of what}
 
 
@@ -94,6 +95,33 @@ def evaluation_metrics(raw_rewards, combined, group_size, kinds=None):
     return metrics | {"kinds": parts | {"mean of the kinds": mean}}
 
 
+def yes_or_no(answers):
+    """The first judge that says nothing but 1 and 0, or None, where it does not apply.
+
+    answers: {name: numbers or None}. Returns its name, or None.
+    """
+    for name, values in answers.items():
+        if set(values) - {None} and set(values) <= {0, 1, None}:
+            return name
+    return None
+
+
+def rows_to_show(prompts, answers, size):
+    """The prompts of an evaluation whose pictures are kept: rows.
+
+    Of those that have no right picture the first of each kind; if a judge of yes or no finds none
+    so, the first of each kind. answers: {judge: (N*G,) of 1, 0 or None}.
+    """
+    kinds = prompts.kinds or range(len(prompts))
+    judge = yes_or_no(answers)
+    groups = zip(*[iter(answers[judge])] * size) if judge else []
+    wrong = [row for row, group in enumerate(groups) if set(group) == {0}]
+    first = {}
+    for row in wrong or range(len(prompts)):
+        first.setdefault(kinds[row], row)
+    return list(first.values())[: None if prompts.kinds else SHOWN]
+
+
 def error_name(name):
     """The name of a mean's standard error: reward/ssim -> reward_error/ssim."""
     return name.replace("reward", "reward_error", 1)
@@ -139,7 +167,7 @@ def kinds_table(*records):
             for name in names:
                 row.append(" -> ".join(with_error(part[kind], name, "{:.2f}") for part in parts))
             rows.append(row)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
         rows.insert(1, ["-" * width for width in widths])
         lines += ["", *(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)]
     return lines
@@ -173,7 +201,7 @@ def group_records(step, prompts, raw_rewards):
         for name, values in raw_rewards.items()
     }
     records = []
-    for i, (line, prompt) in enumerate(zip(prompts.lines, prompts.texts, strict=True)):
+    for i, (line, prompt) in enumerate(zip(prompts.lines, prompts.texts)):
         own = {name: groups[i] for name, groups in rewards.items()}
         records.append({"step": step, "line": line, "prompt": prompt, "rewards": own})
     return records

@@ -239,8 +239,7 @@ def test_micro_batches_change_neither_the_paths_nor_the_gradient():
         steps = roll_out(run, settings)
         learn(run, steps)
         change = [
-            (p.detach() - b).flatten()
-            for p, b in zip(adapter(run.decoder_trainer.model), before, strict=True)
+            (p.detach() - b).flatten() for p, b in zip(adapter(run.decoder_trainer.model), before)
         ]
         found.append((steps[-1].next_latents, torch.cat(change)))
     (expected_latents, expected), (latents, change) = found

@@ -157,10 +157,9 @@ def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
     wishes, size = [WISH, "remove the circle", "make the circle a square"], (64, 96)
     sources = [source_of(stock, *given) for given in ((128, 128), (64, 96), (96, 64))]
     encoded = [
-        encode_prompt(stock.processor, *pair[:1], *size, pair[1])
-        for pair in zip(wishes, sources, strict=True)
+        encode_prompt(stock.processor, *pair[:1], *size, pair[1]) for pair in zip(wishes, sources)
     ]
-    ids, positions, counts = zip(*encoded, strict=True)
+    ids, positions, counts = zip(*encoded)
     assert set(counts) == {6} and len({len(each) for each in ids}) == 3
     policy, codes = stock.vision_language_encoder, {"allowed_ids": slice(0, make.NUM_CODES)}
     options = {"num_samples": 2, "position_ids": positions, **codes}
@@ -444,7 +443,9 @@ def test_edit_asks_about_both_pictures(tmp_path):
     assert abs(found[0] - found[1]) > 1e-3
     turned = rewards.score({"edit": (edit, 1.0)}, [source], ["x"], None, [one])["edit"]
     assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4, "which is the first matters"
-    with pytest.raises(rewards.NoPictures, match="'edit' judges edits: give --sources"):
+    with pytest.raises(
+        rewards.NoPictures, match="'edit' compares with source pictures: give --sources"
+    ):
         edit([one], ["x"], None, None)
 
 

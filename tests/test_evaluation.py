@@ -135,9 +135,9 @@ def test_the_pictures_shown_have_their_own_rewards(quick):
     assert quick(*arguments, "--out", "run") == 0
     shown = records("run/evaluation.jsonl")[0]["shown"]
     assert shown[2:] == [
-        [line, [10 * i, 10 * i + 1, 10 * i + 2], {}] for i, line in enumerate(lines[:3])
+        [line, [10 * i + j for j in range(4)], {}] for i, line in enumerate(lines[:4])
     ]
-    assert len(list(Path("run/evaluation/000000").iterdir())) == 5 * 3
+    assert len(list(Path("run/evaluation/000000").iterdir())) == 6 * 4
 
 
 def test_the_best_step_is_that_of_prompts_held_out_unless_no_reward_applies_to_them():
@@ -229,7 +229,7 @@ def test_the_curve_shows_every_reward(tmp_path):
         for colour in ((0x20, 0x60, 0xC0), (0xD0, 0x20, 0x30)):
             assert (np.abs(picture[40:] - np.array(colour)).sum(-1) < 30).any() == bool(judged)
         sizes.append(picture.shape[:2])
-    assert sizes == [(250, 640), (250, 960), (450, 960)], "2, 3 and 5 panels"
+    assert sizes == [(230, 640), (230, 960), (430, 960)], "2, 3 and 5 panels"
 
 
 def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, capsys):

@@ -12,8 +12,14 @@ from PIL import Image
 
 from runtime import without_nan
 from runtime.data import Prompts, read_prompts
-from runtime.pictures import FRAMES, save_before_after, save_curves
-from runtime.report import best_step, evaluation_metrics, kinds_table, summary
+from runtime.pictures import WRONG, save_before_after
+from runtime.report import (
+    best_step,
+    evaluation_metrics,
+    kinds_table,
+    rows_to_show,
+    summary,
+)
 
 NAN = math.nan
 MEAN = "mean of the kinds"
@@ -211,7 +217,7 @@ def run_with(folder, *evaluations):
     return made
 
 
-def test_right_pictures_are_framed_green_and_wrong_ones_red(tmp_path):
+def test_wrong_pictures_are_framed(tmp_path):
     """By the first judge that answers yes or no; without such a judge there are no frames."""
     before = (
         0,
@@ -227,22 +233,22 @@ def test_right_pictures_are_framed_green_and_wrong_ones_red(tmp_path):
     row = int(black.sum(1).argmax())
     left = [x for x in np.flatnonzero(black[row]) if not black[row, x - 1]]
     frames = ["#{:02x}{:02x}{:02x}".format(*sheet[row, x - 2]) for x in left]
-    assert frames == [FRAMES[0], FRAMES[1], FRAMES[1], "#ffffff"]
+    assert frames == [WRONG, "#ffffff", "#ffffff", "#ffffff"]
     save_before_after(
         tmp_path, None, *run_with(tmp_path, (7, [([0.1, 0.2], {"h.py:pretty": [0.0, 0.7]})]))
     )
     sheet = pixels(tmp_path / "before-after.png")
-    assert count(sheet, FRAMES[1]) == count(sheet, FRAMES[0]) == 0
+    assert count(sheet, WRONG) == 0
 
 
-def test_beside_the_saw_stands_its_mean_over_the_last_steps(tmp_path):
-    """A saw between 0 and 1: its mean is near a half, but for the first steps, which have few
-    before them."""
-    metrics = [{"step": s, "reward": float(s % 2)} for s in range(1, 41)]
-    save_curves(tmp_path / "reward.png", metrics, [])
-    picture = pixels(tmp_path / "reward.png")[75:195, 78:313]
-    grey = (np.abs(picture - 0x66).sum(-1) < 12).nonzero()[0]
-    assert len(grey) > 200 and 35 < grey.min() and grey.max() < 85
+def test_prompts_without_a_right_picture_are_shown():
+    """The first of each kind; none wrong: the first of each kind; no kinds, no judge: the first."""
+    prompts = Prompts(["a", "b", "c", "d"], kinds=["low", "low", "high", "high"])
+    right = [1, 0, 0, 0, 0, 0, 0, 0]
+    assert rows_to_show(prompts, {"share": [0.5, 1] * 4, "right": right}, 2) == [1, 2]
+    assert rows_to_show(prompts, {"right": [0, 1, None, None] * 2}, 2) == [0, 2]
+    assert rows_to_show(Prompts(list("abcdef")), {}, 2) == [0, 1, 2, 3]
+    assert rows_to_show(Prompts(list("abcdef")), {"right": [1, *[0] * 11]}, 2) == [1, 2, 3, 4]
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -294,17 +300,11 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
         0.25 / 2
     )
     shown = [(prompt, judges["mine.py:right"]) for prompt, _, judges in after["shown"]]
-    assert shown == [
-        ("one", [0, 0]),
-        ("three", [1, 1]),
-        ("two", [1, 1]),
-        ("two", [1, 1]),
-        ("three", [1, 1]),
-    ]
+    assert shown[:2] == [("one", [0, 0]), ("four", [0, 0])], "the first that is wrong, of each kind"
+    assert shown[2:] == [("two", [1, 1]), ("three", [1, 1])]
     lines = "".join(capfd.readouterr()).splitlines()
     row = "| low               | 2       | 0.43 +- 0.12 -> 0.43 +- 0.12 | 0.50 +- 0.50 "
     assert sum(line.startswith(row) for line in lines) == 1, "once, at the end"
     assert records("run/adapter/evaluation.jsonl")[-1]["kinds"]["low"]["prompts"] == 2
-    assert count(pixels("run/before-after.png"), FRAMES[0]) > 100
     assert quick(*arguments, "--steps", "0", "--out", "judged") == 0
     assert "| low               | 2       | 0.43 +- 0.12 " in "".join(capfd.readouterr())

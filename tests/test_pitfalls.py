@@ -26,7 +26,7 @@ def test_a_kl_term_of_log_ratios_has_no_gradient():
     def k3(logp, ref):
         losses = [
             compute_grpo_loss(x[None], x[None].detach(), torch.zeros(1), r[None], kl_coef=1.0)[0]
-            for x, r in zip(logp[:, None], ref[:, None], strict=True)
+            for x, r in zip(logp[:, None], ref[:, None])
         ]
         return torch.stack(losses)
 

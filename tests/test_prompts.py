@@ -18,10 +18,7 @@ def by_kind(name):
         r"(?m)^# kind: (.*)\n", (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
     )
     assert first == "" and len(set(sections[::2])) == len(sections[::2])
-    return {
-        kind: prompts.splitlines()
-        for kind, prompts in zip(sections[::2], sections[1::2], strict=True)
-    }
+    return {kind: prompts.splitlines() for kind, prompts in zip(sections[::2], sections[1::2])}
 
 
 KINDS = {name: by_kind(name) for name in ("train", "heldout")}

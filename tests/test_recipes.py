@@ -40,7 +40,7 @@ def paper(name, model, groups, kl_coef=0.1):
     """The gradient of the loss as the papers write it, over all sequences at once, padded by their
     masks."""
     terms, masks = [], []
-    for group, rewards in zip(groups, REWARDS.split(4), strict=True):
+    for group, rewards in zip(groups, REWARDS.split(4)):
         ids = torch.cat([group.prompt_ids.expand(4, -1), group.tokens], dim=1)
         logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1, IDS].log_softmax(-1)
         new = logprobs.gather(-1, (group.tokens - IDS.start)[..., None])[..., 0]  # (4, T)
@@ -84,7 +84,7 @@ def prepared(name, micro_batch_size, folder):
     )
     groups = run.sample([(ids, None, LENGTH) for ids in EQUAL], 4, 0)
     module.set_advantages(groups, REWARDS)
-    for group, lengths in zip(groups, ([8, 3, 5, 1], [2, 1, 2, 4]), strict=True):
+    for group, lengths in zip(groups, ([8, 3, 5, 1], [2, 1, 2, 4])):
         group.mask = (torch.arange(LENGTH) < torch.tensor(lengths)[:, None]).float()
     run.add_reference(groups)
     perturb(run.model, 0.2)
@@ -96,7 +96,7 @@ def taken(run, update):
     learning = [p for p in run.model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in learning]
     metrics = update()
-    return [b - p.detach() for b, p in zip(before, learning, strict=True)], metrics
+    return [b - p.detach() for b, p in zip(before, learning)], metrics
 
 
 @moved_on_purpose
@@ -106,7 +106,7 @@ def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
     run, groups = prepared(name, size, tmp_path)
     expected = paper(name, run.model, groups)
     gradient, metrics = taken(run, lambda: run.update(groups))
-    for found, wanted in zip(gradient, expected, strict=True):
+    for found, wanted in zip(gradient, expected):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
     assert 0 <= metrics["clip_fraction"] < 1
     assert (metrics["clip_fraction"] == 0) == (name == "old = new.detach()")
@@ -150,7 +150,7 @@ def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
     ranks = [prepared(name, 3, tmp_path) for _ in range(2)]
     expected = paper(name, ranks[0][0].model, ranks[0][1])
     for job in side_by_side(monkeypatch, ranks):
-        for found, wanted in zip(job.result()[0], expected, strict=True):
+        for found, wanted in zip(job.result()[0], expected):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
 
 

@@ -248,7 +248,7 @@ def test_text_reads_english(text):
         (Image.new("RGB", (128, 128)), '"SALE"', 0),
         (red, '"SALE"', 1),
     ]
-    images, prompts, expected = zip(*cases, strict=True)
+    images, prompts, expected = zip(*cases)
     (values,) = rewards.score({"text": (text, 1.0)}, images, prompts, None).values()
     same(values, expected)
     assert text.accuracies([banner], ['a banner "Closed 7 days"']) < 0.6
@@ -328,9 +328,7 @@ def test_clip_is_the_cosine_by_hand(name, tmp_path):
     images[1] = images[1].convert("RGBA")
     parsed = rewards.parse_rewards(f"{name}={folder}:0.5")
     raw_rewards = rewards.score(parsed, images, CAPTIONS, None)
-    vectors = [
-        vectors_by_hand(folder, i.convert("RGB"), p) for i, p in zip(images, CAPTIONS, strict=True)
-    ]
+    vectors = [vectors_by_hand(folder, i.convert("RGB"), p) for i, p in zip(images, CAPTIONS)]
     expected = [(a @ b).item() for a, b in vectors]
     assert np.std(expected) > 0.05, "a test that tells prompts and pictures apart"
     same(raw_rewards[f"{name}={folder}"], expected)

@@ -219,7 +219,7 @@ def test_captions_of_the_tiny_model():
     parts = [[world.MEANING[line] for line in lines(name)] for name in ("prompts", "heldout")]
     pairs = []
     numbered = []
-    for captions, count in zip(parts, (112, 48), strict=True):
+    for captions, count in zip(parts, (112, 48)):
         assert len(captions) == len(set(captions)) == count and {
             caption.kind for caption in captions
         } == set(world.KINDS)
@@ -274,7 +274,7 @@ def test_edits_sources_and_targets_of_the_tiny_model():
         assert not check.right(sources, wishes, sources=sources).any(), (
             "nothing is asked for that is there already"
         )
-        pairs += zip(map(check.look, sources), wishes, strict=True)
+        pairs += zip(map(check.look, sources), wishes)
     assert len(set(pairs)) == len(pairs), "those held out are others"
 
 

@@ -187,10 +187,7 @@ def test_log_odds_equal_those_of_generate(folder, monkeypatch, at_once):
     ]
     prompts = ["a cat", "a very long prompt" * 5, "x", "a cat"]
     found = rewards.score({"vqa": (vqa, 1.0)}, images, prompts, None)["vqa"]
-    expected = [
-        by_generate(folder, image, whole(prompt))
-        for image, prompt in zip(images, prompts, strict=True)
-    ]
+    expected = [by_generate(folder, image, whole(prompt)) for image, prompt in zip(images, prompts)]
     assert np.std(expected) > 0.2 and found.dtype == torch.float32, (
         "a test that tells pictures and prompts apart"
     )
@@ -228,7 +225,7 @@ def test_the_reward_is_the_mean_over_the_questions_the_foils_and_the_whole_promp
         if json.loads(line)["prompt"] == LEMONS
     )
     assert len(row["questions"]) == 6 and len(row["foils"]) == 1
-    for value, image in zip(found[:2].tolist(), (one, two), strict=True):
+    for value, image in zip(found[:2].tolist(), (one, two)):
         values = [
             bounded(by_generate(folder, image, question))
             for question in (whole(LEMONS), *row["questions"])
@@ -366,7 +363,7 @@ def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, mon
             patch.setattr(rewards, "preparing_once", lambda processor: nullcontext())
             assert torch.equal(vqa(images, ["a cat", LEMONS], None), once)
         assert len(seen) == 4, "two passes each"
-        for ours, theirs in zip(seen[:2], seen[2:], strict=True):
+        for ours, theirs in zip(seen[:2], seen[2:]):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         seen.clear()
         prepared.clear()

@@ -257,7 +257,7 @@ def observed(act, *arguments):
 
 
 def assert_equal_weights(one, other):
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -434,7 +434,7 @@ def test_what_is_masked_may_hold_anything():
     not teach."""
     runs = [trainer(with_adapter(llama()), top_p=0.9, kl_coef=0.1) for _ in range(2)]
     results = []
-    for run, filling in zip(runs, (None, float("nan")), strict=True):
+    for run, filling in zip(runs, (None, float("nan"))):
         groups = roll_out(run)
         for group in groups:
             group.mask = torch.ones(4, LENGTH)
@@ -504,7 +504,7 @@ def test_a_text_of_several_turns(tmp_path):
     perturb(run.model)
     (first,) = run.sample([(EQUAL[0], None, 4)], 4, 0)
     said = torch.randint(50, (4, 3), generator=torch.Generator().manual_seed(0))
-    contexts = [torch.cat([EQUAL[0], *both]) for both in zip(first.tokens, said, strict=True)]
+    contexts = [torch.cat([EQUAL[0], *both]) for both in zip(first.tokens, said)]
     second = run.sample([(ids, None, 5) for ids in contexts], 1, 1)
     given = {"Group": Group, "first": first, "second": second, "said": said}
     group = on_the_page("answers = ", tmp_path, **given)["group"]

@@ -163,7 +163,7 @@ def facts(images, prompts, targets=None, sources=None):
 
     sources: a picture or None for each image, or None.
     """
-    asked = zip(images, prompts, sources or [None] * len(images), strict=True)
+    asked = zip(images, prompts, sources or [None] * len(images))
     shares = itertools.starmap(facts_of, asked)
     return torch.tensor([sum(x.values()) / len(x) if x else float("nan") for x in shares])
 

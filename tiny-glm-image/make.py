@@ -352,7 +352,7 @@ def collate(prompts, padding):
     """
     longest = max(len(ids) for ids, _ in prompts)
     empty = [longest - len(ids) for ids, _ in prompts]
-    both = list(zip(empty, prompts, strict=True))
+    both = list(zip(empty, prompts))
     ids = torch.stack([F.pad(ids, (n, 0), value=padding) for n, (ids, _) in both])
     positions = torch.stack([F.pad(at, (n, 0)) for n, (_, at) in both], dim=1)  # (3, B, L+T)
     length = positions.shape[-1]

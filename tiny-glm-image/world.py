@@ -20,7 +20,7 @@ COLOURS = {
 }
 COLOURS |= {"purple": (125, 55, 165), "black": (25, 25, 30)}
 WHITE = (245, 245, 240)
-USUAL = dict(zip(SHAPES, COLOURS, strict=True))  # the colour of a shape where a caption names none
+USUAL = dict(zip(SHAPES, COLOURS))  # the colour of a shape where a caption names none
 SPRITES = list(itertools.product(SHAPES, COLOURS))  # 36
 NUMBERS = {"two": 2, "three": 3, "four": 4}
 # The places of both objects.
@@ -41,13 +41,13 @@ class Caption(NamedTuple):
         if self.kind == "counting":
             plural = self.shapes[0] + ("es" if self.shapes[0] == "cross" else "s")
             return " ".join([self.word, *self.colours, plural])
-        objects = zip(*filter(None, (self.colours, self.shapes)), strict=True)
+        objects = zip(*filter(None, (self.colours, self.shapes)))
         return f" {self.word or 'and'} ".join(f"a {' '.join(words)}" for words in objects)
 
     def scene(self):
         """Its picture: per place (shape, colour) or None, filled as one reads."""
         colours = self.colours or [USUAL[shape] for shape in self.shapes]
-        objects = list(zip(self.shapes, colours, strict=True)) * NUMBERS.get(self.word, 1)
+        objects = list(zip(self.shapes, colours)) * NUMBERS.get(self.word, 1)
         places = RELATIONS.get(self.word, range(4))
         scene = [None] * 4
         for place, thing in zip(places, objects):
@@ -78,8 +78,8 @@ MEANING = {str(caption): caption for captions in CAPTIONS.values() for caption i
 # Held out: words of which GRPO trains on no caption that has both, such as two circles, three
 # squares ... four rings; and for each shape by itself a colour.
 PAIRS = [{"circle", "square"}, {"triangle", "diamond"}, {"cross", "ring"}]
-PAIRS += map(set, zip([*NUMBERS] * 2, SHAPES, strict=True))
-COLOUR = dict(zip(SHAPES, ("green", "yellow", "purple", "black", "red", "blue"), strict=True))
+PAIRS += map(set, zip([*NUMBERS] * 2, SHAPES))
+COLOUR = dict(zip(SHAPES, ("green", "yellow", "purple", "black", "red", "blue")))
 
 
 def unrewarded(caption):
