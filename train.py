@@ -54,8 +54,8 @@ def grpo_step(run, sampling, rewards, prompts, seed):
     for half in run.trainers:
         groups, raw_rewards = batch.learned_by(half)
         set_advantages(groups, raw_rewards, weights_of(rewards), sampling.combine)  # 3
-        run.add_reference(half, groups)  # 4. recompute the log-probs, with the adapter off,
-        metrics |= run.update(half, groups)  # and on; 5. the loss; 6. gradients, AdamW
+        run.add_reference(half, groups)  # 4. recompute the log-probs: with the adapter off
+        metrics |= run.update(half, groups)  # 4. and on; 5. the clipped loss; 6. AdamW
 
     logprobs = torch.stack([group.old_logprobs for group in batch.groups])
     return batch, metrics | {"entropy": -logprobs.mean().item()}  # an unbiased estimate of it
@@ -255,7 +255,7 @@ def seed_of_step(step, seed, prompts_per_step):
 
 
 def set_learning_rates(trainers, settings, step):
-    """They rise over the first steps. A function of the step alone, so that a resumed run needs no state."""
+    """They rise over the first steps: a function of the step, so a resumed run needs no state."""
     warmup = min(1, (step + 1) / (settings.warmup_steps + 1))
     rates = {"codes": settings.lr, "decoder": settings.decoder_lr}
     for half, trainer in trainers.items():

@@ -171,7 +171,7 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
     Path("cells.py").write_text(as_script(code_cells()))
     names = runpy.run_path("cells.py")
     trained, own = (records(f"{names[folder]}/metrics.jsonl") for folder in ("folder", "own"))
-    assert len(trained) == len(own) == 2 and "reward/my_count.py:many" in own[0]
+    assert len(trained) == 2 and "reward/my_count.py:many" in own[0]
     assert any(name.endswith("my_reward.py:blueness") for name in trained[0])
     assert names["advantages"].abs().max() > 0.5 and names["change"].abs().max() > 0
     held_back = [
