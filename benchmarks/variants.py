@@ -180,8 +180,7 @@ def make_hard_start():
     part = unfinished / "vision_language_encoder"
     policy = transformers.GlmImageForConditionalGeneration.from_pretrained(part)
     torch.manual_seed(3)
-    parts = make.build_processor(), make.make_codebook()
-    make.train_policy(policy, *parts, **HARD, misreads=True, same=False)
+    make.train_policy(policy, make.make_codebook(), **HARD, misreads=True, same=False)
     policy.save_pretrained(part)
     unfinished.rename(folder)
 

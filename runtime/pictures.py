@@ -42,38 +42,39 @@ def chinese_font(size):
     return ImageFont.load_default(size)
 
 
-def draw_grid(rows, title, cell=192):
+def draw_grid(rows, title, cell=192, size=15):
     """Rows of pictures as one sheet.
 
     rows: a list of (label, [(image, caption), ...]); None among those is a gap, a third entry the
     colour of a frame.
     """
-    font = ImageFont.load_default(15)
+    font = ImageFont.load_default(size)
     small = ImageFont.load_default(12)
-    caption = 60 if any(each and each[1] for _, cells in rows for each in cells) else 34
-    width, height = cell + 8, cell + caption
+    captions = any(each and each[1] for _, cells in rows for each in cells)
+    width, height = cell + 8, cell + size + (45 if captions else 15)
     places = [
         [0, *accumulate(GAP if each is None else width for each in cells)] for _, cells in rows
     ]
     widest = max([font.getlength(title) + 8, *(ends[-1] for ends in places)])
-    head = 30
+    head = 2 * size
     sheet = Image.new("RGB", (int(widest) + 8, len(rows) * height + head), "white")
     pen = ImageDraw.Draw(sheet)
     pen.text((8, 6), title, "black", font)
     for r, (label, cells) in enumerate(rows):
         top = head + r * height
         # A long one ends where the sheet does.
-        pen.text((8, top), label, "black", font_for(label, 15))
+        pen.text((8, top), label, "black", font_for(label, size))
+        top += size + 8
         for left, each in zip(places[r], cells):
             if each is not None:
                 image, caption, *frame = each
                 image = ImageOps.contain(image, (cell, cell))
                 if frame:
-                    corner = 10 + left + image.width, top + 25 + image.height
-                    pen.rectangle((5 + left, top + 20, *corner), frame[0])
-                sheet.paste(image, (8 + left, top + 23))
+                    corner = 10 + left + image.width, top + 2 + image.height
+                    pen.rectangle((5 + left, top - 3, *corner), frame[0])
+                sheet.paste(image, (8 + left, top))
                 caption = textwrap.fill(textwrap.shorten(caption, cell // 3), cell // 6)
-                pen.multiline_text((8 + left, top + 27 + cell), caption, "black", small, spacing=2)
+                pen.multiline_text((8 + left, top + 4 + cell), caption, "black", small, spacing=2)
     return sheet
 
 
@@ -113,12 +114,12 @@ def save_before_after(out, before, after):
                     frame = [WRONG] if judge and judges[judge][j] == 0 else []
                     cells.append((Image.open(file), words, *frame))
         rows.append((prompt, cells))
-    title = f"held-out prompts, {' and '.join(sides)} {counted(after['step'], 'step')}"
+    title = f"held out, {' and '.join(sides)} {counted(after['step'], 'step')}"
     title += f"; framed: wrong, says {short_name(judge)}" if judge else ""
     half = -(-len(rows) // 2) if len(rows) > 3 else len(rows)
-    columns = [draw_grid(rows[:half], title, cell=112)]
+    columns = [draw_grid(rows[:half], title, cell=96, size=24)]
     if rows[half:]:
-        columns.append(draw_grid(rows[half:], "", cell=112))
+        columns.append(draw_grid(rows[half:], "", cell=96, size=24))
     size = sum(column.width for column in columns), columns[0].height
     sheet = Image.new("RGB", size, "white")
     for i, column in enumerate(columns):

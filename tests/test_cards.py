@@ -283,9 +283,8 @@ def test_the_code_for_the_release_paints_with_files_in_bfloat16(page, tmp_path, 
     monkeypatch.chdir(tmp_path)
     adapter = re.search(r'load_adapter\("(.*?)"\)', page)[1]
     build_run(tiny_settings()).policy_trainer.model.save_pretrained(adapter)
-    first, second, *_ = re.findall(
-        r"```python\n(.*?)```", page + (DEPLOY if page == README else ""), flags=re.DOTALL
-    )
+    blocks = re.findall(r"```python\n(.*?)```", page + DEPLOY * (page == README), flags=re.DOTALL)
+    first, second, *_ = [block for block in blocks if "Pipeline" in block or page == EDITING]
     own = {
         '"tiny-glm-image': f'"{TINY}',
         '"zai-org/GLM-Image"': repr(saved_in_bfloat16(tmp_path / "release")),

@@ -6,6 +6,7 @@ import io
 import re
 import runpy
 import subprocess
+import textwrap
 import tokenize
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import rewards
+from benchmarks import variants
 from runtime.settings import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,15 +166,13 @@ def test_flags_in_docstrings_and_messages_exist():
     }, "it says why not; pip's"
 
 
-def test_the_readme_lists_the_rewards():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = re.search(r"^## Rewards\n+(\|.*?)\n\n", text, flags=re.MULTILINE | re.DOTALL)[1]
-    listed = [
-        name
-        for row in table.splitlines()[2:]
-        for name in re.findall(r"`([^`]+)`", row.split("|")[1])
-    ]
-    assert sorted(listed) == sorted([*rewards.REWARDS, "my_file.py:function"])
+@pytest.mark.parametrize("name", ["README.md", "docs/rewards.md"])
+def test_the_pages_list_the_rewards(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    table = re.search(r"^\| Name \| What it rewards \|.*?\n\n", text, re.MULTILINE | re.DOTALL)[0]
+    rows = [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in table.splitlines()[2:] if row]
+    listed = {name for names in rows for name in names} - {"my_file.py:function"}
+    assert sorted(listed) == sorted(rewards.REWARDS)
 
 
 def test_every_page_is_reached_from_the_readme():
@@ -188,31 +188,30 @@ def test_every_page_is_reached_from_the_readme():
     assert sorted(page.name for page in (ROOT / "docs").glob("*.md") if page not in reached) == []
 
 
-def test_the_readme_tells_how_to_install_to_run_and_to_test():
-    """In one block of commands."""
-    blocks = re.findall(
-        r"^```bash\n(.*?)^```",
-        (ROOT / "README.md").read_text(encoding="utf-8"),
-        re.MULTILINE | re.DOTALL,
-    )
-    (block,) = [block for block in blocks if "pip install -r requirements.txt" in block]
-    commands = [line.partition(" #")[0].split()[:2] for line in block.splitlines()]
-    assert (
-        ["pip", "install"] in commands
-        and ["python", "train.py"] in commands
-        and ["pytest"] in commands
-    )
+def test_the_readme_shows_the_step_of_train_py_and_two_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    step, *_ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert textwrap.indent(step, " " * 4) in (ROOT / "train.py").read_text(encoding="utf-8")
+    commands, *_ = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    install, test = commands.splitlines()
+    assert "pip install -r requirements.txt" in install and "train.py --group-size 4" in install
+    assert test == ".venv/bin/pytest"
+    assert len(text.splitlines()) <= 150
 
 
-def test_the_tests_that_show_pitfalls_exist():
+def test_the_tables_of_variants_are_those_of_the_file():
+    page = (ROOT / "docs" / "worth.md").read_text(encoding="utf-8")
+    rows = variants.read()
+    assert variants.table(rows, "hard") in page and variants.table(rows, "shipped") in page
+    assert variants.table_of_gamed(rows) in page
+
+
+def test_the_tests_that_show_mistakes_exist():
     sources = "\n".join(file.read_text(encoding="utf-8") for file in TESTS)
     exist = set(re.findall(r"^def (test_\w+)", sources, flags=re.MULTILINE))
-    page = (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")
-    rows = [
-        row for row in page.splitlines() if row.startswith("| ") and not row.startswith("| Mistake")
-    ]
-    shown = [re.findall(r"`(test_\w+)`", row.split("|")[3]) for row in rows]
-    assert len(rows) >= 15 and all(shown)
+    page = (ROOT / "docs" / "worth.md").read_text(encoding="utf-8")
+    shown = [re.findall(r"`(test_\w+)` ?[|,]", row) for row in page.splitlines() if "`test_" in row]
+    assert len(shown) == 19 and all(shown)
     assert {name for names in shown for name in names} - exist == set()
 
 

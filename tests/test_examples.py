@@ -33,7 +33,11 @@ def load(name):
 
 def test_a_text_model_learns_by_grpo_alone():
     """To end its text, too, which is half of the reward."""
-    means = load("text_model").train(steps=18)
+    page = (ROOT / "docs" / "copying.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    assert code.endswith("\ntrain()\n")
+    exec(code.removesuffix("train()\n"), names := {})
+    means = names["train"](steps=18)
     assert np.mean(means[:3]) < 0.5 and np.mean(means[-3:]) > 0.7
 
 

@@ -248,7 +248,7 @@ def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
     monkeypatch.setattr(make, "misread", note)
     monkeypatch.setattr(make, "misread_edit", lambda *edit: edits.append(edit[:2]) or edit[:2])
     monkeypatch.setattr(make, "optimise", lambda name, policy, steps, lr, loss: loss())
-    parts = pipe.vision_language_encoder, pipe.processor, make.make_codebook()
+    parts = pipe.vision_language_encoder, make.make_codebook()
     with torch.no_grad():
         make.train_policy(*parts, 1, 1e-3, misreads=True)
     assert captions and set(captions) <= learned

@@ -3,7 +3,7 @@
     python tiny-glm-image/make.py     # rewrites this folder: seven model parts, prompts, pictures
 
 Every part is the class the released model uses, only small, so whatever trains this trains the
-release:
+release. The sizes, the tokenizer and the scheduler stay as this folder's config files say:
 
 1. scenes      See world.py: captions ask for one, wishes change one.
 2. codes       The patches of scenes: a picture is 16x16 preview codes and 4x4 large codes. The
@@ -25,17 +25,15 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import diffusers
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
+from diffusers import GlmImagePipeline, ModelMixin
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
-from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
+from transformers import GenerationConfig
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
@@ -45,7 +43,6 @@ from world import (
     COLOURS,
     FORMS,
     KINDS,
-    MEANING,
     NUMBERS,
     RELATIONS,
     SHAPES,
@@ -156,70 +153,14 @@ def codes_of(scenes, corners):
     return torch.cat([codes.transpose(2, 3).flatten(1) for codes in places], dim=1)
 
 
-# ---- 3. the seven parts, small -------------------------------------------------------------------
+# ---- 3. the models, without training -------------------------------------------------------------------
 
 
-def build_processor():
-    """A byte-level BPE over the captions; ids below NUM_CODES are the image codes."""
-    special = [f"<|code_{i}|>" for i in range(NUM_CODES)]
-    special += ["<|begin_of_image|>", "<|end_of_image|>"]
-    special += [f"<|unused_{i}|>" for i in range(126)]
-    special += ["<|image|>", "<sop>", "<eop>", "<|user|>", "<|assistant|>", "<|pad|>"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": special, "initial_alphabet": alphabet}
-    trainer = trainers.BpeTrainer(vocab_size=4000, **options)
-    grids = [f"{i} {j}" for i in range(33) for j in range(33)]
-    # Every word ends as one token.
-    tokenizer.train_from_iterator([*MEANING, *WISHES, *grids], trainer)
-    ends = {"bos_token": "<|begin_of_image|>", "eos_token": "<|end_of_image|>"}
-    ends["pad_token"] = "<|pad|>"
-    extra = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, padding_side="left", extra_special_tokens=extra, **ends
-    )
-    template = (
-        "{% for message in messages %}<|user|>{% for part in message['content'] %}"
-        "{% if part['type'] == 'text' %}{{ part['text'] }}"
-        "{% else %}<|begin_of_image|><|image|><|end_of_image|>{% endif %}"
-        "{% endfor %}{% endfor %}<|assistant|>"
-    )
-    # Pictures are halved, as the released processor does: a patch of 16 is what a code stands for,
-    # 32x32 pixels.
-    reader = transformers.GlmImageImageProcessorPil(
-        patch_size=16,
-        merge_size=1,
-        temporal_patch_size=1,
-        size={"shortest_edge": 64**2, "longest_edge": 2048**2},
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-        resample=Image.Resampling.BILINEAR,
-    )
-    return transformers.GlmImageProcessor(reader, fast, chat_template=template)
-
-
-def build_policy(processor):
-    ids = processor.tokenizer.convert_tokens_to_ids
-    names = ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|pad|>"]
-    image, start, end, padding = ids(names)
-    # Sections of the 16 frequencies go to (temporal, height, width) in turn, so that rows and
-    # columns each get fast and slow ones; the release's base of 10,000 would leave columns of a
-    # small grid alike.
-    rope = {"rope_type": "default", "rope_theta": 100.0}
-    rope["mrope_section"] = [1, 2, 2, 1, 2, 2, 1, 2, 2, 1]
-    text = {"vocab_size": len(processor.tokenizer), "vision_vocab_size": NUM_CODES + 128}
-    text |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": rope}
-    text |= {"max_position_embeddings": 4096, "pad_token_id": padding, "eos_token_id": end}
-    vision = {"depth": 1, "hidden_size": 48, "num_heads": 1, "intermediate_size": 32}
-    vision |= {"image_size": 64, "patch_size": 16}
-    vq = {"embed_dim": 50, "num_embeddings": NUM_CODES, "latent_channels": 48}
-    special = {"image_token_id": image, "image_start_token_id": start, "image_end_token_id": end}
-    parts = {"text_config": text, "vision_config": vision, "vq_config": vq}
-    config = transformers.GlmImageConfig(**parts, **special)
-    return transformers.GlmImageForConditionalGeneration(config)
+def fresh(part):
+    """A model of this folder's pipeline: sizes as its config.json says, random weights."""
+    model = getattr(GlmImagePipeline.from_pretrained(HERE), part)
+    make = model.from_config if isinstance(model, ModelMixin) else type(model)
+    return make(model.config)
 
 
 @torch.no_grad()
@@ -242,37 +183,6 @@ def set_tower(model, codebook):
     model.vqmodel.quantize.embedding.weight.copy_(centres)  # (1024, 50)
     model.vqmodel.quant_conv.weight[:48, :, 0, 0] = torch.eye(48)
     model.vqmodel.quant_conv.bias[:49] = torch.cat([-mean, torch.tensor([constant])])
-
-
-def build_vae():
-    blocks = 4  # 2 ** (4 - 1) = 8 pixels per latent; times the decoder's patch of 2 it is 16
-    return diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        block_out_channels=(16, 16, 32, 48),
-        layers_per_block=1,
-        latent_channels=8,
-        norm_num_groups=8,
-        sample_size=SIZE,
-        mid_block_add_attention=False,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
-
-
-def build_decoder():
-    return diffusers.GlmImageTransformer2DModel(
-        patch_size=2,
-        in_channels=8,
-        out_channels=8,
-        num_layers=3,
-        attention_head_dim=32,
-        num_attention_heads=3,
-        text_embed_dim=64,
-        time_embed_dim=64,
-        condition_dim=32,
-        prior_vq_quantizer_codebook_size=NUM_CODES,
-    )
 
 
 # ---- 4. training ---------------------------------------------------------------------------------
@@ -362,7 +272,7 @@ def collate(prompts, padding):
     return ids, positions, (causal & real[:, None, None, :]) | itself
 
 
-def train_policy(policy, processor, codebook, steps, lr, misreads, same=True):
+def train_policy(policy, codebook, steps, lr, misreads, same=True):
     """On captions and edits; with `misreads` what is painted is what was read, see misread."""
     rng = random.Random(2)
     seen, (_, held_out) = seen_captions(), split_edits(random.Random(0))
@@ -370,6 +280,7 @@ def train_policy(policy, processor, codebook, steps, lr, misreads, same=True):
     blank = Source(draw((None,) * 4), torch.full((16,), policy.config.image_token_id))
     asked = {str(caption): None for caption in itertools.chain(*seen.values())}
     asked |= dict.fromkeys(WISHES, blank)
+    processor = GlmImagePipeline.from_pretrained(HERE).processor
     encode = lambda text: encode_prompt(processor, text, SIZE, SIZE, asked[text])[:2]
     prompts = {text: encode(text) for text in asked}
 
@@ -413,23 +324,20 @@ def train_policy(policy, processor, codebook, steps, lr, misreads, same=True):
 
 def make_policy():
     torch.manual_seed(3)
-    processor, codebook = build_processor(), make_codebook()
-    policy = build_policy(processor)
+    policy, codebook = fresh("vision_language_encoder"), make_codebook()
     set_tower(policy.model, codebook)
-    train_policy(policy, processor, codebook, steps=2800, lr=2.5e-3, misreads=False)
+    train_policy(policy, codebook, steps=2800, lr=2.5e-3, misreads=False)
     # At five times this rate it also forgets which shape stands below, and GRPO then has to teach
     # more than it can.
-    train_policy(policy, processor, codebook, steps=280, lr=1e-4, misreads=True)
-    # Suppressed: a picture that ends early has too few codes for the decoder.
-    options = {"suppress_tokens": [policy.config.image_end_token_id]}
-    options |= {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
-    policy.generation_config.update(**options)
+    train_policy(policy, codebook, steps=280, lr=1e-4, misreads=True)
+    # It suppresses the end: a picture that ends early has too few codes for the decoder.
+    policy.generation_config = GenerationConfig.from_pretrained(HERE / "vision_language_encoder")
     return policy
 
 
 def make_vae():
     torch.manual_seed(1)
-    vae = build_vae()
+    vae = fresh("vae")
     rng = random.Random(1)
     pixels = to_tensor([draw(random_scene(rng)) for _ in range(600)])
     train_vae(vae, pixels, steps=1500)
@@ -448,7 +356,7 @@ def latents_of(vae, pixels):
 def make_decoder(vae, codebook, no_text):
     """no_text: what the text encoder says of a prompt that quotes nothing, (1, L, 64)."""
     torch.manual_seed(2)
-    decoder = build_decoder()
+    decoder = fresh("transformer")
     rng = random.Random(2)
     scenes = [random_scene(rng) for _ in range(1000)]  # what edits may lead to
     scenes += [rng.choice(CAPTIONS[rng.choice(KINDS)]).scene() for _ in scenes]
@@ -462,31 +370,15 @@ def make_decoder(vae, codebook, no_text):
     return decoder
 
 
-def make_text_encoder():
-    torch.manual_seed(4)
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 4}
-    return transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, **sizes)).eval()
-
-
 def make_painters():
-    """The text encoder, the VAE and the decoder."""
-    text_encoder, vae = make_text_encoder(), make_vae()
-    pipe = assemble(build_policy(build_processor()), text_encoder, vae, build_decoder())
+    """The text encoder, which stays random, the VAE and the decoder."""
+    torch.manual_seed(4)
+    text_encoder, vae = fresh("text_encoder").eval(), make_vae()
+    pipe = GlmImagePipeline.from_pretrained(HERE, text_encoder=text_encoder)
     with torch.no_grad():
         no_text = pipe.encode_prompt("no text in quotes", do_classifier_free_guidance=False)[0]
-    return text_encoder, vae, make_decoder(vae, make_codebook(), no_text)
-
-
-def assemble(policy, text_encoder, vae, decoder):
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True,
-        base_shift=0.25,
-        max_shift=0.75,
-        base_image_seq_len=256,
-        time_shift_type="linear",
-    )
-    parts = text_encoder, policy, vae, decoder, scheduler
-    return diffusers.GlmImagePipeline(transformers.ByT5Tokenizer(), build_processor(), *parts)
+    decoder = make_decoder(vae, make_codebook(), no_text)
+    return {"text_encoder": text_encoder, "vae": vae, "transformer": decoder}
 
 
 # ---- 6. what to train on, and what is held out ---------------------------------------------------
@@ -558,9 +450,9 @@ def main():
     argparse.ArgumentParser(description=words).parse_args()
     write_prompts()
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        half = pool.submit(make_policy)
-        text_encoder, vae, decoder = pool.submit(make_painters).result()
-    assemble(half.result(), text_encoder, vae, decoder).save_pretrained(HERE)
+        policy, painters = pool.submit(make_policy), pool.submit(make_painters)
+        parts = painters.result() | {"vision_language_encoder": policy.result()}
+    GlmImagePipeline.from_pretrained(HERE, **parts).save_pretrained(HERE)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Mistakes of docs/pitfalls.md as they are often made, beside what grpo.py and rewards.py do."""
+"""Mistakes of docs/worth.md as they are often made, beside what grpo.py and rewards.py do."""
 
 import numpy as np
 import pytest
