@@ -29,8 +29,8 @@ One training step, in the order of this file:
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a
 LoRA adapter, so the base with its adapter disabled is the reference. Nothing here depends on
-GLM-Image: docs/copying.md trains a text model with this file alone. To copy it, or for
-another loss (Dr. GRPO, DAPO, GSPO), read docs/copying.md.
+GLM-Image: docs/copying.md trains a text model with this file alone, and has the lines to change
+for another loss (Dr. GRPO, DAPO, GSPO).
 """
 
 import math

@@ -285,8 +285,8 @@ def complete(settings):
         raise UserError(f"--height and --width must be multiples of 32, got {height} and {width}")
     least, most = of_model["pixels"]
     if not least <= height * width <= most:
-        sizes = f"{least:,} to {most:,} pixels, this is {height * width:,}"
-        print(f"warning: the model was trained on pictures of {sizes}")
+        sizes = f"{least:,} to {most:,}" if least < most else f"{least:,}"
+        print(f"warning: it was trained on pictures of {sizes} pixels, this is {height * width:,}")
 
 
 def resumed_settings(parser, arguments, flags):

@@ -494,6 +494,16 @@ def good(images, prompts, targets):
         (["--model", "nobody/nothing", *SHAPES], "cannot load nobody/nothing"),
         (["--model", "few", *SHAPES], "cannot load few"),
         (["--out", "one.txt/run"], "cannot write to one.txt/run"),
+        (["--paintings", "4"], "--paintings has no effect with --train codes: leave it out"),
+        (["--noise-level", "1"], "--noise-level has no effect with --train codes"),
+        (["--train", "decoder", "--paintings", "2"], "--paintings has no effect with --train dec"),
+        (["--train", "decoder", "--lr", "1"], "--lr has no effect with --train decoder"),
+        (["--reward", "pickscore:1,vqq:1"], "--reward: unknown reward 'vqq'"),
+        (
+            ["--eval-reward", "pickscore:1,ssim:1"],
+            "--eval-reward: reward 'ssim' compares with target",
+        ),
+        (["--reward", "pickscore", "--adapter", "few"], "there is no adapter in few"),
         (["--out", "old"], "old already holds a run; choose another --out, or --resume old"),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
         (["--out", "one.txt"], "one.txt is no folder; choose another --out"),
@@ -508,6 +518,8 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     )  # without a network it tries for a while
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(train, "load_run", lambda *_: pytest.fail("this was not refused"))
+    download = lambda **_: pytest.fail("a download, before all is checked")
+    monkeypatch.setitem(REWARDS, "pickscore", (download, {}))
     for name, text in FILES.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)

@@ -264,8 +264,9 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
     for size, warned in (("512", True), ("1024", False), ("2048", False), ("2080", True)):
         train.parse_settings(["--model", RELEASE, "--height", size, "--width", size])
         assert ("warning" in capsys.readouterr().out) == warned
-    tiny_settings("--height", "128")
-    assert "warning" not in capsys.readouterr().out
+    for width, warned in (("128", False), ("160", True), ("12800", True)):
+        tiny_settings("--width", width)
+        assert ("pictures of 16,384 pixels" in capsys.readouterr().out) == warned
 
 
 def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(quick):

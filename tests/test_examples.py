@@ -31,13 +31,13 @@ def load(name):
     return example
 
 
-def test_a_text_model_learns_by_grpo_alone():
+def test_a_text_model_learns_by_grpo_alone(tmp_path):
     """To end its text, too, which is half of the reward."""
     page = (ROOT / "docs" / "copying.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     assert code.endswith("\ntrain()\n")
-    exec(code.removesuffix("train()\n"), names := {})
-    means = names["train"](steps=18)
+    (tmp_path / "program.py").write_text(code.removesuffix("train()\n"))
+    means = runpy.run_path(tmp_path / "program.py")["train"](steps=18)
     assert np.mean(means[:3]) < 0.5 and np.mean(means[-3:]) > 0.7
 
 

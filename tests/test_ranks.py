@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import get_args_parser
 
+import grpo
 import train
 from runtime import UserError, ranks
 from runtime.settings import build_parser
@@ -187,6 +189,35 @@ def test_a_rank_that_vanishes_does_not_leave_the_other_waiting(start):
     assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone")
     assert "Traceback" not in outputs[0]
     assert steps_saved("run") == ["000000", "000001"]
+
+
+def out_of_memory_amid_the_second_update():
+    """On rank 1. Gradients are exchanged as by NCCL, where the others wait for ever."""
+    loss, all_reduce, calls = grpo.compute_grpo_loss, dist.all_reduce, []
+
+    def broken(*given, **more):
+        calls.append(1)
+        if len(calls) == 2 and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("full")
+        return loss(*given, **more)
+
+    def waits(*given, **more):
+        try:
+            all_reduce(*given, **more)
+        except RuntimeError:
+            time.sleep(1000)
+
+    grpo.compute_grpo_loss, dist.all_reduce = broken, waits
+
+
+def test_a_rank_that_fails_amid_its_update_leaves_a_line_and_a_checkpoint(start):
+    options = {"prepare": out_of_memory_amid_the_second_update}
+    reward = write_reward("return [0.0, 1.0]")  # so that each step updates
+    codes, outputs = together(start, *reward, "--steps", "9", "--out", "run", **options)
+    assert codes == [2, 2], outputs
+    assert "error: rank 1: " in outputs[1] and "out of GPU memory" in outputs[1]
+    assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: stopped because rank 1")
+    assert steps_saved("run")[-1] == "000001"
 
 
 @pytest.mark.parametrize(("call", "last"), [(2, 0), (4, 1)])
