@@ -108,6 +108,9 @@ def captured_step(model, pipe, settings, device):
     compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
     if not compiled and device.type != "cuda":
         return None
+    # Not where the decoder learns, or keeps a source's keys: there it was not tried.
+    if compiled and device.type == "cuda" and settings.train == "codes" and not settings.sources:
+        pipe.transformer.compile_repeated_blocks()
     rows = settings.prompts_per_step * settings.group_size
     return CapturedForward(model, num_codes, rows, compile=compiled)
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import train
 from glm_image.memory import GAPS, needed, working_memory
-from glm_image.model import meta_models
+from glm_image.model import captured_step, meta_models
 from glm_image.painting import encode_prompt
 from grpo import Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
@@ -497,6 +497,25 @@ def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_grap
     assert forward.cache is None and forward.graph is None, "the memory is free"
     same_samples(glm, forward, *three, **SHAPING)
     assert RecordedGraph.made == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "compiled"),
+    [
+        ("", 1),
+        ("--compile no", 0),
+        ("--train both --paintings 2", 0),
+        ("--sources tiny-glm-image/sources", 0),
+    ],
+)
+def test_the_decoders_blocks_are_compiled_where_only_the_codes_learn(
+    pipe, monkeypatch, flags, compiled
+):
+    calls = []
+    compile_blocks = lambda model: calls.append(1)
+    monkeypatch.setattr(type(pipe.transformer), "compile_repeated_blocks", compile_blocks)
+    captured_step(None, pipe, tiny_settings(*flags.split()), torch.device("cuda"))
+    assert len(calls) == compiled
 
 
 def test_the_step_is_captured_once_for_the_rows_that_are_to_come(glm, pipe, recorded_graphs):
