@@ -514,7 +514,8 @@ def test_the_decoders_blocks_are_compiled_where_only_the_codes_learn(
     calls = []
     compile_blocks = lambda model: calls.append(1)
     monkeypatch.setattr(type(pipe.transformer), "compile_repeated_blocks", compile_blocks)
-    captured_step(None, pipe, tiny_settings(*flags.split()), torch.device("cuda"))
+    device, policy = torch.device("cuda"), pipe.vision_language_encoder
+    captured_step(policy, pipe, tiny_settings(*flags.split()), device)
     assert len(calls) == compiled
 
 
