@@ -110,9 +110,8 @@ class Alternate(TrainerCallback):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the frozen weights"
-    )
+    kinds = {"choices": ("float32", "bfloat16"), "default": "float32"}
+    parser.add_argument("--dtype", help="of the frozen weights", **kinds)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each (default: 8)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -120,41 +119,33 @@ def main():
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)  # of names that TRL and transformers still use
     tokenizer, base = smollm2.load(options.dtype)
-    tokenizer.eos_token = (
-        "<repo_name>"  # which is hardly ever sampled: while one text goes on, all are padded to it
-    )
+    # Hardly ever sampled: while one text goes on, all are padded to it.
+    tokenizer.eos_token = "<repo_name>"
     count = PROMPTS_PER_STEP * (WARM_UP + options.steps)
     prompts = [f"2 + 3 = 5\n14 + 7 = 21\n{i + 11} + 9 = " for i in range(count)]
     with tempfile.TemporaryDirectory() as folder:
         trl = build_trl(options, prompts, tokenizer, folder)
         model = peft.get_peft_model(base, peft.LoraConfig(**LORA))
         model.load_state_dict(trl.model.state_dict())
-        settings = grpo.GRPOSettings(
-            micro_batch_size=GROUP_SIZE, clip_range=CLIP_RANGE, kl_coef=KL_COEF
-        )
-        optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0
-        )
+        settings = grpo.GRPOSettings(GROUP_SIZE, clip_range=CLIP_RANGE, kl_coef=KL_COEF)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
         ours = grpo.GRPO(model, optimizer, settings)
 
         def step(i):  # see grpo_step in train.py
             texts = prompts[i * PROMPTS_PER_STEP :][:PROMPTS_PER_STEP]
-            encoded = [
-                (torch.tensor(tokenizer(text)["input_ids"]), None, NEW_TOKENS) for text in texts
-            ]
+            ids = [torch.tensor(tokenizer.encode(text)) for text in texts]
+            encoded = [(each, None, NEW_TOKENS) for each in ids]
             groups = ours.sample(encoded, GROUP_SIZE, seed=i * PROMPTS_PER_STEP)
-            grpo.set_advantages(
-                groups, [reward(ids) for group in groups for ids in group.tokens.tolist()]
-            )
+            samples = torch.cat([group.tokens for group in groups]).tolist()
+            grpo.set_advantages(groups, [*map(reward, samples)])
             ours.add_reference(groups)
             ours.update(groups)
 
         trl.add_callback(alternate := Alternate(step))
         trl.train()
     theirs, own = map(statistics.median, zip(*alternate.seconds[WARM_UP:]))
-    print(
-        f"medians {theirs:.2f} and {own:.2f} s: a step of TRL takes {theirs / own:.2f} times as long as ours"
-    )
+    print(f"medians {theirs:.2f} and {own:.2f} s: TRL takes {theirs / own:.2f} times as long")
 
 
 if __name__ == "__main__":

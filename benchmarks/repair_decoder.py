@@ -61,9 +61,8 @@ def judge(run, prompts, codes, painting):
     """Of the stock scheduler's pictures: "SSIM 0.812, 75.0% of objects as drawn"."""
     images = []
     for text, own in zip(prompts.texts, codes):
-        images += train.to_images(
-            run.pipe, train.paint(run.pipe, text, own[None], painting, 10**9), 1
-        )
+        latents = train.paint(run.pipe, text, own[None], painting, 10**9)
+        images += train.to_images(run.pipe, latents, 1)
     ssim = rewards.ssim(images, None, prompts.targets).mean()
     return f"SSIM {ssim:.4f}, {share_as_drawn(images, prompts.targets):.1%} of objects as drawn"
 

@@ -46,29 +46,23 @@ def published_prompts(seed=43, count=100):
     """{kind: prompts} of the benchmark, by its templates and drawn in its order."""
     draw = np.random.default_rng(seed)
     one_of = lambda names: names[draw.choice(len(names))]
-    two_of = lambda names: [names[i] for i in draw.choice(len(names), 2, replace=False)]
+    several_of = lambda names, n=2: [names[i] for i in draw.choice(len(names), n, replace=False)]
     a = lambda words: f"an {words}" if words[0] in "aeiou" else f"a {words}"
     several = lambda name, number: f"{number} {name}{'es' if name.endswith('s') else 's'}"
     coloured = lambda name, colour: f"{a(colour)} {name}"
     placed = lambda one, other, place: f"{a(one)} {place} {a(other)}"
     things = CLASSES[1:]  # a person is given no colour
     templates = {
-        "two_object": lambda: " and ".join(map(a, two_of(CLASSES))),
+        "two_object": lambda: " and ".join(map(a, several_of(CLASSES))),
         "counting": lambda: several(one_of(CLASSES), list(NUMBERS)[draw.integers(0, 3)]),
         "colors": lambda: coloured(one_of(things), one_of(COLOURS)),
-        "position": lambda: placed(*two_of(CLASSES), one_of(PLACES)),
-        "color_attr": lambda: " and ".join(map(coloured, two_of(things), two_of(COLOURS))),
+        "position": lambda: placed(*several_of(CLASSES), one_of(PLACES)),
+        "color_attr": lambda: " and ".join(map(coloured, several_of(things), several_of(COLOURS))),
     }
-    kinds = {
-        "single_object": [
-            a(CLASSES[i]) for i in draw.choice(len(CLASSES), len(CLASSES), replace=False)
-        ]
-    }
-    kinds |= {kind: [write() for _ in range(count)] for kind, write in templates.items()}
-    return {
-        kind: [f"a photo of {words}" for words in dict.fromkeys(found)]
-        for kind, found in kinds.items()
-    }
+    kinds = {"single_object": list(map(a, several_of(CLASSES, len(CLASSES))))}
+    for kind, write in templates.items():
+        kinds[kind] = dict.fromkeys(write() for _ in range(count))
+    return {kind: [f"a photo of {words}" for words in kinds[kind]] for kind in kinds}
 
 
 def asked_for(prompt):
@@ -78,9 +72,8 @@ def asked_for(prompt):
     thing = rf"an? (?:({'|'.join(COLOURS)}) )?({names})"
     if found := re.fullmatch(rf"a photo of ({'|'.join(NUMBERS)}) ({names})e?s", prompt.strip()):
         return NUMBERS[found[1]], [(None, found[2])], None
-    if found := re.fullmatch(
-        rf"a photo of {thing}(?: (and|{'|'.join(PLACES)}) {thing})?", prompt.strip()
-    ):
+    pair = rf"a photo of {thing}(?: (and|{'|'.join(PLACES)}) {thing})?"
+    if found := re.fullmatch(pair, prompt.strip()):
         things = [(found[1], found[2]), (found[4], found[5])]
         return 1, things if found[3] else things[:1], found[3] if found[3] in PLACES else None
     return None
@@ -141,12 +134,10 @@ def credit(found, colour_of, number, things, place):
 class Judge:
     def __init__(self, detector="facebook/mask2former-swin-small-coco-instance", clip=CLIP_L):
         with patch.object(modeling, "requires_backends"):  # scipy, which only its loss needs
-            self.detector = modeling.Mask2FormerForUniversalSegmentation.from_pretrained(
-                detector, weights_only=True
-            )
-        self.prepare = pil.Mask2FormerImageProcessorPil(
-            size={"shortest_edge": 800, "longest_edge": 1333}
-        )
+            kind = modeling.Mask2FormerForUniversalSegmentation
+            self.detector = kind.from_pretrained(detector, weights_only=True)
+        size = {"shortest_edge": 800, "longest_edge": 1333}
+        self.prepare = pil.Mask2FormerImageProcessorPil(size=size)
         self.clip = Clip(clip, clip)
 
     def find(self, image, least):
@@ -156,14 +147,12 @@ class Judge:
         with lend_gpu(self.detector) as device:
             output = self.detector(pixels.to(device))
             logits = F.interpolate(output.masks_queries_logits, pixels.shape[-2:], mode="bilinear")
-            logits = F.interpolate(logits, image.size[::-1], mode="bilinear")[
-                0
-            ]  # (queries, height, width)
+            logits = F.interpolate(logits, image.size[::-1], mode="bilinear")
+            logits = logits[0]  # (queries, height, width)
             masks = logits > 0
             sure = (logits.sigmoid() * masks).sum((1, 2)) / (masks.sum((1, 2)) + 1e-6)  # (queries,)
-            chances = output.class_queries_logits[0].softmax(-1)[
-                :, :-1
-            ]  # (queries, classes), without "nothing"
+            # (queries, classes), without "nothing"
+            chances = output.class_queries_logits[0].softmax(-1)[:, :-1]
             chance, index = chances.flatten().topk(100)
             score, order = (chance * sure[index // len(CLASSES)]).sort(descending=True)
             masks = masks.cpu().numpy()
@@ -174,17 +163,14 @@ class Judge:
 
     def colour(self, image, mask, name):
         """The likeliest colour by CLIP of a thing that is cut out and put on grey."""
-        crop = Image.composite(
-            image, Image.new("RGB", image.size, "#999"), Image.fromarray(mask)
-        ).crop(box(mask))
-        templates = (
-            f"a photo of a {{}} {name}",
-            f"a photo of a {{}}-colored {name}",
-            "a photo of a {} object",
-        )
-        texts = [template.format(colour) for colour in COLOURS for template in templates]
+        grey = Image.new("RGB", image.size, "#999")
+        crop = Image.composite(image, grey, Image.fromarray(mask)).crop(box(mask))
+        texts = []
+        for colour in COLOURS:
+            texts += [f"a photo of a {colour} {name}", f"a photo of a {colour}-colored {name}"]
+            texts.append(f"a photo of a {colour} object")
         picture, words = self.clip.embed([crop], texts)  # (1, D), (30, D)
-        means = F.normalize(words.view(len(COLOURS), len(templates), -1).mean(1), dim=-1)  # (10, D)
+        means = F.normalize(words.view(len(COLOURS), 3, -1).mean(1), dim=-1)  # (10, D)
         return COLOURS[(means @ picture[0]).argmax()]
 
 
@@ -209,21 +195,18 @@ def facts(images, prompts, targets):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description="Writes GenEval's 553 prompts, in their six kinds, to a file."
-    )
+    words = "Writes GenEval's 553 prompts, in their six kinds, to a file."
+    parser = argparse.ArgumentParser(description=words)
     parser.add_argument("file", type=Path)
-    parser.add_argument(
-        "--training", action="store_true", help="others of the same form instead, to train on"
-    )
+    words = "others of the same form instead, to train on"
+    parser.add_argument("--training", action="store_true", help=words)
     options = parser.parse_args()
     prompts = published_prompts()
     if options.training:
-        others = published_prompts(seed=0, count=400).items()
-        prompts = {
-            kind: [text for text in texts if text not in prompts[kind]] for kind, texts in others
-        }
-    lines = [
-        line for kind, texts in prompts.items() if texts for line in (f"# kind: {kind}", *texts)
-    ]
+        others = published_prompts(seed=0, count=400)
+        for kind, known in prompts.items():
+            prompts[kind] = [text for text in others[kind] if text not in known]
+    lines = []
+    for kind, texts in prompts.items():
+        lines += [f"# kind: {kind}", *texts] if texts else []
     options.file.write_text("\n".join(lines) + "\n")

@@ -52,13 +52,11 @@ def train(seed=0, steps=40, num_judged=64):
 
     def judge():
         prompts = [encode(*pair) for pair in sums[:num_judged]]
-        for name, temperature in {"sampled": 1.0, "most likely": 0.01}.items():
-            options = {"num_samples": 4, "temperature": temperature}
-            answers, *_ = generate_with_logprobs(model.eval(), prompts, LENGTH, **options)
-            right = [float(reward(ids, *sums[i // 4]) == 1) for i, ids in enumerate(answers)]
-            share = torch.tensor(right).view(-1, 4).mean(1)  # of each sum
-            error = share.std() / num_judged**0.5
-            print(f"{name} answers: {share.mean():.0%} +- {error:.0%} right", flush=True)
+        answers, *_ = generate_with_logprobs(model.eval(), prompts, LENGTH, num_samples=4)
+        right = [float(reward(ids, *sums[i // 4]) == 1) for i, ids in enumerate(answers)]
+        share = torch.tensor(right).view(-1, 4).mean(1)  # of each sum
+        error = share.std() / num_judged**0.5
+        print(f"answers: {share.mean():.0%} +- {error:.0%} right", flush=True)
 
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -74,8 +72,8 @@ def train(seed=0, steps=40, num_judged=64):
         both = zip(groups, chosen)
         rewards = torch.tensor([reward(ids, *pair) for group, pair in both for ids in group.tokens])
         set_advantages(groups, rewards)  # compared within each group of G
-        spread = 1 - trainer.update(groups)["groups_without_spread"]
-        words = f"reward {rewards.mean():.2f}, {spread:.0%} of groups have spread"
+        equal = trainer.update(groups)["groups_without_spread"]
+        words = f"reward {rewards.mean():.2f}, {equal:.0%} without spread"
         print(f"step {step}: {words}", flush=True)
     judge()
 
