@@ -220,7 +220,7 @@ def check_against_generate(
     )
     assert tokens.shape == logprobs.shape == (2 * len(prompts), length)
     assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
-    assert len(tokens.unique(dim=0)) == len(tokens), "a group of copies teaches nothing"
+    assert len(tokens.unique(dim=0)) == len(tokens)  # a group of copies teaches nothing
     for i, ids in enumerate(prompts):
         group = slice(2 * i, 2 * i + 2)
         kept = None if nucleus is None else nucleus[group]
@@ -233,7 +233,7 @@ def check_against_generate(
 
 
 @pytest.mark.parametrize(
-    ("size", "temperature", "top_p"),  # wide and tall: an exchange of rows and columns shows
+    "size, temperature, top_p",  # wide and tall: an exchange of rows and columns shows
     [((64, 128), 3.0, 1.0), ((160, 64), 4.0, 0.7)],
 )
 def test_glm_image_equals_generate(pipe, size, temperature, top_p):
@@ -286,7 +286,7 @@ def test_greedy_codes_equal_generate(pipe):
         **inputs, max_new_tokens=count, do_sample=False, suppress_tokens=banned
     )
     assert torch.equal(tokens, expected[:, len(ids[0]) :].expand(2, -1))
-    assert logprobs.eq(0).all(), "under the distribution they were drawn from there was no choice"
+    assert logprobs.eq(0).all()  # under the distribution they were drawn from there was no choice
 
 
 def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
@@ -306,7 +306,7 @@ def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
         tokens, logprobs, _ = generate_with_logprobs(model, ids, count, **sampling)
     assert tokens.shape == (3, count)
     assert tokens.max() < NUM_CODES
-    assert logprobs.min() > -30, "not charged for the ids that were ruled out"
+    assert logprobs.min() > -30  # not charged for the ids that were ruled out
 
 
 def test_samples_follow_the_distribution():
@@ -449,7 +449,7 @@ def test_sampling_stops_when_all_texts_have_ended():
     groups = run.sample([(ids, None, 40) for ids in (LONG, SHORT)], 2, 3)
     assert len(set(first)) > 1 and max(first) < 16
     length = groups[0].tokens.shape[1]
-    assert length == max(first) + 1 and len(passes) == 16, "it looks at every 16th token"
+    assert length == max(first) + 1 and len(passes) == 16  # it looks at every 16th token
     assert torch.equal(torch.cat([group.tokens for group in groups]), tokens[:, :length])
     torch.testing.assert_close(
         torch.cat([group.old_logprobs for group in groups]), logprobs[:, :length]
@@ -470,7 +470,7 @@ def test_log_probs_that_are_not_finite_are_an_error():
         generate_with_logprobs(
             model, [LONG, SHORT, LONG], 3, num_samples=2, generators=seeded(0, 1, 2)
         )
-    assert caught.value.args == ([1],), "the second prompt's second sample"
+    assert caught.value.args == ([1],)  # the second prompt's second sample
 
 
 def test_cudnns_attention_is_left_out_wherever_the_policy_runs():
@@ -481,9 +481,8 @@ def test_cudnns_attention_is_left_out_wherever_the_policy_runs():
         lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
     )
     step(trainer(with_adapter(base), kl_coef=0.1), "one")
-    assert seen == [False] * (6 + 1 + 2) and torch.backends.cuda.cudnn_sdp_enabled(), (
-        "sampled, reference, twice learned"
-    )
+    # Sampled, reference, twice learned.
+    assert seen == [False] * (6 + 1 + 2) and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(
@@ -539,7 +538,7 @@ def test_advantages_name_a_bad_reward(bad):
         compute_advantages(torch.tensor([0.0, 1, 2, NAN, 4, bad, 6, 7]), 4)
 
 
-@pytest.mark.parametrize(("count", "size"), [(4, 1), (5, 2), (4, 0)])
+@pytest.mark.parametrize("count, size", [(4, 1), (5, 2), (4, 0)])
 def test_advantages_refuse_groups(count, size):
     with pytest.raises(ValueError, match="G > 1"):
         compute_advantages(torch.arange(float(count)), size)
@@ -573,7 +572,7 @@ def test_loss_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "learns"),
+    "ratio, advantage, learns",
     [
         (1.3, 1.0, False),
         (1.3, -1.0, True),
@@ -730,12 +729,10 @@ def test_groups_are_what_the_sampler_draws_from_their_seeds():
         assert all(torch.equal(x, y[4 * i : 4 * i + 4]) for x, y in zip(found, expected))
         tensors = [v for v in vars(group).values() if isinstance(v, torch.Tensor)]
         assert len(tensors) == 5
-        assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors), (
-            "they wait there"
-        )
-    assert not torch.equal(groups[0].tokens, groups[2].tokens), (
-        "the same prompt twice makes two groups"
-    )
+        # They wait there.
+        assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors)
+    # The same prompt twice makes two groups.
+    assert not torch.equal(groups[0].tokens, groups[2].tokens)
 
 
 def test_what_stands_beside_the_new_log_probs_gets_no_gradient():
@@ -839,7 +836,7 @@ def formula(model, groups, kl_coef, temperature):
 
 
 @pytest.mark.parametrize(
-    ("size", "masked"), [(5, False), (1, False), (2, False), (3, False), (5, True), (1, True)]
+    "size, masked", [(5, False), (1, False), (2, False), (3, False), (5, True), (1, True)]
 )
 def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size, masked):
     """Three groups of five, one of them constant; 2 and 3 do not divide 5. SGD: the change is the
@@ -875,13 +872,13 @@ def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size
         torch.testing.assert_close(b - p.detach(), g / max(norm, 1), atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("temperature", "clipped"), [(1.0, True), (10.0, False)])
+@pytest.mark.parametrize("temperature, clipped", [(1.0, True), (10.0, False)])
 def test_a_long_gradient_is_cut_to_length_one(temperature, clipped):
     model = with_adapter(text_model(), 0.3)
     run, before = trainer(model, temperature=temperature, lr=1.0), adapter_of(model)
     _, metrics = step(run, "one")
     moved = torch.stack([(p - before[name]).norm() for name, p in adapter_of(model).items()]).norm()
-    assert (metrics["grad_norm"] > 1) == clipped, "logged as it was"
+    assert (metrics["grad_norm"] > 1) == clipped  # logged as it was
     assert moved.item() == pytest.approx(min(metrics["grad_norm"], 1), rel=1e-3)
 
 
@@ -930,7 +927,7 @@ def test_what_teaches_nothing_gives_no_step(case):
     assert metrics["groups_without_spread"] == (case == "no spread")
     assert all(math.isnan(metrics[name]) for name in METRICS) == (case == "no spread")
     assert_unmoved(run.model, before)
-    assert step(run, "one", seed=2)[1]["grad_norm"] > 0, "and nothing of it is left behind"
+    assert step(run, "one", seed=2)[1]["grad_norm"] > 0  # and nothing of it is left behind
     assert all(p.isfinite().all() for p in adapter_of(run.model).values())
 
 
@@ -940,9 +937,8 @@ def test_clipping_acts_from_the_second_iteration():
     assert once["clip_fraction"] == 0
     assert thrice["clip_fraction"] > 0
     assert abs(thrice["ratio_mean"] - 1) > 1e-3
-    assert 0 < thrice["mean_logprob_gap"] < thrice["max_logprob_gap"] < 1e-4, (
-        "measured before the policy moves"
-    )
+    # Measured before the policy moves.
+    assert 0 < thrice["mean_logprob_gap"] < thrice["max_logprob_gap"] < 1e-4
 
 
 def test_metrics_are_means_over_the_iterations():
@@ -962,9 +958,8 @@ def test_reference_is_the_base_without_gradient_and_skipped_where_nothing_needs_
         trainer(model, kl_coef=0.1, micro_batch_size=3), "one", "two", rewards=constant
     )
     expected = reread(text_model(), LONG, first.tokens)  # the same base, never adapted
-    assert not first.ref_logprobs.requires_grad and second.ref_logprobs is None, (
-        "a group without spread"
-    )
+    # A group without spread.
+    assert not first.ref_logprobs.requires_grad and second.ref_logprobs is None
     torch.testing.assert_close(first.ref_logprobs, expected, atol=1e-5, rtol=0)
 
     run = trainer(model, kl_coef=0.0)
@@ -993,7 +988,7 @@ def test_models_take_turns_on_the_gpu(monkeypatch):
 
     def is_up(model):
         up = {weight.data_ptr() != home.data_ptr() for weight, home in offload.homes[model]}
-        assert len(up) == 1, "all of a model or nothing"
+        assert len(up) == 1  # all of a model or nothing
         return up.pop()
 
     trained = [p for p in run.model.parameters() if p.requires_grad]
@@ -1007,20 +1002,19 @@ def test_models_take_turns_on_the_gpu(monkeypatch):
     assert not is_up(run.model) and not is_up(decoder)
     offload(run.model)
     offload(run.model)
-    assert is_up(run.model) and not is_up(decoder) and seen == [], "nothing has left"
+    assert is_up(run.model) and not is_up(decoder) and seen == []  # nothing has left
     groups = roll_out(run, "one", "two")
     offload(decoder)
     assert is_up(decoder) and not is_up(run.model)
-    assert seen == [(False, False)], "whoever holds addresses is told once they are no longer good"
+    assert seen == [(False, False)]  # whoever holds addresses is told once they are no longer good
     decoder.weight.data += 1  # of the copy, which is dropped
     offload(run.model)
     assert is_up(run.model) and not is_up(decoder) and len(seen) == 2
     run.add_reference(groups)
     assert run.update(groups) == expected
-    assert all(torch.equal(home, before) for home, before in homes), (
-        "frozen weights never change, nor come back"
-    )
-    assert [p.data_ptr() for p in trained] == places, "what is trained stays"
+    # Frozen weights never change, nor come back.
+    assert all(torch.equal(home, before) for home, before in homes)
+    assert [p.data_ptr() for p in trained] == places  # what is trained stays
     assert_unmoved(run.model, adapter_of(resident.model))
 
 

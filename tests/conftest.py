@@ -56,6 +56,10 @@ def pipe():
     return GlmImagePipeline.from_pretrained(str(TINY), dtype=torch.float32)
 
 
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
 def tiny_settings(*arguments):
     return train.parse_settings(["--model", str(TINY), *arguments])
 
@@ -155,6 +159,10 @@ def records(path):
         {name: value for name, value in line.items() if not name.startswith("seconds")}
         for line in lines
     ]
+
+
+def steps_of(path):
+    return [record["step"] for record in records(path)]
 
 
 def adapter_of(folder):

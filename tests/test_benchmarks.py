@@ -61,9 +61,8 @@ def test_memory_at_full_size_by_hand(full_size, run, monkeypatch):
     # Its widest matrix: output, gradient, and the adapter's in float32.
     layer = 1e-9 * batch * read * mlp * (2 + 2 + 4)
     assert gradients + checkpoints + layer < work["update"] < gradients + checkpoints + 3 * layer
-    assert work["VAE"] == pytest.approx(1e-9 * 1024**2 * (3.1e3 + 2e3), rel=0.02), (
-        "with cuDNN's workspace"
-    )
+    # With cuDNN's workspace.
+    assert work["VAE"] == pytest.approx(1e-9 * 1024**2 * (3.1e3 + 2e3), rel=0.02)
 
     numbers = [[float(cell) for cell in row.split()[2:]] for row in rows[1:]]
     (turns, stay), (learning, all_learning) = numbers
@@ -79,7 +78,7 @@ def test_memory_at_full_size_by_hand(full_size, run, monkeypatch):
     )
 
 
-FULL = ["--height", "1024", "--width", "1024", "--prompts-per-step", "4", "--group-size", "4"]
+FULL = str.split("--height 1024 --width 1024 --prompts-per-step 4 --group-size 4")
 
 
 def fits(codes, decoder, pipe, work, cache, half, *flags):
@@ -124,7 +123,7 @@ def test_what_is_planned_for_a_rounded_base_is_one_block_in_16_bits():
     exact, rounded = (working_memory(of(base), 4, 0) for base in ("bfloat16", "int8"))
     pairs = zip(rounded[:3], exact[:3])
     assert all(alive.peak < more - less < 1.5 * alive.peak for more, less in pairs)
-    assert rounded[3:] == exact[3:], "but for the VAE and the scoring"
+    assert rounded[3:] == exact[3:]  # but for the VAE and the scoring
 
 
 def test_what_is_planned_grows_with_groups_and_pictures():
@@ -177,10 +176,9 @@ def test_objects_as_drawn_are_counted_place_by_place():
     drawn = [world.draw((red, blue, None, None)), world.draw((None, ring, None, None))]
     share = lambda *scenes: repair_decoder.share_as_drawn([*map(world.draw, scenes)], drawn)
     assert share((red, blue, None, None), (None, ring, None, None)) == 1
-    assert share((red, red, None, None), (None, ring, blue, None)) == pytest.approx(2 / 3), (
-        "a colour; more is no harm"
-    )
-    assert share((blue, red, None, None), (ring, None, None, None)) == 0, "in their places"
+    # A colour; more is no harm.
+    assert share((red, red, None, None), (None, ring, blue, None)) == pytest.approx(2 / 3)
+    assert share((blue, red, None, None), (ring, None, None, None)) == 0  # in their places
 
 
 # ---- variants of GRPO ----------------------------------------------------------------------------
@@ -209,7 +207,7 @@ def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     lines = run(variants, "--jobs", 1)
     (line,) = [line for line in lines if line.startswith("| no baseline |")]
     assert line == "| no baseline | 0 | 50.0% | 40.0% | 40.0% | no KL | **-30.0** |"
-    assert [line for line in lines if line.endswith("| no KL | +0.0 |")], "not told apart"
+    assert [line for line in lines if line.endswith("| no KL | +0.0 |")]  # not told apart
     assert Image.open(tmp_path / "variants.png").width == 880
 
 

@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CPU, ROOT, TINY, build_run, sampling, tiny_settings, write_reward
+from conftest import (
+    CPU,
+    ROOT,
+    TINY,
+    build_run,
+    sampling,
+    seeded,
+    tiny_settings,
+    write_reward,
+)
 from diffusers import GlmImagePipeline
 from test_ranks import together
 
@@ -85,10 +94,9 @@ def test_every_card_in_the_readme_is_taken(monkeypatch):
                     flags = ["--base", "int8"] if "int8" in cell else []
                     turns, _ = planned(monkeypatch, free, host, *flags)
                     assert (turns is None) == (cell == "no flag needed"), (size, cell)
-    assert planned(monkeypatch, 15.0, 28, "--base", "int8") == ("pinned", 2), (
-        "with a desktop on a card of 16 GB"
-    )
-    assert planned(monkeypatch, 22.9, 60) == ("pinned", 2), "and of 24 GB"
+    # With a desktop on a card of 16 GB.
+    assert planned(monkeypatch, 15.0, 28, "--base", "int8") == ("pinned", 2)
+    assert planned(monkeypatch, 22.9, 60) == ("pinned", 2)  # and of 24 GB
 
 
 def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypatch):
@@ -108,35 +116,22 @@ def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypa
     images, steps = run.paint(Prompts(["a red circle"]), 0, codes, sampling(settings), 3)
     assert len(images) == 2
     assert all(step.next_latents is after.latents for step, after in pairwise(steps))
-    assert not run.decoder_trainer.scheduler.recorded, (
-        "on a GPU they would stay there beside the copies"
-    )
+    # On a GPU they would stay there beside the copies.
+    assert not run.decoder_trainer.scheduler.recorded
 
 
 def test_a_step_has_left_the_host_when_the_next_begins(quick, monkeypatch):
     left, step = [], train.grpo_step
 
     def watched(*given):
-        assert not any(reference() for reference in left), (
-            "paths of two steps would be there at once"
-        )
+        # Paths of two steps would be there at once.
+        assert not any(reference() for reference in left)
         rolled, metrics = step(*given)
         left.extend(weakref.ref(each) for each in rolled.denoising_steps)
         return rolled, metrics
 
     monkeypatch.setattr(train, "grpo_step", watched)
-    flags = [
-        "--train",
-        "decoder",
-        "--group-size",
-        "2",
-        "--decode-steps",
-        "2",
-        "--steps",
-        "3",
-        "--out",
-        "run",
-    ]
+    flags = str.split("--train decoder --group-size 2 --decode-steps 2 --steps 3 --out run")
     assert quick(*flags) == 0 and len(left) == 3
 
 
@@ -144,7 +139,7 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch):
     """Beside the decoder it only reads sources; its pictures are the stock pipeline's."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     run, seen, stock = build_run(settings := tiny_settings("--group-size", "2")), [], {}
-    tokens = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(1024, (2, 16), generator=seeded(0))
     monkeypatch.setattr(
         run.policy_trainer, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2
     )
@@ -163,9 +158,7 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch):
     rolled = train.rollout(run, sampling(settings), {}, prompts, 5)
     assert seen == [("paint", True, True, False), ("to_images", False, False, True)] * 2
     large = tokens.view(2, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-    noise = torch.randn(1, 8, 16, 16, generator=torch.Generator().manual_seed(5 + 2**31)).expand(
-        2, -1, -1, -1
-    )
+    noise = torch.randn(1, 8, 16, 16, generator=seeded(5 + 2**31)).expand(2, -1, -1, -1)
     expected = run.pipe(
         prompt=["a red circle"] * 2,
         prior_token_ids=large,
@@ -336,16 +329,7 @@ def test_the_code_for_random_weights_makes_a_model_that_trains(quick, tmp_path):
         torch.set_default_dtype(torch.float32)
     assert (
         quick(
-            "--model",
-            "random",
-            "--reward",
-            "mse",
-            "--targets",
-            "targets",
-            "--steps",
-            "1",
-            "--out",
-            "run",
+            *str.split("--model random --reward mse --targets targets --steps 1 --out run"),
         )
         == 0
     )

@@ -32,6 +32,7 @@ from conftest import (
     sampling,
     short_runs,
     shorten,
+    steps_of,
     tiny_settings,
 )
 from PIL import Image
@@ -53,18 +54,7 @@ from runtime.report import (
 from runtime.settings import TINY
 
 NAN = math.nan
-SHORT = [
-    "--height",
-    "32",
-    "--width",
-    "32",
-    "--decode-steps",
-    "1",
-    "--temperature",
-    "9",
-    "--top-p",
-    "1",
-]
+SHORT = str.split("--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1")
 SHAPES = [
     "--reward",
     "ssim:1",
@@ -84,23 +74,12 @@ def whole_run(tmp_path_factory):
     printed."""
     folder = tmp_path_factory.mktemp("real")
     output = io.StringIO()
-    arguments = [
-        "--steps",
-        "1",
-        "--prompts-per-step",
-        "2",
-        "--iterations",
-        "2",
-        "--reward",
-        "ssim:1,mse:0.5",
-    ]
+    arguments = str.split("--steps 1 --prompts-per-step 2 --iterations 2 --reward ssim:1,mse:0.5")
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
         patch.delenv("OMP_NUM_THREADS")
         with short_runs(folder, whole=True) as run:
-            assert (
-                run(*arguments, "--temperature", "3", "--width", "64", "--decode-steps", "6") == 0
-            )
+            assert run(*arguments, *str.split("--temperature 3 --width 64 --decode-steps 6")) == 0
     return folder / "runs" / "1", output.getvalue()
 
 
@@ -162,9 +141,8 @@ def test_a_run_logs_every_step_and_evaluation(whole_run):
     assert (before["step"], after["step"]) == (0, 1)
     assert (before["images"], before["prompts"], after["held_out/images"]) == (2, 1, 2)
     weights = load_file(out / "adapter" / "adapter_model.safetensors")
-    assert all(weight.any() for name, weight in weights.items() if "lora_B" in name), (
-        "the adapter has moved"
-    )
+    # The adapter has moved.
+    assert all(weight.any() for name, weight in weights.items() if "lora_B" in name)
 
 
 def test_a_run_says_what_it_does(whole_run):
@@ -179,9 +157,8 @@ def test_a_run_says_what_it_does(whole_run):
         assert (
             f"evaluation after 1 step, {name} prompts, before -> after: reward {rewards}" in output
         )
-    assert "evaluating 2 prompts" in output and not re.search(r"\r|\x1b|%\|", output), (
-        "in a file no bars, only lines"
-    )
+    # In a file no bars, only lines.
+    assert "evaluating 2 prompts" in output and not re.search(r"\r|\x1b|%\|", output)
     assert "nothing was learned" not in output
     assert output.splitlines()[-1].endswith("what it leaves is in runs/1")
 
@@ -221,10 +198,10 @@ def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
 
 def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
     monkeypatch.setattr("runtime.record.SAMPLE_EVERY", 2)
-    assert quick("--steps", "4", "--eval-every", "3", "--out", "run") == 0
+    assert quick(*str.split("--steps 4 --eval-every 3 --out run")) == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
     assert groups == ["group-000001.png", "group-000002.png", "group-000004.png"]
-    assert [record["step"] for record in records("run/evaluation.jsonl")] == [0, 3, 4]
+    assert steps_of("run/evaluation.jsonl") == [0, 3, 4]
 
 
 def test_prompts_of_every_kind_work(quick):
@@ -232,20 +209,13 @@ def test_prompts_of_every_kind_work(quick):
         "一只红色的圆 「你好」\n\nвывеска “привет”\n\ndon't say \"hi\" or 'bye' or “so”, 「它」\n\n"
     )
     text += "a circle " * 100 + "."
-    Path("prompts.txt").write_text(text, encoding="utf-8")
+    Path("prompts.txt").write_text(text)
     Path("mine.py").write_text(
         "def length(images, prompts, targets):\n    return [len(p) for p in prompts]\n"
     )
-    arguments = [
-        "--targets",
-        "none",
-        "--eval-targets",
-        "none",
-        "--reward",
-        "mine.py:length",
-        "--prompts-per-step",
-        "4",
-    ]
+    arguments = str.split(
+        "--targets none --eval-targets none --reward mine.py:length --prompts-per-step 4"
+    )
     assert quick(*arguments, "--steps", "1", "--out", "run") == 0
     lengths = {prompt: [len(prompt)] * 2 for prompt in text.split("\n\n")}
     assert {
@@ -263,16 +233,9 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
         "def red(images, prompts, targets):\n    return [float('red' in p) for p in prompts]\n"
     )
     Path("twice.txt").write_text("a red circle\n\na blue cross\na red circle\n")
-    arguments = [
-        "--prompts",
-        "twice.txt",
-        "--targets",
-        "none",
-        "--reward",
-        "mine.py:count,mine.py:red",
-    ]
-    arguments += ["--order", "file", "--prompts-per-step", "3", "--steps", "1"]
-    both = ["--train", "both", "--paintings", "2", "--decode-steps", "2"]
+    arguments = str.split("--prompts twice.txt --targets none --reward mine.py:count,mine.py:red")
+    arguments += str.split("--order file --prompts-per-step 3 --steps 1")
+    both = str.split("--train both --paintings 2 --decode-steps 2")
     for name, flags, size in (("codes", [], 2), ("both", both, 4)):
         assert quick(*arguments, *flags, "--out", name) == 0
         groups = records(f"{name}/groups.jsonl")
@@ -335,15 +298,16 @@ def test_trackers_get_a_run_and_its_settings(quick, monkeypatch, kind):
     assert seen == [begun, ("settings", 2e-3), ("step", 1), "finish"]
     assert begun["project"] == "grpo-glm-image" and begun["name"].endswith("-run")
     assert {"evaluation/reward", "evaluation/held_out/reward"} < tracked.keys()
+    # No curves.
     assert (
         not {"evaluation/step", "evaluation/images", "evaluation/held_out/prompts"} & tracked.keys()
-    ), "no curves"
+    )
     assert ({"before_after", "group"} <= tracked.keys()) == (kind == "wandb")
 
 
 def test_tensorboard_gets_the_numbers_and_pictures_of_a_run(quick):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    assert quick("--steps", "1", "--tracker", "tensorboard", "--out", "run") == 0
+    assert quick(*str.split("--steps 1 --tracker tensorboard --out run")) == 0
     found = events.EventAccumulator("run/grpo-glm-image").Reload()
     (metrics,) = records("run/metrics.jsonl")
     _, after = records("run/evaluation.jsonl")
@@ -367,7 +331,7 @@ def test_defaults_depend_on_the_model():
     found = tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p
     assert found == (20, 5e-4, 128, 1.0, 0.95)
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
-    assert (other.temperature, other.top_p) == (0.9, 0.75), "its own sampler's"
+    assert (other.temperature, other.top_p) == (0.9, 0.75)  # its own sampler's
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
     assert other.prompts == "prompts/train.txt" and other.targets is other.eval_targets is None
     assert train.parse_settings([]).model == (
@@ -415,11 +379,10 @@ def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_the
     shown = output.partition("settings:")[2].partition("\na step:")[0]
     first, rest = shown.split("\nby default:")
     flags = "train=decoder group_size=8 guidance_scale=1.5 prompts_per_step=4 eval_count=16"
-    assert set(first.split()) == {*flags.split(), f"prompts={chosen.prompts}"}, (
-        "a path can be copied"
-    )
+    # A path can be copied.
+    assert set(first.split()) == {*flags.split(), f"prompts={chosen.prompts}"}
     assert {"seed=0", "kl_coef=0.2", "height=128"} < set(rest.split()) and "None" not in rest
-    assert "base" not in rest, "on a CPU the weights are float32"
+    assert "base" not in rest  # on a CPU the weights are float32
     assert "a step: 32 pictures; an evaluation: 256\n32 prompts, 16 held out" in output
 
 
@@ -450,7 +413,7 @@ def good(images, prompts, targets):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    "arguments, words",
     [
         (["--group-sise", "4"], "unrecognized arguments: --group-sise 4"),
         (["--group-size", "1"], "--group-size: must be in [2, inf), got 1"),
@@ -474,7 +437,7 @@ def good(images, prompts, targets):
             "'ssim' compares with target pictures: give --targets",
         ),
         (
-            ["--reward", "bad.py:good", "--eval-reward", "ssim", "--eval-prompts", "one.txt"],
+            str.split("--reward bad.py:good --eval-reward ssim --eval-prompts one.txt"),
             "--eval-targets, a folder",
         ),
         (
@@ -532,7 +495,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         message = capsys.readouterr().err.strip().splitlines()[-1]
         assert message.startswith("error: ")
         assert words in message
-    assert sorted(tmp_path.rglob("*")) == before, "no empty run is left"
+    assert sorted(tmp_path.rglob("*")) == before  # no empty run is left
 
 
 def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch):
@@ -545,9 +508,9 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     Path("chinese.txt").write_text("一只红色的圆\na blue cross\n")
     there = lambda *_: pytest.fail("the rewards are there", pytrace=False)
     monkeypatch.setattr(train, "load_run", there)
-    files = ["--prompts", "chinese.txt", "--targets", "none", "--eval-targets", "none"]
+    files = str.split("--prompts chinese.txt --targets none --eval-targets none")
     with pytest.raises(pytest.fail.Exception, match="the rewards are there"):
-        quick("--reward", "mine.py:mine", "--eval-reward", "mine.py:mine", "--steps", "1", *files)
+        quick(*str.split("--reward mine.py:mine --eval-reward mine.py:mine --steps 1"), *files)
     _, shared, *lines = capsys.readouterr().out.splitlines()
     assert shared == "warning: 1 of the 2 held-out prompts are trained on, too"
     assert lines[-7].endswith("what the run leaves goes to runs/1")
@@ -584,10 +547,10 @@ def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatc
         "runtime.record.save_grid",
         lambda path, rows, title: shown.extend(rows) or Image.new("RGB", (8, 8)),
     )
-    both = ["--train", "both", "--paintings", "2", "--decode-steps", "2"]
+    both = str.split("--train both --paintings 2 --decode-steps 2")
     for flags in ([], both):
         shown.clear()
-        more = ["--reward", "mine.py:mine", "--prompts-per-step", "2", "--steps", "1", *flags]
+        more = [*str.split("--reward mine.py:mine --prompts-per-step 2 --steps 1"), *flags]
         assert quick(*more, "--out", f"run{len(flags)}") == 0
         assert shown[0][0] == "a blue cross"
         captions = [cell[1] for _, cells in shown for cell in cells if cell]
@@ -625,7 +588,7 @@ def test_prompts_come_round_once_an_epoch_in_another_order():
     epochs = [rows[i : i + 4] for i in range(0, 60, 4)]
     assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 5
-    assert train.prompt_indices(7, settings, 4) == rows[21:24], "a function of the step"
+    assert train.prompt_indices(7, settings, 4) == rows[21:24]  # a function of the step
     other = SimpleNamespace(seed=1, prompts_per_step=60, order="shuffled")
     assert train.prompt_indices(0, other, 4) != rows
     settings.order = "file"
@@ -650,7 +613,7 @@ def test_no_two_groups_share_a_seed(monkeypatch):
     assert train.seed_of_step(10**6, 2**32 - 1, 4) < 2**63
 
 
-@pytest.mark.parametrize(("seeds", "steps", "evaluated"), [(10, 10**4, 2**20), (1000, 1000, 1000)])
+@pytest.mark.parametrize("seeds, steps, evaluated", [(10, 10**4, 2**20), (1000, 1000, 1000)])
 def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps, evaluated):
     """Codes, noise and the decoder's draws of the first seeds, and those of the evaluations."""
     for seed in range(seeds):
@@ -688,16 +651,9 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
     Path("new.txt").write_text(
         "a green ring\na blue ring\na red ring\na fourth that is never asked for\n"
     )
-    arguments = [
-        "--prompts-per-step",
-        "2",
-        "--eval-prompts",
-        "new.txt",
-        "--eval-targets",
-        "none",
-        "--eval-count",
-        "3",
-    ]
+    arguments = str.split(
+        "--prompts-per-step 2 --eval-prompts new.txt --eval-targets none --eval-count 3"
+    )
     deployed = ["--eval-decode-steps", "3", "--eval-guidance-scale", "1.5"]
     assert quick("--steps", "2", *arguments, *deployed, "--out", "run") == 0
     expected = [
@@ -761,7 +717,7 @@ def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
     both = step_metrics({"a": values}, values, 2, 2)
     decoder = step_metrics({"a": values}, values, 1, 4)
     assert both["reward"] == decoder["reward"] == both["reward/a"] == 7
-    assert both["reward_std"] == pytest.approx(np.std([1, 13], ddof=1)), "of the means"
+    assert both["reward_std"] == pytest.approx(np.std([1, 13], ddof=1))  # of the means
     assert both["decoder/reward_std"] == pytest.approx(
         (np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2
     )
@@ -772,9 +728,8 @@ def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
     )
     values[0] = NAN
     both = step_metrics({"a": values}, values, 2, 2)
-    assert both["reward"] == 7.5 and both["reward_std/a"] == pytest.approx(
-        np.std([2, 13], ddof=1)
-    ), "of the others"
+    # Of the others.
+    assert both["reward"] == 7.5 and both["reward_std/a"] == pytest.approx(np.std([2, 13], ddof=1))
 
 
 METRICS = {
@@ -825,7 +780,7 @@ def test_the_line_of_a_step_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes, words",
     [
         (
             {},
@@ -859,7 +814,7 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
     assert clock.read() == {"seconds/move": 6, "seconds/sample": 3}
     with clock("move"):
         pass
-    assert clock.read() == {"seconds/move": 1}, "of the next step"
+    assert clock.read() == {"seconds/move": 1}  # of the next step
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])
@@ -882,7 +837,7 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     torch.testing.assert_close(advantages, compute_advantages(total, 4), atol=1e-5, rtol=0)
     assert advantages[2] == 0 and advantages[1] < 0 < advantages[3]
     assert metrics["entropy"] == pytest.approx(-seen[0].old_logprobs.mean().item())
-    assert metrics["entropy"] > 0 and rolled.raw_rewards["a"][3] == 6, "the log has these"
+    assert metrics["entropy"] > 0 and rolled.raw_rewards["a"][3] == 6  # the log has these
     assert rolled.raw_rewards["b"][3] == 500
 
 
@@ -913,7 +868,7 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
     Path("mine.py").write_text(
         "def nothing(images, prompts, targets):\n    return [float('nan')] * len(images)\n"
     )
-    assert quick("--reward", "mine.py:nothing", "--steps", "1", "--out", "run") == 0
+    assert quick(*str.split("--reward mine.py:nothing --steps 1 --out run")) == 0
     (line,) = records("run/metrics.jsonl")
     assert (line["reward"], line["unscored"], line["groups_without_spread"], line["grad_norm"]) == (
         None,

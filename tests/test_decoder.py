@@ -15,6 +15,7 @@ from conftest import (
     build_run,
     resume,
     sampling,
+    seeded,
     short_runs,
     shorten,
     tiny_settings,
@@ -61,7 +62,7 @@ def roll_out(run, settings, seed=5):
     """The steps of a lone code sequence of each prompt, with their advantages; 10 codes, the
     decoder sees 4."""
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
-    codes = torch.randint(1024, (2, 1, 10), generator=torch.Generator().manual_seed(seed))
+    codes = torch.randint(1024, (2, 1, 10), generator=seeded(seed))
     images, steps = [], []
     for i in range(len(PROMPTS)):
         painted, drawn = run.paint(Prompts(PROMPTS), i, codes[i], sampling(settings), seed + i)
@@ -94,7 +95,7 @@ def test_a_move_by_hand():
     assert mean.item() == pytest.approx(
         0.4 * -0.3 + math.sqrt(0.36 - expected_std**2) * 0.7, abs=1e-6
     )
-    assert gaussian_step(x, v, 0.8, 0.0, 0.5)[1] == 0, "the last step is the ODE's"
+    assert gaussian_step(x, v, 0.8, 0.0, 0.5)[1] == 0  # the last step is the ODE's
 
 
 def test_log_density_equals_torchs():
@@ -107,8 +108,8 @@ def test_log_density_equals_torchs():
 def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe):
     """Each step by itself; and the pipeline's latents."""
     steps = 6
-    latents = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
-    prior = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(1))
+    latents = torch.randn(2, 8, 8, 8, generator=seeded(0))
+    prior = torch.randint(1024, (2, 16), generator=seeded(1))
     arguments = {
         "prompt": PROMPTS,
         "prior_token_ids": prior,
@@ -151,31 +152,29 @@ def test_scored_again_the_log_probs_are_those_of_the_draw(guidance, calls):
         assert step.old_logprobs.shape == (3, 8 * 8 * 8) and step.latents.device.type == "cpu"
         with torch.no_grad():
             again = run.decoder_trainer.logprobs(step, torch.arange(3))
-        assert (again - step.old_logprobs).mean(1).abs().max() < 2e-7, (
-            "of the mean over the numbers of a step"
-        )
+        # Of the mean over the numbers of a step.
+        assert (again - step.old_logprobs).mean(1).abs().max() < 2e-7
         assert (again - step.old_logprobs).abs().max() < 1e-3
         assert len(step.calls) == calls
-        assert all(call["hidden_states"] is None for call in step.calls), "kept once, as latents"
+        assert all(call["hidden_states"] is None for call in step.calls)  # kept once, as latents
     level, next_level = steps[1].levels
     assert 1 > level > next_level > 0 and steps[0].levels[1] == level
-    assert torch.equal(steps[1].latents, steps[0].next_latents), "a path"
+    assert torch.equal(steps[1].latents, steps[0].next_latents)  # a path
 
 
 def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():
     run, settings = build()
     first, _, other, _ = roll_out(run, settings)
-    noise = torch.randn(1, 8, 8, 8, generator=torch.Generator().manual_seed(5 + 2**31))
-    assert torch.equal(first.latents, noise.expand(3, -1, -1, -1)), (
-        "that of the stock scheduler, see test_pictures.py"
-    )
-    assert not torch.equal(first.latents, other.latents), "of a neighbouring prompt"
+    noise = torch.randn(1, 8, 8, 8, generator=seeded(5 + 2**31))
+    # That of the stock scheduler, see test_pictures.py.
+    assert torch.equal(first.latents, noise.expand(3, -1, -1, -1))
+    assert not torch.equal(first.latents, other.latents)  # of a neighbouring prompt
     assert not torch.equal(first.next_latents[0], first.next_latents[1])
     again = roll_out(run, settings)
-    assert torch.equal(first.next_latents, again[0].next_latents), "by the seed alone"
+    assert torch.equal(first.next_latents, again[0].next_latents)  # by the seed alone
     assert torch.equal(other.next_latents, again[2].next_latents)
     later = roll_out(run, settings, seed=7)[0]
-    assert not torch.equal(first.latents[0], later.latents[0]), "the noise a group starts from"
+    assert not torch.equal(first.latents[0], later.latents[0])  # the noise a group starts from
 
 
 def draws(step):
@@ -190,7 +189,7 @@ def draws(step):
 def test_no_two_paintings_share_their_draws():
     """Of a code sequence, of two of a prompt, of neighbouring prompts, of steps, and of seeds that
     differ by one."""
-    run, settings = build("--train", "both", "--group-size", "3", "--paintings", "2")
+    run, settings = build(*str.split("--train both --group-size 3 --paintings 2"))
     codes, found = torch.zeros(3, 10, dtype=torch.long), []
     for seed in (5, 6, 1005):
         images, steps = run.paint(Prompts(PROMPTS), 0, codes, sampling(settings), seed)
@@ -207,7 +206,7 @@ def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     steps = roll_out(run, settings)
     assert {step.old_logprobs.dtype for step in steps} == {torch.float32}
     metrics = learn(run, steps)
-    assert metrics["max_logprob_gap"] < 1e-4, "in batches of the same size the same operations"
+    assert metrics["max_logprob_gap"] < 1e-4  # in batches of the same size the same operations
     assert 0 < metrics["grad_norm"] < 1 and metrics["skipped"] == 0
 
 
@@ -274,9 +273,8 @@ def test_the_reference_is_the_decoder_without_its_adapter():
         torch.testing.assert_close(step.ref_logprobs, step.old_logprobs, atol=1e-3, rtol=0)
     assert metrics["kl"] > 0
     base = adapter(run.policy_trainer.model)
-    assert base and all(p.grad is None for p in run.policy_trainer.model.parameters()), (
-        "the codes' half is left alone"
-    )
+    # The codes' half is left alone.
+    assert base and all(p.grad is None for p in run.policy_trainer.model.parameters())
 
 
 # ---- credit --------------------------------------------------------------------------------------
@@ -305,7 +303,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 ):
     """Two prompts, three code sequences each, four paintings of each; a painting without a reward
     is left out."""
-    run, settings = build("--train", "both", "--group-size", "3", "--paintings", "4")
+    run, settings = build(*str.split("--train both --group-size 3 --paintings 4"))
     values, given, seen = torch.arange(24.0) ** 2, {}, watched(run, monkeypatch)
     calls = []
     monkeypatch.setattr(grpo, "combine", lambda *given: calls.append(given[2:]) or combine(*given))
@@ -324,9 +322,8 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         "targets": [red] * 12 + [blue] * 12,
         "images": 24,
     }
-    assert calls == [(3, "zscore"), (4, "zscore")], (
-        "several rewards are made alike among those that are compared"
-    )
+    # Several rewards are made alike among those that are compared.
+    assert calls == [(3, "zscore"), (4, "zscore")]
     assert given == expected and len(rolled.images) == 24 and metrics["decoder/skipped"] == 0
     means = values.view(6, 4).nanmean(1)
     for i, group in enumerate(seen["codes"]):
@@ -347,7 +344,7 @@ def test_a_path_ends_in_its_own_picture(short):
     """Of every prompt, code sequence and painting: what is clean in the last latents drawn, seen by
     the VAE."""
     run, settings = build(
-        "--train", "both", "--group-size", "2", "--paintings", "2", "--decode-steps", "40", *VARIED
+        *str.split("--train both --group-size 2 --paintings 2 --decode-steps 40"), *VARIED
     )
     rolled = train.rollout(run, sampling(settings), {}, Prompts(PROMPTS), 5)
     steps = rolled.denoising_steps[38::39]
@@ -388,7 +385,7 @@ def taking_turns(monkeypatch, offload):
     """A step of both halves: Adam's first moments, and whether the weights that each piece of work
     needs came up."""
     run, settings = build(
-        "--train", "both", "--group-size", "2", "--paintings", "2", "--kl-coef", "0.1", *VARIED
+        *str.split("--train both --group-size 2 --paintings 2 --kl-coef 0.1"), *VARIED
     )
     weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
     head = run.policy_trainer.model.get_base_model().lm_head.weight
@@ -411,7 +408,7 @@ def taking_turns(monkeypatch, offload):
         )
     targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
     train.grpo_step(run, sampling(settings), REWARDS, Prompts(PROMPTS, targets), 5)
-    assert [p.data_ptr() for p in adapters] == places, "what is trained stays"
+    assert [p.data_ptr() for p in adapters] == places  # what is trained stays
     optimizers = [run.policy_trainer.optimizer, run.decoder_trainer.optimizer]
     moments = [optimizer.state[p]["exp_avg"] for optimizer in optimizers for p in optimizer.state]
     return torch.cat([moment.flatten() for moment in moments]), seen
@@ -424,7 +421,7 @@ def test_taking_turns_changes_nothing(monkeypatch, short):
     resident, moved = taking_turns(monkeypatch, False)
     assert moved and not any(moved)
     offloaded, moved = taking_turns(monkeypatch, True)
-    assert len(moved) > 10 and all(moved), "each is up when it is needed, and the other is not"
+    assert len(moved) > 10 and all(moved)  # each is up when it is needed, and the other is not
     torch.testing.assert_close(offloaded, resident, atol=1e-4 * resident.abs().max().item(), rtol=0)
 
 
@@ -446,7 +443,7 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_hal
     """Saved by a run, loaded by the lines of the README: the same picture, and not that of the
     base."""
     painting = Painting(32, 32, 3, 1.0, 4)
-    codes = torch.randint(1024, (1, 1), generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(1024, (1, 1), generator=seeded(0))
 
     def paint(load):
         pipe = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
@@ -484,7 +481,7 @@ BOTH = "--train both --paintings 2 --decode-steps 3"
 
 
 @pytest.mark.parametrize(
-    ("half", "saved"), [("sample", "000001"), ("codes", "000001"), ("decoder", "000000")]
+    "half, saved", [("sample", "000001"), ("codes", "000001"), ("decoder", "000000")]
 )
 def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, half, saved):
     """Memory runs out in the second step, as it samples, as the codes learn, or as the decoder does
@@ -502,7 +499,7 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
     monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
     monkeypatch.setattr("runtime.record.Record.end", lambda record: None)
     monkeypatch.setattr(owner, name, breaks)
-    assert quick(*BOTH.split(), "--temperature", "4", "--steps", "3", "--out", "run") == 2
+    assert quick(*BOTH.split(), *str.split("--temperature 4 --steps 3 --out run")) == 2
     assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
 
 
@@ -513,11 +510,11 @@ def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
     )
     assert quick(*BOTH.split(), "--steps", "1", "--out", "run") == 0
     output = capsys.readouterr().out
-    assert "a step: 4 pictures" in output, "1 prompt x 2 code sequences x 2 paintings"
+    assert "a step: 4 pictures" in output  # 1 prompt x 2 code sequences x 2 paintings
     assert "SKIPPED: the gradient was not finite" in output
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("decoder", [3]), ("both", [2, 2, 2])])
+@pytest.mark.parametrize("kind, rows", [("decoder", [3]), ("both", [2, 2, 2])])
 def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, rows):
     """All K with --train decoder, and G rows of K with both."""
     drawn = []
@@ -532,7 +529,7 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     paintings = ["--paintings", "2"] if kind == "both" else []
     assert quick(*arguments.split(), kind, *paintings, "--out", kind) == 0
     first, *others = (cells for _, cells in drawn[0])
-    assert [(ANY, "target"), None] == first[:2], "stands beside, as does a source"
+    assert [(ANY, "target"), None] == first[:2]  # stands beside, as does a source
     found = [[caption for _, caption in cells] for cells in (first[2:], *others)]
     assert [len(row) for row in found] == rows
     captions = [caption.split(",")[0] for row in found for caption in row]
@@ -541,7 +538,7 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
 
 
 def test_one_move_leaves_nothing_to_learn(quick, capsys):
-    assert quick("--train", "decoder", "--decode-steps", "1", "--steps", "1") == 2
+    assert quick(*str.split("--train decoder --decode-steps 1 --steps 1")) == 2
     assert "--decode-steps" in capsys.readouterr().err
 
 

@@ -23,6 +23,7 @@ from conftest import (
     build_run,
     records,
     resume,
+    seeded,
     tiny_settings,
 )
 from diffusers import GlmImagePipeline
@@ -85,14 +86,13 @@ def forget(pipe):
 # ---- a prompt with a picture ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "size"), SIZES)
+@pytest.mark.parametrize("given, size", SIZES)
 def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
     source = source_of(stock, *given)
     ids, positions, count = encode_prompt(stock.processor, WISH, *size, source)
     model = stock.vision_language_encoder.model
-    assert model.rope_deltas is None and model._cached_decode_position_ids is None, (
-        "nothing is left in the model"
-    )
+    # Nothing is left in the model.
+    assert model.rope_deltas is None and model._cached_decode_position_ids is None
 
     inputs = stock_inputs(stock, source, *size)
     total, offset, rows, columns = stock._compute_generation_params(
@@ -107,7 +107,7 @@ def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
 
     image_id = stock.processor.image_token_id
     assert torch.equal(ids[inputs["input_ids"][0] == image_id], source.codes)
-    assert torch.equal(ids[ids != inputs["input_ids"][0]], source.codes), "and nothing else differs"
+    assert torch.equal(ids[ids != inputs["input_ids"][0]], source.codes)  # and nothing else differs
     read, _ = model.get_rope_index(
         inputs["input_ids"], inputs["image_grid_thw"], inputs["images_per_sample"]
     )
@@ -116,7 +116,7 @@ def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
     forget(stock)
 
 
-@pytest.mark.parametrize(("given", "size"), SIZES[1:])
+@pytest.mark.parametrize("given, size", SIZES[1:])
 def test_log_probs_are_those_of_generate(stock, given, size):
     source, policy = source_of(stock, *given), stock.vision_language_encoder
     ids, positions, count = encode_prompt(stock.processor, WISH, *size, source)
@@ -148,7 +148,7 @@ def test_log_probs_are_those_of_generate(stock, given, size):
     torch.testing.assert_close(forced(positions), expected, rtol=0, atol=1e-3)
     shifted = positions.clone()
     shifted[:, 1 + len(source.codes) :] += 7
-    assert (forced(shifted) - expected).abs().max() > 1e-2, "a position matters"
+    assert (forced(shifted) - expected).abs().max() > 1e-2  # a position matters
 
 
 def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
@@ -165,7 +165,7 @@ def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
     options = {"num_samples": 2, "position_ids": positions, **codes}
 
     def sample(forward):
-        generators = [torch.Generator().manual_seed(i) for i in range(3)]
+        generators = [seeded(i) for i in range(3)]
         return grpo.generate_with_logprobs(
             policy, ids, 6, generators=generators, forward=forward, **options
         )[:2]
@@ -215,7 +215,7 @@ def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
 # ---- a picture from a picture --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "size", "guidance"), [(*SIZES[1], "1.5"), (*SIZES[2], "1.0")])
+@pytest.mark.parametrize("given, size, guidance", [(*SIZES[1], "1.5"), (*SIZES[2], "1.0")])
 def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     """Its own codes, cut out by hand; its own picture from the same noise."""
     source = source_of(stock, *given)
@@ -231,10 +231,8 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
         guidance,
     ]
     settings = tiny_settings(*map(str, options))
-    noise = torch.randn(
-        1, 8, height // 8, width // 8, generator=torch.Generator().manual_seed(5 + 2**31)
-    )
-    seed = lambda: torch.Generator().manual_seed(3)
+    noise = torch.randn(1, 8, height // 8, width // 8, generator=seeded(5 + 2**31))
+    seed = lambda: seeded(3)
     expected = stock(
         WISH,
         image=[source.image],
@@ -256,14 +254,14 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     (without,) = train.to_images(painter, train.paint(painter, WISH, tokens, settings, 5), 4)
     assert found.size == expected.size == (width, height)
     difference = lambda image: np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max()
-    assert difference(found) <= 1 < difference(without), "the source takes part"
+    assert difference(found) <= 1 < difference(without)  # the source takes part
 
 
 def test_one_source_is_kept_for_a_batch(pipe):
     """Bit for bit the pictures that the pipeline paints with a copy each."""
     run = build_run(settings := tiny_settings("--guidance-scale", "1.5", "--decode-steps", "2"))
     source = source_of(pipe, 128, 128)
-    tokens = torch.randint(make.NUM_CODES, (4, 16), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(make.NUM_CODES, (4, 16), generator=seeded(0))
     kept, painted = [], []
 
     def count(module, inputs, options):
@@ -288,7 +286,7 @@ def test_one_source_is_kept_for_a_batch(pipe):
 
 # ---- runs ----------------------------------------------------------------------------------------
 
-EDITS = ["--prompts", "edits.txt", "--sources", "sources", "--height", "64", "--width", "64"]
+EDITS = str.split("--prompts edits.txt --sources sources --height 64 --width 64")
 EDITS += ["--eval-prompts", "edits.txt", "--eval-sources", "sources"]
 
 
@@ -310,24 +308,23 @@ def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
         return stock_paint(pipe, prompt, tokens, settings, seed, source)
 
     monkeypatch.setattr(train, "paint", paint)
-    assert edits("--steps", "2", "--out", "run", "--eval-count", "2") == 0
+    assert edits(*str.split("--steps 2 --out run --eval-count 2")) == 0
     expected = {
         ("make the circle blue", RED_CIRCLE[0], CODES),
         ("make the cross a square", BLUE_CROSS[0], CODES),
     }
-    assert painted == expected, "each with its own source"
+    assert painted == expected  # each with its own source
     for record in records("run/metrics.jsonl"):
         assert record["max_logprob_gap"] < 1e-4
     first = ImageOps.fit(Image.open("sources/1.png"), (64, 64), Image.Resampling.LANCZOS)
     assert Image.open("run/evaluation/000000/1-source.png").tobytes() == first.tobytes()
     shown = Image.open("run/before-after.png").crop((8, 50, 8 + 112, 50 + 112)).resize((64, 64))
-    assert np.abs(np.asarray(shown).astype(int) - np.asarray(first)).mean() < 5, (
-        "the source comes first"
-    )
+    # The source comes first.
+    assert np.abs(np.asarray(shown).astype(int) - np.asarray(first)).mean() < 5
 
 
 def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
-    assert edits("--steps", "2", "--save-every", "1", "--out", "straight") == 0
+    assert edits(*str.split("--steps 2 --save-every 1 --out straight")) == 0
     shutil.copytree("straight", "killed")
     shutil.rmtree("killed/checkpoints/000002")
     shutil.rmtree("killed/adapter")
@@ -344,7 +341,7 @@ def test_a_compiled_run_expects_no_preview():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    "arguments, words",
     [
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
         (
@@ -376,7 +373,7 @@ def test_sources_go_with_sources_to_judge_by(quick, capfd):
 
 def test_the_adapter_edits_in_the_stock_pipeline(edits):
     """By the lines of docs/editing.md as they stand."""
-    assert edits("--steps", "1", "--lr", "1", "--out", "run") == 0
+    assert edits(*str.split("--steps 1 --lr 1 --out run")) == 0
     code, _ = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "editing.md").read_text(), flags=re.DOTALL
     )
@@ -406,7 +403,7 @@ def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
     code += "    return [float(is_red == ('circle' in prompt)) for is_red, prompt in zip(red, prompts)]\n"
     Path("mine.py").write_text(code)
     arguments = "--reward mine.py:own:1,mse:1 --eval-reward mine.py:own --eval-count 2"
-    assert edits(*arguments.split(), "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
+    assert edits(*arguments.split(), *str.split("--prompts-per-step 2 --steps 1 --out run")) == 0
     for record in (*records("run/evaluation.jsonl"), *records("run/metrics.jsonl")):
         assert record["reward/mine.py:own"] == 1
 
@@ -442,7 +439,7 @@ def test_edit_asks_about_both_pictures(tmp_path):
         )
     assert abs(found[0] - found[1]) > 1e-3
     turned = rewards.score({"edit": (edit, 1.0)}, [source], ["x"], None, [one])["edit"]
-    assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4, "which is the first matters"
+    assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4  # which is the first matters
     with pytest.raises(
         rewards.NoPictures, match="'edit' compares with source pictures: give --sources"
     ):

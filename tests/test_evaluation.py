@@ -36,7 +36,7 @@ def judge_file(name, value):
 
 def test_what_only_judges_is_logged_and_not_trained_on(quick, capfd):
     Path("other.txt").write_text("a green ring\na black square\n")
-    arguments = ["--steps", "1", "--eval-prompts", "other.txt", "--eval-targets", "targets"]
+    arguments = str.split("--steps 1 --eval-prompts other.txt --eval-targets targets")
     assert quick(*arguments, "--out", "without") == 0
     assert quick(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out", "with") == 0
     for record in records("with/evaluation.jsonl"):
@@ -62,26 +62,14 @@ def test_prompts_without_targets_are_judged_by_what_applies(quick, without):
     short = [
         "--model",
         TINY,
-        "--height",
-        "32",
-        "--width",
-        "32",
-        "--decode-steps",
-        "1",
-        "--group-size",
-        "2",
+        *str.split("--height 32 --width 32 --decode-steps 1 --group-size 2"),
     ]
     arguments = [
         "--prompts",
         prompts,
         "--eval-prompts",
         held_out,
-        "--eval-count",
-        "1",
-        "--steps",
-        "0",
-        "--out",
-        "run",
+        *str.split("--eval-count 1 --steps 0 --out run"),
     ]
     arguments += ["--targets", targets] if targets else ["--eval-targets", held_out_targets]
     two = judge_file("two", 2.0)
@@ -105,8 +93,8 @@ def test_every_prompt_is_judged_by_its_own_target(quick):
         "def fits(images, prompts, targets):\n"
         "    return [float(('red' in p) == (t.getpixel((8, 8))[0] > 200)) for p, t in zip(prompts, targets)]\n"
     )
-    arguments = ["--reward", "mine.py:fits", "--eval-reward", "mine.py:fits", "--eval-count", "2"]
-    assert quick(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
+    arguments = str.split("--reward mine.py:fits --eval-reward mine.py:fits --eval-count 2")
+    assert quick(*arguments, *str.split("--prompts-per-step 2 --steps 1 --out run")) == 0
     for record in records("run/evaluation.jsonl"):
         assert record["reward"] == record["held_out/reward"] == 1 and record["prompts"] == 2
     assert records("run/metrics.jsonl")[0]["reward"] == 1
@@ -121,17 +109,10 @@ def test_the_pictures_shown_have_their_own_rewards(quick):
         f"lines = {lines}\n\ndef place(images, prompts, targets):\n"
         "    return [10 * lines.index(p) + i % 4 if p in lines else 0 for i, p in enumerate(prompts)]\n"
     )
-    arguments = [
-        "--eval-prompts",
-        "new.txt",
-        "--eval-targets",
-        "none",
-        "--group-size",
-        "4",
-        "--eval-count",
-        "4",
-    ]
-    arguments += ["--reward", "mine.py:place", "--prompts-per-step", "2", "--steps", "0"]
+    arguments = str.split(
+        "--eval-prompts new.txt --eval-targets none --group-size 4 --eval-count 4"
+    )
+    arguments += str.split("--reward mine.py:place --prompts-per-step 2 --steps 0")
     assert quick(*arguments, "--out", "run") == 0
     shown = records("run/evaluation.jsonl")[0]["shown"]
     assert shown[2:] == [
@@ -153,7 +134,7 @@ def test_the_best_step_is_that_of_prompts_held_out_unless_no_reward_applies_to_t
     words = "prompts reward was higher after 1 step, 0.900, than at the end, 0.200"
     assert best((0.1, None), (0.9, None), (0.2, None)) == (1, f"on training {words}")
     assert best((0.1, 0.2), (0.1, 0.9), (0.9, 0.2)) == (1, f"on held-out {words}")
-    assert best((0.1, 0.20004), (0.1, 0.20001)) == (0, ""), "as people read it"
+    assert best((0.1, 0.20004), (0.1, 0.20001)) == (0, "")  # as people read it
     assert best((None, None)) == best() == (0, "")
 
 
@@ -173,7 +154,7 @@ def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
     phase.begin(steps=5, done=2)
     with phase.evaluation(3), phase("score"):
         pass
-    assert phase.read() == {} and waited == [2], "nor in the progress bar"
+    assert phase.read() == {} and waited == [2]  # nor in the progress bar
     phase.close()
 
 
@@ -194,8 +175,8 @@ def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(quick, monkeypatch)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.gpu.tqdm", Bar)
     Path("new.txt").write_text("a green ring\n")
-    arguments = ["--eval-prompts", "new.txt", "--eval-targets", "none", "--eval-count", "2"]
-    assert quick(*arguments, "--prompts-per-step", "2", "--steps", "1", "--out", "run") == 0
+    arguments = str.split("--eval-prompts new.txt --eval-targets none --eval-count 2")
+    assert quick(*arguments, *str.split("--prompts-per-step 2 --steps 1 --out run")) == 0
     assert bars == [("prompt", 3, [1, 1, 1]), ("step", 1, [1]), ("prompt", 3, [1, 1, 1])]
 
 
@@ -229,7 +210,7 @@ def test_the_curve_shows_every_reward(tmp_path):
         for colour in ((0x20, 0x60, 0xC0), (0xD0, 0x20, 0x30)):
             assert (np.abs(picture[40:] - np.array(colour)).sum(-1) < 30).any() == bool(judged)
         sizes.append(picture.shape[:2])
-    assert sizes == [(230, 640), (230, 960), (430, 960)], "2, 3 and 5 panels"
+    assert sizes == [(230, 640), (230, 960), (430, 960)]  # 2, 3 and 5 panels
 
 
 def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, capsys):
@@ -244,7 +225,7 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     flags = f"--model {model} --height 32 --width 32 --eval-count 1 --group-size 2"
     arguments = [*flags.split(), "--reward", f"pickscore={clip}:1,clip={clip}:1"]
     arguments += ["--eval-reward", f"hps={clip}"]
-    assert train.main([*arguments, "--steps", "1", "--prompts-per-step", "1", "--out", "run"]) == 0
+    assert train.main([*arguments, *str.split("--steps 1 --prompts-per-step 1 --out run")]) == 0
     settings = json.loads(Path("run/settings.json").read_text())
     assert (settings["decode_steps"], settings["guidance_scale"], settings["top_p"]) == (
         12,
@@ -257,7 +238,7 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
         f"held_out/reward/{name}={clip}" for name in ("pickscore", "clip", "hps")
     } <= before.keys()
     output = capsys.readouterr().out
-    assert ", clip -" in output, "for people without the folder"
+    assert ", clip -" in output  # for people without the folder
 
 
 def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
@@ -275,6 +256,6 @@ def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(quic
     Path("mine.py").write_text(
         "def half(images, prompts, targets):\n    return [float('nan') if i % 2 else 1.0 for i in range(len(images))]\n"
     )
-    assert quick("--reward", "mine.py:half,ssim", "--steps", "1", "--out", "run") == 0
+    assert quick(*str.split("--reward mine.py:half,ssim --steps 1 --out run")) == 0
     for record in (*records("run/metrics.jsonl"), *records("run/evaluation.jsonl")):
         assert record["reward"] == pytest.approx(1 + record["reward/ssim"])

@@ -33,7 +33,7 @@ def load(name):
 
 def test_a_text_model_learns_by_grpo_alone(tmp_path):
     """To end its text, too, which is half of the reward."""
-    page = (ROOT / "docs" / "copying.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "copying.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     assert code.endswith("\ntrain()\n")
     (tmp_path / "program.py").write_text(code.removesuffix("train()\n"))
@@ -117,7 +117,7 @@ def test_a_judge_behind_http_is_asked_again(url):
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    "answer, words",
     [
         (b'{"error": "out of memory"}', "KeyError: 'scores'"),
         (b"<html>", "JSONDecodeError"),
@@ -186,4 +186,4 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
     ]
     assert held_back == [1, 0]
     trains = build_run(tiny_settings()).policy_trainer
-    assert type(trains) is names["my_grpo"].GRPO, "it is what trains from then on"
+    assert type(trains) is names["my_grpo"].GRPO  # it is what trains from then on

@@ -93,7 +93,7 @@ def test_prompts_are_the_published_ones_in_their_kinds(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "asked"),
+    "prompt, asked",
     [
         ("a photo of an orange", (1, [(None, "orange")], None)),
         ("a photo of an orange orange", (1, [("orange", "orange")], None)),
@@ -121,7 +121,7 @@ def rectangle(left, top, right, bottom):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "expected"),
+    "one, other, expected",
     [
         ((10, 40, 30, 60), (70, 40, 90, 60), {"left of"}),
         ((40, 70, 60, 90), (40, 10, 60, 30), {"below"}),
@@ -160,7 +160,7 @@ def colour_by_place(things):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "things", "right", "credit"),
+    "prompt, things, right, credit",
     [
         ("a photo of a dog", {}, False, 0),
         ("a photo of a dog", {"dog": [LEFT]}, True, 1),
@@ -318,10 +318,11 @@ def test_thresholds_are_three_tenths_and_nine_tenths_in_counting(judge, monkeypa
     np.testing.assert_equal(values["right"].tolist(), [1, 0, 0, 1, math.nan])
     np.testing.assert_allclose(values["facts"].tolist(), [1, 0, 1 / 2, 1 / 3, math.nan], rtol=1e-6)
     detections(monkeypatch, judge, *[("dog", 0.95, LEFT)] * 20)
+    # 16 at most.
     assert (
         rewards.score(functions, [image], ["a photo of four dogs"], None)["facts"].item()
         == 1 - 12 / 4
-    ), "16 at most"
+    )
 
 
 def test_a_colour_is_asked_of_the_thing_alone(judge, monkeypatch):

@@ -85,7 +85,7 @@ def for_gpu(*flags):
 
 
 @pytest.mark.parametrize(
-    ("choice", "free", "cap", "expected"),
+    "choice, free, cap, expected",
     [
         ("auto", 11.9, 1.0, False),  # 4 GB of weights, and 7.9 to work in with micro-batches of 2
         ("auto", 11.7, 1.0, True),
@@ -114,17 +114,17 @@ def test_the_largest_micro_batch_that_fits(card, capsys):
     assert "with micro-batches of 8 (--micro-batch-size auto)" in capsys.readouterr().out
     card.free, settings = 40.0, for_gpu("--group-size", "3")
     planned(weights(2, 2), settings)
-    assert settings.micro_batch_size == 3, "a group has no more"
+    assert settings.micro_batch_size == 3  # a group has no more
     card.free, settings = 9.1, for_gpu()
-    assert planned(weights(5, 2), settings) and settings.micro_batch_size == 2, "and in turns"
+    assert planned(weights(5, 2), settings) and settings.micro_batch_size == 2  # and in turns
 
 
 @pytest.mark.parametrize(
-    ("free", "host", "flags"),
+    "free, host, flags",
     [
         (16.1, 60.0, []),
         (16.1, 20.0, ["--base", "int8"]),  # the GPU would do
-        (24.5, 60.0, ["--micro-batch-size", "16", "--group-size", "16", "--prompts-per-step", "1"]),
+        (24.5, 60.0, str.split("--micro-batch-size 16 --group-size 16 --prompts-per-step 1")),
     ],
 )
 def test_what_does_not_fit_is_refused(card, free, host, flags):
@@ -195,12 +195,12 @@ def test_what_is_needed_follows_from_the_weights(monkeypatch):
     settings.height = settings.width = 1024
     settings.prompts_per_step = 1
     *_, decoding, _ = working_memory(settings, 4, 0)
-    assert of(learns, model, model)[1] == trained + 361_200 + decoding, "the VAE in its own turn"
+    assert of(learns, model, model)[1] == trained + 361_200 + decoding  # the VAE in its own turn
     alone = of(model, learns)[0]
     longer = of(model, learns, prompt=4256)[0] - of(model, learns, prompt=2256)[0]
-    assert longer > 0.8e6 * 500 * 4, "a token per 4 bytes"
+    assert longer > 0.8e6 * 500 * 4  # a token per 4 bytes
     monkeypatch.setattr(ranks, "count", lambda: 2)
-    assert of(model, learns)[0] == alone + 0.5e9, "NCCL's buffers"
+    assert of(model, learns)[0] == alone + 0.5e9  # NCCL's buffers
 
 
 def test_the_rank_with_the_least_memory_decides_for_all(card, monkeypatch):
@@ -457,7 +457,7 @@ def same_samples(model, forward, prompts, positions=None, group=2, **shaping):
     equal = (tokens == expected).cumprod(1).bool()
     torch.testing.assert_close(logp[equal], expected_logp[equal], atol=1e-4, rtol=0)
     assert equal[:, -1].float().mean() > 0.6
-    assert len(tokens.unique(dim=0)) > len(prompts), "or the samples of a group could be mixed up"
+    assert len(tokens.unique(dim=0)) > len(prompts)  # or the samples of a group could be mixed up
     nothing = [None] * len(prompts)
     nuclei = nothing if nucleus is None else nucleus.split(group)
     groups = zip(
@@ -483,24 +483,24 @@ def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_grap
     cache, size = forward.cache, forward.size
     assert isinstance(cache, StaticCache) and size == 32
     same_samples(glm, forward, *(part[1:] for part in three), **SHAPING)
-    assert forward.cache is cache, "fewer rows are filled up"
+    assert forward.cache is cache  # fewer rows are filled up
     assert RecordedGraph.made == 1
 
     longer = encode(pipe, "a ring", "a red ring and a green cross " * 2)
-    assert size - LENGTH < len(longer[0][1]) <= size, "there is room for the prompt alone"
+    assert size - LENGTH < len(longer[0][1]) <= size  # there is room for the prompt alone
     same_samples(glm, forward, *longer, **SHAPING)
     assert forward.cache is not cache and forward.size > size and forward.size % 32 == 0
     same_samples(glm, forward, *three, **SHAPING)
-    assert RecordedGraph.made == 2 and len(forward.ids) == 6, "as many rows as before"
+    assert RecordedGraph.made == 2 and len(forward.ids) == 6  # as many rows as before
 
     forward.release()
-    assert forward.cache is None and forward.graph is None, "the memory is free"
+    assert forward.cache is None and forward.graph is None  # the memory is free
     same_samples(glm, forward, *three, **SHAPING)
     assert RecordedGraph.made == 3
 
 
 @pytest.mark.parametrize(
-    ("flags", "compiled"),
+    "flags, compiled",
     [
         ("", 1),
         ("--compile no", 0),
@@ -525,7 +525,7 @@ def test_the_step_is_captured_once_for_the_rows_that_are_to_come(glm, pipe, reco
     for texts in (["a ring"], ["a ring", "three squares"], ["a ring", "a cross", "two rings"]):
         same_samples(glm, forward, *encode(pipe, *texts), **SHAPING)
     assert RecordedGraph.made == 1
-    settings = tiny_settings("--compile", "yes", "--prompts-per-step", "3", "--group-size", "5")
+    settings = tiny_settings(*str.split("--compile yes --prompts-per-step 3 --group-size 5"))
     assert build_run(settings).policy_trainer.forward.rows == 15
 
 
@@ -558,7 +558,7 @@ def test_captured_forward_follows_the_adapter(kind, compiled_at_once, recorded_g
     for size, group in sizes:
         perturb(model, size)
         same_samples(model, forward, PROMPTS, group=group, temperature=1.5)
-    assert RecordedGraph.made == (2 if kind == "graph" else 0), "one for each number of rows"
+    assert RecordedGraph.made == (2 if kind == "graph" else 0)  # one for each number of rows
     assert (model.config._attn_implementation == "grouped") == (kind == "compiled")
 
 
@@ -582,7 +582,7 @@ def test_a_released_cache_is_free_at_once(compiled_at_once):
 
 
 @pytest.mark.parametrize(
-    ("device", "choice", "captured", "compiled"),
+    "device, choice, captured, compiled",
     [
         (CPU, "auto", False, False),
         (CPU, "yes", True, True),
@@ -601,7 +601,7 @@ def test_a_gpu_captures_the_step_and_compiles_it_unless_told_otherwise(
     assert hasattr(getattr(forward, "forward", None), "_torchdynamo_orig_callable") == compiled
     config = policy.get_base_model().config.get_text_config()
     assert (config._attn_implementation == "grouped") == compiled
-    assert not captured or forward.num_new_tokens == 256 + 4 * 4, "of the preview and the picture"
+    assert not captured or forward.num_new_tokens == 256 + 4 * 4  # of the preview and the picture
 
 
 @pytest.mark.parametrize("size", [1.0, 5e-9])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import adapter_of, build_run, records, resume, tiny_settings
+from conftest import adapter_of, build_run, records, resume, seeded, tiny_settings
 from torch.nn.functional import linear
 
 from glm_image.model import LORA_TARGETS
@@ -35,9 +35,8 @@ def test_every_weight_is_off_by_half_a_step_of_its_row_at_most(dtype):
         and rounded.scale.dtype == dtype
         and not rounded.weight.requires_grad
     )
-    assert dict(rounded.named_buffers()).keys() == {"scale"}, (
-        "or it would not move with the weights"
-    )
+    # Or it would not move with the weights.
+    assert dict(rounded.named_buffers()).keys() == {"scale"}
     weight, scale = exact.weight.float(), rounded.scale.float()[:, None]
     assert ((rounded.weight * scale - weight).abs() <= scale / 2 * 1.0001).all()
     torch.testing.assert_close(scale[:, 0], weight.abs().amax(1) / 127, rtol=1e-2, atol=1e-11)
@@ -67,16 +66,15 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
         for name, module in part.named_modules()
         if isinstance(module, Int8Linear)
     }
-    assert any(name.endswith("mlp.down_proj.base_layer") for name in rounded), (
-        "what the adapter is added to"
-    )
+    # What the adapter is added to.
+    assert any(name.endswith("mlp.down_proj.base_layer") for name in rounded)
     assert all(".layers." in name or "transformer_blocks." in name for name in rounded)
     within = [
         *base.model.language_model.layers.modules(),
         *run.pipe.transformer.transformer_blocks.modules(),
     ]
     plain = [module for module in within if type(module) is torch.nn.Linear]
-    assert all(module.weight.requires_grad for module in plain), "all others are the adapters'"
+    assert all(module.weight.requires_grad for module in plain)  # all others are the adapters'
     for learner in (run.policy_trainer, run.decoder_trainer):
         trained = [p for p in learner.model.parameters() if p.requires_grad]
         assert trained and all(p.dtype == torch.float32 for p in trained)
@@ -85,7 +83,7 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
 def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
     """In bfloat16, too; log-probs (of -20) are off by as little as bfloat16 is."""
     ids, positions, _ = encode_prompt(pipe.processor, "a red circle", 64, 32)
-    codes = torch.randint(256, (2, 10), generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(256, (2, 10), generator=seeded(0))
     ids, positions = torch.cat([ids.expand(2, -1), codes], 1), positions[:, : len(ids) + 10]
     logprobs = lambda model: get_per_token_logprobs(
         model, ids, 10, position_ids=positions, allowed_ids=slice(0, 256)
@@ -101,7 +99,7 @@ def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
         model, _ = add_adapter(own, "codes", LORA_TARGETS["codes"], 16, None, None)
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
-            parameter.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
+            parameter.data.normal_(0, 0.02, generator=seeded(1))
         with torch.no_grad(), model.disable_adapter():
             assert torch.equal(logprobs(model), reference)
         logprobs(model).sum().backward()
@@ -114,7 +112,7 @@ def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
 
 def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(quick, capsys):
     flags = ["--base", "int8", "--temperature", "4"]
-    assert quick(*flags, "--steps", "2", "--save-every", "1", "--out", "whole") == 0
+    assert quick(*flags, *str.split("--steps 2 --save-every 1 --out whole")) == 0
     shutil.copytree("whole", "parts")
     shutil.rmtree("parts/checkpoints/000002")
     assert resume("parts", "--base", "bfloat16") == 2
@@ -122,14 +120,13 @@ def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(q
     assert resume("parts") == 0
     assert adapter_of("parts") == adapter_of("whole")
     assert records("parts/metrics.jsonl") == records("whole/metrics.jsonl")
-    assert records("whole/metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6), (
-        "the reference is the rounded base"
-    )
+    # The reference is the rounded base.
+    assert records("whole/metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6)
 
     assert '"base": "int8"' in Path("whole/adapter/settings.json").read_text()
     for base in ("int8", "bfloat16"):
         assert (
-            quick("--adapter", "whole", "--steps", "0", "--base", base, "--out", f"judged-{base}")
+            quick(*str.split("--adapter whole --steps 0 --base"), base, "--out", f"judged-{base}")
             == 0
         )
     rounded, exact = (

@@ -36,12 +36,11 @@ def read(folder, text):
 def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
     text = "alone\n# kind: counting\nthree circles\n# kindred spirits\n## Kind = two words \n\n\\# 1 fan\n\\a\n#kind:counting\ntwo"
     prompts = read(tmp_path, text)
-    assert prompts.texts == ["alone", "three circles", "# 1 fan", "\\a", "two"], (
-        "comments are left out"
-    )
+    # Comments are left out.
+    assert prompts.texts == ["alone", "three circles", "# 1 fan", "\\a", "two"]
     assert prompts.kinds == ["other", "counting", "two words", "two words", "counting"]
     assert prompts.lines == [1, 3, 7, 8, 10]
-    assert read(tmp_path, "a\n# b\n").kinds is None, "there is one kind, without a name"
+    assert read(tmp_path, "a\n# b\n").kinds is None  # there is one kind, without a name
 
 
 def test_evaluated_are_the_first_prompts_of_each_kind_in_turn():
@@ -67,9 +66,8 @@ def test_errors_are_over_prompts():
     error = pytest.approx(np.std([0, 1, 1], ddof=1) / math.sqrt(3))
     assert metrics["reward_error"] == metrics["reward_error/a"] == error
     assert (metrics["images"], metrics["prompts"]) == (12, 3)
-    assert math.isnan(evaluation_metrics({}, values[:4], 4)["reward_error"]), (
-        "one prompt says nothing of others"
-    )
+    # One prompt says nothing of others.
+    assert math.isnan(evaluation_metrics({}, values[:4], 4)["reward_error"])
 
 
 def test_kinds_by_hand():
@@ -82,25 +80,22 @@ def test_kinds_by_hand():
     assert (x["prompts"], x["images"], y["prompts"], mean["prompts"]) == (3, 6, 1, 4)
     assert x["reward/a"] == pytest.approx(np.mean([0, 1, 1, 1, 0.5])) and y["reward/a"] == 0
     assert x["reward_error/a"] == pytest.approx(np.std([0.5, 1, 0.5], ddof=1) / math.sqrt(3))
-    assert math.isnan(y["reward_error/a"]) and math.isnan(mean["reward_error/a"]), (
-        "one of its parts is not known"
-    )
+    # One of its parts is not known.
+    assert math.isnan(y["reward_error/a"]) and math.isnan(mean["reward_error/a"])
     assert (
         mean["reward/a"] == pytest.approx((x["reward/a"] + 0) / 2)
         and metrics["reward"] != mean["reward"]
     )
     assert math.isnan(y["reward/b"])
-    assert mean["reward/b"] == x["reward/b"] and mean["reward_error/b"] == x["reward_error/b"], (
-        "of those that it has"
-    )
+    # Of those that it has.
+    assert mean["reward/b"] == x["reward/b"] and mean["reward_error/b"] == x["reward_error/b"]
     assert x["reward_error/b"] == pytest.approx(np.std([0.5, 3, 3], ddof=1) / math.sqrt(3))
 
     pairs = evaluation_metrics({}, torch.tensor([0.0, 1, 2, 4]), 1, list("xxyy"))["kinds"]
-    assert pairs[MEAN]["reward_error"] == pytest.approx(math.hypot(0.5, 1.0) / 2), (
-        "errors of kinds are independent"
-    )
+    # Errors of kinds are independent.
+    assert pairs[MEAN]["reward_error"] == pytest.approx(math.hypot(0.5, 1.0) / 2)
     for kinds in (None, ["x"] * 4):
-        assert "kinds" not in evaluation_metrics({"a": a}, a, 2, kinds), "one kind needs no table"
+        assert "kinds" not in evaluation_metrics({"a": a}, a, 2, kinds)  # one kind needs no table
 
 
 def evaluation(step, **numbers):
@@ -137,13 +132,12 @@ def test_the_table_by_hand():
         MEAN,
     ]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[1] == ["training", "prompts", "f.py:facts", "g.py:right"], (
-        "the lone reward is the sum, and shown once"
-    )
+    # The lone reward is the sum, and shown once.
+    assert cells[1] == ["training", "prompts", "f.py:facts", "g.py:right"]
     assert cells[3] == ["x", "2", "0.25 +- 0.05 -> 0.55 +- 0.05", "0.50 +- 0.10 -> 1.10 +- 0.10"]
     assert cells[5][:3] == [MEAN, "4", "0.35 +- 0.04 -> 0.50 +- 0.04"]
     assert cells[9][2] == "0.15 +- 0.05 -> 0.35 +- 0.05"
-    assert len({len(line) for line in lines[1:6]}) == 1, "columns stand under one another"
+    assert len({len(line) for line in lines[1:6]}) == 1  # columns stand under one another
     assert "0.55 +- 0.05" in kinds_table(AFTER)[3] and "->" not in kinds_table(AFTER)[3]
     plain = {name: value for name, value in AFTER.items() if "kinds" not in name}
     assert kinds_table(plain) == kinds_table(plain, AFTER) == []
@@ -172,13 +166,12 @@ def test_a_drop_within_the_error_is_no_warning():
         ]
         return best_step(records)[1]
 
-    assert words((0.877, 0.03), (0.875, 0.03)) == "" and words((0.9, 0.08), (0.8, 0.08)) == "", (
-        "0.08 each, 0.11 both"
-    )
+    # 0.08 each, 0.11 both.
+    assert words((0.877, 0.03), (0.875, 0.03)) == "" and words((0.9, 0.08), (0.8, 0.08)) == ""
     assert words((0.9, 0.03), (0.8, 0.03)) == (
         "on held-out prompts reward was higher after 0 steps, 0.900 +- 0.030, than at the end, 0.800 +- 0.030"
     )
-    assert words((0.9, None), (0.8, None)) != "", "of one prompt there is no error"
+    assert words((0.9, None), (0.8, None)) != ""  # of one prompt there is no error
 
 
 def test_the_best_step_of_z_scores_is_that_of_a_judge():
@@ -267,30 +260,15 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
     Path("own.txt").write_text("# kind: low\none\ntwo\nzero\n# kind: high\nthree\nfour\nfive\n")
     Path("new.txt").write_text("two\nthree\n")
     Path("mine.py").write_text(JUDGES)
-    arguments = [
-        "--prompts",
-        "own.txt",
-        "--targets",
-        "none",
-        "--eval-prompts",
-        "new.txt",
-        "--eval-targets",
-        "none",
-    ]
-    arguments += [
-        "--reward",
-        "mine.py:place",
-        "--eval-reward",
-        "mine.py:right",
-        "--eval-count",
-        "4",
-    ]
+    arguments = str.split(
+        "--prompts own.txt --targets none --eval-prompts new.txt --eval-targets none"
+    )
+    arguments += str.split("--reward mine.py:place --eval-reward mine.py:right --eval-count 4")
     assert quick(*arguments, "--steps", "1", "--out", "run") == 0
     _, after = records("run/evaluation.jsonl")
     low = after["kinds"]["low"]
-    assert low["prompts"] == 2 and low["reward"] == pytest.approx((0.26 + 0.5) / 2 + 0.05), (
-        "not zero, the third"
-    )
+    # Not zero, the third.
+    assert low["prompts"] == 2 and low["reward"] == pytest.approx((0.26 + 0.5) / 2 + 0.05)
     assert low["reward_error"] == pytest.approx(0.24 / 2) and low["reward/mine.py:right"] == 0.5
     assert (
         after["kinds"]["high"]["reward/mine.py:right"] == 0.5
@@ -300,11 +278,11 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
         0.25 / 2
     )
     shown = [(prompt, judges["mine.py:right"]) for prompt, _, judges in after["shown"]]
-    assert shown[:2] == [("one", [0, 0]), ("four", [0, 0])], "the first that is wrong, of each kind"
+    assert shown[:2] == [("one", [0, 0]), ("four", [0, 0])]  # the first that is wrong, of each kind
     assert shown[2:] == [("two", [1, 1]), ("three", [1, 1])]
     lines = "".join(capfd.readouterr()).splitlines()
     row = "| low               | 2       | 0.43 +- 0.12 -> 0.43 +- 0.12 | 0.50 +- 0.50 "
-    assert sum(line.startswith(row) for line in lines) == 1, "once, at the end"
+    assert sum(line.startswith(row) for line in lines) == 1  # once, at the end
     assert records("run/adapter/evaluation.jsonl")[-1]["kinds"]["low"]["prompts"] == 2
     assert quick(*arguments, "--steps", "0", "--out", "judged") == 0
     assert "| low               | 2       | 0.43 +- 0.12 " in "".join(capfd.readouterr())

@@ -40,9 +40,8 @@ def test_zscores_in_float32_make_advantages_of_equal_rewards():
     for reward in equal:
         total += reward
     centred = equal - total / np.float32(8)
-    assert 0.4 < np.abs(centred / (centred.std(ddof=1) + 1e-6)).max() < 1, (
-        "the mean is off by its last bit"
-    )
+    # The mean is off by its last bit.
+    assert 0.4 < np.abs(centred / (centred.std(ddof=1) + 1e-6)).max() < 1
     assert not compute_advantages(torch.from_numpy(equal), 8).any()
 
 

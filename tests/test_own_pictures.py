@@ -37,7 +37,7 @@ def refusal(folder, count=1):
 
 
 @pytest.mark.parametrize(
-    ("orientation", "turn"), [(6, Image.Transpose.ROTATE_90), (3, Image.Transpose.ROTATE_180)]
+    "orientation, turn", [(6, Image.Transpose.ROTATE_90), (3, Image.Transpose.ROTATE_180)]
 )
 def test_a_photo_from_a_phone_stands_upright(tmp_path, orientation, turn):
     """Stored on its side, with a note in its EXIF how to turn it: the red stripe is at the top."""

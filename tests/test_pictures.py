@@ -9,7 +9,7 @@ import make
 import numpy as np
 import pytest
 import torch
-from conftest import CODES, build_run, tiny_settings, write_reward
+from conftest import CODES, build_run, seeded, tiny_settings, write_reward
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageFont
 
@@ -43,9 +43,7 @@ def decoder_of(pipe):
 
 
 def codes(count, length):
-    return torch.randint(
-        make.NUM_CODES, (count, length), generator=torch.Generator().manual_seed(0)
-    )
+    return torch.randint(make.NUM_CODES, (count, length), generator=seeded(0))
 
 
 def pixels(images):
@@ -53,7 +51,7 @@ def pixels(images):
 
 
 def small(*arguments):
-    return tiny_settings("--height", "32", "--width", "32", "--decode-steps", "2", *arguments)
+    return tiny_settings(*str.split("--height 32 --width 32 --decode-steps 2"), *arguments)
 
 
 # ---- prompts in ----------------------------------------------------------------------------------
@@ -78,7 +76,7 @@ def test_positions_equal_the_models_own(pipe, size):
 # ---- pictures out --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "guidance"), [((64, 64), "1.0"), ((64, 96), "1.5")])
+@pytest.mark.parametrize("size, guidance", [((64, 64), "1.0"), ((64, 96), "1.5")])
 def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
     """The codes cut out and doubled by the pipeline's own helpers, painted one by one with the same
     noise."""
@@ -88,11 +86,11 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
     grids = glm_inputs(pipe, PROMPT, *size)["image_grid_thw"]
     total, offset, rows, columns = pipe._compute_generation_params(grids, is_text_to_image=True)
     tokens = codes(2, encode_prompt(pipe.processor, PROMPT, *size)[2])
-    assert total == tokens.shape[1] + 1, "generate() writes an end token too"
+    assert total == tokens.shape[1] + 1  # generate() writes an end token too
     images = train.to_images(
         pipe, train.paint(decoder_of(pipe), PROMPT, tokens, settings, seed=5), 4
     )
-    generator = torch.Generator().manual_seed(5 + 2**31)  # of the noise, not of the codes
+    generator = seeded(5 + 2**31)  # of the noise, not of the codes
     latents = torch.randn(1, 8, size[0] // 8, size[1] // 8, generator=generator)
     for row, image in zip(tokens, images):
         large = pipe._extract_large_image_tokens(row[None], 0, offset, rows * columns)
@@ -110,7 +108,7 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
     assert np.abs(pixels(images)[0] - pixels(images)[1]).max() > 50
 
 
-@pytest.mark.parametrize(("guidance", "passes"), [("1.0", 2 * 2), ("1.5", 2 * 2 * 2)])
+@pytest.mark.parametrize("guidance, passes", [("1.0", 2 * 2), ("1.5", 2 * 2 * 2)])
 def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, passes):
     decoder, calls = decoder_of(pipe), []
     hook = decoder.transformer.register_forward_pre_hook(lambda *arguments: calls.append(1))
@@ -126,11 +124,11 @@ def test_one_noise_for_a_group_and_any_batch_size(pipe):
     decoder, tokens = decoder_of(pipe), codes(1, CODES).repeat(3, 1)
     batched = train.paint(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5)
     batched = pixels(train.to_images(decoder, batched, 4))
-    assert np.abs(batched[1:] - batched[:1]).max() <= 1, "equal codes, equal pictures"
+    assert np.abs(batched[1:] - batched[:1]).max() <= 1  # equal codes, equal pictures
     other = pixels(
         train.to_images(decoder, train.paint(decoder, PROMPT, tokens[:1], small(), seed=6), 4)
     )
-    assert np.abs(other - batched[:1]).max() > 1, "the seed is used"
+    assert np.abs(other - batched[:1]).max() > 1  # the seed is used
 
 
 # ---- what is trained -----------------------------------------------------------------------------
@@ -139,11 +137,11 @@ def test_one_noise_for_a_group_and_any_batch_size(pipe):
 @pytest.fixture(scope="module")
 def run():
     rates = ["--lr", "3e-3", "--decoder-lr", "1e-3"]
-    return build_run(small("--lora-rank", "8", "--seed", "3", "--train", "both", *rates))
+    return build_run(small(*str.split("--lora-rank 8 --seed 3 --train both"), *rates))
 
 
 @pytest.mark.parametrize(
-    ("half", "layers", "place", "lr"),
+    "half, layers, place, lr",
     [
         ("policy_trainer", 4 * 6, ".language_model.", 3e-3),
         ("decoder_trainer", 3 * 4, ".attn1.", 1e-3),
@@ -156,7 +154,7 @@ def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
         for name, p in learner.model.named_parameters()
         if p.requires_grad
     }
-    assert len(adapted) == layers, "layers x projections"
+    assert len(adapted) == layers  # layers x projections
     assert all(place in name for name in adapted)
     (group,) = learner.optimizer.param_groups
     assert {id(p) for p in group["params"]} == {
@@ -170,7 +168,7 @@ def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
 
 def test_only_adapters_are_trained_and_the_vision_tower_is_left_behind(run):
     painters = train.painting_models(run.pipe)
-    assert len(painters) == 3, "glyph encoder, transformer, VAE"
+    assert len(painters) == 3  # glyph encoder, transformer, VAE
     for name, p in (
         pair
         for module in (run.policy_trainer.model, *painters)
@@ -192,7 +190,7 @@ def test_the_seed_fixes_the_adapters_start(run):
             ]
         )
 
-    flags = ["--lora-rank", "8", "--train", "both", "--seed"]
+    flags = str.split("--lora-rank 8 --train both --seed")
     assert torch.equal(start(build_run(small(*flags, "3"))), start(run))
     assert not torch.equal(start(build_run(small(*flags, "4"))), start(run))
 
@@ -220,9 +218,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         "--top-p",
         "1",
     ]  # the short pictures are blank below that
-    assert (
-        quick(*differing, "--steps", "2", "--lr", "0.05", "--group-size", "4", "--out", "run") == 0
-    )
+    assert quick(*differing, *str.split("--steps 2 --lr 0.05 --group-size 4 --out run")) == 0
     trained = build_run(small()).policy_trainer
     checkpoints.load(Path("run"), {"codes": trained})
     tokens = codes(2, 40)
@@ -232,7 +228,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         stock.vision_language_encoder.load_adapter(folder)
         found = logprobs(pipe, stock.vision_language_encoder, PROMPT, tokens)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    assert not list(Path("run/checkpoints").rglob("README.md")), "PEFT's form, empty"
+    assert not list(Path("run/checkpoints").rglob("README.md"))  # PEFT's form, empty
     with (
         warnings.catch_warnings()
     ):  # for its plan a run on a GPU builds models without data, and this adapter on them
@@ -265,10 +261,10 @@ def test_a_grid_shows_every_picture_in_its_place(tmp_path):
     half = 30 + (sheet.height - 30) // 2
     left, right = columns_of(sheet, RED, 0, half), columns_of(sheet, BLUE, 0, half)
     assert left[1] - left[0] + 1 == right[1] - right[0] + 1 == 80 and left[1] < right[0]
-    assert columns_of(sheet, BLUE, half, sheet.height) == left, "below the first"
+    assert columns_of(sheet, BLUE, half, sheet.height) == left  # below the first
     blue = (np.asarray(sheet)[:half] == BLUE).all(-1).any(1).sum()
-    assert blue == 40, "its shape is kept"
-    assert (np.asarray(sheet.convert("L")) < 128)[:25].any(), "a title"
+    assert blue == 40  # its shape is kept
+    assert (np.asarray(sheet.convert("L")) < 128)[:25].any()  # a title
 
 
 def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
@@ -327,4 +323,4 @@ def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
     ]
     assert "before" not in grids[2][1]
     save_before_after(tmp_path, before, after | {"rows": {"": [0], "held_out/": [1]}})
-    assert [label for label, _ in grids[3][0]] == ["two"], "those held out"
+    assert [label for label, _ in grids[3][0]] == ["two"]  # those held out

@@ -14,9 +14,7 @@ FOLDER = Path(__file__).parent.parent / "prompts"
 
 def by_kind(name):
     """{kind: its prompts}, in the order of the file, whose first line names a kind."""
-    first, *sections = re.split(
-        r"(?m)^# kind: (.*)\n", (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
-    )
+    first, *sections = re.split(r"(?m)^# kind: (.*)\n", (FOLDER / f"{name}.txt").read_text())
     assert first == "" and len(set(sections[::2])) == len(sections[::2])
     return {kind: prompts.splitlines() for kind, prompts in zip(sections[::2], sections[1::2])}
 
@@ -81,10 +79,7 @@ def test_heldout_is_new():
 
 def test_every_prompt_about_objects_has_questions():
     """Counting, spatial relations, attributes and several objects, in both files."""
-    lines = [
-        json.loads(line)
-        for line in (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    lines = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text().splitlines()]
     prompts = [prompt for kinds in KINDS.values() for kind in OBJECTS for prompt in kinds[kind]]
     assert sorted(line["prompt"] for line in lines) == sorted(prompts)
     assert all(3 <= len(line["questions"]) <= 6 for line in lines)

@@ -20,6 +20,7 @@ from conftest import (
     adapter_of,
     records,
     resume,
+    steps_of,
     steps_saved,
     write_reward,
 )
@@ -102,7 +103,7 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
         "evaluation after 2 steps, held-out",
         "what it leaves is in two",
     ):
-        assert [output.count(words) for output in outputs] == [1, 0], "one rank speaks"
+        assert [output.count(words) for output in outputs] == [1, 0]  # one rank speaks
 
     one, two = first_moment("one"), first_moment("two")
     assert one.abs().max() > 1e-3
@@ -126,8 +127,8 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
         assert Path(f"one/{picture}").read_bytes() == Path(f"two/{picture}").read_bytes()
 
     adapters = [Path(f"adapter-{rank}").read_bytes() for rank in range(2)]
-    assert adapters[0] == adapters[1], "all ranks make the same steps"
-    assert resume("two", "--steps", "3") == 2, "half the ranks would make other steps"
+    assert adapters[0] == adapters[1]  # all ranks make the same steps
+    assert resume("two", "--steps", "3") == 2  # half the ranks would make other steps
 
     shutil.copytree("two", "killed")
     shutil.rmtree("killed/checkpoints/000002")
@@ -143,7 +144,7 @@ def test_a_rank_that_has_nothing_to_learn_steps_with_the_others(start):
     """Rewards of the second rank are all equal: its share of the gradient is 0, and it has no say
     in the means."""
     reward = write_reward("if os.environ['RANK'] == '1':\n    return torch.ones(len(images))")
-    settings = ["--steps", "2", "--iterations", "2", "--temperature", "4", "--out", "run"]
+    settings = str.split("--steps 2 --iterations 2 --temperature 4 --out run")
     codes, outputs = together(start, *reward, *settings, "--base", "int8", prepare=leave_adapter)
     assert codes == [0, 0], outputs
     for record in records("run/metrics.jsonl"):
@@ -179,12 +180,12 @@ def test_a_rank_that_fails_ends_the_run_with_its_message(processes, quick):
         assert words in message
     assert "\nerror: rank 0: stopped because rank 1 has failed" in output
     assert steps_saved("run")[-1] == "000002"
-    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
+    assert steps_of("run/metrics.jsonl") == [1, 2]
 
 
 def test_a_rank_that_vanishes_does_not_leave_the_other_waiting(start):
     reward = on_rank_1(5, f"os.kill(os.getpid(), {int(signal.SIGKILL)})")
-    codes, outputs = together(start, *reward, "--steps", "9", "--save-every", "1", "--out", "run")
+    codes, outputs = together(start, *reward, *str.split("--steps 9 --save-every 1 --out run"))
     assert codes == [2, -signal.SIGKILL]
     assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone")
     assert "Traceback" not in outputs[0]
@@ -220,18 +221,16 @@ def test_a_rank_that_fails_amid_its_update_leaves_a_line_and_a_checkpoint(start)
     assert steps_saved("run")[-1] == "000001"
 
 
-@pytest.mark.parametrize(("call", "last"), [(2, 0), (4, 1)])
+@pytest.mark.parametrize("call, last", [(2, 0), (4, 1)])
 def test_ranks_stop_together(start, call, last):
     """Only the second is told to stop: in the evaluation before training, or in the first step."""
     reward = on_rank_1(call, f"os.kill(os.getpid(), {int(signal.SIGTERM)})")
-    codes, outputs = together(start, *reward, "--steps", "9", "--eval-every", "1", "--out", "run")
+    codes, outputs = together(start, *reward, *str.split("--steps 9 --eval-every 1 --out run"))
     assert codes == [0, 0], outputs
     assert re.search("saved; go on with: the same torchrun command and --resume run", outputs[0])
     assert len(records("run/metrics.jsonl")) == last
     assert steps_saved("run")[-1] == f"{last:06d}"
-    assert [record["step"] for record in records("run/evaluation.jsonl")] == (
-        [0, 1] if last else []
-    )
+    assert steps_of("run/evaluation.jsonl") == ([0, 1] if last else [])
 
 
 # ---- by hand -------------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
 
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):
     """This rank has 1, NaN, 5 and NaN; the other 3, 7, NaN and NaN. Of a peak it is the largest."""
-    assert ranks.mean({"a": 1.0}) == {"a": 1.0}, "alone"
+    assert ranks.mean({"a": 1.0}) == {"a": 1.0}  # alone
     nan, peaks = torch.nan, {"gpu_gb/update": 9.0, "decoder/max_logprob_gap": 0.25}
     other = {"a": 3.0, "b": 7.0, "c": nan, "d": nan} | {
         name: value / 2 for name, value in peaks.items()

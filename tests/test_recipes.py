@@ -29,7 +29,7 @@ moved_on_purpose = pytest.mark.filterwarnings("ignore:mean_logprob_gap", "ignore
 def edited(name, folder):
     """The module after an edit that docs/copying.md names."""
     file = folder / "edited.py"
-    file.write_text(variants.edited("" if name == "GRPO" else name), encoding="utf-8")
+    file.write_text(variants.edited("" if name == "GRPO" else name))
     spec = importlib.util.spec_from_file_location("edited", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -114,7 +114,7 @@ def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
         plain, same_groups = prepared("GRPO", size, tmp_path)
         expected = plain.update(same_groups)
         for metric in ("ratio_mean", "kl", "mean_logprob_gap"):
-            assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5), "means stay means"
+            assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5)  # means stay means
 
 
 def side_by_side(monkeypatch, ranks):

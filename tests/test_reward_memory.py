@@ -60,7 +60,7 @@ def clip(text, vision, layers, heads, dims):
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    "name, sizes",
     [
         ("clip", (768, 1024, (12, 24), (12, 16), 768)),  # openai/clip-vit-large-patch14
         (
@@ -123,12 +123,11 @@ def test_memory_of_smolvlm_is_that_of_its_sizes():
 
     towers = peak(model, look)
     for rows, length in ((8, 1510), (4, 2960)):
-        assert peak(model, functools.partial(read, rows=rows, length=length)) < towers, (
-            "the peak is the vision tower's"
-        )
+        # The peak is the vision tower's.
+        assert peak(model, functools.partial(read, rows=rows, length=length)) < towers
     for name in ("vqa", "edit"):
         assert weights(model) + towers < scoring_memory(name, 16) < 1.03 * (weights(model) + towers)
-    assert scoring_memory("vqa", 16) == scoring_memory("vqa", 64), "passes are of one size"
+    assert scoring_memory("vqa", 16) == scoring_memory("vqa", 64)  # passes are of one size
 
 
 def test_memory_of_lpips_is_that_of_a_pair(monkeypatch):

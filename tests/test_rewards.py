@@ -152,7 +152,7 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("prompt", "strings"),
+    "prompt, strings",
     [
         ("a shop called “Joe” beside “Ann”", ["Joe", "Ann"]),
         ("招牌写着「欢迎」和「光临」", ["欢迎", "光临"]),
@@ -179,7 +179,7 @@ def test_quotes_are_the_pipelines_own(prompt):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "text", "distance"),
+    "pattern, text, distance",
     [
         ("sale", "bigsaletoday", 0),
         ("sale", "bigsa1etoday", 1),
@@ -196,7 +196,7 @@ def test_infix_distance_by_hand(pattern, text, distance):
 
 
 @pytest.mark.parametrize(
-    ("lines", "prompt", "expected"),
+    "lines, prompt, expected",
     [
         (["Grand", "opening!"], 'a "GRAND OPENING"', 1),
         (["sa1e"], 'a "Sale" sign', 3 / 4),
@@ -317,7 +317,7 @@ def vectors_by_hand(folder, image, prompt):
 
 def test_clips_that_know_english_leave_chinese_out(tmp_path):
     clip = rewards.Clip(tiny_clip(tmp_path), tmp_path)
-    assert clip.reads_chinese, "a model from a folder may"
+    assert clip.reads_chinese  # a model from a folder may
     clip.reads_chinese = False
     assert clip(noise(2), ["ad", "一只圆"], None).isnan().tolist() == [False, True]
 
@@ -330,7 +330,7 @@ def test_clip_is_the_cosine_by_hand(name, tmp_path):
     raw_rewards = rewards.score(parsed, images, CAPTIONS, None)
     vectors = [vectors_by_hand(folder, i.convert("RGB"), p) for i, p in zip(images, CAPTIONS)]
     expected = [(a @ b).item() for a, b in vectors]
-    assert np.std(expected) > 0.05, "a test that tells prompts and pictures apart"
+    assert np.std(expected) > 0.05  # a test that tells prompts and pictures apart
     same(raw_rewards[f"{name}={folder}"], expected)
     same(grpo.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
 
@@ -381,7 +381,7 @@ def test_aesthetic_is_the_head_by_hand(tmp_path):
         expected.append(float(x[0]))
     assert np.std(expected) > 0.05
     aesthetic = only(f"aesthetic={folder}")
-    assert aesthetic.model is only(f"clip={folder}").model, "it is loaded once"
+    assert aesthetic.model is only(f"clip={folder}").model  # it is loaded once
     for prompts in (CAPTIONS, CAPTIONS[::-1]):  # which have no say
         same(aesthetic(images, prompts, None), expected, atol=1e-4, rtol=1e-4)
 
@@ -405,7 +405,7 @@ def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
             assert not set(places()) & set(homes)
             assert str(device) == expected and not torch.is_grad_enabled()
             raise KeyError
-        assert places() == homes and sent == [expected] * 5, "one way only"
+        assert places() == homes and sent == [expected] * 5  # one way only
         assert torch.is_grad_enabled()
 
 
@@ -418,7 +418,7 @@ def test_raw_rewards_are_scored_and_then_added_with_their_weights():
     assert rewards.weights_of(parsed) == {"ssim": 1, "mse": 0.5}
     raw_rewards = rewards.score(parsed, [image], [""], [target])
     assert list(raw_rewards) == ["ssim", "mse"]
-    assert raw_rewards["mse"] == rewards.mse([image], [""], [target]), "raw, not weighted"
+    assert raw_rewards["mse"] == rewards.mse([image], [""], [target])  # raw, not weighted
     total = grpo.combine(raw_rewards, rewards.weights_of(parsed))
     assert total.item() == pytest.approx(
         raw_rewards["ssim"].item() + 0.5 * raw_rewards["mse"].item()
@@ -510,7 +510,7 @@ def failing(error):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "named"),
+    "prompts, named",
     [(["b", "b", "a", "a", "c", "c"], "'b', 'a', 'c'"), (["two\nlines"], r"'two\nlines'")],
 )
 def test_a_reward_that_raises_is_named_with_the_prompts(prompts, named):
@@ -536,7 +536,7 @@ def test_what_is_not_the_rewards_fault_passes_through(error):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    "values, message",
     [
         (torch.tensor(1.0), "reward 'mine' gave shape () for 2 images"),
         ([NAN, -math.inf], "reward 'mine' is -inf for image 1 (prompt: 'b')"),
@@ -591,18 +591,17 @@ def test_async_rewards_of_several_groups_run_side_by_side_and_keep_their_order()
         for i in range(2)
     ]
     found = rewards.score(functions, images, prompts, targets, begun=parts)
-    assert list(found) == ["a", "plain", "b"], "in the order of the command line"
+    assert list(found) == ["a", "plain", "b"]  # in the order of the command line
     assert [values.tolist() for values in found.values()] == [
         [1] * 3 + [5] * 3,
         [*range(6)],
         [2] * 3 + [10] * 3,
     ]
-    assert begun[:4] == [["x"] * 3] * 2 + [["y"] * 3] * 2, "once per group"
+    assert begun[:4] == [["x"] * 3] * 2 + [["y"] * 3] * 2  # once per group
     begun.clear()
     begun += ["all"] * 9
-    assert rewards.score(functions, images, prompts, targets)["a"].tolist() == [1] * 6, (
-        "at once: one call for all"
-    )
+    # At once: one call for all.
+    assert rewards.score(functions, images, prompts, targets)["a"].tolist() == [1] * 6
 
 
 def test_an_async_reward_that_fails_is_named_with_the_prompts_of_its_group():
@@ -656,7 +655,7 @@ def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    "spec, words",
     [
         (
             "",
@@ -683,7 +682,7 @@ def test_a_bad_spec_is_one_line(spec, words):
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    "code, words",
     [
         ("def f(:", "invalid syntax (mine.py, line 1)"),
         ("import no_such_package", "No module named 'no_such_package' (mine.py, line 1)"),
@@ -734,7 +733,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "state"),
+    "name, state",
     [
         ("lpips", "no network"),
         ("lpips", "corrupt"),
@@ -828,9 +827,8 @@ def test_a_reward_that_draws_on_its_pictures_spoils_no_other():
         [Image.new("RGB", (8, 8), "red"), None],
     )
     functions = {"spoils": (spoils, 1.0), "mse": (rewards.mse, 1.0)}
-    assert rewards.score(functions, images, ["a", "b"], targets)["mse"][0] == 0, (
-        "as red as its target"
-    )
+    # As red as its target.
+    assert rewards.score(functions, images, ["a", "b"], targets)["mse"][0] == 0
     assert [image.getpixel((0, 0)) for image in (*images, targets[0])] == [
         (255, 0, 0),
         (0, 0, 255),

@@ -19,7 +19,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUICK, adapter_of, records, resume, steps_saved, write_reward
+from conftest import (
+    QUICK,
+    adapter_of,
+    records,
+    resume,
+    steps_of,
+    steps_saved,
+    write_reward,
+)
 from PIL import Image
 from safetensors.torch import load_file
 from torch._inductor.exc import InductorError
@@ -72,7 +80,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick):
         file.write(json.dumps(later) + '\n{"step": 2, "pro')
     with open("halves/evaluation.jsonl", "a") as file:
         file.write('{"step": 2, "reward": 9.0, "shown": []}\n')
-    assert resume("halves", "--steps", "2", "--out", "halves") == 0
+    assert resume(*str.split("halves --steps 2 --out halves")) == 0
     same_run("straight", "halves")
     assert json.loads(Path("halves/settings.json").read_text())["steps"] == 2
 
@@ -81,7 +89,7 @@ def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(
     """Adam's first step is as long as the rate, whatever the gradient: a quarter of it, where the
     fourth has all."""
     monkeypatch.setattr(checkpoints, "KEPT", 9)
-    arguments = ["--warmup-steps", "3", "--lr", "0.01", "--save-every", "1"]
+    arguments = str.split("--warmup-steps 3 --lr 0.01 --save-every 1")
     assert quick(*write_reward(""), *arguments, "--steps", "2", "--out", "run") == 0
     assert resume("run", "--steps", "5") == 0
     load = lambda step: torch.load(f"run/checkpoints/{step:06d}/optimizer.pt", weights_only=True)
@@ -95,14 +103,14 @@ def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(
 def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick, monkeypatch):
     """Killed after the checkpoint of step 1, which was to be evaluated."""
     monkeypatch.setattr(checkpoints, "KEPT", 9)
-    assert quick("--steps", "2", "--eval-every", "1", "--out", "straight") == 0
+    assert quick(*str.split("--steps 2 --eval-every 1 --out straight")) == 0
     shutil.copytree("straight", "killed")
     for left in ("checkpoints/000002", "adapter"):
         shutil.rmtree(f"killed/{left}")
     first = Path("killed/evaluation.jsonl").read_text().splitlines()[0]
     Path("killed/evaluation.jsonl").write_text(f"{first}\n")
     assert resume("killed") == 0
-    assert [record["step"] for record in records("killed/evaluation.jsonl")] == [0, 1, 2]
+    assert steps_of("killed/evaluation.jsonl") == [0, 1, 2]
     same_run("straight", "killed")
 
 
@@ -127,7 +135,7 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
     monkeypatch.setattr(checkpoints, "KEPT", 9)
     monkeypatch.setattr(GRPO, "update", broken)
     with pytest.raises(ConnectionError, match="503"):
-        quick("--steps", "5", "--save-every", "2", "--out", "run")
+        quick(*str.split("--steps 5 --save-every 2 --out run"))
     output = "".join(capfd.readouterr())
     assert re.search("stopped by an error; go on with: python .* --resume run", output)
     assert "cannot write" not in output and steps_saved("run") == ["000000", "000002", "000003"]
@@ -173,8 +181,8 @@ def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
     assert resume("run") == 0
     assert "1 step, " in (last := capsys.readouterr().out.splitlines()[-1])
     assert "already complete: raise --steps for more; what it leaves is in run" in last
-    assert resume("run", "--micro-batch-size", "1", "--save-every", "1", "--steps", "2") == 0
-    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
+    assert resume(*str.split("run --micro-batch-size 1 --save-every 1 --steps 2")) == 0
+    assert steps_of("run/metrics.jsonl") == [1, 2]
     assert resume("run", "--steps", "1") == 2
     assert "--steps 1 is less than the 2 steps already made" in error_of(capsys)
 
@@ -214,16 +222,16 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
 
 def test_zero_steps_evaluates_only(quick):
     assert quick("--steps", "0", "--out", "base") == 0
-    assert [record["step"] for record in records("base/evaluation.jsonl")] == [0]
+    assert steps_of("base/evaluation.jsonl") == [0]
     assert not Path("base/adapter").exists() and not Path("base/checkpoints").exists()
-    assert quick("--steps", "2", "--lr", "0.1", "--out", "run") == 0
+    assert quick(*str.split("--steps 2 --lr 0.1 --out run")) == 0
     before, after = records("run/evaluation.jsonl")
     assert before == records("base/evaluation.jsonl")[0]
     left = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     for folder in ("run", "run/adapter", "run/checkpoints/000002"):
         assert quick("--adapter", folder, "--steps", "0") == 0
         (record,) = records(max(Path("runs").iterdir()) / "evaluation.jsonl")
-        assert record | {"step": 2} == after, "of the trained adapter"
+        assert record | {"step": 2} == after  # of the trained adapter
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
     Path("run/evaluation.jsonl").write_text(
         json.dumps(before) + "\n"
@@ -234,7 +242,7 @@ def test_zero_steps_evaluates_only(quick):
 
 def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, one_step, capsys):
     """With another rate; the first KL is 0, and resumed it is as if it had not stopped."""
-    second = ["--adapter", str(one_step), "--kl-coef", "0.5", "--lr", "0.03", "--warmup-steps", "0"]
+    second = ["--adapter", str(one_step), *str.split("--kl-coef 0.5 --lr 0.03 --warmup-steps 0")]
     assert quick(*second, "--steps", "2", "--out", "straight") == 0
     first, last = (line["kl"] for line in records("straight/metrics.jsonl"))
     assert first == pytest.approx(0, abs=1e-6) and last > 1e-3
@@ -261,7 +269,7 @@ def test_checkpoints_are_pruned_but_for_the_best_which_is_named(quick, capsys):
     write_reward(  # by call: the trial, the evaluation before, then a step and its two evaluations of one prompt each
         "value = {2: 0.1, 3: 0.1, 9: 0.9, 11: 0.95, 15: 0.9}.get(call, 0.5)\nreturn torch.full((len(images),), value)"
     )
-    arguments = ["--reward", "mine.py:reward", "--steps", "5", "--eval-every", "1"]
+    arguments = str.split("--reward mine.py:reward --steps 5 --eval-every 1")
     assert quick(*arguments, "--out", "run") == 0
     rewards = [record["reward"] for record in records("run/evaluation.jsonl")]
     assert rewards == pytest.approx([0.1, 0.5, 0.5, 0.95, 0.5, 0.5])
@@ -288,7 +296,7 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
     message = error_of(capsys)
     for words in ("reward 'mine.py:reward' failed for 'a ", "no such face", "--resume run"):
         assert words in message
-    assert [record["step"] for record in records("run/metrics.jsonl")] == [1]
+    assert steps_of("run/metrics.jsonl") == [1]
     assert steps_saved("run") == ["000000", "000001"]
 
 
@@ -341,7 +349,7 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
         return sample(*arguments)
 
     monkeypatch.setattr(GRPO, "sample", broken)
-    assert quick("--steps", "9", "--prompts-per-step", "2", "--order", "file", "--out", "run") == 2
+    assert quick(*str.split("--steps 9 --prompts-per-step 2 --order file --out run")) == 2
     message = error_of(capsys)
     assert "the log-probs sampled for 'a blue cross' are not finite" in message
     assert "too high a --lr" in message and "once that is fixed, go on with: python " in message
@@ -358,7 +366,7 @@ def gradients_of(norms, monkeypatch):
 def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, capsys, monkeypatch):
     """Ten tenths are one."""
     gradients_of([torch.nan, torch.inf] * 5, monkeypatch)
-    assert quick("--steps", "1", "--iterations", "10", "--out", "run") == 0
+    assert quick(*str.split("--steps 1 --iterations 10 --out run")) == 0
     assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1]
     assert "warning: the policy learned nothing: no gradient was finite" in capsys.readouterr().out
 
@@ -368,10 +376,7 @@ def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
     no KL of 0."""
     gradients_of([torch.nan, torch.nan, torch.inf, 0.25, torch.inf, torch.nan], monkeypatch)
     assert (
-        quick(
-            *write_reward(""), "--steps", "3", "--iterations", "2", "--kl-coef", "0", "--out", "run"
-        )
-        == 0
+        quick(*write_reward(""), *str.split("--steps 3 --iterations 2 --kl-coef 0 --out run")) == 0
     )
     found = [
         (line["skipped"], line["grad_norm"], line["kl"]) for line in records("run/metrics.jsonl")
@@ -402,12 +407,11 @@ def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeyp
         assert all(word in message for word in words) and steps_saved("run") == ["000000"]
     if phase == "paint":
         assert quick("--steps", "0", "--out", "judged") == 2
-        assert "start it again" in (message := error_of(capsys)) and "--resume" not in message, (
-            "it saves nothing"
-        )
+        # It saves nothing.
+        assert "start it again" in (message := error_of(capsys)) and "--resume" not in message
 
 
-@pytest.mark.parametrize(("iteration", "saved"), [(1, "000001"), (2, "000000")])
+@pytest.mark.parametrize("iteration, saved", [(1, "000001"), (2, "000000")])
 def test_a_half_made_step_is_not_saved(quick, monkeypatch, iteration, saved):
     """Memory runs out in the second step: before the policy has moved the first step is saved,
     after it nothing is."""
@@ -421,7 +425,7 @@ def test_a_half_made_step_is_not_saved(quick, monkeypatch, iteration, saved):
         return original(*arguments)
 
     monkeypatch.setattr(GRPO, "logprobs", logprobs)
-    assert quick(*write_reward(""), "--steps", "3", "--iterations", "2", "--out", "run") == 2
+    assert quick(*write_reward(""), *str.split("--steps 3 --iterations 2 --out run")) == 2
     assert steps_saved("run")[-1] == saved
 
 
@@ -462,7 +466,7 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "cannot write to a run" in error_of(capsys)
-    assert steps_saved("a run")[-1] == "000001", "what was written before is whole"
+    assert steps_saved("a run")[-1] == "000001"  # what was written before is whole
     assert resume("a run", "--steps", "2") == 0
 
 
@@ -498,35 +502,35 @@ def test_a_corrupt_checkpoint_is_named(quick, one_step, capsys):
 def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd):
     """It comes in the second step, when its pictures are judged."""
     reward = write_reward("if call == 5:\n    os.kill(os.getpid(), signal.SIGINT)")
-    assert quick(*reward, "--steps", "9", "--eval-every", "2", "--out", "the run") == 0
+    assert quick(*reward, *str.split("--steps 9 --eval-every 2 --out"), "the run") == 0
     output = "".join(capfd.readouterr())
     assert (
         "asked to stop: this step is finished, saved and evaluated; press again to quit" in output
     )
     command = re.search("go on with: python (.*)", output)[1]
     assert shlex.split(command) == [sys.argv[0], "--resume", "the run"]
-    assert [record["step"] for record in records("the run/metrics.jsonl")] == [1, 2]
+    assert steps_of("the run/metrics.jsonl") == [1, 2]
     assert steps_saved("the run")[-1] == "000002"
     assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("the run"))
-    assert [record["step"] for record in records("the run/evaluation.jsonl")] == [0, 2]
+    assert steps_of("the run/evaluation.jsonl") == [0, 2]
 
 
 def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     """After the pictures at hand, without a step and without another evaluation."""
     calls = "open('calls', 'a').write('x')\nif call == 2:\n    os.kill(os.getpid(), signal.SIGINT)"
     reward = write_reward(calls)
-    assert quick(*reward, "--eval-count", "2", "--steps", "9", "--out", "run") == 0
+    assert quick(*reward, *str.split("--eval-count 2 --steps 9 --out run")) == 0
     output = "".join(capfd.readouterr())
     assert "asked to stop: the first evaluation is aborted; press again to quit" in output
     assert re.search("go on with: python .* --resume run", output)
-    assert len(Path("calls").read_text()) == 2, "the trial, and a first prompt of two"
+    assert len(Path("calls").read_text()) == 2  # the trial, and a first prompt of two
     assert (
         steps_saved("run") == ["000000"]
         and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
     )
     write_reward("")
     assert resume("run", "--steps", "1") == 0
-    assert [record["step"] for record in records("run/evaluation.jsonl")] == [0, 1]
+    assert steps_of("run/evaluation.jsonl") == [0, 1]
 
 
 def test_a_second_signal_ends_at_once(start):
@@ -575,7 +579,7 @@ def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
     process.kill()
     process.join()
     assert resume("run", "--steps", "2") == 0
-    assert [record["step"] for record in records("run/metrics.jsonl")] == [1, 2]
+    assert steps_of("run/metrics.jsonl") == [1, 2]
 
 
 def die():
@@ -633,19 +637,19 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(start, quick):
         assert steps_saved("run")[-1] == newest
         assert resume("run") == 0
         same_run("straight", "run")
-        assert steps_saved("run") == ["000000", "000003", "000004"], "nothing unfinished is left"
+        assert steps_saved("run") == ["000000", "000003", "000004"]  # nothing unfinished is left
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_been(start, quick):
     """SIGKILL at random moments, in real processes; each time the run goes on from what is left."""
-    arguments = ["--steps", "8", "--save-every", "1", "--eval-every", "4"]
+    arguments = str.split("--steps 8 --save-every 1 --eval-every 4")
     assert quick(*arguments, "--out", "straight") == 0
     moments = random.Random(0)
     kills = tries = 0
     finished = False
     while kills < 4 or not finished:
         tries += 1
-        assert tries < 40, "no run gets through"
+        assert tries < 40  # no run gets through
         begun = Path("run/checkpoints/000000").exists()
         if not begun:
             shutil.rmtree("run", ignore_errors=True)

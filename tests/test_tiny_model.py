@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import world
-from conftest import ROOT, TINY, build_run, tiny_settings
+from conftest import ROOT, TINY, build_run, seeded, tiny_settings
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageFilter
 
@@ -97,16 +97,15 @@ def test_the_judge_fails_every_picture_with_one_thing_wrong():
             images = [world.draw(scene) for scene in scenes]
             shares = check.facts(images, [str(caption)] * len(images))
             assert shares.max() < 1 and check.right(images, [str(caption)] * len(images)).max() == 0
-            assert check.clean(images).all(), "wrong, but clean"
+            assert check.clean(images).all()  # wrong, but clean
             tried += len(images)
     assert tried > 200
 
 
 def test_the_judge_leaves_free_what_a_caption_does_not_say():
     blue, green = ("circle", "blue"), ("square", "green")
-    assert check.right([world.draw((None, None, blue, None))], ["a circle"]) == 1, (
-        "its place and its colour"
-    )
+    # Its place and its colour.
+    assert check.right([world.draw((None, None, blue, None))], ["a circle"]) == 1
     assert check.right([world.draw((None, green, None, blue))], ["a circle and a square"]) == 1
     assert check.right(
         [world.draw((blue, None, None, green))] * 2,
@@ -175,9 +174,8 @@ def test_the_judge_reads_a_wish_with_its_source():
         judged = check.right(images, asked, sources=[source.resize((256, 256))] * 4)
         assert judged.tolist() == [float(shift == 0)] * 4
     added_elsewhere = world.draw((red, None, square, ("ring", "blue")))
-    assert check.right([added_elsewhere], ["add a blue ring"], sources=[source]) == 1, (
-        "it does not say where"
-    )
+    # It does not say where.
+    assert check.right([added_elsewhere], ["add a blue ring"], sources=[source]) == 1
     shares = {
         "make the circle blue": ((red, None, square, None), (1 / 2 + 1) / 2),
         "make the circle a cross": ((("cross", "red"), square, square, None), (1 + 2 / 3) / 2),
@@ -229,9 +227,8 @@ def test_captions_of_the_tiny_model():
         counting = [caption for caption in captions if caption.kind == "counting"]
         numbered.append({(caption.word, caption.shapes[0]) for caption in counting})
         assert {caption.word for caption in counting} == set(world.NUMBERS)
-        assert {len(caption.colours) for caption in counting} == {0, 1}, (
-            "of the shape's usual colour, and of others"
-        )
+        # Of the shape's usual colour, and of others.
+        assert {len(caption.colours) for caption in counting} == {0, 1}
     assert [*map(len, numbered)] == [12, 6]
     for first, second in (parts, pairs, numbered):
         assert first and second and not set(first) & set(second)
@@ -271,11 +268,10 @@ def test_edits_sources_and_targets_of_the_tiny_model():
             world.FORMS
         )
         assert check.right(pictures(f"{prefix}edit-targets"), wishes, sources=sources).all()
-        assert not check.right(sources, wishes, sources=sources).any(), (
-            "nothing is asked for that is there already"
-        )
+        # Nothing is asked for that is there already.
+        assert not check.right(sources, wishes, sources=sources).any()
         pairs += zip(map(check.look, sources), wishes)
-    assert len(set(pairs)) == len(pairs), "those held out are others"
+    assert len(set(pairs)) == len(pairs)  # those held out are others
 
 
 def test_the_data_can_be_made_again(tmp_path, monkeypatch):
@@ -288,7 +284,7 @@ def test_the_data_can_be_made_again(tmp_path, monkeypatch):
     for file in made:
         shipped = Image.open(TINY / file.relative_to(tmp_path))
         difference = np.asarray(Image.open(file)).astype(int) - np.asarray(shipped)
-        assert np.abs(difference).max() <= 1, "up to rounding, should Pillow change"
+        assert np.abs(difference).max() <= 1  # up to rounding, should Pillow change
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -353,7 +349,7 @@ def test_prompts_side_by_side_end_alike(pipe):
     for i, (own, place) in enumerate(prompts):
         alone = logprobs(own.unsqueeze(0), codes[i : i + 1], place.unsqueeze(1))[0]
         torch.testing.assert_close(together[i], alone, rtol=0, atol=1e-3)
-    assert (logprobs(ids, codes, positions)[0] - together[0]).abs().max() > 1e-2, "the mask matters"
+    assert (logprobs(ids, codes, positions)[0] - together[0]).abs().max() > 1e-2  # the mask matters
 
 
 def test_scenes_as_codes_are_those_of_their_drawings():
@@ -362,7 +358,7 @@ def test_scenes_as_codes_are_those_of_their_drawings():
     drawn = torch.cat([make.encode(pixels, codebook, grid) for grid in (16, 4)], dim=1)
     assert torch.equal(make.codes_of(scenes, make.corner_codes(codebook)), drawn)
     error = make.patches(pixels, 16) - codebook[drawn[:, :256]]
-    assert error.abs().max() < 1e-3, "each patch is a centre"
+    assert error.abs().max() < 1e-3  # each patch is a centre
 
 
 # ---- it edits ------------------------------------------------------------------------------------
@@ -430,7 +426,7 @@ def test_prompts_of_the_tiny_model(pipe):
     trained_on, trained_positions, count = encode_prompt(
         pipe.processor, "make the circle blue", 128, 128, source
     )
-    assert torch.equal(positions, trained_positions) and count == 16, "no preview"
+    assert torch.equal(positions, trained_positions) and count == 16  # no preview
     assert torch.equal(
         ids.masked_scatter(ids == policy.config.image_token_id, source.codes), trained_on
     )
@@ -445,7 +441,7 @@ def test_the_decoder_paints_with_a_source_and_without(pipe):
         pictures("edit-targets")[:4],
     )
     call = {**STOCK_CALL, "prompt": wishes, "prior_token_ids": twice(read_codes(pipe, targets))}
-    call["latents"] = torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(0))
+    call["latents"] = torch.randn(4, 8, 16, 16, generator=seeded(0))
     painted = [pipe(**call).images]
     for others in (sources, sources[::-1]):
         codes = list(twice(read_codes(pipe, others)))
@@ -458,9 +454,8 @@ def test_the_decoder_paints_with_a_source_and_without(pipe):
         painted.append(pipe(**call).images)
     for images in painted:
         assert check.right(images, wishes, sources=sources).all()
-    assert painted[0][0].tobytes() != painted[1][0].tobytes() != painted[2][0].tobytes(), (
-        "the source is not left out"
-    )
+    # The source is not left out.
+    assert painted[0][0].tobytes() != painted[1][0].tobytes() != painted[2][0].tobytes()
 
 
 def test_the_readme_paints_and_edits_a_picture(tmp_path, monkeypatch):
@@ -491,7 +486,7 @@ def test_trained_adapters_load_into_the_stock_pipeline(tmp_path):
             (tmp_path / "load.py").write_text(f"pipe.{load}")
             names = {"pipe": part, "FOLDER": str(tmp_path / folder)}
             runpy.run_path(str(tmp_path / "load.py"), names)
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         torch.manual_seed(0)
         images.append(pipe("a ring", generator=generator, **STOCK_CALL).images[0].tobytes())
     assert len(set(images)) == 3

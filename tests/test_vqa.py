@@ -188,9 +188,8 @@ def test_log_odds_equal_those_of_generate(folder, monkeypatch, at_once):
     prompts = ["a cat", "a very long prompt" * 5, "x", "a cat"]
     found = rewards.score({"vqa": (vqa, 1.0)}, images, prompts, None)["vqa"]
     expected = [by_generate(folder, image, whole(prompt)) for image, prompt in zip(images, prompts)]
-    assert np.std(expected) > 0.2 and found.dtype == torch.float32, (
-        "a test that tells pictures and prompts apart"
-    )
+    # A test that tells pictures and prompts apart.
+    assert np.std(expected) > 0.2 and found.dtype == torch.float32
     torch.testing.assert_close(
         2 * found.double().logit(), torch.tensor(expected), atol=1e-4, rtol=0
     )
@@ -207,8 +206,8 @@ def test_a_question_is_bounded_so_that_an_easy_one_does_not_outweigh_a_hard_one(
     assert one(9) - one(5) == pytest.approx(0.06, abs=0.005) and one(2) - one(-2) == pytest.approx(
         0.46, abs=0.005
     )
-    assert one(-300) == 0 and one(300) == 1, "of a floor and a ceiling"
-    assert one(16) > one(12), "and still apart where P is 1 to five digits"
+    assert one(-300) == 0 and one(300) == 1  # of a floor and a ceiling
+    assert one(16) > one(12)  # and still apart where P is 1 to five digits
 
 
 # ---- their mean ----------------------------------------------------------------------------------
@@ -264,9 +263,8 @@ def test_a_space_at_the_end_of_a_prompt_loses_no_question(folder, tmp_path):
         folder, row_file(tmp_path / "q.jsonl", *rows, {**rows[0], "questions": ["Is it asleep?"]})
     )
     expected = {whole("a cat"): 1, "Is it black?": 1, "Is it asleep?": 1}
-    assert vqa.about("a cat") == vqa.about(" a cat\n") == expected, (
-        "nor does a second row of the same prompt"
-    )
+    # Nor does a second row of the same prompt.
+    assert vqa.about("a cat") == vqa.about(" a cat\n") == expected
     assert vqa.about("a dog ") == {whole("a dog"): 1, "Is it old?": 1}
 
 
@@ -319,9 +317,8 @@ def test_spellings_that_begin_alike_count_once():
     lower.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Strip(), normalizers.Lowercase()]
     )
-    assert lower.convert_ids_to_tokens(rewards.answer_ids(lower, "yes")) == ["yes"], (
-        "all four are one"
-    )
+    # All four are one.
+    assert lower.convert_ids_to_tokens(rewards.answer_ids(lower, "yes")) == ["yes"]
 
 
 def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
@@ -362,12 +359,12 @@ def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, mon
         with monkeypatch.context() as patch:
             patch.setattr(rewards, "preparing_once", lambda processor: nullcontext())
             assert torch.equal(vqa(images, ["a cat", LEMONS], None), once)
-        assert len(seen) == 4, "two passes each"
+        assert len(seen) == 4  # two passes each
         for ours, theirs in zip(seen[:2], seen[2:]):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         seen.clear()
         prepared.clear()
-    assert not any(cached), "nothing would read it"
+    assert not any(cached)  # nothing would read it
 
 
 def test_a_picture_that_has_changed_is_prepared_again(folder):
@@ -394,7 +391,7 @@ def test_a_pass_has_as_many_pictures_whether_one_or_two_are_shown_together(folde
 
 
 @pytest.mark.parametrize(
-    ("broken", "words"),
+    "broken, words",
     [
         ("no template", "no chat template"),
         ("no answer", "no tokens for yes and no"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from conftest import ROOT
+from conftest import ROOT, seeded
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Emu3ForCausalLM
 
@@ -134,7 +134,7 @@ def build(kind, settings):
 
 def on_the_page(begin, folder, **names):
     """What the block of code in docs/copying.md defines that begins so. names: what it uses."""
-    page = (ROOT / "docs" / "copying.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "copying.md").read_text()
     (code,) = re.findall(rf"```python\n({begin}.*?)```", page, flags=re.DOTALL)
     (folder / "page.py").write_text(code)
     names |= {"torch": torch, "SimpleNamespace": SimpleNamespace}
@@ -152,12 +152,12 @@ def home_made(folder):
 
 def check(model, prompts):
     """Sampled and recomputed log-probs are those of a plain forward pass, one prompt at a time."""
-    generators = [torch.Generator().manual_seed(seed) for seed in range(len(prompts))]
+    generators = [seeded(seed) for seed in range(len(prompts))]
     tokens, logprobs, _ = generate_with_logprobs(
         model, prompts, LENGTH, num_samples=2, allowed_ids=IDS, generators=generators
     )
     assert tokens.min() >= IDS.start and tokens.max() < IDS.stop
-    assert logprobs.std() > 0.3, "a flat distribution would hide a fault"
+    assert logprobs.std() > 0.3  # a flat distribution would hide a fault
     for i, prompt in enumerate(prompts):
         rows = slice(2 * i, 2 * i + 2)
         ids = torch.cat([prompt.expand(2, -1), tokens[rows]], dim=1)
@@ -336,7 +336,7 @@ def test_a_reference_that_is_not_the_start_gives_a_warning(start):
     run.optimizer.param_groups[0]["lr"] = 3.0
     step(run, 2)
     metrics, messages = observed(step, run, 4)
-    assert messages == [] and metrics["kl"] > 0.01, "it has moved"
+    assert messages == [] and metrics["kl"] > 0.01  # it has moved
 
 
 @pytest.mark.parametrize("drifting", ["bias", "norm"])
@@ -348,7 +348,7 @@ def test_a_reference_that_would_drift_is_refused(drifting):
     with pytest.raises(ValueError, match="the reference must be a frozen copy"):
         run.add_reference(roll_out(run))
     run.settings.kl_coef = 0.0
-    assert step(run)["grad_norm"] > 0, "without a KL term there is nothing against it"
+    assert step(run)["grad_norm"] > 0  # without a KL term there is nothing against it
 
 
 def test_all_weights_learn_beside_a_frozen_copy():
@@ -397,9 +397,8 @@ def test_across_ranks_what_is_frozen_stays_as_it_is(monkeypatch):
     learning = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
     assert moved == {name for name, _ in learning}
     sums = 2 * len(learning)  # of its bytes, compared before the first step
-    assert sorted(sent) == sorted([1, sums] + [size for _, size in learning]), (
-        "and the sum of weights"
-    )
+    # And the sum of weights.
+    assert sorted(sent) == sorted([1, sums] + [size for _, size in learning])
 
 
 def test_an_exception_leaves_no_gradient_behind(monkeypatch):
@@ -503,7 +502,7 @@ def test_a_text_of_several_turns(tmp_path):
     run = trainer(with_adapter(llama()), top_p=0.9, kl_coef=0.1)
     perturb(run.model)
     (first,) = run.sample([(EQUAL[0], None, 4)], 4, 0)
-    said = torch.randint(50, (4, 3), generator=torch.Generator().manual_seed(0))
+    said = torch.randint(50, (4, 3), generator=seeded(0))
     contexts = [torch.cat([EQUAL[0], *both]) for both in zip(first.tokens, said)]
     second = run.sample([(ids, None, 5) for ids in contexts], 1, 1)
     given = {"Group": Group, "first": first, "second": second, "said": said}
@@ -536,7 +535,7 @@ def test_codes_with_a_head_of_their_own(tmp_path):
     set_advantages(groups, torch.arange(8.0))
     metrics, messages = observed(run.update, groups)
     assert messages == [] and 0 < metrics["mean_logprob_gap"] < 1e-5
-    assert not torch.equal(head, before), "it is the head of the codes that learns"
+    assert not torch.equal(head, before)  # it is the head of the codes that learns
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (LENGTH,), (1, LENGTH), (4, LENGTH, 1), ()])
