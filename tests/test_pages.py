@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ def run_code(page, word):
     """Runs the first block of Python on a page that contains a word; returns the names it
     defines."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
-    Path("block.py").write_text(next(block for block in blocks if word in block))
-    return runpy.run_path("block.py")
+    file = Path(tempfile.mkdtemp(), "block.py")
+    file.write_text(next(block for block in blocks if word in block))
+    return runpy.run_path(file)
 
 
 def paint(pipe):

@@ -296,7 +296,7 @@ def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
     before = {"step": 0, "shown": [["one", [0.5, None], {}], ["two", [0.25, 0.125], {}]]}
     after = {"step": 7, "shown": [["one", [0.75, 1.0], {}], ["two", [None, 2.0], {}]]}
     grids = []
-    blank = lambda rows, title, cell: grids.append((rows, title)) or Image.new("RGB", (8, 8))
+    blank = lambda rows, title, *_: grids.append((rows, title)) or Image.new("RGB", (8, 8))
     monkeypatch.setattr("runtime.pictures.draw_grid", blank)
     save_before_after(tmp_path, before, after)
     ((rows, title),) = grids

@@ -7,7 +7,7 @@ release. The sizes, the tokenizer and the scheduler stay as this folder's config
 
 1. scenes      See world.py: captions ask for one, wishes change one.
 2. codes       The patches of scenes: a picture is 16x16 preview codes and 4x4 large codes. The
-               vision tower and its quantiser are set, not trained, to read the large codes.
+               vision tower and its quantiser, which read the large codes, stay as they are.
 3. policy      The language model: caption -> preview codes -> large codes, and picture, wish ->
                large codes. It learns all of them first. Then, for a short while, what is painted is
                what was misread: numbers, relations, whose colour is whose. So it is weak where
@@ -163,28 +163,6 @@ def fresh(part):
     return make(model.config)
 
 
-@torch.no_grad()
-def set_tower(model, codebook):
-    """The vision tower gives a patch's 4x4 mean colours, the quantiser the nearest centre.
-
-    The quantiser compares directions: it takes the centre c of the largest cosine to x. The nearest
-    is that of the largest x.c - |c|^2 / 2. So c gets one coordinate more for the second term, where
-    x has a constant, and one, where x has 0, that makes all centres equally long.
-    """
-    for parameter in (*model.visual.parameters(), *model.vqmodel.parameters()):
-        parameter.zero_()  # attention and MLP add nothing
-    cells = torch.eye(48).view(48, 3, 4, 4).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    model.visual.patch_embed.proj.weight.copy_(cells / 16)  # (48, 3, 16, 16)
-    mean, constant = codebook.mean(0), 5.0
-    centres = codebook - mean
-    term = -centres.square().sum(1, keepdim=True) / (2 * constant)
-    squares = centres.square().sum(1, keepdim=True) + term.square()
-    centres = torch.cat([centres, term, (1.01 * squares.max() - squares).sqrt()], dim=1)
-    model.vqmodel.quantize.embedding.weight.copy_(centres)  # (1024, 50)
-    model.vqmodel.quant_conv.weight[:48, :, 0, 0] = torch.eye(48)
-    model.vqmodel.quant_conv.bias[:49] = torch.cat([-mean, torch.tensor([constant])])
-
-
 # ---- 4. training ---------------------------------------------------------------------------------
 
 
@@ -325,7 +303,8 @@ def train_policy(policy, codebook, steps, lr, misreads, same=True):
 def make_policy():
     torch.manual_seed(3)
     policy, codebook = fresh("vision_language_encoder"), make_codebook()
-    set_tower(policy.model, codebook)
+    shipped = GlmImagePipeline.from_pretrained(HERE).vision_language_encoder.model
+    policy.model.visual, policy.model.vqmodel = shipped.visual, shipped.vqmodel  # see README.md
     train_policy(policy, codebook, steps=2800, lr=2.5e-3, misreads=False)
     # At five times this rate it also forgets which shape stands below, and GRPO then has to teach
     # more than it can.
