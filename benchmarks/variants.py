@@ -120,7 +120,7 @@ def lines_of(variant, seed):
     torch.set_num_threads(1)
     out = OUT / f"{re.sub('[^a-z0-9]+', '-', ' '.join(variant[:2]).lower())}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
-    ignored = shutil.ignore_patterns(".git", "runs", "test*")
+    ignored = shutil.ignore_patterns(".*", "runs", "test*")
     shutil.copytree(ROOT, out / "project", ignore=ignored)
     for file, text in edited(variant.edit).items():
         (out / "project" / file).write_text(text, encoding="utf-8")

@@ -58,7 +58,7 @@ def draw_grid(rows, title, cell=192, size=15):
     ]
     widest = max([font.getlength(title) + 8, *(ends[-1] for ends in places)])
     head = 2 * size
-    sheet = Image.new("RGB", (int(widest) + 8, len(rows) * height + head), "white")
+    sheet = Image.new("RGB", (int(widest) + GAP, len(rows) * height + head), "white")
     pen = ImageDraw.Draw(sheet)
     pen.text((8, 6), title, "black", font)
     for r, (label, cells) in enumerate(rows):
