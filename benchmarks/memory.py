@@ -51,7 +51,7 @@ PARTS = {  # what has weights, made from its sizes in released.json
 
 
 def build(base="bfloat16"):
-    """Trainers of the released sizes, set up as for a GPU, and what paints: codes, decoder, pipe."""
+    """Trainers of the released sizes, set up as for a GPU, and the pipeline that paints."""
     pipe = GlmImagePipeline.from_pretrained(TINY)  # for its tokenizers and scheduler
     sizes = json.loads(Path(__file__).with_name("released.json").read_text())  # see README.md
     with META:

@@ -51,7 +51,7 @@ def drawings(file):
 
 
 class DrawnRun(train.Run):
-    """In place of what the policy samples: the codes of the drawings, those of a step in `codes`."""
+    """In place of what the policy samples: the codes of the drawings, a step's in `codes`."""
 
     def sample(self, prompts, sampling, seed):
         return [Group(None, None, codes[None], torch.zeros(1, 1)) for codes in self.codes]

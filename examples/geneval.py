@@ -2,7 +2,7 @@
 train on.
 
     python examples/geneval.py geneval.txt                  # writes the prompts, by kind
-    python examples/geneval.py training.txt --training      # others of the same form, without the benchmark's
+    python examples/geneval.py training.txt --training      # others of the same form
     python train.py --prompts training.txt --reward examples/geneval.py:facts
     python train.py --adapter runs/1 --steps 0 --prompts geneval.txt --eval-count 553 --eval-reward
     examples/geneval.py:right
@@ -30,13 +30,16 @@ from transformers.models.mask2former import modeling_mask2former as modeling
 
 from rewards import CLIP_L, Clip, lend_gpu
 
-CLASSES = """person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire hydrant, stop sign,
-parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, bear, zebra, giraffe, backpack, umbrella, handbag, tie,
-suitcase, frisbee, skis, snowboard, sports ball, kite, baseball bat, baseball glove, skateboard, surfboard, tennis racket,
-bottle, wine glass, cup, fork, knife, spoon, bowl, banana, apple, sandwich, orange, broccoli, carrot, hot dog, pizza, donut,
-cake, chair, couch, potted plant, bed, dining table, toilet, tv, laptop, computer mouse, tv remote, computer keyboard,
-cell phone, microwave, oven, toaster, sink, refrigerator, book, clock, vase, scissors, teddy bear, hair drier,
-toothbrush""".replace("\n", " ").split(", ")  # in COCO's order
+CLASSES = """person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light,
+fire hydrant, stop sign, parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, bear,
+zebra, giraffe, backpack, umbrella, handbag, tie, suitcase, frisbee, skis, snowboard, sports ball,
+kite, baseball bat, baseball glove, skateboard, surfboard, tennis racket, bottle, wine glass, cup,
+fork, knife, spoon, bowl, banana, apple, sandwich, orange, broccoli, carrot, hot dog, pizza,
+donut, cake, chair, couch, potted plant, bed, dining table, toilet, tv, laptop, computer mouse, tv
+remote, computer keyboard, cell phone, microwave, oven, toaster, sink, refrigerator, book, clock,
+vase, scissors, teddy bear, hair drier, toothbrush""".replace("\n", " ").split(
+    ", "
+)  # in COCO's order
 COLOURS = ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
 NUMBERS = {"two": 2, "three": 3, "four": 4}
 PLACES = ["left of", "right of", "above", "below"]

@@ -34,12 +34,12 @@ CEILINGS = {
     "train.py": 2700,
     "rewards.py": 4700,
     "glm_image/": 3900,
-    "runtime/": 15300,
-    "benchmarks/": 5400,
-    "examples/": 3300,
-    "tiny-glm-image/": 8200,
-    "all Python outside tests": 46500,
-    "tests": 84500,
+    "runtime/": 15400,
+    "benchmarks/": 6600,
+    "examples/": 2600,
+    "tiny-glm-image/": 7000,
+    "all Python outside tests": 47200,
+    "tests": 84800,
 }
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 FLAGS = 45  # of --help
@@ -110,7 +110,7 @@ def unknown_flags(command, page=""):
     """A flag belongs to the script before it; without one, to train.py, or to torchrun or a script
     the page names."""
     words = command.split()
-    if words and words[0] in ("pip", "apt", "ruff", "git"):
+    if words and words[0].endswith(("pip", "apt", "ruff", "git")):
         return []
     scripts = {name for word in re.findall(r"[\w/-]+\.py", page) if (name := script(word))}
     known = set().union(*map(flags_of, {"train.py", *scripts, *re.findall("torchrun", page)}))
@@ -245,8 +245,10 @@ def test_there_are_few_flags():
 
 
 def test_no_line_is_wide():
-    """But for what cannot be cut: an address, a template."""
-    wide = [line for file in FILES for line in file.read_text("utf-8").split("\n") if line[WIDTH:]]
+    """But for what cannot be cut: an address, a template; in tests, texts."""
+    lines = lambda files: [line for file in files for line in file.read_text().split("\n")]
+    wide = [line for line in lines(SOURCES) if line[WIDTH:]]
+    wide += [line for line in lines(TESTS) if line[WIDTH:] and not re.search("[\"'\\\\]", line)]
     assert [line for line in wide if "https://" not in line and "{%" not in line] == []
 
 

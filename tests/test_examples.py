@@ -62,7 +62,7 @@ def test_without_its_weights_it_says_what_to_install(monkeypatch):
         example.load()
 
 
-# ---- rewards of one's own, examples/my_reward.py and docs/rewards.md ---------------------------------
+# ---- rewards of one's own, examples/my_reward.py and docs/rewards.md -----------------------------
 
 
 class Judge(BaseHTTPRequestHandler):

@@ -30,11 +30,13 @@ CHINESE = re.compile("[\u4e00-\u9fff]")
 # Words that any prompt may use: all others of the held-out object prompts must be new.
 GENERAL = """
 one two three four five six half pair both each all only just exactly last next
-above across along around behind beneath between centre corners edge far for from front left middle nearer off open
+above across along around behind beneath between centre corners edge far for from front left
+middle nearer off open
 outside right top under the and but has its than them while with end order
 black blue bright green grey orange pale pink purple red scarlet silver turquoise white yellow
 chalk copper enamel glass ice porcelain wood rusty shallow short stripy
-carved crosses drying facing head jump lies mark perched photo seen sleeps standing stuck stuffed turned viewer watercolour
+carved crosses drying facing head jump lies mark perched photo seen sleeps standing stuck stuffed
+turned viewer watercolour
 """
 
 

@@ -266,7 +266,8 @@ def test_checkpoints_are_pruned_but_for_the_best_which_is_named(quick, capsys):
 
     On the prompts of training step 3 does best, and step 4 does as well on those held out.
     """
-    write_reward(  # by call: the trial, the evaluation before, then a step and its two evaluations of one prompt each
+    # By call: the trial, the evaluation before, then a step and its two evaluations of one prompt.
+    write_reward(
         "value = {2: 0.1, 3: 0.1, 9: 0.9, 11: 0.95, 15: 0.9}.get(call, 0.5)\nreturn torch.full((len(images),), value)"
     )
     arguments = str.split("--reward mine.py:reward --steps 5 --eval-every 1")

@@ -38,7 +38,8 @@ TEMPLATE = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-LEMONS = "Exactly five ripe lemons in a row on a pale blue kitchen table, nothing else on it."  # of prompts/train.txt
+# Of prompts/train.txt.
+LEMONS = "Exactly five ripe lemons in a row on a pale blue kitchen table, nothing else on it."
 TEA = "一张茶馆的木质招牌，上面写着「清风明月共此一壶茶」。"
 
 

@@ -153,7 +153,7 @@ def codes_of(scenes, corners):
     return torch.cat([codes.transpose(2, 3).flatten(1) for codes in places], dim=1)
 
 
-# ---- 3. the models, without training -------------------------------------------------------------------
+# ---- 3. the models, without training -------------------------------------------------------------
 
 
 def fresh(part):
