@@ -4,12 +4,17 @@ import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import make
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import build_run, sampling, tiny_settings
 from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
+from world import MEANING
 
 from benchmarks import variants
+from grpo import compute_advantages
+from runtime.data import Prompts
 
 RECIPES = [
     "GRPO",
@@ -26,10 +31,10 @@ REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
 moved_on_purpose = pytest.mark.filterwarnings("ignore:mean_logprob_gap", "ignore:kl is above 0")
 
 
-def edited(name, folder):
-    """The module after an edit that docs/copying.md names."""
+def edited(name, folder, module="grpo.py"):
+    """A module after an edit that docs/copying.md names."""
     file = folder / "edited.py"
-    file.write_text(variants.edited("" if name == "GRPO" else name))
+    file.write_text(variants.edited("" if name == "GRPO" else name)[module])
     spec = importlib.util.spec_from_file_location("edited", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -163,3 +168,51 @@ def test_z_scores_of_several_rewards_keep_their_std_with_dr_grpo(tmp_path, monke
     }
     combined = combine(raw, {"large": 1.0, "small": 1.0}, 4, "zscore")
     torch.testing.assert_close(combined, torch.zeros(4), atol=1e-3, rtol=0)
+
+
+def test_raft_trains_on_the_best_of_each_group(tmp_path):
+    found = edited("RAFT", tmp_path).compute_advantages(REWARDS, 4)
+    assert found.tolist() == [0, 0, 0, 4, 0, 4, 0, 0]
+
+
+def test_shuffled_rewards_stay_in_their_group_and_go_by_luck(tmp_path):
+    expected = compute_advantages(REWARDS, 4).view(2, 4)
+    shuffle = edited("Rewards shuffled", tmp_path).compute_advantages
+    torch.manual_seed(0)
+    found = torch.stack([shuffle(REWARDS, 4).view(2, 4) for _ in range(2000)])
+    assert torch.equal(found.sort(-1)[0][0], expected.sort(-1)[0])
+    assert found.mean(0).abs().max() < 0.1
+    assert (found[:, 0].argmax(-1) != found[:, 1].argmax(-1)).any()  # each group by its own
+
+
+def test_groups_without_spread_are_drawn_again(tmp_path):
+    """At first the second prompt's pictures are all equal to the reward."""
+    step = edited("DAPO's dynamic", tmp_path, "train.py")
+    run = build_run(settings := tiny_settings(*str.split("--height 64 --width 64 --group-size 2")))
+    calls = []
+
+    def reward(images, prompts, targets):
+        calls.append(prompts)
+        return [float(i % 2 and (len(calls) > 1 or "circle" in p)) for i, p in enumerate(prompts)]
+
+    prompts = Prompts(["a red circle", "a blue cross"])
+    batch = step.redrawn(run, sampling(settings), {"mine": (reward, 1.0)}, prompts, 3)
+    assert calls == [["a red circle"] * 2 + ["a blue cross"] * 2, ["a blue cross"] * 2]
+    assert batch.raw_rewards["mine"].tolist() == [0, 1, 0, 1]
+    other = step.rollout(run, sampling(settings), {"mine": (reward, 1.0)}, prompts, 3)
+    assert torch.equal(batch.groups[0].tokens, other.groups[0].tokens)
+
+
+def test_given_answers_take_the_place_of_samples(tmp_path):
+    step = edited("Given answers", tmp_path, "train.py")
+    run = build_run(settings := tiny_settings("--group-size", "2"))
+    prompts = Prompts(["two red rings"])
+    reward = lambda images, *_: [0.0] * len(images)
+    batch = step.rollout(run, sampling(settings), {"mine": (reward, 1.0)}, prompts, 3)
+    (group,), rewards = step.answered(run, prompts, batch)
+    codes = make.codes_of(
+        [MEANING["two red rings"].scene()], make.corner_codes(make.make_codebook())
+    )
+    assert torch.equal(group.tokens, codes.expand(2, -1)) and rewards["mine"].tolist() == [1, 1]
+    again = run.policy_trainer.logprobs(group, torch.arange(2))
+    torch.testing.assert_close(group.old_logprobs, again.detach())
