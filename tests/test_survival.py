@@ -326,9 +326,8 @@ def test_what_comes_after_is_never_labelled_before(quick, one_step, capsys, monk
     Path("run/evaluation.jsonl").unlink()
     drawn = []
     sheet = Image.new("RGB", (8, 8))
-    monkeypatch.setattr(
-        "runtime.pictures.save_grid", lambda path, *drawing, cell: drawn.append(drawing) or sheet
-    )
+    draw = lambda rows, title, *_: drawn.append((rows, title)) or sheet
+    monkeypatch.setattr("runtime.pictures.draw_grid", draw)
     assert resume("run", "--steps", "2") == 0
     output = capsys.readouterr().out
     assert "evaluation after 2 steps, held-out prompts: reward" in output and "before" not in output
