@@ -331,7 +331,7 @@ def test_what_comes_after_is_never_labelled_before(quick, one_step, capsys, monk
     assert resume("run", "--steps", "2") == 0
     output = capsys.readouterr().out
     assert "evaluation after 2 steps, held-out prompts: reward" in output and "before" not in output
-    ((rows, title),) = drawn
+    *_, (rows, title) = drawn
     assert {caption.split(",")[0] for _, cells in rows for _, caption in cells} == {"after"}
     assert "before" not in title
     assert Path("run/adapter/adapter_model.safetensors").exists()
