@@ -402,17 +402,13 @@ class GRPOSettings:
     """Settings of the algorithm."""
 
     micro_batch_size: int = 4  # sequences per pass: bounds memory, changes results only by rounding
-    iterations: int = (
-        1  # optimiser steps on the same samples; above 1 ratios leave 1, and are clipped
-    )
+    iterations: int = 1  # optimiser steps on the same samples: above 1 ratios move, and are clipped
     clip_range: float = 0.2
     kl_coef: float = 0.0
     temperature: float = 1.0
     top_p: float = 1.0
     end_ids: tuple = ()  # what ends a text; pictures have none
-    max_grad_norm: float = (
-        1.0  # one rare prompt must not undo a run; the log has it before clipping
-    )
+    max_grad_norm: float = 1.0  # one rare prompt must not undo a run
 
 
 @dataclass

@@ -157,9 +157,8 @@ class Lpips(torch.nn.Module):
 
     def distance(self, a, b):
         """(3, H, W) twice, values in 0..1 -> scalar: weighted differences of unit features."""
-        shift, scale = (
-            torch.tensor([[-0.030, -0.088, -0.188], [0.458, 0.448, 0.450]]).to(a).view(2, 3, 1, 1)
-        )
+        constants = torch.tensor([[-0.030, -0.088, -0.188], [0.458, 0.448, 0.450]])
+        shift, scale = constants.to(a).view(2, 3, 1, 1)
         x = (torch.stack([a, b]) * 2 - 1 - shift) / scale
         total = 0
         for n, (kernel, bias, head) in enumerate(zip(self.kernels, self.biases, self.heads)):

@@ -6,9 +6,8 @@ import torch
 
 from runtime import UserError
 
-NOISE_SEED = (
-    2**31
-)  # added to a group's seed for the noise that its pictures start from; see train.py
+# Added to a group's seed for the noise that its pictures start from; see train.py.
+NOISE_SEED = 2**31
 
 
 @dataclass
