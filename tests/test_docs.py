@@ -39,7 +39,7 @@ CEILINGS = {
     "examples/": 2600,
     "tiny-glm-image/": 7000,
     "all Python outside tests": 47200,
-    "tests": 85200,
+    "tests": 85400,
 }
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 FLAGS = 45  # of --help
