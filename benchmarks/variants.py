@@ -190,20 +190,18 @@ def make_missing(jobs):
     os.environ["OMP_NUM_THREADS"] = "1"
     OUT.mkdir(parents=True, exist_ok=True)
     there = {(row["start"], row["variant"], row["seed"]) for row in read()}
+    jobs_of = itertools.product(SEEDS, variants())
+    missing = [(each, seed) for seed, each in jobs_of if (*each[:2], seed) not in there]
+    before = [(start, "before training", 0) for start in ("hard", "shipped")]
+    before = [row for row in before if row not in there]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        if not start_of("hard").exists():
+        if missing and not start_of("hard").exists():
             pool.submit(make_hard_start).result()
-        futures = {}
-        for start in ("hard", "shipped"):
-            row = start, "before training", 0
-            if row not in there:
-                futures[pool.submit(judged, start_of(start))] = dict(zip(COLUMNS, (*row, 0, 0)))
-        for seed, variant in itertools.product(SEEDS, variants()):
-            if (variant.start, variant.name, seed) not in there:
-                futures[pool.submit(lines_of, variant, seed)] = None
+        futures = {pool.submit(judged, start_of(row[0])): (*row, 0, 0) for row in before}
+        futures |= {pool.submit(lines_of, *each): None for each in missing}
         for future in as_completed(futures):
             row, found = futures[future], future.result()
-            append(found if row is None else [row | found])
+            append(found if row is None else [dict(zip(COLUMNS, row)) | found])
 
 
 # ---- the file ------------------------------------------------------------------------------------

@@ -35,10 +35,10 @@ CEILINGS = {
     "rewards.py": 4700,
     "glm_image/": 3900,
     "runtime/": 15400,
-    "benchmarks/": 6600,
+    "benchmarks/": 6650,
     "examples/": 2600,
     "tiny-glm-image/": 7000,
-    "all Python outside tests": 47200,
+    "all Python outside tests": 47250,
     "tests": 85400,
 }
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
