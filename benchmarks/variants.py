@@ -1,13 +1,13 @@
 """What each part of GRPO is worth: training runs of the tiny model with one part changed.
 
-    python benchmarks/variants.py [--jobs 2]
+    python benchmarks/variants.py
 
-variants.csv has a line per run and evaluation. This makes the runs that are missing there, hours of
-work that may be broken off, then prints the tables and draws the figure from that file alone. An
-edit is one of docs/copying.md, named by its first words; flags are those of train.py.
+variants.csv has a line per run and evaluation. This makes the runs that are missing there, one per
+core, hours of work that may be broken off; then it prints the tables and draws the figure from that
+file alone. An edit is one of docs/copying.md, named by its first words; flags are those of
+train.py.
 """
 
-import argparse
 import csv
 import itertools
 import os
@@ -43,7 +43,7 @@ SEEDS = range(3)
 MOVING = ("two", "counting", "position", "binding")  # kinds: the other two are right before
 PICTURES = 16  # of each held-out caption
 HARD = {"steps": 160, "lr": 1e-4}  # of the harder start
-COLUMNS = ["start", "variant", "seed", "step", "pictures", *world.KINDS, "clean", "objects", "nats"]
+COLUMNS = ["start", "variant", "seed", "step", "pictures", *world.KINDS, "clean", "objects"]
 EDIT = re.compile(r"^\| ?(.*?) \| `(.+?)` \| (?:`(.+?)`|nothing) \|$", re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(def (\w+)\(.*?)^```", re.MULTILINE | re.DOTALL)
 GAMED = "--reward tiny-glm-image/check.py:many --lr 2e-3 --warmup-steps 0 --steps 12 --kl-coef"
@@ -89,8 +89,8 @@ class Variant(NamedTuple):
     flags: str = ""
 
 
-def variants():
-    rows = VARIANTS.strip().split("\n")
+def variants(start=""):
+    rows = [row for row in VARIANTS.strip().split("\n") if row.startswith(start)]
     return [Variant(*(cell.strip() for cell in row.split("|"))) for row in rows]
 
 
@@ -118,13 +118,15 @@ def edited(name):
 def lines_of(variant, seed):
     """Trains a variant; returns its lines of the file, one per checkpoint but that of the start."""
     torch.set_num_threads(1)
+    model = start_of(variant.start)
+    if variant.name == "before training":
+        return [dict(zip(COLUMNS, [*variant[:2], seed, 0, 0])) | judged(model)]
     out = OUT / f"{re.sub('[^a-z0-9]+', '-', ' '.join(variant[:2]).lower())}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     ignored = shutil.ignore_patterns(".*", "runs", "test*")
     shutil.copytree(ROOT, out / "project", ignore=ignored)
     for file, text in edited(variant.edit).items():
         (out / "project" / file).write_text(text, encoding="utf-8")
-    model = start_of(variant.start)
     flags = f"--eval-count 1 --eval-every 0 --save-every 10 {variant.flags} --seed {seed}"
     call = [sys.executable, "train.py", "--model", model, *flags.split(), "--out", out / "run"]
     piped = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -151,7 +153,7 @@ def judged(model, adapter=None):
         data = train.load_data(settings, prompts, held_out)
         run, _ = train.load_run(settings, data, torch.device("cpu"), None)
     sampling = replace(train.sampling_of(settings)[1], sequences=PICTURES)
-    right, clean, objects, nats = [], [], [], []
+    right, clean, objects = [], [], []
     for first in range(0, len(held_out), 16):
         some = held_out.take(range(first, first + 16))
         batch = train.rollout(run, sampling, data.judges, some, train.SEEDS["held out"] + first)
@@ -159,10 +161,9 @@ def judged(model, adapter=None):
         right += of_right.view(-1, PICTURES).mean(1).tolist()
         clean += of_clean.tolist()
         objects += (4 * check.many(batch.images)).tolist()
-        nats += [-group.old_logprobs.mean().item() for group in batch.groups]
     kinds = np.array(held_out.kinds)
     shares = {kind: np.array(right)[kinds == kind].mean() for kind in world.KINDS}
-    shares |= {"clean": np.mean(clean), "objects": np.mean(objects), "nats": np.mean(nats)}
+    shares |= {"clean": np.mean(clean), "objects": np.mean(objects)}
     return {name: f"{share:.5f}" for name, share in shares.items()}
 
 
@@ -185,31 +186,25 @@ def make_hard_start():
     unfinished.rename(folder)
 
 
-def make_missing(jobs):
+def make_missing():
     """The runs that the file has no lines of: each is appended when it is done."""
     os.environ["OMP_NUM_THREADS"] = "1"
     OUT.mkdir(parents=True, exist_ok=True)
     there = {(row["start"], row["variant"], row["seed"]) for row in read()}
-    jobs_of = itertools.product(SEEDS, variants())
-    missing = [(each, seed) for seed, each in jobs_of if (*each[:2], seed) not in there]
-    before = [(start, "before training", 0) for start in ("hard", "shipped")]
-    before = [row for row in before if row not in there]
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    starts = [Variant(start, "before training") for start in ("hard", "shipped")]
+    wanted = [(start, 0) for start in starts] + [*itertools.product(variants(), SEEDS)]
+    missing = [(each, seed) for each, seed in wanted if (*each[:2], seed) not in there]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         if missing and not start_of("hard").exists():
             pool.submit(make_hard_start).result()
-        futures = {pool.submit(judged, start_of(row[0])): (*row, 0, 0) for row in before}
-        futures |= {pool.submit(lines_of, *each): None for each in missing}
-        for future in as_completed(futures):
-            row, found = futures[future], future.result()
-            append(found if row is None else [dict(zip(COLUMNS, row)) | found])
+        for future in as_completed([pool.submit(lines_of, *each) for each in missing]):
+            append(future.result())
 
 
 # ---- the file ------------------------------------------------------------------------------------
 
 
 def read():
-    if not CSV.exists():
-        return []
     with open(CSV, newline="") as file:
         rows = list(csv.DictReader(file))
     words = ("start", "variant")
@@ -218,23 +213,13 @@ def read():
 
 
 def append(rows):
-    new = not CSV.exists()
     with open(CSV, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+        csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(rows)
     for row in rows:
         print(*row.values(), flush=True)
 
 
 # ---- tables and figure ---------------------------------------------------------------------------
-
-
-class Comparison(NamedTuple):
-    difference: float  # of the means of a variant and its reference
-    error: float  # its standard error, one for all of a table
-    threshold: float  # from which it is told apart
 
 
 def of_seeds(rows, start, name, step, columns=world.KINDS):
@@ -245,12 +230,13 @@ def of_seeds(rows, start, name, step, columns=world.KINDS):
 
 
 def compare(rows, start):
-    """{variant: Comparison} after 20 steps, paired by seed.
+    """After 20 steps, paired by seed: {variant: its mean less that of its reference}.
 
-    The threshold is Dunnett's, simulated for as many comparisons with the same references: without
-    any true difference 5 tables in 100 have one above it.
+    Also the standard error of all differences, and the threshold from which they are told apart. It
+    is Dunnett's, simulated for as many comparisons with the same references: without any true
+    difference 5 tables in 100 have one above it.
     """
-    pairs = {each.name: each.reference for each in variants() if each.start == start}
+    pairs = {each.name: each.reference for each in variants(start)}
     names = list(dict.fromkeys([*pairs, *pairs.values()]))
     shares = {name: of_seeds(rows, start, name, 20) for name in names}
     draws = np.random.default_rng(0).normal(size=(len(names), 20_000, len(SEEDS)))
@@ -260,23 +246,21 @@ def compare(rows, start):
     )
     errors = [np.sqrt(x.var(-1, ddof=1).mean(0) / len(SEEDS)) for x in (found, drawn)]
     critical = np.quantile(np.abs(drawn.mean(-1)).max(0) / errors[1], 0.95)
-    means = found.mean(-1)
-    return {name: Comparison(x, errors[0], critical * errors[0]) for name, x in zip(pairs, means)}
+    return dict(zip(pairs, found.mean(-1))), errors[0], critical * errors[0]
 
 
 def table(rows, start):
     """Lines of docs/worth.md."""
-    compared = compare(rows, start)
+    differences, error, threshold = compare(rows, start)
     lines = ["| Variant | pictures | after 10 steps | 20 | the four | compared with | difference |"]
     lines.append("|---" * 7 + "|")
-    for _, name, reference, *_ in [each for each in variants() if each.start == start]:
+    for _, name, reference, *_ in variants(start):
         columns = (10, world.KINDS), (20, world.KINDS), (20, MOVING)
         shares = [of_seeds(rows, start, name, *each).mean() for each in columns]
         pictures = of_seeds(rows, start, name, 20, ["pictures"]).mean()
         cells = name, f"{pictures:.0f}", *map("{:.1%}".format, shares), reference
-        difference, error, threshold = compared[name]
-        mark = "**" if abs(difference) > threshold else ""
-        lines.append(f"| {' | '.join(cells)} | {mark}{100 * difference:+.1f}{mark} |")
+        mark = "**" if abs(differences[name]) > threshold else ""
+        lines.append(f"| {' | '.join(cells)} | {mark}{100 * differences[name]:+.1f}{mark} |")
     words = (
         f"\nBold: told apart, from {threshold:.1%} on. Standard error of a difference {error:.1%}"
     )
@@ -286,7 +270,7 @@ def table(rows, start):
 
 def table_of_gamed(rows):
     lines = ["| | reward | right | clean |", "|---" * 4 + "|"]
-    for _, name, *_ in [each for each in variants() if each.start == "gamed"]:
+    for _, name, *_ in variants("gamed"):
         columns = ["objects"], world.KINDS, ["clean"]
         objects, *shares = (of_seeds(rows, "gamed", name, 12, each).mean() for each in columns)
         lines.append(f"| {name} | {objects / 4:.2f} | {shares[0]:.0%} | {shares[1]:.0%} |")
@@ -295,8 +279,8 @@ def table_of_gamed(rows):
 
 def draw(rows, file, start="hard"):
     """Shares after 10 steps and 20, with error and seeds, by outcome."""
-    compared = compare(rows, start)
-    names = ["before training", *compared]
+    differences, error, threshold = compare(rows, start)
+    names = ["before training", *differences]
     shares = {name: of_seeds(rows, start, name, 20) for name in names}
     bottom, font = 60 + 44 * len(names), ImageFont.load_default(24)
     sheet = Image.new("RGB", (1760, bottom + 60), "white")
@@ -311,12 +295,12 @@ def draw(rows, file, start="hard"):
         pen.text((place(tick), bottom + 25), f"{tick:.0%}", "#555", font, anchor="mm")
     for i, name in enumerate(sorted(names, key=lambda name: -shares[name].mean())):
         y, mean = 82 + 44 * i, shares[name].mean()
-        difference, error, threshold = compared.get(name, (0, 0, 1))
+        difference = differences.get(name, 0)
         told = "#2d6cae" if difference > 0 else "#c62828"
         colour = told if abs(difference) > threshold else "#444"
         pen.text((680, y), name, "black", font, anchor="rm")
         pen.circle((place(of_seeds(rows, start, name, 10).mean()), y), 7, "#bbb")
-        half = error / np.sqrt(2)  # of a share
+        half = error / np.sqrt(2) * (name in differences)  # of a share
         pen.line((place(mean - half), y, place(mean + half), y), colour, 4)
         pen.circle((place(mean), y), 11, colour)
         for share in shares[name]:
@@ -325,9 +309,7 @@ def draw(rows, file, start="hard"):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
-    make_missing(parser.parse_args().jobs)
+    make_missing()
     rows = read()
     print(table(rows, "hard"), table(rows, "shipped"), table_of_gamed(rows), sep="\n\n")
     draw(rows, OUT / "variants.png")

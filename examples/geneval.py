@@ -1,9 +1,8 @@
 """GenEval (Ghosh et al. 2023) with transformers alone: its 553 prompts, its judge, and a reward to
 train on.
 
-    python examples/geneval.py geneval.txt                  # writes the prompts, by kind
-    python examples/geneval.py training.txt --training      # others of the same form
-    python train.py --prompts training.txt --reward examples/geneval.py:facts
+    python examples/geneval.py          # writes geneval.txt; geneval-training.txt: others like them
+    python train.py --prompts geneval-training.txt --reward examples/geneval.py:facts
     python train.py --adapter runs/1 --steps 0 --prompts geneval.txt --eval-count 553 --eval-reward
     examples/geneval.py:right
 
@@ -12,7 +11,6 @@ trained on COCO, but with its authors' weights instead of mmdetection's, so scor
 little.
 """
 
-import argparse
 import functools
 import math
 import re
@@ -198,18 +196,8 @@ def facts(images, prompts, targets):
 
 
 if __name__ == "__main__":
-    words = "Writes GenEval's 553 prompts, in their six kinds, to a file."
-    parser = argparse.ArgumentParser(description=words)
-    parser.add_argument("file", type=Path)
-    words = "others of the same form instead, to train on"
-    parser.add_argument("--training", action="store_true", help=words)
-    options = parser.parse_args()
-    prompts = published_prompts()
-    if options.training:
-        others = published_prompts(seed=0, count=400)
-        for kind, known in prompts.items():
-            prompts[kind] = [text for text in others[kind] if text not in known]
-    lines = []
-    for kind, texts in prompts.items():
-        lines += [f"# kind: {kind}", *texts] if texts else []
-    options.file.write_text("\n".join(lines) + "\n")
+    benchmark, others = published_prompts(), published_prompts(seed=0, count=400)
+    training = {kind: [x for x in others[kind] if x not in benchmark[kind]] for kind in others}
+    for file, kinds in {"geneval.txt": benchmark, "geneval-training.txt": training}.items():
+        parts = ["\n".join([f"# kind: {kind}", *kinds[kind], ""]) for kind in kinds if kinds[kind]]
+        Path(file).write_text("".join(parts))

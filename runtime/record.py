@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -213,43 +212,21 @@ class Record:
         with checkpoints.writing(self.out):
             picture = save_before_after(self.out, self.before(), self.evaluations[-1])
             for half, trainer in self.trainers.items():
-                folder, what, load = ADAPTERS[half]
-                model = trainer.model
                 if half == "codes":
-                    model.save_pretrained(self.out / folder)
+                    folder = self.out / "adapter"
+                    trainer.model.save_pretrained(folder)
+                    (folder / "README.md").unlink()  # PEFT's form, empty
                 else:
-                    model.get_base_model().save_lora_adapter(self.out / folder)
-                base = self.settings.model
-                base = Path(base).resolve().name if Path(base).is_dir() else base
-                card = CARD.format(base=base, what=what, load=load)
-                (self.out / folder / "README.md").write_text(card)
+                    folder = self.out / "decoder-adapter"
+                    trainer.model.get_base_model().save_lora_adapter(folder)
                 for file in ("settings.json", "evaluation.jsonl", "before-after.png"):
-                    shutil.copy(self.out / file, self.out / folder)
+                    shutil.copy(self.out / file, folder)
         self.track_picture("before_after", picture)
 
     def finish(self):
         self.stop.end()
         if self.tracker is not None:
             self.tracker.finish()
-
-
-CARD = """---
-base_model: {base}
-library_name: peft
-tags: [lora, grpo, glm-image]
----
-A LoRA adapter of {what} of {base}, trained with GRPO: settings.json says how,
-evaluation.jsonl and before-after.png how its pictures were judged. With FOLDER the folder of this
-file, it loads into the stock pipeline: `pipe.{load}`
-"""
-ADAPTERS = {  # half: folder, what it adapts, how it loads
-    "codes": ("adapter", "the language model", "vision_language_encoder.load_adapter(FOLDER)"),
-    "decoder": (
-        "decoder-adapter",
-        "the decoder",
-        "transformer.load_lora_adapter(FOLDER, prefix=None, use_safetensors=True)",
-    ),
-}
 
 
 def start_tracker(kind, configuration, out):

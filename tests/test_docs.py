@@ -135,10 +135,8 @@ def test_a_broken_link_and_an_unknown_flag_are_found(tmp_path):
     assert broken_links(page) == ["page.md#a-title", "gone.md"]
     assert unknown_flags("python train.py --steps 3 --speed 4") == ["--speed"]
     assert unknown_flags("torchrun --nnodes 2 --steps 3 train.py --steps 3") == ["--steps"]
-    assert (
-        unknown_flags("--bits 2") == ["--bits"]
-        and unknown_flags("--bits 2", "see repair_decoder.py") == []
-    )
+    assert unknown_flags("--edits") == ["--edits"]
+    assert unknown_flags("--edits", "see memory.py") == []
 
 
 @named

@@ -4,7 +4,7 @@ and random."""
 import importlib.util
 import math
 import runpy
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -38,35 +38,30 @@ PUBLISHED = {  # from results by prompt that others have published: some of each
 }
 
 
-def written(file, monkeypatch, *flags):
-    """{kind: prompts}, by the command."""
-    monkeypatch.setattr(sys, "argv", ["geneval.py", str(file), *flags])
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """[{kind: prompts}] of the benchmark and of training, by the command."""
+    monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples" / "geneval.py"), run_name="__main__")
-    _, *parts = file.read_text().split("# kind: ")
-    return {kind: texts for kind, *texts in (part.splitlines() for part in parts)}
+    files = []
+    for name in ("geneval.txt", "geneval-training.txt"):
+        _, *parts = Path(name).read_text().split("# kind: ")
+        files.append({kind: texts for kind, *texts in (part.splitlines() for part in parts)})
+    return files
 
 
-def test_prompts_to_train_on_are_of_the_same_form_and_none_of_the_benchmark(tmp_path, monkeypatch):
-    benchmark = {
-        text for texts in written(tmp_path / "geneval.txt", monkeypatch).values() for text in texts
-    }
-    kinds = written(tmp_path / "training.txt", monkeypatch, "--training")
-    assert list(kinds) == [
-        "two_object",
-        "counting",
-        "colors",
-        "position",
-        "color_attr",
-    ]  # all single objects are in it
-    assert all(
-        len(texts) > 100 and None not in map(geneval.asked_for, texts) for texts in kinds.values()
-    )
-    assert not benchmark & {text for texts in kinds.values() for text in texts}
+def test_prompts_to_train_on_are_of_the_same_form_and_none_of_the_benchmark(written):
+    benchmark, kinds = written
+    # All single objects are in it.
+    assert [*kinds] == str.split("two_object counting colors position color_attr")
+    for kind, texts in kinds.items():
+        assert len(texts) > 100 and None not in map(geneval.asked_for, texts)
+        assert not set(texts) & set(benchmark[kind])
 
 
-def test_prompts_are_the_published_ones_in_their_kinds(tmp_path, monkeypatch):
+def test_prompts_are_the_published_ones_in_their_kinds(written):
     """Each is understood again."""
-    kinds = written(tmp_path / "geneval.txt", monkeypatch)
+    kinds, _ = written
     sizes = {
         "single_object": 80,
         "two_object": 99,

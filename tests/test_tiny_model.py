@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 import world
-from conftest import ROOT, TINY, build_run, seeded, tiny_settings
-from diffusers import GlmImagePipeline
+from conftest import ROOT, TINY, seeded, tiny_settings
 from PIL import Image, ImageFilter
 
 import train
 from glm_image.painting import encode_prompt
 from runtime.data import Data, Source
-from runtime.record import ADAPTERS
 
 RED_CIRCLE = "a red circle"
 
@@ -467,26 +465,3 @@ def test_the_readme_paints_and_edits_a_picture(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     names = runpy.run_path(str(tmp_path / "readme.py"))
     assert check.clean([names["image"], names["edited"]]).all()
-
-
-def test_trained_adapters_load_into_the_stock_pipeline(tmp_path):
-    """By the calls that their READMEs name; either changes what is painted."""
-    run = build_run(tiny_settings("--train", "both"))
-    for trainer in run.trainers.values():
-        for name, parameter in trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(0, 0.3)
-    run.policy_trainer.model.save_pretrained(tmp_path / "adapter")
-    run.pipe.transformer.save_lora_adapter(tmp_path / "decoder-adapter")
-    pipe = GlmImagePipeline.from_pretrained(str(TINY))
-    images = []
-    for half, part in ((None, None), ("codes", pipe), ("decoder", pipe)):
-        if half is not None:
-            folder, _, load = ADAPTERS[half]
-            (tmp_path / "load.py").write_text(f"pipe.{load}")
-            names = {"pipe": part, "FOLDER": str(tmp_path / folder)}
-            runpy.run_path(str(tmp_path / "load.py"), names)
-        generator = seeded(0)
-        torch.manual_seed(0)
-        images.append(pipe("a ring", generator=generator, **STOCK_CALL).images[0].tobytes())
-    assert len(set(images)) == 3
