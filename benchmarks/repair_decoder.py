@@ -24,7 +24,6 @@ import train
 from grpo import Group
 from runtime.settings import TINY
 
-LEVELS = 4  # of 2 bits
 FLAGS = f"--model {TINY} --train decoder --group-size 8 --micro-batch-size 8 --prompts-per-step 8"
 FLAGS += " --steps 25 --eval-every 0 --kl-coef 0 --reward benchmarks/repair_decoder.py:likeness"
 load = train.load
@@ -36,7 +35,7 @@ def load_rounded(*arguments, **options):
     for layer in pipe.transformer.modules():
         if isinstance(layer, torch.nn.Linear):
             least, largest = layer.weight.data.aminmax(dim=1, keepdim=True)
-            step = (largest - least).clamp(min=1e-12) / (LEVELS - 1)
+            step = (largest - least).clamp(min=1e-12) / 3  # four levels
             layer.weight.data = ((layer.weight.data - least) / step).round() * step + least
     return pipe
 
@@ -57,8 +56,8 @@ class DrawnRun(train.Run):
         """The large codes (G, 16) of what a caption asks for, G times the same."""
         scenes = [world.MEANING[text].scene() for text in prompts.texts]
         codes = make.codes_of(scenes, make.corner_codes(make.make_codebook()))[:, 256:]
-        of_group = lambda own: own.expand(sampling.sequences, -1)
-        return [Group(None, None, of_group(own), torch.zeros(1, 1)) for own in codes]
+        G = sampling.sequences
+        return [Group(None, None, own.expand(G, -1), torch.zeros(1, 1)) for own in codes]
 
 
 def main():

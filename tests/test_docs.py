@@ -96,7 +96,7 @@ def flags_of(name):
         return {option for action in parser._actions for option in action.option_strings}
     source = (ROOT / name).read_text()
     own = {"--help", *re.findall(r'"(--[a-z][a-z-]*)"', source)}
-    return own | flags_of("train.py") if "parse_known_args" in source else own
+    return own | flags_of("train.py") if "train.main(" in source else own
 
 
 def script(word):
