@@ -315,8 +315,5 @@ def test_the_code_for_random_weights_makes_a_model_that_trains(quick, tmp_path):
     finally:
         torch.set_default_dtype(torch.float32)
     assert (
-        quick(
-            *str.split("--model random --reward mse --targets targets --steps 1 --out run"),
-        )
-        == 0
+        quick(*str.split("--model random --reward mse --targets targets --steps 1 --out run")) == 0
     )

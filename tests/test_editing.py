@@ -344,10 +344,7 @@ def test_a_compiled_run_expects_no_preview():
     "arguments, words",
     [
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
-        (
-            ["--sources", "one"],
-            "one has 1 picture for 2 prompts; give one each, sorted by name",
-        ),
+        (["--sources", "one"], "one has 1 picture for 2 prompts; give one each, sorted by name"),
         (["--sources", "broken"], "the source picture broken/2.png cannot be read"),
         (["--train", "both"], "with --sources only the codes can learn"),
     ],

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import (
-    CPU,
-    adapter_of,
-    records,
-    shorten,
-    tiny_settings,
-    write_reward,
-)
+from conftest import CPU, adapter_of, records, shorten, tiny_settings, write_reward
 from PIL import Image
 from test_rewards import tiny_clip
 from tqdm import tqdm
@@ -58,11 +51,7 @@ def test_prompts_without_targets_are_judged_by_what_applies(quick, without):
     new = ["new.txt", None]
     known = ["prompts.txt", "targets"]
     (prompts, targets), (held_out, held_out_targets) = (known, new) if without else (new, known)
-    short = [
-        "--model",
-        TINY,
-        *str.split("--height 32 --width 32 --decode-steps 1 --group-size 2"),
-    ]
+    short = ["--model", TINY, *str.split("--height 32 --width 32 --decode-steps 1 --group-size 2")]
     arguments = [
         "--prompts",
         prompts,

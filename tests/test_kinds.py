@@ -117,20 +117,8 @@ AFTER = evaluation(9, training=(0.5, 0.4), held_out=(0.3, 0.3))
 
 def test_the_table_by_hand():
     lines = kinds_table(BEFORE, AFTER)
-    assert [line.strip("| ").split(" | ")[0].strip() for line in lines] == [
-        "",
-        "training",
-        lines[2].split()[1],
-        "x",
-        "y",
-        MEAN,
-        "",
-        "held-out",
-        lines[2].split()[1],
-        "x",
-        "y",
-        MEAN,
-    ]
+    heads = [line.strip("| ").split(" | ")[0].strip(" -") for line in lines]
+    assert heads == ["", "training", "", "x", "y", MEAN, "", "held-out", "", "x", "y", MEAN]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     # The lone reward is the sum, and shown once.
     assert cells[1] == ["training", "prompts", "f.py:facts", "g.py:right"]

@@ -7,7 +7,6 @@ Everything here is a run of train.main on short pictures; see conftest.py.
 import io
 import json
 import os
-import random
 import re
 import resource
 import shlex
@@ -638,37 +637,3 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(start, quick):
         assert resume("run") == 0
         same_run("straight", "run")
         assert steps_saved("run") == ["000000", "000003", "000004"]  # nothing unfinished is left
-
-
-def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_been(start, quick):
-    """SIGKILL at random moments, in real processes; each time the run goes on from what is left."""
-    arguments = str.split("--steps 8 --save-every 1 --eval-every 4")
-    assert quick(*arguments, "--out", "straight") == 0
-    moments = random.Random(0)
-    kills = tries = 0
-    finished = False
-    while kills < 4 or not finished:
-        tries += 1
-        assert tries < 40  # no run gets through
-        begun = Path("run/checkpoints/000000").exists()
-        if not begun:
-            shutil.rmtree("run", ignore_errors=True)
-        child = start(*(["--resume", "run"] if begun else [*QUICK, *arguments, "--out", "run"]))
-        lines = count_lines("run/metrics.jsonl")
-        while child.is_alive() and kills < 4 and count_lines("run/metrics.jsonl") <= lines:
-            time.sleep(0.01)  # until it has made a step
-        child.join(moments.uniform(0, 0.3) if kills < 4 else None)
-        finished = child.exitcode == 0
-        if child.exitcode is None:
-            child.kill()
-            child.join()
-            kills += 1
-        else:
-            assert finished, Path("output.txt").read_text()
-            if kills < 4:
-                shutil.rmtree("run")
-    same_run("straight", "run")
-
-
-def count_lines(path):
-    return Path(path).read_text().count("\n") if Path(path).exists() else 0

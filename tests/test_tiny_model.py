@@ -138,20 +138,20 @@ def test_near_falls_with_every_pixel_that_was_not_drawn():
 def test_the_judge_calls_a_mess_a_mess():
     """Noise, half a shape, two colours, another colour, two shapes in one, a stray patch: none
     clean, none right."""
-    red, blank = (
-        world.draw((("circle", "red"), None, None, None)),
-        Image.new("RGB", (128, 128), world.WHITE),
+    red, blue, cross, blank = (
+        world.draw((thing, None, None, None))
+        for thing in (("circle", "red"), ("circle", "blue"), ("cross", "red"), None)
     )
-    half, two, pale, mixed, stray = (red.copy() for _ in range(5))
-    half.paste(blank.crop((0, 0, 32, 128)), (0, 0))
-    two.paste(world.draw((("circle", "blue"), None, None, None)).crop((0, 0, 32, 128)), (0, 0))
-    pale.paste(Image.blend(red, blank, 0.6), (0, 0))
-    mixed.paste(world.draw((("cross", "red"), None, None, None)).crop((0, 0, 64, 32)), (0, 0))
-    stray.paste("blue", (0, 0, 24, 24))
-    noise = Image.fromarray(
-        np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8)
-    )
-    images = [half, two, pale, mixed, stray, noise, Image.new("RGB", (128, 128), "grey")]
+    noise = np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8)
+    images = [Image.blend(red, blank, 0.6), Image.fromarray(noise), Image.new("RGB", (128, 128))]
+    for other, box in (
+        (blank, (0, 0, 32, 128)),
+        (blue, (0, 0, 32, 128)),
+        (cross, (0, 0, 64, 32)),
+        (Image.new("RGB", (24, 24), "blue"), (0, 0, 24, 24)),
+    ):
+        images.append(red.copy())
+        images[-1].paste(other.crop(box), box)
     assert [check.look(image)[0] for image in images] == ["mess"] * 7
     assert not check.clean(images).any() and not check.right(images, [RED_CIRCLE] * 7).any()
     assert check.clean([red, blank]).all()
@@ -398,25 +398,11 @@ def test_prompts_of_the_tiny_model(pipe):
         and torch.equal(positions, trained_positions)
         and count == 256 + 16
     )
-    words = [
-        token
-        for token in pipe.processor.tokenizer.convert_ids_to_tokens(ids)
-        if not token.startswith("<|")
-    ]
-    assert words == [
-        "three",
-        "Ġcircles",
-        "<sop>",
-        "4",
-        "Ġ4",
-        "<eop>",
-        "<sop>",
-        "16",
-        "Ġ16",
-        "<eop>",
-    ]
+    words_of = pipe.processor.tokenizer.convert_ids_to_tokens
+    words = " ".join(word for word in words_of(ids) if not word.startswith("<|"))
+    assert words == "three Ġcircles <sop> 4 Ġ4 <eop> <sop> 16 Ġ16 <eop>"
     ids, positions = read_prompt(policy, pipe.processor, "make the circle blue", picture)
-    words = pipe.processor.tokenizer.convert_ids_to_tokens(ids)
+    words = words_of(ids)
     assert words[1:19] == ["<|begin_of_image|>", *["<|image|>"] * 16, "<|end_of_image|>"]
     assert words[19:23] == ["make", "Ġthe", "Ġcircle", "Ġblue"]
     source = Source(picture)
