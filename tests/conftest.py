@@ -4,6 +4,7 @@ other processes."""
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 from contextlib import contextmanager
@@ -60,8 +61,13 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def tiny_settings(*arguments):
-    return train.parse_settings(["--model", str(TINY), *arguments])
+def words_of(flags):
+    """Flags, of which a string may hold several."""
+    return shlex.split(" ".join(map(str, flags)))
+
+
+def tiny_settings(*flags):
+    return train.parse_settings(["--model", str(TINY), *words_of(flags)])
 
 
 def build_run(settings, pipe=None):
@@ -109,7 +115,12 @@ def short_runs(folder, whole=False):
         patch.chdir(folder)
         if not whole:
             shorten(patch.setattr)
-        yield lambda *flags: train.main([*QUICK[: -2 if "decoder" in flags else None], *flags])
+
+        def run(*flags):
+            own = words_of(flags)
+            return train.main([*QUICK[: -2 if "decoder" in own else None], *own])
+
+        yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -126,7 +137,7 @@ def one_step(tmp_path_factory):
     there."""
     folder = tmp_path_factory.mktemp("one-step")
     with short_runs(folder) as run:
-        assert run("--steps", "1", "--out", "run") == 0
+        assert run("--steps 1 --out run") == 0
     return folder / "run"
 
 
@@ -134,8 +145,8 @@ def unheard(number, frame):
     pytest.fail(f"signal {number} was for the run, which does not listen")
 
 
-def resume(folder, *arguments):
-    return train.main(["--resume", str(folder), *arguments])
+def resume(*flags):
+    return train.main(words_of(["--resume", *flags]))
 
 
 def write_reward(body):

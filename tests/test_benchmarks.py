@@ -92,7 +92,7 @@ def fits(codes, decoder, pipe, work, cache, half, *flags):
     policy = memory.gigabytes(memory.tensors(models[:1])) - adapters[0]
     painters = memory.gigabytes(memory.tensors(models[1:])) - adapters[1]
     learning = 1 if half == "codes" else 2
-    settings = tiny_settings(*FULL, "--guidance-scale", "1.5", "--train", half, *flags)
+    settings = tiny_settings(*FULL, "--guidance-scale 1.5 --train", half, *flags)
     passes = {k: v for k, v in work.items() if half == "both" or k != "decoder update"}
     # Adapters, Adam's moments, and the context.
     beside = sum(adapters) + 2 * sum(adapters[:learning]) + 0.6
@@ -123,7 +123,7 @@ def test_what_is_planned_for_a_rounded_base_is_one_block_in_16_bits():
         outputs = [layer(row(layer).requires_grad_()) for layer in block]
     cast = 2 * sum(rows * columns for rows, columns in widths)
     assert outputs and cast < alive.peak < cast + 1e6
-    of = lambda base: tiny_settings(*FULL, "--train", "both", "--base", base)
+    of = lambda base: tiny_settings(*FULL, "--train both --base", base)
     exact, rounded = (working_memory(of(base), 4, 0) for base in ("bfloat16", "int8"))
     pairs = zip(rounded[:3], exact[:3])
     assert all(alive.peak < more - less < 1.5 * alive.peak for more, less in pairs)
@@ -132,10 +132,10 @@ def test_what_is_planned_for_a_rounded_base_is_one_block_in_16_bits():
 
 def test_what_is_planned_grows_with_groups_and_pictures():
     """The sampler's cache and nuclei in large groups; the VAE without cuDNN's workspace."""
-    settings = tiny_settings(*FULL, "--group-size", "64")
+    settings = tiny_settings(*FULL, "--group-size 64")
     sampled = 1e-9 * 256 * (40 * 2 * 2 * 1536 * 128 * 2 + 1280 * 16_384)
     assert sampled < working_memory(settings, 1, 0)[1] / 1e9 < sampled + 2
-    large = tiny_settings("--height", "2048", "--width", "2048")
+    large = tiny_settings("--height 2048 --width 2048")
     more = working_memory(large, 1, 0)[3] - working_memory(settings, 1, 0)[3]
     assert more == pytest.approx(1024**2 * (4 * 3.1e3 - 5.1e3))
 

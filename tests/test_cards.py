@@ -111,7 +111,7 @@ def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypa
         UserError, match=r"and 2.3 of the host for the decoder's paths; .* 2.2 of the host"
     ):
         planned(monkeypatch, 84, 6.2, *both)
-    settings = tiny_settings(*both, "--paintings", "2", "--decode-steps", "4")
+    settings = tiny_settings(*both, "--paintings 2 --decode-steps 4")
     run = build_run(settings)
     codes = torch.zeros(1, 16, dtype=torch.long)
     images, steps = run.paint(Prompts(["a red circle"]), 0, codes, sampling(settings), 3)
@@ -139,7 +139,7 @@ def test_a_step_has_left_the_host_when_the_next_begins(quick, monkeypatch):
 def test_the_vae_has_a_turn_of_its_own(monkeypatch):
     """Beside the decoder it only reads sources."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
-    run, seen, stock = build_run(settings := tiny_settings("--group-size", "2")), [], {}
+    run, seen, stock = build_run(settings := tiny_settings("--group-size 2")), [], {}
     tokens = torch.randint(1024, (2, 16), generator=seeded(0))
     monkeypatch.setattr(
         run.policy_trainer, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2
@@ -314,6 +314,4 @@ def test_the_code_for_random_weights_makes_a_model_that_trains(quick, tmp_path):
         runpy.run_path("make.py")
     finally:
         torch.set_default_dtype(torch.float32)
-    assert (
-        quick(*str.split("--model random --reward mse --targets targets --steps 1 --out run")) == 0
-    )
+    assert quick("--model random --reward mse --targets targets --steps 1 --out run") == 0

@@ -165,7 +165,7 @@ def test_a_run_says_what_it_does(whole_run):
 
 def test_the_same_seed_gives_the_same_run(quick, one_step):
     for out, seed in (("same", 0), ("other", 1)):
-        assert quick("--steps", "1", "--seed", str(seed), "--out", out) == 0
+        assert quick("--steps 1 --seed", str(seed), "--out", out) == 0
     assert records("same/evaluation.jsonl") == records(one_step / "evaluation.jsonl")
     assert (
         records("same/metrics.jsonl")
@@ -184,21 +184,21 @@ def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
     def slowly(*given, **parts):
         if not begun:
             begun.append(True)
-            assert quick("--steps", "0") == 0
-            assert quick("--steps", "1", "--out", "runs/1") == 2
+            assert quick("--steps 0") == 0
+            assert quick("--steps 1 --out runs/1") == 2
             assert "runs/1 already holds a run" in capsys.readouterr().err
         return load(*given, **parts)
 
     Path("runs/2").mkdir(parents=True)
     monkeypatch.setattr(train, "load", slowly)
-    assert quick("--steps", "1") == 0
+    assert quick("--steps 1") == 0
     assert sorted(os.listdir("runs")) == ["1", "2", "3"] and os.listdir("runs/2") == []
     assert [len(records(f"runs/{name}/metrics.jsonl")) for name in "13"] == [1, 0]
 
 
 def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
     monkeypatch.setattr("runtime.record.SAMPLE_EVERY", 2)
-    assert quick(*str.split("--steps 4 --eval-every 3 --out run")) == 0
+    assert quick("--steps 4 --eval-every 3 --out run") == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
     assert groups == ["group-000001.png", "group-000002.png", "group-000004.png"]
     assert steps_of("run/evaluation.jsonl") == [0, 3, 4]
@@ -216,7 +216,7 @@ def test_prompts_of_every_kind_work(quick):
     arguments = str.split(
         "--targets none --eval-targets none --reward mine.py:length --prompts-per-step 4"
     )
-    assert quick(*arguments, "--steps", "1", "--out", "run") == 0
+    assert quick(*arguments, "--steps 1 --out run") == 0
     lengths = {prompt: [len(prompt)] * 2 for prompt in text.split("\n\n")}
     assert {
         group["prompt"]: group["rewards"]["mine.py:length"] for group in records("run/groups.jsonl")
@@ -254,7 +254,7 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
 def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
     """The judge of the first waits for the second to be begun; the last one's ends after the
     painting."""
-    run = build_run(settings := tiny_settings(*SHORT, "--group-size", "2"))
+    run = build_run(settings := tiny_settings(*SHORT, "--group-size 2"))
     stock_paint = run.paint
     painting = threading.Event()
 
@@ -293,7 +293,7 @@ def test_trackers_get_a_run_and_its_settings(quick, monkeypatch, kind):
     run = SimpleNamespace(log=log, finish=lambda: seen.append("finish"))
     package.init = lambda **options: seen.append(options) or run
     monkeypatch.setitem(sys.modules, kind, package)
-    assert quick("--steps", "1", "--tracker", kind, "--out", "run") == 0
+    assert quick("--steps 1 --tracker", kind, "--out run") == 0
     begun = seen[0]
     assert seen == [begun, ("settings", 2e-3), ("step", 1), "finish"]
     assert begun["project"] == "grpo-glm-image" and begun["name"].endswith("-run")
@@ -307,7 +307,7 @@ def test_trackers_get_a_run_and_its_settings(quick, monkeypatch, kind):
 
 def test_tensorboard_gets_the_numbers_and_pictures_of_a_run(quick):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    assert quick(*str.split("--steps 1 --tracker tensorboard --out run")) == 0
+    assert quick("--steps 1 --tracker tensorboard --out run") == 0
     found = events.EventAccumulator("run/grpo-glm-image").Reload()
     (metrics,) = records("run/metrics.jsonl")
     _, after = records("run/evaluation.jsonl")
@@ -340,7 +340,7 @@ def test_defaults_depend_on_the_model():
     edits = ("--sources", f"{TINY}/sources")
     assert tiny.targets is None and tiny_settings(*edits).targets == "tiny-glm-image/edit-targets"
     with pytest.raises(UserError, match="edits need --sources, --prompts, --eval-sources"):
-        tiny_settings(*edits, "--prompts", "mine.txt")  # whose targets are others
+        tiny_settings(*edits, "--prompts mine.txt")  # whose targets are others
 
 
 def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
@@ -372,7 +372,7 @@ def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_the
     """Where the decoder learns, a step paints one code sequence of a prompt; an evaluation paints
     as in any run."""
     flags = "--train decoder --group-size 8 --guidance-scale 1.5 --prompts-per-step 4"
-    chosen = tiny_settings(*flags.split(), "--eval-count", "16", "--seed", "0")
+    chosen = tiny_settings(flags, "--eval-count 16 --seed 0")
     chosen.prompts = "a-folder-" * 11
     settings.print_start(chosen, Path("runs/1"), CPU, 32, 16)
     output = capsys.readouterr().out
@@ -510,7 +510,7 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     monkeypatch.setattr(train, "load_run", there)
     files = str.split("--prompts chinese.txt --targets none --eval-targets none")
     with pytest.raises(pytest.fail.Exception, match="the rewards are there"):
-        quick(*str.split("--reward mine.py:mine --eval-reward mine.py:mine --steps 1"), *files)
+        quick("--reward mine.py:mine --eval-reward mine.py:mine --steps 1", *files)
     _, shared, *lines = capsys.readouterr().out.splitlines()
     assert shared == "warning: 1 of the 2 held-out prompts are trained on, too"
     assert lines[-7].endswith("what the run leaves goes to runs/1")
@@ -655,7 +655,7 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
         "--prompts-per-step 2 --eval-prompts new.txt --eval-targets none --eval-count 3"
     )
     deployed = ["--eval-decode-steps", "3", "--eval-guidance-scale", "1.5"]
-    assert quick("--steps", "2", *arguments, *deployed, "--out", "run") == 0
+    assert quick("--steps 2", *arguments, *deployed, "--out run") == 0
     expected = [
         ("a red circle", "training", 0),
         ("a blue cross", "training", 1),
@@ -847,7 +847,7 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     shorten(monkeypatch.setattr)
     number = lambda codes: int(codes.sum()) % 251
     colours = lambda tokens: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
-    settings = tiny_settings(*SHORT, "--group-size", "3")
+    settings = tiny_settings(*SHORT, "--group-size 3")
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
     prompts = Prompts(["a red circle", "a blue cross"])
     run = build_run(settings)
@@ -868,7 +868,7 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
     Path("mine.py").write_text(
         "def nothing(images, prompts, targets):\n    return [float('nan')] * len(images)\n"
     )
-    assert quick(*str.split("--reward mine.py:nothing --steps 1 --out run")) == 0
+    assert quick("--reward mine.py:nothing --steps 1 --out run") == 0
     (line,) = records("run/metrics.jsonl")
     assert (line["reward"], line["unscored"], line["groups_without_spread"], line["grad_norm"]) == (
         None,

@@ -54,7 +54,7 @@ def build(*arguments, dtype=torch.float32):
     flags = (
         "--train decoder --height 64 --width 64 --decode-steps 3 --group-size 3 --combine zscore"
     )
-    settings = tiny_settings(*flags.split(), *arguments)
+    settings = tiny_settings(flags, *arguments)
     return build_run(settings, GlmImagePipeline.from_pretrained(TINY, dtype=dtype)), settings
 
 
@@ -189,7 +189,7 @@ def draws(step):
 def test_no_two_paintings_share_their_draws():
     """Of a code sequence, of two of a prompt, of neighbouring prompts, of steps, and of seeds that
     differ by one."""
-    run, settings = build(*str.split("--train both --group-size 3 --paintings 2"))
+    run, settings = build("--train both --group-size 3 --paintings 2")
     codes, found = torch.zeros(3, 10, dtype=torch.long), []
     for seed in (5, 6, 1005):
         images, steps = run.paint(Prompts(PROMPTS), 0, codes, sampling(settings), seed)
@@ -201,7 +201,7 @@ def test_no_two_paintings_share_their_draws():
 
 
 def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
-    run, settings = build("--guidance-scale", "1.5", "--kl-coef", "0.1", dtype=torch.bfloat16)
+    run, settings = build("--guidance-scale 1.5 --kl-coef 0.1", dtype=torch.bfloat16)
     run.pipe.transformer.enable_gradient_checkpointing()
     steps = roll_out(run, settings)
     assert {step.old_logprobs.dtype for step in steps} == {torch.float32}
@@ -231,7 +231,7 @@ def test_latents_in_bfloat16_are_drawn_and_kept_in_float32(pipe):
 def test_micro_batches_change_neither_the_paths_nor_the_gradient():
     found = []
     for size in ("3", "2"):
-        run, settings = build("--micro-batch-size", size, "--kl-coef", "0.1")
+        run, settings = build("--micro-batch-size", size, "--kl-coef 0.1")
         run.decoder_trainer.optimizer = torch.optim.SGD(adapter(run.decoder_trainer.model), lr=1.0)
         perturb(run.decoder_trainer.model)
         before = [p.detach().clone() for p in adapter(run.decoder_trainer.model)]
@@ -249,7 +249,7 @@ def test_micro_batches_change_neither_the_paths_nor_the_gradient():
 
 def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
     """On fresh samples: minus the mean over steps of A times the mean log-density, by autograd."""
-    run, settings = build("--kl-coef", "0")
+    run, settings = build("--kl-coef 0")
     run.decoder_trainer.optimizer = torch.optim.SGD(adapter(run.decoder_trainer.model), lr=1.0)
     perturb(run.decoder_trainer.model)
     steps, parameters = roll_out(run, settings), adapter(run.decoder_trainer.model)
@@ -265,7 +265,7 @@ def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
 
 
 def test_the_reference_is_the_decoder_without_its_adapter():
-    run, settings = build("--kl-coef", "0.1")
+    run, settings = build("--kl-coef 0.1")
     steps = roll_out(run, settings)
     perturb(run.decoder_trainer.model)
     metrics = learn(run, steps)
@@ -303,7 +303,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 ):
     """Two prompts, three code sequences each, four paintings of each; a painting without a reward
     is left out."""
-    run, settings = build(*str.split("--train both --group-size 3 --paintings 4"))
+    run, settings = build("--train both --group-size 3 --paintings 4")
     values, given, seen = torch.arange(24.0) ** 2, {}, watched(run, monkeypatch)
     calls = []
     monkeypatch.setattr(grpo, "combine", lambda *given: calls.append(given[2:]) or combine(*given))
@@ -343,9 +343,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 def test_a_path_ends_in_its_own_picture(short):
     """Of every prompt, code sequence and painting: what is clean in the last latents drawn, seen by
     the VAE."""
-    run, settings = build(
-        *str.split("--train both --group-size 2 --paintings 2 --decode-steps 40"), *VARIED
-    )
+    run, settings = build("--train both --group-size 2 --paintings 2 --decode-steps 40", *VARIED)
     rolled = train.rollout(run, sampling(settings), {}, Prompts(PROMPTS), 5)
     steps = rolled.denoising_steps[38::39]
     last = torch.cat([step.next_latents for step in steps])  # (N*G*K, C, H, W)
@@ -363,7 +361,7 @@ def test_a_path_ends_in_its_own_picture(short):
 
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch, short):
-    run, settings = build("--decoder-lr", "0.002")
+    run, settings = build("--decoder-lr 0.002")
     assert run.decoder_trainer.optimizer.param_groups[0]["lr"] == 0.002
     before = [p.detach().clone() for p in adapter(run.policy_trainer.model)]
     sampled, sample = [], run.policy_trainer.sample
@@ -384,9 +382,7 @@ def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch, sh
 def taking_turns(monkeypatch, offload):
     """A step of both halves: Adam's first moments, and whether the weights that each piece of work
     needs came up."""
-    run, settings = build(
-        *str.split("--train both --group-size 2 --paintings 2 --kl-coef 0.1"), *VARIED
-    )
+    run, settings = build("--train both --group-size 2 --paintings 2 --kl-coef 0.1", *VARIED)
     weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
     head = run.policy_trainer.model.get_base_model().lm_head.weight
     if offload:
@@ -435,7 +431,7 @@ def both_halves(tmp_path_factory):
     arguments = "--train both --paintings 2 --decode-steps 4 --steps 2 --save-every 1 --out run"
     with short_runs(folder) as quick:
         rates = "--warmup-steps 3 --decoder-lr 0.05 --lr 0.05"
-        assert quick(*arguments.split(), *rates.split()) == 0
+        assert quick(arguments, rates) == 0
     return folder / "run"
 
 
@@ -453,7 +449,7 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_hal
             pipe.transformer.load_lora_adapter(folder, prefix=None, use_safetensors=True)
         return train.to_images(pipe, train.paint(pipe, PROMPTS[0], codes, painting, 3), 4)[0]
 
-    run, _ = build("--train", "both")
+    run, _ = build("--train both")
     checkpoints.load(both_halves, run.trainers)
     here = train.to_images(run.pipe, train.paint(run.pipe, PROMPTS[0], codes, painting, 3), 4)[0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
@@ -499,7 +495,7 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
     monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
     monkeypatch.setattr("runtime.record.Record.end", lambda record: None)
     monkeypatch.setattr(owner, name, breaks)
-    assert quick(*BOTH.split(), *str.split("--temperature 4 --steps 3 --out run")) == 2
+    assert quick(BOTH, "--temperature 4 --steps 3 --out run") == 2
     assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
 
 
@@ -508,7 +504,7 @@ def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
     monkeypatch.setattr(
         train.DecoderGRPO, "update", lambda self, steps: update(self, steps) | {"skipped": 1.0}
     )
-    assert quick(*BOTH.split(), "--steps", "1", "--out", "run") == 0
+    assert quick(BOTH, "--steps 1 --out run") == 0
     output = capsys.readouterr().out
     assert "a step: 4 pictures" in output  # 1 prompt x 2 code sequences x 2 paintings
     assert "SKIPPED: the gradient was not finite" in output
@@ -527,7 +523,7 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     )
     arguments = "--reward mine.py:count --steps 1 --decode-steps 2 --group-size 3 --train"
     paintings = ["--paintings", "2"] if kind == "both" else []
-    assert quick(*arguments.split(), kind, *paintings, "--out", kind) == 0
+    assert quick(arguments, kind, *paintings, "--out", kind) == 0
     first, *others = (cells for _, cells in drawn[0])
     assert [(ANY, "target"), None] == first[:2]  # stands beside, as does a source
     found = [[caption for _, caption in cells] for cells in (first[2:], *others)]
@@ -538,7 +534,7 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
 
 
 def test_one_move_leaves_nothing_to_learn(quick, capsys):
-    assert quick(*str.split("--train decoder --decode-steps 1 --steps 1")) == 2
+    assert quick("--train decoder --decode-steps 1 --steps 1") == 2
     assert "--decode-steps" in capsys.readouterr().err
 
 

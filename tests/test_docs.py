@@ -34,12 +34,12 @@ CEILINGS = {
     "train.py": 2700,
     "rewards.py": 4700,
     "glm_image/": 3900,
-    "runtime/": 15400,
-    "benchmarks/": 6650,
-    "examples/": 2600,
+    "runtime/": 15300,
+    "benchmarks/": 6050,
+    "examples/": 2550,
     "tiny-glm-image/": 7000,
-    "all Python outside tests": 47250,
-    "tests": 85400,
+    "all Python outside tests": 46500,
+    "tests": 84500,
 }
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 FLAGS = 45  # of --help

@@ -259,7 +259,7 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
 
 def test_one_source_is_kept_for_a_batch(pipe):
     """Bit for bit the pictures that the pipeline paints with a copy each."""
-    run = build_run(settings := tiny_settings("--guidance-scale", "1.5", "--decode-steps", "2"))
+    run = build_run(settings := tiny_settings("--guidance-scale 1.5 --decode-steps 2"))
     source = source_of(pipe, 128, 128)
     tokens = torch.randint(make.NUM_CODES, (4, 16), generator=seeded(0))
     kept, painted = [], []
@@ -334,9 +334,7 @@ def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
 
 
 def test_a_compiled_run_expects_no_preview():
-    settings = tiny_settings(
-        "--sources", str(TINY / "sources"), "--compile", "yes", "--height", "96"
-    )
+    settings = tiny_settings("--sources", str(TINY / "sources"), "--compile yes --height 96")
     assert build_run(settings).policy_trainer.forward.num_new_tokens == 3 * 4
 
 

@@ -29,8 +29,8 @@ def judge_file(name, value):
 def test_what_only_judges_is_logged_and_not_trained_on(quick, capfd):
     Path("other.txt").write_text("a green ring\na black square\n")
     arguments = str.split("--steps 1 --eval-prompts other.txt --eval-targets targets")
-    assert quick(*arguments, "--out", "without") == 0
-    assert quick(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out", "with") == 0
+    assert quick(*arguments, "--out without") == 0
+    assert quick(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out with") == 0
     for record in records("with/evaluation.jsonl"):
         assert record["reward/seven.py:judge"] == record["held_out/reward/seven.py:judge"] == 7
         rewards = record["held_out/reward/ssim"] + record["held_out/reward/mse"]
@@ -82,7 +82,7 @@ def test_every_prompt_is_judged_by_its_own_target(quick):
         "    return [float(('red' in p) == (t.getpixel((8, 8))[0] > 200)) for p, t in zip(prompts, targets)]\n"
     )
     arguments = str.split("--reward mine.py:fits --eval-reward mine.py:fits --eval-count 2")
-    assert quick(*arguments, *str.split("--prompts-per-step 2 --steps 1 --out run")) == 0
+    assert quick(*arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
     for record in records("run/evaluation.jsonl"):
         assert record["reward"] == record["held_out/reward"] == 1 and record["prompts"] == 2
     assert records("run/metrics.jsonl")[0]["reward"] == 1
@@ -101,7 +101,7 @@ def test_the_pictures_shown_have_their_own_rewards(quick):
         "--eval-prompts new.txt --eval-targets none --group-size 4 --eval-count 4"
     )
     arguments += str.split("--reward mine.py:place --prompts-per-step 2 --steps 0")
-    assert quick(*arguments, "--out", "run") == 0
+    assert quick(*arguments, "--out run") == 0
     shown = records("run/evaluation.jsonl")[0]["shown"]
     assert shown[2:] == [
         [line, [10 * i + j for j in range(4)], {}] for i, line in enumerate(lines[:4])
@@ -127,9 +127,7 @@ def test_the_best_step_is_that_of_prompts_held_out_unless_no_reward_applies_to_t
 
 
 def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
-    assert (
-        quick(*write_reward("return torch.rand(len(images))"), "--steps", "1", "--out", "run") == 0
-    )
+    assert quick(*write_reward("return torch.rand(len(images))"), "--steps 1 --out run") == 0
     before, after = records("run/evaluation.jsonl")
     assert before["reward"] == after["reward"]
 
@@ -164,13 +162,13 @@ def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(quick, monkeypatch)
     monkeypatch.setattr("runtime.gpu.tqdm", Bar)
     Path("new.txt").write_text("a green ring\n")
     arguments = str.split("--eval-prompts new.txt --eval-targets none --eval-count 2")
-    assert quick(*arguments, *str.split("--prompts-per-step 2 --steps 1 --out run")) == 0
+    assert quick(*arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
     assert bars == [("prompt", 3, [1, 1, 1]), ("step", 1, [1]), ("prompt", 3, [1, 1, 1])]
 
 
 def test_beside_the_adapters_stands_how_they_were_made(quick):
     both = "--train both --paintings 3 --decode-steps 2 --steps 1 --out run"
-    assert quick(*both.split()) == 0
+    assert quick(both) == 0
     for folder in ("adapter", "decoder-adapter"):
         assert not Path("run", folder, "README.md").exists()  # PEFT's form, empty
         settings = json.loads(Path("run", folder, "settings.json").read_text())
@@ -242,6 +240,6 @@ def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(quic
     Path("mine.py").write_text(
         "def half(images, prompts, targets):\n    return [float('nan') if i % 2 else 1.0 for i in range(len(images))]\n"
     )
-    assert quick(*str.split("--reward mine.py:half,ssim --steps 1 --out run")) == 0
+    assert quick("--reward mine.py:half,ssim --steps 1 --out run") == 0
     for record in (*records("run/metrics.jsonl"), *records("run/evaluation.jsonl")):
         assert record["reward"] == pytest.approx(1 + record["reward/ssim"])

@@ -77,9 +77,9 @@ def weights(policy, painters):
 
 def for_gpu(*flags):
     """Settings as on a machine with a GPU."""
-    settings = tiny_settings(*PIXELS, "--prompts-per-step", "4", "--eval-reward", "none", *flags)
+    settings = tiny_settings(*PIXELS, "--prompts-per-step 4 --eval-reward none", *flags)
     settings.micro_batch_size = (
-        settings.micro_batch_size if "--micro-batch-size" in flags else "auto"
+        settings.micro_batch_size if "--micro-batch-size" in " ".join(flags) else "auto"
     )
     return settings
 
@@ -96,7 +96,7 @@ def for_gpu(*flags):
 )
 def test_what_fits_stays_on_the_gpu(card, capsys, choice, free, cap, expected):
     card.free, card.cap = free, cap
-    settings = for_gpu("--offload", choice, "--micro-batch-size", "2")
+    settings = for_gpu("--offload", choice, "--micro-batch-size 2")
     assert planned(weights(2, 2), settings) == ("pinned" if expected else None)
     output = capsys.readouterr().out
     assert f"they {'take turns' if expected else 'both stay'} (--offload {choice})" in output
@@ -107,12 +107,12 @@ def test_the_largest_micro_batch_that_fits(card, capsys):
     there in any case."""
     sizes = {}
     for free in (11.5, 11.9, 15.0, 15.2, 40.0):
-        card.free, settings = free, for_gpu("--group-size", "16", "--prompts-per-step", "1")
+        card.free, settings = free, for_gpu("--group-size 16 --prompts-per-step 1")
         sizes[free] = planned(weights(2, 2), settings), settings.micro_batch_size
     expected = {11.5: ("pinned", 4), 11.9: (None, 4), 15.0: (None, 4), 15.2: (None, 8)}
     assert sizes == expected | {40.0: (None, 8)}
     assert "with micro-batches of 8 (--micro-batch-size auto)" in capsys.readouterr().out
-    card.free, settings = 40.0, for_gpu("--group-size", "3")
+    card.free, settings = 40.0, for_gpu("--group-size 3")
     planned(weights(2, 2), settings)
     assert settings.micro_batch_size == 3  # a group has no more
     card.free, settings = 9.1, for_gpu()
@@ -149,10 +149,10 @@ def test_weights_that_cannot_be_page_locked_are_copied_from_where_they_are(card,
             expected == "mapped"
         )
     card.host = 10.1
-    assert planned(weights(8, 4), for_gpu("--base", "int8", "--offload", "yes")) == "pinned"
+    assert planned(weights(8, 4), for_gpu("--base int8 --offload yes")) == "pinned"
     card.host = 9.9
     with pytest.raises(UserError, match=r"6.0 of page-locked host memory; .* 5.9 of the host"):
-        planned(weights(8, 4), for_gpu("--base", "int8", "--offload", "yes"))
+        planned(weights(8, 4), for_gpu("--base int8 --offload yes"))
 
 
 def test_a_gpu_without_bfloat16_is_refused(card):
@@ -165,21 +165,16 @@ def test_a_gpu_without_bfloat16_is_refused(card):
 
 def test_rewards_are_counted_while_they_score(card):
     """SmolVLM takes 7.3 GB beside all that stays, or alone where models take turns."""
-    settings = for_gpu("--reward", "vqa", "--micro-batch-size", "1")
+    settings = for_gpu("--reward vqa --micro-batch-size 1")
     both, *turns = working_memory(settings, 1, 0)
     cache = 41e3 * 1536 * 16
     assert both == pytest.approx(cache + 7.3e9) and turns[3] == pytest.approx(7.3e9)
-    judged = for_gpu("--eval-reward", "vqa", "--micro-batch-size", "1")
+    judged = for_gpu("--eval-reward vqa --micro-batch-size 1")
     assert working_memory(judged, 1, 0) == working_memory(settings, 1, 0)
     for free, expected in ((13.9, None), (13.7, "pinned")):
         card.free = free
-        assert (
-            planned(weights(2, 2), for_gpu("--reward", "vqa", "--micro-batch-size", "1"))
-            == expected
-        )
-        assert (
-            planned(weights(2, 2), for_gpu("--reward", "ssim", "--micro-batch-size", "1")) is None
-        )
+        assert planned(weights(2, 2), for_gpu("--reward vqa --micro-batch-size 1")) == expected
+        assert planned(weights(2, 2), for_gpu("--reward ssim --micro-batch-size 1")) is None
 
 
 def test_what_is_needed_follows_from_the_weights(monkeypatch):
@@ -269,7 +264,7 @@ def test_nothing_loads_where_it_does_not_fit(quick, card, capsys, monkeypatch):
     card.free, loaded = 1.0, []
     monkeypatch.setattr(ranks, "device", lambda: CUDA)
     monkeypatch.setattr(train, "load_data", lambda *given: loaded.append(given))
-    assert quick("--out", "small") == 2 and not loaded
+    assert quick("--out small") == 2 and not loaded
     assert "error: too little memory: with micro-batches of 4 (" in capsys.readouterr().err
 
 
@@ -515,7 +510,7 @@ def test_the_decoders_blocks_are_compiled_where_only_the_codes_learn(
     compile_blocks = lambda model: calls.append(1)
     monkeypatch.setattr(type(pipe.transformer), "compile_repeated_blocks", compile_blocks)
     device, policy = torch.device("cuda"), pipe.vision_language_encoder
-    captured_step(policy, pipe, tiny_settings(*flags.split()), device)
+    captured_step(policy, pipe, tiny_settings(flags), device)
     assert len(calls) == compiled
 
 
@@ -525,7 +520,7 @@ def test_the_step_is_captured_once_for_the_rows_that_are_to_come(glm, pipe, reco
     for texts in (["a ring"], ["a ring", "three squares"], ["a ring", "a cross", "two rings"]):
         same_samples(glm, forward, *encode(pipe, *texts), **SHAPING)
     assert RecordedGraph.made == 1
-    settings = tiny_settings(*str.split("--compile yes --prompts-per-step 3 --group-size 5"))
+    settings = tiny_settings("--compile yes --prompts-per-step 3 --group-size 5")
     assert build_run(settings).policy_trainer.forward.rows == 15
 
 
@@ -637,7 +632,7 @@ def test_all_models_leave_while_rewards_score(monkeypatch):
 
 def test_a_compiled_run_is_the_same_run(quick, compiled_at_once):
     for choice in ("no", "yes"):
-        assert quick("--steps", "1", "--compile", choice, "--out", choice) == 0
+        assert quick("--steps 1 --compile", choice, "--out", choice) == 0
     for name in ("metrics.jsonl", "evaluation.jsonl"):
         expected, found = (
             records(f"no/{name}")[0],

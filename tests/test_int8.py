@@ -58,7 +58,7 @@ def test_the_layer_multiplies_by_what_was_rounded(bias):
 
 
 def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
-    run = build_run(tiny_settings("--base", "int8", "--train", "both"))
+    run = build_run(tiny_settings("--base int8 --train both"))
     base = run.policy_trainer.model.get_base_model()
     rounded = {
         name
@@ -112,10 +112,10 @@ def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
 
 def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(quick, capsys):
     flags = ["--base", "int8", "--temperature", "4"]
-    assert quick(*flags, *str.split("--steps 2 --save-every 1 --out whole")) == 0
+    assert quick(*flags, "--steps 2 --save-every 1 --out whole") == 0
     shutil.copytree("whole", "parts")
     shutil.rmtree("parts/checkpoints/000002")
-    assert resume("parts", "--base", "bfloat16") == 2
+    assert resume("parts", "--base bfloat16") == 2
     assert "--base bfloat16 (was int8)" in capsys.readouterr().err
     assert resume("parts") == 0
     assert adapter_of("parts") == adapter_of("whole")
@@ -125,10 +125,7 @@ def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(q
 
     assert '"base": "int8"' in Path("whole/adapter/settings.json").read_text()
     for base in ("int8", "bfloat16"):
-        assert (
-            quick(*str.split("--adapter whole --steps 0 --base"), base, "--out", f"judged-{base}")
-            == 0
-        )
+        assert quick("--adapter whole --steps 0 --base", base, "--out", f"judged-{base}") == 0
     rounded, exact = (
         records(f"judged-{base}/evaluation.jsonl")[0] for base in ("int8", "bfloat16")
     )

@@ -252,7 +252,7 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
         "--prompts own.txt --targets none --eval-prompts new.txt --eval-targets none"
     )
     arguments += str.split("--reward mine.py:place --eval-reward mine.py:right --eval-count 4")
-    assert quick(*arguments, "--steps", "1", "--out", "run") == 0
+    assert quick(*arguments, "--steps 1 --out run") == 0
     _, after = records("run/evaluation.jsonl")
     low = after["kinds"]["low"]
     # Not zero, the third.
@@ -272,5 +272,5 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
     row = "| low               | 2       | 0.43 +- 0.12 -> 0.43 +- 0.12 | 0.50 +- 0.50 "
     assert sum(line.startswith(row) for line in lines) == 1  # once, at the end
     assert records("run/adapter/evaluation.jsonl")[-1]["kinds"]["low"]["prompts"] == 2
-    assert quick(*arguments, "--steps", "0", "--out", "judged") == 0
+    assert quick(*arguments, "--steps 0 --out judged") == 0
     assert "| low               | 2       | 0.43 +- 0.12 " in "".join(capfd.readouterr())

@@ -30,7 +30,7 @@ def paint(pipe):
 
 def test_merged_adapters_paint_what_adapters_paint(quick, tmp_path):
     reward = ["--reward", str(ROOT / "examples" / "my_reward.py:blueness")]
-    assert quick(*str.split("--train both --steps 1 --decode-steps 2 --out runs/1"), *reward) == 0
+    assert quick("--train both --steps 1 --decode-steps 2 --out runs/1", *reward) == 0
     for file in tmp_path.glob(
         "runs/1/*adapter/*.safetensors"
     ):  # a step moves them too little to be seen

@@ -51,7 +51,7 @@ def pixels(images):
 
 
 def small(*arguments):
-    return tiny_settings(*str.split("--height 32 --width 32 --decode-steps 2"), *arguments)
+    return tiny_settings("--height 32 --width 32 --decode-steps 2", *arguments)
 
 
 # ---- prompts in ----------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, pa
     decoder, calls = decoder_of(pipe), []
     hook = decoder.transformer.register_forward_pre_hook(lambda *arguments: calls.append(1))
     try:
-        settings = small("--guidance-scale", guidance, "--micro-batch-size", "2")
+        settings = small("--guidance-scale", guidance, "--micro-batch-size 2")
         assert len(train.paint(decoder, "a ring", codes(4, CODES), settings, 0)) == 4
     finally:
         hook.remove()
@@ -122,7 +122,7 @@ def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, pa
 
 def test_one_noise_for_a_group_and_any_batch_size(pipe):
     decoder, tokens = decoder_of(pipe), codes(1, CODES).repeat(3, 1)
-    batched = train.paint(decoder, PROMPT, tokens, small("--micro-batch-size", "2"), seed=5)
+    batched = train.paint(decoder, PROMPT, tokens, small("--micro-batch-size 2"), seed=5)
     batched = pixels(train.to_images(decoder, batched, 4))
     assert np.abs(batched[1:] - batched[:1]).max() <= 1  # equal codes, equal pictures
     other = pixels(
@@ -137,7 +137,7 @@ def test_one_noise_for_a_group_and_any_batch_size(pipe):
 @pytest.fixture(scope="module")
 def run():
     rates = ["--lr", "3e-3", "--decoder-lr", "1e-3"]
-    return build_run(small(*str.split("--lora-rank 8 --seed 3 --train both"), *rates))
+    return build_run(small("--lora-rank 8 --seed 3 --train both", *rates))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         "--top-p",
         "1",
     ]  # the short pictures are blank below that
-    assert quick(*differing, *str.split("--steps 2 --lr 0.05 --group-size 4 --out run")) == 0
+    assert quick(*differing, "--steps 2 --lr 0.05 --group-size 4 --out run") == 0
     trained = build_run(small()).policy_trainer
     checkpoints.load(Path("run"), {"codes": trained})
     tokens = codes(2, 40)
@@ -233,7 +233,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         warnings.catch_warnings()
     ):  # for its plan a run on a GPU builds models without data, and this adapter on them
         warnings.simplefilter("error", UserWarning)
-        policy, *_ = meta_models(small("--adapter", "run"), torch.device("cuda"))
+        policy, *_ = meta_models(small("--adapter run"), torch.device("cuda"))
     assert all(p.is_meta for p in policy.parameters())
     assert (
         logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens) - expected

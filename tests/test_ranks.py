@@ -93,7 +93,7 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
     with open("prompts.txt", "a") as prompts:
         prompts.write("a green ring\n")
     world.draw((None, ("ring", "green"), None, None)).save("targets/3.png")
-    assert quick(*settings, "--prompts-per-step", "4", "--out", "one") == 0
+    assert quick(*settings, "--prompts-per-step 4 --out one") == 0
     half = "--prompts-per-step", "2", "--out", "two"
     codes, outputs = together(start, *settings, *half, prepare=leave_adapter)
     assert codes == [0, 0], outputs
@@ -130,7 +130,7 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
 
     adapters = [Path(f"adapter-{rank}").read_bytes() for rank in range(2)]
     assert adapters[0] == adapters[1]  # all ranks make the same steps
-    assert resume("two", "--steps", "3") == 2  # half the ranks would make other steps
+    assert resume("two", "--steps 3") == 2  # half the ranks would make other steps
 
     shutil.copytree("two", "killed")
     shutil.rmtree("killed/checkpoints/000002")

@@ -188,7 +188,7 @@ def test_shuffled_rewards_stay_in_their_group_and_go_by_luck(tmp_path):
 def test_groups_without_spread_are_drawn_again(tmp_path):
     """At first the second prompt's pictures are all equal to the reward."""
     step = edited("DAPO's dynamic", tmp_path, "train.py")
-    run = build_run(settings := tiny_settings(*str.split("--height 64 --width 64 --group-size 2")))
+    run = build_run(settings := tiny_settings("--height 64 --width 64 --group-size 2"))
     calls = []
 
     def reward(images, prompts, targets):
@@ -205,7 +205,7 @@ def test_groups_without_spread_are_drawn_again(tmp_path):
 
 def test_given_answers_take_the_place_of_samples(tmp_path):
     step = edited("Given answers", tmp_path, "train.py")
-    run = build_run(settings := tiny_settings("--group-size", "2"))
+    run = build_run(settings := tiny_settings("--group-size 2"))
     prompts = Prompts(["two red rings"])
     reward = lambda images, *_: [0.0] * len(images)
     batch = step.rollout(run, sampling(settings), {"mine": (reward, 1.0)}, prompts, 3)

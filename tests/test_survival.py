@@ -68,8 +68,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick):
         "2",
     ]
     arguments += ["--warmup-steps", "9"]
-    assert quick(*arguments, "--steps", "2", "--out", "straight") == 0
-    assert quick(*arguments, "--steps", "1", "--out", "halves") == 0
+    assert quick(*arguments, "--steps 2 --out straight") == 0
+    assert quick(*arguments, "--steps 1 --out halves") == 0
     with open("halves/metrics.jsonl", "a") as file:
         file.write(
             '{"step": 2, "of": "a step that was killed before its checkpoint"}\n{"step": 3, "rew'
@@ -79,7 +79,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick):
         file.write(json.dumps(later) + '\n{"step": 2, "pro')
     with open("halves/evaluation.jsonl", "a") as file:
         file.write('{"step": 2, "reward": 9.0, "shown": []}\n')
-    assert resume(*str.split("halves --steps 2 --out halves")) == 0
+    assert resume("halves --steps 2 --out halves") == 0
     same_run("straight", "halves")
     assert json.loads(Path("halves/settings.json").read_text())["steps"] == 2
 
@@ -89,8 +89,8 @@ def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(
     fourth has all."""
     monkeypatch.setattr(checkpoints, "KEPT", 9)
     arguments = str.split("--warmup-steps 3 --lr 0.01 --save-every 1")
-    assert quick(*write_reward(""), *arguments, "--steps", "2", "--out", "run") == 0
-    assert resume("run", "--steps", "5") == 0
+    assert quick(*write_reward(""), *arguments, "--steps 2 --out run") == 0
+    assert resume("run", "--steps 5") == 0
     load = lambda step: torch.load(f"run/checkpoints/{step:06d}/optimizer.pt", weights_only=True)
     rates = [load(step)["param_groups"][0]["lr"] for step in range(1, 6)]
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
@@ -102,7 +102,7 @@ def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(
 def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick, monkeypatch):
     """Killed after the checkpoint of step 1, which was to be evaluated."""
     monkeypatch.setattr(checkpoints, "KEPT", 9)
-    assert quick(*str.split("--steps 2 --eval-every 1 --out straight")) == 0
+    assert quick("--steps 2 --eval-every 1 --out straight") == 0
     shutil.copytree("straight", "killed")
     for left in ("checkpoints/000002", "adapter"):
         shutil.rmtree(f"killed/{left}")
@@ -115,7 +115,7 @@ def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick, monkeypatch
 
 def test_a_run_that_has_ended_leaves_signals_as_it_found_them(quick):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert quick("--steps", "0", "--out", "run") == 0
+    assert quick("--steps 0 --out run") == 0
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
@@ -134,7 +134,7 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
     monkeypatch.setattr(checkpoints, "KEPT", 9)
     monkeypatch.setattr(GRPO, "update", broken)
     with pytest.raises(ConnectionError, match="503"):
-        quick(*str.split("--steps 5 --save-every 2 --out run"))
+        quick("--steps 5 --save-every 2 --out run")
     output = "".join(capfd.readouterr())
     assert re.search("stopped by an error; go on with: python .* --resume run", output)
     assert "cannot write" not in output and steps_saved("run") == ["000000", "000002", "000003"]
@@ -180,9 +180,9 @@ def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
     assert resume("run") == 0
     assert "1 step, " in (last := capsys.readouterr().out.splitlines()[-1])
     assert "already complete: raise --steps for more; what it leaves is in run" in last
-    assert resume(*str.split("run --micro-batch-size 1 --save-every 1 --steps 2")) == 0
+    assert resume("run --micro-batch-size 1 --save-every 1 --steps 2") == 0
     assert steps_of("run/metrics.jsonl") == [1, 2]
-    assert resume("run", "--steps", "1") == 2
+    assert resume("run", "--steps 1") == 2
     assert "--steps 1 is less than the 2 steps already made" in error_of(capsys)
 
 
@@ -190,11 +190,11 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     """Prompts, their kinds and pictures, the adapters it started from: by what they hold, before
     anything loads."""
     both = "--train both --paintings 2 --decode-steps 2 --steps 1"
-    assert quick(*both.split(), "--out", "first") == 0
+    assert quick(both, "--out first") == 0
     Path("new.txt").write_text("# kind: low\na red circle\n# kind: high\na blue cross\n")
     shutil.copytree("targets", "new-targets")
     arguments = f"{both} --eval-prompts new.txt --eval-targets new-targets --adapter first"
-    assert quick(*arguments.split(), "--out", "run") == 0
+    assert quick(arguments, "--out run") == 0
     prompts = b"a blue cross\na red circle\n"
     kinds = b"# kind: low\na red circle\n# kind: lower\na blue cross\n"
     other = Path("targets/2.png").read_bytes()
@@ -212,23 +212,23 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
         ):
             whole = Path(name).read_bytes()
             Path(name).write_bytes(changed or whole[:-1] + bytes([whole[-1] ^ 1]))
-            assert resume("run", "--steps", "2") == 2
+            assert resume("run", "--steps 2") == 2
             assert f"run began with another {flag}: put it back" in error_of(capsys)
             Path(name).write_bytes(whole)
     Path("prompts.txt").write_text("a red circle\n\na blue cross\n")  # the same prompts
-    assert resume("run", "--steps", "2") == 0
+    assert resume("run", "--steps 2") == 0
 
 
 def test_zero_steps_evaluates_only(quick):
-    assert quick("--steps", "0", "--out", "base") == 0
+    assert quick("--steps 0 --out base") == 0
     assert steps_of("base/evaluation.jsonl") == [0]
     assert not Path("base/adapter").exists() and not Path("base/checkpoints").exists()
-    assert quick(*str.split("--steps 2 --lr 0.1 --out run")) == 0
+    assert quick("--steps 2 --lr 0.1 --out run") == 0
     before, after = records("run/evaluation.jsonl")
     assert before == records("base/evaluation.jsonl")[0]
     left = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     for folder in ("run", "run/adapter", "run/checkpoints/000002"):
-        assert quick("--adapter", folder, "--steps", "0") == 0
+        assert quick("--adapter", folder, "--steps 0") == 0
         (record,) = records(max(Path("runs").iterdir()) / "evaluation.jsonl")
         assert record | {"step": 2} == after  # of the trained adapter
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
@@ -242,20 +242,20 @@ def test_zero_steps_evaluates_only(quick):
 def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, one_step, capsys):
     """With another rate; the first KL is 0, and resumed it is as if it had not stopped."""
     second = ["--adapter", str(one_step), *str.split("--kl-coef 0.5 --lr 0.03 --warmup-steps 0")]
-    assert quick(*second, "--steps", "2", "--out", "straight") == 0
+    assert quick(*second, "--steps 2 --out straight") == 0
     first, last = (line["kl"] for line in records("straight/metrics.jsonl"))
     assert first == pytest.approx(0, abs=1e-6) and last > 1e-3
     assert records("straight/evaluation.jsonl")[0] == records(one_step / "evaluation.jsonl")[-1] | {
         "step": 0
     }
-    assert quick(*second, "--steps", "1", "--out", "stopped") == 0
-    assert resume("stopped", "--steps", "2") == 0
+    assert quick(*second, "--steps 1 --out stopped") == 0
+    assert resume("stopped", "--steps 2") == 0
     assert records("straight/metrics.jsonl") == records("stopped/metrics.jsonl")
     assert adapter_of("straight") == adapter_of("stopped")
     for flag in ("--lora-rank", "--lora-alpha"):
         assert quick(*second, flag, "8") == 2
         assert "with --lora-rank 16 --lora-alpha 32" in error_of(capsys)
-    assert quick(*second, "--adapter", "nowhere") == 2
+    assert quick(*second, "--adapter nowhere") == 2
     assert "there is no adapter in nowhere" in error_of(capsys)
 
 
@@ -270,7 +270,7 @@ def test_checkpoints_are_pruned_but_for_the_best_which_is_named(quick, capsys):
         "value = {2: 0.1, 3: 0.1, 9: 0.9, 11: 0.95, 15: 0.9}.get(call, 0.5)\nreturn torch.full((len(images),), value)"
     )
     arguments = str.split("--reward mine.py:reward --steps 5 --eval-every 1")
-    assert quick(*arguments, "--out", "run") == 0
+    assert quick(*arguments, "--out run") == 0
     rewards = [record["reward"] for record in records("run/evaluation.jsonl")]
     assert rewards == pytest.approx([0.1, 0.5, 0.5, 0.95, 0.5, 0.5])
     assert steps_saved("run") == ["000002", "000004", "000005"]
@@ -285,11 +285,7 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
     """In the second step."""
     assert (
         quick(
-            *write_reward("if call > 4:\n    raise KeyError('no such face')"),
-            "--steps",
-            "9",
-            "--out",
-            "run",
+            *write_reward("if call > 4:\n    raise KeyError('no such face')"), "--steps 9 --out run"
         )
         == 2
     )
@@ -304,11 +300,7 @@ def test_where_nothing_is_saved_there_is_nothing_to_resume(quick, capsys):
     """The base is only judged, and its reward fails in that."""
     assert (
         quick(
-            *write_reward("if call > 1:\n    raise KeyError('no such face')"),
-            "--steps",
-            "0",
-            "--out",
-            "run",
+            *write_reward("if call > 1:\n    raise KeyError('no such face')"), "--steps 0 --out run"
         )
         == 2
     )
@@ -327,7 +319,7 @@ def test_what_comes_after_is_never_labelled_before(quick, one_step, capsys, monk
     sheet = Image.new("RGB", (8, 8))
     draw = lambda rows, title, *_: drawn.append((rows, title)) or sheet
     monkeypatch.setattr("runtime.pictures.draw_grid", draw)
-    assert resume("run", "--steps", "2") == 0
+    assert resume("run", "--steps 2") == 0
     output = capsys.readouterr().out
     assert "evaluation after 2 steps, held-out prompts: reward" in output and "before" not in output
     *_, (rows, title) = drawn
@@ -348,7 +340,7 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
         return sample(*arguments)
 
     monkeypatch.setattr(GRPO, "sample", broken)
-    assert quick(*str.split("--steps 9 --prompts-per-step 2 --order file --out run")) == 2
+    assert quick("--steps 9 --prompts-per-step 2 --order file --out run") == 2
     message = error_of(capsys)
     assert "the log-probs sampled for 'a blue cross' are not finite" in message
     assert "too high a --lr" in message and "once that is fixed, go on with: python " in message
@@ -365,7 +357,7 @@ def gradients_of(norms, monkeypatch):
 def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, capsys, monkeypatch):
     """Ten tenths are one."""
     gradients_of([torch.nan, torch.inf] * 5, monkeypatch)
-    assert quick(*str.split("--steps 1 --iterations 10 --out run")) == 0
+    assert quick("--steps 1 --iterations 10 --out run") == 0
     assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1]
     assert "warning: the policy learned nothing: no gradient was finite" in capsys.readouterr().out
 
@@ -374,9 +366,7 @@ def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
     """In the second an iteration of two has a finite gradient; `norm` is that one's. And no KL is
     no KL of 0."""
     gradients_of([torch.nan, torch.nan, torch.inf, 0.25, torch.inf, torch.nan], monkeypatch)
-    assert (
-        quick(*write_reward(""), *str.split("--steps 3 --iterations 2 --kl-coef 0 --out run")) == 0
-    )
+    assert quick(*write_reward(""), "--steps 3 --iterations 2 --kl-coef 0 --out run") == 0
     found = [
         (line["skipped"], line["grad_norm"], line["kl"]) for line in records("run/metrics.jsonl")
     ]
@@ -390,7 +380,7 @@ def out_of_memory(*arguments, **parts):
 @pytest.mark.parametrize("phase", ["update", "paint", "load"])
 def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeypatch, phase):
     monkeypatch.setattr(GRPO if phase == "update" else train, phase, out_of_memory)
-    assert quick("--steps", "2", "--out", "run") == 2
+    assert quick("--steps 2 --out run") == 2
     message = error_of(capsys)
     assert "--offload yes" in message
     if phase == "load":
@@ -405,7 +395,7 @@ def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeyp
         )
         assert all(word in message for word in words) and steps_saved("run") == ["000000"]
     if phase == "paint":
-        assert quick("--steps", "0", "--out", "judged") == 2
+        assert quick("--steps 0 --out judged") == 2
         # It saves nothing.
         assert "start it again" in (message := error_of(capsys)) and "--resume" not in message
 
@@ -424,7 +414,7 @@ def test_a_half_made_step_is_not_saved(quick, monkeypatch, iteration, saved):
         return original(*arguments)
 
     monkeypatch.setattr(GRPO, "logprobs", logprobs)
-    assert quick(*write_reward(""), *str.split("--steps 3 --iterations 2 --out run")) == 2
+    assert quick(*write_reward(""), "--steps 3 --iterations 2 --out run") == 2
     assert steps_saved("run")[-1] == saved
 
 
@@ -433,17 +423,14 @@ def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
         raise InductorError(RuntimeError("Failed to find C compiler."), None)
 
     monkeypatch.setattr(CapturedForward, "__call__", no_compiler)
-    assert quick("--steps", "1", "--compile", "yes") == 2
+    assert quick("--steps 1 --compile yes") == 2
     message = error_of(capsys)
     assert "Failed to find C compiler" in message and "--compile no" in message
 
 
 def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
     assert (
-        quick(
-            *write_reward("if call == 4:\n    shutil.rmtree('run')"), "--steps", "9", "--out", "run"
-        )
-        == 2
+        quick(*write_reward("if call == 4:\n    shutil.rmtree('run')"), "--steps 9 --out run") == 2
     )
     assert "cannot write to run" in error_of(capsys)
 
@@ -455,18 +442,18 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         full = lambda file, mode: io.FileIO("/dev/full", "w")
         patch.setattr("runtime.checkpoints.open", full, raising=False)
-        assert resume("a run", "--steps", "2") == 2
+        assert resume("'a run' --steps 2") == 2
     assert "No space left on device; its checkpoints are whole" in (message := error_of(capsys))
     assert "once that is fixed, --resume 'a run' goes on" in message
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, hard))
     try:
-        assert resume("a run", "--steps", "2") == 2
+        assert resume("'a run' --steps 2") == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "cannot write to a run" in error_of(capsys)
     assert steps_saved("a run")[-1] == "000001"  # what was written before is whole
-    assert resume("a run", "--steps", "2") == 0
+    assert resume("'a run' --steps 2") == 0
 
 
 def test_a_corrupt_checkpoint_is_named(quick, one_step, capsys):
@@ -480,18 +467,18 @@ def test_a_corrupt_checkpoint_is_named(quick, one_step, capsys):
         path = Path("run/checkpoints/000001") / file
         whole = path.read_bytes()
         path.write_bytes(whole[: int(share * len(whole))])
-        assert resume("run", "--steps", "2") == 2
+        assert resume("run", "--steps 2") == 2
         message = error_of(capsys)
         assert (
             "cannot read the checkpoint run/checkpoints/000001" in message and "()" not in message
         )
         path.write_bytes(whole)
     Path("run/checkpoints/000001/optimizer.pt").unlink()
-    assert resume("run", "--steps", "2") == 2
+    assert resume("run", "--steps 2") == 2
     assert "delete that folder to go on from the one before" in error_of(capsys)
     shutil.rmtree("run/checkpoints/000001")
     Path("run/checkpoints/000000/adapter_config.json").write_text("{")  # the weights alone are read
-    assert resume("run", "--steps", "1") == 0
+    assert resume("run", "--steps 1") == 0
     same_run(one_step, "run")
 
 
@@ -501,7 +488,7 @@ def test_a_corrupt_checkpoint_is_named(quick, one_step, capsys):
 def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd):
     """It comes in the second step, when its pictures are judged."""
     reward = write_reward("if call == 5:\n    os.kill(os.getpid(), signal.SIGINT)")
-    assert quick(*reward, *str.split("--steps 9 --eval-every 2 --out"), "the run") == 0
+    assert quick(*reward, "--steps 9 --eval-every 2 --out 'the run'") == 0
     output = "".join(capfd.readouterr())
     assert (
         "asked to stop: this step is finished, saved and evaluated; press again to quit" in output
@@ -518,7 +505,7 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     """After the pictures at hand, without a step and without another evaluation."""
     calls = "open('calls', 'a').write('x')\nif call == 2:\n    os.kill(os.getpid(), signal.SIGINT)"
     reward = write_reward(calls)
-    assert quick(*reward, *str.split("--eval-count 2 --steps 9 --out run")) == 0
+    assert quick(*reward, "--eval-count 2 --steps 9 --out run") == 0
     output = "".join(capfd.readouterr())
     assert "asked to stop: the first evaluation is aborted; press again to quit" in output
     assert re.search("go on with: python .* --resume run", output)
@@ -528,7 +515,7 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
         and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
     )
     write_reward("")
-    assert resume("run", "--steps", "1") == 0
+    assert resume("run", "--steps 1") == 0
     assert steps_of("run/evaluation.jsonl") == [0, 1]
 
 
@@ -545,7 +532,7 @@ def test_a_second_signal_ends_at_once(start):
 def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monkeypatch):
     interrupt = lambda *arguments, **parts: signal.default_int_handler(signal.SIGINT, None)
     monkeypatch.setattr(train, "load", interrupt)
-    assert quick("--steps", "1") == 130
+    assert quick("--steps 1") == 130
     assert not Path("runs").exists()
 
 
@@ -561,7 +548,7 @@ def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
     )
     arguments = [*reward, "--steps", "2", "--save-every", "1"]
     if begun:
-        assert quick(*arguments, "--steps", "1", "--out", "run") == 0
+        assert quick(*arguments, "--steps 1 --out run") == 0
     Path("wait").touch()
     process = start(
         *(["--resume", "run", "--steps", "2"] if begun else [*QUICK, *arguments, "--out", "run"])
@@ -569,7 +556,7 @@ def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
     while process.is_alive() and Path("wait").exists():
         time.sleep(0.05)
     before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
-    assert resume("run", "--steps", "2") == 2
+    assert resume("run", "--steps 2") == 2
     assert (
         "another process is still at work on the run in run: wait for it, or stop it"
         in error_of(capsys)
@@ -577,7 +564,7 @@ def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys, begun):
     assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
     process.kill()
     process.join()
-    assert resume("run", "--steps", "2") == 0
+    assert resume("run", "--steps 2") == 0
     assert steps_of("run/metrics.jsonl") == [1, 2]
 
 
@@ -623,7 +610,7 @@ def in_the_middle_of_pruning():
 def test_a_kill_while_saving_leaves_the_checkpoint_before(start, quick):
     """A half-written checkpoint does not count, and what it leaves is no hindrance."""
     arguments = [*write_reward(""), "--steps", "4", "--save-every", "1"]
-    assert quick(*arguments, "--out", "straight") == 0
+    assert quick(*arguments, "--out straight") == 0
     for moment, newest in (
         (in_the_middle_of_the_optimiser, "000002"),
         (before_the_renaming, "000002"),
