@@ -53,9 +53,9 @@ def grpo_step(run, sampling, rewards, prompts, seed):
     metrics = {}
     for half in run.trainers:
         groups, raw_rewards = batch.learned_by(half)
-        set_advantages(groups, raw_rewards, weights_of(rewards), sampling.combine)  # 3
+        set_advantages(groups, raw_rewards, weights_of(rewards), sampling.combine)  # 3. z-scores
         run.add_reference(half, groups)  # 4. recompute the log-probs: with the adapter off
-        metrics |= run.update(half, groups)  # 4. and on; 5. the clipped loss; 6. AdamW
+        metrics |= run.update(half, groups)  # 4. with it on; 5. the clipped loss; 6. AdamW
 
     logprobs = torch.stack([group.old_logprobs for group in batch.groups])
     return batch, metrics | {"entropy": -logprobs.mean().item()}  # an unbiased estimate of it
