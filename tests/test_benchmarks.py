@@ -173,7 +173,7 @@ def test_repairing_a_rounded_decoder(run, tmp_path):
     assert 0.5 < before < 1 and abs(after - before) < 0.2 and after != before
 
     prompts = Prompts(["a cross and a ring", "three diamonds"])
-    groups = repair_decoder.DrawnRun.sample(None, prompts, SimpleNamespace(sequences=1), 0)
+    groups = repair_decoder.drawn(None, prompts, SimpleNamespace(sequences=1), 0)
     pipe, painting = train.load(TINY, CPU), Painting(128, 128, 6, 1.0, 4)
     for text, group in zip(prompts.texts, groups):
         latents = train.paint(pipe, text, group.tokens, painting, 0)

@@ -310,7 +310,7 @@ def test_where_nothing_is_saved_there_is_nothing_to_resume(quick, capsys):
 
 def test_what_comes_after_is_never_labelled_before(quick, one_step, capsys, monkeypatch):
     """Where evaluations, pictures and adapter were thrown away: neither on the sheet nor in the
-    lines and the card."""
+    lines."""
     shutil.copytree(one_step, "run")
     shutil.rmtree("run/evaluation")
     shutil.rmtree("run/adapter")
