@@ -197,7 +197,11 @@ def _sample_token(logits, allowed_ids, temperature, top_p, generators):
     logp = _log_distribution(logits, allowed_ids, temperature)  # (N*G, V)
     nucleus = None
     if top_p < 1:
-        nucleus = TopPLogitsWarper(top_p)(None, logp).isfinite()
+        nucleus = logp.exp() > max(top_p, 0.5)  # an id that holds top_p alone
+        # The other rows are sorted, which is slow on a CPU. A GPU sorts all of them: the CPU would
+        # have to wait for it to learn which.
+        rows = ~nucleus.any(-1) if logp.device.type == "cpu" else slice(None)
+        nucleus[rows] = TopPLogitsWarper(top_p)(None, logp[rows]).isfinite()
         logp = _log_distribution(logits, allowed_ids, temperature, nucleus)
     # The Gumbel-max trick in its exponential form: with E = -log(uniform), argmax(p / E) is a draw
     # from p. torch.multinomial does the same, but checks p first, which would make the CPU wait for

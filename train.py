@@ -148,6 +148,8 @@ class Run:
         steps = []
         with self.phase("paint", glyphs, decoder, *readers, prompts=[text]):
             if sampling.paintings == 1:
+                # Equal codes make equal pictures: these are painted once.
+                tokens, picture = tokens.unique(dim=0, return_inverse=True)
                 latents = paint(self.pipe, text, tokens, sampling.painting, seed, source)
             else:
                 paint_paths = self.decoder_trainer.paint_paths
@@ -156,6 +158,8 @@ class Run:
                 )
         with self.phase("vae", vae):  # in a turn of its own, as it takes the most memory
             images = to_images(self.pipe, latents, sampling.painting.micro_batch_size)
+        if sampling.paintings == 1:
+            images = [images[i] for i in picture]
         self.phase.painted()
         return images, steps
 
@@ -238,7 +242,9 @@ def sampling_of(settings):
     training = Sampling(settings.prompts_per_step, sequences, paintings, painting, settings.combine)
     steps, scale = settings.eval_decode_steps, settings.eval_guidance_scale
     deployed = replace(painting, decode_steps=steps, guidance_scale=scale)
-    return training, Sampling(settings.prompts_per_step, settings.group_size, 1, deployed)
+    # A CPU's passes cost more for their number than for their rows: fewer and larger ones.
+    at_once = settings.prompts_per_step * (1 if torch.cuda.is_available() else 4)
+    return training, Sampling(at_once, settings.group_size, 1, deployed)
 
 
 # ---- what a step trains on, and at which rate ----------------------------------------------------

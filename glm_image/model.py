@@ -12,6 +12,7 @@ from runtime.captured import CapturedForward
 from runtime.data import readable_loading
 from runtime.int8 import round_linears
 from runtime.settings import TINY
+from runtime.shared import SharedForward
 
 LORA_TARGETS = {
     # In the language model only.
@@ -101,13 +102,13 @@ def build(pipe, settings, device, home=None):
 
 
 def captured_step(model, pipe, settings, device):
-    """The step of one token as a CUDA graph, compiled or not; None on a CPU, unless compiled."""
+    """The step of one token: on a CUDA GPU a graph; on a CPU one in which samples share rows."""
     num_codes = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
     if settings.sources:
         num_codes = settings.height * settings.width // 32**2  # an edit has no preview
     compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
     if not compiled and device.type != "cuda":
-        return None
+        return SharedForward(model, num_codes) if device.type == "cpu" else None
     # Not where the decoder learns, or keeps a source's keys: there it was not tried.
     if compiled and device.type == "cuda" and settings.train == "codes" and not settings.sources:
         pipe.transformer.compile_repeated_blocks()
