@@ -259,33 +259,6 @@ def centre_groups(rewards, group_size):
     return centred, (centred.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
 
 
-def combine(rewards, weights, group_size=1, how="sum"):
-    """Several rewards as one, (N*G,) float32: the weighted sum of those that apply to a sample.
-
-    Args:
-        rewards: {name: (N*G,) float}. Where one does not apply it is NaN, and counts as the mean of
-            its group: it neither helps nor harms. A sample to which none applies gets NaN.
-        weights: {name: float} of those that count.
-        how: "sum" adds the values as they are, so the reward with the largest spread rules;
-            "zscore" first turns each into its z-score within its group, so weights alone decide.
-
-    Raises ValueError for an unknown `how`, or values that do not form groups.
-    """
-    if how not in ("sum", "zscore"):
-        raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")
-    values = torch.stack([rewards[name] for name in weights])  # (R, N*G)
-    applies = ~values.isnan()
-    if how == "zscore":
-        groups = [centre_groups(row, group_size) for row in values]
-        scores = [(centred / (std + 1e-6)).nan_to_num(0) for centred, std in groups]
-        values = torch.stack(scores).flatten(1).float()
-    else:
-        means = values.view(len(values), -1, group_size).nanmean(-1)  # (R, N)
-        values = values.where(applies, means.repeat_interleave(group_size, dim=1)).nan_to_num(0)
-    weight = torch.tensor([*weights.values()]).unsqueeze(1)  # (R, 1)
-    return (weight * values).sum(0).where(applies.any(0), math.nan)
-
-
 # ---- 4. recompute the log-probs, by teacher forcing ----------------------------------------------
 
 
@@ -429,15 +402,13 @@ class Group:
     ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
 
 
-def set_advantages(groups, rewards, weights=None, how="sum"):
+def set_advantages(groups, rewards):
     """3: the advantages of all groups from the rewards (N*G,) of their samples, group after group.
 
-    Of several rewards, {name: (N*G,)}, give the weights too, {name: float}: see combine.
+    Of several rewards make one first: see combine in rewards.py.
     """
     _check_groups(groups, with_advantages=False)
     size = len(groups[0].old_logprobs)
-    if weights is not None:
-        rewards = combine(rewards, weights, size, how)
     advantages = compute_advantages(rewards, size).split(size)
     for group, own in zip(groups, advantages, strict=True):
         group.advantages = own
@@ -652,13 +623,13 @@ def _gradient_metrics(norms, parameters):
 
 
 class Offload:
-    """Lets models take turns on a GPU that cannot hold them all: offload(*models) brings these up.
+    """Lets models take turns on a GPU that cannot hold them all: offload.all_but(policy).
 
-    The others leave. Frozen weights live in page-locked host memory, which a GPU reads at the full
-    speed of its bus. Without `pin` they stay where they are, such as mapped from a file, and are
-    read at a fifth of it. They are copied up when needed and then dropped, for they do not change.
-    What is trained is small, and stays on the device. on_evict: called after weights have left the
-    GPU: a CUDA graph that read them must be dropped.
+    Frozen weights live in page-locked host memory, which a GPU reads at the full speed of its bus.
+    Without `pin` they stay where they are, such as mapped from a file, and are read at a fifth of
+    it. They are copied up when needed and then dropped, for they do not change. What is trained is
+    small, and stays on the device. on_evict: called after weights have left the GPU: a CUDA graph
+    that read them must be dropped.
     """
 
     def __init__(self, models, device, on_evict=lambda: None, pin=True):
@@ -674,7 +645,8 @@ class Offload:
                     tensor.data = tensor.data.pin_memory()
             self.homes[model] = [(each, each.data) for each in tensors if not each.requires_grad]
 
-    def __call__(self, *models):
+    def all_but(self, *models):
+        """These come to the GPU, after all others have left it."""
         others = [pair for model in self.homes.keys() - set(models) for pair in self.homes[model]]
         if any(tensor.data_ptr() != home.data_ptr() for tensor, home in others):
             for tensor, home in others:

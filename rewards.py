@@ -2,8 +2,8 @@
 
 A reward is `f(images, prompts, targets) -> float tensor (N,)`: higher is better, NaN is "does not
 apply". It gets N PIL images, the N prompts that they were painted for, and N PIL images that they
-should resemble (None where there is none), or None. With a parameter `sources` it also gets the N
-PIL images that they are edits of, or None.
+should resemble (None where there is none). If it has a method `applies(prompt)`, a run says at its
+start for how many prompts that is False.
 Add yours to REWARDS, further down in this file, or keep it in a file of your own and name it on the
 command line:
 
@@ -17,10 +17,10 @@ event loop in a thread of its own, so what computes belongs in `await asyncio.to
 the GPU, where the decoder is at work, and without torch's random numbers, which could come in any
 order.
 
-The order of calls: parse_rewards loads each reward, once. In a step, begin_scoring starts the
-`async def` ones for each prompt; score calls the others for all prompts, then waits. Both go
-through call_reward, which turns an error into one line, and with_its_arguments, which calls your
-function with copies. combine makes them one number per picture.
+The order of calls: parse_rewards loads each reward, once. In a step, Scoring.add starts the
+`async def` ones for the pictures of a prompt; Scoring.values calls the others for all, then waits.
+Both go through call_reward, which turns an error into one line, and with_its_arguments, which calls
+your function with copies. combine makes them one number per picture.
 
 Models load once, when named, from where REWARDS says. With NAME=FOLDER, that folder must hold all
 files of the row.
@@ -50,6 +50,8 @@ from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 from transformers.utils import cached_file
 
+from grpo import centre_groups
+
 # ---- likeness to a target ------------------------------------------------------------------------
 
 
@@ -63,7 +65,7 @@ def to_tensor(image, size=None):
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
-def against_targets(name, measure, images, targets, kind="target"):
+def against_targets(name, measure, images, targets, kind="targets"):
     """`measure` of each image and its target, tensors of one size: (N,), NaN where that is None."""
     if targets is None:
         refuse_missing(name, kind)
@@ -84,14 +86,6 @@ def ssim(images, prompts, targets):
     return against_targets("ssim", lambda a, b: ssim_map(a, b).mean(), images, targets)
 
 
-def keep(images, prompts, targets, sources):
-    """Structural similarity to the picture that was edited.
-
-    A small weight keeps a model from repainting all of it.
-    """
-    return against_targets("keep", lambda a, b: ssim_map(a, b).mean(), images, sources, "source")
-
-
 def ssim_map(a, b):
     """Local similarity of mean, contrast and structure, under a Gaussian of 11x11 pixels.
 
@@ -101,12 +95,9 @@ def ssim_map(a, b):
     """
     x = torch.arange(11, dtype=a.dtype) - 5
     window = (-(x**2) / (2 * 1.5**2)).softmax(0).expand(3, 1, 1, 11)
-    maps = torch.stack(
-        [a, b, a * a, b * b, a * b]
-    )  # (5, 3, H, W), blurred along rows, then along columns
-    mean_a, mean_b, mean_aa, mean_bb, mean_ab = F.conv2d(
-        F.conv2d(maps, window, groups=3), window.mT, groups=3
-    )
+    maps = torch.stack([a, b, a * a, b * b, a * b])  # (5, 3, H, W)
+    blurred = F.conv2d(F.conv2d(maps, window, groups=3), window.mT, groups=3)  # rows, then columns
+    mean_a, mean_b, mean_aa, mean_bb, mean_ab = blurred
     var_a, var_b, covariance = mean_aa - mean_a**2, mean_bb - mean_b**2, mean_ab - mean_a * mean_b
     c1, c2 = 0.01**2, 0.03**2  # the paper's K1, K2 for a range of 1
     luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
@@ -124,10 +115,8 @@ def lend_gpu(model):
         with torch.no_grad():
             yield device
     finally:
-        for (
-            tensor,
-            home,
-        ) in homes:  # the copies are dropped: weights that have not changed need no way back
+        # The copies are dropped: weights that have not changed need no way back.
+        for tensor, home in homes:
             tensor.data = home
 
 
@@ -139,21 +128,16 @@ class Lpips(torch.nn.Module):
     def __init__(self, alexnet, heads):
         super().__init__()
         alexnet, heads = _weights(alexnet, "alexnet-owt-7be5be79.pth"), _weights(heads, "alex.pth")
-        self.kernels = torch.nn.ParameterList(
-            alexnet[f"features.{n}.weight"] for n in (0, 3, 6, 8, 10)
-        )
-        self.biases = torch.nn.ParameterList(
-            alexnet[f"features.{n}.bias"] for n in (0, 3, 6, 8, 10)
-        )
-        self.heads = torch.nn.ParameterList(
-            heads[f"lin{n}.model.1.weight"] for n in range(5)
-        )  # (1, channels, 1, 1)
+        layers = [f"features.{n}" for n in (0, 3, 6, 8, 10)]
+        self.kernels = torch.nn.ParameterList(alexnet[f"{layer}.weight"] for layer in layers)
+        self.biases = torch.nn.ParameterList(alexnet[f"{layer}.bias"] for layer in layers)
+        heads = [heads[f"lin{n}.model.1.weight"] for n in range(5)]  # (1, channels, 1, 1)
+        self.heads = torch.nn.ParameterList(heads)
 
     def forward(self, images, prompts, targets):
         with lend_gpu(self) as device:
-            return against_targets(
-                "lpips", lambda a, b: -self.distance(a.to(device), b.to(device)), images, targets
-            )
+            measure = lambda a, b: -self.distance(a.to(device), b.to(device))
+            return against_targets("lpips", measure, images, targets)
 
     def distance(self, a, b):
         """(3, H, W) twice, values in 0..1 -> scalar: weighted differences of unit features."""
@@ -163,9 +147,8 @@ class Lpips(torch.nn.Module):
         total = 0
         for n, (kernel, bias, head) in enumerate(zip(self.kernels, self.biases, self.heads)):
             x = F.max_pool2d(x, 3, stride=2) if n in (1, 2) else x
-            x = F.conv2d(
-                x, kernel, bias, stride=(4, 1, 1, 1, 1)[n], padding=(2, 2, 1, 1, 1)[n]
-            ).relu()  # (2, C, h, w)
+            sizes = {"stride": (4, 1, 1, 1, 1)[n], "padding": (2, 2, 1, 1, 1)[n]}
+            x = F.conv2d(x, kernel, bias, **sizes).relu()  # (2, C, h, w)
             unit = x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)
             total += F.conv2d((unit[:1] - unit[1:]).square(), head).mean()
         return total
@@ -219,17 +202,16 @@ class Text:
     def __init__(self):
         from rapidocr import RapidOCR
 
-        fast = {
-            "Global.use_cls": False,
-            "Det.limit_type": "max",
-            "Det.limit_side_len": 736,
-        }  # three times faster
-        fast |= {
-            f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")
-        }
+        # Three times faster.
+        fast = {"Global.use_cls": False, "Det.limit_type": "max", "Det.limit_side_len": 736}
+        for kind in ("intra", "inter"):
+            fast[f"EngineConfig.onnxruntime.{kind}_op_num_threads"] = 1
         self.ocr = RapidOCR(params={"Global.log_level": "error", **fast})
         self.ocr(Image.new("RGB", (64, 64)))  # it loads its models with the first picture
         self.turn = asyncio.Lock()  # it keeps state while it reads
+
+    def applies(self, prompt):
+        return any(map(letters_and_digits, quoted(prompt)))
 
     async def __call__(self, images, prompts, targets):
         async with self.turn:
@@ -242,14 +224,12 @@ class Text:
         wanted = [letters_and_digits(string) for string in strings]
         if not any(wanted):
             return math.nan
-        read = letters_and_digits(
-            "".join(self.ocr(image.convert("RGB")).txts or ())
-        )  # a string may run over lines
+        lines = self.ocr(image.convert("RGB")).txts or ()
+        read = letters_and_digits("".join(lines))  # a string may run over lines
         return 1 - sum(infix_distance(string, read) for string in wanted) / sum(map(len, wanted))
 
 
 # ---- CLIP and its relatives ----------------------------------------------------------------------
-
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
 
@@ -280,10 +260,11 @@ class Clip:
         self.model, self.processor = _clip(model, processor)
         self.reads_chinese = Path(model).is_dir()
 
+    def applies(self, prompt):
+        return self.reads_chinese or CHINESE.search(prompt) is None
+
     def __call__(self, images, prompts, targets):
-        read = torch.tensor(
-            [self.reads_chinese or CHINESE.search(prompt) is None for prompt in prompts]
-        )
+        read = torch.tensor([self.applies(prompt) for prompt in prompts])
         return F.cosine_similarity(*self.embed(images, prompts)).where(read, math.nan)
 
     def embed(self, images, prompts):
@@ -350,9 +331,11 @@ class Vqa:
         self.yes = answer_ids(tokenizer, "yes")
         self.no = answer_ids(tokenizer, "no")
         if self.processor.chat_template is None or not (self.yes and self.no):
-            raise ValueError(
-                "it cannot be asked: it has no chat template, or no tokens for yes and no"
-            )
+            missing = "no chat template, or no tokens for yes and no"
+            raise ValueError(f"it cannot be asked: it has {missing}")
+
+    def applies(self, prompt):
+        return bool(self.about(prompt))
 
     def __call__(self, images, prompts, targets):
         return self.means([[image] for image in images], prompts)
@@ -410,28 +393,6 @@ class Vqa:
         return (logits[:, self.yes].logsumexp(-1) - logits[:, self.no].logsumexp(-1)).cpu()
 
 
-class Edit(Vqa):
-    """How sure a vision-language model is that an edit was made, and nothing else changed, 0..1.
-
-    It sees source and result in one chat and gets two questions (Edit-R1, Li et al. 2025, asks for
-    a grade). The mean of their values, see Vqa: a picture left as it was gets half.
-    """
-
-    def __call__(self, images, prompts, targets, sources):
-        if sources is None:
-            refuse_missing("edit", "source")
-        return self.means(list(zip(sources, images)), prompts)
-
-    def about(self, prompt):
-        if CHINESE.search(prompt) and not self.reads_chinese:
-            return {}
-        done = prompt.strip().replace('"', "'")
-        return {
-            f'Has the first picture been changed as asked: "{done}"?': 1,
-            "Is everything else in the second picture as it was in the first?": 1,
-        }
-
-
 @contextmanager
 def preparing_once(processor):
     """Makes an image processor prepare each picture once, not once per question.
@@ -450,12 +411,11 @@ def preparing_once(processor):
             ids = tuple(map(id, shown))
             prepared[ids] = prepared.get(ids) or preprocess([shown], **options)
             rows.append(prepared[ids])
-        join = lambda parts: (
-            torch.cat(parts)
-            if torch.is_tensor(parts[0])
-            else [row for part in parts for row in part]
-        )
-        return type(rows[0])({name: join([row[name] for row in rows]) for name in rows[0]})
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        for name, parts in columns.items():
+            tensors = torch.is_tensor(parts[0])
+            columns[name] = torch.cat(parts) if tensors else [x for part in parts for x in part]
+        return type(rows[0])(columns)
 
     processor.preprocess = once
     try:
@@ -493,7 +453,6 @@ LPIPS_HEADS = (
 REWARDS = {
     "mse": mse,
     "ssim": ssim,
-    "keep": keep,
     "lpips": (Lpips, {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
     "text": (Text, {}),
     "clip": (Clip, {"model": CLIP_L, "processor": CLIP_L}),
@@ -501,11 +460,11 @@ REWARDS = {
     "hps": (Clip, {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
     "aesthetic": (Aesthetic, {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"}),
     "vqa": (Vqa, {"model": SMOLVLM}),
-    "edit": (Edit, {"model": SMOLVLM}),
 }
 
 
-NEEDS = {"mse": "target", "ssim": "target", "lpips": "target", "keep": "source", "edit": "source"}
+# The pictures without which a reward makes no sense.
+NEEDS = {"mse": "targets", "ssim": "targets", "lpips": "targets"}
 
 
 def split_spec(spec):
@@ -520,11 +479,11 @@ def split_spec(spec):
     return pairs
 
 
-def check_rewards(spec, targets=True, sources=True):
+def check_rewards(spec, pictures=None):
     """What can be known of a spec before anything loads, or is downloaded.
 
-    targets, sources: whether the run has such pictures. Raises ValueError, in one line, for a
-    reward that is unknown, named twice, not in its file or without its pictures; for a wrong
+    pictures: {"targets": [the first, or None]}; None: not known. Raises ValueError, in one line,
+    for a reward that is unknown, named twice, not in its file or without its pictures; for a wrong
     weight; for none at all.
     """
     names = []
@@ -541,16 +500,15 @@ def check_rewards(spec, targets=True, sources=True):
             raise ValueError(f"reward '{name}' {reason}")
         if name not in REWARDS:
             find_function(source)
-        if not {"target": targets, "source": sources}.get(NEEDS.get(name), True):
+        if pictures is not None and name in NEEDS and pictures[NEEDS[name]][0] is None:
             refuse_missing(name, NEEDS[name])
     if not names:
         raise ValueError(f"no reward in {spec!r}; known rewards: {', '.join(sorted(REWARDS))}")
 
 
 def refuse_missing(name, kind):
-    flags = {"target": "--targets, or --eval-targets", "source": "--sources, or --eval-sources"}
-    advice = f"give {flags[kind]}, a folder, or a reward that needs none"
-    raise NoPictures(f"reward '{name}' compares with {kind} pictures: {advice}")
+    advice = f"give --{kind}, or --eval-{kind}, a folder, or a reward that needs none"
+    raise NoPictures(f"reward '{name}' compares with {kind.removesuffix('s')} pictures: {advice}")
 
 
 def parse_rewards(spec):
@@ -563,7 +521,7 @@ def parse_rewards(spec):
     rewards = {}
     for source, weight in split_spec(spec):
         name, _, folder = source.partition("=")
-        function = REWARDS.get(name) or _load_from_file(source)
+        function = REWARDS.get(name) or load_from_file(source)
         if isinstance(function, tuple):
             function = _load_model(name, folder)
         rewards[source] = function, weight
@@ -594,20 +552,21 @@ def find_function(name):
     places = Path(path), Path(__file__).parent / path  # there files of this project are found
     file = next(filter(Path.is_file, places), None)
     if file is None:
-        raise ValueError(f"the reward file {path} does not exist")
+        raise ValueError(f"the file {path} does not exist")
     if function not in file.read_text(encoding="utf-8"):
         raise ValueError(f"{path} has no function {function!r}")
     return file, function
 
 
-def _load_from_file(name):
+def load_from_file(name):
+    """my_file.py:function, as a function."""
     file, function = find_function(name)
     sys.path.append(str(file.resolve().parent))  # so that it can import the files beside it
     try:
         names = runpy.run_path(str(file))
     except (Exception, SystemExit) as error:
         reason = in_one_line(error)
-        raise ValueError(f"the reward file {file} cannot be loaded: {reason}") from error
+        raise ValueError(f"the file {file} cannot be loaded: {reason}") from error
     if callable(names.get(function)):
         return names[function]
     raise ValueError(f"{file} has no function {function!r}")
@@ -626,43 +585,91 @@ class RewardError(ValueError):
     """A reward failed, or gave values that nothing can be learned from."""
 
 
-def score(rewards, images, prompts, targets, sources=None, begun=None):
-    """The raw values of each reward, {name: (N*M,)}. Raises what call_reward raises.
+class Scoring:
+    """What rewards say of pictures, which may come prompt by prompt while the next are painted."""
 
-    images: M for each of the N prompts, prompt after prompt. targets, sources: N, or None. begun:
-    what `begin_scoring` returned for these pictures, prompt after prompt; None: rewards that are
-    `async def` begin here, with all of them.
-    """
-    begun = begun or [begin_scoring(rewards, images, prompts, targets, sources)]
-    values = {}
-    for name, (function, _) in rewards.items():
-        if name not in begun[0]:
-            given = images, prompts, targets, sources
-            call = functools.partial(with_its_arguments, function, *given)
-            values[name] = call_reward(name, call, images, prompts)
-    values |= {name: torch.cat([part[name]() for part in begun]) for name in begun[0]}
-    return {name: values[name] for name in rewards}
+    def __init__(self, rewards):
+        self.rewards = rewards  # {name: (function, weight)}
+        self.images = []
+        self.given = {}  # what goes with them: see add
+        self.waiting = {}  # {name of an `async def` reward: a function per call of add, that waits}
+
+    def add(self, images, **given):
+        """M images of each of some prompts; those rewards that are `async def` begin with them.
+
+        given: prompts, and targets or None, an entry per prompt; more are for rewards with a
+        parameter of that name.
+        """
+        self.images += images
+        for name, column in given.items():
+            self.given[name] = column and [*self.given.get(name, ()), *column]
+        for name, (function, _) in self.rewards.items():
+            if waits(function):
+                call = awaited(function, images, given)
+                future = asyncio.run_coroutine_threadsafe(call, event_loop())
+                wait = functools.partial(call_reward, name, future.result, images, given["prompts"])
+                self.waiting.setdefault(name, []).append(wait)
+
+    def values(self):
+        """The raw values of each reward, {name: (N*M,)}. Raises what call_reward raises."""
+        values = {}
+        for name, (function, _) in self.rewards.items():
+            if name not in self.waiting:
+                call = functools.partial(with_its_arguments, function, self.images, self.given)
+                values[name] = call_reward(name, call, self.images, self.given["prompts"])
+        for name, calls in self.waiting.items():
+            values[name] = torch.cat([wait() for wait in calls])
+        return {name: values[name] for name in self.rewards}
+
+
+def score(rewards, images, prompts, targets=None, **more):
+    """The raw values of each reward, {name: (N*M,)}, of pictures that are all there."""
+    scoring = Scoring(rewards)
+    scoring.add(images, prompts=prompts, targets=targets, **more)
+    return scoring.values()
 
 
 def weights_of(rewards):
     return {name: weight for name, (_, weight) in rewards.items()}
 
 
-def begin_scoring(rewards, images, prompts, targets, sources=None):
-    """Starts the `async def` rewards: {name: a function that waits for its values, (N*M,)}."""
+def combine(rewards, weights, group_size=1, how="sum"):
+    """Several rewards as one, (N*G,) float32: the weighted sum of those that apply to a sample.
 
-    async def call(function):
-        try:  # a wrong signature is the reward's error, too
-            return await with_its_arguments(function, images, prompts, targets, sources)
-        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop: all would wait
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    Args:
+        rewards: {name: (N*G,) float}. Where one does not apply it is NaN, and counts as the mean of
+            its group: it neither helps nor harms. A sample to which none applies gets NaN.
+        weights: {name: float} of those that count.
+        how: "sum" adds the values as they are, so the reward with the largest spread rules;
+            "zscore" first turns each into its z-score within its group, so weights alone decide.
 
-    begun = {}
-    for name, (function, _) in rewards.items():
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__):
-            future = asyncio.run_coroutine_threadsafe(call(function), event_loop())
-            begun[name] = functools.partial(call_reward, name, future.result, images, prompts)
-    return begun
+    Raises ValueError for an unknown `how`, or values that do not form groups.
+    """
+    if how not in ("sum", "zscore"):
+        raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")
+    values = torch.stack([rewards[name] for name in weights])  # (R, N*G)
+    applies = ~values.isnan()
+    if how == "zscore":
+        groups = [centre_groups(row, group_size) for row in values]
+        scores = [(centred / (std + 1e-6)).nan_to_num(0) for centred, std in groups]
+        values = torch.stack(scores).flatten(1).float()
+    else:
+        means = values.view(len(values), -1, group_size).nanmean(-1)  # (R, N)
+        values = values.where(applies, means.repeat_interleave(group_size, dim=1)).nan_to_num(0)
+    weight = torch.tensor([*weights.values()]).unsqueeze(1)  # (R, 1)
+    return (weight * values).sum(0).where(applies.any(0), math.nan)
+
+
+def waits(function):
+    """Whether it is `async def`."""
+    return any(map(inspect.iscoroutinefunction, (function, function.__call__)))
+
+
+async def awaited(function, images, given):
+    try:  # a wrong signature is the reward's error, too
+        return await with_its_arguments(function, images, given)
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop: all would wait
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 @functools.cache
@@ -703,16 +710,16 @@ def call_reward(name, call, images, prompts):
     return values
 
 
-def with_its_arguments(function, images, prompts, targets, sources):
-    """Calls a reward with each image, its prompt, target and source: copies, to draw on or sort.
+def with_its_arguments(function, images, given):
+    """Calls a reward with each image, its prompt and target: copies, to draw on or sort.
 
-    It gets sources only if it has a parameter of this name.
+    given: see Scoring.add; of more than these it gets what it has a parameter for.
     """
     copied = lambda x: x.copy() if isinstance(x, Image.Image) else x
-
-    def of_each(given):
-        return given and [copied(x) for x in given for _ in range(len(images) // len(given))]
-
-    takes_sources = "sources" in inspect.signature(function).parameters
-    more = {"sources": of_each(sources)} if takes_sources else {}
-    return function(of_each(images), of_each(prompts), of_each(targets), **more)
+    of_each = lambda column: (
+        column and [copied(x) for x in column for _ in range(len(images) // len(column))]
+    )
+    columns = {name: of_each(column) for name, column in given.items()}
+    usual = columns.pop("prompts"), columns.pop("targets", None)
+    wanted = columns.keys() & inspect.signature(function).parameters.keys()
+    return function(of_each(images), *usual, **{name: columns[name] for name in wanted})

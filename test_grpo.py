@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "tiny-gl
 
 from make import NUM_CODES
 
-from glm_image.painting import encode_prompt
+from glm_image.model import encode_prompt
 from grpo import (
     GRPO,
     GRPOSettings,
@@ -1000,15 +1000,15 @@ def test_models_take_turns_on_the_gpu(monkeypatch):
         == len([*run.model.parameters(), *run.model.buffers()]) + 2 - len(trained)
     )
     assert not is_up(run.model) and not is_up(decoder)
-    offload(run.model)
-    offload(run.model)
+    offload.all_but(run.model)
+    offload.all_but(run.model)
     assert is_up(run.model) and not is_up(decoder) and seen == []  # nothing has left
     groups = roll_out(run, "one", "two")
-    offload(decoder)
+    offload.all_but(decoder)
     assert is_up(decoder) and not is_up(run.model)
     assert seen == [(False, False)]  # whoever holds addresses is told once they are no longer good
     decoder.weight.data += 1  # of the copy, which is dropped
-    offload(run.model)
+    offload.all_but(run.model)
     assert is_up(run.model) and not is_up(decoder) and len(seen) == 2
     run.add_reference(groups)
     assert run.update(groups) == expected

@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch
+import train_decoder
 import transformers
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
@@ -26,10 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration
 
-import train
 from glm_image.decoder import DenoisingStep
+from glm_image.editing import keep_one_source
 from glm_image.memory import vae_workspace
-from glm_image.model import painting_models
 from grpo import Group, _sample_token
 from runtime.captured import CapturedForward
 from runtime.settings import TINY
@@ -57,13 +58,15 @@ def build(base="bfloat16"):
     with META:
         modules = {name: make(sizes[name]).bfloat16().eval() for name, make in PARTS.items()}
     flags = f"--model sizes --compile no --train both --base {base}"
-    settings = train.parse_settings(flags.split())
+    settings = train_decoder.parse(flags.split(), train_decoder.PARTS.parser())
     pipe = GlmImagePipeline(**pipe.components | modules)
-    pipe, adapted = train.build(pipe, settings, META)
-    codes, decoder = train.make_trainers(settings, pipe, adapted, META)
-    for model in (codes.model, *painting_models(pipe)):
-        model.to(META)
-    return codes, decoder, pipe
+    run = train_decoder.load_run(settings, None, META, None, pipe)
+    keep_one_source(pipe.transformer)
+    return run.policy, run.decoder, run.model.pipe
+
+
+def painting_models(pipe):
+    return pipe.text_encoder, pipe.transformer, pipe.vae
 
 
 def tensors(modules):

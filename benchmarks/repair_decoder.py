@@ -1,22 +1,23 @@
-"""Repair a decoder that was rounded to a few bits, by `train.py --train decoder`.
+"""Repair a decoder that was rounded to a few bits, by examples/train_decoder.py.
 
     python benchmarks/repair_decoder.py [--reward benchmarks/repair_decoder.py:noise]
 
 A run of the tiny model with two things changed: each row of the decoder's matrices is rounded to
 four levels between its least and largest weight, and in place of codes that the policy samples it
 paints those of a right drawing, so that what is wrong in a picture is the decoder's fault. Takes
-the flags of train.py.
+the flags of that script.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tiny-glm-image")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tiny-glm-image"), str(ROOT / "examples")]
 
 import make
 import torch
+import train_decoder
 import world
 
 import rewards
@@ -24,14 +25,13 @@ import train
 from grpo import Group
 from runtime.settings import TINY
 
-FLAGS = f"--model {TINY} --train decoder --group-size 8 --micro-batch-size 8 --prompts-per-step 8"
+FLAGS = f"--model {TINY} --group-size 8 --micro-batch-size 8 --prompts-per-step 8"
 FLAGS += " --steps 25 --eval-every 0 --kl-coef 0 --reward benchmarks/repair_decoder.py:likeness"
-load = train.load
 
 
-def load_rounded(*arguments, **options):
+def load_rounded(model, device):
     """The pipeline, with each matrix of the decoder rounded."""
-    pipe = load(*arguments, **options)
+    pipe = train.load(model, device)
     for layer in pipe.transformer.modules():
         if isinstance(layer, torch.nn.Linear):
             least, largest = layer.weight.data.aminmax(dim=1, keepdim=True)
@@ -51,17 +51,28 @@ def noise(images, prompts, targets):
     return torch.rand(len(images))
 
 
-def drawn(run, prompts, sampling, seed):
-    """In place of Run.sample: the large codes (G, 16) of what a caption asks for, all the same."""
-    scenes = [world.MEANING[text].scene() for text in prompts.texts]
-    codes = make.codes_of(scenes, make.corner_codes(make.make_codebook()))[:, 256:]
-    G = sampling.sequences
-    return [Group(None, None, own.expand(G, -1), torch.zeros(1, 1)) for own in codes]
+class Drawn:
+    """In place of a policy: the large codes (G, 16) of what a caption asks for, all the same."""
+
+    model = None
+
+    def sample(self, prompts, group_size, seed):
+        scenes = [world.MEANING[text].scene() for text in prompts]
+        codes = make.codes_of(scenes, make.corner_codes(make.make_codebook()))[:, 256:]
+        return [Group(None, None, own.expand(group_size, -1), torch.zeros(1, 1)) for own in codes]
+
+
+def load_run(settings, data, device, turns):
+    pipe = load_rounded(settings.model, device)
+    run = train_decoder.load_run(settings, data, device, turns, pipe)
+    run.policy = Drawn()
+    run.model.encode = lambda prompts, painting: prompts.texts
+    return run
 
 
 def main():
-    with patch.object(train, "load", load_rounded), patch.object(train.Run, "sample", drawn):
-        return train.main([*FLAGS.split(), *sys.argv[1:]])
+    parts = replace(train_decoder.PARTS, load=load_run)
+    return train.main([*FLAGS.split(), *sys.argv[1:]], parts)
 
 
 if __name__ == "__main__":

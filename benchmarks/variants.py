@@ -17,7 +17,6 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -110,7 +109,7 @@ def edited(name):
         before, after = files[file].split(old)  # it stands there once
         text = before + new + after
         for code in [code for code, name in BLOCK.findall(page) if f"{name}(" in new]:
-            text = text.replace("\ndef rollout(", f"\n{code}\n\ndef rollout(")
+            text = text.replace("\ndef paint_and_score(", f"\n{code}\n\ndef paint_and_score(")
         files[file] = text
     return files
 
@@ -151,16 +150,17 @@ def judged(model, adapter=None):
     with redirect_stdout(None):
         prompts, held_out, _ = train.read_inputs(settings)
         data = train.load_data(settings, prompts, held_out)
-        run, _ = train.load_run(settings, data, torch.device("cpu"), None)
-    sampling = replace(train.sampling_of(settings)[1], sequences=PICTURES)
+        run = train.load_run(settings, data, torch.device("cpu"), None)
+    settings = train.deployed(settings)
+    settings.group_size, settings.prompts_per_step = PICTURES, 16
     right, clean, objects = [], [], []
-    for first in range(0, len(held_out), 16):
-        some = held_out.take(range(first, first + 16))
-        batch = train.rollout(run, sampling, data.judges, some, train.SEEDS["held out"] + first)
-        of_right, of_clean = batch.raw_rewards.values()
-        right += of_right.view(-1, PICTURES).mean(1).tolist()
+    for rewards, images in train.evaluate(
+        run, settings, data.judges, held_out, train.SEEDS["held out"]
+    ):
+        of_right, of_clean = rewards.values()
+        right.append(of_right.mean().item())
         clean += of_clean.tolist()
-        objects += (4 * check.many(batch.images)).tolist()
+        objects += (4 * check.many(images)).tolist()
     kinds = np.array(held_out.kinds)
     shares = {kind: np.array(right)[kinds == kind].mean() for kind in world.KINDS}
     shares |= {"clean": np.mean(clean), "objects": np.mean(objects)}

@@ -1,16 +1,12 @@
 """What knows GLM-Image: prompts in, pictures out.
 
-Another model whose policy writes image tokens has to provide, under the same names, what train.py
-takes from here:
+model.GlmImage is what train.py takes from here: it encodes prompts as token ids and positions,
+paints the codes that the policy writes, and holds the models, one of which learns. Another model
+whose policy writes image tokens has to provide a class with the same methods, load() for its
+weights, and in memory.needed the bytes that a run takes.
 
-    painting.encode_prompts   prompts as token ids and positions, and T, how many tokens to write
-    painting.paint            tokens -> latents, by the numbers of a Painting
-    painting.to_images        latents -> PIL images
-    painting.read_sources     the codes of pictures to edit
-    model.load, build         weights from files; the halves that may learn, and what paints
-    model.captured_step       the step of one token, made fast on a GPU; or None
-    memory.needed             bytes that a run takes of GPU and host, before weights are downloaded
-    decoder.DecoderGRPO       only if what paints is to learn as well
+editing.py and decoder.py are rooms of their own, which train.py does not enter: a GlmImage that
+edits pictures, and one whose decoder learns. Their scripts are in examples/.
 
 The defaults of a model are in defaults.json in its folder; those of the release are here. The flags
 of runtime/settings.py are GLM-Image's.

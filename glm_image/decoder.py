@@ -1,6 +1,6 @@
 """The diffusion decoder as a policy too, trained by the very update of grpo.py.
 
-`train.py --train decoder` or `both`. A flow-matching decoder goes from noise (level 1) to a picture
+examples/train_decoder.py trains it. A flow-matching decoder goes from noise (level 1) to a picture
 (level 0) in S denoising steps. At level s its latents are x = (1 - s) clean + s noise, and it
 predicts the velocity v = noise - clean, so that clean = x - s v and noise = x + (1 - s) v. The
 stock scheduler is deterministic: an ODE, whose next latents are x + (s' - s) v. Here every step but
@@ -26,14 +26,16 @@ their log-probs: the same gradient on fresh samples, KL term 1/D.)
 """
 
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 
-from glm_image.painting import paint
+from glm_image.model import LORA_TARGETS, GlmImage
 from grpo import GRPO, NotFinite, without_cudnn_attention
+from runtime.adapters import add_adapter
 
 PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see SEEDS in train.py
 
@@ -117,31 +119,47 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
         return (after,)
 
 
-class DecoderGRPO(GRPO):
-    """Trains an adapter of a pipeline's decoder by the denoising paths that it has drawn.
+class LearningDecoder(GlmImage):
+    """A GlmImage whose decoder has an adapter that learns."""
 
-    model: a PeftModel of pipe.transformer. optimizer: over its adapter. settings: GRPOSettings.
-    pipe: a GlmImagePipeline; it is not changed. noise_level: in 0..1. guidance_scale: as for
-    painting. reference, meet: as for GRPO.
+    def adapt_decoder(self, lora, device):
+        transformer = self.pipe.transformer
+        adapted = add_adapter(transformer, "decoder", LORA_TARGETS["decoder"], *lora)
+        self.decoder, self.decoder_reference = adapted
+        if device.type != "cpu":
+            transformer.enable_gradient_checkpointing()
+
+    def compile_decoder(self):
+        """Not where it learns: there it was not tried."""
+
+
+class DecoderGRPO(GRPO):
+    """Trains the adapter of a decoder by the denoising paths that it has drawn.
+
+    model: a LearningDecoder; it is not changed. optimizer: over the decoder's adapter. settings:
+    GRPOSettings. noise_level: in 0..1. guidance_scale: as for settings. options: as for GRPO.
     """
 
-    def __init__(self, model, optimizer, settings, pipe, noise_level, guidance_scale, **options):
-        super().__init__(model, optimizer, settings, **options)
+    def __init__(self, model, optimizer, settings, noise_level, guidance_scale, **options):
+        reference = model.decoder_reference
+        super().__init__(model.decoder, optimizer, settings, reference=reference, **options)
         self.noise_level = noise_level
         self.guidance_scale = guidance_scale
-        self.scheduler = PathScheduler.from_config(pipe.scheduler.config)
-        self.pipe = GlmImagePipeline(**{**pipe.components, "scheduler": self.scheduler})
-        self.pipe.set_progress_bar_config(disable=True)
+        self.scheduler = PathScheduler.from_config(model.pipe.scheduler.config)
+        self.painter = copy(model)
+        components = {**model.pipe.components, "scheduler": self.scheduler}
+        self.painter.pipe = GlmImagePipeline(**components)
+        self.painter.pipe.set_progress_bar_config(disable=True)
 
     @without_cudnn_attention  # as in logprobs
-    def paint_paths(self, prompt, tokens, num_paintings, painting, seed):
+    def paint_paths(self, prompt, tokens, num_paintings, settings, seed):
         """Paint each of a prompt's G code sequences (G, T) `num_paintings` (K) times.
 
         All start from one noise. seed: fixes it, and the paths. Returns latents of G*K pictures and
         the DenoisingSteps, both sequence after sequence. Raises NotFinite.
         """
         generator = torch.Generator().manual_seed(seed + PATH_SEED)
-        hook = self.pipe.transformer.register_forward_pre_hook
+        hook = self.painter.pipe.transformer.register_forward_pre_hook
         latents = []
         steps = []
         for codes in tokens:
@@ -149,7 +167,7 @@ class DecoderGRPO(GRPO):
             self.scheduler.begin(self.noise_level, seeds)
             with hook(self.scheduler.record_call, with_kwargs=True):
                 codes = codes.expand(num_paintings, -1)
-                latents.append(paint(self.pipe, prompt, codes, painting, seed))
+                latents.append(self.painter.paint(prompt, codes, settings, seed))
             path = [merge(self.scheduler.recorded.pop(i)) for i in list(self.scheduler.recorded)]
             for step, following in pairwise(path):
                 step.next_latents = following.latents  # the same numbers: the host keeps them once

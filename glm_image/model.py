@@ -1,17 +1,13 @@
-"""GLM-Image: its weights from files, and what of them learns."""
-
-from pathlib import Path
+"""GLM-Image: prompts in, pictures out; its weights from files, and what of them learns."""
 
 import torch
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_seed
 
-from glm_image.painting import encode_prompt
 from runtime.adapters import adapter_file, add_adapter
 from runtime.captured import CapturedForward
 from runtime.data import readable_loading
 from runtime.int8 import round_linears
-from runtime.settings import TINY
 from runtime.shared import SharedForward
 
 LORA_TARGETS = {
@@ -20,28 +16,198 @@ LORA_TARGETS = {
     # The attention of every block.
     "decoder": ["to_q", "to_k", "to_v", "to_out.0"],
 }
+# Added to a group's seed for the noise that its pictures start from; see train.py.
+NOISE_SEED = 2**31
 
 
-def painting_models(pipe):
-    """The models that paint: glyph encoder, decoder, VAE."""
-    return pipe.text_encoder, pipe.transformer, pipe.vae
+class GlmImage:
+    """The policy, a language model that writes codes, and what paints them.
+
+    pipe: the stock pipeline; it is not changed, but for prepare_training.
+    """
+
+    def __init__(self, pipe):
+        self.language_model = pipe.vision_language_encoder
+        self.pipe = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
+        self.pipe.set_progress_bar_config(disable=True)
+
+    def prepare_training(self, settings, device, home=None):
+        """Adds the adapter; freezes all else, and makes it small where memory is short.
+
+        All models are still on the CPU: runtime.gpu.place moves them. Only int8 weights go straight
+        to `home`, if that is given, so that the host never holds them.
+        """
+        inner, transformer = self.language_model.model, self.pipe.transformer
+        inner.visual = inner.vqmodel = None  # they read pictures
+        # The decoder makes the tables of its positions on the CPU: up once per pass, not per block.
+        on_device = lambda rope, inputs, tables: [table.to(inputs[0].device) for table in tables]
+        transformer.rope.register_forward_hook(on_device)
+        if settings.base == "int8":  # embeddings, head, norms, VAE, text encoder stay as they are
+            round_linears(inner.language_model.layers, home)
+            round_linears(transformer.transformer_blocks, home)
+        for module in (*self.painters, self.vae):
+            module.requires_grad_(False)
+        if device.type != "cpu":
+            self.language_model.activation_checkpointing_enable()  # recompute activations
+            self.vae.enable_slicing()  # one picture at a time: it takes most memory, little time
+
+        set_seed(settings.seed)  # the adapter's start
+        lora = settings.lora_rank, settings.adapter
+        adapted = add_adapter(self.language_model, "codes", LORA_TARGETS["codes"], *lora)
+        self.language_model, self.reference = adapted
+        self.adapt_decoder(lora, device)
+
+    def adapt_decoder(self, lora, device):
+        """An adapter that examples/train_decoder.py has left paints along, and does not learn."""
+        *_, folder = lora
+        if folder and adapter_file(folder, "decoder"):
+            add_adapter(self.pipe.transformer, "decoder", LORA_TARGETS["decoder"], *lora)
+            self.pipe.transformer.requires_grad_(False)
+
+    @classmethod
+    def sizes(cls, settings, device):
+        """Its models without data: from a few kB of config files."""
+        model = cls(load_sizes(settings.model, device))
+        model.prepare_training(settings, torch.device("meta"))
+        return model.parts
+
+    @property
+    def parts(self):
+        return self.language_model, self.pipe.text_encoder, self.pipe.transformer, self.vae
+
+    @property
+    def vae(self):
+        return self.pipe.vae
+
+    @property
+    def painters(self):
+        """What has to be on the GPU to paint latents: glyph encoder and decoder."""
+        return self.pipe.text_encoder, self.pipe.transformer
+
+    def codes(self):
+        """The ids of the codes among those of the language model."""
+        return slice(0, self.pipe.transformer.config.prior_vq_quantizer_codebook_size)
+
+    def encode(self, prompts, settings):
+        """Prompts as GRPO.sample takes them: [(prompt_ids (L,), position_ids (3, L+T), T)]."""
+        size = settings.height, settings.width
+        return [encode_prompt(self.pipe.processor, prompt.text, *size) for prompt in prompts]
+
+    def number_of_codes(self, settings):
+        """T, how many the policy writes."""
+        return encode_prompt(self.pipe.processor, "", settings.height, settings.width)[2]
+
+    def paint(self, prompt, tokens, settings, seed, **more):
+        """(G, T) tokens of one prompt -> latents (G, C, height / 8, width / 8), for to_images.
+
+        more: further arguments of the pipeline. All pictures of a group start from the same noise,
+        so only the policy's choices make them differ. One prompt per batch: glyph embeddings of
+        different prompts would be padded, and the decoder does not mask the padding.
+        """
+        rows, columns = settings.height // 32, settings.width // 32
+        scale = self.pipe.vae_scale_factor
+        channels = self.pipe.transformer.config.in_channels
+        # The decoder is not shown the preview: only the policy looks at it.
+        prior = for_decoder(tokens[:, -rows * columns :].view(-1, rows, columns))
+        shape = 1, channels, settings.height // scale, settings.width // scale
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed + NOISE_SEED))
+        latents = []
+        for batch in prior.split(settings.micro_batch_size):  # (B, 4*rows*columns)
+            latents += self.pipe(
+                prompt=[prompt.text] * len(batch),
+                prior_token_ids=batch.to(self.pipe.transformer.device),
+                latents=noise.expand(len(batch), -1, -1, -1),
+                height=settings.height,
+                width=settings.width,
+                num_inference_steps=settings.decode_steps,
+                guidance_scale=settings.guidance_scale,
+                output_type="latent",
+                **{name: [value] * len(batch) for name, value in more.items()},
+            ).images
+        return torch.stack(latents)
+
+    @torch.no_grad()
+    def to_images(self, latents, micro_batch_size):
+        """Latents -> PIL images, by the VAE alone: meanwhile the decoder need not be on the GPU."""
+        scaling = self.vae.config.latents_mean, self.vae.config.latents_std
+        mean, std = (torch.tensor(numbers).view(1, -1, 1, 1) for numbers in scaling)
+        images = []
+        for batch in latents.split(micro_batch_size):
+            batch = batch.to(self.vae.device, self.vae.dtype)
+            pixels = self.vae.decode(batch * std.to(batch) + mean.to(batch), return_dict=False)[0]
+            images += self.pipe.image_processor.postprocess(pixels, output_type="pil")
+        return images
+
+    def compile_decoder(self):
+        self.pipe.transformer.compile_repeated_blocks()
 
 
-def load(model, device, edits=False, **modules):
+# ---- prompts as the policy reads them ------------------------------------------------------------
+
+TOKEN = [1, 1, 1]  # a token of text is a grid of one
+
+
+def encode_prompt(processor, prompt, height, width):
+    """A prompt as the policy reads it, and the 3-D positions of everything it reads and writes.
+
+    GLM-Image writes a preview of about 256 codes first, then the picture proper, one code per 32x32
+    pixels; both row by row. height, width: of the picture to be written, multiples of 32. Returns
+    prompt_ids (L,), position_ids (3, L+T), T.
+    """
+    inputs = chat(processor, [{"type": "text", "text": prompt}], height, width)
+    prompt_ids = inputs["input_ids"][0]  # (L,)
+    grids = inputs["image_grid_thw"].tolist()  # listed large first, written preview first
+    positions = positions_of([TOKEN] * len(prompt_ids) + grids[::-1])  # (3, L+T)
+    return prompt_ids, positions, positions.shape[1] - len(prompt_ids)
+
+
+def chat(processor, content, height, width):
+    return processor.apply_chat_template(
+        [[{"role": "user", "content": content}]],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"target_h": height, "target_w": width},
+    )
+
+
+def positions_of(grids):
+    """Positions (3, number of tokens), temporal, height and width, of grids (1, rows, columns).
+
+    Text counts up on all three; a grid keeps the time of its start s and spreads over (s + row, s +
+    column); whatever follows the grid starts at s + its longer side.
+    """
+    positions = []
+    start = 0
+    for _, rows, columns in grids:
+        axes = torch.tensor([0]), torch.arange(rows), torch.arange(columns)
+        positions.append(start + torch.cartesian_prod(*axes).T)  # (3, rows*columns)
+        start += max(rows, columns)
+    return torch.cat(positions, dim=1)
+
+
+def for_decoder(codes):
+    """(B, rows, columns) -> (B, 4*rows*columns): from a code per 32x32 pixels to one per 16x16."""
+    return codes.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def load(model, device, **options):
     """The stock pipeline, on the CPU: mapped from the files, so that processes share its weights.
 
-    model: folder or hub id. modules: parts of it that exist already, by their names.
+    model: folder or hub id. options: parts of it that exist already, by their names; or dtype.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if edits and Path(model).resolve() == Path(TINY):
-        dtype = torch.float32  # in bfloat16 its vision tower reads a third of the codes wrong
-    options = {"dtype": dtype, "use_safetensors": True}
     with readable_loading(model):
-        return GlmImagePipeline.from_pretrained(model, **options, **modules)
+        return GlmImagePipeline.from_pretrained(
+            model, **{"dtype": dtype, "use_safetensors": True, **options}
+        )
 
 
-def meta_models(settings, device):
-    """The policy, then the models that paint, without data: from a few kB of config files."""
+def load_sizes(model, device):
+    """The same without data: from a few kB of config files."""
     kinds = {
         "vision_language_encoder": GlmImageForConditionalGeneration,
         "text_encoder": T5EncoderModel,
@@ -49,84 +215,26 @@ def meta_models(settings, device):
         "vae": AutoencoderKL,
     }
     modules = {}
-    with readable_loading(settings.model), torch.device("meta"):
+    with readable_loading(model), torch.device("meta"):
         for name, kind in kinds.items():
             if hasattr(kind, "config_class"):  # from transformers, not from diffusers
-                config = kind.config_class.from_pretrained(settings.model, subfolder=name)
+                config = kind.config_class.from_pretrained(model, subfolder=name)
                 module = kind(config)
             else:
-                module = kind.from_config(kind.load_config(settings.model, subfolder=name))
+                module = kind.from_config(kind.load_config(model, subfolder=name))
             modules[name] = module.to(torch.bfloat16)
-    pipe = load(settings.model, device, **modules)
-    pipe, adapted = build(pipe, settings, torch.device("meta"))
-    return [adapted["codes"][0], *painting_models(pipe)]
+    return load(model, device, **modules)
 
 
-def build(pipe, settings, device, home=None):
-    """Splits the stock pipeline: the one that paints, without its language model; and the halves.
-
-    These are {"codes": (the language model with an adapter, its reference), "decoder": the same, if
-    it has an adapter}. All models are still on the CPU: runtime.gpu.place moves them. Only int8
-    weights go straight to `home`, if that is given, so that the host never holds them.
-    """
-    language_model = pipe.vision_language_encoder
-    # They read sources, see read_sources.
-    language_model.model.visual = language_model.model.vqmodel = None
-    pipe = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
-    pipe.set_progress_bar_config(disable=True)
-    keep_one_source(pipe.transformer)
-    # The decoder makes the tables of its positions on the CPU: up once per pass, not in each block.
-    on_device = lambda rope, inputs, tables: [table.to(inputs[0].device) for table in tables]
-    pipe.transformer.rope.register_forward_hook(on_device)
-    if settings.base == "int8":  # embeddings, head, norms, VAE and text encoder stay as they are
-        round_linears(language_model.model.language_model.layers, home)
-        round_linears(pipe.transformer.transformer_blocks, home)
-    for module in painting_models(pipe):
-        module.requires_grad_(False)
-    if device.type != "cpu":
-        language_model.activation_checkpointing_enable()  # recompute activations, do not keep them
-        pipe.vae.enable_slicing()  # one picture at a time: it takes most memory, and little time
-
-    set_seed(settings.seed)  # the adapters' start
-    lora = settings.lora_rank, settings.lora_alpha, settings.adapter
-    adapted = {"codes": add_adapter(language_model, "codes", LORA_TARGETS["codes"], *lora)}
-    learns = settings.train != "codes"
-    if learns or (settings.adapter and adapter_file(settings.adapter, "decoder")):
-        targets = LORA_TARGETS["decoder"]
-        adapted["decoder"] = add_adapter(pipe.transformer, "decoder", targets, *lora)
-    if not learns:
-        pipe.transformer.requires_grad_(False)
-    elif device.type != "cpu":
-        pipe.transformer.enable_gradient_checkpointing()
-    return pipe, adapted
-
-
-def captured_step(model, pipe, settings, device):
+def captured_step(model, settings, device):
     """The step of one token: on a CUDA GPU a graph; on a CPU one in which samples share rows."""
-    num_codes = encode_prompt(pipe.processor, "", settings.height, settings.width)[2]
-    if settings.sources:
-        num_codes = settings.height * settings.width // 32**2  # an edit has no preview
     compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
+    number = model.number_of_codes(settings)
+    if not compiled and device.type == "cpu":
+        return SharedForward(model.language_model, number)
     if not compiled and device.type != "cuda":
-        return SharedForward(model, num_codes) if device.type == "cpu" else None
-    # Not where the decoder learns, or keeps a source's keys: there it was not tried.
-    if compiled and device.type == "cuda" and settings.train == "codes" and not settings.sources:
-        pipe.transformer.compile_repeated_blocks()
+        return None
+    if compiled and device.type == "cuda":
+        model.compile_decoder()
     rows = settings.prompts_per_step * settings.group_size
-    return CapturedForward(model, num_codes, rows, compile=compiled)
-
-
-def keep_one_source(transformer):
-    """Here a batch edits one source: before that is written again, the earlier copy is dropped.
-
-    The pipeline keeps its keys and values for each picture, 2.0 GB at 1024x1024. The cache spreads
-    one copy over all.
-    """
-
-    def hook(module, inputs, options):
-        cache = options.get("kv_caches")
-        if cache is not None and cache[0].mode == "write":
-            cache.clear()
-            cache.set_mode("write")
-
-    transformer.register_forward_pre_hook(hook, with_kwargs=True)
+    return CapturedForward(model.language_model, number, rows, compile=compiled)

@@ -8,17 +8,17 @@ from pathlib import Path
 import peft
 from safetensors import safe_open
 
-from runtime import UserError, checkpoints, readable
+from runtime import UserError, readable
 
 
-def add_adapter(module, half, targets, rank, alpha, folder):
+def add_adapter(module, half, targets, rank, folder):
     """The module with a LoRA adapter, float32 even over a bfloat16 base, and the reference.
 
     The adapter is a fresh one, and the reference None, the module without it, see GRPO; or it is
     that of a folder, which then is the reference too. half: "codes" or "decoder". targets: the
-    layers that are adapted. alpha: None: twice the rank.
+    layers that are adapted.
     """
-    lora = peft.LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules=targets)
+    lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
     model = peft.get_peft_model(module, lora)
     file = folder and adapter_file(folder, half)
     if not file:
@@ -57,17 +57,19 @@ def adapter_file(folder, half):
     return next(filter(Path.is_file, files), None)
 
 
-def find_adapters(folder, rank, alpha):
-    """The files of the adapters in a folder, which have to be of this rank and alpha."""
-    files = [adapter_file(folder, half) for half in checkpoints.FOLDERS]
+def find_adapters(folder, rank):
+    """The files of the adapters in a folder, which have to be of this rank."""
+    files = [adapter_file(folder, half) for half in ("codes", "decoder")]
     files = [file for file in files if file]
     if not files:
         raise UserError(f"there is no adapter in {folder}: --adapter takes the folder of a run")
     for file in files:
         _, lora = read_adapter(file)
-        given = f"--lora-rank {lora.get('r')} --lora-alpha {lora.get('lora_alpha')}"
-        if (lora.get("r"), lora.get("lora_alpha")) != (rank, alpha or 2 * rank):
+        if lora.get("r") != rank:
+            given = f"--lora-rank {lora.get('r')}"
             raise UserError(f"--adapter {folder} was made with {given}: give the same")
+        if lora.get("lora_alpha") != 2 * rank:
+            raise UserError(f"--adapter {folder}: its alpha is not twice its rank, as here")
     return files
 
 

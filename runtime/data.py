@@ -13,16 +13,7 @@ import torch
 from PIL import Image, ImageOps
 from transformers.utils import cached_file
 
-from rewards import (
-    CHINESE,
-    RewardError,
-    Text,
-    Vqa,
-    check_rewards,
-    parse_rewards,
-    quoted,
-    score,
-)
+from rewards import RewardError, check_rewards, load_from_file, parse_rewards, score
 from runtime import UserError, checkpoints, counted, ranks, readable, short_name
 from runtime.adapters import find_adapters
 from runtime.settings import TINY
@@ -32,78 +23,51 @@ ENDINGS = ".avif .bmp .gif .jfif .jp2 .jpeg .jpg .pgm .png .ppm .tif .tiff .webp
 
 
 @dataclass
-class Source:
-    """A picture to edit: its sides are multiples of 32."""
+class Prompt:
+    """What a picture is painted for."""
 
-    image: Image.Image
-    codes: torch.Tensor | None = None  # (rows*columns,) int64, one per 32x32 pixels, once read
+    text: str
+    kind: str | None = None  # for evaluations; None where the file names none
+    line: int = 0  # where it stands in its file
+    target: Image.Image | None = None  # what some rewards compare with
 
+    def for_rewards(self):
+        """What rewards are given beside pictures of it, see Scoring.add in rewards.py."""
+        return {"prompts": [self.text], "targets": [self.target]}
 
-@dataclass
-class Prompts:
-    """N prompts, with what goes with each."""
+    def given(self):
+        """{name: picture} that the policy reads beside the text."""
+        return {}
 
-    texts: list
-    targets: list | None = None  # pictures that some rewards compare with; an entry may be None
-    sources: list | None = None  # the Source to edit; None where a picture is painted from nothing
-    kinds: list | None = None  # the kind of each, for evaluations; None where the file names none
-    lines: list | None = None  # where each stands in its file: two edits may share a text
-
-    def __post_init__(self):
-        self.sources = self.sources or [None] * len(self.texts)
-
-    def __len__(self):
-        return len(self.texts)
-
-    def take(self, rows):
-        columns = vars(self).values()
-        return Prompts(*(column and [column[row] for row in rows] for column in columns))
-
-    def evenly(self, count):
-        """`count` of them, evenly over the kinds: the first of each, then the second of each ..."""
-        ahead = Counter()
-        turns = []
-        for kind in self.kinds or [None] * len(self):
-            turns.append(ahead[kind])
-            ahead[kind] += 1
-        return self.take(sorted(range(len(self)), key=turns.__getitem__)[:count])
-
-    def for_rewards(self, row=None):
-        """What rewards are given beside the pictures, of all prompts or of one.
-
-        Texts, targets, pictures that are edited; of the last two None where there are none.
-        """
-        some = self if row is None else self.take([row])
-        images = [source and source.image for source in some.sources]
-        return some.texts, some.targets, images if any(images) else None
+    def identity(self):
+        """What tells prompts apart."""
+        return self.text
 
 
-def read_prompts(path, folder, sources=None, size=None):
-    """The prompts in a file, with pictures in two folders: targets, and sources to edit.
-
-    folder: of the targets; None or "none": there are none. size: (width, height) of a picture to be
-    painted, to which both are made.
-    """
-    texts, kinds, lines = read_lines(path)
-    prompts = Prompts(texts, kinds=kinds, lines=lines)
-    if sources:
-        images = read_pictures(sources, "source", len(texts), size)
-        prompts.sources = [Source(image) for image in images]
+def read_prompts(settings, prefix=""):
+    """The prompts to train on, or with "eval_" the held-out ones, and their targets."""
+    path, folder = (getattr(settings, prefix + name) for name in ("prompts", "targets"))
+    prompts = read_lines(path)
     if folder not in (None, "none", ""):
-        prompts.targets = read_pictures(folder, "target", len(texts), size)
-    if repeated := len(texts) - len(set(identities(prompts))):
-        print(f"{path}: {counted(repeated, 'prompt')} stood there before")
+        size = settings.width, settings.height
+        for prompt, picture in zip(prompts, read_pictures(folder, "target", len(prompts), size)):
+            prompt.target = picture
     return prompts
 
 
-def identities(prompts):
-    """What tells prompts apart: the text, and the picture to edit."""
-    images = [source and source.image.tobytes() for source in prompts.sources]
-    return list(zip(prompts.texts, images))
+def evenly(prompts, count):
+    """`count` of them, evenly over the kinds: the first of each, then the second of each ..."""
+    ahead = Counter()
+    turns = []
+    for prompt in prompts:
+        turns.append(ahead[prompt.kind])
+        ahead[prompt.kind] += 1
+    rows = sorted(range(len(prompts)), key=turns.__getitem__)[:count]
+    return [prompts[row] for row in rows]
 
 
 def read_lines(path):
-    """The prompts in a file, their kinds (None where it names none), their lines from 1.
+    """The Prompts in a file, their lines counted from 1.
 
     "# kind: counting" names the kind of the prompts below it; others with # in front are comments;
     \\# begins a prompt. Spaces and tabs in a row are one space.
@@ -119,21 +83,27 @@ def read_lines(path):
         if named := KIND.fullmatch(line):
             kind = named[1]
         elif line and line[0] != "#":
-            prompts.append((line[1:] if line.startswith("\\#") else line, kind, number))
+            text = line[1:] if line.startswith("\\#") else line
+            prompts.append(Prompt(text, kind, number))
         if "<|image|>" in line:
             raise UserError(f"line {number} of {path} contains <|image|>: leave it out")
     if not prompts:
         raise UserError(f"the prompts file {path} has no prompt in it; write one per line")
-    texts, kinds, lines = map(list, zip(*prompts))
-    return texts, [kind or "other" for kind in kinds] if any(kinds) else None, lines
+    if any(prompt.kind for prompt in prompts):
+        for prompt in prompts:
+            prompt.kind = prompt.kind or "other"
+    return prompts
 
 
 def read_pictures(folder, kind, count, size):
     """The pictures of a folder, sorted by name, 2 before 10, as every viewer shows them.
 
     Each is made to size (width, height) as it is read, so that a folder of photos takes little
-    memory: of another shape, its middle is cut out.
+    memory: of another shape, its middle is cut out. In place of a folder my_file.py:function may
+    draw them.
     """
+    if ".py:" in str(folder):
+        return draw_pictures(folder, kind, count, size)
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"the folder of {kind} pictures {folder} does not exist")
@@ -164,6 +134,14 @@ def read_pictures(folder, kind, count, size):
     return images
 
 
+def draw_pictures(name, kind, count, size):
+    with readable(f"draw the {kind} pictures by {name}"):
+        images = load_from_file(name)()
+    if len(images) != count:
+        raise UserError(f"{name} draws {counted(len(images), 'picture')} for {count} prompts")
+    return [ImageOps.fit(image, size, Image.Resampling.LANCZOS) for image in images]
+
+
 def as_shown(image):
     """A picture as every viewer shows it, in RGB: upright, and on white where it is transparent."""
     if image.mode[0] in "IF":  # Pillow would clip what is above 255
@@ -190,41 +168,46 @@ def prompt_indices(step, settings, count):
 class Data:
     """What a run trains on, and what judges it."""
 
-    prompts: Prompts
-    held_out: Prompts
+    prompts: list
+    held_out: list
     rewards: dict  # {name: (function, weight)}
     judges: dict  # rewards that nothing is trained to please
 
 
-def read_inputs(settings):
+def read_inputs(settings, read):
     """Prompts of training and held out, and {setting: hash} of these, their pictures, the adapter.
 
-    Raises UserError before anything loads: for files and names that are wrong, and for a resumed
-    run that began with other files.
+    read: (settings, "" or "eval_") -> [Prompt]. Raises UserError before anything loads: for files
+    and names that are wrong, and for a resumed run that began with other files.
     """
     if settings.tracker != "none" and importlib.util.find_spec(settings.tracker) is None:
         package = f"pip install {settings.tracker}"
         raise UserError(f"--tracker {settings.tracker} needs a package: {package}")
     with readable_loading(settings.model):  # now, for rewards take a while
         cached_file(settings.model, "model_index.json")
-    size = (settings.width, settings.height)
-    prompts = read_prompts(settings.prompts, settings.targets, settings.sources, size)
-    pictures = settings.eval_targets, settings.eval_sources
-    held_out = read_prompts(settings.eval_prompts, *pictures, size)
+    prompts, held_out = read(settings), read(settings, "eval_")
     for some, flag in ((prompts, "reward"), (held_out, "eval_reward")):
         with readable_reward(flag):
             if getattr(settings, flag) not in ("none", ""):
-                check_rewards(getattr(settings, flag), some.targets, any(some.sources))
-    lora = settings.lora_rank, settings.lora_alpha
-    adapters = find_adapters(settings.adapter, *lora) if settings.adapter else []
+                check_rewards(getattr(settings, flag), some[0].for_rewards())
+    adapters = find_adapters(settings.adapter, settings.lora_rank) if settings.adapter else []
     hashes = {"adapter": sha256_of(file.read_bytes() for file in adapters)}
     for prefix, some in (("", prompts), ("eval_", held_out)):
-        texts, targets, sources = some.for_rewards()
-        words = ["\n".join(lines or []).encode() for lines in (texts, some.kinds)]
-        hashes[f"{prefix}prompts"] = sha256_of(words)
-        hashes[f"{prefix}targets"] = sha256_of(picture.tobytes() for picture in targets or [])
-        hashes[f"{prefix}sources"] = sha256_of(picture.tobytes() for picture in sources or [])
-    if common := len(set(identities(prompts)) & set(identities(held_out))):
+        words = ["\n".join(prompt.text for prompt in some)]
+        words += ["\n".join(prompt.kind or "" for prompt in some)] * (some[0].kind is not None)
+        hashes[f"{prefix}prompts"] = sha256_of(word.encode() for word in words)
+        columns = {
+            name: [prompt.for_rewards()[name][0] for prompt in some]
+            for name in some[0].for_rewards()
+        }
+        del columns["prompts"]
+        for name, pictures in columns.items():
+            hashes[prefix + name] = sha256_of(x.tobytes() for x in pictures if x is not None)
+    known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
+    for some, path in ((prompts, settings.prompts), (held_out, settings.eval_prompts)):
+        if repeated := len(some) - len({prompt.identity() for prompt in some}):
+            print(f"{path}: {counted(repeated, 'duplicate prompt')}")
+    if common := len(known & new):
         print(f"warning: {common} of the {len(held_out)} held-out prompts are trained on, too")
     if settings.resume is not None:
         *_, before = checkpoints.read_state(Path(settings.resume))
@@ -248,9 +231,6 @@ def load_data(settings, prompts, held_out):
     """The prompts with their rewards, which load before the 35 GB of model."""
     size = (settings.width, settings.height)
     rewards = load_rewards("reward", settings.reward, size, [prompts])
-    for one, other in ((prompts, held_out), (held_out, prompts)):
-        if one.targets is None and other.targets is not None:  # likeness does not apply there
-            one.targets = [None] * len(one.texts)
     judges = {}
     if settings.eval_reward not in ("none", ""):
         judges = load_rewards("eval_reward", settings.eval_reward, size, [held_out, prompts])
@@ -260,27 +240,21 @@ def load_data(settings, prompts, held_out):
 def load_rewards(flag, spec, size, files):
     """The rewards that a flag names, tried on blank pictures for the first of each of `files`.
 
-    These are Prompts. What cannot work fails now, not in an hour.
+    These are lists of Prompts. What cannot work fails now, not in an hour.
     """
     print(f"loading --{flag.replace('_', '-')} {spec}", flush=True)
     blank = [Image.new("RGB", size)] * 2
     with readable_reward(flag):
         rewards = parse_rewards(spec)
         for prompts in files:
-            score(rewards, blank, *prompts.for_rewards(0))
-    texts = files[0].texts
-    chinese = sum(CHINESE.search(text) is not None for text in texts)
-    of_all = f"of {counted(len(texts), 'prompt')}"
+            score(rewards, blank, **prompts[0].for_rewards())
+    texts = [prompt.text for prompt in files[0]]
     for name, (function, _) in rewards.items():
-        name = short_name(name)
-        if type(function) is Text:
-            words = sum(bool(quoted(text)) for text in texts)
-            print(f"{name}: words to read for {words} {of_all}", flush=True)
-        if type(function) is Vqa:  # those of Edit, an heir of it, are the same for all
-            known = sum(text.strip() in function.questions for text in texts)
-            print(f"{name}: questions for {known} {of_all}", flush=True)
-        if chinese and not getattr(function, "reads_chinese", True):
-            print(f"{name}: no reward for {chinese} {of_all}, which are Chinese", flush=True)
+        applies = getattr(function, "applies", None)
+        count = sum(map(applies, texts)) if applies else len(texts)
+        if count < len(texts):
+            of_all = f"{len(texts) - count} of {counted(len(texts), 'prompt')}"
+            print(f"{short_name(name)}: does not apply to {of_all}", flush=True)
     return rewards
 
 

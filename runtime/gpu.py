@@ -1,4 +1,4 @@
-"""A GPU that models share: what fits on it, which of them are on it, and for how long."""
+"""A GPU that models share: what fits on it, which of them are on it; and a clock."""
 
 import math
 import os
@@ -12,10 +12,9 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from grpo import NotFinite, Offload
+from grpo import Offload
 from rewards import AT_ONCE, split_spec
-from runtime import StepFailed, UserError, counted, ranks
-from runtime.settings import groups_of
+from runtime import UserError, counted, ranks
 
 # Files of a control group.
 LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
@@ -23,19 +22,18 @@ FILES = re.compile(r"(?m)^(?:total_)?inactive_file (\d+)")  # in memory.stat
 PROCESS = 4e9  # bytes of host memory beside weights: CUDA's libraries, the compiler, pictures
 
 
-# ---- which models are on the GPU, and how long that takes ----------------------------------------
+# ---- how long things take, and which models are on the GPU ---------------------------------------
 
 
-class Phases:
-    """with phase("paint", *models): the block is timed; if models take turns, only these are up.
+class Clock:
+    """with clock("paint"): the block is timed, and on a GPU the peak of its memory measured.
 
-    The progress bar, in a terminal, shows the name of the phase; it counts steps, or prompts within
+    The progress bar, in a terminal, shows what is at work; it counts steps, or prompts within
     evaluation().
     """
 
-    def __init__(self, device, offload=None):
+    def __init__(self, device):
         self.device = device
-        self.offload = offload
         self.name = ""
         self.timings = {}
         self.layout = {"dynamic_ncols": True}
@@ -51,23 +49,7 @@ class Phases:
         self.steps.close()
 
     @contextmanager
-    def __call__(self, name, *models, prompts=()):
-        """prompts: texts, to name those whose log-probs are not finite."""
-        if self.offload is not None:
-            with self.measured("move"):
-                self.offload(*models)
-        try:
-            with self.measured(name):
-                yield
-        except NotFinite as error:
-            names = ", ".join(repr(prompts[i]) for i in error.args[0])
-            raise StepFailed(
-                f"the log-probs sampled for {names} are not finite: damaged weights, a GPU kernel "
-                "that fails, or too high a --lr or --decoder-lr: then start anew with a lower one"
-            ) from None
-
-    @contextmanager
-    def measured(self, name):
+    def __call__(self, name):
         self.name = name
         start = time.perf_counter()
         cuda = self.device.type == "cuda"
@@ -129,15 +111,15 @@ def place(models, device, forward, turns):
 # ---- what fits -----------------------------------------------------------------------------------
 
 
-def plan(needed, meta_models, settings, prompt_bytes, device):
+def plan(needed, sizes_of, settings, prompt_bytes, device):
     """How the models take turns on the device; decides settings.micro_batch_size if that is "auto".
 
     None: they all stay. Otherwise the frozen weights wait on the host: "pinned", in page-locked
     memory; "mapped", where so much cannot be locked: as they were loaded, those in bfloat16 mapped
     from their files. All ranks decide alike.
 
-    This comes before anything is downloaded, so it works by sizes. meta_models: (settings, device)
-    -> the policy and the models that paint, without data. needed: see glm_image/memory.py.
+    This comes before anything is downloaded, so it works by sizes. sizes_of: (settings, device) ->
+    the policy and the models that paint, without data. needed: see glm_image/memory.py.
     prompt_bytes: of the longest prompt.
     """
     if device.type != "cuda":
@@ -146,12 +128,12 @@ def plan(needed, meta_models, settings, prompt_bytes, device):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"{name} has no bfloat16: take a GPU of the Ampere series or newer")
     free, host = free_memory(device)
-    models = meta_models(settings, device)
+    models = sizes_of(settings, device)
     # With both flags given, GPU memory is not checked.
     limit = math.inf if "auto" not in (settings.micro_batch_size, settings.offload) else free
     sizes = [settings.micro_batch_size]
     if sizes == ["auto"]:  # micro-batches are cut from one group
-        sizes = sorted({min(size, max(groups_of(settings))) for size in (1, 2, 4, 8)})[::-1]
+        sizes = sorted({min(size, settings.group_size) for size in (1, 2, 4, 8)})[::-1]
     may_turn = {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]
     # Staying comes first, then large micro-batches.
     for turns, size in [(turns, size) for turns in may_turn for size in sizes]:
@@ -218,7 +200,6 @@ NEEDED = {  # bytes: weights, work on each picture seen at once; and how many th
     "pickscore": CLIP_H,
     "hps": CLIP_H,
     "vqa": SMOLVLM,
-    "edit": SMOLVLM,
 }
 
 

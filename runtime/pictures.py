@@ -101,9 +101,8 @@ def save_before_after(out, before, after):
         for label, record in sides.items():
             prompt, rewards, judges = record["shown"][i]
             folder = out / "evaluation" / f"{record['step']:06d}"
-            source = folder / f"{i + 1}-source.png"
-            if source.exists() and not cells:
-                cells.append((Image.open(source), "to edit"))
+            given = [] if cells else sorted(folder.glob(f"{i + 1}-[a-z]*.png"))
+            cells += [(Image.open(file), file.stem.partition("-")[2]) for file in given]
             cells += [None] if cells else []
             for j, reward in enumerate(rewards):
                 file = folder / f"{i + 1}-{j + 1}.png"
@@ -126,7 +125,8 @@ def save_curves(path, metrics, evaluations):
     """A panel for each reward, entropy and KL, over the steps. What only judges has evaluations
     alone, see CURVES."""
     names = [name for record in (*evaluations, *metrics) for name in shown_names(record)]
-    names += [name for name in ("entropy", "kl", "decoder/kl") if points(metrics, name)]
+    of_kl = [name for record in metrics for name in record if name.endswith("/kl")]
+    names += [name for name in ("entropy", "kl", *of_kl) if points(metrics, name)]
     names = list(dict.fromkeys(names))
     sheet = Image.new("RGB", (min(len(names), 3) * 640, -(-len(names) // 3) * 400 + 60), "white")
     pen = ImageDraw.Draw(sheet)
@@ -152,7 +152,7 @@ def draw_panel(pen, left, top, name, curves):
     low, high = min(values), max(max(values), min(values) + 1e-6)
     if name.startswith("reward") and 0 <= low <= high <= 1:  # a share, at its true size
         low, high = 0, 1
-    pen.text((left, top - 40), short_name(name.replace("decoder/", "decoder ")), "black", font)
+    pen.text((left, top - 40), short_name(name.replace("/kl", " kl")), "black", font)
     pen.line([(left, top), (left, top + 240), (left + 500, top + 240)], "#999999", 2)
     for i in range(4):
         value = f"{high - (high - low) * i / 3:.2g}"

@@ -10,30 +10,32 @@ import numpy as np
 import torch
 from accelerate import PartialState, tracking
 
-from grpo import combine
-from rewards import split_spec
+from rewards import combine, split_spec
 from runtime import checkpoints, counted, format_number, ranks, report, without_nan
 from runtime.pictures import save_before_after, save_curves, save_grid
 from runtime.rescue import StopRequest
 
-ROW = 8  # pictures in a row of group-*.png
 SAMPLE_EVERY = 10  # steps between group-*.png
 
 
 class Record:
     """The files of a run in `out`. Only the first rank writes.
 
-    hashes: see read_inputs in data.py. trainers: {"codes" or "decoder": GRPO}. done: steps made so
-    far. When a run is resumed, records of later steps are removed first, as is a line that a kill
-    cut short.
+    hashes: see read_inputs in data.py. trainers: see checkpoints.save. done: steps made so far.
+    When a run is resumed, records of later steps are removed first, as is a line that a kill cut
+    short. What learns more than the policy extends it, see examples/train_decoder.py.
     """
 
-    def __init__(self, out, settings, hashes, phase, trainers, done):
+    parts, alarms = report.PARTS, report.ALARMS  # of a step's line
+    row = 8  # pictures in a row of group-*.png
+    learners = report.LEARNERS
+
+    def __init__(self, out, settings, hashes, clock, trainers, done):
         self.out = out
         self.settings = settings
         self.hashes = hashes
         self.trainers = trainers
-        self.phase = phase
+        self.clock = clock
         self.done = done
         self.weights = dict(split_spec(settings.reward))
         self.judges = [name for name, _ in split_spec(settings.eval_reward) if name != "none"]
@@ -61,7 +63,7 @@ class Record:
         return [trainer.steps for trainer in self.trainers.values()]
 
     def write(self, line):
-        self.phase.bar.write(line)
+        self.clock.bar.write(line)
 
     def track(self, step, values):
         if self.tracker is not None:
@@ -77,12 +79,10 @@ class Record:
         """Writes a step's line and metrics, and every SAMPLE_EVERY steps its pictures."""
         self.done = done
         self.optimizer_steps = self.count_optimizer_steps()
-        sequences = len(batch.groups[0].tokens)
-        paintings = len(batch.images) // (len(prompts) * sequences)
-        total = combine(batch.raw_rewards, self.weights, sequences * paintings)
-        metrics["skipped"] = metrics.get("skipped", 0) + metrics.get("decoder/skipped", 0)
-        metrics |= report.step_metrics(batch.raw_rewards, total, sequences, paintings)
-        metrics = ranks.mean(metrics | self.phase.read())
+        total = combine(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
+        metrics |= self.reward_metrics(batch, total)
+        metrics |= {"unscored": total.isnan().double().mean().item()}
+        metrics = ranks.mean(metrics | self.clock.read())
         numbers = without_nan(metrics)
         per_rank = ranks.gather(report.group_records(done, prompts, batch.raw_rewards))
         if self.writes:
@@ -91,45 +91,41 @@ class Record:
                 groups = [group for groups in per_rank for group in groups]
                 append_jsonl(self.out / "groups.jsonl", *groups)
         self.track(done, numbers)
-        self.phase.bar.set_postfix_str(f"reward {numbers['reward'] or 0:.3f}")
-        self.phase.bar.update()
-        self.write(report.format_step(done, self.settings.steps, metrics))
+        self.clock.bar.set_postfix_str(f"reward {numbers['reward'] or 0:.3f}")
+        self.clock.bar.update()
+        self.write(report.format_step(done, self.settings.steps, metrics, self.parts, self.alarms))
         last = done in (1, self.settings.steps) or self.stop.received
         if self.writes and (last or done % SAMPLE_EVERY == 0):
-            self.group(prompts, batch, total.view(len(prompts), -1), sequences, paintings)
+            self.group(prompts, batch, total.view(len(prompts), -1))
 
-    def group(self, prompts, batch, rewards, sequences, paintings):
-        """Pictures of the first group with spread: their rewards and advantages, what they edit.
+    def reward_metrics(self, batch, total):
+        """What a step's rewards say of its groups. total: of each picture, (N*G,)."""
+        return report.reward_metrics(batch.raw_rewards, total, self.settings.group_size)
 
-        rewards: (N, G*K). A row per code sequence, if each is painted several times.
+    def group(self, prompts, batch, rewards):
+        """Pictures of the first group with spread: their rewards and advantages; targets beside.
+
+        rewards: (N, G).
         """
         spread = [len(group.unique()) > 1 for group in rewards.nan_to_num()]
         i = spread.index(True) if any(spread) else 0
-        count = sequences * paintings
-        if sequences > 1:
-            advantages = batch.groups[i].advantages.repeat_interleave(paintings)
-        else:
-            steps = batch.denoising_steps
-            advantages = steps[i * len(steps) // len(prompts)].advantages
-        pairs = zip(rewards[i].tolist(), advantages.tolist())
+        count = rewards.shape[1]
+        pairs = zip(rewards[i].tolist(), batch.advantages(i).tolist())
         words = [f"reward {format_number(reward)}, advantage {a:+.2f}" for reward, a in pairs]
         cells = list(zip(batch.images[i * count : (i + 1) * count], words))
-        width = paintings if min(sequences, paintings) > 1 else ROW
-        rows = [("", cells[k : k + width]) for k in range(0, count, width)]
-        beside = []
-        if prompts.sources[i]:
-            beside.append((prompts.sources[i].image, "to edit"))
-        if prompts.targets and prompts.targets[i]:
-            beside.append((prompts.targets[i], "target"))
+        rows = [("", cells[k : k + self.row]) for k in range(0, count, self.row)]
+        beside = [(picture, name) for name, picture in prompts[i].given().items()]
+        if prompts[i].target:
+            beside.append((prompts[i].target, "target"))
         gap = [None] if beside else []
-        rows[0] = prompts.texts[i], [*beside, *gap, *rows[0][1]]
+        rows[0] = prompts[i].text, [*beside, *gap, *rows[0][1]]
         with checkpoints.writing(self.out):
             picture = save_grid(self.out / f"group-{self.done:06d}.png", rows, f"step {self.done}")
             self.curves()
         self.track_picture("group", picture)
 
     def evaluation(self, sets):
-        """sets: {"" or "held_out/": (Prompts, [(raw rewards {name: (G,)}, G pictures)])}."""
+        """sets: {"" or "held_out/": ([Prompt], [(raw rewards {name: (G,)}, G pictures)])}."""
         record = {"step": self.done}
         shown = []
         rows = (self.before() or {}).get("rows", {})  # of the first evaluation
@@ -145,7 +141,7 @@ class Record:
                 judges = {name: values[own][: report.SHOWN] for name, values in answers.items()}
                 rewards = without_nan(total[own][: report.SHOWN].tolist())
                 images = results[row][1][: report.SHOWN]
-                shown.append((prompts.texts[row], rewards, judges, images, prompts.sources[row]))
+                shown.append((prompts[row].text, rewards, judges, images, prompts[row].given()))
         self.track(self.done, {f"evaluation/{name}": x for name, x in record.items()})
         record |= {"rows": rows, "shown": [row[:3] for row in shown]}
         self.evaluations.append(record)
@@ -163,9 +159,9 @@ class Record:
             with checkpoints.writing(self.out):
                 folder = self.out / "evaluation" / f"{self.done:06d}"
                 folder.mkdir(parents=True, exist_ok=True)
-                for i, (*_, images, source) in enumerate(shown, 1):
-                    if source is not None:
-                        source.image.save(folder / f"{i}-source.png")
+                for i, (*_, images, given) in enumerate(shown, 1):
+                    for name, image in given.items():
+                        image.save(folder / f"{i}-{name}.png")
                     for j, image in enumerate(images, 1):
                         image.save(folder / f"{i}-{j}.png")
                 append_jsonl(self.out / "evaluation.jsonl", record)
@@ -177,7 +173,8 @@ class Record:
         names = results[0][0]
         raw_rewards = {name: torch.cat([rewards[name] for rewards, _ in results]) for name in names}
         total = combine(raw_rewards, self.weights, size)
-        metrics = report.evaluation_metrics(raw_rewards, total, size, prompts.kinds)
+        kinds = [prompt.kind for prompt in prompts]
+        metrics = report.evaluation_metrics(raw_rewards, total, size, kinds)
         return metrics, raw_rewards, total
 
     def curves(self):
@@ -194,7 +191,7 @@ class Record:
             checkpoints.save(self.out, self.done, self.trainers, state, best)
 
     def save_whole_step(self):
-        """After an error. A half that has moved in a step that did not end is not saved."""
+        """After an error. What has moved in a step that did not end is not saved."""
         if self.optimizer_steps == self.count_optimizer_steps():
             self.save()
 
@@ -203,25 +200,25 @@ class Record:
         best, words = report.best_step(self.evaluations, self.best_by)
         if words:
             self.write(f"warning: {words}; that adapter is in {self.out}/checkpoints/{best:06d}")
-        for half, name in {"": "policy", "decoder/": "decoder"}.items():
-            metrics = read_jsonl(self.out / "metrics.jsonl")
-            if reason := report.why_nothing_was_learned(metrics, half):
+        metrics = read_jsonl(self.out / "metrics.jsonl")
+        for name, of in self.learners.items():
+            if reason := report.why_nothing_was_learned(metrics, *of):
                 self.write(f"warning: the {name} learned nothing: {reason}")
         if not self.writes:
             return
         with checkpoints.writing(self.out):
             picture = save_before_after(self.out, self.before(), self.evaluations[-1])
-            for half, trainer in self.trainers.items():
-                if half == "codes":
-                    folder = self.out / "adapter"
-                    trainer.model.save_pretrained(folder)
-                    (folder / "README.md").unlink()  # PEFT's form, empty
-                else:
-                    folder = self.out / "decoder-adapter"
-                    trainer.model.get_base_model().save_lora_adapter(folder)
+            for folder in self.save_adapters():
                 for file in ("settings.json", "evaluation.jsonl", "before-after.png"):
                     shutil.copy(self.out / file, folder)
         self.track_picture("before_after", picture)
+
+    def save_adapters(self):
+        """What was learned, for other programs to load: the folders."""
+        folder = self.out / "adapter"
+        self.trainers["."].model.save_pretrained(folder)
+        (folder / "README.md").unlink()  # PEFT's form, empty
+        return [folder]
 
     def finish(self):
         self.stop.end()

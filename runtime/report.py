@@ -8,12 +8,9 @@ from runtime import counted, format_number, reward_names, short_name, without_na
 
 PARTS = {  # parts of a step's line
     "kl": "kl {:.4f}",
-    "decoder/kl": "decoder kl {:.4f}",
     "entropy": "entropy {:.4f}",
     "mean_logprob_gap": "gap {:.0e}",
-    "decoder/reward_std": "decoder +- {:.3f}",
     "grad_norm": "norm {:.3f}",
-    "decoder/grad_norm": "decoder norm {:.3f}",
     "clip_fraction": "{:.1%} clipped",
     "seconds": "{:.1f}s",
     "gpu_gb": "{:.1f} GB",
@@ -21,9 +18,10 @@ PARTS = {  # parts of a step's line
 ALARMS = {
     "skipped": "SKIPPED: the gradient was not finite",
     "groups_without_spread": "{:.0%} without spread",
-    "decoder/groups_without_spread": "decoder: {:.0%} without spread",
     "unscored": "{:.0%} unscored",
 }
+# {what learns: the name of its gradient's norm, and the flags that make samples differ}
+LEARNERS = {"policy": ("grad_norm", "--temperature or --top-p")}
 SHOWN = 4  # pictures of a prompt that an evaluation keeps; and prompts, if they have no kinds
 PROMPTS = {"": "training", "held_out/": "held-out"}  # {prefix of an evaluation's numbers: of what}
 
@@ -45,22 +43,6 @@ def reward_metrics(raw_rewards, combined, group_size):
         metrics[f"reward{name}"] = values.nanmean().item()
         metrics[f"reward_std{name}"] = stds.mean().item()
         metrics[f"reward_best{name}"] = bests.mean().item()
-    return metrics
-
-
-def step_metrics(raw_rewards, combined, sequences, paintings):
-    """What a step's rewards say of its groups.
-
-    These are G code `sequences`, by the means of their K `paintings`; or the K paintings of one.
-    """
-    unscored = {"unscored": combined.isnan().double().mean().item()}
-    if sequences == 1:
-        return reward_metrics(raw_rewards, combined, paintings) | unscored
-    mean = lambda values: values.view(-1, paintings).nanmean(1)  # (N*G,)
-    means = {name: mean(values) for name, values in raw_rewards.items()}
-    metrics = reward_metrics(means, mean(combined), sequences) | unscored
-    if paintings > 1:
-        metrics["decoder/reward_std"] = reward_metrics({}, combined, paintings)["reward_std"]
     return metrics
 
 
@@ -112,14 +94,16 @@ def rows_to_show(prompts, answers, size):
     Of those that have no right picture the first of each kind; if a judge of yes or no finds none
     so, the first of each kind. answers: {judge: (N*G,) of 1, 0 or None}.
     """
-    kinds = prompts.kinds or range(len(prompts))
+    kinds = [prompt.kind for prompt in prompts]
+    has_kinds = kinds[0] is not None
+    kinds = kinds if has_kinds else range(len(prompts))
     judge = yes_or_no(answers)
     groups = zip(*[iter(answers[judge])] * size) if judge else []
     wrong = [row for row, group in enumerate(groups) if set(group) == {0}]
     first = {}
     for row in wrong or range(len(prompts)):
         first.setdefault(kinds[row], row)
-    return list(first.values())[: None if prompts.kinds else SHOWN]
+    return list(first.values())[: None if has_kinds else SHOWN]
 
 
 def error_name(name):
@@ -201,13 +185,13 @@ def group_records(step, prompts, raw_rewards):
         for name, values in raw_rewards.items()
     }
     records = []
-    for i, (line, prompt) in enumerate(zip(prompts.lines, prompts.texts)):
+    for i, prompt in enumerate(prompts):
         own = {name: groups[i] for name, groups in rewards.items()}
-        records.append({"step": step, "line": line, "prompt": prompt, "rewards": own})
+        records.append({"step": step, "line": prompt.line, "prompt": prompt.text, "rewards": own})
     return records
 
 
-def format_step(step, steps, metrics):
+def format_step(step, steps, metrics, parts=PARTS, alarms=ALARMS):
     """The line of a step: what is 0 or was not measured is left out."""
     of = lambda prefix: {name: x for name, x in metrics.items() if name.startswith(prefix)}
     raw = {name: x for name, x in of("reward/").items() if not math.isnan(x)}
@@ -221,18 +205,19 @@ def format_step(step, steps, metrics):
     rewards = []
     if any(x != metrics["reward"] for x in raw.values()):  # not a lone reward of weight 1
         rewards = [", ".join(f"{short_name(name)} {x:.3f}" for name, x in raw.items())]
-    return " | ".join([line, *shown(ALARMS), *rewards, *shown(PARTS)])
+    return " | ".join([line, *shown(alarms), *rewards, *shown(parts)])
 
 
-def why_nothing_was_learned(records, half=""):
-    """Why no step has moved the policy (half: "") or the decoder ("decoder/"); None if one has."""
-    name = f"{half}grad_norm"  # None: a half that does not learn, or was skipped
-    if not records or name not in records[0] or any(record.get(name) for record in records):
+def why_nothing_was_learned(records, norm, draws):
+    """Why no step has moved what learns; None if one has.
+
+    norm: the name of its gradient's norm. draws: the flags that make samples differ.
+    """
+    if not records or any(record.get(norm) for record in records):  # None: it was skipped
         return None
     if all(record["unscored"] == 1 for record in records):
         return "no reward applied to any picture; see what your prompts need for it"
     if all(record["skipped"] for record in records):
-        return "no gradient was finite; take a lower --lr or --decoder-lr"
-    draws = "--noise-level" if half else "--temperature or --top-p"
+        return "no gradient was finite; take a lower learning rate"
     advice = f"a reward that tells a prompt's pictures apart, a higher {draws}, or larger groups"
     return f"in no group did one picture score higher than another; take {advice}"

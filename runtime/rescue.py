@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from grpo import NotFinite
 from rewards import RewardError
 from runtime import StepFailed, UserError, ranks
 
@@ -40,7 +41,7 @@ def rescued(record):
     except torch.OutOfMemoryError:
         record.save_whole_step()
         raise UserError(
-            f"out of GPU memory in the phase '{record.phase.name}'; {hint}, also with --offload yes"
+            f"out of GPU memory in the phase '{record.clock.name}'; {hint}, also with --offload yes"
             " or a lower --micro-batch-size; start anew with a lower --prompts-per-step or "
             "--group-size"
         ) from None
@@ -48,6 +49,29 @@ def rescued(record):
         record.save_whole_step()
         record.write(f"stopped by an error; {hint}")
         raise
+
+
+@contextmanager
+def loading():
+    """A GPU or a host too small for the weights becomes one line."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"no memory for the weights ({reason}); try --offload yes") from None
+
+
+@contextmanager
+def naming(prompts):
+    """NotFinite, which has a prompt's number, becomes a line with its text."""
+    try:
+        yield
+    except NotFinite as error:
+        names = ", ".join(repr(prompts[i].text) for i in error.args[0])
+        raise StepFailed(
+            f"the log-probs sampled for {names} are not finite: damaged weights, a GPU kernel that "
+            "fails, or too high a learning rate: then start anew with a lower one"
+        ) from None
 
 
 class StopRequest:

@@ -1,15 +1,12 @@
-"""The command line: every setting with its default, the folder of a run, what a start prints."""
+"""The settings of a run: a flag for each, with its default, its help and its range."""
 
 import argparse
 import json
 import math
 import os
-import re
-import shlex
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
-from itertools import count
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar, Literal, get_args, get_type_hints
 
 import torch
 
@@ -19,123 +16,211 @@ from runtime import ROOT, UserError, checkpoints, counted, ranks, readable
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
 
-# Each flag: its name, type and, if it is the same for all models, default; below that its help.
-FLAGS = """
-model and data
-  model text
-      folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)
-  adapter text
-      start from the adapters of the run in this folder; with --steps 0 only evaluate them
-  prompts text
-      text file, one prompt per line
-  order shuffled|file = shuffled
-      order of prompts: shuffled each epoch, or the file's
-  targets text
-      folder with one picture per prompt, sorted by name
-  sources text
-      to train edits: folder with the picture that each prompt changes, sorted by name
-  reward text
-      NAME[=FOLDER][:WEIGHT],... with NAME one of REWARDS, or my_file.py:function, which runs that
-      file; FOLDER: the model's files, in place of a download
-  combine sum|zscore
-      add rewards, or their z-scores (default: zscore for several)
 
-the algorithm
-  train codes|decoder|both = codes
-      what learns: codes (the policy that writes them), decoder or both
-  group_size int [2, inf) = 4
-      code sequences per prompt; paintings with --train decoder
-  prompts_per_step int [1, inf)
-      prompts per step, on each GPU
-  steps int [0, inf)
-      training steps; 0 evaluates only
-  iterations int [1, inf) = 1
-      optimiser steps on each step's pictures; ratios are clipped only above 1
-  lr float (0, inf)
-      AdamW's learning rate
-  decoder_lr float (0, inf)
-      AdamW's learning rate for the decoder's adapter
-  warmup_steps int [0, inf)
-      steps over which the learning rates rise
-  paintings int [2, inf)
-      with --train both, how often each code sequence is painted
-  noise_level float (0, 1]
-      if the decoder learns: share of a step's noise drawn anew
-  clip_range float (0, inf) = 0.2
-      how far a ratio may leave 1 before its gradient is cut
-  kl_coef float [0, inf)
-      weight of the KL from the model before training
-  lora_rank int [1, inf) = 16
-      rank of the adapter
-  lora_alpha int [1, inf)
-      the adapter's update is scaled by this over the rank (default: twice the rank)
-  seed int [0, 4294967295] = 0
-      fixes the order of prompts, the samples and the noise
+def flag(default, help, *, group=None, may_change=False, is_path=False, **limits):
+    """A field of Settings, and a flag.
 
-pictures
-  temperature float (0, inf)
-      divides the logits, in sampling and in recomputing log-probs
-  top_p float (0, 1]
-      sample from the likeliest codes that make up this share
-  height int [1, inf)
-      height of the pictures in pixels, a multiple of 32
-  width int [1, inf)
-      width of the pictures in pixels, a multiple of 32
-  decode_steps int [1, inf)
-      denoising steps of the decoder
-  guidance_scale float [1, inf)
-      decoder's guidance; above 1 doubles its cost
+    group: the heading that begins here in --help. may_change: a resumed run may have another value.
+    is_path: what it names is also found from the project's folder. limits: at_least, above,
+    at_most.
+    """
+    about = {"group": group, "may_change": may_change, "is_path": is_path, "limits": limits}
+    return field(default=default, metadata={"help": help, **about})
 
-evaluation, before and after
-  eval_prompts text
-      prompts that are never trained on, one per line
-  eval_targets text
-      folder with one picture per held-out prompt
-  eval_sources text
-      folder with the picture that each held-out prompt changes
-  eval_reward text
-      rewards that are only reported, never trained on; none: no such reward
-  eval_count int [1, inf)
-      prompts per evaluation, of training and held out each, evenly over kinds
-  eval_every int [0, inf)
-      steps between evaluations; 0: before and after only
-  eval_decode_steps int [1, inf)
-      denoising steps in an evaluation
-  eval_guidance_scale float [1, inf)
-      decoder's guidance in an evaluation
 
-memory and speed
-  base bfloat16|int8 = bfloat16
-      frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory
-  micro_batch_size int [1, inf) or auto = auto
-      sequences per pass, pictures painted at a time; auto: 4 on a CPU, else the most of 8, 4, 2, 1
-      that fit
-  offload auto|yes|no = auto
-      policy and decoder take turns on the GPU; auto: if they have to
-  compile auto|yes|no = auto
-      compile the step of sampling; auto: on a GPU (a CUDA graph in any case)
+@dataclass(kw_only=True)
+class Settings:
+    """The settings of train.py, which are only read. The defaults here are those for GLM-Image.
 
-what a run leaves
-  out text
-      folder for everything the run leaves (default: the next free runs/N)
-  resume text
-      go on with the run in this folder, from its newest checkpoint
-  save_every int [1, inf) = 20
-      steps between checkpoints
-  tracker none|tensorboard|wandb|trackio = none
-      also log metrics there, and pictures (not to trackio)
-"""  # Not --log, which torchrun would take for an abbreviation of its own --log-dir.
-FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
-# A resumed run may change these: what alters results by rounding at most; and where files lie,
-# whose contents count.
-MAY_CHANGE = FILES | {"micro_batch_size", "offload", "compile", "steps", "out", "resume"}
-MAY_CHANGE |= {"save_every", "eval_every", "tracker"}
-# A flag that was given and cannot act is refused.
-IDLE = {
-    "codes": ("decoder_lr", "noise_level", "paintings"),
-    "decoder": ("lr", "paintings"),
-    "both": (),
-}
+    A model's folder may hold defaults.json with others: tiny-glm-image does. Scripts in examples/
+    add settings of their own.
+    """
+
+    script = "train.py"
+    section: ClassVar[str | None] = None  # of defaults.json: values that come before its "usual" ones
+    overrides: ClassVar[dict] = {}  # {setting: another default for GLM-Image}
+
+    model: str = flag(
+        None,
+        "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)",
+        group="model and data",
+        is_path=True,
+    )
+    adapter: str | None = flag(
+        None,
+        "start from the adapters of the run in this folder; with --steps 0 only evaluate them",
+        is_path=True,
+        may_change=True,
+    )
+    prompts: str = flag(
+        "prompts/train.txt", "text file, one prompt per line", is_path=True, may_change=True
+    )
+    order: Literal["shuffled", "file"] = flag(
+        "shuffled", "order of prompts: shuffled each epoch, or the file's"
+    )
+    targets: str | None = flag(
+        None,
+        "folder with one picture per prompt, sorted by name; or my_file.py:function, which draws "
+        "them",
+        is_path=True,
+        may_change=True,
+    )
+    reward: str = flag(
+        "pickscore:1,clip:1",
+        f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function,"
+        " which runs that file; FOLDER: the model's files, in place of a download",
+    )
+    combine: Literal["sum", "zscore"] | None = flag(
+        None, "add rewards, or their z-scores (default: zscore for several)"
+    )
+
+    group_size: int = flag(
+        4,
+        "pictures per prompt, which are compared with one another",
+        group="the algorithm",
+        at_least=2,
+    )
+    prompts_per_step: int = flag(4, "prompts per step, on each GPU", at_least=1)
+    steps: int = flag(200, "training steps; 0 evaluates only", may_change=True, at_least=0)
+    iterations: int = flag(
+        1,
+        "optimiser steps on each step's pictures; ratios are clipped only above 1",
+        at_least=1,
+    )
+    lr: float = flag(2e-5, "AdamW's learning rate", above=0)
+    warmup_steps: int = flag(10, "steps over which the learning rate rises", at_least=0)
+    clip_range: float = flag(0.2, "how far a ratio may leave 1 before its gradient is cut", above=0)
+    kl_coef: float = flag(0.01, "weight of the KL from the model before training", at_least=0)
+    lora_rank: int = flag(16, "rank of the adapter; its alpha is twice that", at_least=1)
+    seed: int = flag(
+        0, "fixes the order of prompts, the samples and the noise", at_least=0, at_most=2**32 - 1
+    )
+
+    temperature: float = flag(
+        0.9,
+        "divides the logits, in sampling and in recomputing log-probs",
+        group="pictures",
+        above=0,
+    )
+    top_p: float = flag(
+        0.75, "sample from the likeliest codes that make up this share", above=0, at_most=1
+    )
+    height: int = flag(1024, "height of the pictures in pixels, a multiple of 32", at_least=1)
+    width: int = flag(1024, "width of the pictures in pixels, a multiple of 32", at_least=1)
+    decode_steps: int = flag(12, "denoising steps of the decoder", at_least=1)
+    guidance_scale: float = flag(1.5, "decoder's guidance; above 1 doubles its cost", at_least=1)
+
+    eval_prompts: str = flag(
+        "prompts/heldout.txt",
+        "prompts that are never trained on, one per line",
+        group="evaluation, before and after",
+        is_path=True,
+        may_change=True,
+    )
+    eval_targets: str | None = flag(
+        None, "folder with one picture per held-out prompt", is_path=True, may_change=True
+    )
+    eval_reward: str = flag(
+        "hps", "rewards that are only reported, never trained on; none: no such reward"
+    )
+    eval_count: int = flag(
+        8,
+        "prompts per evaluation from each of the training and held-out sets, evenly over types",
+        at_least=1,
+    )
+    eval_every: int = flag(
+        50, "steps between evaluations; 0: before and after only", may_change=True, at_least=0
+    )
+    eval_decode_steps: int = flag(30, "denoising steps in an evaluation", at_least=1)
+    eval_guidance_scale: float = flag(1.5, "decoder's guidance in an evaluation", at_least=1)
+
+    base: Literal["bfloat16", "int8"] = flag(
+        "bfloat16",
+        "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory",
+        group="memory and speed",
+    )
+    micro_batch_size: int | Literal["auto"] = flag(
+        "auto",
+        "sequences per pass, pictures painted at a time; auto: 4 on a CPU, else the most of 8, 4, "
+        "2, 1 that fit",
+        may_change=True,
+        at_least=1,
+    )
+    offload: Literal["auto", "yes", "no"] = flag(
+        "auto", "policy and decoder take turns on the GPU; auto: if they have to", may_change=True
+    )
+    compile: Literal["auto", "yes", "no"] = flag(
+        "auto",
+        "compile the step of sampling; auto: on a GPU (a CUDA graph in any case)",
+        may_change=True,
+    )
+
+    out: str | None = flag(
+        None,
+        "folder for everything the run leaves (default: the next free runs/N)",
+        group="what a run leaves",
+        may_change=True,
+    )
+    resume: str | None = flag(
+        None, "go on with the run in this folder, from its newest checkpoint", may_change=True
+    )
+    save_every: int = flag(20, "steps between checkpoints", may_change=True, at_least=1)
+    # Not --log, which torchrun would take for an abbreviation of its own --log-dir.
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = flag(
+        "none", "also log metrics there, and pictures (not to trackio)", may_change=True
+    )
+
+    def __post_init__(self):
+        """Fills in what follows from other settings; refuses what cannot work."""
+        for each in fields(self):
+            check_range(option(each.name), getattr(self, each.name), each.metadata["limits"])
+        if self.model is None:
+            self.model = default_model()
+        for each in fields(self):
+            if each.metadata["is_path"]:
+                setattr(self, each.name, found(getattr(self, each.name)))
+        if self.height % 32 or self.width % 32:
+            size = f"{self.height} and {self.width}"
+            raise UserError(f"--height and --width must be multiples of 32, got {size}")
+        weights = [weight for _, weight in split_spec(self.reward)]
+        if weights and not any(weights):
+            raise UserError(f"--reward {self.reward}: all weights are 0, nothing can be learned")
+        if self.combine is None:
+            self.combine = "zscore" if len(weights) > 1 else "sum"
+        if self.micro_batch_size == "auto" and not torch.cuda.is_available():
+            self.micro_batch_size = 4
+
+
+def check_range(name, value, limits):
+    """Refuses a number beyond one of its limits, NaN and infinity."""
+    if isinstance(value, str) or value is None:
+        return
+    low, high = limits.get("at_least", -math.inf), limits.get("at_most", math.inf)
+    inside = low <= value <= high and value > limits.get("above", -math.inf)
+    if not inside or not math.isfinite(value):
+        words = [f"{word.replace('_', ' ')} {limit}" for word, limit in limits.items()]
+        raise UserError(f"{name}: must be {' and '.join(words)}, got {value}")
+
+
+def default_model():
+    if torch.cuda.is_available():
+        return RELEASE
+    if Path("/dev/nvidia0").exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        print("warning: torch cannot use the GPU (an old driver?): this trains the tiny model")
+    return TINY
+
+
+def found(path):
+    """What is named from this project's folder is found from any other, too."""
+    elsewhere = path and not Path(path).exists() and (ROOT / path).exists()
+    return str(ROOT / path) if elsewhere else path
+
+
+# ---- from the command line -----------------------------------------------------------------------
+
+
+def option(name):
+    return f"--{name.replace('_', '-')}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -144,235 +229,108 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
-def number(kind, interval, *words):
-    """A type for argparse: a number in an interval such as "(0, 1]", or one of some words."""
-    low, high = map(float, interval[1:-1].split(","))
+def build_parser(kind=Settings):
+    """The fields of Settings, or of a class made from it, as flags.
 
-    def parse(text):
-        if text in words:
-            return text
-        value = kind(text)
-        if not (low <= value <= high and value < math.inf and (value > low or interval[0] == "[")):
-            raise argparse.ArgumentTypeError(f"must be in {interval}, got {value}")
-        return value
-
-    parse.__name__ = " or ".join([kind.__name__, *words])
-    return parse
-
-
-def type_of(words):
-    """What argparse is told of a type in FLAGS."""
-    if "|" in words:
-        return {"choices": words.split("|"), "metavar": words}
-    kind, _, rest = words.partition(" ")
-    interval, *others = rest.split(" or ")
-    parse = {"text": str, "int": int, "float": float}[kind]
-    parse = number(parse, interval, *others) if rest else parse
-    return {"type": parse, "metavar": parse.__name__.upper()}
-
-
-def build_parser():
-    """The parser of FLAGS."""
+    What it parses are the flags that were given, and no others.
+    """
     parser = Parser(
         description="Train GLM-Image with GRPO, or a tiny GLM-Image on a CPU. See README.md.",
-        usage="python train.py [--FLAG VALUE ...]",
+        usage=f"python {kind.script} [--FLAG VALUE ...]",
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
-    tiny, release = (each["decoder"] | each["usual"] for each in map(defaults_of, (TINY, RELEASE)))
-    by_model = {name: f"{tiny[name]} for tiny, {release[name]} for GLM-Image" for name in release}
-    by_model |= {name: tiny[name] for name in release if tiny[name] == release[name]}
-    for part in FLAGS.strip().split("\n\n"):
-        title, *flags = re.split(r"\n  (?! )", part)
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            spec, *lines = flag.split("\n")
-            name, kind, default = re.fullmatch(r"(\w+) (.*?)(?: = (.*))?", spec).groups()
-            words = " ".join(map(str.strip, lines)).replace("REWARDS", ", ".join(REWARDS))
-            if shown := default or by_model.get(name):
-                words += f" (default: {shown})"
-            option = "--" + name.replace("_", "-")
-            group.add_argument(option, default=default, help=words, **type_of(kind))
+    tiny = usual_settings(TINY, kind)
+    hints = get_type_hints(kind)
+    for each in fields(kind):
+        words, default = each.metadata["help"], each.default
+        default = kind.overrides.get(each.name, default)
+        if tiny.get(each.name, default) != default and each.name != "model":
+            of_release = "" if default is None else f", {default} for GLM-Image"
+            default = f"{tiny[each.name]} for tiny{of_release}"
+        if default is not None:
+            words += f" (default: {default})"
+        if each.metadata["group"]:
+            group = parser.add_argument_group(each.metadata["group"])
+        group.add_argument(option(each.name), help=words, **argument_of(hints[each.name]))
     return parser
 
 
-def defaults_of(model):
-    """What a run with this model takes where no flag is given.
+def argument_of(hint):
+    """What argparse is told of a type: a number or text, one of some words, or either."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    words = [word for kind in (hint, *kinds) for word in get_args(kind) if isinstance(word, str)]
+    kind = next((kind for kind in kinds if kind in (int, float, str)), None)
+    if kind is None:
+        return {"choices": words, "metavar": "|".join(words)}
+    parse = lambda text: text if text in words else kind(text)
+    parse.__name__ = " or ".join([kind.__name__, *words])  # argparse's word for it in errors
+    return {"type": parse, "metavar": parse.__name__.upper()}
 
-    {"usual": {setting: value}, "edits" and "decoder": what then comes before the usual, "pixels":
-    the least and the most that the model was trained on}, from defaults.json in its folder; of a
-    model without one, from that in glm_image.
+
+def read_defaults(model):
+    """What defaults.json in the model's folder holds; nothing where there is none.
+
+    {"usual": {setting: value}, a section: what comes before the usual, "pixels": the least and the
+    most that the model was trained on}.
     """
     file = Path(model) / "defaults.json"
-    file = file if file.is_file() else ROOT / "glm_image" / "defaults.json"
+    if not file.is_file():
+        return {}
     with readable(f"read {file}"):
         return json.loads(file.read_text())
 
 
-def parse_settings(arguments=None):
-    """The command line, completed from the run that it resumes, or by the model's defaults.
+def usual_settings(model, kind):
+    """{setting: value} without flags, as far as the model's folder says; see Settings."""
+    defaults = read_defaults(model)
+    usual = kind.overrides | defaults.get("usual", {}) | defaults.get(kind.section, {})
+    return {"model": model, **usual}
 
-    From here on it is only read, but for the size of micro-batches on a GPU, see plan in gpu.py.
+
+def parse_settings(arguments=None, kind=Settings):
+    """The Settings of a command line.
+
+    Its flags come before the settings of the run that it resumes, or before the model's defaults.
+    kind: the class, in examples/ another than Settings.
     """
-    parser = build_parser()
-    settings = parser.parse_args(arguments)
-    if settings.resume is not None:
-        settings = resumed_settings(parser, arguments, settings)
-    else:
-        complete(settings)
-    # What is named from this project's folder is found from any other, too.
-    for name in FILES | {"model"}:
-        path = getattr(settings, name)
-        if path and not Path(path).exists() and (ROOT / path).exists():
-            setattr(settings, name, str(ROOT / path))
-    weights = [weight for _, weight in split_spec(settings.reward)]
-    if weights and not any(weights):
-        raise UserError(f"--reward {settings.reward}: all weights are 0, nothing can be learned")
-    if settings.combine is None:
-        settings.combine = "zscore" if len(weights) > 1 else "sum"
-    if settings.micro_batch_size == "auto" and not torch.cuda.is_available():
-        settings.micro_batch_size = 4
+    given = vars(build_parser(kind).parse_args(arguments))
+    if "resume" in given:
+        return kind(**resumed(given, kind))
+    model = found(given.get("model")) or default_model()
+    settings = kind(**{**usual_settings(model, kind), **given, "model": model})
+    least, most = read_defaults(model).get("pixels", (2**20, 2**22))  # 1024x1024 to 2048x2048
+    pixels = settings.height * settings.width
+    if not least <= pixels <= most:
+        sizes = f"{least:,} to {most:,}" if least < most else f"{least:,}"
+        print(f"warning: it was trained on pictures of {sizes} pixels, this is {pixels:,}")
     return settings
 
 
-def part_of(settings, kind):
-    """A dataclass, each of its fields from the setting of that name if there is one."""
-    names = [field.name for field in fields(kind) if hasattr(settings, field.name)]
-    return kind(**{name: getattr(settings, name) for name in names})
-
-
-def groups_of(settings):
-    """G code sequences per prompt, compared with one another; K paintings of each, likewise."""
-    sequences = 1 if settings.train == "decoder" else settings.group_size
-    paintings = {"codes": 1, "decoder": settings.group_size, "both": settings.paintings}
-    return sequences, paintings[settings.train]
-
-
-def complete(settings):
-    """Fill in the model's defaults; refuse flags that do not go together."""
-    sources = Path(TINY, "sources")
-    own_sources = settings.sources is not None and Path(settings.sources).resolve() == sources
-    if settings.model is None:
-        settings.model = RELEASE if torch.cuda.is_available() and not own_sources else TINY
-        unusable = Path("/dev/nvidia0").exists() and not torch.cuda.is_available()
-        if unusable and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            print("warning: torch cannot use the GPU (an old driver?): this trains the tiny model")
-    for name in IDLE[settings.train]:
-        if getattr(settings, name) is not None:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} has no effect with --train {settings.train}: leave it out")
-    of_model = defaults_of(settings.model)
-    defaults = of_model["usual"]
-    if settings.sources or settings.eval_sources:
-        if settings.train != "codes":
-            raise UserError("with --sources only the codes can learn: leave out --train")
-        edits = {} if "sources" in of_model["edits"] else of_model["edits"]
-        if own_sources and settings.prompts is None:
-            edits = edits | defaults_of(TINY)["edits"]
-        needed = ("sources", "prompts", "eval_sources", "eval_prompts")
-        if any(getattr(settings, name) is None and name not in edits for name in needed):
-            raise UserError("edits need --sources, --prompts, --eval-sources and --eval-prompts")
-        defaults = defaults | edits
-    if settings.train != "codes":
-        defaults = defaults | of_model["decoder"]
-    for name, value in defaults.items():
-        if getattr(settings, name) is None and name not in IDLE[settings.train]:
-            setattr(settings, name, value)
-    if settings.train != "codes" and settings.decode_steps == 1:
-        raise UserError("with --train decoder or both --decode-steps has to be 2 or more")
-    height, width = settings.height, settings.width
-    if height % 32 or width % 32:
-        raise UserError(f"--height and --width must be multiples of 32, got {height} and {width}")
-    least, most = of_model["pixels"]
-    if not least <= height * width <= most:
-        sizes = f"{least:,} to {most:,}" if least < most else f"{least:,}"
-        print(f"warning: it was trained on pictures of {sizes} pixels, this is {height * width:,}")
-
-
-def resumed_settings(parser, arguments, flags):
-    """The settings of the run in `flags.resume`, with flags that do not change what it computes."""
-    out = Path(flags.resume)
-    if flags.out is not None and Path(flags.out) != out:
+def resumed(given, kind):
+    """{name: value} of the run in --resume, and the flags that do not change what it computes."""
+    out = Path(given["resume"])
+    if Path(given.get("out", out)) != out:
         raise UserError("--resume names the folder of the run already: leave out --out")
     step, num_ranks, before, _ = checkpoints.read_state(out)
-    # An earlier version kept it, and counted iterations in the warm-up.
-    if before.pop("sequences", None) and before["iterations"] > 1:
-        raise UserError(f"an earlier version made {out}: start anew, with --adapter {out}")
-    # Where there is no flag, the saved value.
-    settings = parser.parse_args(arguments, argparse.Namespace(**before))
-    settings.out = settings.resume = str(out)
-    now = checkpoints.saved(settings)
-    differ = sorted(name for name in before.keys() - MAY_CHANGE if now[name] != before[name])
+    about = {each.name: each.metadata for each in fields(kind)}
+    if unknown := before.keys() - about:
+        flags = ", ".join(map(option, sorted(unknown)))
+        raise UserError(f"another script or version made {out}, which has {flags}: take that")
+    now = checkpoints.shortened(given)
+    fixed = [name for name in sorted(now) if not about[name]["may_change"]]
+    differ = [name for name in fixed if now[name] != before.get(name)]
     if differ:
-        flags = [f"--{name.replace('_', '-')} {now[name]} (was {before[name]})" for name in differ]
+        flags = [f"{option(name)} {now[name]} (was {before.get(name)})" for name in differ]
         raise UserError(f"a resumed run keeps its settings, but these differ: {', '.join(flags)}")
     if num_ranks != ranks.count():  # the prompts of a step would be others
         made = f"{out} was made by {num_ranks} processes, not {ranks.count()}"
         raise UserError(f"{made}: start that many with torchrun")
-    if settings.steps < step:
-        raise UserError(f"--steps {settings.steps} is less than the {step} steps already made")
-    return settings
-
-
-@contextmanager
-def claim_folder(resume, name):
-    """The run's folder, taken before anything loads, so that two runs never share one.
-
-    resume, name: --resume and --out. Left empty it is removed.
-    """
-    with ExitStack() as locks:
-        claimed = _claim(resume, name, locks) if ranks.rank() == 0 else None
-        out, reason = ranks.gather(claimed)[0]
-        if reason is not None:
-            raise UserError(reason)
-        try:
-            yield out
-        finally:
-            if ranks.rank() == 0:
-                with suppress(OSError):  # runs/ goes too, if this was the first
-                    if [file.name for file in out.iterdir()] == ["settings.json"]:
-                        (out / "settings.json").unlink()
-                        out.rmdir()
-                        out.parent.rmdir()
-
-
-def _claim(resume, name, locks):
-    """(folder, None), or (folder, why it cannot be had).
-
-    Creating settings.json claims a new folder. `locks` keeps that file open and locked, so that
-    nothing else resumes the run; a kill ends the lock.
-    """
-    names = [resume or name] if resume or name else map("runs/{}".format, count(1))
-    for out in map(Path, names):
-        try:
-            if resume is None:
-                out.mkdir(parents=True, exist_ok=name is not None)
-                if checkpoints.find(out):
-                    again = f"--resume {shlex.quote(str(out))}"
-                    return out, f"{out} already holds a run; choose another --out, or {again}"
-            file = (out / "settings.json").open("x" if resume is None else "a")
-            locks.enter_context(file)
-            busy = f"another process is still at work on the run in {out}: wait for it, or stop it"
-            return out, busy if _locked(file) else None
-        except FileExistsError:
-            if name is not None:
-                what = "already holds a run" if out.is_dir() else "is no folder"
-                return out, f"{out} {what}; choose another --out, or delete it"
-        except OSError as error:
-            return out, f"cannot write to {out}: {error.strerror or error}"
-
-
-def _locked(file):
-    """Whether another process has locked it. If not, this one does.
-
-    On Windows, and on disks that have no locks, nothing is locked.
-    """
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError) as error:
-        return isinstance(error, BlockingIOError)
+    values = before | given | {"out": str(out), "resume": str(out)}
+    if values["steps"] < step:
+        steps = f"--steps {values['steps']}"
+        raise UserError(f"{steps} is less than the {step} steps already made")
+    return values
 
 
 def print_start(settings, out, device, num_prompts, num_held_out):
@@ -380,21 +338,20 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     name = f"CPU in float32, {counted(torch.get_num_threads(), 'thread')} (OMP_NUM_THREADS)"
     name = torch.cuda.get_device_name() if device.type == "cuda" else name
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
-    usual = parse_settings(["--model", settings.model, "--train", settings.train])
-    usual = checkpoints.saved(usual) | {"train": "codes"}
-    shown = {
-        name: value for name, value in checkpoints.saved(settings).items() if value is not None
-    }
+    usual = type(settings)(**usual_settings(settings.model, type(settings)))
+    shown = {name: x for name, x in checkpoints.saved(settings).items() if x is not None}
     del shown["model"]
     if device.type == "cpu" and settings.base == "bfloat16":
         del shown["base"]
     for title, default in {"settings:": False, "by default:": True}.items():
-        pairs = [pair for pair in shown.items() if (pair[1] == usual[pair[0]]) == default]
-        print(title, *(f"{name}={value}" for name, value in pairs))
-    sequences, paintings = groups_of(settings)
-    a_step = settings.prompts_per_step * ranks.count() * sequences * paintings
-    judged = sum(min(settings.eval_count, prompts) for prompts in (num_prompts, num_held_out))
+        names = [
+            name for name in shown if (shown[name] == checkpoints.saved(usual)[name]) == default
+        ]
+        print(title, *(f"{name}={shown[name]}" for name in names))
+    groups = counted(settings.prompts_per_step * ranks.count(), "group")
     several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
-    print(f"a step: {a_step} pictures{several}; an evaluation: {judged * settings.group_size}")
+    judged = sum(min(settings.eval_count, prompts) for prompts in (num_prompts, num_held_out))
+    evaluated = counted(judged * settings.group_size, "picture")
+    print(f"a step: {groups} of {settings.group_size}{several}; an evaluation: {evaluated}")
     prompts = f"{counted(num_prompts, 'prompt')}, {num_held_out} held out"
     print(f"{prompts}; what the run leaves goes to {out}", flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS, TINY = ROOT / "tests", ROOT / "tiny-glm-image"
-sys.path[:0] = [str(ROOT), str(TINY)]
+sys.path[:0] = [str(ROOT), str(TINY), str(ROOT / "examples")]
 
 import pytest
 import torch
@@ -26,11 +26,14 @@ if "OMP_NUM_THREADS" not in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
+import train_decoder
+import train_edits
 from diffusers import GlmImagePipeline
 from world import draw
 
 import train
-from glm_image import painting
+from glm_image import editing, model
+from runtime.data import Prompts
 
 CPU = torch.device("cpu")
 RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
@@ -66,34 +69,66 @@ def words_of(flags):
     return shlex.split(" ".join(map(str, flags)))
 
 
+def room_of(words):
+    """The Parts of the script that takes these flags, or made the run that they resume."""
+    words = [*words]
+    if "--resume" in words:
+        file = Path(words[words.index("--resume") + 1], "settings.json")
+        before = json.loads(file.read_text()) if file.is_file() else {}
+        words += [f"--{name}" for name in before]
+    if "--train" in words:
+        return train_decoder.PARTS
+    return train_edits.PARTS if {"--sources", "--eval-sources"} & {*words} else train.Parts()
+
+
 def tiny_settings(*flags):
-    return train.parse_settings(["--model", str(TINY), *words_of(flags)])
+    words = ["--model", str(TINY), *words_of(flags)]
+    parts = room_of(words)
+    return parts.parse(words, parts.parser())
 
 
-def build_run(settings, pipe=None):
+def build_run(settings, pipe=None, load_run=None):
     """What a run works with, of the tiny model unless told otherwise."""
-    pipe = pipe or train.load(settings.model, CPU, edits=settings.sources is not None)
-    pipe, adapted = train.build(pipe, settings, CPU)
-    trainers = train.make_trainers(settings, pipe, adapted, CPU)
-    run = train.Run(pipe, *trainers, settings.train, train.Phases(CPU))
-    train.set_learning_rates(run.trainers, settings, settings.warmup_steps)
+    load_run = load_run or (train_decoder if hasattr(settings, "train") else train).load_run
+    pipe = pipe or train.load(settings.model, CPU)
+    run = load_run(settings, None, CPU, None, pipe=pipe)
+    run.set_learning_rates(settings, settings.warmup_steps)
     return run
 
 
-def sampling(settings):
-    return train.sampling_of(settings)[0]
+def rolled_out(run, settings, rewards, prompts, seed):
+    """The first two parts of a step."""
+    groups = run.policy.sample(run.model.encode(prompts, settings), settings.group_size, seed)
+    return train.Batch(
+        groups, *train.paint_and_score(run, settings, rewards, prompts, groups, seed)
+    )
+
+
+def painted(pipe, text, tokens, settings, seed):
+    """The latents that a stock pipeline paints here, and their pictures."""
+    glm = model.GlmImage(pipe)
+    latents = glm.paint(Prompts([text]), tokens, settings, seed)
+    return latents, glm.to_images(latents, 4)
+
+
+def painting_models(run):
+    """Glyph encoder, decoder, VAE."""
+    return run.model.parts[1:]
 
 
 def shorten(setattr):
     """Pictures of a few codes, for tests of files, signals and errors: a preview of 256 takes a
     second to write."""
-    encode = painting.encode_prompt
+    for module, name in ((model, "encode_prompt"), (editing, "encode_edit")):
+        setattr(module, name, shortened(getattr(module, name)))
 
-    def encode_prompt(*arguments):
+
+def shortened(encode):
+    def encode_short(*arguments):
         ids, positions, _ = encode(*arguments)
         return ids, positions[:, : len(ids) + CODES], CODES
 
-    setattr(painting, "encode_prompt", encode_prompt)
+    return encode_short
 
 
 def write_prompts(folder):
@@ -116,9 +151,10 @@ def short_runs(folder, whole=False):
         if not whole:
             shorten(patch.setattr)
 
-        def run(*flags):
-            own = words_of(flags)
-            return train.main([*QUICK[: -2 if "decoder" in own else None], *own])
+        def run(*flags, parts=None, usual=QUICK):
+            words = words_of(flags)
+            usual = usual[:-2] if "decoder" in words else usual
+            return train.main([*usual, *words], parts or room_of(words))
 
         yield run
     for number, handler in handlers.items():
@@ -145,8 +181,9 @@ def unheard(number, frame):
     pytest.fail(f"signal {number} was for the run, which does not listen")
 
 
-def resume(*flags):
-    return train.main(words_of(["--resume", *flags]))
+def resume(*flags, parts=None):
+    words = words_of(["--resume", *flags])
+    return train.main(words, parts or room_of(words))
 
 
 def write_reward(body):
@@ -194,7 +231,7 @@ def processes():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["conftest"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{TESTS}:{ROOT}:{TINY}")
+        patch.setenv("PYTHONPATH", f"{TESTS}:{ROOT}:{TINY}:{ROOT}/examples")
         forkserver.ensure_running()
     return context
 
@@ -226,4 +263,4 @@ def _in_child(folder, arguments, output, prepare, environment):
     shorten(setattr)
     if prepare is not None:
         prepare()
-    sys.exit(train.main(arguments))
+    sys.exit(train.main(arguments, room_of(arguments)))

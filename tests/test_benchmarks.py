@@ -4,18 +4,19 @@ what they measure."""
 import itertools
 import re
 import sys
-from types import SimpleNamespace
 
 import check
 import pytest
 import torch
-from conftest import CPU, TINY, tiny_settings
+import train_decoder
+from conftest import CPU, TINY, painted, tiny_settings
 from PIL import Image
 
 import train
 from benchmarks import memory, repair_decoder, variants
-from glm_image.memory import needed, working_memory
-from glm_image.painting import Painting
+from glm_image.memory import needed as memory_needed
+from glm_image.memory import working_memory
+from glm_image.model import Painting
 from runtime.data import Prompts
 from runtime.int8 import round_linears
 
@@ -92,7 +93,9 @@ def fits(codes, decoder, pipe, work, cache, half, *flags):
     policy = memory.gigabytes(memory.tensors(models[:1])) - adapters[0]
     painters = memory.gigabytes(memory.tensors(models[1:])) - adapters[1]
     learning = 1 if half == "codes" else 2
-    settings = tiny_settings(*FULL, "--guidance-scale 1.5 --train", half, *flags)
+    learns = ["--train", half] if half == "both" else []
+    settings = tiny_settings(*FULL, "--guidance-scale 1.5", *learns, *flags)
+    needed = train_decoder.needed if half == "both" else memory_needed
     passes = {k: v for k, v in work.items() if half == "both" or k != "decoder update"}
     # Adapters, Adam's moments, and the context.
     beside = sum(adapters) + 2 * sum(adapters[:learning]) + 0.6
@@ -154,8 +157,8 @@ def test_an_edit_fits_and_is_counted_by_hand(full_size):
     copied = 1e-9 * layers * 2 * rows * 2 * (60 + 1024) * 128 * 2
     assert read < cache + copied < work["sample"] < cache + copied + read
 
-    edits = tiny_settings(*FULL, "--sources", str(TINY / "sources"))
-    together, sampling, painting, *_ = (value / 1e9 for value in working_memory(edits, 4, 0))
+    needed = working_memory(tiny_settings(*FULL), 4, 0, edits=True)
+    together, sampling, painting, *_ = (value / 1e9 for value in needed)
     peak = max(work["sample"], cache + max(work.values()))
     assert peak < together < peak + 2
     assert max(work["sample"], work["update"]) < sampling < peak + 2
@@ -173,11 +176,11 @@ def test_repairing_a_rounded_decoder(run, tmp_path):
     assert 0.5 < before < 1 and abs(after - before) < 0.2 and after != before
 
     prompts = Prompts(["a cross and a ring", "three diamonds"])
-    groups = repair_decoder.drawn(None, prompts, SimpleNamespace(sequences=1), 0)
+    groups = repair_decoder.Drawn().sample(prompts.texts, 1, 0)
     pipe, painting = train.load(TINY, CPU), Painting(128, 128, 6, 1.0, 4)
     for text, group in zip(prompts.texts, groups):
-        latents = train.paint(pipe, text, group.tokens, painting, 0)
-        assert check.right(train.to_images(pipe, latents, 1), [text]).all()
+        _, images = painted(pipe, text, group.tokens, painting, 0)
+        assert check.right(images, [text]).all()
     rounded = repair_decoder.load_rounded(TINY, CPU).transformer.transformer_blocks[0]
     assert {len(row.unique()) for row in rounded.attn1.to_q.weight} <= {2, 3, 4}
 

@@ -8,6 +8,7 @@ import runpy
 import signal
 import time
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
@@ -16,21 +17,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import train_decoder
 from conftest import (
     CPU,
+    QUICK,
     ROOT,
     TINY,
     build_run,
-    sampling,
+    painting_models,
+    rolled_out,
     seeded,
     tiny_settings,
+    words_of,
     write_reward,
 )
 from diffusers import GlmImagePipeline
 from test_ranks import together
+from world import draw
 
 import train
-from glm_image.memory import needed
 from grpo import GRPO, Offload
 from runtime import UserError, gpu
 from runtime.data import Prompts
@@ -64,7 +69,7 @@ def released(base):
     return models
 
 
-def planned(monkeypatch, free, host, *flags):
+def planned(monkeypatch, free, host, *flags, parts=None):
     """What a run decides on such a machine: (whether models take turns, the size of
     micro-batches)."""
     for name, value in {
@@ -74,10 +79,11 @@ def planned(monkeypatch, free, host, *flags):
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(gpu, "host_memory", lambda: host * 1e9)
-    settings = train.parse_settings(["--model", "zai-org/GLM-Image", *flags])
+    parts = parts or train.Parts()
+    settings = parts.parse(["--model", "zai-org/GLM-Image", *flags], parts.parser())
     settings.micro_batch_size = "auto"
     models = lambda settings, device: released(settings.base)
-    return gpu.plan(needed, models, settings, 288, CUDA), settings.micro_batch_size
+    return gpu.plan(parts.needed, models, settings, 288, CUDA), settings.micro_batch_size
 
 
 def test_every_card_in_the_readme_is_taken(monkeypatch):
@@ -100,40 +106,45 @@ def test_every_card_in_the_readme_is_taken(monkeypatch):
     assert planned(monkeypatch, 22.9, 60) == ("pinned", 2)  # and of 24 GB
 
 
+def decoder_settings(*flags):
+    return train_decoder.parse(words_of(flags), train_decoder.PARTS.parser())
+
+
 def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypatch):
-    both = ["--train", "both"]
-    settings = train.parse_settings(["--model", "zai-org/GLM-Image", *both])
+    settings = decoder_settings("--model zai-org/GLM-Image --train both")
+    needed = train_decoder.needed
     assert needed(released("bfloat16"), settings, 4, 0)[3] == 64 * 2**20 * (3 * 11 + 1)
     settings.paintings = settings.group_size = 8
     assert needed(released("bfloat16"), settings, 4, 0)[3] == 4 * 64 * 2**20 * (3 * 11 + 1)
-    planned(monkeypatch, 84, 7, *both)
+    both = "--train", "both"
+    planned(monkeypatch, 84, 7, *both, parts=train_decoder.PARTS)
     with pytest.raises(
         UserError, match=r"and 2.3 of the host for the decoder's paths; .* 2.2 of the host"
     ):
-        planned(monkeypatch, 84, 6.2, *both)
-    settings = tiny_settings(*both, "--paintings 2 --decode-steps 4")
-    run = build_run(settings)
+        planned(monkeypatch, 84, 6.2, *both, parts=train_decoder.PARTS)
+    settings = decoder_settings("--model", TINY, *both, "--paintings 2 --decode-steps 4")
+    run = build_run(settings, load_run=train_decoder.load_run)
     codes = torch.zeros(1, 16, dtype=torch.long)
-    images, steps = run.paint(Prompts(["a red circle"]), 0, codes, sampling(settings), 3)
+    images, steps = run.decoder.paint_paths(Prompts(["a red circle"]), codes, 2, settings, 3)
     assert len(images) == 2
     assert all(step.next_latents is after.latents for step, after in pairwise(steps))
     # On a GPU they would stay there beside the copies.
-    assert not run.decoder_trainer.scheduler.recorded
+    assert not run.decoder.scheduler.recorded
 
 
-def test_a_step_has_left_the_host_when_the_next_begins(quick, monkeypatch):
-    left, step = [], train.grpo_step
+def test_a_step_has_left_the_host_when_the_next_begins(quick):
+    left = []
 
     def watched(*given):
         # Paths of two steps would be there at once.
         assert not any(reference() for reference in left)
-        rolled, metrics = step(*given)
-        left.extend(weakref.ref(each) for each in rolled.denoising_steps)
+        rolled, metrics = train_decoder.decoder_step(*given)
+        left.extend(weakref.ref(each) for each in rolled.paths)
         return rolled, metrics
 
-    monkeypatch.setattr(train, "grpo_step", watched)
-    flags = str.split("--train decoder --group-size 2 --decode-steps 2 --steps 3 --out run")
-    assert quick(*flags) == 0 and len(left) == 3
+    parts = replace(train_decoder.PARTS, step=watched)
+    flags = "--group-size 2 --decode-steps 2 --steps 3 --out run"
+    assert quick(flags, parts=parts, usual=QUICK[:-2]) == 0 and len(left) == 3
 
 
 def test_the_vae_has_a_turn_of_its_own(monkeypatch):
@@ -142,21 +153,20 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch):
     run, seen, stock = build_run(settings := tiny_settings("--group-size 2")), [], {}
     tokens = torch.randint(1024, (2, 16), generator=seeded(0))
     monkeypatch.setattr(
-        run.policy_trainer, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2
+        run.policy, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2
     )
-    policy = run.policy_trainer.model.get_base_model()
-    run.phase.offload = Offload([policy, *train.painting_models(run.pipe)], CPU)
+    run.offload = Offload(run.model.parts, CPU)
     up = lambda model: any(
-        weight.data_ptr() != home.data_ptr() for weight, home in run.phase.offload.homes[model]
+        weight.data_ptr() != home.data_ptr() for weight, home in run.offload.homes[model]
     )
     for name in ("paint", "to_images"):
-        stock[name] = getattr(train, name)
+        stock[name] = getattr(run.model, name)
         look = lambda *given, name=name: (
-            seen.append((name, *map(up, train.painting_models(run.pipe)))) or stock[name](*given)
+            seen.append((name, *map(up, painting_models(run)))) or stock[name](*given)
         )
-        monkeypatch.setattr(train, name, look)
+        monkeypatch.setattr(run.model, name, look)
     prompts = Prompts(["a red circle", "a blue cross"])
-    train.rollout(run, sampling(settings), {}, prompts, 5)
+    rolled_out(run, settings, {}, prompts, 5)
     assert seen == [("paint", True, True, False), ("to_images", False, False, True)] * 2
 
 
@@ -165,7 +175,7 @@ def test_what_was_left_is_freed_before_weights_are_copied_up(monkeypatch):
     calls, model = [], torch.nn.Linear(2, 2).requires_grad_(False)
     offload = Offload([model], CPU, pin=False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(model.weight.data_ptr()))
-    offload(model)
+    offload.all_but(model)
     assert calls == [offload.homes[model][0][1].data_ptr()] != [model.weight.data_ptr()]
 
 
@@ -261,8 +271,9 @@ def saved_in_bfloat16(folder):
 def test_the_code_for_the_release_paints_with_files_in_bfloat16(page, tmp_path, monkeypatch):
     """At the size of the tiny model, and on a CPU."""
     monkeypatch.chdir(tmp_path)
+    draw((("circle", "red"), None, None, None)).save("photo-of-mine.png")
     adapter = re.search(r'load_adapter\("(.*?)"\)', page)[1]
-    build_run(tiny_settings()).policy_trainer.model.save_pretrained(adapter)
+    build_run(tiny_settings()).policy.model.save_pretrained(adapter)
     blocks = re.findall(r"```python\n(.*?)```", page + DEPLOY * (page == README), flags=re.DOTALL)
     first, second, *_ = [block for block in blocks if "Pipeline" in block or page == EDITING]
     own = {
@@ -273,14 +284,14 @@ def test_the_code_for_the_release_paints_with_files_in_bfloat16(page, tmp_path, 
         "1024": "128",
         "num_inference_steps=30": "num_inference_steps=2",
         '"cuda"': '"cpu"',
-        '"photo.png"': repr(f"{TINY}/sources/001.png"),
+        '"photo.png"': '"photo-of-mine.png"',
     }
     for name, code in (("tiny", first), ("release", first + second if page == EDITING else second)):
         for words, here in own.items():
             code = code.replace(words, here)
         Path(f"{name}.py").write_text(code)
         runpy.run_path(f"{name}.py")
-    assert len(list(tmp_path.glob("*.png"))) == 2
+    assert len(list(tmp_path.glob("*.png"))) == 3
 
 
 def test_the_code_for_random_weights_makes_a_model_that_trains(quick, tmp_path):

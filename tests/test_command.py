@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import train_decoder
 from conftest import (
     CPU,
     RED_CIRCLE,
@@ -29,7 +30,7 @@ from conftest import (
     adapter_of,
     build_run,
     records,
-    sampling,
+    rolled_out,
     short_runs,
     shorten,
     steps_of,
@@ -44,11 +45,10 @@ from grpo import compute_advantages
 from rewards import REWARDS
 from runtime import UserError, ranks, settings
 from runtime.data import Prompts
-from runtime.gpu import Phases
+from runtime.gpu import Clock
 from runtime.report import (
     format_step,
     reward_metrics,
-    step_metrics,
     why_nothing_was_learned,
 )
 from runtime.settings import TINY
@@ -255,21 +255,21 @@ def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
     """The judge of the first waits for the second to be begun; the last one's ends after the
     painting."""
     run = build_run(settings := tiny_settings(*SHORT, "--group-size 2"))
-    stock_paint = run.paint
+    stock_paint = run.model.paint
     painting = threading.Event()
 
-    def paint(prompts, i, *arguments):
-        if prompts.texts[i].startswith("a blue"):
+    def paint(prompt, *arguments):
+        if prompt.texts[0].startswith("a blue"):
             painting.set()
-        return stock_paint(prompts, i, *arguments)
+        return stock_paint(prompt, *arguments)
 
     async def judge(images, prompts, targets):
         waited = await asyncio.to_thread(painting.wait, 20)
         return [waited + prompt.startswith("a blue") for prompt in prompts]
 
-    monkeypatch.setattr(run, "paint", paint)
+    monkeypatch.setattr(run.model, "paint", paint)
     prompts = Prompts(Path("prompts.txt").read_text().splitlines())
-    rolled = train.rollout(run, sampling(settings), {"judge": (judge, 1.0)}, prompts, 0)
+    rolled = rolled_out(run, settings, {"judge": (judge, 1.0)}, prompts, 0)
     assert rolled.raw_rewards["judge"].tolist() == [1, 1, 2, 2]
 
 
@@ -641,13 +641,13 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
 ):
     """And seeds that training never draws from."""
     painted = []
-    stock_paint = train.paint
+    stock_paint = train.GlmImage.paint
 
-    def paint(pipe, prompt, tokens, settings, seed, source):
-        painted.append((prompt, seed, settings.decode_steps, settings.guidance_scale))
-        return stock_paint(pipe, prompt, tokens, settings, seed, source)
+    def paint(self, prompt, tokens, settings, seed):
+        painted.append((*prompt.texts, seed, settings.decode_steps, settings.guidance_scale))
+        return stock_paint(self, prompt, tokens, settings, seed)
 
-    monkeypatch.setattr(train, "paint", paint)
+    monkeypatch.setattr(train.GlmImage, "paint", paint)
     Path("new.txt").write_text(
         "a green ring\na blue ring\na red ring\na fourth that is never asked for\n"
     )
@@ -683,13 +683,12 @@ TOTAL = torch.tensor(
 def test_reward_metrics_by_hand():
     """Means over all pictures; spreads within groups, then their mean. NaN is no picture of this
     reward."""
-    metrics = step_metrics(RAW, TOTAL, 3, 1)
+    metrics = reward_metrics(RAW, TOTAL, 3)
     totals = [7, 4, 21, 10, 8, 8, 11]
     assert metrics == pytest.approx(
         {
             "reward": np.mean(totals),
             "reward_best": np.mean([21, 10, 11]),
-            "unscored": 2 / 9,
             "reward_std": np.mean(
                 [np.std([7, 4, 21], ddof=1), np.std([8, 8, 11], ddof=1)]
             ),  # a lone one has none
@@ -714,8 +713,13 @@ def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
     """One prompt, two code sequences, painted twice each; or one code sequence, painted four
     times."""
     values = torch.tensor([0.0, 2.0, 10.0, 16.0])
-    both = step_metrics({"a": values}, values, 2, 2)
-    decoder = step_metrics({"a": values}, values, 1, 4)
+
+    def metrics(sequences, paintings):
+        record = SimpleNamespace(sequences=sequences, paintings=paintings)
+        batch = SimpleNamespace(raw_rewards={"a": values})
+        return train_decoder.DecoderRecord.reward_metrics(record, batch, values)
+
+    both, decoder = metrics(2, 2), metrics(1, 4)
     assert both["reward"] == decoder["reward"] == both["reward/a"] == 7
     assert both["reward_std"] == pytest.approx(np.std([1, 13], ddof=1))  # of the means
     assert both["decoder/reward_std"] == pytest.approx(
@@ -727,7 +731,7 @@ def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
         == pytest.approx(np.std(values.numpy(), ddof=1))
     )
     values[0] = NAN
-    both = step_metrics({"a": values}, values, 2, 2)
+    both = metrics(2, 2)
     # Of the others.
     assert both["reward"] == 7.5 and both["reward_std/a"] == pytest.approx(np.std([2, 13], ddof=1))
 
@@ -807,7 +811,7 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
     """Weights move three times in a step where policy and decoder take turns."""
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Phases(CPU)
+    clock = Clock(CPU)
     for phase in ("move", "sample", "move"):
         with clock(phase):
             assert clock.name == phase
@@ -826,9 +830,9 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     functions = {"a": (lambda *_: a, 2.0), "b": (lambda *_: b, 0.5)}
     seen = []
     run = build_run(settings := tiny_settings(*SHORT, "--combine", combine))
-    monkeypatch.setattr(run.policy_trainer, "update", lambda groups: seen.extend(groups) or {})
+    monkeypatch.setattr(run.policy, "update", lambda groups: seen.extend(groups) or {})
     prompts = Prompts(["a red circle"])
-    rolled, metrics = train.grpo_step(run, sampling(settings), functions, prompts, 0)
+    rolled, metrics = train.grpo_step(run, settings, functions, prompts, 0)
     total = 2 * a + 0.5 * b
     if combine == "zscore":
         total = 2 * compute_advantages(a, 4) + 0.5 * compute_advantages(b, 4)
@@ -846,13 +850,16 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     reward is that colour."""
     shorten(monkeypatch.setattr)
     number = lambda codes: int(codes.sum()) % 251
-    colours = lambda tokens: [Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens]
+    colours = lambda tokens, size: [
+        Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens
+    ]
     settings = tiny_settings(*SHORT, "--group-size 3")
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
     prompts = Prompts(["a red circle", "a blue cross"])
     run = build_run(settings)
-    monkeypatch.setattr(run, "paint", lambda prompts, i, tokens, *_: (colours(tokens), []))
-    rolled, _ = train.grpo_step(run, sampling(settings), {"colour": (colour, 1.0)}, prompts, 0)
+    monkeypatch.setattr(run.model, "paint", lambda prompt, tokens, *_: tokens)
+    monkeypatch.setattr(run.model, "to_images", colours)
+    rolled, _ = train.grpo_step(run, settings, {"colour": (colour, 1.0)}, prompts, 0)
     assert len(rolled.groups) == 2 and len(rolled.images) == 6
     for group in rolled.groups:
         numbers = torch.tensor([float(number(codes)) for codes in group.tokens])

@@ -8,17 +8,19 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+import train_decoder
 from conftest import (
     BLUE_CROSS,
     CPU,
+    QUICK,
     RED_CIRCLE,
     build_run,
+    painted,
     resume,
-    sampling,
     seeded,
     short_runs,
     shorten,
-    tiny_settings,
+    words_of,
 )
 from diffusers import GlmImagePipeline
 from PIL import Image
@@ -26,19 +28,18 @@ from safetensors.torch import load_file
 from test_gpu import perturb
 from world import draw
 
-import grpo
 import rewards
 import runtime
 import train
-from glm_image import decoder
 from glm_image.decoder import (
     PathScheduler,
     gaussian_step,
     log_density,
     repeat_for_steps,
 )
-from glm_image.painting import Painting
-from grpo import Offload, combine
+from glm_image.model import Painting
+from grpo import Offload
+from rewards import combine
 from runtime import checkpoints
 from runtime.data import Prompts
 from runtime.settings import TINY
@@ -51,11 +52,16 @@ REWARDS = rewards.parse_rewards("ssim:1,mse:1")
 def build(*arguments, dtype=torch.float32):
     """What a run works with and its settings, of the tiny model, on small pictures of three
     steps."""
-    flags = (
-        "--train decoder --height 64 --width 64 --decode-steps 3 --group-size 3 --combine zscore"
-    )
-    settings = tiny_settings(flags, *arguments)
-    return build_run(settings, GlmImagePipeline.from_pretrained(TINY, dtype=dtype)), settings
+    flags = "--height 64 --width 64 --decode-steps 3 --group-size 3 --combine zscore"
+    flags = words_of(["--model", TINY, flags, *arguments])
+    settings = train_decoder.parse(flags, train_decoder.PARTS.parser())
+    pipe = GlmImagePipeline.from_pretrained(TINY, dtype=dtype)
+    return build_run(settings, pipe, train_decoder.load_run), settings
+
+
+def paint_paths(run, settings, prompt, codes, seed):
+    _, paintings = train_decoder.groups_of(settings)
+    return run.decoder.paint_paths(Prompts([prompt]), codes, paintings, settings, seed)
 
 
 def roll_out(run, settings, seed=5):
@@ -65,18 +71,23 @@ def roll_out(run, settings, seed=5):
     codes = torch.randint(1024, (2, 1, 10), generator=seeded(seed))
     images, steps = [], []
     for i in range(len(PROMPTS)):
-        painted, drawn = run.paint(Prompts(PROMPTS), i, codes[i], sampling(settings), seed + i)
-        images += painted
+        latents, drawn = paint_paths(run, settings, PROMPTS[i], codes[i], seed + i)
+        images += run.model.to_images(latents, 4)
         steps += drawn
     raw_rewards = rewards.score(REWARDS, images, PROMPTS, targets)
     raw_rewards = {name: repeat_for_steps(x, steps) for name, x in raw_rewards.items()}
-    train.set_advantages(steps, raw_rewards, rewards.weights_of(REWARDS), "zscore")
+    weights = rewards.weights_of(REWARDS)
+    train.set_advantages(steps, combine(raw_rewards, weights, 3, "zscore"))
     return steps
 
 
+def two_prompts():
+    return Prompts(PROMPTS, [draw(RED_CIRCLE), draw(BLUE_CROSS)])
+
+
 def learn(run, steps):
-    run.decoder_trainer.add_reference(steps)
-    return run.decoder_trainer.update(steps)
+    run.decoder.add_reference(steps)
+    return run.decoder.update(steps)
 
 
 def adapter(model):
@@ -145,13 +156,13 @@ def test_scored_again_the_log_probs_are_those_of_the_draw(guidance, calls):
     """Recomputed by the Gaussian's own formula from a transformer called by hand, guided as the
     pipeline does."""
     run, settings = build("--guidance-scale", guidance)
-    perturb(run.decoder_trainer.model)
+    perturb(run.decoder.model)
     steps = roll_out(run, settings)
     assert len(steps) == 2 * 2  # prompts x steps but the last
     for step in steps:
         assert step.old_logprobs.shape == (3, 8 * 8 * 8) and step.latents.device.type == "cpu"
         with torch.no_grad():
-            again = run.decoder_trainer.logprobs(step, torch.arange(3))
+            again = run.decoder.logprobs(step, torch.arange(3))
         # Of the mean over the numbers of a step.
         assert (again - step.old_logprobs).mean(1).abs().max() < 2e-7
         assert (again - step.old_logprobs).abs().max() < 1e-3
@@ -192,7 +203,7 @@ def test_no_two_paintings_share_their_draws():
     run, settings = build("--train both --group-size 3 --paintings 2")
     codes, found = torch.zeros(3, 10, dtype=torch.long), []
     for seed in (5, 6, 1005):
-        images, steps = run.paint(Prompts(PROMPTS), 0, codes, sampling(settings), seed)
+        images, steps = paint_paths(run, settings, PROMPTS[0], codes, seed)
         assert len(images) == 6 and len(steps) == 3 * 2
         found += [draw for step in steps for draw in draws(step)]
     assert len(found) == 3 * 3 * 2 * 2  # seeds, code sequences, steps, paintings
@@ -202,7 +213,7 @@ def test_no_two_paintings_share_their_draws():
 
 def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     run, settings = build("--guidance-scale 1.5 --kl-coef 0.1", dtype=torch.bfloat16)
-    run.pipe.transformer.enable_gradient_checkpointing()
+    run.model.pipe.transformer.enable_gradient_checkpointing()
     steps = roll_out(run, settings)
     assert {step.old_logprobs.dtype for step in steps} == {torch.float32}
     metrics = learn(run, steps)
@@ -232,14 +243,12 @@ def test_micro_batches_change_neither_the_paths_nor_the_gradient():
     found = []
     for size in ("3", "2"):
         run, settings = build("--micro-batch-size", size, "--kl-coef 0.1")
-        run.decoder_trainer.optimizer = torch.optim.SGD(adapter(run.decoder_trainer.model), lr=1.0)
-        perturb(run.decoder_trainer.model)
-        before = [p.detach().clone() for p in adapter(run.decoder_trainer.model)]
+        run.decoder.optimizer = torch.optim.SGD(adapter(run.decoder.model), lr=1.0)
+        perturb(run.decoder.model)
+        before = [p.detach().clone() for p in adapter(run.decoder.model)]
         steps = roll_out(run, settings)
         learn(run, steps)
-        change = [
-            (p.detach() - b).flatten() for p, b in zip(adapter(run.decoder_trainer.model), before)
-        ]
+        change = [(p.detach() - b).flatten() for p, b in zip(adapter(run.decoder.model), before)]
         found.append((steps[-1].next_latents, torch.cat(change)))
     (expected_latents, expected), (latents, change) = found
     torch.testing.assert_close(latents, expected_latents, atol=1e-4, rtol=0)
@@ -250,10 +259,10 @@ def test_micro_batches_change_neither_the_paths_nor_the_gradient():
 def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
     """On fresh samples: minus the mean over steps of A times the mean log-density, by autograd."""
     run, settings = build("--kl-coef 0")
-    run.decoder_trainer.optimizer = torch.optim.SGD(adapter(run.decoder_trainer.model), lr=1.0)
-    perturb(run.decoder_trainer.model)
-    steps, parameters = roll_out(run, settings), adapter(run.decoder_trainer.model)
-    logprobs = [run.decoder_trainer.logprobs(step, torch.arange(3)).mean(1) for step in steps]
+    run.decoder.optimizer = torch.optim.SGD(adapter(run.decoder.model), lr=1.0)
+    perturb(run.decoder.model)
+    steps, parameters = roll_out(run, settings), adapter(run.decoder.model)
+    logprobs = [run.decoder.logprobs(step, torch.arange(3)).mean(1) for step in steps]
     loss = -sum((step.advantages * logp).mean() for step, logp in zip(steps, logprobs)) / len(steps)
     expected = torch.autograd.grad(loss, parameters)
     before = [p.detach().clone() for p in parameters]
@@ -267,14 +276,14 @@ def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
 def test_the_reference_is_the_decoder_without_its_adapter():
     run, settings = build("--kl-coef 0.1")
     steps = roll_out(run, settings)
-    perturb(run.decoder_trainer.model)
+    perturb(run.decoder.model)
     metrics = learn(run, steps)
     for step in steps:
         torch.testing.assert_close(step.ref_logprobs, step.old_logprobs, atol=1e-3, rtol=0)
     assert metrics["kl"] > 0
-    base = adapter(run.policy_trainer.model)
+    base = adapter(run.policy.model)
     # The codes' half is left alone.
-    assert base and all(p.grad is None for p in run.policy_trainer.model.parameters())
+    assert base and all(p.grad is None for p in run.policy.model.parameters())
 
 
 # ---- credit --------------------------------------------------------------------------------------
@@ -289,7 +298,7 @@ def short(monkeypatch):
 def watched(run, monkeypatch):
     """What each learner is given to learn from."""
     seen = {}
-    for name, learner in (("codes", run.policy_trainer), ("decoder", run.decoder_trainer)):
+    for name, learner in (("codes", run.policy), ("decoder", run.decoder)):
         monkeypatch.setattr(
             learner,
             "update",
@@ -306,7 +315,9 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
     run, settings = build("--train both --group-size 3 --paintings 4")
     values, given, seen = torch.arange(24.0) ** 2, {}, watched(run, monkeypatch)
     calls = []
-    monkeypatch.setattr(grpo, "combine", lambda *given: calls.append(given[2:]) or combine(*given))
+    monkeypatch.setattr(
+        train_decoder, "combine", lambda *given: calls.append(given[2:]) or combine(*given)
+    )
     red, blue = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
     values[5] = math.nan
 
@@ -316,7 +327,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 
     prompts = Prompts(PROMPTS, [red, blue])
     number = {"number": (number, 1.0)}
-    rolled, metrics = train.grpo_step(run, sampling(settings), number, prompts, 5)
+    rolled, metrics = train_decoder.decoder_step(run, settings, number, prompts, 5)
     expected = {
         "prompts": [PROMPTS[0]] * 12 + [PROMPTS[1]] * 12,
         "targets": [red] * 12 + [blue] * 12,
@@ -344,10 +355,10 @@ def test_a_path_ends_in_its_own_picture(short):
     """Of every prompt, code sequence and painting: what is clean in the last latents drawn, seen by
     the VAE."""
     run, settings = build("--train both --group-size 2 --paintings 2 --decode-steps 40", *VARIED)
-    rolled = train.rollout(run, sampling(settings), {}, Prompts(PROMPTS), 5)
-    steps = rolled.denoising_steps[38::39]
+    rolled, _ = train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)
+    steps = rolled.paths[38::39]
     last = torch.cat([step.next_latents for step in steps])  # (N*G*K, C, H, W)
-    vae = run.pipe.vae
+    vae = run.model.pipe.vae
     mean, std = (
         torch.tensor(getattr(vae.config, f"latents_{name}")).view(1, -1, 1, 1)
         for name in ("mean", "std")
@@ -362,33 +373,29 @@ def test_a_path_ends_in_its_own_picture(short):
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns(monkeypatch, short):
     run, settings = build("--decoder-lr 0.002")
-    assert run.decoder_trainer.optimizer.param_groups[0]["lr"] == 0.002
-    before = [p.detach().clone() for p in adapter(run.policy_trainer.model)]
-    sampled, sample = [], run.policy_trainer.sample
+    assert run.decoder.optimizer.param_groups[0]["lr"] == 0.002
+    before = [p.detach().clone() for p in adapter(run.policy.model)]
+    sampled, sample = [], run.policy.sample
     monkeypatch.setattr(
-        run.policy_trainer, "sample", lambda *given: sampled.append(given[1]) or sample(*given)
+        run.policy, "sample", lambda *given: sampled.append(given[1]) or sample(*given)
     )
-    targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
-    prompts = Prompts(PROMPTS, targets)
-    rolled, metrics = train.grpo_step(run, sampling(settings), REWARDS, prompts, 5)
+    prompts = two_prompts()
+    rolled, metrics = train_decoder.decoder_step(run, settings, REWARDS, prompts, 5)
     assert sampled == [1] and len(rolled.images) == len(rolled.raw_rewards["ssim"]) == 2 * 3
     assert "groups_without_spread" not in metrics and metrics["decoder/groups_without_spread"] == 0
-    assert all(torch.equal(p, b) for p, b in zip(adapter(run.policy_trainer.model), before))
-    assert any(
-        p.abs().max() > 0 for n, p in run.decoder_trainer.model.named_parameters() if "lora_B" in n
-    )
+    assert all(torch.equal(p, b) for p, b in zip(adapter(run.policy.model), before))
+    assert any(p.abs().max() > 0 for n, p in run.decoder.model.named_parameters() if "lora_B" in n)
 
 
 def taking_turns(monkeypatch, offload):
     """A step of both halves: Adam's first moments, and whether the weights that each piece of work
     needs came up."""
     run, settings = build("--train both --group-size 2 --paintings 2 --kl-coef 0.1", *VARIED)
-    weight = run.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
-    head = run.policy_trainer.model.get_base_model().lm_head.weight
+    weight = run.model.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
+    head = run.policy.model.get_base_model().lm_head.weight
     if offload:
-        models = [train.base_of(run.policy_trainer), *train.painting_models(run.pipe)]
-        run.phase = train.Phases(CPU, Offload(models, CPU))
-    adapters = adapter(run.policy_trainer.model) + adapter(run.decoder_trainer.model)
+        run.offload = Offload(run.model.parts, CPU)
+    adapters = adapter(run.policy.model) + adapter(run.decoder.model)
     home, own, seen = weight.data_ptr(), head.data_ptr(), []
     places = [p.data_ptr() for p in adapters]
 
@@ -396,16 +403,13 @@ def taking_turns(monkeypatch, offload):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: (seen.append(look()), original(*given))[1])
 
-    for owner, name in ((run.decoder_trainer, "logprobs"), (decoder, "paint")):
+    for owner, name in ((run.decoder, "logprobs"), (run.decoder.painter, "paint")):
         watch(owner, name, lambda: weight.data_ptr() != home and head.data_ptr() == own)
     for name in ("sample", "logprobs"):
-        watch(
-            run.policy_trainer, name, lambda: head.data_ptr() != own and weight.data_ptr() == home
-        )
-    targets = [draw(RED_CIRCLE), draw(BLUE_CROSS)]
-    train.grpo_step(run, sampling(settings), REWARDS, Prompts(PROMPTS, targets), 5)
+        watch(run.policy, name, lambda: head.data_ptr() != own and weight.data_ptr() == home)
+    train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)
     assert [p.data_ptr() for p in adapters] == places  # what is trained stays
-    optimizers = [run.policy_trainer.optimizer, run.decoder_trainer.optimizer]
+    optimizers = [run.policy.optimizer, run.decoder.optimizer]
     moments = [optimizer.state[p]["exp_avg"] for optimizer in optimizers for p in optimizer.state]
     return torch.cat([moment.flatten() for moment in moments]), seen
 
@@ -431,7 +435,7 @@ def both_halves(tmp_path_factory):
     arguments = "--train both --paintings 2 --decode-steps 4 --steps 2 --save-every 1 --out run"
     with short_runs(folder) as quick:
         rates = "--warmup-steps 3 --decoder-lr 0.05 --lr 0.05"
-        assert quick(arguments, rates) == 0
+        assert quick(arguments, rates, parts=train_decoder.PARTS) == 0
     return folder / "run"
 
 
@@ -447,11 +451,11 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_hal
             pipe.vision_language_encoder.load_adapter(str(both_halves / "adapter"))
             folder = str(both_halves / "decoder-adapter")
             pipe.transformer.load_lora_adapter(folder, prefix=None, use_safetensors=True)
-        return train.to_images(pipe, train.paint(pipe, PROMPTS[0], codes, painting, 3), 4)[0]
+        return painted(pipe, PROMPTS[0], codes, painting, 3)[1][0]
 
     run, _ = build("--train both")
     checkpoints.load(both_halves, run.trainers)
-    here = train.to_images(run.pipe, train.paint(run.pipe, PROMPTS[0], codes, painting, 3), 4)[0]
+    here = painted(run.model.pipe, PROMPTS[0], codes, painting, 3)[1][0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
     assert difference.max() <= 1
     assert here.tobytes() != paint(False).tobytes()
@@ -461,7 +465,7 @@ def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(both_halves, 
     shutil.copytree(both_halves, "killed")
     for part in ("checkpoints/000002", "adapter", "decoder-adapter"):
         shutil.rmtree(f"killed/{part}")
-    assert resume("killed") == 0
+    assert resume("killed", parts=train_decoder.PARTS) == 0
     for file in (
         "adapter/adapter_model.safetensors",
         "decoder-adapter/pytorch_lora_weights.safetensors",
@@ -482,12 +486,12 @@ BOTH = "--train both --paintings 2 --decode-steps 3"
 def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, half, saved):
     """Memory runs out in the second step, as it samples, as the codes learn, or as the decoder does
     after them."""
-    calls, owner = [], train.DecoderGRPO if half == "decoder" else train.GRPO
+    calls, owner = [], train_decoder.DecoderGRPO if half == "decoder" else train.GRPO
     name = "sample" if half == "sample" else "add_reference"
     original = getattr(owner, name)
 
     def breaks(self, *given):
-        calls.append(isinstance(self, train.DecoderGRPO))
+        calls.append(isinstance(self, train_decoder.DecoderGRPO))
         if calls.count(half == "decoder") == 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return original(self, *given)
@@ -495,18 +499,20 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
     monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
     monkeypatch.setattr("runtime.record.Record.end", lambda record: None)
     monkeypatch.setattr(owner, name, breaks)
-    assert quick(BOTH, "--temperature 4 --steps 3 --out run") == 2
+    assert quick(BOTH, "--temperature 4 --steps 3 --out run", parts=train_decoder.PARTS) == 2
     assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
 
 
 def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
-    update = train.DecoderGRPO.update
+    update = train_decoder.DecoderGRPO.update
     monkeypatch.setattr(
-        train.DecoderGRPO, "update", lambda self, steps: update(self, steps) | {"skipped": 1.0}
+        train_decoder.DecoderGRPO,
+        "update",
+        lambda self, steps: update(self, steps) | {"skipped": 1.0},
     )
-    assert quick(BOTH, "--steps 1 --out run") == 0
+    assert quick(BOTH, "--steps 1 --out run", parts=train_decoder.PARTS) == 0
     output = capsys.readouterr().out
-    assert "a step: 4 pictures" in output  # 1 prompt x 2 code sequences x 2 paintings
+    assert "a step: 1 group of 2" in output
     assert "SKIPPED: the gradient was not finite" in output
 
 
@@ -523,7 +529,9 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     )
     arguments = "--reward mine.py:count --steps 1 --decode-steps 2 --group-size 3 --train"
     paintings = ["--paintings", "2"] if kind == "both" else []
-    assert quick(arguments, kind, *paintings, "--out", kind) == 0
+    flags = [*paintings, "--out", kind]
+    quick_usual = QUICK[:-2] if kind == "decoder" else QUICK
+    assert quick(arguments, kind, *flags, parts=train_decoder.PARTS, usual=quick_usual) == 0
     first, *others = (cells for _, cells in drawn[0])
     assert [(ANY, "target"), None] == first[:2]  # stands beside, as does a source
     found = [[caption for _, caption in cells] for cells in (first[2:], *others)]
@@ -534,7 +542,8 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
 
 
 def test_one_move_leaves_nothing_to_learn(quick, capsys):
-    assert quick("--train decoder --decode-steps 1 --steps 1") == 2
+    flags = "--decode-steps 1 --steps 1"
+    assert quick(flags, parts=train_decoder.PARTS, usual=QUICK[:-2]) == 2
     assert "--decode-steps" in capsys.readouterr().err
 
 
@@ -542,11 +551,11 @@ def test_one_move_leaves_nothing_to_learn(quick, capsys):
 def test_a_decoder_that_paints_nonsense_fails_the_step(short):
     """Its adapter is ruined: the prompt is named, and nothing is learned from black pictures."""
     run, settings = build()
-    for name, parameter in run.decoder_trainer.model.named_parameters():
+    for name, parameter in run.decoder.model.named_parameters():
         if "lora_B" in name:
             parameter.data.fill_(math.nan)
     with pytest.raises(
         runtime.StepFailed,
-        match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a --lr or",
+        match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a learning",
     ):
-        train.grpo_step(run, sampling(settings), REWARDS, Prompts(PROMPTS), 5)
+        train_decoder.decoder_step(run, settings, REWARDS, Prompts(PROMPTS), 5)

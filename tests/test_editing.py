@@ -4,23 +4,28 @@ the source."""
 import re
 import runpy
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import check
 import make
 import numpy as np
 import pytest
 import torch
+import train_edits
 import world
 from conftest import (
     BLUE_CROSS,
     CODES,
     CPU,
+    QUICK,
     RED_CIRCLE,
     ROOT,
     TINY,
     adapter_of,
     build_run,
+    painted,
     records,
     resume,
     seeded,
@@ -34,10 +39,19 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import grpo
 import rewards
 import train
-from glm_image.painting import encode_prompt, for_decoder
+from glm_image import editing
+from glm_image.editing import (
+    EditingGlmImage,
+    Edits,
+    Source,
+    edits_of,
+    encode_edit,
+    read_sources,
+)
+from glm_image.model import for_decoder
 from runtime import UserError
 from runtime.captured import CapturedForward
-from runtime.data import Source, read_prompts
+from runtime.data import read_prompts
 
 WISH = "make the circle blue"
 # (height, width) of the source and of the result: alike, the source larger, wide to tall.
@@ -60,7 +74,7 @@ def source_of(pipe, height, width, scene=RED_CIRCLE):
     given = Source(world.draw(scene).resize((width, height)))
     model = pipe.vision_language_encoder
     own = model.__dict__.pop("get_image_tokens", None)  # without the three lines
-    train.read_sources(pipe, [given], CPU)
+    read_sources(pipe, [given], CPU)
     if own is not None:
         model.get_image_tokens = own
     return given
@@ -89,7 +103,7 @@ def forget(pipe):
 @pytest.mark.parametrize("given, size", SIZES)
 def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
     source = source_of(stock, *given)
-    ids, positions, count = encode_prompt(stock.processor, WISH, *size, source)
+    ids, positions, count = encode_edit(stock.processor, WISH, source, *size)
     model = stock.vision_language_encoder.model
     # Nothing is left in the model.
     assert model.rope_deltas is None and model._cached_decode_position_ids is None
@@ -119,7 +133,7 @@ def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
 @pytest.mark.parametrize("given, size", SIZES[1:])
 def test_log_probs_are_those_of_generate(stock, given, size):
     source, policy = source_of(stock, *given), stock.vision_language_encoder
-    ids, positions, count = encode_prompt(stock.processor, WISH, *size, source)
+    ids, positions, count = encode_edit(stock.processor, WISH, source, *size)
     torch.manual_seed(0)
     written = policy.generate(
         **stock_inputs(stock, source, *size),
@@ -156,9 +170,7 @@ def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
     GPU."""
     wishes, size = [WISH, "remove the circle", "make the circle a square"], (64, 96)
     sources = [source_of(stock, *given) for given in ((128, 128), (64, 96), (96, 64))]
-    encoded = [
-        encode_prompt(stock.processor, *pair[:1], *size, pair[1]) for pair in zip(wishes, sources)
-    ]
+    encoded = [encode_edit(stock.processor, *pair, *size) for pair in zip(wishes, sources)]
     ids, positions, counts = zip(*encoded)
     assert set(counts) == {6} and len({len(each) for each in ids}) == 3
     policy, codes = stock.vision_language_encoder, {"allowed_ids": slice(0, make.NUM_CODES)}
@@ -192,16 +204,17 @@ def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path, capsys)
         picture = Image.new("RGB", (width, 128), "white")
         picture.paste(world.draw(RED_CIRCLE), ((width - 128) // 2, 0))
         picture.save(tmp_path / name / "1.png")
-        read = read_prompts(tmp_path / "edits.txt", tmp_path / name, tmp_path / name, (128, 128))
+        folder = str(tmp_path / name)
+        given = {"prompts": str(tmp_path / "edits.txt"), "targets": folder, "sources": folder}
+        read = edits_of(SimpleNamespace(width=128, height=128, **given))
         for image in (read.sources[0].image, read.targets[0]):
             assert (
                 np.abs(np.asarray(image).astype(int) - np.asarray(world.draw(RED_CIRCLE))).mean()
                 < 4
             ), name
         assert ("1 picture of another shape" in capsys.readouterr().out) == (name == "wide")
-    assert read_prompts(tmp_path / "edits.txt", tmp_path / "same", None, (128, 128)).targets == [
-        world.draw(RED_CIRCLE)
-    ]
+    same = read_prompts(tmp_path / "edits.txt", str(tmp_path / "same"), (128, 128))
+    assert same.targets == [world.draw(RED_CIRCLE)]
 
 
 def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
@@ -209,7 +222,7 @@ def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
     monkeypatch.setattr(pipe.processor.image_processor, "size", sizes)
     message = r"\(64, 96\) pixels is 6x4 codes .* another --height and --width"
     with pytest.raises(UserError, match=message):
-        train.read_sources(pipe, [Source(Image.new("RGB", (64, 96)))], CPU)
+        read_sources(pipe, [Source(Image.new("RGB", (64, 96)))], CPU)
 
 
 # ---- a picture from a picture --------------------------------------------------------------------
@@ -249,9 +262,9 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     tokens = doubled.view(1, height // 16, width // 16)[:, ::2, ::2].flatten(1)
     assert tokens.max() < make.NUM_CODES
     forget(stock)
-    painter = GlmImagePipeline(**{**stock.components, "vision_language_encoder": None})
-    (found,) = train.to_images(painter, train.paint(painter, WISH, tokens, settings, 5, source), 4)
-    (without,) = train.to_images(painter, train.paint(painter, WISH, tokens, settings, 5), 4)
+    glm, edit = EditingGlmImage(stock), Edits([WISH], sources=[source])
+    (found,) = glm.to_images(glm.paint(edit, tokens, settings, 5), 4)
+    (without,) = painted(stock, WISH, tokens, settings, 5)[1]
     assert found.size == expected.size == (width, height)
     difference = lambda image: np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max()
     assert difference(found) <= 1 < difference(without)  # the source takes part
@@ -259,25 +272,22 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
 
 def test_one_source_is_kept_for_a_batch(pipe):
     """Bit for bit the pictures that the pipeline paints with a copy each."""
-    run = build_run(settings := tiny_settings("--guidance-scale 1.5 --decode-steps 2"))
+    settings = tiny_settings("--guidance-scale 1.5 --decode-steps 2")
     source = source_of(pipe, 128, 128)
+    keeping = EditingGlmImage(GlmImagePipeline.from_pretrained(str(TINY), dtype=torch.float32))
+    keeping.prepare_training(settings, CPU)
     tokens = torch.randint(make.NUM_CODES, (4, 16), generator=seeded(0))
-    kept, painted = [], []
+    kept, pictures = [], []
 
     def count(module, inputs, options):
         kept.append((options["kv_caches"][0].mode, len(options["kv_caches"][0].k_caches)))
 
-    for painter in (
-        run.pipe,
-        GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None}),
-    ):
-        hook = painter.transformer.register_forward_pre_hook(count, with_kwargs=True)
-        images = train.to_images(
-            painter, train.paint(painter, WISH, tokens, settings, 0, source), 4
-        )
-        painted.append([image.tobytes() for image in images])
+    for glm in (keeping, EditingGlmImage(pipe)):
+        hook = glm.pipe.transformer.register_forward_pre_hook(count, with_kwargs=True)
+        images = glm.to_images(glm.paint(Edits([WISH], sources=[source]), tokens, settings, 0), 4)
+        pictures.append([image.tobytes() for image in images])
         hook.remove()
-    assert painted[0] == painted[1] and len(set(painted[0])) == 4
+    assert pictures[0] == pictures[1] and len(set(pictures[0])) == 4
     writes = [("write", 0)] * 4
     steps = [("read", 1), ("skip", 1)] * 2
     assert kept[:8] == writes + steps
@@ -297,23 +307,24 @@ def edits(quick):
     Path("sources").mkdir()
     world.draw(RED_CIRCLE).save("sources/1.png")
     world.draw(BLUE_CROSS).save("sources/2.png")
-    return lambda *arguments: quick(*EDITS, *arguments)
+    return lambda *arguments: quick(*EDITS, *arguments, parts=train_edits.PARTS)
 
 
 def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
-    stock_paint, painted = train.paint, set()
+    stock_paint, seen = EditingGlmImage.paint, set()
 
-    def paint(pipe, prompt, tokens, settings, seed, source):
-        painted.add((prompt, check.look(source.image)[0], len(source.codes)))
-        return stock_paint(pipe, prompt, tokens, settings, seed, source)
+    def paint(self, edit, *given):
+        (text,), (source,) = edit.texts, edit.sources
+        seen.add((text, check.look(source.image)[0], len(source.codes)))
+        return stock_paint(self, edit, *given)
 
-    monkeypatch.setattr(train, "paint", paint)
+    monkeypatch.setattr(EditingGlmImage, "paint", paint)
     assert edits(*str.split("--steps 2 --out run --eval-count 2")) == 0
     expected = {
         ("make the circle blue", RED_CIRCLE[0], CODES),
         ("make the cross a square", BLUE_CROSS[0], CODES),
     }
-    assert painted == expected  # each with its own source
+    assert seen == expected  # each with its own source
     for record in records("run/metrics.jsonl"):
         assert record["max_logprob_gap"] < 1e-4
     first = ImageOps.fit(Image.open("sources/1.png"), (64, 64), Image.Resampling.LANCZOS)
@@ -328,14 +339,15 @@ def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
     shutil.copytree("straight", "killed")
     shutil.rmtree("killed/checkpoints/000002")
     shutil.rmtree("killed/adapter")
-    assert resume("killed") == 0
+    assert resume("killed", parts=train_edits.PARTS) == 0
     assert records("killed/metrics.jsonl") == records("straight/metrics.jsonl")
     assert adapter_of("killed") == adapter_of("straight")
 
 
 def test_a_compiled_run_expects_no_preview():
-    settings = tiny_settings("--sources", str(TINY / "sources"), "--compile yes --height 96")
-    assert build_run(settings).policy_trainer.forward.num_new_tokens == 3 * 4
+    settings = tiny_settings("--compile yes --height 96")
+    load_run = partial(train.load_run, model_class=EditingGlmImage)
+    assert build_run(settings, load_run=load_run).policy.forward.num_new_tokens == 3 * 4
 
 
 @pytest.mark.parametrize(
@@ -344,7 +356,6 @@ def test_a_compiled_run_expects_no_preview():
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
         (["--sources", "one"], "one has 1 picture for 2 prompts; give one each, sorted by name"),
         (["--sources", "broken"], "the source picture broken/2.png cannot be read"),
-        (["--train", "both"], "with --sources only the codes can learn"),
     ],
 )
 def test_what_cannot_work_is_one_line_before_the_model_loads(
@@ -354,7 +365,7 @@ def test_what_cannot_work_is_one_line_before_the_model_loads(
         shutil.copytree("sources", folder)
     Path("one/2.png").unlink()
     Path("broken/2.png").write_text("no picture")
-    monkeypatch.setattr(train, "load", lambda *given: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(train_edits, "load", lambda *given: pytest.fail("the model is loaded"))
     assert edits(*arguments) == 2
     assert words in capfd.readouterr().err.strip().splitlines()[-1]
     assert not Path("runs").exists()
@@ -362,7 +373,7 @@ def test_what_cannot_work_is_one_line_before_the_model_loads(
 
 def test_sources_go_with_sources_to_judge_by(quick, capfd):
     for arguments in (["--sources", "targets"], ["--eval-sources", "targets"]):
-        assert quick(*arguments) == 2
+        assert quick(*arguments, parts=train_edits.PARTS, usual=QUICK[:2]) == 2
         assert "--prompts, --eval-sources and --eval-prompts" in capfd.readouterr().err
 
 
@@ -375,7 +386,7 @@ def test_the_adapter_edits_in_the_stock_pipeline(edits):
     for words, own in (
         ('"tiny-glm-image"', repr(str(TINY))),
         ('"runs/edits/adapter"', '"run/adapter"'),
-        ('"tiny-glm-image/sources/001.png"', repr(f"{TINY}/sources/001.png")),
+        ('"tiny-glm-image/world.py"', repr(f"{TINY}/world.py")),
     ):
         assert words in code
         code = code.replace(words, own)
@@ -405,12 +416,12 @@ def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
 
 def test_keep_is_likeness_to_the_source():
     source, other = world.draw(RED_CIRCLE), world.draw(BLUE_CROSS)
-    found = rewards.keep([source, other], ["", ""], None, [source, source])
+    found = editing.keep([source, other], ["", ""], None, [source, source])
     expected = rewards.ssim([source, other], ["", ""], [source, source])
     assert torch.equal(found, expected) and found[0] == 1 > found[1]
     message = "'keep' compares with source pictures: give --sources"
     with pytest.raises(rewards.NoPictures, match=message):
-        rewards.keep([source], [""], None, None)
+        editing.keep([source], [""], None, None)
 
 
 def test_edit_asks_about_both_pictures(tmp_path):
@@ -419,7 +430,7 @@ def test_edit_asks_about_both_pictures(tmp_path):
     ((edit, _),) = rewards.parse_rewards(f"edit={folder}").values()
     source, one, two = pictures((64, 64), (64, 64), (48, 80))
     found = rewards.score(
-        {"edit": (edit, 1.0)}, [one, two], ['make "it" blue', "x"], None, [source, one]
+        {"edit": (edit, 1.0)}, [one, two], ['make "it" blue', "x"], sources=[source, one]
     )["edit"]
     questions = [
         "Has the first picture been changed as asked: \"make 'it' blue\"?",
@@ -433,7 +444,7 @@ def test_edit_asks_about_both_pictures(tmp_path):
             np.mean([bounded(odds(folder, shown, each)) for each in asked]), abs=1e-4
         )
     assert abs(found[0] - found[1]) > 1e-3
-    turned = rewards.score({"edit": (edit, 1.0)}, [source], ["x"], None, [one])["edit"]
+    turned = rewards.score({"edit": (edit, 1.0)}, [source], ["x"], sources=[one])["edit"]
     assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4  # which is the first matters
     with pytest.raises(
         rewards.NoPictures, match="'edit' compares with source pictures: give --sources"

@@ -13,7 +13,7 @@ from test_rewards import tiny_clip
 from tqdm import tqdm
 
 import train
-from runtime.gpu import Phases
+from runtime.gpu import Clock
 from runtime.pictures import save_curves
 from runtime.report import best_step
 from runtime.settings import RELEASE, TINY
@@ -136,7 +136,7 @@ def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
     waited = []
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.gpu.tqdm.unpause", lambda bar: waited.append(bar.n))
-    phase = Phases(CPU)
+    phase = Clock(CPU)
     phase.begin(steps=5, done=2)
     with phase.evaluation(3), phase("score"):
         pass

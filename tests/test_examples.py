@@ -196,5 +196,5 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
         for module in (names["grpo"], names["my_grpo"])
     ]
     assert held_back == [1, 0]
-    trains = build_run(tiny_settings()).policy_trainer
+    trains = build_run(tiny_settings()).policy
     assert type(trains) is names["my_grpo"].GRPO  # it is what trains from then on

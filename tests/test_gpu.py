@@ -14,18 +14,19 @@ from types import SimpleNamespace
 import make
 import pytest
 import torch
-from conftest import CPU, build_run, records, tiny_settings
+import train_decoder
+import train_edits
+from conftest import CPU, TINY, build_run, records, tiny_settings, words_of
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import train
 from glm_image.memory import GAPS, needed, working_memory
-from glm_image.model import captured_step, meta_models
-from glm_image.painting import encode_prompt
+from glm_image.model import GlmImage, captured_step, encode_prompt
 from grpo import Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
 from runtime.captured import CapturedForward, grouped_attention
-from runtime.gpu import Phases, place, plan
+from runtime.gpu import Clock, place, plan
 from train import adamw
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
@@ -41,6 +42,7 @@ SHAPING = {
 # ---- memory --------------------------------------------------------------------------------------
 
 
+BOTH = "--base int8 --train both"
 CUDA = torch.device("cuda", 0)
 PIXELS = ["--height", "1024", "--width", "1024"]
 
@@ -242,16 +244,16 @@ def test_host_memory_of_a_container_is_what_its_control_group_leaves(monkeypatch
     assert gpu.host_memory(groups, own) == 3e9
 
 
-@pytest.mark.parametrize("flags", [[], ["--base", "int8", "--train", "both"]])
-def test_what_is_planned_is_what_loads(flags):
+@pytest.mark.parametrize("parts, flags", [(train.Parts(), ""), (train_decoder.PARTS, BOTH)])
+def test_what_is_planned_is_what_loads(parts, flags):
     """From the config files alone: the same tensors, but for the few bytes of a table that stays
     float32."""
-    settings = tiny_settings(*flags)
-    pipe, adapted = train.build(train.load(settings.model, CUDA), settings, CPU)
-    loaded = [adapted["codes"][0], *train.painting_models(pipe)]
-    outlined = meta_models(settings, CUDA)
+    settings = parts.parse(words_of(["--model", TINY, flags]), parts.parser())
+    model = parts.model(train.load(settings.model, CUDA))
+    model.prepare_training(settings, CPU)
+    outlined = parts.model.sizes(settings, CUDA)
     assert all(p.device.type == "meta" for model in outlined for p in model.parameters())
-    for expected, found in zip(loaded, outlined):
+    for expected, found in zip(model.parts, outlined):
         assert sum(p.nbytes for p in found.parameters()) == sum(
             p.nbytes for p in expected.parameters()
         )
@@ -495,22 +497,21 @@ def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_grap
 
 
 @pytest.mark.parametrize(
-    "flags, compiled",
+    "kind, flags, compiled",
     [
-        ("", 1),
-        ("--compile no", 0),
-        ("--train both --paintings 2", 0),
-        ("--sources tiny-glm-image/sources", 0),
+        (GlmImage, "", 1),
+        (GlmImage, "--compile no", 0),
+        (train_decoder.LearningDecoder, "", 0),
+        (train_edits.EditingGlmImage, "", 0),
     ],
 )
 def test_the_decoders_blocks_are_compiled_where_only_the_codes_learn(
-    pipe, monkeypatch, flags, compiled
+    pipe, monkeypatch, kind, flags, compiled
 ):
     calls = []
     compile_blocks = lambda model: calls.append(1)
     monkeypatch.setattr(type(pipe.transformer), "compile_repeated_blocks", compile_blocks)
-    device, policy = torch.device("cuda"), pipe.vision_language_encoder
-    captured_step(policy, pipe, tiny_settings(flags), device)
+    captured_step(kind(pipe), tiny_settings(flags), torch.device("cuda"))
     assert len(calls) == compiled
 
 
@@ -521,7 +522,7 @@ def test_the_step_is_captured_once_for_the_rows_that_are_to_come(glm, pipe, reco
         same_samples(glm, forward, *encode(pipe, *texts), **SHAPING)
     assert RecordedGraph.made == 1
     settings = tiny_settings("--compile yes --prompts-per-step 3 --group-size 5")
-    assert build_run(settings).policy_trainer.forward.rows == 15
+    assert build_run(settings).policy.forward.rows == 15
 
 
 def test_memory_that_runs_out_in_a_capture_is_named(glm, pipe, monkeypatch, recorded_graphs):
@@ -589,9 +590,10 @@ def test_a_gpu_captures_the_step_and_compiles_it_unless_told_otherwise(
     device, choice, captured, compiled
 ):
     settings = tiny_settings("--compile", choice)
-    pipe, adapted = train.build(train.load(settings.model, CPU), settings, device)
-    policy, _ = adapted["codes"]
-    forward = train.captured_step(policy, pipe, settings, device)
+    model = GlmImage(train.load(settings.model, CPU))
+    model.prepare_training(settings, device)
+    policy = model.language_model
+    forward = train.captured_step(model, settings, device)
     assert isinstance(forward, CapturedForward) == captured
     assert hasattr(getattr(forward, "forward", None), "_torchdynamo_orig_callable") == compiled
     config = policy.get_base_model().config.get_text_config()
@@ -616,18 +618,21 @@ def test_all_models_leave_while_rewards_score(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     policy, painter = (torch.nn.Linear(2, 2).requires_grad_(False) for _ in range(2))
-    phase = Phases(CPU, Offload([policy, painter], CPU))
+    run = train.Run(None, None, Clock(CPU), Offload([policy, painter], CPU))
     moved = lambda: [
-        m.weight.data_ptr() != phase.offload.homes[m][0][1].data_ptr() for m in (policy, painter)
+        m.weight.data_ptr() != run.offload.homes[m][0][1].data_ptr() for m in (policy, painter)
     ]
     for name, models, expected in (
         ("sample", [policy], [1, 0]),
         ("paint", [painter], [0, 1]),
         ("score", [], [0, 0]),
     ):
-        with phase(name, *models):
+        run.offload_all_but(*models)
+        with run.clock(name):
             assert moved() == expected
-    assert set(phase.read()) == {f"seconds/{name}" for name in ("move", "sample", "paint", "score")}
+    assert set(run.clock.read()) == {
+        f"seconds/{name}" for name in ("move", "sample", "paint", "score")
+    }
 
 
 def test_a_compiled_run_is_the_same_run(quick, compiled_at_once):

@@ -10,8 +10,7 @@ import torch
 from conftest import adapter_of, build_run, records, resume, seeded, tiny_settings
 from torch.nn.functional import linear
 
-from glm_image.model import LORA_TARGETS
-from glm_image.painting import encode_prompt
+from glm_image.model import LORA_TARGETS, encode_prompt
 from grpo import get_per_token_logprobs
 from runtime.adapters import add_adapter
 from runtime.int8 import Int8Linear, round_linears
@@ -59,10 +58,15 @@ def test_the_layer_multiplies_by_what_was_rounded(bias):
 
 def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
     run = build_run(tiny_settings("--base int8 --train both"))
-    base = run.policy_trainer.model.get_base_model()
+    base = run.policy.model.get_base_model()
     rounded = {
         name
-        for part in (base, run.pipe.transformer, run.pipe.text_encoder, run.pipe.vae)
+        for part in (
+            base,
+            run.model.pipe.transformer,
+            run.model.pipe.text_encoder,
+            run.model.pipe.vae,
+        )
         for name, module in part.named_modules()
         if isinstance(module, Int8Linear)
     }
@@ -71,11 +75,11 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
     assert all(".layers." in name or "transformer_blocks." in name for name in rounded)
     within = [
         *base.model.language_model.layers.modules(),
-        *run.pipe.transformer.transformer_blocks.modules(),
+        *run.model.pipe.transformer.transformer_blocks.modules(),
     ]
     plain = [module for module in within if type(module) is torch.nn.Linear]
     assert all(module.weight.requires_grad for module in plain)  # all others are the adapters'
-    for learner in (run.policy_trainer, run.decoder_trainer):
+    for learner in (run.policy, run.decoder):
         trained = [p for p in learner.model.parameters() if p.requires_grad]
         assert trained and all(p.dtype == torch.float32 for p in trained)
 

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from runtime import UserError
-from runtime.data import read_prompts
+from runtime.data import read_pictures, read_prompts, say_repeated
 
 WHITE = (255, 255, 255)
 RED = (255, 0, 0)
@@ -20,18 +20,15 @@ def read(folder, *pictures, edit=False, size=(64, 64), **options):
     for name, image in pictures:
         image.save(folder / "own" / name, **options)
     if edit:
-        return [
-            source.image
-            for source in read_prompts(folder / "prompts.txt", None, folder / "own", size).sources
-        ]
-    return read_prompts(folder / "prompts.txt", folder / "own", None, size).targets
+        return read_pictures(folder / "own", "source", len(pictures), size)
+    return read_prompts(folder / "prompts.txt", folder / "own", size).targets
 
 
 def refusal(folder, count=1):
     """The line with which these pictures are refused, where there are so many prompts."""
     (folder / "prompts.txt").write_text("make it blue\n" * count)
     with pytest.raises(UserError) as raised:
-        read_prompts(folder / "prompts.txt", folder / "own", None, (64, 64))
+        read_prompts(folder / "prompts.txt", folder / "own", (64, 64))
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -91,9 +88,7 @@ def test_what_is_no_picture_is_left_out(tmp_path):
     for name in ("._1.png", "3.HEIC", "notes.pdf", "film.mpg", "Thumbs.db"):
         (tmp_path / "own" / name).write_bytes(b"no picture")
     (tmp_path / "own" / "x.png").mkdir()
-    assert (
-        len(read_prompts(tmp_path / "prompts.txt", tmp_path / "own", None, (64, 64)).targets) == 2
-    )
+    assert len(read_prompts(tmp_path / "prompts.txt", tmp_path / "own", (64, 64)).targets) == 2
     words = f"{tmp_path}/own has 2 pictures (not read: 3.HEIC, Thumbs.db, film.mpg) for 3 prompts"
     assert refusal(tmp_path, count=3) == f"{words}; give one each, sorted by name"
 
@@ -128,6 +123,7 @@ def test_blanks_in_a_row_are_one_and_repeated_prompts_are_counted(tmp_path, caps
     (tmp_path / "prompts.txt").write_text("a ring\na\tring\nan  egg\na ring\n")
     prompts = read_prompts(tmp_path / "prompts.txt", None)
     assert prompts.texts == ["a ring", "a ring", "an egg", "a ring"]
+    say_repeated(prompts, f"{tmp_path}/prompts.txt")
     assert capsys.readouterr().out == f"{tmp_path}/prompts.txt: 2 prompts stood there before\n"
 
 

@@ -9,13 +9,19 @@ import make
 import numpy as np
 import pytest
 import torch
-from conftest import CODES, build_run, seeded, tiny_settings, write_reward
+from conftest import (
+    CODES,
+    build_run,
+    painted,
+    painting_models,
+    seeded,
+    tiny_settings,
+    write_reward,
+)
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageFont
 
-import train
-from glm_image.model import meta_models
-from glm_image.painting import encode_prompt
+from glm_image.model import GlmImage, encode_prompt
 from grpo import get_per_token_logprobs
 from runtime import checkpoints
 from runtime.pictures import chinese_font, draw_grid, font_for, save_before_after
@@ -36,10 +42,6 @@ def glm_inputs(pipe, prompt, height, width):
     return pipe.processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=size
     )
-
-
-def decoder_of(pipe):
-    return GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
 
 
 def codes(count, length):
@@ -87,9 +89,7 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
     total, offset, rows, columns = pipe._compute_generation_params(grids, is_text_to_image=True)
     tokens = codes(2, encode_prompt(pipe.processor, PROMPT, *size)[2])
     assert total == tokens.shape[1] + 1  # generate() writes an end token too
-    images = train.to_images(
-        pipe, train.paint(decoder_of(pipe), PROMPT, tokens, settings, seed=5), 4
-    )
+    _, images = painted(pipe, PROMPT, tokens, settings, 5)
     generator = seeded(5 + 2**31)  # of the noise, not of the codes
     latents = torch.randn(1, 8, size[0] // 8, size[1] // 8, generator=generator)
     for row, image in zip(tokens, images):
@@ -110,24 +110,21 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
 
 @pytest.mark.parametrize("guidance, passes", [("1.0", 2 * 2), ("1.5", 2 * 2 * 2)])
 def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, passes):
-    decoder, calls = decoder_of(pipe), []
-    hook = decoder.transformer.register_forward_pre_hook(lambda *arguments: calls.append(1))
+    calls = []
+    hook = pipe.transformer.register_forward_pre_hook(lambda *arguments: calls.append(1))
     try:
         settings = small("--guidance-scale", guidance, "--micro-batch-size 2")
-        assert len(train.paint(decoder, "a ring", codes(4, CODES), settings, 0)) == 4
+        assert len(painted(pipe, "a ring", codes(4, CODES), settings, 0)[0]) == 4
     finally:
         hook.remove()
     assert len(calls) == passes
 
 
 def test_one_noise_for_a_group_and_any_batch_size(pipe):
-    decoder, tokens = decoder_of(pipe), codes(1, CODES).repeat(3, 1)
-    batched = train.paint(decoder, PROMPT, tokens, small("--micro-batch-size 2"), seed=5)
-    batched = pixels(train.to_images(decoder, batched, 4))
+    tokens = codes(1, CODES).repeat(3, 1)
+    batched = pixels(painted(pipe, PROMPT, tokens, small("--micro-batch-size 2"), 5)[1])
     assert np.abs(batched[1:] - batched[:1]).max() <= 1  # equal codes, equal pictures
-    other = pixels(
-        train.to_images(decoder, train.paint(decoder, PROMPT, tokens[:1], small(), seed=6), 4)
-    )
+    other = pixels(painted(pipe, PROMPT, tokens[:1], small(), 6)[1])
     assert np.abs(other - batched[:1]).max() > 1  # the seed is used
 
 
@@ -143,8 +140,8 @@ def run():
 @pytest.mark.parametrize(
     "half, layers, place, lr",
     [
-        ("policy_trainer", 4 * 6, ".language_model.", 3e-3),
-        ("decoder_trainer", 3 * 4, ".attn1.", 1e-3),
+        ("policy", 4 * 6, ".language_model.", 3e-3),
+        ("decoder", 3 * 4, ".attn1.", 1e-3),
     ],
 )
 def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
@@ -167,12 +164,10 @@ def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
 
 
 def test_only_adapters_are_trained_and_the_vision_tower_is_left_behind(run):
-    painters = train.painting_models(run.pipe)
+    painters = painting_models(run)
     assert len(painters) == 3  # glyph encoder, transformer, VAE
     for name, p in (
-        pair
-        for module in (run.policy_trainer.model, *painters)
-        for pair in module.named_parameters()
+        pair for module in (run.policy.model, *painters) for pair in module.named_parameters()
     ):
         assert p.requires_grad == ("lora_" in name)
         assert ".visual." not in name and ".vqmodel." not in name
@@ -180,7 +175,7 @@ def test_only_adapters_are_trained_and_the_vision_tower_is_left_behind(run):
 
 def test_the_seed_fixes_the_adapters_start(run):
     def start(run):
-        models = (run.policy_trainer.model, run.decoder_trainer.model)
+        models = (run.policy.model, run.decoder.model)
         return torch.cat(
             [
                 p.detach().flatten()
@@ -219,8 +214,8 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         "1",
     ]  # the short pictures are blank below that
     assert quick(*differing, "--steps 2 --lr 0.05 --group-size 4 --out run") == 0
-    trained = build_run(small()).policy_trainer
-    checkpoints.load(Path("run"), {"codes": trained})
+    trained = build_run(small()).policy
+    checkpoints.load(Path("run"), {".": trained})
     tokens = codes(2, 40)
     expected = logprobs(pipe, trained.model, PROMPT, tokens)
     for folder in ("run/adapter", "run/checkpoints/000002"):
@@ -233,7 +228,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         warnings.catch_warnings()
     ):  # for its plan a run on a GPU builds models without data, and this adapter on them
         warnings.simplefilter("error", UserWarning)
-        policy, *_ = meta_models(small("--adapter run"), torch.device("cuda"))
+        policy, *_ = GlmImage.sizes(small("--adapter run"), torch.device("cuda"))
     assert all(p.is_meta for p in policy.parameters())
     assert (
         logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens) - expected

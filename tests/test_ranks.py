@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,20 +54,19 @@ def together(start, *arguments, **options):
 
 def leave_adapter():
     """For `prepare`: each rank writes down the adapter that it ends with."""
-    build, run, made = train.build, train.main, []
+    main, made = train.main, []
 
-    def remember(*given, **options):
-        made.append(build(*given, **options))
-        return made[0]
+    def leaving(arguments, parts):
+        def remember(*given, **options):
+            made.append(parts.load(*given, **options))
+            return made[0]
 
-    def main(arguments):
-        code = run(arguments)
-        _, trained = made[0]
-        weights = [p.detach().numpy().tobytes() for p in trained["codes"][0].parameters()]
+        code = main(arguments, replace(parts, load=remember))
+        weights = [p.detach().numpy().tobytes() for p in made[0].policy.model.parameters()]
         Path(f"adapter-{os.environ['RANK']}").write_bytes(b"".join(weights))
         return code
 
-    train.build, train.main = remember, main
+    train.main = leaving
 
 
 SIZE = ["--height", "64", "--width", "64"]  # the smallest source

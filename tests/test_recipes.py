@@ -8,12 +8,13 @@ import make
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import build_run, sampling, tiny_settings
+from conftest import build_run, tiny_settings
 from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
 from world import MEANING
 
 from benchmarks import variants
 from grpo import compute_advantages
+from rewards import combine
 from runtime.data import Prompts
 
 RECIPES = [
@@ -161,7 +162,6 @@ def test_two_ranks_make_the_step_of_one_process(name, monkeypatch, tmp_path):
 
 def test_z_scores_of_several_rewards_keep_their_std_with_dr_grpo(tmp_path, monkeypatch):
     """Of two rewards of opposite order that of larger spread must not decide alone."""
-    combine = edited("Dr. GRPO", tmp_path).combine
     raw = {
         "large": torch.tensor([0.0, 1.0, 2.0, 3.0]),
         "small": torch.tensor([0.03, 0.02, 0.01, 0.0]),
@@ -196,23 +196,25 @@ def test_groups_without_spread_are_drawn_again(tmp_path):
         return [float(i % 2 and (len(calls) > 1 or "circle" in p)) for i, p in enumerate(prompts)]
 
     prompts = Prompts(["a red circle", "a blue cross"])
-    batch = step.redrawn(run, sampling(settings), {"mine": (reward, 1.0)}, prompts, 3)
+    how = run, settings, {"mine": (reward, 1.0)}, prompts
+    groups = run.policy.sample(run.model.encode(prompts, settings), 2, 3)
+    first = [*groups]
+    images, raw_rewards = step.redrawn(*how, groups, 3)
     assert calls == [["a red circle"] * 2 + ["a blue cross"] * 2, ["a blue cross"] * 2]
-    assert batch.raw_rewards["mine"].tolist() == [0, 1, 0, 1]
-    other = step.rollout(run, sampling(settings), {"mine": (reward, 1.0)}, prompts, 3)
-    assert torch.equal(batch.groups[0].tokens, other.groups[0].tokens)
+    assert raw_rewards["mine"].tolist() == [0, 1, 0, 1] and len(images) == 4
+    assert groups[0] is first[0] and groups[1] is not first[1]
 
 
 def test_given_answers_take_the_place_of_samples(tmp_path):
     step = edited("Given answers", tmp_path, "train.py")
     run = build_run(settings := tiny_settings("--group-size 2"))
     prompts = Prompts(["two red rings"])
-    reward = lambda images, *_: [0.0] * len(images)
-    batch = step.rollout(run, sampling(settings), {"mine": (reward, 1.0)}, prompts, 3)
-    (group,), rewards = step.answered(run, prompts, batch)
+    groups = run.policy.sample(run.model.encode(prompts, settings), 2, 3)
+    rewards = step.answered(run, prompts, groups)
+    (group,) = groups
     codes = make.codes_of(
         [MEANING["two red rings"].scene()], make.corner_codes(make.make_codebook())
     )
-    assert torch.equal(group.tokens, codes.expand(2, -1)) and rewards["mine"].tolist() == [1, 1]
-    again = run.policy_trainer.logprobs(group, torch.arange(2))
+    assert torch.equal(group.tokens, codes.expand(2, -1)) and rewards.tolist() == [1, 1]
+    again = run.policy.logprobs(group, torch.arange(2))
     torch.testing.assert_close(group.old_logprobs, again.detach())

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-import grpo
 import rewards
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,7 +144,7 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
         and wrong < perfect - 0.01
         and math.isnan(missing)
     )
-    same(grpo.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[name].tolist())
+    same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[name].tolist())
 
 
 # ---- text in the picture -------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def test_clip_is_the_cosine_by_hand(name, tmp_path):
     expected = [(a @ b).item() for a, b in vectors]
     assert np.std(expected) > 0.05  # a test that tells prompts and pictures apart
     same(raw_rewards[f"{name}={folder}"], expected)
-    same(grpo.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
+    same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
 
 
 def test_model_and_processor_come_from_where_the_table_says(tmp_path, monkeypatch):
@@ -419,7 +418,7 @@ def test_raw_rewards_are_scored_and_then_added_with_their_weights():
     raw_rewards = rewards.score(parsed, [image], [""], [target])
     assert list(raw_rewards) == ["ssim", "mse"]
     assert raw_rewards["mse"] == rewards.mse([image], [""], [target])  # raw, not weighted
-    total = grpo.combine(raw_rewards, rewards.weights_of(parsed))
+    total = rewards.combine(raw_rewards, rewards.weights_of(parsed))
     assert total.item() == pytest.approx(
         raw_rewards["ssim"].item() + 0.5 * raw_rewards["mse"].item()
     )
@@ -431,9 +430,9 @@ def test_combine_by_sum():
         "b": torch.tensor([10.0, NAN, 30.0, NAN]),
     }
     same(
-        grpo.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4 + 5, 15, NAN]
+        rewards.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4 + 5, 15, NAN]
     )  # b's mean is for both
-    same(grpo.combine(raw_rewards, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
+    same(rewards.combine(raw_rewards, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
 
 
 def test_combine_by_zscore():
@@ -456,7 +455,7 @@ def test_combine_by_zscore():
         *(NAN, NAN, NAN),
         *(0, 0, NAN),  # a lone entry has no spread
     ]
-    total = grpo.combine(raw_rewards, {"a": 2, "b": 0.5}, 3, "zscore")
+    total = rewards.combine(raw_rewards, {"a": 2, "b": 0.5}, 3, "zscore")
     same(total, expected, atol=1e-5, rtol=0)
     assert total.dtype == torch.float32
     assert total[12] == total[13] == 0
@@ -465,9 +464,9 @@ def test_combine_by_zscore():
 def test_combine_says_what_is_wrong():
     raw_rewards = {"a": torch.zeros(4)}
     with pytest.raises(ValueError, match="sum or zscore, not 'product'"):
-        grpo.combine(raw_rewards, {"a": 1}, 2, "product")
+        rewards.combine(raw_rewards, {"a": 1}, 2, "product")
     with pytest.raises(ValueError, match="groups of 3"):
-        grpo.combine(raw_rewards, {"a": 1}, 3, "zscore")
+        rewards.combine(raw_rewards, {"a": 1}, 3, "zscore")
 
 
 # ---- rewards that fail ---------------------------------------------------------------------------
@@ -496,7 +495,7 @@ def test_a_reward_gets_images_prompts_and_targets_in_this_order():
     function = lambda pictures, texts, wanted, limit=7: (
         seen.extend([pictures, texts, wanted]) or [0.0]
     )
-    rewards.score({"mine": (function, 1.0)}, [IMAGE], ["a"], [TARGET], [SOURCE])
+    rewards.score({"mine": (function, 1.0)}, [IMAGE], ["a"], [TARGET], sources=[SOURCE])
     assert [seen[0][0].getpixel((0, 0)), seen[1][0], seen[2][0].getpixel((0, 0))] == [1, "a", 2]
 
 
@@ -586,11 +585,11 @@ def test_async_rewards_of_several_groups_run_side_by_side_and_keep_their_order()
         ["x", "y"],
         [Image.new("L", (1, 1), grey) for grey in (1, 5)],
     )
-    parts = [
-        rewards.begin_scoring(functions, images[i * 3 :][:3], [prompts[i]], [targets[i]])
-        for i in range(2)
-    ]
-    found = rewards.score(functions, images, prompts, targets, begun=parts)
+    scoring = rewards.Scoring(functions)
+    for i in range(2):
+        own = {"prompts": [prompts[i]], "targets": [targets[i]]}
+        scoring.add(images[i * 3 :][:3], **own)
+    found = scoring.values()
     assert list(found) == ["a", "plain", "b"]  # in the order of the command line
     assert [values.tolist() for values in found.values()] == [
         [1] * 3 + [5] * 3,
@@ -625,9 +624,10 @@ def test_an_async_reward_that_fails_is_named_with_the_prompts_of_its_group():
         (few, "gave shape (1,) for 2 images"),
     ):
         functions = {"mine": (function, 1.0)}
-        (wait,) = rewards.begin_scoring(functions, noise(2), ["y"], None).values()
+        scoring = rewards.Scoring(functions)
+        scoring.add(noise(2), prompts=["y"], targets=None)
         with pytest.raises(rewards.RewardError, match=re.escape(f"reward 'mine' {message}")):
-            wait()
+            scoring.values()
 
 
 def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
@@ -644,10 +644,10 @@ def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
         return torch.ones(len(images), requires_grad=True)
 
     functions = {"judge": (judge, 1.0)}
-    parts = [
-        rewards.begin_scoring(functions, noise(1), [prompt], None) for prompt in ("first", "second")
-    ]
-    (values,) = rewards.score(functions, noise(2), ["first", "second"], None, begun=parts).values()
+    scoring = rewards.Scoring(functions)
+    for prompt in ("first", "second"):
+        scoring.add(noise(1), prompts=[prompt], targets=None)
+    (values,) = scoring.values().values()
     assert ended == ["first", "second"] and torch.is_grad_enabled() and not values.requires_grad
 
 
@@ -671,7 +671,7 @@ def test_gradients_stay_on_where_async_rewards_hold_no_grad_across_an_await():
         ("ssim,mse,ssim:2", "reward 'ssim' is named twice"),
         ("clip=none/here:0.5", "reward 'clip' finds no folder none/here"),
         ("text=.", "reward 'text' takes no folder"),
-        ("none.py:f", "the reward file none.py does not exist"),
+        ("none.py:f", "the file none.py does not exist"),
         (f"{ROOT}/rewards.py:nothing", "rewards.py has no function 'nothing'"),
     ],
 )
@@ -692,7 +692,7 @@ def test_a_bad_spec_is_one_line(spec, words):
 )
 def test_a_reward_file_that_cannot_be_loaded_is_named(code, words, tmp_path):
     (tmp_path / "mine.py").write_text(f"{code}\ndef f(): ...")
-    message = f"the reward file .*mine.py cannot be loaded: .*{re.escape(words)}"
+    message = f"the file .*mine.py cannot be loaded: .*{re.escape(words)}"
     with pytest.raises(ValueError, match=message) as caught:
         rewards.parse_rewards(f"{tmp_path}/mine.py:f")
     assert "\n" not in str(caught.value)

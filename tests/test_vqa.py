@@ -31,6 +31,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import (
 )
 
 import rewards
+from glm_image import editing
 from runtime import data
 
 TEMPLATE = (
@@ -378,7 +379,7 @@ def test_a_picture_that_has_changed_is_prepared_again(folder):
 
 def test_a_pass_has_as_many_pictures_whether_one_or_two_are_shown_together(folder, monkeypatch):
     sizes = []
-    edit = rewards.Edit(folder)
+    edit = editing.Edit(folder)
     log_odds = edit.log_odds
     monkeypatch.setattr(
         edit, "log_odds", lambda asked, device: sizes.append(len(asked)) or log_odds(asked, device)
@@ -444,7 +445,7 @@ def test_a_run_counts_the_prompts_that_vqa_has_questions_about_and_that_text_has
     monkeypatch.setattr(vqa, "questions", {"a cat": {"Is it a cat?": 1}}, raising=False)
     both = {"vqa": (vqa, 1.0), "text": (text, 1.0)}
     monkeypatch.setattr(data, "parse_rewards", lambda spec: both)
-    monkeypatch.setattr(data, "score", lambda *given: None)
+    monkeypatch.setattr(data, "score", lambda *given, **more: None)
     prompts = data.Prompts([" a cat", 'a sign "open"', 'a door "1"'])
     data.load_rewards("reward", "vqa,text", (32, 32), [prompts])
     assert capsys.readouterr().out.splitlines()[1:] == [

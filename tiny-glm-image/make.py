@@ -1,6 +1,6 @@
 """Make tiny-glm-image: a GLM-Image of two million parameters that paints coloured shapes.
 
-    python tiny-glm-image/make.py     # rewrites this folder: seven model parts, prompts, pictures
+    python tiny-glm-image/make.py     # rewrites this folder: seven model parts, prompts
 
 Every part is the class the released model uses, only small, so whatever trains this trains the
 release. The sizes, the tokenizer and the scheduler stay as this folder's config files say:
@@ -41,7 +41,6 @@ sys.path.append(str(HERE.parent))
 from world import (
     CAPTIONS,
     COLOURS,
-    FORMS,
     KINDS,
     NUMBERS,
     RELATIONS,
@@ -55,12 +54,13 @@ from world import (
     random_edit,
     random_scene,
     seen_captions,
+    split_edits,
     unrewarded,
     unseen,
 )
 
-from glm_image.painting import encode_prompt, for_decoder
-from runtime.data import Source
+from glm_image.editing import Source, encode_edit
+from glm_image.model import encode_prompt, for_decoder
 
 NUM_CODES = 1024
 
@@ -256,11 +256,10 @@ def train_policy(policy, codebook, steps, lr, misreads, same=True):
     seen, (_, held_out) = seen_captions(), split_edits(random.Random(0))
     # With room for the codes of a source.
     blank = Source(draw((None,) * 4), torch.full((16,), policy.config.image_token_id))
-    asked = {str(caption): None for caption in itertools.chain(*seen.values())}
-    asked |= dict.fromkeys(WISHES, blank)
     processor = GlmImagePipeline.from_pretrained(HERE).processor
-    encode = lambda text: encode_prompt(processor, text, SIZE, SIZE, asked[text])[:2]
-    prompts = {text: encode(text) for text in asked}
+    captions = [str(caption) for caption in itertools.chain(*seen.values())]
+    prompts = {text: encode_prompt(processor, text, SIZE, SIZE)[:2] for text in captions}
+    prompts |= {text: encode_edit(processor, text, blank, SIZE, SIZE)[:2] for text in WISHES}
 
     def cross_entropy(texts, sources, targets):
         """Mean over codes (B, T) after prompts, which contain codes of sources (B, 16), or none."""
@@ -389,16 +388,6 @@ def split_captions(rng):
     return training, held_out
 
 
-def split_edits(rng):
-    """144 edits (scene, Wish) to train on and 24 held out, form after form: two lists."""
-    by_form = {form: {} for form in FORMS}
-    while min(map(len, by_form.values())) < 42:
-        edit = random_edit(rng)
-        by_form[edit[1].kind].setdefault(edit)
-    of_all = lambda rows: [edit for edits in by_form.values() for edit in list(edits)[rows]]
-    return of_all(slice(36)), of_all(slice(36, 42))
-
-
 def write_prompts():
     """Captions and edits to train on with GRPO, and others that no stage has seen."""
     captions = split_captions(random.Random(0))
@@ -406,8 +395,6 @@ def write_prompts():
     for prefix, name, part in (("", "prompts", 0), ("heldout-", "heldout", 1)):
         write_lines(f"{name}.txt", captions[part])
         write_lines(f"{prefix}edits.txt", [wish for _, wish in edits[part]])
-        write_pictures(f"{prefix}sources", [scene for scene, _ in edits[part]])
-        write_pictures(f"{prefix}edit-targets", [wish.edited(scene) for scene, wish in edits[part]])
 
 
 def write_lines(file, prompts):
@@ -415,12 +402,6 @@ def write_lines(file, prompts):
     kinds = itertools.groupby(prompts, lambda prompt: prompt.kind)
     parts = ["\n".join([f"# kind: {kind}", *map(str, own)]) for kind, own in kinds]
     (HERE / file).write_text("\n".join(parts) + "\n")
-
-
-def write_pictures(folder, scenes):
-    (HERE / folder).mkdir(exist_ok=True)
-    for line, scene in enumerate(scenes, 1):
-        draw(scene).save(HERE / folder / f"{line:03d}.png", optimize=True)
 
 
 def main():

@@ -4,6 +4,7 @@ A scene has four places, each empty or one of 6 shapes in one of 6 colours.
 """
 
 import itertools
+import random
 from typing import NamedTuple
 
 from PIL import Image, ImageDraw
@@ -184,3 +185,35 @@ def draw(scene):
 
 def random_scene(rng):
     return tuple(rng.choice(SPRITES) if rng.random() < 0.75 else None for _ in range(4))
+
+
+# ---- the edits to train on: pictures for --sources and --targets, drawn when they are needed -----
+
+
+def split_edits(rng):
+    """144 edits (scene, Wish) to train on and 24 held out, form after form: two lists."""
+    by_form = {form: {} for form in FORMS}
+    while min(map(len, by_form.values())) < 42:
+        edit = random_edit(rng)
+        by_form[edit[1].kind].setdefault(edit)
+    of_all = lambda rows: [edit for edits in by_form.values() for edit in list(edits)[rows]]
+    return of_all(slice(36)), of_all(slice(36, 42))
+
+
+TRAINING, HELD_OUT = 0, 1
+
+
+def edit_sources(part=TRAINING):
+    return [draw(scene) for scene, _ in split_edits(random.Random(0))[part]]
+
+
+def edit_targets(part=TRAINING):
+    return [draw(wish.edited(scene)) for scene, wish in split_edits(random.Random(0))[part]]
+
+
+def heldout_sources():
+    return edit_sources(HELD_OUT)
+
+
+def heldout_targets():
+    return edit_targets(HELD_OUT)

@@ -1,0 +1,235 @@
+"""Train GLM-Image's diffusion decoder with GRPO, alone or with the policy that writes the codes.
+
+    python examples/train_decoder.py --group-size 8
+    python examples/train_decoder.py --train both --group-size 4 --paintings 4
+
+The first paints one code sequence per prompt 8 times, the second 4 of them 4 times each.
+
+A run of train.py with a step of its own, decoder_step(), in which groups are nested: G code
+sequences are compared within their prompt, and K paintings within their codes. How a painting has
+probabilities: glm_image/decoder.py. Takes the flags of train.py too, and leaves the same files,
+with the decoder's adapter in decoder-adapter/.
+"""
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import train
+from glm_image import memory
+from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
+from grpo import set_advantages
+from rewards import Scoring, combine, weights_of
+from runtime import UserError, ranks, report
+from runtime.record import Record
+from runtime.settings import Settings, flag
+
+# ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
+
+
+def decoder_step(run, settings, rewards, prompts, seed):
+    """One step of the decoder, or of both; see grpo_step in train.py."""
+    sequences, paintings = settings.sequences, settings.paintings  # G, K
+    weights = weights_of(rewards)
+    policy, decoder = run.policy, run.decoder
+
+    run.offload_all_but(policy.model)
+    with run.clock("sample"):  # 1. sample G code sequences for each prompt
+        groups = policy.sample(run.model.encode(prompts, settings), sequences, seed)
+
+    images = []
+    paths = []  # a group for each denoising step of each code sequence
+    scoring = Scoring(rewards)
+    for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+        run.offload_all_but(*run.model.painters)
+        with run.clock("paint"):  # 2. paint each of them K times, by steps with probabilities
+            latents, steps = decoder.paint_paths(
+                prompt, group.tokens, paintings, settings, seed + i
+            )
+        run.offload_all_but(run.model.vae)
+        with run.clock("vae"):
+            painted = run.model.to_images(latents, settings.micro_batch_size)
+        scoring.add(painted, **prompt.for_rewards())
+        images += painted
+        paths += steps
+    run.offload_all_but()
+    with run.clock("score"):  # 2. score
+        raw_rewards = scoring.values()
+
+    metrics = {"skipped": 0}
+    if settings.train == "both":
+        # 3. A code sequence has the mean reward of its K paintings, among the G of its prompt.
+        means = {name: mean_of(x, paintings) for name, x in raw_rewards.items()}
+        set_advantages(groups, combine(means, weights, sequences, settings.combine))
+        metrics = learn(run, policy, policy.model, groups)  # 4 to 6
+
+    # 3. A painting is compared among the K of the same codes, at each denoising step.
+    of_steps = {name: repeat_for_steps(x, paths) for name, x in raw_rewards.items()}
+    set_advantages(paths, combine(of_steps, weights, paintings, settings.combine))
+    own = learn(run, decoder, run.model.pipe.transformer, paths, "decoder/")  # 4 to 6
+
+    metrics |= own | {"entropy": train.entropy(groups)}
+    metrics["skipped"] += own["decoder/skipped"]
+    return NestedBatch(groups, images, raw_rewards, paths, paintings), metrics
+
+
+def learn(run, trainer, model, groups, prefix=""):
+    """Parts 4 to 6. model: what has to be on the GPU. Returns metrics, named with the prefix."""
+    run.offload_all_but(model)
+    with run.clock(f"{prefix}reference"):
+        trainer.add_reference(groups)
+    with run.clock(f"{prefix}update"):
+        metrics = trainer.update(groups)
+    return {prefix + name: value for name, value in metrics.items()}
+
+
+def mean_of(rewards, paintings):
+    """The mean reward of each code sequence: (N*G*K,) -> (N*G,)."""
+    return rewards.view(-1, paintings).nanmean(1)
+
+
+@dataclass
+class NestedBatch(train.Batch):
+    """N*G*K pictures, prompt after prompt, code sequence after code sequence."""
+
+    paths: list  # DenoisingSteps
+    paintings: int  # K
+
+    def advantages(self, i):
+        """Of the pictures of prompt i: that of its codes, or if these do not learn its own."""
+        group = self.groups[i]
+        if group.advantages is not None:
+            return group.advantages.repeat_interleave(self.paintings)
+        return self.paths[i * len(self.paths) // len(self.groups)].advantages
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class DecoderSettings(Settings):
+    script = "examples/train_decoder.py"
+    section = "decoder"
+
+    train: Literal["decoder", "both"] = flag(
+        "decoder",
+        "what learns; --group-size counts the paintings of a lone code sequence, or with both the "
+        "sequences",
+        group="the decoder",
+    )
+    paintings: int | None = flag(
+        None, "with both: how often each code sequence is painted (default: 4)", at_least=2
+    )
+    decoder_lr: float = flag(1e-4, "AdamW's learning rate for its adapter", above=0)
+    noise_level: float = flag(
+        0.7, "share of a denoising step's noise that is drawn again", above=0, at_most=1
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.decode_steps == 1:
+            raise UserError("--decode-steps has to be 2 or more: the last one is not drawn")
+        if self.train == "both":
+            self.paintings = self.paintings or 4
+        elif self.paintings not in (None, self.group_size):
+            raise UserError("--paintings has no effect with --train decoder: give --group-size")
+        else:
+            self.paintings = self.group_size
+
+    @property
+    def sequences(self):
+        """G, code sequences per prompt."""
+        return self.group_size if self.train == "both" else 1
+
+
+# ---- what a step works with, and its record ------------------------------------------------------
+
+
+class DecoderRecord(Record):
+    """Numbers of the decoder have "decoder/" in front."""
+
+    parts: ClassVar = {
+        "decoder/kl": "decoder kl {:.4f}",
+        "decoder/reward_std": "decoder +- {:.3f}",
+        "decoder/grad_norm": "decoder norm {:.3f}",
+        **report.PARTS,
+    }
+    alarms: ClassVar = report.ALARMS | {
+        "decoder/groups_without_spread": "decoder: {:.0%} without spread"
+    }
+
+    def __init__(self, out, settings, *others):
+        super().__init__(out, settings, *others)
+        self.learners = {"decoder": ("decoder/grad_norm", "--noise-level")}
+        if settings.train == "both":
+            self.row = settings.paintings  # a row of pictures per code sequence
+            self.learners |= report.LEARNERS
+
+    def reward_metrics(self, batch, total):
+        """Of code sequences by their means; or, of a lone one, of its paintings."""
+        sequences, paintings = self.settings.sequences, self.settings.paintings
+        if sequences == 1:
+            return report.reward_metrics(batch.raw_rewards, total, paintings)
+        means = {name: mean_of(x, paintings) for name, x in batch.raw_rewards.items()}
+        metrics = report.reward_metrics(means, mean_of(total, paintings), sequences)
+        of_paintings = report.reward_metrics({}, total, paintings)
+        return metrics | {"decoder/reward_std": of_paintings["reward_std"]}
+
+    def save_adapters(self):
+        folders = super().save_adapters() if "." in self.trainers else []
+        folder = self.out / "decoder-adapter"
+        self.trainers["decoder"].model.get_base_model().save_lora_adapter(folder)
+        return [*folders, folder]
+
+
+def needed(models, settings, *others):
+    counts = {"sequences": settings.sequences, "paintings": settings.paintings}
+    return memory.needed(models, settings, *others, **counts)
+
+
+@dataclass
+class DecoderRun(train.Run):
+    """train.py's, with a decoder that learns; the policy may."""
+
+    decoder: DecoderGRPO | None = None
+    policy_learns: bool = False
+
+    Settings = DecoderSettings
+    Record = DecoderRecord
+    Model = LearningDecoder
+    step = decoder_step
+    needed = staticmethod(needed)
+
+    @classmethod
+    def load(cls, settings, data, device, turns, pipe=None):
+        """As in train.py, and the decoder's trainer."""
+        run = super().load(settings, data, device, turns, pipe)
+        run.policy_learns = settings.train == "both"
+        run.decoder = DecoderGRPO(
+            run.model,
+            train.adamw(run.model.decoder),
+            train.algorithm(settings),
+            settings.noise_level,
+            settings.guidance_scale,
+            meet=ranks.meet,
+        )
+        return run
+
+    @property
+    def trainers(self):
+        own = {"decoder": self.decoder}
+        return {**super().trainers, **own} if self.policy_learns else own
+
+    def set_learning_rates(self, settings, step):
+        train.set_learning_rate(self.decoder, settings.decoder_lr, settings.warmup_steps, step)
+        if self.policy_learns:
+            super().set_learning_rates(settings, step)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(train.main(run_class=DecoderRun))

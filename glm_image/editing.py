@@ -1,0 +1,183 @@
+"""GLM-Image as an editor: a picture and a wish go in, the picture as wished comes out.
+
+examples/train_edits.py trains it. The policy reads the codes of a picture, the source, before the
+text, and writes no preview. The decoder sees the source, too: the pipeline keeps its keys and
+values. All else is as for captions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+
+from glm_image.model import TOKEN, GlmImage, chat, for_decoder, positions_of
+from rewards import (
+    CHINESE,
+    NEEDS,
+    REWARDS,
+    SMOLVLM,
+    Vqa,
+    against_targets,
+    refuse_missing,
+    ssim_map,
+)
+from runtime import UserError, gpu
+from runtime.data import Prompt, read_pictures, read_prompts
+
+# ---- wishes, each with its source ----------------------------------------------------------------
+
+
+@dataclass
+class EditPrompt(Prompt):
+    """A wish, with the picture that it changes."""
+
+    source: Image.Image = None  # its sides are multiples of 32
+    codes: torch.Tensor | None = None  # of it, (rows*columns,) int64, one per 32x32 pixels
+
+    def for_rewards(self):
+        return super().for_rewards() | {"sources": [self.source]}
+
+    def given(self):
+        return {"source": self.source}
+
+    def identity(self):
+        """Two edits may share a text."""
+        return self.text, self.source.tobytes()
+
+
+def read_edits(settings, prefix=""):
+    """Those to train on, or with "eval_" the held-out ones."""
+    prompts = read_prompts(settings, prefix)
+    folder, size = getattr(settings, f"{prefix}sources"), (settings.width, settings.height)
+    pictures = read_pictures(folder, "source", len(prompts), size)
+    return [EditPrompt(**vars(prompt), source=x) for prompt, x in zip(prompts, pictures)]
+
+
+@torch.no_grad()
+def read_sources(pipe, edits, device):
+    """Reads the codes of each EditPrompt's source by the model's own vision tower and quantiser.
+
+    pipe: the stock pipeline, before prepare_training, which drops both.
+    """
+    model = pipe.vision_language_encoder
+    model.model.visual.to(device)
+    model.model.vqmodel.to(device)
+    for edit in edits:
+        source = edit.source
+        inputs = pipe.processor.image_processor(source, return_tensors="pt").to(device)
+        grid = inputs["image_grid_thw"]  # (1, 3)
+        if grid.tolist() != [[1, source.height // 32, source.width // 32]]:
+            rows, columns = grid.tolist()[0][1:]
+            raise UserError(
+                f"a picture of {source.size} pixels is {rows}x{columns} codes to the model, "
+                "not one per 32x32 pixels: choose another --height and --width"
+            )
+        features = model.get_image_features(inputs["pixel_values"], grid).pooler_output
+        edit.codes = model.get_image_tokens(features).cpu()
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+class EditingGlmImage(GlmImage):
+    """Takes EditPrompts where a GlmImage takes Prompts."""
+
+    def prepare_training(self, settings, device, home=None):
+        super().prepare_training(settings, device, home)
+        keep_one_source(self.pipe.transformer)
+
+    @property
+    def painters(self):
+        return *super().painters, self.vae  # which reads the source
+
+    def encode(self, edits, settings):
+        size = settings.height, settings.width
+        return [encode_edit(self.pipe.processor, edit, *size) for edit in edits]
+
+    def number_of_codes(self, settings):
+        return settings.height * settings.width // 32**2  # no preview
+
+    def paint(self, edit, tokens, settings, seed):
+        rows, columns = edit.source.height // 32, edit.source.width // 32
+        codes = for_decoder(edit.codes.view(1, rows, columns))[0]
+        return super().paint(
+            edit,
+            tokens,
+            settings,
+            seed,
+            image=[edit.source],
+            prior_token_image_ids=codes.to(self.pipe.transformer.device),
+            source_image_grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]]),
+        )
+
+    def compile_decoder(self):
+        """Not where it keeps a source's keys: there it was not tried."""
+
+
+def encode_edit(processor, edit, height, width):
+    """An edit as the policy reads it, after the codes of its source; see encode_prompt."""
+    content = [{"type": "image", "image": edit.source}, {"type": "text", "text": edit.text}]
+    inputs = chat(processor, content, height, width)
+    prompt_ids = inputs["input_ids"][0]  # (L,)
+    begin = prompt_ids.tolist().index(processor.image_token_id)
+    end = begin + len(edit.codes)
+    prompt_ids[begin:end] = edit.codes
+    read, *written = inputs["image_grid_thw"].tolist()
+    grids = [TOKEN] * begin + [read] + [TOKEN] * (len(prompt_ids) - end) + written
+    positions = positions_of(grids)  # (3, L+T)
+    return prompt_ids, positions, positions.shape[1] - len(prompt_ids)
+
+
+def keep_one_source(transformer):
+    """Here a batch edits one source: before that is written again, the earlier copy is dropped.
+
+    The pipeline keeps its keys and values for each picture, 2.0 GB at 1024x1024. The cache spreads
+    one copy over all.
+    """
+
+    def hook(module, inputs, options):
+        cache = options.get("kv_caches")
+        if cache is not None and cache[0].mode == "write":
+            cache.clear()
+            cache.set_mode("write")
+
+    transformer.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+# ---- rewards that see the source -----------------------------------------------------------------
+
+
+def keep(images, prompts, targets, sources):
+    """Structural similarity to the picture that was edited.
+
+    A small weight keeps a model from repainting all of it.
+    """
+    return against_targets("keep", lambda a, b: ssim_map(a, b).mean(), images, sources, "sources")
+
+
+class Edit(Vqa):
+    """How sure a vision-language model is that an edit was made, and nothing else changed, 0..1.
+
+    It sees source and result in one chat and gets two questions (Edit-R1, Li et al. 2025, asks for
+    a grade). The mean of their values, see Vqa: a picture left as it was gets half.
+    """
+
+    def __call__(self, images, prompts, targets, sources):
+        if sources is None:
+            refuse_missing("edit", "sources")
+        return self.means(list(zip(sources, images)), prompts)
+
+    def about(self, prompt):
+        if CHINESE.search(prompt) and not self.reads_chinese:
+            return {}
+        done = prompt.strip().replace('"', "'")
+        return {
+            f'Has the first picture been changed as asked: "{done}"?': 1,
+            "Is everything else in the second picture as it was in the first?": 1,
+        }
+
+
+# Where this is imported, --reward knows them too.
+REWARDS.update(keep=keep, edit=(Edit, {"model": SMOLVLM}))
+NEEDS.update(keep="sources", edit="sources")
+gpu.NEEDED["edit"] = gpu.SMOLVLM
