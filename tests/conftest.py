@@ -26,14 +26,14 @@ if "OMP_NUM_THREADS" not in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
-import train_decoder
-import train_edits
 from diffusers import GlmImagePipeline
+from train_decoder import DecoderRun
+from train_edits import EditRun
 from world import draw
 
 import train
 from glm_image import editing, model
-from runtime.data import Prompts
+from runtime.data import Prompt
 
 CPU = torch.device("cpu")
 RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
@@ -69,31 +69,34 @@ def words_of(flags):
     return shlex.split(" ".join(map(str, flags)))
 
 
-def room_of(words):
-    """The Parts of the script that takes these flags, or made the run that they resume."""
+def run_class_of(words):
+    """The Run of the script that takes these flags, or made the run that they resume."""
     words = [*words]
     if "--resume" in words:
         file = Path(words[words.index("--resume") + 1], "settings.json")
         before = json.loads(file.read_text()) if file.is_file() else {}
         words += [f"--{name}" for name in before]
     if "--train" in words:
-        return train_decoder.PARTS
-    return train_edits.PARTS if {"--sources", "--eval-sources"} & {*words} else train.Parts()
+        return DecoderRun
+    return EditRun if {"--sources", "--eval-sources"} & {*words} else train.Run
 
 
 def tiny_settings(*flags):
     words = ["--model", str(TINY), *words_of(flags)]
-    parts = room_of(words)
-    return parts.parse(words, parts.parser())
+    return train.parse_settings(words, run_class_of(words).Settings)
 
 
-def build_run(settings, pipe=None, load_run=None):
+def build_run(settings, pipe=None):
     """What a run works with, of the tiny model unless told otherwise."""
-    load_run = load_run or (train_decoder if hasattr(settings, "train") else train).load_run
+    run_class = DecoderRun if hasattr(settings, "train") else train.Run
     pipe = pipe or train.load(settings.model, CPU)
-    run = load_run(settings, None, CPU, None, pipe=pipe)
+    run = run_class.load(settings, None, CPU, None, pipe)
     run.set_learning_rates(settings, settings.warmup_steps)
     return run
+
+
+def prompts_of(*texts):
+    return [Prompt(text) for text in texts]
 
 
 def rolled_out(run, settings, rewards, prompts, seed):
@@ -107,7 +110,7 @@ def rolled_out(run, settings, rewards, prompts, seed):
 def painted(pipe, text, tokens, settings, seed):
     """The latents that a stock pipeline paints here, and their pictures."""
     glm = model.GlmImage(pipe)
-    latents = glm.paint(Prompts([text]), tokens, settings, seed)
+    latents = glm.paint(Prompt(text), tokens, settings, seed)
     return latents, glm.to_images(latents, 4)
 
 
@@ -151,10 +154,10 @@ def short_runs(folder, whole=False):
         if not whole:
             shorten(patch.setattr)
 
-        def run(*flags, parts=None, usual=QUICK):
+        def run(*flags, run_class=None, usual=QUICK):
             words = words_of(flags)
             usual = usual[:-2] if "decoder" in words else usual
-            return train.main([*usual, *words], parts or room_of(words))
+            return train.main([*usual, *words], run_class or run_class_of(words))
 
         yield run
     for number, handler in handlers.items():
@@ -181,9 +184,9 @@ def unheard(number, frame):
     pytest.fail(f"signal {number} was for the run, which does not listen")
 
 
-def resume(*flags, parts=None):
+def resume(*flags, run_class=None):
     words = words_of(["--resume", *flags])
-    return train.main(words, parts or room_of(words))
+    return train.main(words, run_class or run_class_of(words))
 
 
 def write_reward(body):
@@ -263,4 +266,4 @@ def _in_child(folder, arguments, output, prepare, environment):
     shorten(setattr)
     if prepare is not None:
         prepare()
-    sys.exit(train.main(arguments, room_of(arguments)))
+    sys.exit(train.main(arguments, run_class_of(arguments)))

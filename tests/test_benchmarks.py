@@ -17,7 +17,6 @@ from benchmarks import memory, repair_decoder, variants
 from glm_image.memory import needed as memory_needed
 from glm_image.memory import working_memory
 from glm_image.model import Painting
-from runtime.data import Prompts
 from runtime.int8 import round_linears
 
 
@@ -175,7 +174,7 @@ def test_repairing_a_rounded_decoder(run, tmp_path):
     before, after = map(float, re.search(r"likeness (\S+) \S+ \S+ -> (\S+)", lines).groups())
     assert 0.5 < before < 1 and abs(after - before) < 0.2 and after != before
 
-    prompts = Prompts(["a cross and a ring", "three diamonds"])
+    prompts = prompts_of("a cross and a ring", "three diamonds")
     groups = repair_decoder.Drawn().sample(prompts.texts, 1, 0)
     pipe, painting = train.load(TINY, CPU), Painting(128, 128, 6, 1.0, 4)
     for text, group in zip(prompts.texts, groups):

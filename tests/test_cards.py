@@ -38,7 +38,6 @@ from world import draw
 import train
 from grpo import GRPO, Offload
 from runtime import UserError, gpu
-from runtime.data import Prompts
 
 CUDA = torch.device("cuda", 0)
 PAGES = ("README.md", "docs/memory.md", "docs/editing.md", "docs/deploy.md")
@@ -117,15 +116,15 @@ def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypa
     settings.paintings = settings.group_size = 8
     assert needed(released("bfloat16"), settings, 4, 0)[3] == 4 * 64 * 2**20 * (3 * 11 + 1)
     both = "--train", "both"
-    planned(monkeypatch, 84, 7, *both, parts=train_decoder.PARTS)
+    planned(monkeypatch, 84, 7, *both, run_class=train_decoder.DecoderRun)
     with pytest.raises(
         UserError, match=r"and 2.3 of the host for the decoder's paths; .* 2.2 of the host"
     ):
-        planned(monkeypatch, 84, 6.2, *both, parts=train_decoder.PARTS)
+        planned(monkeypatch, 84, 6.2, *both, run_class=train_decoder.DecoderRun)
     settings = decoder_settings("--model", TINY, *both, "--paintings 2 --decode-steps 4")
     run = build_run(settings, load_run=train_decoder.load_run)
     codes = torch.zeros(1, 16, dtype=torch.long)
-    images, steps = run.decoder.paint_paths(Prompts(["a red circle"]), codes, 2, settings, 3)
+    images, steps = run.decoder.paint_paths(prompts_of("a red circle"), codes, 2, settings, 3)
     assert len(images) == 2
     assert all(step.next_latents is after.latents for step, after in pairwise(steps))
     # On a GPU they would stay there beside the copies.
@@ -165,7 +164,7 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch):
             seen.append((name, *map(up, painting_models(run)))) or stock[name](*given)
         )
         monkeypatch.setattr(run.model, name, look)
-    prompts = Prompts(["a red circle", "a blue cross"])
+    prompts = prompts_of("a red circle", "a blue cross")
     rolled_out(run, settings, {}, prompts, 5)
     assert seen == [("paint", True, True, False), ("to_images", False, False, True)] * 2
 

@@ -44,7 +44,6 @@ import train
 from grpo import compute_advantages
 from rewards import REWARDS
 from runtime import UserError, ranks, settings
-from runtime.data import Prompts
 from runtime.gpu import Clock
 from runtime.report import (
     format_step,
@@ -831,7 +830,7 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     seen = []
     run = build_run(settings := tiny_settings(*SHORT, "--combine", combine))
     monkeypatch.setattr(run.policy, "update", lambda groups: seen.extend(groups) or {})
-    prompts = Prompts(["a red circle"])
+    prompts = prompts_of("a red circle")
     rolled, metrics = train.grpo_step(run, settings, functions, prompts, 0)
     total = 2 * a + 0.5 * b
     if combine == "zscore":
@@ -855,7 +854,7 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     ]
     settings = tiny_settings(*SHORT, "--group-size 3")
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
-    prompts = Prompts(["a red circle", "a blue cross"])
+    prompts = prompts_of("a red circle", "a blue cross")
     run = build_run(settings)
     monkeypatch.setattr(run.model, "paint", lambda prompt, tokens, *_: tokens)
     monkeypatch.setattr(run.model, "to_images", colours)

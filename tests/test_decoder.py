@@ -41,7 +41,6 @@ from glm_image.model import Painting
 from grpo import Offload
 from rewards import combine
 from runtime import checkpoints
-from runtime.data import Prompts
 from runtime.settings import TINY
 
 PROMPTS = ["a red circle", "a blue cross"]
@@ -61,7 +60,7 @@ def build(*arguments, dtype=torch.float32):
 
 def paint_paths(run, settings, prompt, codes, seed):
     _, paintings = train_decoder.groups_of(settings)
-    return run.decoder.paint_paths(Prompts([prompt]), codes, paintings, settings, seed)
+    return run.decoder.paint_paths(prompts_of(prompt), codes, paintings, settings, seed)
 
 
 def roll_out(run, settings, seed=5):
@@ -435,7 +434,7 @@ def both_halves(tmp_path_factory):
     arguments = "--train both --paintings 2 --decode-steps 4 --steps 2 --save-every 1 --out run"
     with short_runs(folder) as quick:
         rates = "--warmup-steps 3 --decoder-lr 0.05 --lr 0.05"
-        assert quick(arguments, rates, parts=train_decoder.PARTS) == 0
+        assert quick(arguments, rates, run_class=train_decoder.DecoderRun) == 0
     return folder / "run"
 
 
@@ -465,7 +464,7 @@ def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(both_halves, 
     shutil.copytree(both_halves, "killed")
     for part in ("checkpoints/000002", "adapter", "decoder-adapter"):
         shutil.rmtree(f"killed/{part}")
-    assert resume("killed", parts=train_decoder.PARTS) == 0
+    assert resume("killed", run_class=train_decoder.DecoderRun) == 0
     for file in (
         "adapter/adapter_model.safetensors",
         "decoder-adapter/pytorch_lora_weights.safetensors",
@@ -499,7 +498,7 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
     monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
     monkeypatch.setattr("runtime.record.Record.end", lambda record: None)
     monkeypatch.setattr(owner, name, breaks)
-    assert quick(BOTH, "--temperature 4 --steps 3 --out run", parts=train_decoder.PARTS) == 2
+    assert quick(BOTH, "--temperature 4 --steps 3 --out run", run_class=train_decoder.DecoderRun) == 2
     assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
 
 
@@ -510,7 +509,7 @@ def test_skipped_steps_of_the_decoder_count(quick, capsys, monkeypatch):
         "update",
         lambda self, steps: update(self, steps) | {"skipped": 1.0},
     )
-    assert quick(BOTH, "--steps 1 --out run", parts=train_decoder.PARTS) == 0
+    assert quick(BOTH, "--steps 1 --out run", run_class=train_decoder.DecoderRun) == 0
     output = capsys.readouterr().out
     assert "a step: 1 group of 2" in output
     assert "SKIPPED: the gradient was not finite" in output
@@ -531,7 +530,7 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     paintings = ["--paintings", "2"] if kind == "both" else []
     flags = [*paintings, "--out", kind]
     quick_usual = QUICK[:-2] if kind == "decoder" else QUICK
-    assert quick(arguments, kind, *flags, parts=train_decoder.PARTS, usual=quick_usual) == 0
+    assert quick(arguments, kind, *flags, run_class=train_decoder.DecoderRun, usual=quick_usual) == 0
     first, *others = (cells for _, cells in drawn[0])
     assert [(ANY, "target"), None] == first[:2]  # stands beside, as does a source
     found = [[caption for _, caption in cells] for cells in (first[2:], *others)]
@@ -543,7 +542,7 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
 
 def test_one_move_leaves_nothing_to_learn(quick, capsys):
     flags = "--decode-steps 1 --steps 1"
-    assert quick(flags, parts=train_decoder.PARTS, usual=QUICK[:-2]) == 2
+    assert quick(flags, run_class=train_decoder.DecoderRun, usual=QUICK[:-2]) == 2
     assert "--decode-steps" in capsys.readouterr().err
 
 
@@ -558,4 +557,4 @@ def test_a_decoder_that_paints_nonsense_fails_the_step(short):
         runtime.StepFailed,
         match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a learning",
     ):
-        train_decoder.decoder_step(run, settings, REWARDS, Prompts(PROMPTS), 5)
+        train_decoder.decoder_step(run, settings, REWARDS, prompts_of(*PROMPTS), 5)

@@ -307,7 +307,7 @@ def edits(quick):
     Path("sources").mkdir()
     world.draw(RED_CIRCLE).save("sources/1.png")
     world.draw(BLUE_CROSS).save("sources/2.png")
-    return lambda *arguments: quick(*EDITS, *arguments, parts=train_edits.PARTS)
+    return lambda *arguments: quick(*EDITS, *arguments, run_class=train_edits.EditRun)
 
 
 def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
@@ -339,7 +339,7 @@ def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
     shutil.copytree("straight", "killed")
     shutil.rmtree("killed/checkpoints/000002")
     shutil.rmtree("killed/adapter")
-    assert resume("killed", parts=train_edits.PARTS) == 0
+    assert resume("killed", run_class=train_edits.EditRun) == 0
     assert records("killed/metrics.jsonl") == records("straight/metrics.jsonl")
     assert adapter_of("killed") == adapter_of("straight")
 
@@ -373,7 +373,7 @@ def test_what_cannot_work_is_one_line_before_the_model_loads(
 
 def test_sources_go_with_sources_to_judge_by(quick, capfd):
     for arguments in (["--sources", "targets"], ["--eval-sources", "targets"]):
-        assert quick(*arguments, parts=train_edits.PARTS, usual=QUICK[:2]) == 2
+        assert quick(*arguments, run_class=train_edits.EditRun, usual=QUICK[:2]) == 2
         assert "--prompts, --eval-sources and --eval-prompts" in capfd.readouterr().err
 
 

@@ -15,7 +15,6 @@ from world import MEANING
 from benchmarks import variants
 from grpo import compute_advantages
 from rewards import combine
-from runtime.data import Prompts
 
 RECIPES = [
     "GRPO",
@@ -195,7 +194,7 @@ def test_groups_without_spread_are_drawn_again(tmp_path):
         calls.append(prompts)
         return [float(i % 2 and (len(calls) > 1 or "circle" in p)) for i, p in enumerate(prompts)]
 
-    prompts = Prompts(["a red circle", "a blue cross"])
+    prompts = prompts_of("a red circle", "a blue cross")
     how = run, settings, {"mine": (reward, 1.0)}, prompts
     groups = run.policy.sample(run.model.encode(prompts, settings), 2, 3)
     first = [*groups]
@@ -208,7 +207,7 @@ def test_groups_without_spread_are_drawn_again(tmp_path):
 def test_given_answers_take_the_place_of_samples(tmp_path):
     step = edited("Given answers", tmp_path, "train.py")
     run = build_run(settings := tiny_settings("--group-size 2"))
-    prompts = Prompts(["two red rings"])
+    prompts = prompts_of("two red rings")
     groups = run.policy.sample(run.model.encode(prompts, settings), 2, 3)
     rewards = step.answered(run, prompts, groups)
     (group,) = groups

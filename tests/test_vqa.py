@@ -446,7 +446,7 @@ def test_a_run_counts_the_prompts_that_vqa_has_questions_about_and_that_text_has
     both = {"vqa": (vqa, 1.0), "text": (text, 1.0)}
     monkeypatch.setattr(data, "parse_rewards", lambda spec: both)
     monkeypatch.setattr(data, "score", lambda *given, **more: None)
-    prompts = data.Prompts([" a cat", 'a sign "open"', 'a door "1"'])
+    prompts = prompts_of(" a cat", 'a sign "open"', 'a door "1"')
     data.load_rewards("reward", "vqa,text", (32, 32), [prompts])
     assert capsys.readouterr().out.splitlines()[1:] == [
         "vqa: questions for 1 of 3 prompts",
