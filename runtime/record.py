@@ -186,9 +186,8 @@ class Record:
 
     def save(self):
         if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
-            best, _ = report.best_step(self.evaluations, self.best_by)
             state = {"settings": checkpoints.saved(self.settings), "inputs": self.hashes}
-            checkpoints.save(self.out, self.done, self.trainers, state, best)
+            checkpoints.save(self.out, self.done, self.trainers, state)
 
     def save_whole_step(self):
         """After an error. What has moved in a step that did not end is not saved."""
@@ -216,8 +215,7 @@ class Record:
     def save_adapters(self):
         """What was learned, for other programs to load: the folders."""
         folder = self.out / "adapter"
-        self.trainers["."].model.save_pretrained(folder)
-        (folder / "README.md").unlink()  # PEFT's form, empty
+        checkpoints.save_adapter(self.trainers["."].model, folder)
         return [folder]
 
     def finish(self):

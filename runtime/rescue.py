@@ -10,28 +10,26 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from grpo import NotFinite
-from rewards import RewardError
 from runtime import StepFailed, UserError, ranks
 
 
 def how_to_go_on(out):
-    again = f"python {shlex.quote(sys.argv[0])}"
+    command = shlex.join(["python", sys.argv[0]])
     if ranks.count() > 1:
-        again = "the same torchrun command and"
-    return f"go on with: {again} --resume {shlex.quote(str(out))}"
+        command = "the same torchrun command and"
+    return f"go on with: {command} {shlex.join(['--resume', str(out)])}"
 
 
 @contextmanager
 def rescued(record):
-    """An error that the user can fix becomes one line; all ranks save the last whole step."""
+    """Whatever breaks a run off, its last whole step is saved; what a user can fix is one line."""
     hint = how_to_go_on(record.out) if record.settings.steps else "start it again"
     try:
-        with ranks.together():
-            yield
-            record.finish()
-    except (StepFailed, RewardError) as error:
+        yield
+        record.finish()
+    except StepFailed as error:
         record.save_whole_step()
-        raise UserError(f"{error}; once that is fixed, {hint}" if record.done else error) from None
+        raise type(error)(f"{error}; once that is fixed, {hint}") from None
     except UserError:
         raise
     except TorchDynamoException as error:  # --resume alone would fail again
@@ -45,7 +43,7 @@ def rescued(record):
             " or a lower --micro-batch-size; start anew with a lower --prompts-per-step or "
             "--group-size"
         ) from None
-    except Exception:  # not an error that the user can fix: the traceback is shown
+    except Exception:  # the traceback is shown
         record.save_whole_step()
         record.write(f"stopped by an error; {hint}")
         raise
@@ -75,14 +73,13 @@ def naming(prompts):
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM: finish the step, save, evaluate; before the first step, only leave.
+    """Ctrl-C or SIGTERM: finish the step, save and evaluate; in the first evaluation, only save.
 
     A second signal quits.
     """
 
     def __init__(self):
         self.received = False
-        self.follows = b"the first evaluation is aborted"
         numbers = (signal.SIGINT, signal.SIGTERM)
         self.before = {number: signal.signal(number, self.receive) for number in numbers}
 
@@ -93,7 +90,7 @@ class StopRequest:
     def receive(self, *_):
         if not self.received:  # by os.write: print may have been interrupted by this very signal
             again = b"; press again to quit now" if ranks.count() == 1 else b""
-            os.write(2, b"\nasked to stop: " + self.follows + again + b"\n")
+            os.write(2, b"\nasked to stop: what is begun is finished and saved" + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             self.end()
