@@ -507,9 +507,8 @@ def load_model(name, folder, make, sources):
         return make(**{part: folder or source for part, source in sources.items()})
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        files = " and ".join(f"the {part} of {source}" for part, source in sources.items())
-        hint = f"; {name}=FOLDER takes {files} from a folder" if files else ""
-        raise UserError(f"cannot load reward {name!r} ({reason}){hint}") from error
+        files = f" ({', '.join(sources.values())})" if sources else ""
+        raise UserError(f"cannot load reward {name!r}{files}: {reason}") from error
 
 
 def find_file(name):
@@ -542,28 +541,27 @@ class Scoring:
         self.given = {}
         self.started = {name: [] for name in rewards}  # answers of those that are `async def`
 
-    def add(self, images, prompts, **given):
+    def add(self, images, **given):
         """M images of each of some prompts; those rewards that are `async def` begin with them.
 
-        given: an entry per prompt of targets, and of what else a reward may have a parameter for.
+        given: prompts, targets and what else a reward may have a parameter for, an entry per
+        prompt.
         """
-        self.size = len(images) // len(prompts)  # M
-        given = {"prompts": prompts, **given}
-        given = {name: [x for x in each for _ in range(self.size)] for name, each in given.items()}
+        self.group_size = len(images) // len(given["prompts"])  # M
         self.images += images
         for name, column in given.items():
-            self.given.setdefault(name, []).extend(column)
+            given[name] = [x for x in column for _ in range(self.group_size)]
+            self.given[name] = self.given.get(name, []) + given[name]
         for name, (function, _) in self.rewards.items():
             if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
-                call = self.call(function, images, given)
-                self.started[name].append(asyncio.run_coroutine_threadsafe(call, event_loop()))
+                answer = self.ask(function, images, given)
+                self.started[name].append(asyncio.run_coroutine_threadsafe(answer, event_loop()))
 
-    def call(self, function, images, given):
-        wanted = inspect.signature(function).parameters
-        more = {"group_size": self.size, **given}
-        prompts, targets = more.pop("prompts"), more.pop("targets")
-        more = {name: value for name, value in more.items() if name in wanted}
-        return function(images, prompts, targets, **more)
+    def ask(self, function, images, given):
+        more = {**given, "group_size": self.group_size}
+        usual = more.pop("prompts"), more.pop("targets")
+        wanted = more.keys() & inspect.signature(function).parameters.keys()
+        return function(images, *usual, **{name: more[name] for name in wanted})
 
     @torch.no_grad()
     def values(self):
@@ -575,21 +573,18 @@ class Scoring:
         for name, (function, _) in self.rewards.items():
             try:
                 answers = [future.result() for future in self.started[name]]
-                answers = answers or [self.call(function, self.images, self.given)]
+                answers = answers or [self.ask(function, self.images, self.given)]
                 values[name] = torch.hstack([torch.as_tensor(x).float().cpu() for x in answers])
             except Exception as error:
                 error.add_note(f"This was raised by reward {name!r}.")
                 raise
-            check_values(name, values[name], self.given["prompts"])
+            shape, expected = tuple(values[name].shape), (len(self.images),)
+            if shape != expected:
+                raise StepFailed(f"reward {name!r} gave shape {shape}, not {expected}")
+            for i in values[name].isinf().nonzero().flatten().tolist():
+                prompt = self.given["prompts"][i]
+                raise StepFailed(f"reward {name!r} is infinite for image {i}, of {prompt!r}")
         return values
-
-
-def check_values(name, values, prompts):
-    if values.shape != (len(prompts),):
-        shape = tuple(values.shape)
-        raise StepFailed(f"reward {name!r} gave shape {shape} for {len(prompts)} images")
-    for i in values.isinf().nonzero().flatten().tolist():
-        raise StepFailed(f"reward {name!r} is {values[i]} for image {i}, of prompt {prompts[i]!r}")
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from runtime import UserError, checkpoints, counted, ranks
 from runtime.data import evenly, load_data, prompt_indices, read_inputs, read_prompts
 from runtime.gpu import Clock, place, plan
 from runtime.record import Record
-from runtime.rescue import how_to_go_on, loading, naming, rescued
+from runtime.rescue import loading, naming, rescued
 from runtime.settings import Settings, parse_settings, print_start
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
@@ -294,7 +294,7 @@ def loop(run, settings, data, record, begun):
             evaluate_both(run, settings, data, record)
     record.save()
     if record.done < settings.steps:
-        record.write(f"saved; {how_to_go_on(record.out)}")
+        record.write(f"saved; {checkpoints.how_to_go_on(record.out)}")
     stopped = any(ranks.gather(record.stop.received))
     if settings.steps > 0 and not (stopped and record.done == begun):  # else there is nothing new
         evaluate_both(run, settings, data, record)

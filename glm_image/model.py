@@ -1,6 +1,7 @@
 """GLM-Image: prompts in, pictures out; its weights from files, and what of them learns."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -70,7 +71,8 @@ class GlmImage:
     def sizes(cls, settings, device):
         """Its models without data: from a few kB of config files."""
         model = cls(load_sizes(settings.model, device))
-        model.prepare_training(settings, torch.device("meta"))
+        # An adapter to start from is small, and it is data.
+        model.prepare_training(replace(settings, adapter=None), torch.device("meta"))
         return model.parts
 
     @property

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import pickle
 import shlex
 import shutil
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ import peft
 import torch
 from safetensors import SafetensorError
 
-from runtime import ROOT, UserError, ranks, readable
+from runtime import ROOT, UserError, ranks
 
 KEPT = 2  # the newest checkpoints, beside those of evaluated steps
 
@@ -83,29 +82,22 @@ def read_state(out):
     """{"step", "ranks", "settings", "inputs"} of the newest checkpoint, see save."""
     if not find(out):
         raise UserError(f"there is no checkpoint in {out} to resume")
-    with reading(find(out)[-1]) as folder:
-        return json.loads((folder / "state.json").read_text())
+    return json.loads((find(out)[-1] / "state.json").read_text())
 
 
 def load(out, trainers):
     """Adapters and optimisers from the newest checkpoint, onto their devices. Returns its step."""
-    with reading(find(out)[-1]) as folder:
-        for name, trainer in trainers.items():
-            weights = peft.load_peft_weights(folder / name, device="cpu")
-            peft.set_peft_model_state_dict(trainer.model, weights)
-            file = folder / name / "optimizer.pt"
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            trainer.optimizer.load_state_dict(state)
+    folder = find(out)[-1]
+    for name, trainer in trainers.items():
+        weights = peft.load_peft_weights(folder / name, device="cpu")
+        peft.set_peft_model_state_dict(trainer.model, weights)
+        file = folder / name / "optimizer.pt"
+        trainer.optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     return int(folder.name)
 
 
-@contextmanager
-def reading(folder):
-    """A damaged file in a checkpoint becomes one line."""
-    hint = "delete that folder to go on from the one before"
-    damaged = RuntimeError, EOFError, pickle.PickleError
-    with readable(f"read the checkpoint {folder}", hint, *damaged):
-        yield folder
+def how_to_go_on(out):
+    return f"go on with --resume {shlex.quote(str(out))}"
 
 
 @contextmanager
@@ -114,7 +106,7 @@ def writing(out):
     try:
         yield
     except (OSError, SafetensorError) as error:
-        hint = f"; once that is fixed: --resume {shlex.quote(str(out))}" if find(out) else ""
+        hint = f"; once that is fixed, {how_to_go_on(out)}" if find(out) else ""
         raise UserError(f"cannot write to {out}: {error}{hint}") from None
 
 
@@ -157,8 +149,8 @@ def claim(resume, name):
     except (ImportError, OSError):  # Windows, or a disk without locks
         pass
     if resume is None and (file.tell() or find(out)):
-        again = f"--resume {shlex.quote(str(out))}" if find(out) else "delete it"
-        raise UserError(f"{out} already holds a run; choose another --out, or {again}")
+        more = f", or {how_to_go_on(out)}" if find(out) else ""
+        raise UserError(f"{out} already holds a run; choose another --out{more}")
     return file
 
 

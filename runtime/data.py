@@ -180,7 +180,7 @@ def hash_of(prompts, held_out, adapters):
         digest.update(str(len(some)).encode())
         for prompt in some:
             digest.update(repr((prompt.text, prompt.kind)).encode())
-            for name, (given,) in prompt.for_rewards().items():
+            for (given,) in prompt.for_rewards().values():
                 digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
     for folder in adapters:
         digest.update(Path(folder, "adapter_model.safetensors").read_bytes())

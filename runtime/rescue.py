@@ -1,29 +1,20 @@
 """What breaks a run off: the last whole step is saved, and the user reads how to go on."""
 
 import os
-import shlex
 import signal
-import sys
 from contextlib import contextmanager
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from grpo import NotFinite
-from runtime import StepFailed, UserError, ranks
-
-
-def how_to_go_on(out):
-    command = shlex.join(["python", sys.argv[0]])
-    if ranks.count() > 1:
-        command = "the same torchrun command and"
-    return f"go on with: {command} {shlex.join(['--resume', str(out)])}"
+from runtime import StepFailed, UserError, checkpoints, ranks
 
 
 @contextmanager
 def rescued(record):
     """Whatever breaks a run off, its last whole step is saved; what a user can fix is one line."""
-    hint = how_to_go_on(record.out) if record.settings.steps else "start it again"
+    hint = checkpoints.how_to_go_on(record.out) if record.settings.steps else "start it again"
     try:
         yield
         record.finish()
@@ -88,9 +79,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def receive(self, *_):
-        if not self.received:  # by os.write: print may have been interrupted by this very signal
-            again = b"; press again to quit now" if ranks.count() == 1 else b""
-            os.write(2, b"\nasked to stop: what is begun is finished and saved" + again + b"\n")
+        # By os.write: print may have been interrupted by this very signal.
+        os.write(2, b"\nasked to stop: what is begun is finished and saved\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             self.end()
