@@ -598,7 +598,7 @@ def event_loop():
 def score(rewards, images, prompts, targets=None, **more):
     """The raw values of each reward, {name: (N*M,)}, of pictures that are all there."""
     scoring = Scoring(rewards)
-    scoring.add(images, prompts, targets=targets or [None] * len(prompts), **more)
+    scoring.add(images, prompts=prompts, targets=targets or [None] * len(prompts), **more)
     return scoring.values()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image, ImageOps
 from transformers.utils import cached_file
 
-from rewards import check_rewards, load_from_file, parse_rewards, score
+from rewards import check_rewards, load_from_file, parse_rewards, score, split_spec
 from runtime import UserError, checkpoints, counted, ranks, readable, short_name
 from runtime.settings import TINY
 
@@ -200,7 +200,8 @@ def load_rewards(settings, flag, files):
     These are lists of Prompts. What cannot work fails now, not in an hour.
     """
     spec = getattr(settings, flag)
-    print(f"loading --{flag.replace('_', '-')} {spec}", flush=True)
+    if split_spec(spec):
+        print(f"loading --{flag.replace('_', '-')} {spec}", flush=True)
     rewards = parse_rewards(spec)
     for prompts in files:
         blank = [Image.new("RGB", (settings.width, settings.height))] * 2
