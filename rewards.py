@@ -513,15 +513,13 @@ def load_model(name, folder, make, sources):
 
 def find_file(name):
     """The file of my_file.py:function, which is also found beside this one."""
-    path, _, function = name.rpartition(":")
+    path = name.rpartition(":")[0]
     if not path.endswith(".py"):
         known = ", ".join(sorted(REWARDS))
         raise UserError(f"unknown reward {name!r}; known: {known}; your own: file.py:function")
     file = Path(path) if Path(path).is_file() else Path(__file__).parent / path
     if not file.is_file():
         raise UserError(f"the file {path} does not exist")
-    if function not in file.read_text(encoding="utf-8"):
-        raise UserError(f"{path} has no function {function!r}")
     return file
 
 
@@ -529,7 +527,11 @@ def load_from_file(name):
     """my_file.py:function, as a function."""
     file = find_file(name)
     sys.path.append(str(file.resolve().parent))  # so that it can import the files beside it
-    return runpy.run_path(str(file))[name.rpartition(":")[2]]
+    names = runpy.run_path(str(file))
+    function = name.rpartition(":")[2]
+    if function not in names:
+        raise UserError(f"{file} has no function {function!r}")
+    return names[function]
 
 
 class Scoring:

@@ -30,6 +30,7 @@ from torch._inductor.exc import InductorError
 from train_decoder import DecoderRun
 
 import train
+from glm_image.model import GlmImage
 from grpo import GRPO, NotFinite
 from runtime import UserError, checkpoints
 from runtime.captured import CapturedForward
@@ -339,7 +340,8 @@ def out_of_memory(*arguments, **parts):
 
 @pytest.mark.parametrize("phase", ["update", "paint", "load"])
 def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeypatch, phase):
-    monkeypatch.setattr(GRPO if phase == "update" else train, phase, out_of_memory)
+    holder = {"update": GRPO, "paint": GlmImage, "load": train}[phase]
+    monkeypatch.setattr(holder, phase, out_of_memory)
     assert quick("--steps 2 --out run") == 2
     message = error_of(capsys)
     assert "--offload yes" in message
