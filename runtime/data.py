@@ -153,6 +153,8 @@ def read_inputs(settings, read):
     if settings.tracker != "none" and importlib.util.find_spec(settings.tracker) is None:
         package = f"pip install {settings.tracker}"
         raise UserError(f"--tracker {settings.tracker} needs a package: {package}")
+    with readable_loading(settings.model):  # now, for rewards take a while
+        cached_file(settings.model, "model_index.json")
     prompts, held_out = read(settings), read(settings, "eval_")
     check_rewards(settings.reward, prompts[0].for_rewards())
     check_rewards(settings.eval_reward, held_out[0].for_rewards())
@@ -165,8 +167,6 @@ def read_inputs(settings, read):
             f"{settings.resume} was started with other prompts or pictures; restore the files, "
             f"or start a new run from its adapter: --adapter {settings.resume}"
         )
-    with readable_loading(settings.model):  # now, for rewards take a while
-        cached_file(settings.model, "model_index.json")
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):
         print(f"warning: {common} of the {len(new)} held-out prompts are trained on, too")
