@@ -456,20 +456,14 @@ REWARDS = {
 }
 
 
-# The pictures without which a reward makes no sense.
-NEEDS = {"mse": "targets", "ssim": "targets", "lpips": "targets"}
-
-
 def split_spec(spec):
     """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]; 'none' -> []."""
     pairs = []
     for item in spec.split(","):
-        name, _, weight = item.strip().rpartition(":")
-        try:
-            pairs.append((name or weight, float(weight)))
-        except ValueError:  # it is no number, so it belongs to the name
-            pairs.append((item.strip(), 1.0))
-    return [pair for pair in pairs if pair[0] not in ("", "none")]
+        if item.strip() not in ("", "none"):
+            name, weight = re.fullmatch(r"\s*(.+?)(?::(-?\d*\.?\d+))?\s*", item).groups()
+            pairs.append((name, float(weight or 1)))
+    return pairs
 
 
 def check_rewards(spec, given):
@@ -477,16 +471,14 @@ def check_rewards(spec, given):
 
     given: see Scoring.add.
     """
-    for source, weight in split_spec(spec):
+    for source, _ in split_spec(spec):
         name, _, folder = source.partition("=")
-        if not math.isfinite(weight):
-            raise UserError(f"the weight of reward {source!r} is {weight}")
         if folder and not Path(folder).is_dir():
             raise UserError(f"reward {name!r} finds no folder {folder}")
         if name not in REWARDS:
             find_file(source)
-        if name in NEEDS and given[NEEDS[name]][0] is None:
-            raise UserError(f"reward {name!r} needs --{NEEDS[name]}, or --eval-{NEEDS[name]}")
+        if name in ("mse", "ssim", "lpips") and given["targets"][0] is None:
+            raise UserError(f"reward {name!r} needs --targets, or --eval-targets")
 
 
 def parse_rewards(spec):
@@ -573,13 +565,9 @@ class Scoring:
         """
         values = {}
         for name, (function, _) in self.rewards.items():
-            try:
-                answers = [future.result() for future in self.started[name]]
-                answers = answers or [self.ask(function, self.images, self.given)]
-                values[name] = torch.hstack([torch.as_tensor(x).float().cpu() for x in answers])
-            except Exception as error:
-                error.add_note(f"This was raised by reward {name!r}.")
-                raise
+            answers = [future.result() for future in self.started[name]]
+            answers = answers or [self.ask(function, self.images, self.given)]
+            values[name] = torch.hstack([torch.as_tensor(x).float().cpu() for x in answers])
             shape, expected = tuple(values[name].shape), (len(self.images),)
             if shape != expected:
                 raise StepFailed(f"reward {name!r} gave shape {shape}, not {expected}")

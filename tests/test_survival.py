@@ -268,9 +268,8 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys, body):
     """In the second step: with Python's traceback, or in one line if its value is of no use."""
     arguments = [*write_reward(f"if call > 4:\n    {body}"), "--steps 9 --out run"]
     if "raise" in body:
-        with pytest.raises(KeyError, match="no such face") as caught:
+        with pytest.raises(KeyError, match="no such face"):
             quick(*arguments)
-        assert caught.value.__notes__ == ["This was raised by reward 'mine.py:reward'."]
         assert "stopped by an error; go on with --resume run" in capsys.readouterr().out
     else:
         assert quick(*arguments) == 2
