@@ -175,13 +175,11 @@ def read_inputs(settings, read):
 
 def hash_of(prompts, held_out, adapters):
     """One hash of prompts, their kinds and pictures, and of the adapters that a run starts from."""
-    digest = sha256()
-    for some in (prompts, held_out):
-        digest.update(str(len(some)).encode())
-        for prompt in some:
-            digest.update(repr((prompt.text, prompt.kind)).encode())
-            for (given,) in prompt.for_rewards().values():
-                digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
+    digest = sha256(str(len(prompts)).encode())
+    for prompt in (*prompts, *held_out):
+        digest.update(repr((prompt.text, prompt.kind)).encode())
+        for (given,) in prompt.for_rewards().values():
+            digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
     for folder in adapters:
         digest.update(Path(folder, "adapter_model.safetensors").read_bytes())
     return digest.hexdigest()
