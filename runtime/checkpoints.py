@@ -65,17 +65,20 @@ def save(out, step, trainers, state):
 def save_adapter(model, folder):
     """The adapter that learns, as PEFT writes it."""
     model.save_pretrained(folder, selected_adapters=["default"])
-    (folder / "README.md").unlink()  # PEFT's form, empty
+    (folder / "README.md").unlink()  # an empty template
 
 
 def find_adapter(folder, half):
-    """The folder of an adapter in that of a run, of a checkpoint, or its own; or None.
+    """The folder of one half's adapter, "codes" or "decoder"; None if there is none.
 
-    half: "codes" or "decoder".
+    folder: of a run, whose newest checkpoint counts, of a checkpoint or of an adapter; or None.
     """
-    names = {"codes": ["adapter", "."], "decoder": ["decoder-adapter", "decoder"]}[half]
-    folders = [f"{folder}/{name}" for name in names] if folder else []
-    return next((each for each in folders if Path(each, "adapter_config.json").is_file()), None)
+    if folder is None:
+        return None
+    names = {"codes": ("adapter", "."), "decoder": ("decoder-adapter", "decoder")}[half]
+    places = [*find(Path(folder))[-1:], Path(folder)]
+    folders = [place / name for place in places for name in names]
+    return next((each for each in folders if (each / "adapter_config.json").is_file()), None)
 
 
 def read_state(out):
@@ -102,7 +105,7 @@ def how_to_go_on(out):
 
 @contextmanager
 def writing(out):
-    """A full disk, a folder that is gone or rights that were taken away become one line."""
+    """A full disk, a deleted folder or missing rights become one line."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -117,7 +120,7 @@ def writing(out):
 def claim_folder(resume, name):
     """The folder of --resume or --out, or the next free runs/N, before anything loads.
 
-    Until the end, or a kill, no other process can take it. Left empty it is removed.
+    No other process can take it until this one ends. If nothing is written to it, it is removed.
     """
     file = claim(resume, name) if ranks.rank() == 0 else None
     out = ranks.gather(file and Path(file.name).parent)[0]
@@ -133,7 +136,7 @@ def claim_folder(resume, name):
 
 
 def claim(resume, name):
-    """The folder's settings.json, open and locked."""
+    """The folder's settings.json, open and locked. A kill ends the lock."""
     out = Path(resume or name or "runs")
     with writing(out):
         out = out if resume or name else next_folder(out)

@@ -200,8 +200,8 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
             ("new.txt", b"# kind: low\na red circle\n# kind: lower\na blue cross\n"),
             ("targets/1.png", other),
             ("new-targets/1.png", other),
-            ("first/adapter/adapter_model.safetensors", None),
-            ("first/decoder-adapter/adapter_model.safetensors", None),
+            ("first/checkpoints/000001/adapter_model.safetensors", None),
+            ("first/checkpoints/000001/decoder/adapter_model.safetensors", None),
         ):
             whole = Path(name).read_bytes()
             Path(name).write_bytes(changed or whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -221,7 +221,8 @@ def test_zero_steps_evaluates_only(quick):
     before, after = records("run/evaluation.jsonl")
     assert before == records("base/evaluation.jsonl")[0]
     left = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-    for folder in ("run", "run/adapter", "run/checkpoints/000002"):
+    shutil.copytree("run/adapter", "alone/adapter")
+    for folder in ("run", "run/checkpoints/000002", "run/adapter", "alone"):
         assert quick("--adapter", folder, "--steps 0") == 0
         (record,) = records(max(Path("runs").iterdir()) / "evaluation.jsonl")
         assert record | {"step": 2} == after  # of the trained adapter
