@@ -33,17 +33,13 @@ class StepFailed(UserError):
 
 
 @contextmanager
-def readable(what, hint="", *more):
-    """What is wrong with a file becomes one line: "cannot WHAT (REASON); HINT".
-
-    more: errors that come of it, too.
-    """
-    errors = (OSError, ValueError, LookupError, AttributeError, TypeError, SafetensorError, *more)
+def readable(what, hint=""):
+    """What is wrong with a file becomes one line: "cannot WHAT (REASON)HINT"."""
     try:
         yield
-    except errors as error:
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UserError(f"cannot {what} ({reason})" + (f"; {hint}" if hint else "")) from None
+        raise UserError(f"cannot {what} ({reason}){hint}") from None
 
 
 def format_number(value):

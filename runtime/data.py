@@ -213,4 +213,5 @@ def load_rewards(settings, flag, files):
 
 
 def readable_loading(model):
-    return readable(f"load {model}", f"give --model a folder with a GLM-Image pipeline, or {TINY}")
+    hint = f"; give --model a folder with a GLM-Image pipeline, or {TINY}"
+    return readable(f"load {model}", hint)

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_args, get_type_hints
 import torch
 
 from rewards import REWARDS, split_spec
-from runtime import ROOT, UserError, checkpoints, counted, ranks, readable
+from runtime import ROOT, UserError, checkpoints, counted, ranks
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
@@ -280,8 +280,7 @@ def read_defaults(model):
     file = Path(model) / "defaults.json"
     if not file.is_file():
         return {}
-    with readable(f"read {file}"):
-        return json.loads(file.read_text())
+    return json.loads(file.read_text())
 
 
 def usual_settings(model, kind):

@@ -87,19 +87,19 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick, whole):
     same_run(whole, "run")
 
 
-def test_the_rate_warms_up_by_the_optimisers_steps_which_a_checkpoint_remembers(quick, monkeypatch):
-    """Adam's first step is as long as the rate, whatever the gradient: a quarter of it, where the
-    fourth has all."""
+def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monkeypatch):
+    """Adam's first step is as long as the rate, whatever the gradient: a third of it, where the
+    third step has all."""
     monkeypatch.setattr(checkpoints, "KEPT", 9)
-    arguments = str.split("--warmup-steps 3 --lr 0.01 --save-every 1")
-    assert quick(*write_reward(""), *arguments, "--steps 2 --out run") == 0
-    assert resume("run", "--steps 5") == 0
+    arguments = str.split("--warmup-steps 2 --lr 0.01 --save-every 1")
+    assert quick(*write_reward(""), *arguments, "--steps 1 --out run") == 0
+    assert resume("run", "--steps 3") == 0
     load = lambda step: torch.load(f"run/checkpoints/{step:06d}/optimizer.pt", weights_only=True)
-    rates = [load(step)["param_groups"][0]["lr"] for step in range(1, 6)]
-    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+    rates = [load(step)["param_groups"][0]["lr"] for step in range(1, 4)]
+    assert rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
     weights = load_file("run/checkpoints/000001/adapter_model.safetensors")
     moved = max(weight.abs().max().item() for name, weight in weights.items() if "lora_B" in name)
-    assert moved == pytest.approx(0.0025, rel=0.01)
+    assert moved == pytest.approx(0.01 / 3, rel=0.01)
 
 
 def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick, whole):
@@ -255,10 +255,10 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, one
 
 
 def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick):
-    assert quick("--steps 5 --save-every 1 --eval-every 2 --out run") == 0
-    assert steps_saved("run") == ["000000", "000002", "000004", "000005"]
-    assert resume("run --steps 6 --eval-every 4") == 0
-    assert steps_saved("run") == ["000000", "000004", "000005", "000006"]
+    assert quick("--steps 4 --save-every 1 --eval-every 2 --out run") == 0
+    assert steps_saved("run") == ["000000", "000002", "000003", "000004"]
+    assert resume("run --steps 5 --eval-every 4") == 0
+    assert steps_saved("run") == ["000000", "000004", "000005"]
 
 
 # ---- what breaks ---------------------------------------------------------------------------------
