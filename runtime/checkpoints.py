@@ -37,9 +37,9 @@ def shortened(values):
 def save(out, step, trainers, state):
     """Write a checkpoint to a temporary folder and rename it; remove old ones.
 
-    trainers: {folder in the checkpoint: GRPO}; "." is that of the policy, so the checkpoint loads
-    as its adapter. state: {"settings": see saved, "inputs": see hash_of in data.py}. No random
-    states: the prompts and all random draws of a step are functions of the seed and the step.
+    trainers: {folder in the checkpoint: GRPO}; "." is that of the policy, so a checkpoint loads as
+    an adapter. state: {"settings": see saved, "inputs": see hash_of in data.py}. No random states:
+    the prompts and all random draws of a step are functions of the seed and the step.
     """
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"

@@ -83,7 +83,7 @@ def gather(value, failed=False):
     answers = [None] * count()
     try:
         dist.all_gather_object(answers, (value, failed))
-    except RuntimeError:  # from gloo: the process at the other end is no more
+    except RuntimeError:  # from gloo: another process has ended
         why = "it failed, was killed, or its machine ran out of memory"
         raise PeerFailed(f"another rank has gone: {why}; see above") from None
     for other, (_, has_failed) in enumerate(answers):

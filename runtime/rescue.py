@@ -59,7 +59,7 @@ def naming(prompts):
         names = ", ".join(repr(prompts[i].text) for i in error.args[0])
         raise StepFailed(
             f"the log-probs sampled for {names} are not finite: damaged weights, a GPU kernel that "
-            "fails, or too high a learning rate: then start anew with a lower one"
+            "fails, or too high a learning rate: then start again with a lower one"
         ) from None
 
 

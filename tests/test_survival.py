@@ -281,6 +281,12 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys, body):
     assert steps_saved("run") == ["000000", "000001"]
 
 
+def test_a_reward_that_fails_its_trial_leaves_nothing(quick):
+    with pytest.raises(KeyError, match="no such face"):
+        quick(*write_reward("raise KeyError('no such face')"), "--steps 1")
+    assert not Path("runs").exists()
+
+
 def test_where_nothing_is_saved_there_is_nothing_to_resume(quick, capsys):
     """The base is only judged, and its reward fails in that."""
     reward = write_reward("if call > 1:\n    return [0.0, torch.inf]")
