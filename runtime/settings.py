@@ -37,7 +37,9 @@ class Settings:
     """
 
     script = "train.py"
-    section: ClassVar[str | None] = None  # of defaults.json: values that come before its "usual" ones
+    section: ClassVar[str | None] = (
+        None  # of defaults.json: values that come before its "usual" ones
+    )
     overrides: ClassVar[dict] = {}  # {setting: another default for GLM-Image}
 
     model: str = flag(

@@ -288,14 +288,14 @@ def test_the_data_can_be_made_again(tmp_path, monkeypatch):
 # ---- the model -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [train.Parts(), train_edits.PARTS])
-def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(parts):
+@pytest.mark.parametrize("run_class", [train.Run, train_edits.EditRun])
+def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(run_class):
     """Of captions and of edits that are held out: there is something to learn from."""
-    settings = train.deployed(parts.parse(["--model", str(TINY)], parts.parser()))
+    settings = train.parse_settings(["--model", str(TINY)], run_class.Settings)
     settings.group_size = 1
-    _, held_out, _ = train.read_inputs(settings, parts.read)
-    some = held_out.take(range(0, len(held_out), 3))
-    run = parts.load(settings, Data(some, some, {}, {}), torch.device("cpu"), None)
+    _, held_out, _ = train.read_inputs(settings, run_class.read_prompts)
+    some = held_out[::3]
+    run = run_class.load(settings, Data(some, some, {}, {}), torch.device("cpu"), None)
     rewards = {name: (getattr(check, name), 1.0) for name in ("right", "clean")}
     batch = rolled_out(run, settings, rewards, some, 0)
     assert batch.raw_rewards["clean"].mean() > 0.9 and 0 < batch.raw_rewards["right"].mean() < 1
