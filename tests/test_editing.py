@@ -376,11 +376,10 @@ def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd):
 
 
 def test_the_adapter_edits_in_the_stock_pipeline(edits):
-    """By the lines of docs/editing.md as they stand."""
+    """By the lines of docs/decoder.md as they stand."""
     assert edits(*str.split("--steps 1 --lr 1 --out run")) == 0
-    code, _ = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "editing.md").read_text(), flags=re.DOTALL
-    )
+    page = (ROOT / "docs" / "decoder.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     for words, own in (
         ('"tiny-glm-image"', repr(str(TINY))),
         ('"runs/edits/adapter"', '"run/adapter"'),
