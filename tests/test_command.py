@@ -333,7 +333,10 @@ def test_defaults_depend_on_the_model():
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75)  # its own sampler's
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
-    assert other.prompts == str(ROOT / "prompts/train.txt") and other.targets is other.eval_targets is None
+    assert (
+        other.prompts == str(ROOT / "prompts/train.txt")
+        and other.targets is other.eval_targets is None
+    )
     assert train.parse_settings([]).model == (
         settings.RELEASE if torch.cuda.is_available() else TINY
     )

@@ -152,7 +152,7 @@ def test_flags_in_docstrings_and_messages_exist():
     }
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/rewards.md"])
+@pytest.mark.parametrize("name", ["docs/rewards.md"])
 def test_the_pages_list_the_rewards(name):
     text = (ROOT / name).read_text()
     table = re.search(r"^\| Name \| What it rewards \|.*?\n\n", text, re.MULTILINE | re.DOTALL)[0]
