@@ -2,8 +2,8 @@
 
 import json
 import math
-import os
 import shutil
+import warnings
 from contextlib import suppress
 from itertools import chain
 
@@ -14,7 +14,7 @@ from PIL import Image
 
 from rewards import combine, split_spec
 from runtime import checkpoints, counted, format_number, ranks, short_name
-from runtime.pictures import draw_curves, draw_grid, draw_group
+from runtime.pictures import CELL, draw_curves, draw_grid
 from runtime.rescue import StopRequest
 
 SAMPLE_EVERY = 10  # steps between group-*.png
@@ -54,19 +54,19 @@ class Record:
         self.clock = clock
         self.begun = self.done = done
         self.weights = dict(split_spec(settings.reward))
-        names = ("metrics", "evaluation", "groups")
-        before = {name: read_jsonl(out / f"{name}.jsonl", done) for name in names}
-        self.metrics = before["metrics"]
-        self.evaluations = before["evaluation"]
-        ranks.gather(None)  # all ranks have read the files that the first one now writes
         self.writes = ranks.rank() == 0
+        self.metrics = read_jsonl(out / "metrics.jsonl", done)
+        self.evaluations = read_jsonl(out / "evaluation.jsonl", done)
+        groups = read_jsonl(out / "groups.jsonl", done)
+        ranks.gather(None)  # all ranks have read the files that the first one now writes
+        self.append("metrics", *self.metrics, mode="w")
+        self.append("evaluation", *self.evaluations, mode="w")
+        self.append("groups", *groups, mode="w")
         self.tracker = None
         if self.writes:
             saved = checkpoints.saved(settings)
             with checkpoints.writing(out):
                 (out / "settings.json").write_text(json.dumps(saved, indent=2) + "\n")
-                for name, records in before.items():
-                    write_jsonl(out / f"{name}.jsonl", records)
             if settings.tracker != "none":
                 self.tracker = start_tracker(settings.tracker, saved, out)
         self.stop = StopRequest()
@@ -83,6 +83,12 @@ class Record:
             numbers = {name: x for name, x in values.items() if isinstance(x, float)}
             self.tracker.log(numbers, step=self.done)
 
+    def append(self, name, *records, mode="a"):
+        """To a .jsonl file."""
+        if self.writes:
+            with checkpoints.writing(self.out), open(self.out / f"{name}.jsonl", mode) as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+
     def step(self, done, prompts, batch, metrics):
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps the pictures of a group."""
         self.done = done
@@ -91,24 +97,27 @@ class Record:
         metrics |= self.reward_metrics(rewards)
         metrics |= {"unscored": rewards["reward"].isnan().double().mean().item()}
         metrics = ranks.mean(metrics | self.clock.read())
-        groups = ranks.gather(group_records(done, prompts, batch.raw_rewards))
-        self.metrics.append(without_nan({"step": done, **metrics}))
-        self.track(self.metrics[-1])
+        metrics["seconds"] = sum(x for name, x in metrics.items() if name.startswith("seconds/"))
+        metrics["gpu_gb"] = max(
+            x if name.startswith("gpu_gb/") else 0 for name, x in metrics.items()
+        )
+        numbers = without_nan({"step": done, **metrics})
+        self.metrics.append(numbers)
+        self.append("metrics", numbers)
+        records = group_records(done, prompts, batch.raw_rewards)
+        self.append("groups", *chain(*ranks.gather(records)))
+        self.track(numbers)
         self.clock.bar.update()
-        self.write(format_step(done, self.settings.steps, metrics, self.line))
+        self.write(format_step(self.settings.steps, numbers, self.line))
         more = self.settings.steps - done
         if done == self.begun + 1 and more:
-            minutes = more * seconds_of(metrics) / 60
-            self.write(
-                f"{counted(more, 'more step')}: about {minutes:.1f} minutes, and evaluations"
-            )
-        if self.writes:
+            minutes = f"{more * numbers['seconds'] / 60:.1f} minutes, without evaluations"
+            self.write(f"{counted(more, 'more step')} will take about {minutes}")
+        shows = done == 1 or done % SAMPLE_EVERY == 0 or not more or self.stop.received
+        if self.writes and shows:
             with checkpoints.writing(self.out):
-                append_jsonl(self.out / "metrics.jsonl", self.metrics[-1])
-                append_jsonl(self.out / "groups.jsonl", *chain(*groups))
-                if done == 1 or done % SAMPLE_EVERY == 0 or not more or self.stop.received:
-                    self.draw_group(prompts, batch, rewards["reward"])
-                    self.draw_curves()
+                self.draw_group(prompts, batch, rewards["reward"])
+                self.draw_curves()
 
     def reward_metrics(self, rewards):
         """What a step's rewards, {name: (N, G)}, say of its groups."""
@@ -118,11 +127,15 @@ class Record:
         """group-*.png: the first group in which rewards differ. rewards: (N, G)."""
         differ = [len(group.unique()) > 1 for group in rewards.nan_to_num()]
         i = differ.index(True) if any(differ) else 0
-        size = rewards.shape[1]
-        images = batch.images[i * size : (i + 1) * size]
-        numbers = rewards[i].tolist(), batch.advantages(i).tolist()
-        title = f"step {self.done}: {prompts[i].text}"
-        sheet = draw_group(prompts[i], images, *numbers, title, self.columns)
+        images = batch.images[i * rewards.shape[1] :]
+        cells = []
+        for image, reward, advantage in zip(images, rewards[i].tolist(), batch.advantages(i)):
+            words = f"reward {format_number(reward)}\nadvantage {advantage:+.2f}"
+            cells.append((image, words, False))
+        rows = [("", cells[k : k + self.columns]) for k in range(0, len(cells), self.columns)]
+        beside = prompts[i].given() | {"target": prompts[i].target}
+        rows[0][1][:0] = [(picture, name, False) for name, picture in beside.items() if picture]
+        sheet = draw_grid(f"step {self.done}: {prompts[i].text}", rows)
         sheet.save(self.out / f"group-{self.done:06d}.png")
 
     def draw_curves(self):
@@ -146,10 +159,10 @@ class Record:
         chosen = self.evaluations[0]["rows"] if self.evaluations else None
         record["rows"] = chosen or rows_to_show(*held_out, self.settings.frame_by)
         self.evaluations.append(record)
+        self.append("evaluation", record)
         self.print_evaluation()
         if self.writes:
             with checkpoints.writing(self.out):
-                append_jsonl(self.out / "evaluation.jsonl", record)
                 self.draw_evaluation(*held_out, record["rows"])
                 self.draw_curves()
 
@@ -183,7 +196,7 @@ class Record:
         title = f"after {counted(self.done, 'step')}" if self.done else "before"
         corner = f"red frame: not correct,\nsays {short_name(judge)}" if judge else ""
         # At twice the size of a page's column.
-        draw_grid(title, shown, corner, 144, 24).save(folder / "sheet.png")
+        draw_grid(title, shown, corner, CELL, 24).save(folder / "sheet.png")
 
     def folder(self, step):
         return self.out / "evaluation" / f"{step:06d}"
@@ -208,13 +221,17 @@ class Record:
             )
         if self.writes:
             with checkpoints.writing(self.out):
-                # The first is missing if the user has deleted it.
-                files = [self.folder(step) / "sheet.png" for step in (0, self.done)]
-                sheets = [np.asarray(Image.open(file)) for file in files if file.exists()]
-                Image.fromarray(np.hstack(sheets)).save(self.out / "before-after.png")
+                self.draw_before_after()
                 for folder in self.save_adapters():
                     for file in ("settings.json", "evaluation.jsonl", "before-after.png"):
                         shutil.copy(self.out / file, folder)
+
+    def draw_before_after(self):
+        """The sheet of the evaluation before training, if it is still there, and of the last."""
+        files = [self.folder(step) / "sheet.png" for step in (0, self.done)]
+        sheets = [np.asarray(Image.open(file)) for file in files if file.exists()]
+        sheets[1:] = [sheet[:, 2 * CELL :] for sheet in sheets[1:]]
+        Image.fromarray(np.hstack(sheets)).save(self.out / "before-after.png")
 
     def save_adapters(self):
         """What was learned, for other programs to load: the folders."""
@@ -232,8 +249,7 @@ class Record:
 def start_tracker(kind, configuration, out):
     """One of accelerate's trackers. A resumed run is another run of the same name."""
     PartialState()
-    name = f"{out.resolve().parent.name}-{out.name}"
-    place = {"logging_dir": out} if kind == "tensorboard" else {"name": name}
+    place = {"logging_dir": out} if kind == "tensorboard" else {"name": out.name}
     tracker = tracking.LOGGER_TYPE_TO_CLASS[kind]("grpo-glm-image", **place)
     tracker.start()
     tracker.store_init_configuration(configuration)
@@ -247,17 +263,6 @@ def read_jsonl(path, last_step=math.inf):
         for line in path.read_text().splitlines():
             records.append(json.loads(line))
     return [record for record in records if record["step"] <= last_step]
-
-
-def write_jsonl(path, records):
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
-    os.replace(unfinished, path)
-
-
-def append_jsonl(path, *records):
-    with open(path, "a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -282,18 +287,18 @@ def reward_metrics(rewards):
     prompts: pictures of one prompt are not independent.
     """
     metrics = {}
-    for name, values in rewards.items():
-        groups = values.double()
-        means = groups.nanmean(1, keepdim=True)  # (N, 1)
-        count = (~groups.isnan()).sum(1)
-        stds = ((groups - means).square().nansum(1) / (count - 1)).sqrt()[count > 1]  # unbiased
-        bests = groups.nan_to_num(-math.inf).amax(1)[count > 0]
-        means = means[count > 0]
-        variance = (means - means.mean()).square().sum() / (len(means) - 1)
-        metrics[name] = values.nanmean().item()
-        metrics[name.replace("reward", "reward_std", 1)] = stds.mean().item()
-        metrics[name.replace("reward", "reward_best", 1)] = bests.mean().item()
-        metrics[name.replace("reward", "reward_error", 1)] = (variance / len(means)).sqrt().item()
+    with warnings.catch_warnings(action="ignore"):  # of groups in which no reward applies
+        for name, values in rewards.items():
+            groups = values.double().numpy()
+            means = np.nanmean(groups, 1)  # (N,)
+            numbers = {
+                "reward": values.nanmean().item(),
+                "reward_std": np.nanmean(np.nanstd(groups, 1, ddof=1)),
+                "reward_best": np.nanmean(np.nanmax(groups, 1)),
+                "reward_error": np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5,
+            }
+            suffix = name.removeprefix("reward")
+            metrics |= {part + suffix: float(x) for part, x in numbers.items()}
     return metrics
 
 
@@ -326,8 +331,8 @@ def group_records(step, prompts, raw_rewards):
     records = []
     for i, prompt in enumerate(prompts):
         rewards = {name: x.view(len(prompts), -1)[i].tolist() for name, x in raw_rewards.items()}
-        record = {"step": step, "line": prompt.line, "prompt": prompt.text, "rewards": rewards}
-        records.append(without_nan(record))
+        place = {"step": step, "line": prompt.line, "prompt": prompt.text}
+        records.append(without_nan(place | {"rewards": rewards}))
     return records
 
 
@@ -347,23 +352,16 @@ def rows_to_show(prompts, results, judge):
 # ---- lines ---------------------------------------------------------------------------------------
 
 
-def format_step(step, steps, metrics, parts):
+def format_step(steps, numbers, parts):
     """The line of a step: what is 0 or was not measured is left out."""
-    memory = [x for name, x in metrics.items() if name.startswith("gpu_gb/")]
-    metrics = metrics | {"seconds": seconds_of(metrics), "gpu_gb": max(memory, default=0)}
-    words = [f"step {step}/{steps}", f"reward {with_error(metrics, 'reward', 'reward_std')}"]
-    names = shown_names(metrics)
+    words = [f"step {numbers['step']}/{steps}"]
+    words.append(f"reward {with_error(numbers, 'reward', 'reward_std')}")
+    names = shown_names(numbers)
     if len(names) > 1:
-        each = [f"{short_name(name)} {format_number(metrics[name])}" for name in names[1:]]
+        each = [f"{short_name(name)} {format_number(numbers[name])}" for name in names[1:]]
         words.append(", ".join(each))
-    words += [
-        form.format(metrics[name]) for name, form in parts.items() if metrics.get(name, 0) > 0
-    ]
-    return " | ".join(words)
-
-
-def seconds_of(metrics):
-    return sum(x for name, x in metrics.items() if name.startswith("seconds/"))
+    shown = {name: form for name, form in parts.items() if numbers.get(name)}
+    return " | ".join([*words, *(form.format(numbers[name]) for name, form in shown.items())])
 
 
 def shown_names(record, prefix=""):
@@ -375,7 +373,7 @@ def shown_names(record, prefix=""):
 def with_error(record, name, error="reward_error"):
     """'0.692 +- 0.031', the reward of this name with its standard error, if it has one."""
     values = [record[name], record[name.replace("reward", error, 1)]]
-    known = [f"{x:.3f}" for x in values if x is not None and not math.isnan(x)]
+    known = [f"{x:.3f}" for x in values if x is not None]
     return " +- ".join(known) or "none"
 
 

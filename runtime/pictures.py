@@ -5,8 +5,9 @@ from contextlib import suppress
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from runtime import format_number, short_name
+from runtime import short_name
 
+CELL = 144  # of a picture in before-after.png, in pixels
 RED, BLUE, GREY = "#d02030", "#2060c0", "#888888"
 # Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
 CHINESE_FONTS = (
@@ -16,21 +17,6 @@ CHINESE_FONTS = (
     "PingFang.ttc",
     "msyh.ttc",
 )
-
-
-def draw_group(prompt, images, rewards, advantages, title, columns):
-    """The pictures that a step has painted for a prompt, after those that came with the prompt.
-
-    images, rewards, advantages: G of each, `columns` in a row.
-    """
-    beside = prompt.given() | {"target": prompt.target}
-    cells = [
-        (image, f"reward {format_number(reward)}\nadvantage {advantage:+.2f}", False)
-        for image, reward, advantage in zip(images, rewards, advantages, strict=True)
-    ]
-    rows = [("", cells[i : i + columns]) for i in range(0, len(cells), columns)]
-    rows[0][1][:0] = [(picture, name, False) for name, picture in beside.items() if picture]
-    return draw_grid(title, rows)
 
 
 def draw_grid(title, rows, corner="", cell=192, size=15):
@@ -73,11 +59,12 @@ def font_for(text, size):
 
 def draw_curves(metrics, evaluations, names):
     """A panel for each of the names. metrics, evaluations: the records in these files."""
-    sheet = Image.new("RGB", (320 * len(names) + 100, 210), "white")
+    sheet = Image.new("RGB", (640 * len(names) + 200, 420), "white")
     pen = ImageDraw.Draw(sheet)
-    last = max(record["step"] for record in (*metrics, *evaluations))
+    font = ImageFont.load_default(24)
     legend = "grey: steps; evaluations: blue: training prompts, red: held-out prompts"
-    pen.text((8, 192), legend, "black", ImageFont.load_default(12))
+    pen.text((16, 384), legend, "black", font)
+    last = max(record["step"] for record in (*metrics, *evaluations))
     for i, name in enumerate(names):
         curves = {
             GREY: points(metrics, name),
@@ -86,21 +73,21 @@ def draw_curves(metrics, evaluations, names):
         }
         values = [value for curve in curves.values() for _, value in curve] or [0]
         low, high = min(values), max(values)
-        left = 320 * i + 60
-        pen.text((left, 4), short_name(name), "black", ImageFont.load_default(14))
-        pen.line([(left, 30), (left, 170), (left + 240, 170)], GREY)
-        pen.text((left - 6, 30), f"{high:.3g}", "black", anchor="rm")
-        pen.text((left - 6, 170), f"{low:.3g}", "black", anchor="rm")
-        pen.text((left + 240, 174), f"step {last}", "black", anchor="rt")
+        left = 640 * i + 120
+        pen.text((left, 8), short_name(name), "black", font)
+        pen.line([(left, 60), (left, 340), (left + 480, 340)], GREY, 2)
+        pen.text((left - 12, 60), f"{high:.3g}", "black", font, "rm")
+        pen.text((left - 12, 340), f"{low:.3g}", "black", font, "rm")
+        pen.text((left + 480, 348), f"step {last}", "black", font, "rt")
         for colour, curve in curves.items():
             places = [
-                (left + 240 * step / (last or 1), 170 - 140 * (value - low) / (high - low or 1))
+                (left + 480 * step / (last or 1), 340 - 280 * (value - low) / (high - low or 1))
                 for step, value in curve
             ]
-            pen.line(places, colour, 2)
+            pen.line(places, colour, 4)
             for place in places:
-                pen.circle(place, 3, colour)
-    return sheet
+                pen.circle(place, 6, colour)
+    return sheet.reduce(2)  # for smooth lines
 
 
 def points(records, name):
