@@ -358,7 +358,8 @@ def format_step(steps, numbers, parts):
     words.append(f"reward {with_error(numbers, 'reward', 'reward_std')}")
     names = shown_names(numbers)
     if len(names) > 1:
-        each = [f"{short_name(name)} {format_number(numbers[name])}" for name in names[1:]]
+        names = [name for name in names if name != "reward"]
+        each = [f"{short_name(name)} {format_number(numbers[name])}" for name in names]
         words.append(", ".join(each))
     shown = {name: form for name, form in parts.items() if numbers.get(name)}
     return " | ".join([*words, *(form.format(numbers[name]) for name, form in shown.items())])
