@@ -29,7 +29,7 @@ from runtime import UserError, checkpoints, counted, ranks
 from runtime.data import evenly, load_data, prompt_indices, read_inputs, read_prompts
 from runtime.gpu import Clock, place, plan
 from runtime.log import Record
-from runtime.rescue import how_to_go_on, loading, naming, rescued
+from runtime.rescue import loading, naming, rescued
 from runtime.settings import Settings, parse_settings, print_start
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
@@ -247,11 +247,11 @@ def evaluate_both(run, settings, data, record, stop=None):
 
 
 def train(settings, run_class=Run):
-    """The whole run: prepare, loop, end."""
+    """The whole run: prepare, loop, end. Returns the exit code: 130 if a signal ended it early."""
     start = time.time()
     device = ranks.device()
     with checkpoints.claim_folder(settings.resume, settings.out) as out:
-        prompts, held_out, hashes = read_inputs(settings, run_class.read_prompts)
+        prompts, held_out, hashed = read_inputs(settings, run_class.read_prompts)
         longest = max(len(prompt.text.encode()) for prompt in (*prompts, *held_out))
         # Before anything is downloaded.
         turns = plan(run_class.needed, run_class.Model.sizes, settings, longest, device)
@@ -260,12 +260,13 @@ def train(settings, run_class=Run):
         with loading():
             run = run_class.load(settings, data, device, turns)
         begun = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
-        record = run.Record(out, settings, hashes, run.clock, run.trainers, begun)
+        record = run.Record(out, settings, hashed, run.clock, run.trainers, begun)
         with closing(run.clock), rescued(record):
             loop(run, settings, data, record, begun)
-    more = "; already complete: raise --steps for more" if 0 < begun == settings.steps else ""
+    more = "; already complete: raise --steps for more" if 0 < settings.steps <= begun else ""
     seconds = f"{time.time() - start:.0f} s{more}"
     print(f"{counted(record.done, 'step')}, {seconds}; what it leaves is in {out}")
+    return 130 if record.done < settings.steps else 0
 
 
 def loop(run, settings, data, record, begun):
@@ -273,7 +274,6 @@ def loop(run, settings, data, record, begun):
     record.save()
     if begun == 0 or due(begun, settings.eval_every):
         evaluate_both(run, settings, data, record, record.stop)
-    record.stop.follows = b"this step is finished, saved and evaluated"  # printed after a signal
     run.clock.begin(settings.steps, begun)
     for step in range(begun, settings.steps):
         if any(ranks.gather(record.stop.received)):  # together, or others would wait for this rank
@@ -294,7 +294,7 @@ def loop(run, settings, data, record, begun):
             evaluate_both(run, settings, data, record)
     record.save()
     if record.done < settings.steps:
-        record.write(f"saved; {how_to_go_on(record.out)}")
+        record.write(f"saved; {checkpoints.how_to_go_on(record.out)}")
     stopped = any(ranks.gather(record.stop.received))
     if settings.steps > 0 and not (stopped and record.done == begun):  # else there is nothing new
         evaluate_both(run, settings, data, record)
@@ -309,9 +309,10 @@ def main(arguments=None, run_class=Run):
     """train(), but errors the user can fix end in one line and exit code 2, on whichever rank."""
     try:
         ranks.join()
-        train(parse_settings(arguments, run_class.Settings), run_class)
+        with ranks.together():
+            code = train(parse_settings(arguments, run_class.Settings), run_class)
         ranks.leave()
-        return 0
+        return code
     except KeyboardInterrupt:  # before the first step: there is nothing to save yet
         return 130
     except UserError as error:

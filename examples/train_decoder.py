@@ -24,7 +24,7 @@ from glm_image import memory
 from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
 from rewards import Scoring, combine, weights_of
-from runtime import UserError, ranks
+from runtime import UserError, checkpoints, ranks
 from runtime.log import LINE, Record, reward_metrics
 from runtime.rescue import naming
 from runtime.settings import Settings, flag
@@ -178,7 +178,9 @@ class DecoderRecord(Record):
     def save_adapters(self):
         folders = super().save_adapters() if "." in self.trainers else []
         folder = self.out / "decoder-adapter"
-        self.trainers["decoder"].model.get_base_model().save_lora_adapter(folder)
+        model = self.trainers["decoder"].model
+        checkpoints.save_adapter(model, folder)  # as --adapter reads it
+        model.get_base_model().save_lora_adapter(folder)  # as the stock pipeline does
         return [*folders, folder]
 
 

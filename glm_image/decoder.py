@@ -33,9 +33,9 @@ from itertools import pairwise
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 
-from glm_image.model import LORA_TARGETS, GlmImage
+from glm_image.model import GlmImage, add_adapter
 from grpo import GRPO, NotFinite
-from runtime.adapters import add_adapter
+from runtime.checkpoints import find_adapter
 
 PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see SEEDS in train.py
 
@@ -122,9 +122,10 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
 class LearningDecoder(GlmImage):
     """A GlmImage whose decoder has an adapter that learns."""
 
-    def adapt_decoder(self, lora, device):
+    def adapt_decoder(self, settings, device):
         transformer = self.pipe.transformer
-        adapted = add_adapter(transformer, "decoder", LORA_TARGETS["decoder"], *lora)
+        folder = find_adapter(settings.adapter, "decoder")
+        adapted = add_adapter(transformer, "decoder", settings.lora_rank, folder)
         self.decoder, self.decoder_reference = adapted
         if device.type != "cpu":
             transformer.enable_gradient_checkpointing()

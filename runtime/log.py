@@ -236,8 +236,7 @@ class Record:
     def save_adapters(self):
         """What was learned, for other programs to load: the folders."""
         folder = self.out / "adapter"
-        self.trainers["."].model.save_pretrained(folder)
-        (folder / "README.md").unlink()  # PEFT's form, empty
+        checkpoints.save_adapter(self.trainers["."].model, folder)
         return [folder]
 
     def finish(self):

@@ -93,7 +93,9 @@ class Settings:
     warmup_steps: int = flag(10, "steps over which the learning rate rises", at_least=0)
     clip_range: float = flag(0.2, "how far a ratio may leave 1 before its gradient is cut", above=0)
     kl_coef: float = flag(0.01, "weight of the KL from the model before training", at_least=0)
-    lora_rank: int = flag(16, "rank of the adapter; its alpha is twice that", at_least=1)
+    lora_rank: int = flag(
+        16, "rank of a new adapter; its alpha is twice that; --adapter has its own", at_least=1
+    )
     seed: int = flag(
         0, "fixes the order of prompts, the samples and the noise", at_least=0, at_most=2**32 - 1
     )
@@ -167,7 +169,6 @@ class Settings:
         None,
         "folder for everything the run leaves (default: the next free runs/N)",
         group="what a run leaves",
-        may_change=True,
     )
     resume: str | None = flag(
         None, "go on with the run in this folder, from its newest checkpoint", may_change=True
@@ -191,8 +192,8 @@ class Settings:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
         weights = [weight for _, weight in split_spec(self.reward)]
-        if weights and not any(weights):
-            raise UserError(f"--reward {self.reward}: all weights are 0, nothing can be learned")
+        if not any(weights):
+            raise UserError(f"--reward {self.reward}: no weight above 0, so nothing can be learned")
         if self.frame_by not in dict(split_spec(self.eval_reward)):
             self.frame_by = None
         if self.combine is None:
@@ -321,28 +322,22 @@ def parse_settings(arguments=None, kind=Settings):
 
 def resumed(given, kind):
     """{name: value} of the run in --resume, and the flags that do not change what it computes."""
-    out = Path(given["resume"])
-    if Path(given.get("out", out)) != out:
-        raise UserError("--resume names the folder of the run already: leave out --out")
-    step, num_ranks, before, _ = checkpoints.read_state(out)
+    out = given["resume"]
+    state = checkpoints.read_state(Path(out))
+    before = state["settings"]
     about = {each.name: each.metadata for each in fields(kind)}
-    if unknown := before.keys() - about:
-        flags = ", ".join(map(option, sorted(unknown)))
-        raise UserError(f"another script or version made {out}, which has {flags}: take that")
+    if before.keys() != about.keys():
+        raise UserError(f"{out} was made by another script or version")
     now = checkpoints.shortened(given)
     fixed = [name for name in sorted(now) if not about[name]["may_change"]]
-    differ = [name for name in fixed if now[name] != before.get(name)]
+    differ = [name for name in fixed if now[name] != before[name]]
     if differ:
-        flags = [f"{option(name)} {now[name]} (was {before.get(name)})" for name in differ]
+        flags = [f"{option(name)} {now[name]} (was {before[name]})" for name in differ]
         raise UserError(f"a resumed run keeps its settings, but these differ: {', '.join(flags)}")
-    if num_ranks != ranks.count():  # the prompts of a step would be others
-        made = f"{out} was made by {num_ranks} processes, not {ranks.count()}"
+    if state["ranks"] != ranks.count():  # the prompts of a step would be others
+        made = f"{out} was made by {state['ranks']} processes, not {ranks.count()}"
         raise UserError(f"{made}: start that many with torchrun")
-    values = before | given | {"out": str(out), "resume": str(out)}
-    if values["steps"] < step:
-        steps = f"--steps {values['steps']}"
-        raise UserError(f"{steps} is less than the {step} steps already made")
-    return values
+    return before | given
 
 
 def print_start(settings, out, device, num_prompts, num_held_out):

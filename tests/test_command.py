@@ -181,7 +181,8 @@ def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
             begun.append(True)
             assert quick("--steps 0") == 0
             assert quick("--steps 1 --out runs/1") == 2
-            assert "runs/1 already holds a run" in capsys.readouterr().err
+            busy = "another process is at work on the run in runs/1"
+            assert busy in capsys.readouterr().err
         return load(*given, **parts)
 
     Path("runs/2").mkdir(parents=True)
@@ -385,19 +386,11 @@ FILES = {
     "sign.txt": "a red circle\n\na blue <|image|>\n",
     "broken/1.png": "not a picture",
     "judged/settings.json": "{}",
+    "old/settings.json": "{}",
     "old/checkpoints/000001/state.json": "{}",
     "bad.py": """
-def reward(images, prompts, targets):
-    raise KeyError('no such face')
-
 def one(images, prompts, targets):
     return [1.0]
-
-def none(images, prompts, targets):
-    return [None, 1.0]
-
-def leaves(images, prompts, targets):
-    raise SystemExit(3)
 
 def good(images, prompts, targets):
     return [1.0] * len(images)
@@ -417,60 +410,35 @@ def good(images, prompts, targets):
         (["--prompts", "empty.txt"], "has no prompt in it"),
         (["--prompts", "cut.txt"], "cannot read the prompts file cut.txt"),
         (["--prompts", "sign.txt"], "line 3 of sign.txt contains <|image|>"),
-        (["--targets", "few"], "has 1 picture for 112 prompts"),
-        (
-            ["--prompts", "one.txt", "--targets", "broken"],
-            "the target picture broken/1.png cannot be read",
-        ),
+        (["--targets", "few"], "few has 1 picture for "),
+        (["--prompts", "one.txt", "--targets", "broken"], "broken/1.png cannot be read"),
         (["--eval-targets", "missing"], "missing does not exist"),
-        (["--eval-count", "0"], "--eval-count: must be at least 1, got 0"),
         (["--reward", "beauty"], "unknown reward 'beauty'"),
-        (
-            ["--reward", "ssim", "--prompts", "one.txt"],
-            "'ssim' compares with target pictures: give --targets",
-        ),
-        (
-            str.split("--reward bad.py:good --eval-reward ssim --eval-prompts one.txt"),
-            "--eval-targets, a folder",
-        ),
-        (
-            ["--reward", "bad.py:reward"],
-            "KeyError: 'no such face' (bad.py, line 3) (tried on two blank pictures)",
-        ),
-        (
-            ["--reward", "bad.py:none"],
-            "not NoneType; give NaN, not None, where it does not apply (tried on two blank",
-        ),
-        (["--reward", "bad.py:leaves"], "SystemExit: 3 (bad.py, line 12)"),
-        (["--reward", "bad.py:one"], "--reward: reward 'bad.py:one' gave shape (1,) for 2 images"),
-        (["--reward", "text:0,vqa:0.0"], "--reward text:0,vqa:0.0: all weights are 0, nothing can"),
-        (["--reward", "bad.py:good:1e39"], "--reward: the weight of reward 'bad.py:good' is 1e+39"),
-        (["--eval-reward", "clip=few"], "--eval-reward: cannot load reward 'clip'"),
+        (["--reward", "pickscore:1,vqq:1"], "unknown reward 'vqq'"),
+        (["--reward", "bad.py:good,ssim", "--prompts", "one.txt"], "'ssim' needs --targets"),
+        (["--eval-reward", "pickscore,ssim"], "'ssim' needs --targets, or --eval-targets"),
+        (["--reward", "bad.py:one"], "reward 'bad.py:one' gave shape (1,), not (2,)"),
+        (["--reward", "text:0,vqa:0.0"], "--reward text:0,vqa:0.0: no weight above 0, so nothing"),
+        (["--reward", ""], "no weight above 0, so nothing can be learned"),
+        (["--eval-reward", "clip=few"], "cannot load reward 'clip'"),
         (["--tracker", "wandb"], "pip install wandb"),
         (["--model", "nobody/nothing", *SHAPES], "cannot load nobody/nothing"),
         (["--model", "few", *SHAPES], "cannot load few"),
+        (["--reward", "pickscore", "--adapter", "few"], "there is no adapter in that folder"),
         (["--out", "one.txt/run"], "cannot write to one.txt/run"),
         (["--paintings", "4"], "unrecognized arguments: --paintings 4"),
-        (["--reward", "pickscore:1,vqq:1"], "--reward: unknown reward 'vqq'"),
-        (
-            ["--eval-reward", "pickscore:1,ssim:1"],
-            "--eval-reward: reward 'ssim' compares with target",
-        ),
-        (["--reward", "pickscore", "--adapter", "few"], "there is no adapter in few"),
-        (["--out", "old"], "old already holds a run; choose another --out, or --resume old"),
+        (["--out", "one.txt"], "cannot write to one.txt"),
+        (["--out", "old"], "old already holds a run; choose another --out, or go on with --resume"),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
-        (["--out", "one.txt"], "one.txt is no folder; choose another --out"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
-        (["--resume", "run", "--out", "other"], "leave out --out"),
     ],
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "huggingface_hub.constants.HF_HUB_OFFLINE", True
-    )  # without a network it tries for a while
+    # Without a network it tries for a while.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(train.Run, "load", lambda *_: pytest.fail("this was not refused"))
+    monkeypatch.setattr(train, "load", lambda *_: pytest.fail("this was not refused"))
     download = lambda **_: pytest.fail("a download, before all is checked")
     monkeypatch.setitem(REWARDS, "pickscore", (download, {}))
     for name, text in FILES.items():
@@ -492,26 +460,27 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     """Which may take minutes; judges with the first prompt of both files. What no reward will say
     is said now."""
     Path("mine.py").write_text(
-        "class Mine:\n    applies = lambda self, prompt: prompt.isascii()\n\n    def __call__(self, images, prompts, targets):\n"
-        "        print('tried with', prompts[0])\n        return [0.0] * len(images)\n\nmine = Mine()\n"
+        "class Mine:\n    def applies(self, prompt):\n        return prompt.isascii()\n\n"
+        "    def __call__(self, images, prompts, targets):\n"
+        "        print('tried with', prompts[0])\n        return [0.0] * len(images)\n\n"
+        "mine = Mine()\n"
     )
     Path("chinese.txt").write_text("一只红色的圆\na blue cross\n")
     there = lambda *_: pytest.fail("the rewards are there", pytrace=False)
-    monkeypatch.setattr(train.Run, "load", there)
+    monkeypatch.setattr(train, "load", there)
     files = str.split("--prompts chinese.txt --targets none --eval-targets none")
     with pytest.raises(pytest.fail.Exception, match="the rewards are there"):
         quick("--reward mine.py:mine --eval-reward mine.py:mine --steps 1", *files)
-    _, shared, *lines = capsys.readouterr().out.splitlines()
-    assert shared == "warning: 1 of the 2 held-out prompts are trained on, too"
-    assert lines[-7].endswith("what the run leaves goes to runs/1")
-    tried = ["loading --reward mine.py:mine", "tried with 一只红色的圆"]
-    tried += ["mine.py:mine: does not apply to 1 of 2 prompts"]
-    tried += [
+    *_, rest = capsys.readouterr().out.partition("warning: 1 of the 2 held-out")
+    assert "the run leaves goes to runs/1\nloading --reward mine.py:mine\n" in rest
+    assert rest.splitlines()[-6:] == [
+        "loading --reward mine.py:mine",
+        "tried with 一只红色的圆",
+        "mine.py:mine: does not apply to 1 of 2 prompts",
         "loading --eval-reward mine.py:mine",
         "tried with a red circle",
         "tried with 一只红色的圆",
     ]
-    assert lines[-6:] == tried
 
 
 def test_a_run_names_the_projects_files_by_their_place_in_it(one_step, monkeypatch):

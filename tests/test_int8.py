@@ -10,9 +10,8 @@ import torch
 from conftest import adapter_of, build_run, records, resume, seeded, tiny_settings
 from torch.nn.functional import linear
 
-from glm_image.model import LORA_TARGETS, encode_prompt
+from glm_image.model import add_adapter, encode_prompt
 from grpo import get_per_token_logprobs
-from runtime.adapters import add_adapter
 from runtime.int8 import Int8Linear, round_linears
 
 
@@ -100,7 +99,7 @@ def test_with_the_adapter_off_it_is_the_rounded_base_to_the_bit(pipe):
             round_linears(own.model.language_model.layers)
             reference = logprobs(own)
         assert 0 < (reference - exact).abs().mean() < off
-        model, _ = add_adapter(own, "codes", LORA_TARGETS["codes"], 16, None, None)
+        model, _ = add_adapter(own, "codes", 16)
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.data.normal_(0, 0.02, generator=seeded(1))
