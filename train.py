@@ -28,7 +28,7 @@ from rewards import Scoring, combine, weights_of
 from runtime import UserError, checkpoints, counted, ranks
 from runtime.data import evenly, load_data, prompt_indices, read_inputs, read_prompts
 from runtime.gpu import Clock, place, plan
-from runtime.record import Record
+from runtime.log import Record
 from runtime.rescue import loading, naming, rescued
 from runtime.settings import Settings, parse_settings, print_start
 
@@ -240,7 +240,7 @@ def evaluate_both(run, settings, data, record, stop=None):
         training = evaluate(run, settings, rewards, known, SEEDS["training"], stop)
         held_out = training and evaluate(run, settings, rewards, new, SEEDS["held out"], stop)
     if held_out:
-        record.evaluation({"": (known, training), "held_out/": (new, held_out)})
+        record.evaluation((known, training), (new, held_out))
 
 
 # ---- the run -------------------------------------------------------------------------------------

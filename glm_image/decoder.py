@@ -34,7 +34,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 
 from glm_image.model import GlmImage, add_adapter
-from grpo import GRPO, NotFinite, without_cudnn_attention
+from grpo import GRPO, NotFinite
 from runtime.checkpoints import find_adapter
 
 PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see SEEDS in train.py
@@ -152,7 +152,6 @@ class DecoderGRPO(GRPO):
         self.painter.pipe = GlmImagePipeline(**components)
         self.painter.pipe.set_progress_bar_config(disable=True)
 
-    @without_cudnn_attention  # as in logprobs
     def paint_paths(self, prompt, tokens, num_paintings, settings, seed):
         """Paint each of a prompt's G code sequences (G, T) `num_paintings` (K) times.
 
@@ -177,7 +176,6 @@ class DecoderGRPO(GRPO):
             raise NotFinite([0])
         return torch.cat(latents), steps
 
-    @without_cudnn_attention
     def logprobs(self, step, rows):
         """Log-probs (B, D) of the latents that were drawn, under the decoder as it stands."""
         x = step.latents[rows].to(self.model.device)

@@ -29,7 +29,7 @@ def saved(settings):
 
 
 def shortened(values):
-    """{name: value}, with files of this project by their place in it: another clone finds its own."""
+    """Files of this project by their place in it, so that another clone finds its own."""
     short = lambda value: value.replace(f"{ROOT}/", "") if isinstance(value, str) else value
     return {name: short(value) for name, value in values.items()}
 

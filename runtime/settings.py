@@ -127,6 +127,12 @@ class Settings:
     eval_reward: str = flag(
         "hps", "rewards that are only reported, never trained on; none: no such reward"
     )
+    frame_by: str | None = flag(
+        None,
+        "which of --eval-reward says what is correct (1, or else 0): before-after.png frames what "
+        "is not, and shows prompts with no correct picture",
+        may_change=True,
+    )
     eval_count: int = flag(
         8,
         "prompts per evaluation from each of the training and held-out sets, evenly over types",
@@ -170,7 +176,7 @@ class Settings:
     save_every: int = flag(20, "steps between checkpoints", may_change=True, at_least=1)
     # Not --log, which torchrun would take for an abbreviation of its own --log-dir.
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = flag(
-        "none", "also log metrics there, and pictures (not to trackio)", may_change=True
+        "none", "also log the numbers there; the pictures are only in --out", may_change=True
     )
 
     def __post_init__(self):
@@ -188,6 +194,8 @@ class Settings:
         weights = [weight for _, weight in split_spec(self.reward)]
         if not any(weights):
             raise UserError(f"--reward {self.reward}: no weight above 0, so nothing can be learned")
+        if self.frame_by not in dict(split_spec(self.eval_reward)):
+            self.frame_by = None
         if self.combine is None:
             self.combine = "zscore" if len(weights) > 1 else "sum"
         if self.micro_batch_size == "auto" and not torch.cuda.is_available():
@@ -301,6 +309,8 @@ def parse_settings(arguments=None, kind=Settings):
         return kind(**resumed(given, kind))
     model = found(given.get("model")) or default_model()
     settings = kind(**{**usual_settings(model, kind), **given, "model": model})
+    if given.get("frame_by") != settings.frame_by and "frame_by" in given:
+        raise UserError(f"--frame-by {given['frame_by']}: --eval-reward has no reward of this name")
     least, most = read_defaults(model).get("pixels", (2**20, 2**22))  # 1024x1024 to 2048x2048
     pixels = settings.height * settings.width
     if not least <= pixels <= most:

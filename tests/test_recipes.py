@@ -8,7 +8,7 @@ import make
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import build_run, tiny_settings
+from conftest import build_run, prompts_of, tiny_settings
 from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
 from world import MEANING
 
@@ -142,9 +142,6 @@ def side_by_side(monkeypatch, ranks):
             pool.submit(taken, run, lambda run=run, group=groups[i]: run.update([group]))
             for i, (run, groups) in enumerate(ranks)
         ]
-    torch.backends.cuda.enable_cudnn_sdp(
-        True
-    )  # update's decorator sets it for all threads, and each sets it back
     return jobs
 
 

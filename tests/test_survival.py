@@ -295,6 +295,21 @@ def test_where_nothing_is_saved_there_is_nothing_to_resume(quick, capsys):
     assert message.endswith("once that is fixed, start it again") and "--resume" not in message
 
 
+def test_what_comes_after_is_never_labelled_before(quick, one_step, capsys):
+    """Where evaluations, pictures and adapter were thrown away: neither on the sheet nor in the
+    lines."""
+    shutil.copytree(one_step, "run")
+    shutil.rmtree("run/evaluation")
+    shutil.rmtree("run/adapter")
+    Path("run/evaluation.jsonl").unlink()
+    assert resume("run", "--steps 2") == 0
+    output = capsys.readouterr().out
+    assert "evaluation after 2 steps, held-out prompts: reward" in output and "before" not in output
+    last = Path("run/evaluation/000002/sheet.png").read_bytes()
+    assert Path("run/before-after.png").read_bytes() == last
+    assert Path("run/adapter/adapter_model.safetensors").exists()
+
+
 def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, monkeypatch):
     """In the second step: the second prompt is named, and the first step is saved."""
     sample = GRPO.sample
