@@ -106,21 +106,16 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
         expected, found = records(f"one/{name}"), records(f"two/{name}")
         assert [record["step"] for record in expected] == [record["step"] for record in found]
         assert [record.keys() for record in expected] == [record.keys() for record in found]
-        for key, value in expected[
-            0
-        ].items():  # of the same policy; the later ones may have grown apart
-            close = (
-                value
-                if key in ("shown", "rows")
-                else pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True)
-            )
-            assert found[0][key] == close, key
-    assert found[0]["shown"] and found[0]["images"] == 9
-    for picture in (
-        "group-000001.png",
-        *(f"evaluation/000000/{name}.png" for name in ("1-3", "2-1", "3-1", "3-source")),
-    ):
-        assert Path(f"one/{picture}").read_bytes() == Path(f"two/{picture}").read_bytes()
+        # Of the same policy; the later ones may have grown apart.
+        for key, value in expected[0].items():
+            if name == "metrics.jsonl" and key.startswith("reward_error"):
+                continue  # over the prompts of one rank
+            if key != "rows":
+                value = pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True)
+            assert found[0][key] == value, key
+    assert found[0]["images"] == 9
+    for name in ("group-000001", *(f"evaluation/000000/{x}" for x in ("1-1", "3-1", "sheet"))):
+        assert Path(f"one/{name}.png").read_bytes() == Path(f"two/{name}.png").read_bytes()
 
     adapters = [Path(f"adapter-{rank}").read_bytes() for rank in range(2)]
     assert adapters[0] == adapters[1]  # all ranks make the same steps
