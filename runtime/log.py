@@ -230,7 +230,7 @@ class Record:
         """The sheet of the evaluation before training, if it is still there, and of the last."""
         files = [self.folder(step) / "sheet.png" for step in (0, self.done)]
         sheets = [np.asarray(Image.open(file)) for file in files if file.exists()]
-        sheets[1:] = [sheet[:, 2 * CELL :] for sheet in sheets[1:]]
+        sheets[1:] = [sheet[:, 2 * CELL - 24 :] for sheet in sheets[1:]]  # without labels
         Image.fromarray(np.hstack(sheets)).save(self.out / "before-after.png")
 
     def save_adapters(self):

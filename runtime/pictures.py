@@ -36,7 +36,7 @@ def draw_grid(title, rows, corner="", cell=192, size=15):
     for row, (label, cells) in enumerate(rows):
         top = 3 * size + row * height
         font = font_for(label, size)
-        letters = margin * len(label) / max(1, font.getlength(label))
+        letters = (margin - 32) * len(label) / max(1, font.getlength(label))
         lines = textwrap.wrap(label, max(1, int(letters)))
         pen.text((8, top), "\n".join(lines[: cell // size - 1]), "black", font)
         for column, (picture, caption, framed) in enumerate(cells):
