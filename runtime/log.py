@@ -90,7 +90,7 @@ class Record:
                 file.writelines(json.dumps(record) + "\n" for record in records)
 
     def step(self, done, prompts, batch, metrics):
-        """Writes a step's line and numbers, and every SAMPLE_EVERY steps the pictures of a group."""
+        """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
         self.done = done
         self.optimizer_steps = self.count_optimizer_steps()
         rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
@@ -155,10 +155,10 @@ class Record:
             numbers = evaluation_metrics(rewards, [prompt.kind for prompt in prompts])
             record |= {prefix + name: value for name, value in without_nan(numbers).items()}
         self.track({f"evaluation/{name}": x for name, x in record.items()})
-        # Chosen once, before training.
-        chosen = self.evaluations[0]["rows"] if self.evaluations else None
-        record["rows"] = chosen or rows_to_show(*held_out, self.settings.frame_by)
         self.evaluations.append(record)
+        # Chosen once, before training.
+        rows = self.evaluations[0].get("rows")
+        record["rows"] = rows or rows_to_show(*held_out, self.settings.frame_by)
         self.append("evaluation", record)
         self.print_evaluation()
         if self.writes:
@@ -169,10 +169,10 @@ class Record:
     def print_evaluation(self):
         """The last one, beside that before training unless its record was deleted."""
         records = [record for record in self.evaluations if record["step"] in (0, self.done)]
-        compared = ", before -> after" if len(records) > 1 else ""
+        sides = ", before -> after" if len(records) > 1 else ""
         ends = self.done >= self.settings.steps or self.stop.received
         for prefix, name in SETS.items():
-            words = f"evaluation after {counted(self.done, 'step')}, {name} prompts{compared}"
+            words = f"evaluation after {counted(self.done, 'step')}, {name} prompts{sides}"
             self.write(f"{words}: {summary(prefix, *records)}")
             kinds = [record.get(f"{prefix}kinds") for record in records]
             if ends and all(kinds):

@@ -73,6 +73,8 @@ def draw_curves(metrics, evaluations, names):
         }
         values = [value for curve in curves.values() for _, value in curve] or [0]
         low, high = min(values), max(values)
+        if 0 <= low and high <= 1:  # a share, at its true size
+            low, high = 0, 1
         left = 640 * i + 120
         pen.text((left, 8), short_name(name), "black", font)
         pen.line([(left, 60), (left, 340), (left + 480, 340)], GREY, 2)
