@@ -149,9 +149,8 @@ class Record:
         """
         record = {"step": self.done}
         for prefix, (prompts, results) in zip(SETS, (training, held_out)):
-            parts = [rewards for rewards, _ in results]
-            raw_rewards = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-            rewards = named(raw_rewards, self.weights, len(results[0][1]))
+            parts = [named(raw, self.weights, len(images)) for raw, images in results]
+            rewards = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             numbers = evaluation_metrics(rewards, [prompt.kind for prompt in prompts])
             record |= {prefix + name: value for name, value in without_nan(numbers).items()}
         self.track({f"evaluation/{name}": x for name, x in record.items()})
