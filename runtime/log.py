@@ -90,7 +90,7 @@ class Record:
                 file.writelines(json.dumps(record) + "\n" for record in records)
 
     def step(self, done, prompts, batch, metrics):
-        """Writes a step's line and numbers, and every SAMPLE_EVERY steps the pictures of a group."""
+        """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
         self.done = done
         self.optimizer_steps = self.count_optimizer_steps()
         rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
@@ -149,16 +149,15 @@ class Record:
         """
         record = {"step": self.done}
         for prefix, (prompts, results) in zip(SETS, (training, held_out)):
-            parts = [rewards for rewards, _ in results]
-            raw_rewards = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-            rewards = named(raw_rewards, self.weights, len(results[0][1]))
+            parts = [named(raw, self.weights, len(images)) for raw, images in results]
+            rewards = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             numbers = evaluation_metrics(rewards, [prompt.kind for prompt in prompts])
             record |= {prefix + name: value for name, value in without_nan(numbers).items()}
         self.track({f"evaluation/{name}": x for name, x in record.items()})
-        # Chosen once, before training.
-        chosen = self.evaluations[0]["rows"] if self.evaluations else None
-        record["rows"] = chosen or rows_to_show(*held_out, self.settings.frame_by)
         self.evaluations.append(record)
+        # Chosen once, before training.
+        rows = self.evaluations[0].get("rows")
+        record["rows"] = rows or rows_to_show(*held_out, self.settings.frame_by)
         self.append("evaluation", record)
         self.print_evaluation()
         if self.writes:
@@ -169,10 +168,10 @@ class Record:
     def print_evaluation(self):
         """The last one, beside that before training unless its record was deleted."""
         records = [record for record in self.evaluations if record["step"] in (0, self.done)]
-        compared = ", before -> after" if len(records) > 1 else ""
+        sides = ", before -> after" if len(records) > 1 else ""
         ends = self.done >= self.settings.steps or self.stop.received
         for prefix, name in SETS.items():
-            words = f"evaluation after {counted(self.done, 'step')}, {name} prompts{compared}"
+            words = f"evaluation after {counted(self.done, 'step')}, {name} prompts{sides}"
             self.write(f"{words}: {summary(prefix, *records)}")
             kinds = [record.get(f"{prefix}kinds") for record in records]
             if ends and all(kinds):
@@ -230,7 +229,7 @@ class Record:
         """The sheet of the evaluation before training, if it is still there, and of the last."""
         files = [self.folder(step) / "sheet.png" for step in (0, self.done)]
         sheets = [np.asarray(Image.open(file)) for file in files if file.exists()]
-        sheets[1:] = [sheet[:, 2 * CELL :] for sheet in sheets[1:]]
+        sheets[1:] = [sheet[:, 2 * CELL - 24 :] for sheet in sheets[1:]]  # without labels
         Image.fromarray(np.hstack(sheets)).save(self.out / "before-after.png")
 
     def save_adapters(self):

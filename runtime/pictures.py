@@ -36,7 +36,7 @@ def draw_grid(title, rows, corner="", cell=192, size=15):
     for row, (label, cells) in enumerate(rows):
         top = 3 * size + row * height
         font = font_for(label, size)
-        letters = margin * len(label) / max(1, font.getlength(label))
+        letters = (margin - 32) * len(label) / max(1, font.getlength(label))
         lines = textwrap.wrap(label, max(1, int(letters)))
         pen.text((8, top), "\n".join(lines[: cell // size - 1]), "black", font)
         for column, (picture, caption, framed) in enumerate(cells):
@@ -73,6 +73,8 @@ def draw_curves(metrics, evaluations, names):
         }
         values = [value for curve in curves.values() for _, value in curve] or [0]
         low, high = min(values), max(values)
+        if 0 <= low and high <= 1:  # a share, at its true size
+            low, high = 0, 1
         left = 640 * i + 120
         pen.text((left, 8), short_name(name), "black", font)
         pen.line([(left, 60), (left, 340), (left + 480, 340)], GREY, 2)

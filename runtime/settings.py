@@ -129,8 +129,8 @@ class Settings:
     )
     frame_by: str | None = flag(
         None,
-        "which of --eval-reward says what is correct (1, or else 0): before-after.png frames what "
-        "is not, and shows prompts with no correct picture",
+        "the reward among --eval-reward that is 1 for a correct picture and 0 for others: "
+        "before-after.png puts a red frame around these",
         may_change=True,
     )
     eval_count: int = flag(

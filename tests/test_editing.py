@@ -325,8 +325,7 @@ def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
     for record in records("run/metrics.jsonl"):
         assert record["max_logprob_gap"] < 1e-4
     first = ImageOps.fit(Image.open("sources/1.png"), (64, 64), Image.Resampling.LANCZOS)
-    assert Image.open("run/evaluation/000000/1-source.png").tobytes() == first.tobytes()
-    shown = Image.open("run/before-after.png").crop((8, 80, 8 + 96, 80 + 96)).resize((64, 64))
+    shown = Image.open("run/before-after.png").crop((288, 72, 288 + 144, 72 + 144)).resize((64, 64))
     # The source comes first.
     assert np.abs(np.asarray(shown).astype(int) - np.asarray(first)).mean() < 5
 

@@ -299,9 +299,9 @@ def test_before_and_after_stand_side_by_side(tmp_path):
         sheets[step].save(record.folder(step) / "sheet.png")
     record.draw_before_after()
     sheet = Image.open(tmp_path / "before-after.png")
-    assert sheet.width == sheets[0].width + 2 * (144 + 8)
+    assert sheet.width == sheets[0].width + 24 + 2 * (144 + 8)
     before, after = (columns_of(sheet, colour, 0, sheet.height) for colour in (RED, GREEN))
-    assert before == (288, 288 + 144 + 7 + 144) and after[0] == before[1] + 1 + 8
+    assert before == (288, 288 + 144 + 7 + 144) and after[0] == before[1] + 1 + 8 + 24
     assert not (np.asarray(sheet.convert("L"))[60:, after[1] + 1 :] < 128).any()
     (record.folder(0) / "sheet.png").unlink()
     record.draw_before_after()
