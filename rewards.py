@@ -23,30 +23,25 @@ The order of calls: check_rewards, before anything loads; parse_rewards, which l
 once; in a step Scoring.add for the pictures of each prompt, then Scoring.values; combine, which
 makes the values one number per picture.
 
-Models load once, when named, from where REWARDS says. With NAME=FOLDER, that folder must hold all
-files of the row.
+Rewards that are models are in reward_models/. Each loads once, when named, from where REWARDS
+says. With NAME=FOLDER, that folder must hold all files of the row.
 """
 
 import asyncio
 import functools
+import importlib
 import inspect
-import json
 import math
 import re
 import runpy
 import sys
 import threading
-import unicodedata
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from PIL import Image
-from transformers import CLIPModel, CLIPProcessor
-from transformers.utils import cached_file
 
 from grpo import centre_groups
 from runtime import StepFailed, UserError
@@ -97,343 +92,6 @@ def ssim_map(a, b):
     return luminance * (2 * covariance + c2) / (var_a + var_b + c2)
 
 
-@contextmanager
-def lend_gpu(model):
-    """Lends the GPU, if any, to a model while it scores: policy and decoder need the memory."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    homes = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
-    try:
-        for tensor, home in homes:
-            tensor.data = home.to(device)
-        with torch.no_grad():
-            yield device
-    finally:
-        # The copies are dropped: weights that have not changed need no way back.
-        for tensor, home in homes:
-            tensor.data = home
-
-
-# Written out here because the usual packages need torchvision, of which they use only five
-# convolutions of AlexNet.
-class Lpips(torch.nn.Module):
-    """Negative LPIPS 0.1, 0 for a perfect copy (Zhang et al. 2018, eq. 1), from 32x32 pixels on."""
-
-    def __init__(self, alexnet, heads):
-        super().__init__()
-        alexnet, heads = _weights(alexnet, "alexnet-owt-7be5be79.pth"), _weights(heads, "alex.pth")
-        layers = [f"features.{n}" for n in (0, 3, 6, 8, 10)]
-        self.kernels = torch.nn.ParameterList(alexnet[f"{layer}.weight"] for layer in layers)
-        self.biases = torch.nn.ParameterList(alexnet[f"{layer}.bias"] for layer in layers)
-        heads = [heads[f"lin{n}.model.1.weight"] for n in range(5)]  # (1, channels, 1, 1)
-        self.heads = torch.nn.ParameterList(heads)
-
-    def forward(self, images, prompts, targets):
-        with lend_gpu(self) as device:
-            measure = lambda a, b: -self.distance(a.to(device), b.to(device))
-            return against_targets(measure, images, targets)
-
-    def distance(self, a, b):
-        """(3, H, W) twice, values in 0..1 -> scalar: weighted differences of unit features."""
-        constants = torch.tensor([[-0.030, -0.088, -0.188], [0.458, 0.448, 0.450]])
-        shift, scale = constants.to(a).view(2, 3, 1, 1)
-        x = (torch.stack([a, b]) * 2 - 1 - shift) / scale
-        total = 0
-        for n, (kernel, bias, head) in enumerate(zip(self.kernels, self.biases, self.heads)):
-            x = F.max_pool2d(x, 3, stride=2) if n in (1, 2) else x
-            sizes = {"stride": (4, 1, 1, 1, 1)[n], "padding": (2, 2, 1, 1, 1)[n]}
-            x = F.conv2d(x, kernel, bias, **sizes).relu()  # (2, C, h, w)
-            unit = x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)
-            total += F.conv2d((unit[:1] - unit[1:]).square(), head).mean()
-        return total
-
-
-def _weights(source, file):
-    if source.startswith("https://"):
-        return torch.hub.load_state_dict_from_url(
-            source, map_location="cpu", check_hash=True, weights_only=True
-        )
-    return torch.load(cached_file(source, file), map_location="cpu", weights_only=True)
-
-
-# ---- text in the picture -------------------------------------------------------------------------
-
-# The quotation marks between which GLM-Image's pipeline finds text to paint (get_glyph_texts),
-# except that a single one beside a letter is an apostrophe in scripts that have apostrophes, Latin
-# to Hebrew; in Chinese, quotes touch letters.
-LETTER = r"[0-9A-Za-z\u00c0-\u05ff]"
-SINGLE = rf"(?<!{LETTER})'((?:[^']|(?<={LETTER})'(?={LETTER}))*)'(?!{LETTER})"
-QUOTES = (SINGLE, "“([^“”]*)”", '"([^"]*)"', "「([^「」]*)」")
-
-
-def quoted(prompt):
-    """The strings that a prompt puts in quotes: 'a', “a”, "a" and 「a」."""
-    return [text for pattern in QUOTES for text in re.findall(pattern, prompt)]
-
-
-def letters_and_digits(text):
-    """What is left of a text when width, case, spaces and punctuation do not count."""
-    return "".join(c for c in unicodedata.normalize("NFKC", text).casefold() if c.isalnum())
-
-
-def infix_distance(pattern, text):
-    """Fewest letters to insert, delete, replace until `text` contains `pattern` (Sellers 1980)."""
-    row = [0] * (len(text) + 1)  # it may start anywhere ...
-    for i, letter in enumerate(pattern):
-        above, row = row, [i + 1]
-        for j, other in enumerate(text):
-            row.append(min(above[j] + (letter != other), above[j + 1] + 1, row[j] + 1))
-    return min(row)  # ... and end anywhere
-
-
-class Text:
-    """Share of the quoted letters and digits that an OCR reads, 0..1; NaN where none are quoted.
-
-    Each string counts 1 - distance / length, weighted by its length. Text that nobody asked for
-    costs nothing. The OCR runs on the CPU, in a thread, while the decoder paints.
-    """
-
-    def __init__(self):
-        from rapidocr import RapidOCR
-
-        # Three times faster.
-        fast = {"Global.use_cls": False, "Det.limit_type": "max", "Det.limit_side_len": 736}
-        for kind in ("intra", "inter"):
-            fast[f"EngineConfig.onnxruntime.{kind}_op_num_threads"] = 1
-        self.ocr = RapidOCR(params={"Global.log_level": "error", **fast})
-        self.ocr(Image.new("RGB", (64, 64)))  # it loads its models with the first picture
-        self.turn = asyncio.Lock()  # it keeps state while it reads
-
-    def applies(self, prompt):
-        return any(map(letters_and_digits, quoted(prompt)))
-
-    async def __call__(self, images, prompts, targets):
-        async with self.turn:
-            return await asyncio.to_thread(self.accuracies, images, prompts)
-
-    def accuracies(self, images, prompts):
-        return torch.tensor([self.accuracy(image, quoted(p)) for image, p in zip(images, prompts)])
-
-    def accuracy(self, image, strings):
-        wanted = [letters_and_digits(string) for string in strings]
-        if not any(wanted):
-            return math.nan
-        lines = self.ocr(image.convert("RGB")).txts or ()
-        read = letters_and_digits("".join(lines))  # a string may run over lines
-        return 1 - sum(infix_distance(string, read) for string in wanted) / sum(map(len, wanted))
-
-
-# ---- CLIP and its relatives ----------------------------------------------------------------------
-
-CHINESE = re.compile("[\u4e00-\u9fff]")
-
-
-def _pretrained(kind, source, dtype):
-    model, report = kind.from_pretrained(
-        source, dtype=dtype, weights_only=True, output_loading_info=True
-    )
-    if report["missing_keys"]:  # which transformers fills with noise
-        raise ValueError(f"{source} lacks {min(report['missing_keys'])}")
-    return model
-
-
-@functools.cache  # clip and aesthetic share one
-def _clip(model, processor):
-    return _pretrained(CLIPModel, model, torch.float32), CLIPProcessor.from_pretrained(processor)
-
-
-class Clip:
-    """Cosine of picture and prompt, in -1..1 (Radford et al. 2021). Prompts are cut at 77 tokens.
-
-    PickScore (Kirstain et al. 2023) and HPS v2 (Wu et al. 2023) are this with other weights, up to
-    a constant factor. All three only know English, so Chinese prompts get NaN, unless the model is
-    from a folder.
-    """
-
-    def __init__(self, model, processor):
-        self.model, self.processor = _clip(model, processor)
-        self.reads_chinese = Path(model).is_dir()
-
-    def applies(self, prompt):
-        return self.reads_chinese or CHINESE.search(prompt) is None
-
-    def __call__(self, images, prompts, targets):
-        read = torch.tensor([self.applies(prompt) for prompt in prompts])
-        return F.cosine_similarity(*self.embed(images, prompts)).where(read, math.nan)
-
-    def embed(self, images, prompts):
-        """Unit vectors of pictures and prompts, (N, D) both."""
-        fit = {"padding": True, "truncation": True, "max_length": 77}
-        inputs = self.processor(text=list(prompts), images=list(images), return_tensors="pt", **fit)
-        with lend_gpu(self.model) as device:
-            output = self.model(**inputs.to(device))
-        return output.image_embeds.cpu(), output.text_embeds.cpu()
-
-
-class Aesthetic(Clip):
-    """LAION's predictor, about 1..10: linear layers on CLIP's vector (Schuhmann et al. 2022)."""
-
-    def __init__(self, clip, head):
-        super().__init__(clip, clip)
-        self.reads_chinese = True  # it reads no prompt
-        weights = _weights(head, "aesthetic-model.pth")
-        # There are gaps in their numbers: dropout, which only training has.
-        names = sorted({int(key.split(".")[1]) for key in weights})
-        self.layers = [(weights[f"layers.{n}.weight"], weights[f"layers.{n}.bias"]) for n in names]
-
-    def __call__(self, images, prompts, targets):
-        x, _ = self.embed(images, prompts)
-        for weight, bias in self.layers:
-            x = F.linear(x, weight, bias)
-        return x.squeeze(1)
-
-
-# ---- questions to a vision-language model --------------------------------------------------------
-
-SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
-QUESTIONS = Path(__file__).parent / "prompts" / "questions.jsonl"
-AT_ONCE = 8  # pictures per forward pass; a picture counts once per question
-
-
-class Vqa:
-    """How sure a vision-language model is of the right answers about a picture, 0..1: their mean.
-
-    Every prompt gets the question whether the picture shows it (VQAScore, Lin et al. 2024), and
-    those that a file has for it, each about one thing: questions that a right picture answers by
-    yes, and foils that it answers by no ("Is the carrot orange?" for a purple one), or any picture
-    would please a model that agrees with everything.
-
-    A question counts sigmoid(odds / 2), where odds are the log-odds of the right answer. Raw log-
-    odds would pay as much for making a sure answer surer (+5 to +9) as for correcting a wrong one
-    (-2 to +2); the sigmoid pays .06 and .46. log P has no floor: one question that no picture
-    passes would rule the mean. The odds are halved because P itself, which Soft-TIFA (Kamath et al.
-    2025) averages, is near 0 or 1 for most pictures, and equal rewards teach nothing.
-
-    model: folder or hub id of an AutoModelForImageTextToText with a chat template. questions: see
-    read_questions. SmolVLM only knows English, so Chinese prompts get NaN unless the file has
-    (English) questions for them.
-    """
-
-    def __init__(self, model, questions=QUESTIONS):
-        self.questions = read_questions(questions)
-        self.reads_chinese = model != SMOLVLM
-        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-        self.model = _pretrained(transformers.AutoModelForImageTextToText, model, dtype)
-        self.processor = transformers.AutoProcessor.from_pretrained(model)
-        tokenizer = self.processor.tokenizer
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        self.yes = answer_ids(tokenizer, "yes")
-        self.no = answer_ids(tokenizer, "no")
-        if self.processor.chat_template is None or not (self.yes and self.no):
-            missing = "no chat template, or no tokens for yes and no"
-            raise ValueError(f"it cannot be asked: it has {missing}")
-
-    def applies(self, prompt):
-        return bool(self.about(prompt))
-
-    def __call__(self, images, prompts, targets):
-        return self.means([[image] for image in images], prompts)
-
-    def means(self, shown, prompts):
-        """N lists of pictures shown together, N prompts -> (N,) float32, NaN if none is asked."""
-        return torch.stack([values.mean() for values in self.values(shown, prompts)])
-
-    def answers(self, image, prompt):
-        """{question: value in 0..1} for a picture, to look at: near 1 if right, for foils too."""
-        (values,) = self.values([[image]], [prompt])
-        return dict(zip(self.about(prompt), values.tolist()))
-
-    def about(self, prompt):
-        """{question: 1 if a right picture answers yes, -1 if no}, the general one first."""
-        prompt = prompt.strip()
-        own = self.questions.get(prompt, {})
-        if CHINESE.search(prompt) and not self.reads_chinese:
-            return own
-        unnested = prompt.replace('"', "'")  # the question puts the whole prompt in double quotes
-        return {f'Does this image show "{unnested}"?': 1} | own
-
-    def values(self, shown, prompts):
-        """N lists of pictures shown together, N prompts -> N of (questions,) float32, in 0..1."""
-        about = [self.about(prompt) for prompt in prompts]
-        asked = [(pictures, question) for pictures, each in zip(shown, about) for question in each]
-        size = AT_ONCE // len(shown[0])
-        with preparing_once(self.processor.image_processor), lend_gpu(self.model) as device:
-            starts = range(0, len(asked), size)
-            odds = [self.log_odds(asked[at : at + size], device) for at in starts]
-        signs = torch.tensor([float(sign) for each in about for sign in each.values()])
-        values = (signs * torch.cat([torch.zeros(0), *odds]) / 2).sigmoid()
-        return values.split(list(map(len, about)))
-
-    def log_odds(self, asked, device):
-        """B of (pictures, question) -> (B,) float32, of an answer's first token, in one pass."""
-
-        def chat(shown, question):
-            words = [{"type": "image"}] * len(shown)
-            words.append({"type": "text", "text": f"{question} Please answer Yes or No."})
-            messages = [{"role": "user", "content": words}]
-            return self.processor.apply_chat_template(messages, add_generation_prompt=True)
-
-        inputs = self.processor(
-            text=[chat(*each) for each in asked],
-            images=[shown for shown, _ in asked],
-            padding=True,
-            padding_side="left",
-            return_tensors="pt",
-        )
-        inputs = inputs.to(device, self.model.dtype)
-        # A cache would take 2.4 GB, and nothing reads it.
-        output = self.model(**inputs, logits_to_keep=1, use_cache=False)
-        logits = output.logits[:, -1].float()  # (B, V)
-        return (logits[:, self.yes].logsumexp(-1) - logits[:, self.no].logsumexp(-1)).cpu()
-
-
-@contextmanager
-def preparing_once(processor):
-    """Makes an image processor prepare each picture once, not once per question.
-
-    SmolVLM's cuts it into 17 tiles. Pictures of several sizes are prepared together as before,
-    because they are padded to one size.
-    """
-    preprocess = processor.preprocess
-    prepared = {}  # {ids of the pictures shown together: BatchFeature}
-
-    def once(images, **options):  # B lists of pictures shown together
-        if len({picture.size for shown in images for picture in shown}) > 1:
-            return preprocess(images, **options)
-        rows = []
-        for shown in images:
-            ids = tuple(map(id, shown))
-            prepared[ids] = prepared.get(ids) or preprocess([shown], **options)
-            rows.append(prepared[ids])
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        for name, parts in columns.items():
-            tensors = torch.is_tensor(parts[0])
-            columns[name] = torch.cat(parts) if tensors else [x for part in parts for x in part]
-        return type(rows[0])(columns)
-
-    processor.preprocess = once
-    try:
-        yield
-    finally:
-        processor.preprocess = preprocess
-
-
-def answer_ids(tokenizer, word):
-    """The ids of tokens that an answer may begin with, each once; a space alone begins none."""
-    spellings = [word.title(), word, f" {word.title()}", f" {word}"]
-    ids = {tokenizer(spelling, add_special_tokens=False).input_ids[0] for spelling in spellings}
-    return sorted(i for i in ids if word.startswith(tokenizer.decode([i]).strip().lower() or " "))
-
-
-def read_questions(path):
-    """{prompt: {question: 1, foil: -1}} of lines {"prompt": "", "questions": [], "foils": []}."""
-    found = {}
-    for line in filter(None, Path(path).read_text(encoding="utf-8-sig").split("\n")):
-        row = json.loads(line)
-        signs = dict.fromkeys(row["questions"], 1) | dict.fromkeys(row.get("foils", []), -1)
-        found.setdefault(row["prompt"].strip(), {}).update(signs)
-    return found
-
-
 # ---- from the command line to one number per picture ---------------------------------------------
 
 CLIP_L = "openai/clip-vit-large-patch14"
@@ -442,17 +100,35 @@ ALEXNET = "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
 LPIPS_HEADS = (
     "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpips/weights/v0.1/alex.pth"
 )
-# Name: a function; or what to make, and where its weights come from without NAME=FOLDER.
+SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
+
+
+def model(file, name):
+    """Makes an object of a class in reward_models/, which is imported only then."""
+
+    def make(**sources):
+        return getattr(importlib.import_module(f"reward_models.{file}"), name)(**sources)
+
+    return make
+
+
+# Name: a function; or what makes it, and where its weights come from without NAME=FOLDER.
 REWARDS = {
     "mse": mse,
     "ssim": ssim,
-    "lpips": (Lpips, {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
-    "text": (Text, {}),
-    "clip": (Clip, {"model": CLIP_L, "processor": CLIP_L}),
-    "pickscore": (Clip, {"model": "yuvalkirstain/PickScore_v1", "processor": CLIP_H}),
-    "hps": (Clip, {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
-    "aesthetic": (Aesthetic, {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"}),
-    "vqa": (Vqa, {"model": SMOLVLM}),
+    "lpips": (model("lpips", "Lpips"), {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
+    "text": (model("text", "Text"), {}),
+    "clip": (model("clip", "Clip"), {"model": CLIP_L, "processor": CLIP_L}),
+    "pickscore": (
+        model("clip", "Clip"),
+        {"model": "yuvalkirstain/PickScore_v1", "processor": CLIP_H},
+    ),
+    "hps": (model("clip", "Clip"), {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
+    "aesthetic": (
+        model("clip", "Aesthetic"),
+        {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"},
+    ),
+    "vqa": (model("vqa", "Vqa"), {"model": SMOLVLM}),
 }
 
 

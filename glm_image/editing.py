@@ -11,7 +11,9 @@ import torch
 from PIL import Image
 
 from glm_image.model import TOKEN, GlmImage, chat, for_decoder, positions_of
-from rewards import CHINESE, REWARDS, SMOLVLM, Vqa, against_targets, ssim_map
+from reward_models import CHINESE
+from reward_models.vqa import Vqa
+from rewards import REWARDS, SMOLVLM, against_targets, ssim_map
 from runtime import UserError, gpu
 from runtime.data import Prompt, read_pictures, read_prompts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards import quoted
+from reward_models.text import quoted
 
 FOLDER = Path(__file__).parent.parent / "prompts"
 

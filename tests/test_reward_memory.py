@@ -15,6 +15,7 @@ from transformers import (
 
 import rewards
 from benchmarks.memory import META, Alive
+from reward_models.lpips import Lpips
 from runtime.gpu import NEEDED, scoring_memory
 
 
@@ -147,9 +148,9 @@ def test_memory_of_lpips_is_that_of_a_pair(monkeypatch):
             for i, n in enumerate(sizes.values())
         }
 
-    monkeypatch.setattr(rewards, "_weights", empty)
+    monkeypatch.setattr("reward_models.lpips.load_weights", empty)
     with META:
-        model = rewards.Lpips("", "")
+        model = Lpips("", "")
     look = lambda model: model.distance(torch.zeros(3, 1024, 1024), torch.zeros(3, 1024, 1024))
     assert weights(model) + peak(model, look) < scoring_memory("lpips", 64) < 0.15e9
 

@@ -21,6 +21,9 @@ from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import rewards
+from reward_models import lend_gpu
+from reward_models.clip import Clip
+from reward_models.text import Text, infix_distance, quoted
 from runtime import StepFailed, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,13 +170,13 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     ],
 )
 def test_quoted_strings(prompt, strings):
-    assert rewards.quoted(prompt) == strings
+    assert quoted(prompt) == strings
 
 
 @pytest.mark.parametrize("prompt", ["a 'b' \"c\" “d” 「e」", "写着'你好'和“世界”", "''"])
 def test_quotes_are_the_pipelines_own(prompt):
     """Every string that the pipeline paints as a glyph is read, apostrophes aside."""
-    assert rewards.quoted(prompt) == GlmImagePipeline.get_glyph_texts(None, prompt)[0]
+    assert quoted(prompt) == GlmImagePipeline.get_glyph_texts(None, prompt)[0]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def test_quotes_are_the_pipelines_own(prompt):
     ],
 )
 def test_infix_distance_by_hand(pattern, text, distance):
-    assert rewards.infix_distance(pattern, text) == distance
+    assert infix_distance(pattern, text) == distance
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,7 @@ def test_infix_distance_by_hand(pattern, text, distance):
     ],
 )
 def test_text_by_hand(lines, prompt, expected):
-    text = object.__new__(rewards.Text)
+    text = object.__new__(Text)
     text.ocr = lambda image: SimpleNamespace(txts=lines or None)
     same(text.accuracies(noise(1), [prompt]), [expected])
 
@@ -314,7 +317,7 @@ def vectors_by_hand(folder, image, prompt):
 
 
 def test_clips_that_know_english_leave_chinese_out(tmp_path):
-    clip = rewards.Clip(tiny_clip(tmp_path), tmp_path)
+    clip = Clip(tiny_clip(tmp_path), tmp_path)
     assert clip.reads_chinese  # a model from a folder may
     clip.reads_chinese = False
     assert clip(noise(2), ["ad", "一只圆"], None).isnan().tolist() == [False, True]
@@ -350,7 +353,7 @@ def test_model_and_processor_come_from_where_the_table_says(tmp_path, monkeypatc
         monkeypatch.setitem(
             rewards.REWARDS,
             name,
-            (rewards.Clip, {"model": str(model), "processor": str(processor)}),
+            (Clip, {"model": str(model), "processor": str(processor)}),
         )
         same(only(name)(noise(1), ["ad"], None), [(image @ prompt).item()])
 
@@ -399,7 +402,7 @@ def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
     for has_gpu, expected in [(True, "cuda"), (False, "cpu")]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         sent.clear()
-        with pytest.raises(KeyError), rewards.lend_gpu(model) as device:
+        with pytest.raises(KeyError), lend_gpu(model) as device:
             assert not set(places()) & set(homes)
             assert str(device) == expected and not torch.is_grad_enabled()
             raise KeyError

@@ -33,6 +33,9 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import (
 
 import rewards
 from glm_image import editing
+from reward_models import vqa as vqa_module
+from reward_models.text import Text
+from reward_models.vqa import AT_ONCE, QUESTIONS, Vqa, answer_ids, read_questions
 from runtime import UserError, data
 
 TEMPLATE = (
@@ -202,7 +205,7 @@ def test_a_question_is_bounded_so_that_an_easy_one_does_not_outweigh_a_hard_one(
     folder, monkeypatch
 ):
     """The numbers of the docstring."""
-    vqa = rewards.Vqa(folder)
+    vqa = Vqa(folder)
     one = lambda odds: with_odds(monkeypatch, vqa, odds) or vqa([None], ["a cat"], None).item()
     for odds in (-30, -2, 0, 0.5, 9):
         assert one(odds) == pytest.approx(bounded(odds), abs=1e-6)
@@ -221,11 +224,7 @@ def test_the_reward_is_the_mean_over_the_questions_the_foils_and_the_whole_promp
     ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
     one, two = pictures((64, 64), (64, 64))
     found = vqa([one, two, one], [LEMONS, LEMONS, "no questions about this"], None)
-    (row,) = (
-        json.loads(line)
-        for line in rewards.QUESTIONS.open()
-        if json.loads(line)["prompt"] == LEMONS
-    )
+    (row,) = (json.loads(line) for line in QUESTIONS.open() if json.loads(line)["prompt"] == LEMONS)
     assert len(row["questions"]) == 6 and len(row["foils"]) == 1
     for value, image in zip(found[:2].tolist(), (one, two)):
         values = [
@@ -246,7 +245,7 @@ def test_who_says_yes_to_everything_gains_nothing_from_a_question_and_its_foil(
         tmp_path / "q.jsonl", {"prompt": TEA, "questions": ["Is it red?"], "foils": ["Is it blue?"]}
     )
     monkeypatch.setattr(rewards, "SMOLVLM", folder)  # which leaves these two alone
-    vqa = rewards.Vqa(folder, path)
+    vqa = Vqa(folder, path)
     for odds in (-7, 0, 3, 12):
         with_odds(monkeypatch, vqa, odds)
         assert vqa([None], [TEA], None).item() == pytest.approx(0.5)
@@ -262,7 +261,7 @@ def test_a_space_at_the_end_of_a_prompt_loses_no_question(folder, tmp_path):
         {"prompt": "a cat ", "questions": ["Is it black?"]},
         {"prompt": "a dog", "questions": ["Is it old?"]},
     ]
-    vqa = rewards.Vqa(
+    vqa = Vqa(
         folder, row_file(tmp_path / "q.jsonl", *rows, {**rows[0], "questions": ["Is it asleep?"]})
     )
     expected = {whole("a cat"): 1, "Is it black?": 1, "Is it asleep?": 1}
@@ -272,28 +271,28 @@ def test_a_space_at_the_end_of_a_prompt_loses_no_question(folder, tmp_path):
 
 
 def test_what_a_prompt_quotes_is_not_nested_in_the_same_quotes(folder):
-    (question,) = rewards.Vqa(folder).about("A sign that says \"Mind the step\" and 'Thank you'.")
+    (question,) = Vqa(folder).about("A sign that says \"Mind the step\" and 'Thank you'.")
     assert question == whole("A sign that says 'Mind the step' and 'Thank you'.")
 
 
 def test_a_model_of_english_is_not_asked_in_chinese(folder, monkeypatch, tmp_path):
     """NaN, and only there, unless there are questions, or the model is another."""
     (image,) = pictures((64, 64))
-    assert rewards.Vqa(folder)([image], [TEA], None).isfinite().all()
+    assert Vqa(folder)([image], [TEA], None).isfinite().all()
     monkeypatch.setattr(rewards, "SMOLVLM", folder)
-    vqa = rewards.Vqa(folder)
+    vqa = Vqa(folder)
     assert vqa([image] * 3, [TEA, "a cat", TEA], None).isnan().tolist() == [True, False, True]
     assert vqa([image] * 2, [TEA, TEA], None).isnan().all() and vqa.answers(image, TEA) == {}
     path = row_file(tmp_path / "q.jsonl", {"prompt": TEA, "questions": ["Is there a sign?"]})
-    assert list(rewards.Vqa(folder, path).answers(image, TEA)) == ["Is there a sign?"]
-    assert rewards.REWARDS["vqa"] == (rewards.Vqa, {"model": "HuggingFaceTB/SmolVLM-Instruct"})
+    assert list(Vqa(folder, path).answers(image, TEA)) == ["Is there a sign?"]
+    assert rewards.REWARDS["vqa"] == (Vqa, {"model": "HuggingFaceTB/SmolVLM-Instruct"})
 
 
 # ---- looking at answers --------------------------------------------------------------------------
 
 
 def test_answers_are_the_questions_whose_mean_is_the_reward(folder):
-    vqa = rewards.Vqa(folder)
+    vqa = Vqa(folder)
     (image,) = pictures((64, 64))
     found = vqa.answers(image, LEMONS)
     assert list(found) == [whole(LEMONS), *vqa.questions[LEMONS]] and len(found) == 8
@@ -311,23 +310,23 @@ def test_spellings_that_begin_alike_count_once():
     """A tokenizer of single letters: "Yes" begins with Y, " Yes" with a space, which is no
     answer."""
     letters = build_tokenizer("a b c d e")
-    as_text = lambda word: sorted(letters.convert_ids_to_tokens(rewards.answer_ids(letters, word)))
+    as_text = lambda word: sorted(letters.convert_ids_to_tokens(answer_ids(letters, word)))
     assert as_text("yes") == ["Y", "y"] and as_text("no") == ["N", "n"]
     whole_words = build_tokenizer("Yes yes No no")
-    found = whole_words.convert_ids_to_tokens(rewards.answer_ids(whole_words, "no"))
+    found = whole_words.convert_ids_to_tokens(answer_ids(whole_words, "no"))
     assert len(found) == len(set(found)) >= 3 and all("n" in token.lower() for token in found)
     lower = build_tokenizer("yes no")
     lower.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Strip(), normalizers.Lowercase()]
     )
     # All four are one.
-    assert lower.convert_ids_to_tokens(rewards.answer_ids(lower, "yes")) == ["yes"]
+    assert lower.convert_ids_to_tokens(answer_ids(lower, "yes")) == ["yes"]
 
 
 def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
     ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
-    lent, lend_gpu = [], rewards.lend_gpu
-    monkeypatch.setattr(rewards, "lend_gpu", lambda model: lent.append(model) or lend_gpu(model))
+    lent, lend_gpu = [], vqa_module.lend_gpu
+    monkeypatch.setattr(vqa_module, "lend_gpu", lambda model: lent.append(model) or lend_gpu(model))
     vqa(pictures((64, 64)), [LEMONS], None)
     assert (
         lent == [vqa.model]
@@ -339,7 +338,7 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
 def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, monkeypatch):
     """However many questions there are, over several passes; pictures of several sizes too, padded
     together."""
-    vqa = rewards.Vqa(folder)
+    vqa = Vqa(folder)
     plain = vqa.processor.image_processor.preprocess
     prepared, seen, cached = [], [], []
     count = lambda images, **options: prepared.append(len(images)) or plain(images, **options)
@@ -371,7 +370,7 @@ def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, mon
 
 
 def test_a_picture_that_has_changed_is_prepared_again(folder):
-    vqa = rewards.Vqa(folder)
+    vqa = Vqa(folder)
     (image,) = pictures((64, 64))
     before = vqa([image], ["a cat"], None)
     image.paste("black", (0, 0, 64, 64))
@@ -387,7 +386,7 @@ def test_a_pass_has_as_many_pictures_whether_one_or_two_are_shown_together(folde
     )
     images = pictures(*[(32, 32)] * 5)
     edit(images, ["x"] * 5, None, images[::-1])
-    assert sizes == [rewards.AT_ONCE // 2] * 2 + [2]
+    assert sizes == [AT_ONCE // 2] * 2 + [2]
 
 
 # ---- what cannot be asked ------------------------------------------------------------------------
@@ -408,7 +407,7 @@ def test_a_model_that_cannot_be_asked_is_one_line(tmp_path, monkeypatch, broken,
     if broken == "no answer":
         monkeypatch.setattr(rewards, "answer_ids", lambda tokenizer, word: [])
     if broken == "bad questions":
-        make = lambda model: rewards.Vqa(model, row_file(tmp_path / "questions.jsonl", "", "{"))
+        make = lambda model: Vqa(model, row_file(tmp_path / "questions.jsonl", "", "{"))
         monkeypatch.setitem(rewards.REWARDS, "vqa", (make, {"model": "hub/id"}))
     with pytest.raises(UserError, match=f"cannot load reward 'vqa' .*{words}") as caught:
         rewards.parse_rewards(f"vqa={tmp_path}")
@@ -419,17 +418,17 @@ def test_a_model_that_cannot_be_asked_is_one_line(tmp_path, monkeypatch, broken,
 def test_a_bad_row_is_found_before_the_model_loads(tmp_path, row):
     path = row_file(tmp_path / "mine.jsonl", {"prompt": "a dog", "questions": ["Is it old?"]}, row)
     with pytest.raises((json.JSONDecodeError, KeyError)):
-        rewards.Vqa("no model", questions=path)
+        Vqa("no model", questions=path)
 
 
 def test_a_file_as_windows_saves_it_is_read(tmp_path):
     row = json.dumps({"prompt": "chá", "questions": ["Is it hot?"]}, ensure_ascii=False)
     (tmp_path / "q.jsonl").write_bytes(b"\xef\xbb\xbf" + row.encode() + b"\r\n")
-    assert rewards.read_questions(tmp_path / "q.jsonl") == {"chá": {"Is it hot?": 1}}
+    assert read_questions(tmp_path / "q.jsonl") == {"chá": {"Is it hot?": 1}}
 
 
 def test_a_run_says_of_how_many_prompts_a_reward_has_nothing_to_say(monkeypatch, capsys):
-    text = rewards.Text.__new__(rewards.Text)
+    text = Text.__new__(Text)
     monkeypatch.setattr(data, "parse_rewards", lambda spec: {"text": (text, 1.0)})
     monkeypatch.setattr(data, "score", lambda *given, **more: None)
     settings = tiny_settings("--reward text")
