@@ -51,6 +51,7 @@ from transformers import CLIPModel, CLIPProcessor
 from transformers.utils import cached_file
 
 from grpo import centre_groups
+from runtime import out_of_memory
 
 # ---- likeness to a target ------------------------------------------------------------------------
 
@@ -693,9 +694,11 @@ def call_reward(name, call, images, prompts):
     try:
         with torch.no_grad():  # or advantages would carry a reward model's graph
             values = torch.as_tensor(call(), dtype=torch.float32).detach().cpu()
-    except (NoPictures, torch.OutOfMemoryError):  # the trainer knows what helps
+    except NoPictures:
         raise
     except (Exception, SystemExit) as error:
+        if out_of_memory(error):  # the trainer knows what helps
+            raise
         names = textwrap.shorten(", ".join(map(repr, dict.fromkeys(prompts))), 200)
         reason = in_one_line(error)
         if "number, not NoneType" in reason:

@@ -21,7 +21,7 @@ from rewards import (
     refuse_missing,
     ssim_map,
 )
-from runtime import UserError, gpu
+from runtime import UserError
 from runtime.data import Prompt, read_pictures, read_prompts
 
 # ---- wishes, each with its source ----------------------------------------------------------------
@@ -180,4 +180,3 @@ class Edit(Vqa):
 # Where this is imported, --reward knows them too.
 REWARDS.update(keep=keep, edit=(Edit, {"model": SMOLVLM}))
 NEEDS.update(keep="sources", edit="sources")
-gpu.NEEDED["edit"] = gpu.SMOLVLM

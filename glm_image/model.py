@@ -5,10 +5,9 @@ from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DMode
 from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_seed
 
 from runtime.adapters import adapter_file, add_adapter
-from runtime.captured import CapturedForward
 from runtime.data import readable_loading
+from runtime.forward import CapturedForward, SharedForward, or_plain
 from runtime.int8 import round_linears
-from runtime.shared import SharedForward
 
 LORA_TARGETS = {
     # In the language model only.
@@ -139,7 +138,10 @@ class GlmImage:
         return images
 
     def compile_decoder(self):
-        self.pipe.transformer.compile_repeated_blocks()
+        transformer = self.pipe.transformer
+        # Micro-batches of two sizes, with text to paint and without, are more than torch's limit.
+        transformer.compile_repeated_blocks(recompile_limit=32)
+        transformer.forward = or_plain(transformer.forward)
 
 
 # ---- prompts as the policy reads them ------------------------------------------------------------
@@ -228,13 +230,9 @@ def load_sizes(model, device):
 
 def captured_step(model, settings, device):
     """The step of one token: on a CUDA GPU a graph; on a CPU one in which samples share rows."""
-    compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
     number = model.number_of_codes(settings)
-    if not compiled and device.type == "cpu":
+    if device.type != "cuda":
         return SharedForward(model.language_model, number)
-    if not compiled and device.type != "cuda":
-        return None
-    if compiled and device.type == "cuda":
-        model.compile_decoder()
+    model.compile_decoder()
     rows = settings.prompts_per_step * settings.group_size
-    return CapturedForward(model.language_model, number, rows, compile=compiled)
+    return CapturedForward(model.language_model, number, rows)

@@ -7,11 +7,10 @@ import sys
 from contextlib import contextmanager
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
 from grpo import NotFinite
 from rewards import RewardError
-from runtime import StepFailed, UserError, ranks
+from runtime import StepFailed, UserError, out_of_memory, ranks
 
 
 def how_to_go_on(out):
@@ -34,19 +33,15 @@ def rescued(record):
         raise UserError(f"{error}; once that is fixed, {hint}" if record.done else error) from None
     except UserError:
         raise
-    except TorchDynamoException as error:  # --resume alone would fail again
+    except Exception as error:
         record.save_whole_step()
-        reason = " ".join(str(error).split())[:120]
-        raise UserError(f"torch.compile failed ({reason}); try --compile no") from None
-    except torch.OutOfMemoryError:
-        record.save_whole_step()
-        raise UserError(
-            f"out of GPU memory in the phase '{record.clock.name}'; {hint}, also with --offload yes"
-            " or a lower --micro-batch-size; start anew with a lower --prompts-per-step or "
-            "--group-size"
-        ) from None
-    except Exception:  # not an error that the user can fix: the traceback is shown
-        record.save_whole_step()
+        if out_of_memory(error):
+            raise UserError(
+                f"out of GPU memory in the phase '{record.clock.name}'; {hint}, with --offload yes "
+                "and a lower --micro-batch-size; or start again with --base int8, or a lower "
+                "--prompts-per-step or --group-size"
+            ) from None
+        # Not an error that the user can fix: the traceback is shown.
         record.write(f"stopped by an error; {hint}")
         raise
 
