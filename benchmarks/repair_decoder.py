@@ -9,7 +9,6 @@ the flags of that script.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,11 +16,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tiny-glm-image"), str(ROOT / "examples")]
 
 import make
 import torch
-import train_decoder
 import world
+from train_decoder import DecoderRun
 
 import rewards
 import train
+from glm_image.decoder import LearningDecoder
 from grpo import Group
 from runtime.settings import TINY
 
@@ -62,17 +62,25 @@ class Drawn:
         return [Group(None, None, own.expand(group_size, -1), torch.zeros(1, 1)) for own in codes]
 
 
-def load_run(settings, data, device, turns):
-    pipe = load_rounded(settings.model, device)
-    run = train_decoder.load_run(settings, data, device, turns, pipe)
-    run.policy = Drawn()
-    run.model.encode = lambda prompts, painting: prompts.texts
-    return run
+class DrawnGlmImage(LearningDecoder):
+    def encode(self, prompts, settings):
+        """Drawn knows a caption by its text."""
+        return [prompt.text for prompt in prompts]
+
+
+class RepairRun(DecoderRun):
+    Model = DrawnGlmImage
+
+    @classmethod
+    def load(cls, settings, data, device, turns):
+        pipe = load_rounded(settings.model, device)
+        run = super().load(settings, data, device, turns, pipe)
+        run.policy = Drawn()
+        return run
 
 
 def main():
-    parts = replace(train_decoder.PARTS, load=load_run)
-    return train.main([*FLAGS.split(), *sys.argv[1:]], parts)
+    return train.main([*FLAGS.split(), *sys.argv[1:]], RepairRun)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -148,11 +149,10 @@ def judged(model, adapter=None):
     flags = ["--model", str(model), *(["--adapter", str(adapter)] if adapter else [])]
     settings = train.parse_settings(flags)
     with redirect_stdout(None):
-        prompts, held_out, _ = train.read_inputs(settings)
+        prompts, held_out, _ = train.read_inputs(settings, train.Run.read_prompts)
         data = train.load_data(settings, prompts, held_out)
-        run = train.load_run(settings, data, torch.device("cpu"), None)
-    settings = train.deployed(settings)
-    settings.group_size, settings.prompts_per_step = PICTURES, 16
+        run = train.Run.load(settings, data, torch.device("cpu"), None)
+    settings = replace(settings, group_size=PICTURES, prompts_per_step=4)
     right, clean, objects = [], [], []
     for rewards, images in train.evaluate(
         run, settings, data.judges, held_out, train.SEEDS["held out"]
@@ -161,7 +161,7 @@ def judged(model, adapter=None):
         right.append(of_right.mean().item())
         clean += of_clean.tolist()
         objects += (4 * check.many(images)).tolist()
-    kinds = np.array(held_out.kinds)
+    kinds = np.array([prompt.kind for prompt in held_out])
     shares = {kind: np.array(right)[kinds == kind].mean() for kind in world.KINDS}
     shares |= {"clean": np.mean(clean), "objects": np.mean(objects)}
     return {name: f"{share:.5f}" for name, share in shares.items()}

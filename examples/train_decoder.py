@@ -25,6 +25,7 @@ from grpo import set_advantages
 from rewards import Scoring, combine, weights_of
 from runtime import UserError, ranks, report
 from runtime.record import Record
+from runtime.rescue import naming
 from runtime.settings import Settings, flag
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
@@ -45,7 +46,7 @@ def decoder_step(run, settings, rewards, prompts, seed):
     scoring = Scoring(rewards)
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         run.offload_all_but(*run.model.painters)
-        with run.clock("paint"):  # 2. paint each of them K times, by steps with probabilities
+        with run.clock("paint"), naming([prompt]):  # 2. paint each K times, by steps that are drawn
             latents, steps = decoder.paint_paths(
                 prompt, group.tokens, paintings, settings, seed + i
             )

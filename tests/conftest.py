@@ -64,6 +64,14 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
+def perturb(model, size=0.05):
+    """Move the adapter away from zero."""
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, size)
+
+
 def words_of(flags):
     """Flags, of which a string may hold several."""
     return shlex.split(" ".join(map(str, flags)))

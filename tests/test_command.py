@@ -29,6 +29,7 @@ from conftest import (
     ROOT,
     adapter_of,
     build_run,
+    prompts_of,
     records,
     rolled_out,
     short_runs,
@@ -258,7 +259,7 @@ def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
     painting = threading.Event()
 
     def paint(prompt, *arguments):
-        if prompt.texts[0].startswith("a blue"):
+        if prompt.text.startswith("a blue"):
             painting.set()
         return stock_paint(prompt, *arguments)
 
@@ -267,7 +268,7 @@ def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
         return [waited + prompt.startswith("a blue") for prompt in prompts]
 
     monkeypatch.setattr(run.model, "paint", paint)
-    prompts = Prompts(Path("prompts.txt").read_text().splitlines())
+    prompts = prompts_of(*Path("prompts.txt").read_text().splitlines())
     rolled = rolled_out(run, settings, {"judge": (judge, 1.0)}, prompts, 0)
     assert rolled.raw_rewards["judge"].tolist() == [1, 1, 2, 2]
 
@@ -643,7 +644,7 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
     stock_paint = train.GlmImage.paint
 
     def paint(self, prompt, tokens, settings, seed):
-        painted.append((*prompt.texts, seed, settings.decode_steps, settings.guidance_scale))
+        painted.append((prompt.text, seed, settings.decode_steps, settings.guidance_scale))
         return stock_paint(self, prompt, tokens, settings, seed)
 
     monkeypatch.setattr(train.GlmImage, "paint", paint)

@@ -16,16 +16,18 @@ from conftest import (
     RED_CIRCLE,
     build_run,
     painted,
+    perturb,
+    prompts_of,
     resume,
     seeded,
     short_runs,
     shorten,
+    tiny_settings,
     words_of,
 )
 from diffusers import GlmImagePipeline
 from PIL import Image
 from safetensors.torch import load_file
-from test_gpu import perturb
 from world import draw
 
 import rewards
@@ -37,7 +39,6 @@ from glm_image.decoder import (
     log_density,
     repeat_for_steps,
 )
-from glm_image.model import Painting
 from grpo import Offload
 from rewards import combine
 from runtime import checkpoints
@@ -53,14 +54,14 @@ def build(*arguments, dtype=torch.float32):
     steps."""
     flags = "--height 64 --width 64 --decode-steps 3 --group-size 3 --combine zscore"
     flags = words_of(["--model", TINY, flags, *arguments])
-    settings = train_decoder.parse(flags, train_decoder.PARTS.parser())
+    settings = train.parse_settings(flags, train_decoder.DecoderSettings)
     pipe = GlmImagePipeline.from_pretrained(TINY, dtype=dtype)
-    return build_run(settings, pipe, train_decoder.load_run), settings
+    return build_run(settings, pipe), settings
 
 
 def paint_paths(run, settings, prompt, codes, seed):
-    _, paintings = train_decoder.groups_of(settings)
-    return run.decoder.paint_paths(prompts_of(prompt), codes, paintings, settings, seed)
+    (prompt,) = prompts_of(prompt)
+    return run.decoder.paint_paths(prompt, codes, settings.paintings, settings, seed)
 
 
 def roll_out(run, settings, seed=5):
@@ -81,7 +82,14 @@ def roll_out(run, settings, seed=5):
 
 
 def two_prompts():
-    return Prompts(PROMPTS, [draw(RED_CIRCLE), draw(BLUE_CROSS)])
+    return with_targets(draw(RED_CIRCLE), draw(BLUE_CROSS))
+
+
+def with_targets(*pictures):
+    prompts = prompts_of(*PROMPTS)
+    for prompt, prompt.target in zip(prompts, pictures, strict=True):
+        pass
+    return prompts
 
 
 def learn(run, steps):
@@ -324,7 +332,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         given.update(prompts=prompts, targets=targets, images=len(images))
         return values
 
-    prompts = Prompts(PROMPTS, [red, blue])
+    prompts = with_targets(red, blue)
     number = {"number": (number, 1.0)}
     rolled, metrics = train_decoder.decoder_step(run, settings, number, prompts, 5)
     expected = {
@@ -441,7 +449,7 @@ def both_halves(tmp_path_factory):
 def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_halves):
     """Saved by a run, loaded by the lines of the README: the same picture, and not that of the
     base."""
-    painting = Painting(32, 32, 3, 1.0, 4)
+    settings = tiny_settings("--height 32 --width 32 --decode-steps 3")
     codes = torch.randint(1024, (1, 1), generator=seeded(0))
 
     def paint(load):
@@ -450,11 +458,11 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_hal
             pipe.vision_language_encoder.load_adapter(str(both_halves / "adapter"))
             folder = str(both_halves / "decoder-adapter")
             pipe.transformer.load_lora_adapter(folder, prefix=None, use_safetensors=True)
-        return painted(pipe, PROMPTS[0], codes, painting, 3)[1][0]
+        return painted(pipe, PROMPTS[0], codes, settings, 3)[1][0]
 
     run, _ = build("--train both")
     checkpoints.load(both_halves, run.trainers)
-    here = painted(run.model.pipe, PROMPTS[0], codes, painting, 3)[1][0]
+    here = painted(run.model.pipe, PROMPTS[0], codes, settings, 3)[1][0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
     assert difference.max() <= 1
     assert here.tobytes() != paint(False).tobytes()
@@ -498,7 +506,9 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
     monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
     monkeypatch.setattr("runtime.record.Record.end", lambda record: None)
     monkeypatch.setattr(owner, name, breaks)
-    assert quick(BOTH, "--temperature 4 --steps 3 --out run", run_class=train_decoder.DecoderRun) == 2
+    assert (
+        quick(BOTH, "--temperature 4 --steps 3 --out run", run_class=train_decoder.DecoderRun) == 2
+    )
     assert max(path.name for path in Path("run/checkpoints").iterdir()) == saved
 
 
@@ -530,7 +540,9 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     paintings = ["--paintings", "2"] if kind == "both" else []
     flags = [*paintings, "--out", kind]
     quick_usual = QUICK[:-2] if kind == "decoder" else QUICK
-    assert quick(arguments, kind, *flags, run_class=train_decoder.DecoderRun, usual=quick_usual) == 0
+    assert (
+        quick(arguments, kind, *flags, run_class=train_decoder.DecoderRun, usual=quick_usual) == 0
+    )
     first, *others = (cells for _, cells in drawn[0])
     assert [(ANY, "target"), None] == first[:2]  # stands beside, as does a source
     found = [[caption for _, caption in cells] for cells in (first[2:], *others)]
@@ -553,8 +565,6 @@ def test_a_decoder_that_paints_nonsense_fails_the_step(short):
     for name, parameter in run.decoder.model.named_parameters():
         if "lora_B" in name:
             parameter.data.fill_(math.nan)
-    with pytest.raises(
-        runtime.StepFailed,
-        match=f"sampled for '{PROMPTS[0]}' are not finite: .* too high a learning",
-    ):
+    words = f"sampled for '{PROMPTS[0]}' are not finite: .* too high a learning"
+    with pytest.raises(runtime.StepFailed, match=words):
         train_decoder.decoder_step(run, settings, REWARDS, prompts_of(*PROMPTS), 5)

@@ -4,7 +4,7 @@ the source."""
 import re
 import runpy
 import shutil
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +24,6 @@ from conftest import (
     ROOT,
     TINY,
     adapter_of,
-    build_run,
     painted,
     records,
     resume,
@@ -38,20 +37,18 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import grpo
 import rewards
-import train
 from glm_image import editing
 from glm_image.editing import (
     EditingGlmImage,
-    Edits,
-    Source,
-    edits_of,
+    EditPrompt,
     encode_edit,
+    read_edits,
     read_sources,
 )
 from glm_image.model import for_decoder
 from runtime import UserError
 from runtime.captured import CapturedForward
-from runtime.data import read_prompts
+from runtime.settings import RELEASE
 
 WISH = "make the circle blue"
 # (height, width) of the source and of the result: alike, the source larger, wide to tall.
@@ -70,8 +67,8 @@ def stock():
 
 
 def source_of(pipe, height, width, scene=RED_CIRCLE):
-    """A Source of this size that the model has read."""
-    given = Source(world.draw(scene).resize((width, height)))
+    """An EditPrompt with a source of this size that the model has read."""
+    given = EditPrompt(WISH, source=world.draw(scene).resize((width, height)))
     model = pipe.vision_language_encoder
     own = model.__dict__.pop("get_image_tokens", None)  # without the three lines
     read_sources(pipe, [given], CPU)
@@ -80,8 +77,8 @@ def source_of(pipe, height, width, scene=RED_CIRCLE):
     return given
 
 
-def stock_inputs(pipe, source, height, width, wish=WISH):
-    content = [{"type": "image", "image": source.image}, {"type": "text", "text": wish}]
+def stock_inputs(pipe, edit, height, width):
+    content = [{"type": "image", "image": edit.source}, {"type": "text", "text": edit.text}]
     return pipe.processor.apply_chat_template(
         [[{"role": "user", "content": content}]],
         tokenize=True,
@@ -102,26 +99,26 @@ def forget(pipe):
 
 @pytest.mark.parametrize("given, size", SIZES)
 def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
-    source = source_of(stock, *given)
-    ids, positions, count = encode_edit(stock.processor, WISH, source, *size)
+    edit = source_of(stock, *given)
+    ids, positions, count = encode_edit(stock.processor, edit, *size)
     model = stock.vision_language_encoder.model
     # Nothing is left in the model.
     assert model.rope_deltas is None and model._cached_decode_position_ids is None
 
-    inputs = stock_inputs(stock, source, *size)
+    inputs = stock_inputs(stock, edit, *size)
     total, offset, rows, columns = stock._compute_generation_params(
         inputs["image_grid_thw"], is_text_to_image=False
     )
     assert count == total - 1 == rows * columns == size[0] * size[1] // 32**2 and offset == 0
     torch.manual_seed(0)
-    _, (codes,), (grid,) = stock.generate_prior_tokens([WISH], *size, [[source.image]])
+    _, (codes,), (grid,) = stock.generate_prior_tokens([WISH], *size, [[edit.source]])
     assert grid.tolist() == [[1, given[0] // 16, given[1] // 16]]
-    doubled = for_decoder(source.codes.view(1, given[0] // 32, given[1] // 32))
-    assert torch.equal(codes, doubled[0]) and len(source.codes.unique()) > 1
+    doubled = for_decoder(edit.codes.view(1, given[0] // 32, given[1] // 32))
+    assert torch.equal(codes, doubled[0]) and len(edit.codes.unique()) > 1
 
     image_id = stock.processor.image_token_id
-    assert torch.equal(ids[inputs["input_ids"][0] == image_id], source.codes)
-    assert torch.equal(ids[ids != inputs["input_ids"][0]], source.codes)  # and nothing else differs
+    assert torch.equal(ids[inputs["input_ids"][0] == image_id], edit.codes)
+    assert torch.equal(ids[ids != inputs["input_ids"][0]], edit.codes)  # and nothing else differs
     read, _ = model.get_rope_index(
         inputs["input_ids"], inputs["image_grid_thw"], inputs["images_per_sample"]
     )
@@ -132,11 +129,11 @@ def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
 
 @pytest.mark.parametrize("given, size", SIZES[1:])
 def test_log_probs_are_those_of_generate(stock, given, size):
-    source, policy = source_of(stock, *given), stock.vision_language_encoder
-    ids, positions, count = encode_edit(stock.processor, WISH, source, *size)
+    edit, policy = source_of(stock, *given), stock.vision_language_encoder
+    ids, positions, count = encode_edit(stock.processor, edit, *size)
     torch.manual_seed(0)
     written = policy.generate(
-        **stock_inputs(stock, source, *size),
+        **stock_inputs(stock, edit, *size),
         max_new_tokens=count,
         do_sample=True,
         temperature=6.0,
@@ -161,7 +158,7 @@ def test_log_probs_are_those_of_generate(stock, given, size):
     assert tokens.shape == (1, count)
     torch.testing.assert_close(forced(positions), expected, rtol=0, atol=1e-3)
     shifted = positions.clone()
-    shifted[:, 1 + len(source.codes) :] += 7
+    shifted[:, 1 + len(edit.codes) :] += 7
     assert (forced(shifted) - expected).abs().max() > 1e-2  # a position matters
 
 
@@ -170,7 +167,8 @@ def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
     GPU."""
     wishes, size = [WISH, "remove the circle", "make the circle a square"], (64, 96)
     sources = [source_of(stock, *given) for given in ((128, 128), (64, 96), (96, 64))]
-    encoded = [encode_edit(stock.processor, *pair, *size) for pair in zip(wishes, sources)]
+    edits = [replace(edit, text=wish) for edit, wish in zip(sources, wishes)]
+    encoded = [encode_edit(stock.processor, edit, *size) for edit in edits]
     ids, positions, counts = zip(*encoded)
     assert set(counts) == {6} and len({len(each) for each in ids}) == 3
     policy, codes = stock.vision_language_encoder, {"allowed_ids": slice(0, make.NUM_CODES)}
@@ -206,15 +204,15 @@ def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path, capsys)
         picture.save(tmp_path / name / "1.png")
         folder = str(tmp_path / name)
         given = {"prompts": str(tmp_path / "edits.txt"), "targets": folder, "sources": folder}
-        read = edits_of(SimpleNamespace(width=128, height=128, **given))
-        for image in (read.sources[0].image, read.targets[0]):
+        (read,) = read_edits(SimpleNamespace(width=128, height=128, **given))
+        for image in (read.source, read.target):
             assert (
                 np.abs(np.asarray(image).astype(int) - np.asarray(world.draw(RED_CIRCLE))).mean()
                 < 4
             ), name
         assert ("1 picture of another shape" in capsys.readouterr().out) == (name == "wide")
-    same = read_prompts(tmp_path / "edits.txt", str(tmp_path / "same"), (128, 128))
-    assert same.targets == [world.draw(RED_CIRCLE)]
+        if name == "same":
+            assert read.target == world.draw(RED_CIRCLE)
 
 
 def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
@@ -222,7 +220,7 @@ def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
     monkeypatch.setattr(pipe.processor.image_processor, "size", sizes)
     message = r"\(64, 96\) pixels is 6x4 codes .* another --height and --width"
     with pytest.raises(UserError, match=message):
-        read_sources(pipe, [Source(Image.new("RGB", (64, 96)))], CPU)
+        read_sources(pipe, [EditPrompt(WISH, source=Image.new("RGB", (64, 96)))], CPU)
 
 
 # ---- a picture from a picture --------------------------------------------------------------------
@@ -231,7 +229,7 @@ def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
 @pytest.mark.parametrize("given, size, guidance", [(*SIZES[1], "1.5"), (*SIZES[2], "1.0")])
 def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     """Its own codes, cut out by hand; its own picture from the same noise."""
-    source = source_of(stock, *given)
+    edit = source_of(stock, *given)
     height, width = size
     options = [
         "--height",
@@ -248,7 +246,7 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     seed = lambda: seeded(3)
     expected = stock(
         WISH,
-        image=[source.image],
+        image=[edit.source],
         latents=noise,
         generator=seed(),
         height=height,
@@ -257,12 +255,12 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
         guidance_scale=float(guidance),
     ).images[0]
     doubled, _, _ = stock.generate_prior_tokens(
-        [WISH], height, width, [[source.image]], generator=seed()
+        [WISH], height, width, [[edit.source]], generator=seed()
     )
     tokens = doubled.view(1, height // 16, width // 16)[:, ::2, ::2].flatten(1)
     assert tokens.max() < make.NUM_CODES
     forget(stock)
-    glm, edit = EditingGlmImage(stock), Edits([WISH], sources=[source])
+    glm = EditingGlmImage(stock)
     (found,) = glm.to_images(glm.paint(edit, tokens, settings, 5), 4)
     (without,) = painted(stock, WISH, tokens, settings, 5)[1]
     assert found.size == expected.size == (width, height)
@@ -273,7 +271,7 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
 def test_one_source_is_kept_for_a_batch(pipe):
     """Bit for bit the pictures that the pipeline paints with a copy each."""
     settings = tiny_settings("--guidance-scale 1.5 --decode-steps 2")
-    source = source_of(pipe, 128, 128)
+    edit = source_of(pipe, 128, 128)
     keeping = EditingGlmImage(GlmImagePipeline.from_pretrained(str(TINY), dtype=torch.float32))
     keeping.prepare_training(settings, CPU)
     tokens = torch.randint(make.NUM_CODES, (4, 16), generator=seeded(0))
@@ -284,7 +282,7 @@ def test_one_source_is_kept_for_a_batch(pipe):
 
     for glm in (keeping, EditingGlmImage(pipe)):
         hook = glm.pipe.transformer.register_forward_pre_hook(count, with_kwargs=True)
-        images = glm.to_images(glm.paint(Edits([WISH], sources=[source]), tokens, settings, 0), 4)
+        images = glm.to_images(glm.paint(edit, tokens, settings, 0), 4)
         pictures.append([image.tobytes() for image in images])
         hook.remove()
     assert pictures[0] == pictures[1] and len(set(pictures[0])) == 4
@@ -314,8 +312,7 @@ def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
     stock_paint, seen = EditingGlmImage.paint, set()
 
     def paint(self, edit, *given):
-        (text,), (source,) = edit.texts, edit.sources
-        seen.add((text, check.look(source.image)[0], len(source.codes)))
+        seen.add((edit.text, check.look(edit.source)[0], len(edit.codes)))
         return stock_paint(self, edit, *given)
 
     monkeypatch.setattr(EditingGlmImage, "paint", paint)
@@ -344,10 +341,9 @@ def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
     assert adapter_of("killed") == adapter_of("straight")
 
 
-def test_a_compiled_run_expects_no_preview():
-    settings = tiny_settings("--compile yes --height 96")
-    load_run = partial(train.load_run, model_class=EditingGlmImage)
-    assert build_run(settings, load_run=load_run).policy.forward.num_new_tokens == 3 * 4
+def test_an_edit_has_no_preview(stock):
+    settings = tiny_settings("--height 96")
+    assert EditingGlmImage(stock).number_of_codes(settings) == 3 * 4
 
 
 @pytest.mark.parametrize(
@@ -371,18 +367,19 @@ def test_what_cannot_work_is_one_line_before_the_model_loads(
     assert not Path("runs").exists()
 
 
-def test_sources_go_with_sources_to_judge_by(quick, capfd):
+def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd):
     for arguments in (["--sources", "targets"], ["--eval-sources", "targets"]):
         assert quick(*arguments, run_class=train_edits.EditRun, usual=QUICK[:2]) == 2
-        assert "--prompts, --eval-sources and --eval-prompts" in capfd.readouterr().err
+        assert "targets has 2 pictures for" in capfd.readouterr().err
+    with pytest.raises(UserError, match="--sources, --prompts, --eval-sources and --eval-prompts"):
+        train_edits.EditSettings(model=RELEASE, sources="targets")
 
 
 def test_the_adapter_edits_in_the_stock_pipeline(edits):
-    """By the lines of docs/editing.md as they stand."""
+    """By the lines of docs/decoder.md as they stand."""
     assert edits(*str.split("--steps 1 --lr 1 --out run")) == 0
-    code, _ = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "editing.md").read_text(), flags=re.DOTALL
-    )
+    page = (ROOT / "docs" / "decoder.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     for words, own in (
         ('"tiny-glm-image"', repr(str(TINY))),
         ('"runs/edits/adapter"', '"run/adapter"'),

@@ -1,5 +1,6 @@
 """What the pages tell a user to paste does what they say."""
 
+import asyncio
 import re
 import runpy
 import tempfile
@@ -43,7 +44,7 @@ def test_merged_adapters_paint_what_adapters_paint(quick, tmp_path):
     plain.vision_language_encoder.load_adapter("runs/1/adapter")
     plain.transformer.load_lora_adapter("runs/1/decoder-adapter", prefix=None, use_safetensors=True)
     with_adapters = paint(plain)
-    run_code("deploy.md", "merge_and_unload")
+    run_code("memory.md", "merge_and_unload")
     merged = GlmImagePipeline.from_pretrained("merged", dtype=torch.float32)
     assert abs(paint(merged) - with_adapters).max() <= 1 < abs(base - with_adapters).max()
     modules = (merged.vision_language_encoder, merged.transformer)
@@ -52,18 +53,8 @@ def test_merged_adapters_paint_what_adapters_paint(quick, tmp_path):
     ]
 
 
-def test_a_person_is_a_reward(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    answers = iter(["1 0", "0.5 2"])
-    asked = []
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
-    vote = run_code("rewards.md", "groupby")["vote"]
+def test_a_win_rate_compares_within_a_group():
+    win_rate = run_code("rewards.md", "win_rate")["win_rate"]
     images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "green", "white")]
-    assert vote(images, ["a", "a", "b", "b"], None) == [1, 0, 0.5, 2]
-    assert asked == ["a: ", "b: "]
-    sheet = Image.open("vote.png")
-    assert (
-        sheet.size == (8, 4)
-        and sheet.getpixel((0, 0)) == (0, 128, 0)
-        and sheet.getpixel((4, 0)) == (255, 255, 255)
-    )
+    shares = asyncio.run(win_rate(images, ["a"] * 4, None))
+    assert shares.tolist() == [0, 0.75, 0.25, 0.5]

@@ -8,7 +8,7 @@ import make
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import build_run, tiny_settings
+from conftest import build_run, prompts_of, tiny_settings
 from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
 from world import MEANING
 

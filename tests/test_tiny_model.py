@@ -16,7 +16,7 @@ from conftest import ROOT, TINY, rolled_out, seeded
 from PIL import Image, ImageFilter
 
 import train
-from glm_image.editing import Source, encode_edit, read_sources
+from glm_image.editing import EditPrompt, encode_edit, read_sources
 from glm_image.model import encode_prompt
 from runtime.data import Data
 
@@ -288,14 +288,14 @@ def test_the_data_can_be_made_again(tmp_path, monkeypatch):
 # ---- the model -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [train.Parts(), train_edits.PARTS])
-def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(parts):
+@pytest.mark.parametrize("run_class", [train.Run, train_edits.EditRun])
+def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(run_class):
     """Of captions and of edits that are held out: there is something to learn from."""
-    settings = train.deployed(parts.parse(["--model", str(TINY)], parts.parser()))
+    settings = train.parse_settings(["--model", str(TINY)], run_class.Settings)
     settings.group_size = 1
-    _, held_out, _ = train.read_inputs(settings, parts.read)
-    some = held_out.take(range(0, len(held_out), 3))
-    run = parts.load(settings, Data(some, some, {}, {}), torch.device("cpu"), None)
+    _, held_out, _ = train.read_inputs(settings, run_class.read_prompts)
+    some = held_out[::3]
+    run = run_class.load(settings, Data(some, some, {}, {}), torch.device("cpu"), None)
     rewards = {name: (getattr(check, name), 1.0) for name in ("right", "clean")}
     batch = rolled_out(run, settings, rewards, some, 0)
     assert batch.raw_rewards["clean"].mean() > 0.9 and 0 < batch.raw_rewards["right"].mean() < 1
@@ -405,15 +405,12 @@ def test_prompts_of_the_tiny_model(pipe):
     words = words_of(ids)
     assert words[1:19] == ["<|begin_of_image|>", *["<|image|>"] * 16, "<|end_of_image|>"]
     assert words[19:23] == ["make", "Ġthe", "Ġcircle", "Ġblue"]
-    source = Source(picture)
-    read_sources(pipe, [source], torch.device("cpu"))
-    trained_on, trained_positions, count = encode_edit(
-        pipe.processor, "make the circle blue", source, 128, 128
-    )
+    edit = EditPrompt("make the circle blue", source=picture)
+    read_sources(pipe, [edit], torch.device("cpu"))
+    trained_on, trained_positions, count = encode_edit(pipe.processor, edit, 128, 128)
     assert torch.equal(positions, trained_positions) and count == 16  # no preview
-    assert torch.equal(
-        ids.masked_scatter(ids == policy.config.image_token_id, source.codes), trained_on
-    )
+    read = ids.masked_scatter(ids == policy.config.image_token_id, edit.codes)
+    assert torch.equal(read, trained_on)
 
 
 def test_the_decoder_paints_with_a_source_and_without(pipe):
@@ -442,12 +439,11 @@ def test_the_decoder_paints_with_a_source_and_without(pipe):
     assert painted[0][0].tobytes() != painted[1][0].tobytes() != painted[2][0].tobytes()
 
 
-def test_the_readme_paints_and_edits_a_picture(tmp_path, monkeypatch):
-    """Its two snippets, one after the other."""
-    snippets = re.findall(r"```python\n(.*?)```", (TINY / "README.md").read_text(), flags=re.DOTALL)
-    (tmp_path / "readme.py").write_text(
-        "import torch\ntorch.manual_seed(0)\n" + "\n".join(snippets)
+def test_the_readme_paints_a_picture(tmp_path, monkeypatch):
+    (snippet,) = re.findall(
+        r"```python\n(.*?)```", (TINY / "README.md").read_text(), flags=re.DOTALL
     )
+    (tmp_path / "readme.py").write_text("import torch\ntorch.manual_seed(0)\n" + snippet)
     monkeypatch.chdir(ROOT)
     names = runpy.run_path(str(tmp_path / "readme.py"))
-    assert check.clean([names["image"], names["edited"]]).all()
+    assert check.clean([names["image"]]).all()

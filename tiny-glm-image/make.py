@@ -59,7 +59,7 @@ from world import (
     unseen,
 )
 
-from glm_image.editing import Source, encode_edit
+from glm_image.editing import EditPrompt, encode_edit
 from glm_image.model import encode_prompt, for_decoder
 
 NUM_CODES = 1024
@@ -255,11 +255,12 @@ def train_policy(policy, codebook, steps, lr, misreads, same=True):
     rng = random.Random(2)
     seen, (_, held_out) = seen_captions(), split_edits(random.Random(0))
     # With room for the codes of a source.
-    blank = Source(draw((None,) * 4), torch.full((16,), policy.config.image_token_id))
+    codes = torch.full((16,), policy.config.image_token_id)
+    edits = [EditPrompt(text, source=draw((None,) * 4), codes=codes) for text in WISHES]
     processor = GlmImagePipeline.from_pretrained(HERE).processor
     captions = [str(caption) for caption in itertools.chain(*seen.values())]
     prompts = {text: encode_prompt(processor, text, SIZE, SIZE)[:2] for text in captions}
-    prompts |= {text: encode_edit(processor, text, blank, SIZE, SIZE)[:2] for text in WISHES}
+    prompts |= {edit.text: encode_edit(processor, edit, SIZE, SIZE)[:2] for edit in edits}
 
     def cross_entropy(texts, sources, targets):
         """Mean over codes (B, T) after prompts, which contain codes of sources (B, 16), or none."""
