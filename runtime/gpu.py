@@ -90,7 +90,7 @@ class Placement:
     """Models that share a GPU: all stay on it, or from take_turns() on only those at work."""
 
     def __init__(self, models, device, forward=None):
-        """forward: the captured step, which reads the first of the models."""
+        """forward: the captured step, released when the weights that it reads leave the GPU."""
         self.models = models
         self.device = device
         self.release = forward.release if forward else lambda: None
@@ -169,8 +169,8 @@ def retry_with_room(work, run, settings, seed):
             if not make_room:
                 raise
         # Only here, after the handler: until its end the error holds the tensors of its frames.
-        if run.policy.forward is not None:
-            run.policy.forward.release()
+        if run.offload is not None:
+            run.offload.release()
         gc.collect()
         torch.cuda.empty_cache()
         line = f"memory: the GPU is full in the phase '{run.clock.name}': {make_room()}"

@@ -21,6 +21,7 @@ from conftest import (
     CPU,
     build_run,
     painted,
+    perturb,
     prompts_of,
     records,
     run_class_of,
@@ -342,14 +343,6 @@ def with_adapter(model):
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets)).eval()
 
 
-def perturb(model, size=0.05):
-    """Move the adapter away from zero."""
-    torch.manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, size)
-
-
 @pytest.fixture
 def glm(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder))
@@ -545,7 +538,8 @@ def test_a_decoder_that_cannot_be_compiled_paints_without(pipe, no_compiler, cap
     own = copy.deepcopy(pipe)
     GlmImage(own).compile_decoder()
     found, _ = painted(own, "a ring", tokens, settings, 0)
-    assert torch.equal(found, expected) and len(no_compiler) == 1
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert len(no_compiler) == 1
     assert capsys.readouterr().out.count("torch.compile fails here") == 1
 
 
