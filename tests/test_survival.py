@@ -29,12 +29,11 @@ from conftest import (
 )
 from PIL import Image
 from safetensors.torch import load_file
-from torch._inductor.exc import InductorError
 
 import train
+from glm_image.model import GlmImage
 from grpo import GRPO, NotFinite
 from runtime import UserError, checkpoints
-from runtime.captured import CapturedForward
 from runtime.settings import build_parser
 
 
@@ -143,7 +142,7 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
 def test_a_resumed_run_keeps_every_setting_but_these(one_step):
     """All settings in turn, each with another value."""
     saved = json.loads((one_step / "checkpoints/000001/state.json").read_text())["settings"]
-    may_change = "micro_batch_size steps offload compile save_every eval_every tracker "
+    may_change = "micro_batch_size steps offload save_every eval_every tracker "
     hashed = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
     for action in build_parser()._actions:
         if action.dest in ("help", "out", "resume"):
@@ -379,7 +378,8 @@ def out_of_memory(*arguments, **parts):
 
 @pytest.mark.parametrize("phase", ["update", "paint", "load"])
 def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeypatch, phase):
-    monkeypatch.setattr(GRPO if phase == "update" else train, phase, out_of_memory)
+    owner = {"update": GRPO, "paint": GlmImage, "load": train}[phase]
+    monkeypatch.setattr(owner, phase, out_of_memory)
     assert quick("--steps 2 --out run") == 2
     message = error_of(capsys)
     assert "--offload yes" in message
@@ -409,23 +409,13 @@ def test_a_half_made_step_is_not_saved(quick, monkeypatch, iteration, saved):
     def logprobs(*arguments):
         if torch.is_grad_enabled():  # one group a step, so once an iteration
             calls.append(1)
-        if len(calls) == 2 + iteration:
+        if len(calls) >= 2 + iteration:
             out_of_memory()
         return original(*arguments)
 
     monkeypatch.setattr(GRPO, "logprobs", logprobs)
     assert quick(*write_reward(""), "--steps 3 --iterations 2 --out run") == 2
     assert steps_saved("run")[-1] == saved
-
-
-def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
-    def no_compiler(*arguments, **options):
-        raise InductorError(RuntimeError("Failed to find C compiler."), None)
-
-    monkeypatch.setattr(CapturedForward, "__call__", no_compiler)
-    assert quick("--steps 1 --compile yes") == 2
-    message = error_of(capsys)
-    assert "Failed to find C compiler" in message and "--compile no" in message
 
 
 def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
