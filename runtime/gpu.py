@@ -96,12 +96,12 @@ class Placement:
         self.release = forward.release if forward else lambda: None
         tensors = [x for model in models for x in (*model.parameters(), *model.buffers())]
         # Where the weights were loaded: mapped from files, they take no host memory there.
-        self.homes = [(x, x.data) for x in tensors if not x.requires_grad]
+        self.homes = [(tensor, tensor.data) for tensor in tensors]
         self.offload = None
 
     def stay(self):
-        for model in self.models:
-            model.to(self.device)
+        for tensor, home in self.homes:
+            tensor.data = home.to(self.device)  # Module.to() would replace the buffers
 
     def all_but(self, *models):
         if self.offload is not None:
@@ -110,7 +110,8 @@ class Placement:
     def take_turns(self, pin):
         """pin: whether page-locked host memory may hold all weights."""
         for tensor, home in self.homes:
-            tensor.data = home.cpu()  # those in int8 have gone straight to the GPU
+            if not tensor.requires_grad:
+                tensor.data = home.cpu()  # weights in int8 have gone straight to the GPU
         self.homes = []
         # Else each tensor is rounded up to a power of two, 37.9 GB in place of 32.9, to be used
         # again, which none is. The setting has no public name.
@@ -216,8 +217,8 @@ def plan(sizes_of, settings, device):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"{name} has no bfloat16: take a GPU of the Ampere series or newer")
     free, host = free_memory(device)
-    for base in ("bfloat16", "int8") if settings.base == "auto" else (settings.base,):
-        settings.base = base
+    bases = ["bfloat16", "int8"] if settings.base == "auto" else [settings.base]
+    for settings.base in bases:
         sizes = [frozen_bytes(model) for model in sizes_of(settings, device)]
         together, largest = sum(sizes), max(sizes)
         if with_work(largest, ALONE) <= free:
@@ -226,12 +227,12 @@ def plan(sizes_of, settings, device):
     turns = {"auto": not fits, "yes": True, "no": False}[settings.offload]
     pinned = together <= host
     reason = (
-        f"{together / 1e9:.1f} GB of weights (--base {base}), the largest model "
+        f"{together / 1e9:.1f} GB of weights (--base {settings.base}), the largest model "
         f"{largest / 1e9:.1f}; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the "
         "host"
     )
     # Weights in int8 are in no file: in turns the host has to hold them.
-    unheld = turns and base == "int8" and not pinned
+    unheld = turns and settings.base == "int8" and not pinned
     if with_work(largest if turns else together, ALONE) > free or unheld:
         raise UserError(f"too little memory: {reason}; docs/memory.md has what each card can do")
     words = "take turns on the GPU" if turns else "all stay on the GPU"
@@ -239,7 +240,9 @@ def plan(sizes_of, settings, device):
     print(f"memory: {reason}: the models {words}{slower} (--offload {settings.offload})")
     # So that torch raises an error. Windows and WSL2 would lend host memory, and slow down.
     torch.cuda.set_per_process_memory_fraction(free / torch.cuda.mem_get_info(device)[1], device)
-    return None if not turns else "pinned" if pinned else "mapped"
+    if not turns:
+        return None
+    return "pinned" if pinned else "mapped"
 
 
 def frozen_bytes(model):

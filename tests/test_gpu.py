@@ -35,7 +35,7 @@ from glm_image.model import GlmImage, captured_step, encode_prompt
 from grpo import GRPO, Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
 from runtime.forward import CapturedForward, SharedForward, grouped_attention, or_plain
-from runtime.gpu import Clock, Placement, place, plan
+from runtime.gpu import Clock, place, plan
 from train import adamw
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
@@ -196,12 +196,6 @@ def frozen():
 
 def test_place_puts_models_where_they_belong(lockable):
     assert place([frozen()], CPU, None, None) is None
-    models = [frozen(), frozen()]
-    meta = place(models, torch.device("meta"), None, None)
-    assert all(p.device.type == "meta" for model in models for p in model.parameters())
-    meta.all_but()
-    assert meta.offload is None
-
     released, model = [], frozen()
     forward = SimpleNamespace(release=lambda: released.append(1))
     offload = place([model], CUDA, forward, "pinned").offload
@@ -216,17 +210,25 @@ def test_place_puts_models_where_they_belong(lockable):
     unpinned.on_evict()  # nothing is captured, nothing to release
 
 
-def test_turns_begin_amid_a_run(lockable):
-    """Weights go back to where they were loaded, and what learns stays."""
+def test_turns_begin_amid_a_run(lockable, monkeypatch):
+    """Weights and buffers go back to where they were loaded, and what learns stays."""
     model = frozen()
     model.adapter = torch.nn.Parameter(torch.zeros(3))
-    home, adapter = model.weight.data_ptr(), model.adapter
-    placement = Placement([model, frozen()], CPU)
-    model.weight.data = model.weight.data.clone()  # as on a GPU
+    model.scale = torch.nn.Buffer(torch.ones(3))
+    where = lambda: [x.data_ptr() for x in (model.weight, model.scale, model.adapter)]
+    loaded = where()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone())  # as to a GPU
+        placement = place([model, frozen()], CUDA, None, None)
+    up = where()
+    assert not {*up} & {*loaded}
+    placement.all_but()
+    assert where() == up and placement.offload is None
+    placement.device = CPU
     placement.take_turns(pin=False)
-    assert model.weight.data_ptr() == home and model.adapter is adapter
+    assert where() == [*loaded[:2], up[2]]
     placement.all_but(model)
-    assert model.weight.data_ptr() != home
+    assert not {*where()} & {*loaded}
 
 
 def test_without_an_allocator_setting_models_take_turns_all_the_same(lockable, monkeypatch):
