@@ -40,20 +40,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers.generation.logits_process import TopPLogitsWarper
 
-# cuDNN's is left out: on recent GPUs it is reported to give wrong tokens and NaN (pytorch 193893,
-# trl 7181).
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-without_cudnn_attention = sdpa_kernel(KERNELS)
+# For the whole process: on recent GPUs cuDNN's attention is reported to give wrong tokens and NaN
+# (pytorch 193893, trl 7181).
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 # ---- 1. sample -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-@without_cudnn_attention
 def generate_with_logprobs(
     model,
     prompts,
@@ -97,7 +94,8 @@ def generate_with_logprobs(
     """
     _check_sampling(prompts, allowed_ids, temperature, top_p, generators)
     ids, positions, not_padding = _pad_left(prompts, position_ids, num_new_tokens, model.device)
-    last = torch.tensor([-1], device=model.device)  # not a number: see get_per_token_logprobs
+    # An index, not a number: see get_per_token_logprobs.
+    last = torch.tensor([-1], device=model.device)
 
     def next_logits(ids, rows, end, cache=None):
         """What follows the ids (B, length), which end at place `end` and follow those in the cache.
@@ -105,12 +103,11 @@ def generate_with_logprobs(
         rows: (B,), the prompt of each. Returns logits (B, vocabulary), and the cache, now with ids.
         """
         start = end - ids.shape[1]
+        mask = None if not_padding is None else _attended(not_padding[rows], start, end)
         run = forward if forward and cache is not None else model
         output = run(
             input_ids=ids,
-            attention_mask=None
-            if not_padding is None
-            else _attended(not_padding[rows], start, end),
+            attention_mask=mask,
             position_ids=None if positions is None else positions[..., rows, start:end],
             past_key_values=cache,
             use_cache=True,
@@ -169,8 +166,10 @@ def _pad_left(prompts, position_ids, num_new_tokens, device):
     if len({len(ids) for ids in prompts}) > 1:
         lengths = [len(ids) + num_new_tokens for ids in prompts]
         not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])
-        position_ids = position_ids or [torch.arange(length) for length in lengths]
-    return side_by_side(prompts), position_ids and side_by_side(position_ids), not_padding
+        if position_ids is None:
+            position_ids = [torch.arange(length) for length in lengths]
+    positions = None if position_ids is None else side_by_side(position_ids)
+    return side_by_side(prompts), positions, not_padding
 
 
 def _attended(not_padding, start, end):
@@ -262,7 +261,6 @@ def centre_groups(rewards, group_size):
 # ---- 4. recompute the log-probs, by teacher forcing ----------------------------------------------
 
 
-@without_cudnn_attention
 def get_per_token_logprobs(
     model,
     input_ids,
@@ -338,7 +336,8 @@ def compute_grpo_loss(
     _check_loss(new_logprobs.shape, advantages, kl_coef, constants)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
     in_mean = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), a mean of means
-    in_loss = in_mean  # (B, T), each token's share: what other losses change, see docs/copying.md
+    # Hook: the share of each token in the loss, (B, T). Other losses change it: docs/copying.md.
+    in_loss = in_mean
     masked = lambda x: torch.where(mask > 0, x, 0)  # before any product: 0 x NaN is NaN
     average = lambda x: (x * in_mean).sum()
 
@@ -501,7 +500,6 @@ class GRPO:
                     parts = [self.logprobs(group, rows) for rows in self.split(group)]
                     group.ref_logprobs = torch.cat(parts)
 
-    @without_cudnn_attention  # the backward pass too, where gradient checkpointing recomputes
     def update(self, groups):
         """4 to 6: move the policy, by `iterations` optimiser steps over all groups.
 
@@ -515,11 +513,11 @@ class GRPO:
         _check_groups(groups, with_advantages=True)
         with_spread = [group for group in groups if group.advantages.any()]
         micro_batches = [(group, rows) for group in with_spread for rows in self.split(group)]
-        # A micro-batch counts in the mean of the step by its size; DAPO counts tokens.
+        # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
         size = lambda group, rows: len(rows)
         total = sum(size(group, rows) for group in groups for rows in self.split(group))
         total = torch.tensor(float(total), device=self.model.device)
-        self.average_over_ranks([total])
+        self.average_over_ranks([total])  # each rank divides by the mean, as gradients are averaged
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
         self.model.train()  # enables gradient checkpointing, off in eval mode; there is no dropout
         self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
@@ -550,7 +548,8 @@ class GRPO:
             self.optimizer.zero_grad()
 
         first = _average(reports[: len(micro_batches)])  # later iterations have moved the policy
-        _warn_of(first, norms, at_start and self.optimizer.state, with_spread)
+        # An optimizer that still has no state, such as SGD, cannot tell whether it was resumed.
+        _warn_of(first, norms, at_start and bool(self.optimizer.state), with_spread)
         gaps = {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
         metrics = _average(reports) | gaps | _gradient_metrics(norms, self.parameters)
         return metrics | {"groups_without_spread": 1 - len(with_spread) / len(groups)}
@@ -664,7 +663,8 @@ class Offload:
 def _warn_of(metrics, norms, at_start, groups):
     """Where an update's metrics say that something is wrong; causes are in docs/copying.md.
 
-    metrics: of the first iteration; at_start: which began at the reference. groups: with spread.
+    metrics: from the first iteration. at_start: whether the policy then still was the reference.
+    groups: those with unequal rewards.
     """
     signs = []
     if metrics["mean_logprob_gap"] > 0.1:
@@ -674,7 +674,7 @@ def _warn_of(metrics, norms, at_start, groups):
     if groups and norms[0] == 0:
         alike = all(len(group.old_logprobs.unique(dim=0)) == 1 for group in groups)
         cause = "does the optimizer hold the active adapter?"
-        cause = "samples that are equal got different rewards" if alike else cause
+        cause = "equal samples got different rewards" if alike else cause
         signs.append(f"rewards differ, but the gradient is exactly 0: {cause}")
     if not all(norm < float("inf") for norm in norms):
         signs.append("the gradient is NaN or infinite: no step was taken")
@@ -727,7 +727,8 @@ def _check_loss(shape, advantages, kl_coef, constants):
 def _check_groups(groups, with_advantages):
     sizes = [len(group.old_logprobs) for group in groups]
     if not groups or (len(set(sizes)) > 1 and not with_advantages):
-        raise ValueError(f"groups of {sizes} samples: give one group or more, all of one size")
+        one_size = "all of one size; for others call set_advantages group by group"
+        raise ValueError(f"groups of {sizes} samples: give one group or more, {one_size}")
     if with_advantages and any(group.advantages is None for group in groups):
         raise ValueError("no advantages yet: set_advantages comes before add_reference and update")
 

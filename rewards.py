@@ -2,8 +2,10 @@
 
 A reward is `f(images, prompts, targets) -> float tensor (N,)`: higher is better, NaN is "does not
 apply". It gets N PIL images, the N prompts that they were painted for, and N PIL images that they
-should resemble (None where there is none). If it has a method `applies(prompt)`, a run says at its
-start for how many prompts that is False.
+should resemble (None where there is none). Do not change the pictures: other rewards see them too.
+With a parameter `group_size` it is told how many images in a row have the same prompt, to compare
+them with one another. If it has a method `applies(prompt)`, a run says at its start for how many
+prompts that is False.
 Add yours to REWARDS, further down in this file, or keep it in a file of your own and name it on the
 command line:
 
@@ -11,16 +13,15 @@ command line:
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust
     python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not downloaded
 
-Make a reward `async def` if it waits, as for a judge behind HTTP (examples/my_reward.py). It is
-then asked about the pictures of each prompt while the next are painted. All such calls share one
-event loop in a thread of its own, so what computes belongs in `await asyncio.to_thread(...)`: off
-the GPU, where the decoder is at work, and without torch's random numbers, which could come in any
+Make a reward `async def` if it waits, as for a judge behind HTTP (docs/rewards.md). It is then
+asked about the pictures of each prompt while the next are painted. All such calls share one event
+loop in a thread of its own, so what computes belongs in `await asyncio.to_thread(...)`: off the
+GPU, where the decoder is at work, and without torch's random numbers, which could come in any
 order.
 
-The order of calls: parse_rewards loads each reward, once. In a step, Scoring.add starts the
-`async def` ones for the pictures of a prompt; Scoring.values calls the others for all, then waits.
-Both go through call_reward, which turns an error into one line, and with_its_arguments, which calls
-your function with copies. combine makes them one number per picture.
+The order of calls: check_rewards, before anything loads; parse_rewards, which loads each reward
+once; in a step Scoring.add for the pictures of each prompt, then Scoring.values; combine, which
+makes the values one number per picture.
 
 Models load once, when named, from where REWARDS says. With NAME=FOLDER, that folder must hold all
 files of the row.
@@ -34,10 +35,7 @@ import math
 import re
 import runpy
 import sys
-import sysconfig
-import textwrap
 import threading
-import traceback
 import unicodedata
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,13 +49,9 @@ from transformers import CLIPModel, CLIPProcessor
 from transformers.utils import cached_file
 
 from grpo import centre_groups
-from runtime import out_of_memory
+from runtime import StepFailed, UserError
 
 # ---- likeness to a target ------------------------------------------------------------------------
-
-
-class NoPictures(ValueError):
-    """A reward compares with pictures, and the run has none."""
 
 
 def to_tensor(image, size=None):
@@ -66,25 +60,23 @@ def to_tensor(image, size=None):
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
-def against_targets(name, measure, images, targets, kind="targets"):
+def against_targets(measure, images, targets):
     """`measure` of each image and its target, tensors of one size: (N,), NaN where that is None."""
-    if targets is None:
-        refuse_missing(name, kind)
-    pairs = zip(images, targets)
     values = [
-        math.nan if b is None else measure(to_tensor(a), to_tensor(b, a.size)) for a, b in pairs
+        math.nan if target is None else measure(to_tensor(image), to_tensor(target, image.size))
+        for image, target in zip(images, targets)
     ]
     return torch.tensor(values)
 
 
 def mse(images, prompts, targets):
     """Negative mean squared error, pixels in 0..1: 0 for a perfect copy, -1 at worst."""
-    return against_targets("mse", lambda a, b: -(a - b).square().mean(), images, targets)
+    return against_targets(lambda a, b: -(a - b).square().mean(), images, targets)
 
 
 def ssim(images, prompts, targets):
     """Structural similarity, at most 1, for a perfect copy (Wang et al. 2004, eq. 13): ssim_map."""
-    return against_targets("ssim", lambda a, b: ssim_map(a, b).mean(), images, targets)
+    return against_targets(lambda a, b: ssim_map(a, b).mean(), images, targets)
 
 
 def ssim_map(a, b):
@@ -138,7 +130,7 @@ class Lpips(torch.nn.Module):
     def forward(self, images, prompts, targets):
         with lend_gpu(self) as device:
             measure = lambda a, b: -self.distance(a.to(device), b.to(device))
-            return against_targets("lpips", measure, images, targets)
+            return against_targets(measure, images, targets)
 
     def distance(self, a, b):
         """(3, H, W) twice, values in 0..1 -> scalar: weighted differences of unit features."""
@@ -464,126 +456,74 @@ REWARDS = {
 }
 
 
-# The pictures without which a reward makes no sense.
-NEEDS = {"mse": "targets", "ssim": "targets", "lpips": "targets"}
-
-
 def split_spec(spec):
-    """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]: sources and weights."""
+    """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]; 'none' -> []."""
     pairs = []
-    for item in filter(None, (part.strip() for part in spec.split(","))):
-        head, _, last = item.rpartition(":")
-        try:
-            pairs.append((head or item, float(last)))
-        except ValueError:  # it is no number, so it belongs to the name
-            pairs.append((item, 1.0))
+    for item in spec.split(","):
+        if item.strip() not in ("", "none"):
+            name, weight = re.fullmatch(r"\s*(.+?)(?::(-?\d*\.?\d+))?\s*", item).groups()
+            pairs.append((name, float(weight or 1)))
     return pairs
 
 
-def check_rewards(spec, pictures=None):
-    """What can be known of a spec before anything loads, or is downloaded.
+def check_rewards(spec, given):
+    """UserError for what can be known to be wrong before anything loads, or is downloaded.
 
-    pictures: {"targets": [the first, or None]}; None: not known. Raises ValueError, in one line,
-    for a reward that is unknown, named twice, not in its file or without its pictures; for a wrong
-    weight; for none at all.
+    given: see Scoring.add.
     """
-    names = []
-    for source, weight in split_spec(spec):
+    for source, _ in split_spec(spec):
         name, _, folder = source.partition("=")
-        if not abs(weight) < 1e38:  # of float32
-            raise ValueError(f"the weight of reward {source!r} is {weight}")
-        if source in names:
-            raise ValueError(f"reward {source!r} is named twice")
-        names.append(source)
-        models = isinstance(REWARDS.get(name), tuple) and REWARDS[name][1]
-        if folder and name in REWARDS and not (models and Path(folder).is_dir()):
-            reason = f"finds no folder {folder}" if models else "takes no folder"
-            raise ValueError(f"reward '{name}' {reason}")
+        if folder and not Path(folder).is_dir():
+            raise UserError(f"reward {name!r} finds no folder {folder}")
         if name not in REWARDS:
-            find_function(source)
-        if pictures is not None and name in NEEDS and pictures[NEEDS[name]][0] is None:
-            refuse_missing(name, NEEDS[name])
-    if not names:
-        raise ValueError(f"no reward in {spec!r}; known rewards: {', '.join(sorted(REWARDS))}")
-
-
-def refuse_missing(name, kind):
-    advice = f"give --{kind}, or --eval-{kind}, a folder, or a reward that needs none"
-    raise NoPictures(f"reward '{name}' compares with {kind.removesuffix('s')} pictures: {advice}")
+            find_file(source)
+        if name in ("mse", "ssim", "lpips") and given["targets"][0] is None:
+            raise UserError(f"reward {name!r} needs --targets, or --eval-targets")
 
 
 def parse_rewards(spec):
-    """'ssim:1,clip=folder:0.5' -> {"ssim": (function, 1.0), "clip=folder": (function, 0.5)}.
-
-    Named as written. Raises ValueError, in one line, as check_rewards, and for a reward that cannot
-    be loaded.
-    """
-    check_rewards(spec)
+    """'ssim:1,clip=folder:0.5' -> {"ssim": (function, 1.0), "clip=folder": (function, 0.5)}."""
     rewards = {}
     for source, weight in split_spec(spec):
         name, _, folder = source.partition("=")
         function = REWARDS.get(name) or load_from_file(source)
         if isinstance(function, tuple):
-            function = _load_model(name, folder)
+            function = load_model(name, folder, *function)
         rewards[source] = function, weight
     return rewards
 
 
-def _load_model(name, folder):
-    make, sources = REWARDS[name]
+def load_model(name, folder, make, sources):
+    """UserError, in one line, whatever is wrong: no network, half a download, other weights."""
     try:
         return make(**{part: folder or source for part, source in sources.items()})
-    except Exception as error:  # no network, half a download, other weights: the same advice helps
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        parts = " and ".join(f"the {part} of {source}" for part, source in sources.items())
-        advice = f"put {parts} in a folder: {name}=FOLDER"
-        if folder:
-            advice = f"{folder} has to hold files like those of {parts}"
-        elif not parts:
-            advice = "pip install rapidocr onnxruntime"
-        raise ValueError(f"cannot load reward '{name}' ({reason}); {advice}") from error
+        files = f" ({', '.join(sources.values())})" if sources else ""
+        raise UserError(f"cannot load reward {name!r}{files}: {reason}") from error
 
 
-def find_function(name):
-    """The file and the function of my_file.py:function."""
-    path, _, function = name.rpartition(":")
+def find_file(name):
+    """The file of my_file.py:function, which is also found beside this one."""
+    path = name.rpartition(":")[0]
     if not path.endswith(".py"):
         known = ", ".join(sorted(REWARDS))
-        raise ValueError(f"unknown reward {name!r}; known: {known}; your own: file.py:function")
-    places = Path(path), Path(__file__).parent / path  # there files of this project are found
-    file = next(filter(Path.is_file, places), None)
-    if file is None:
-        raise ValueError(f"the file {path} does not exist")
-    if function not in file.read_text(encoding="utf-8"):
-        raise ValueError(f"{path} has no function {function!r}")
-    return file, function
+        raise UserError(f"unknown reward {name!r}; known: {known}; your own: file.py:function")
+    file = Path(path) if Path(path).is_file() else Path(__file__).parent / path
+    if not file.is_file():
+        raise UserError(f"the file {path} does not exist")
+    return file
 
 
 def load_from_file(name):
     """my_file.py:function, as a function."""
-    file, function = find_function(name)
+    file = find_file(name)
     sys.path.append(str(file.resolve().parent))  # so that it can import the files beside it
-    try:
-        names = runpy.run_path(str(file))
-    except (Exception, SystemExit) as error:
-        reason = in_one_line(error)
-        raise ValueError(f"the file {file} cannot be loaded: {reason}") from error
-    if callable(names.get(function)):
-        return names[function]
-    raise ValueError(f"{file} has no function {function!r}")
-
-
-def in_one_line(error):
-    """'ZeroDivisionError: division by zero (mine.py, line 12)': of the innermost own line."""
-    libraries = "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), __file__
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}".splitlines()[0] + place
-
-
-class RewardError(ValueError):
-    """A reward failed, or gave values that nothing can be learned from."""
+    names = runpy.run_path(str(file))
+    function = name.rpartition(":")[2]
+    if function not in names:
+        raise UserError(f"{file} has no function {function!r}")
+    return names[function]
 
 
 class Scoring:
@@ -592,41 +532,63 @@ class Scoring:
     def __init__(self, rewards):
         self.rewards = rewards  # {name: (function, weight)}
         self.images = []
-        self.given = {}  # what goes with them: see add
-        self.waiting = {}  # {name of an `async def` reward: a function per call of add, that waits}
+        self.given = {}
+        self.started = {name: [] for name in rewards}  # answers of those that are `async def`
 
     def add(self, images, **given):
         """M images of each of some prompts; those rewards that are `async def` begin with them.
 
-        given: prompts, and targets or None, an entry per prompt; more are for rewards with a
-        parameter of that name.
+        given: prompts, targets and what else a reward may have a parameter for, an entry per
+        prompt.
         """
+        self.group_size = len(images) // len(given["prompts"])  # M
         self.images += images
         for name, column in given.items():
-            self.given[name] = column and [*self.given.get(name, ()), *column]
+            given[name] = [x for x in column for _ in range(self.group_size)]
+            self.given[name] = self.given.get(name, []) + given[name]
         for name, (function, _) in self.rewards.items():
-            if waits(function):
-                call = awaited(function, images, given)
-                future = asyncio.run_coroutine_threadsafe(call, event_loop())
-                wait = functools.partial(call_reward, name, future.result, images, given["prompts"])
-                self.waiting.setdefault(name, []).append(wait)
+            if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
+                answer = self.ask(function, images, given)
+                self.started[name].append(asyncio.run_coroutine_threadsafe(answer, event_loop()))
 
+    def ask(self, function, images, given):
+        more = {**given, "group_size": self.group_size}
+        usual = more.pop("prompts"), more.pop("targets")
+        wanted = more.keys() & inspect.signature(function).parameters.keys()
+        return function(images, *usual, **{name: more[name] for name in wanted})
+
+    @torch.no_grad()
     def values(self):
-        """The raw values of each reward, {name: (N*M,)}. Raises what call_reward raises."""
+        """The raw values of each reward, {name: (N*M,) float32}, NaN where it does not apply.
+
+        StepFailed for infinity, or what is not a number per picture; else what a reward raised.
+        """
         values = {}
         for name, (function, _) in self.rewards.items():
-            if name not in self.waiting:
-                call = functools.partial(with_its_arguments, function, self.images, self.given)
-                values[name] = call_reward(name, call, self.images, self.given["prompts"])
-        for name, calls in self.waiting.items():
-            values[name] = torch.cat([wait() for wait in calls])
-        return {name: values[name] for name in self.rewards}
+            answers = [future.result() for future in self.started[name]]
+            answers = answers or [self.ask(function, self.images, self.given)]
+            values[name] = torch.hstack([torch.as_tensor(x).float().cpu() for x in answers])
+            shape, expected = tuple(values[name].shape), (len(self.images),)
+            if shape != expected:
+                raise StepFailed(f"reward {name!r} gave shape {shape}, not {expected}")
+            for i in values[name].isinf().nonzero().flatten().tolist():
+                prompt = self.given["prompts"][i]
+                raise StepFailed(f"reward {name!r} is infinite for image {i}, of {prompt!r}")
+        return values
+
+
+@functools.cache
+def event_loop():
+    """Runs the rewards that are `async def`, in a thread of its own: the caller paints on."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 def score(rewards, images, prompts, targets=None, **more):
     """The raw values of each reward, {name: (N*M,)}, of pictures that are all there."""
     scoring = Scoring(rewards)
-    scoring.add(images, prompts=prompts, targets=targets, **more)
+    scoring.add(images, prompts=prompts, targets=targets or [None] * len(prompts), **more)
     return scoring.values()
 
 
@@ -659,70 +621,3 @@ def combine(rewards, weights, group_size=1, how="sum"):
         values = values.where(applies, means.repeat_interleave(group_size, dim=1)).nan_to_num(0)
     weight = torch.tensor([*weights.values()]).unsqueeze(1)  # (R, 1)
     return (weight * values).sum(0).where(applies.any(0), math.nan)
-
-
-def waits(function):
-    """Whether it is `async def`."""
-    return any(map(inspect.iscoroutinefunction, (function, function.__call__)))
-
-
-async def awaited(function, images, given):
-    try:  # a wrong signature is the reward's error, too
-        return await with_its_arguments(function, images, given)
-    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop: all would wait
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
-@functools.cache
-def event_loop():
-    """Runs the rewards that are `async def`, in a thread of its own: the caller paints on.
-
-    Two of them that hold torch.no_grad() across an `await` may leave gradients off, in a thread
-    that never trains.
-    """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def call_reward(name, call, images, prompts):
-    """The values of a reward: (N,) float32 on the CPU, NaN where it does not apply.
-
-    call: returns the reward's own answer about these images and prompts. Raises NoPictures, or
-    RewardError for a reward that raised, is infinite or is not one number per picture.
-    """
-    try:
-        with torch.no_grad():  # or advantages would carry a reward model's graph
-            values = torch.as_tensor(call(), dtype=torch.float32).detach().cpu()
-    except NoPictures:
-        raise
-    except (Exception, SystemExit) as error:
-        if out_of_memory(error):  # the trainer knows what helps
-            raise
-        names = textwrap.shorten(", ".join(map(repr, dict.fromkeys(prompts))), 200)
-        reason = in_one_line(error)
-        if "number, not NoneType" in reason:
-            reason += "; give NaN, not None, where it does not apply"
-        raise RewardError(f"reward '{name}' failed for {names}: {reason}") from error
-    if values.shape != (len(images),):
-        shape = tuple(values.shape)
-        raise RewardError(f"reward '{name}' gave shape {shape} for {len(images)} images")
-    for i in values.isinf().nonzero().flatten().tolist():
-        place = f"image {i} (prompt: {prompts[i * len(prompts) // len(images)]!r})"
-        raise RewardError(f"reward '{name}' is {values[i].item()} for {place}")
-    return values
-
-
-def with_its_arguments(function, images, given):
-    """Calls a reward with each image, its prompt and target: copies, to draw on or sort.
-
-    given: see Scoring.add; of more than these it gets what it has a parameter for.
-    """
-    copied = lambda x: x.copy() if isinstance(x, Image.Image) else x
-    of_each = lambda column: (
-        column and [copied(x) for x in column for _ in range(len(images) // len(column))]
-    )
-    columns = {name: of_each(column) for name, column in given.items()}
-    usual = columns.pop("prompts"), columns.pop("targets", None)
-    wanted = columns.keys() & inspect.signature(function).parameters.keys()
-    return function(of_each(images), *usual, **{name: columns[name] for name in wanted})

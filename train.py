@@ -28,8 +28,8 @@ from runtime import UserError, checkpoints, counted, ranks
 from runtime.data import evenly, load_data, prompt_indices, read_inputs, read_prompts
 from runtime.forward import CheckedGRPO
 from runtime.gpu import Clock, Placement, place, plan, retry_with_room
-from runtime.record import Record
-from runtime.rescue import how_to_go_on, loading, naming, rescued
+from runtime.log import Record
+from runtime.rescue import loading, naming, rescued
 from runtime.settings import Settings, parse_settings, print_start
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
@@ -243,30 +243,31 @@ def evaluate_both(run, settings, data, record, stop=None):
         training = evaluate(run, settings, rewards, known, SEEDS["training"], stop)
         held_out = training and evaluate(run, settings, rewards, new, SEEDS["held out"], stop)
     if held_out:
-        record.evaluation({"": (known, training), "held_out/": (new, held_out)})
+        record.evaluation((known, training), (new, held_out))
 
 
 # ---- the run -------------------------------------------------------------------------------------
 
 
 def train(settings, run_class=Run):
-    """The whole run: prepare, loop, end."""
+    """The whole run: prepare, loop, end. Returns the exit code: 130 if a signal ended it early."""
     start = time.time()
     device = ranks.device()
     with checkpoints.claim_folder(settings.resume, settings.out) as out:
-        prompts, held_out, hashes = read_inputs(settings, run_class.read_prompts)
+        prompts, held_out, hashed = read_inputs(settings, run_class.read_prompts)
         turns = plan(run_class.Model.sizes, settings, device)  # before anything is downloaded
         print_start(settings, out, device, len(prompts), len(held_out))
         data = load_data(settings, prompts, held_out)
         with loading():
             run = run_class.load(settings, data, device, turns)
         begun = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
-        record = run.Record(out, settings, hashes, run.clock, run.trainers, begun)
+        record = run.Record(out, settings, hashed, run.clock, run.trainers, begun)
         with closing(run.clock), rescued(record):
             loop(run, settings, data, record, begun)
-    more = "; already complete: raise --steps for more" if 0 < begun == settings.steps else ""
+    more = "; already complete: raise --steps for more" if 0 < settings.steps <= begun else ""
     seconds = f"{time.time() - start:.0f} s{more}"
     print(f"{counted(record.done, 'step')}, {seconds}; what it leaves is in {out}")
+    return 130 if record.done < settings.steps else 0
 
 
 def loop(run, settings, data, record, begun):
@@ -274,7 +275,6 @@ def loop(run, settings, data, record, begun):
     record.save()
     if begun == 0 or due(begun, settings.eval_every):
         evaluate_both(run, settings, data, record, record.stop)
-    record.stop.follows = b"this step is finished, saved and evaluated"  # printed after a signal
     run.clock.begin(settings.steps, begun)
     for step in range(begun, settings.steps):
         if any(ranks.gather(record.stop.received)):  # together, or others would wait for this rank
@@ -295,7 +295,7 @@ def loop(run, settings, data, record, begun):
             evaluate_both(run, settings, data, record)
     record.save()
     if record.done < settings.steps:
-        record.write(f"saved; {how_to_go_on(record.out)}")
+        record.write(f"saved; {checkpoints.how_to_go_on(record.out)}")
     stopped = any(ranks.gather(record.stop.received))
     if settings.steps > 0 and not (stopped and record.done == begun):  # else there is nothing new
         evaluate_both(run, settings, data, record)
@@ -310,9 +310,10 @@ def main(arguments=None, run_class=Run):
     """train(), but errors the user can fix end in one line and exit code 2, on whichever rank."""
     try:
         ranks.join()
-        train(parse_settings(arguments, run_class.Settings), run_class)
+        with ranks.together():
+            code = train(parse_settings(arguments, run_class.Settings), run_class)
         ranks.leave()
-        return 0
+        return code
     except KeyboardInterrupt:  # before the first step: there is nothing to save yet
         return 130
     except UserError as error:

@@ -35,7 +35,7 @@ import make
 import world
 
 import train
-from runtime.record import read_jsonl
+from runtime.log import read_jsonl
 
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"

@@ -23,8 +23,8 @@ import train
 from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
 from rewards import Scoring, combine, weights_of
-from runtime import UserError, ranks, report
-from runtime.record import Record
+from runtime import UserError, checkpoints, ranks
+from runtime.log import LINE, Record, reward_metrics
 from runtime.rescue import naming
 from runtime.settings import Settings, flag
 
@@ -152,37 +152,34 @@ class DecoderSettings(Settings):
 class DecoderRecord(Record):
     """Numbers of the decoder have "decoder/" in front."""
 
-    parts: ClassVar = {
+    line: ClassVar = {
         "decoder/kl": "decoder kl {:.4f}",
         "decoder/reward_std": "decoder +- {:.3f}",
         "decoder/grad_norm": "decoder norm {:.3f}",
-        **report.PARTS,
-    }
-    alarms: ClassVar = report.ALARMS | {
-        "decoder/groups_without_spread": "decoder: {:.0%} without spread"
+        "decoder/groups_without_spread": "decoder: {:.0%} without spread",
+        **LINE,
     }
 
     def __init__(self, out, settings, *others):
         super().__init__(out, settings, *others)
-        self.learners = {"decoder": ("decoder/grad_norm", "--noise-level")}
         if settings.train == "both":
-            self.row = settings.paintings  # a row of pictures per code sequence
-            self.learners |= report.LEARNERS
+            self.columns = settings.paintings  # a row of pictures per code sequence
 
-    def reward_metrics(self, batch, total):
+    def reward_metrics(self, rewards):
         """Of code sequences by their means; or, of a lone one, of its paintings."""
-        sequences, paintings = self.settings.sequences, self.settings.paintings
-        if sequences == 1:
-            return report.reward_metrics(batch.raw_rewards, total, paintings)
-        means = {name: mean_of(x, paintings) for name, x in batch.raw_rewards.items()}
-        metrics = report.reward_metrics(means, mean_of(total, paintings), sequences)
-        of_paintings = report.reward_metrics({}, total, paintings)
-        return metrics | {"decoder/reward_std": of_paintings["reward_std"]}
+        if self.settings.sequences == 1:
+            return reward_metrics(rewards)
+        paintings = {name: x.view(-1, self.settings.paintings) for name, x in rewards.items()}
+        means = {name: x.nanmean(1).view(len(rewards[name]), -1) for name, x in paintings.items()}
+        of_paintings = reward_metrics({"reward": paintings["reward"]})
+        return reward_metrics(means) | {"decoder/reward_std": of_paintings["reward_std"]}
 
     def save_adapters(self):
         folders = super().save_adapters() if "." in self.trainers else []
         folder = self.out / "decoder-adapter"
-        self.trainers["decoder"].model.get_base_model().save_lora_adapter(folder)
+        model = self.trainers["decoder"].model
+        checkpoints.save_adapter(model, folder)  # as --adapter reads it
+        model.get_base_model().save_lora_adapter(folder)  # as the stock pipeline does
         return [*folders, folder]
 
 

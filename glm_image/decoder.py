@@ -33,9 +33,9 @@ from itertools import pairwise
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 
-from glm_image.model import LORA_TARGETS, GlmImage
-from grpo import GRPO, NotFinite, without_cudnn_attention
-from runtime.adapters import add_adapter
+from glm_image.model import GlmImage, add_adapter
+from grpo import GRPO, NotFinite
+from runtime.checkpoints import find_adapter
 
 PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see SEEDS in train.py
 
@@ -122,9 +122,10 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
 class LearningDecoder(GlmImage):
     """A GlmImage whose decoder has an adapter that learns."""
 
-    def adapt_decoder(self, lora, device):
+    def adapt_decoder(self, settings, device):
         transformer = self.pipe.transformer
-        adapted = add_adapter(transformer, "decoder", LORA_TARGETS["decoder"], *lora)
+        folder = find_adapter(settings.adapter, "decoder")
+        adapted = add_adapter(transformer, "decoder", settings.lora_rank, folder)
         self.decoder, self.decoder_reference = adapted
         if device.type != "cpu":
             transformer.enable_gradient_checkpointing()
@@ -151,7 +152,6 @@ class DecoderGRPO(GRPO):
         self.painter.pipe = GlmImagePipeline(**components)
         self.painter.pipe.set_progress_bar_config(disable=True)
 
-    @without_cudnn_attention  # as in logprobs
     def paint_paths(self, prompt, tokens, num_paintings, settings, seed):
         """Paint each of a prompt's G code sequences (G, T) `num_paintings` (K) times.
 
@@ -176,7 +176,6 @@ class DecoderGRPO(GRPO):
             raise NotFinite([0])
         return torch.cat(latents), steps
 
-    @without_cudnn_attention
     def logprobs(self, step, rows):
         """Log-probs (B, D) of the latents that were drawn, under the decoder as it stands."""
         x = step.latents[rows].to(self.model.device)

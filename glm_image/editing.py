@@ -11,16 +11,7 @@ import torch
 from PIL import Image
 
 from glm_image.model import TOKEN, GlmImage, chat, for_decoder, positions_of
-from rewards import (
-    CHINESE,
-    NEEDS,
-    REWARDS,
-    SMOLVLM,
-    Vqa,
-    against_targets,
-    refuse_missing,
-    ssim_map,
-)
+from rewards import CHINESE, REWARDS, SMOLVLM, Vqa, against_targets, ssim_map
 from runtime import UserError
 from runtime.data import Prompt, read_pictures, read_prompts
 
@@ -152,7 +143,7 @@ def keep(images, prompts, targets, sources):
 
     A small weight keeps a model from repainting all of it.
     """
-    return against_targets("keep", lambda a, b: ssim_map(a, b).mean(), images, sources, "sources")
+    return against_targets(lambda a, b: ssim_map(a, b).mean(), images, sources)
 
 
 class Edit(Vqa):
@@ -163,8 +154,6 @@ class Edit(Vqa):
     """
 
     def __call__(self, images, prompts, targets, sources):
-        if sources is None:
-            refuse_missing("edit", "sources")
         return self.means(list(zip(sources, images)), prompts)
 
     def about(self, prompt):
@@ -179,4 +168,3 @@ class Edit(Vqa):
 
 # Where this is imported, --reward knows them too.
 REWARDS.update(keep=keep, edit=(Edit, {"model": SMOLVLM}))
-NEEDS.update(keep="sources", edit="sources")

@@ -1,10 +1,15 @@
 """GLM-Image: prompts in, pictures out; its weights from files, and what of them learns."""
 
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
 import torch
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_seed
 
-from runtime.adapters import adapter_file, add_adapter
+from runtime.checkpoints import find_adapter
 from runtime.data import readable_loading
 from runtime.forward import CapturedForward, SharedForward, or_plain
 from runtime.int8 import round_linears
@@ -51,23 +56,22 @@ class GlmImage:
             self.vae.enable_slicing()  # one picture at a time: it takes most memory, little time
 
         set_seed(settings.seed)  # the adapter's start
-        lora = settings.lora_rank, settings.adapter
-        adapted = add_adapter(self.language_model, "codes", LORA_TARGETS["codes"], *lora)
+        folder = find_adapter(settings.adapter, "codes")
+        adapted = add_adapter(self.language_model, "codes", settings.lora_rank, folder)
         self.language_model, self.reference = adapted
-        self.adapt_decoder(lora, device)
+        self.adapt_decoder(settings, device)
 
-    def adapt_decoder(self, lora, device):
+    def adapt_decoder(self, settings, device):
         """An adapter that examples/train_decoder.py has left paints along, and does not learn."""
-        *_, folder = lora
-        if folder and adapter_file(folder, "decoder"):
-            add_adapter(self.pipe.transformer, "decoder", LORA_TARGETS["decoder"], *lora)
-            self.pipe.transformer.requires_grad_(False)
+        if folder := find_adapter(settings.adapter, "decoder"):
+            PeftModel.from_pretrained(self.pipe.transformer, folder)
 
     @classmethod
     def sizes(cls, settings, device):
         """Its models without data: from a few kB of config files."""
         model = cls(load_sizes(settings.model, device))
-        model.prepare_training(settings, torch.device("meta"))
+        # An adapter to start from is small, and it is data.
+        model.prepare_training(replace(settings, adapter=None), torch.device("meta"))
         return model.parts
 
     @property
@@ -142,6 +146,32 @@ class GlmImage:
         # Micro-batches of two sizes, with text to paint and without, are more than torch's limit.
         transformer.compile_repeated_blocks(recompile_limit=32)
         transformer.forward = or_plain(transformer.forward)
+
+
+# ---- LoRA adapters -------------------------------------------------------------------------------
+
+
+def add_adapter(module, half, rank, folder=None):
+    """The module with an adapter that learns, float32 even over a bfloat16 base; the reference.
+
+    half: "codes" or "decoder". The adapter is a new one, and the reference None, the module without
+    it, see GRPO; or it is read from a folder, and the reference is a frozen copy of it.
+    """
+    if folder is None:
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_TARGETS[half])
+        return get_peft_model(module, lora), None
+    model = PeftModel.from_pretrained(module, folder, is_trainable=True)
+    model.load_adapter(folder, "reference")
+    return model, partial(with_reference, model)
+
+
+@contextmanager
+def with_reference(model):
+    model.set_adapter("reference", inference_mode=True)
+    try:
+        yield
+    finally:
+        model.set_adapter("default")
 
 
 # ---- prompts as the policy reads them ------------------------------------------------------------

@@ -65,21 +65,6 @@ def counted(number, noun):
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def without_nan(value):
-    """A number, or dicts and lists of numbers, with None for NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: without_nan(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [without_nan(each) for each in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
 def short_name(name):
     """As people read it: 'reward/clip=a/folder' -> 'clip', 'reward/a/my.py:f' -> 'my.py:f'."""
     return name.removeprefix("held_out/").removeprefix("reward/").partition("=")[0].split("/")[-1]
-
-
-def reward_names(record, prefix=""):
-    """Names among the metrics of a step or an evaluation: the weighted sum, then each reward."""
-    name = f"{prefix}reward"
-    return [each for each in record if each == name or each.startswith(f"{name}/")]

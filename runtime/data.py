@@ -4,22 +4,18 @@ import importlib.util
 import random
 import re
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-import torch
 from PIL import Image, ImageOps
 from transformers.utils import cached_file
 
-from rewards import RewardError, check_rewards, load_from_file, parse_rewards, score
+from rewards import check_rewards, load_from_file, parse_rewards, score, split_spec
 from runtime import UserError, checkpoints, counted, ranks, readable, short_name
-from runtime.adapters import find_adapters
 from runtime.settings import TINY
 
 KIND = re.compile(r"#+ *kind *[:=] *(\S.*)", re.IGNORECASE)  # a line for the prompts below it
-ENDINGS = ".avif .bmp .gif .jfif .jp2 .jpeg .jpg .pgm .png .ppm .tif .tiff .webp"
 
 
 @dataclass
@@ -96,57 +92,31 @@ def read_lines(path):
 
 
 def read_pictures(folder, kind, count, size):
-    """The pictures of a folder, sorted by name, 2 before 10, as every viewer shows them.
+    """`count` pictures of a folder, sorted by name, 2 before 10.
 
-    Each is made to size (width, height) as it is read, so that a folder of photos takes little
-    memory: of another shape, its middle is cut out. In place of a folder my_file.py:function may
-    draw them.
+    Each is made to size (width, height) as it is read: of another shape, its middle is cut out. In
+    place of a folder my_file.py:function may draw them.
     """
-    if ".py:" in str(folder):
-        return draw_pictures(folder, kind, count, size)
-    folder = Path(folder)
-    if not folder.is_dir():
+    if ".py:" in folder:
+        found = images = load_from_file(folder)()
+    elif not Path(folder).is_dir():
         raise UserError(f"the folder of {kind} pictures {folder} does not exist")
-    is_number = lambda word: word.isascii() and word.isdigit()
-    parts = lambda name: re.split("([0-9]+)", name.casefold())
-    numbered = lambda file: [int(x) if is_number(x) else x for x in parts(file.name)]
-    files = [file for file in folder.iterdir() if file.is_file() and file.name[0] != "."]
-    pictures = [file for file in files if file.suffix.lower() in ENDINGS.split()]
-    if len(pictures) != count:
-        others = sorted(file.name for file in files if file not in pictures)[:3]
-        unread = f" (not read: {', '.join(others)})" if others else ""
-        number = f"{folder} has {counted(len(pictures), 'picture')}{unread}"
-        raise UserError(f"{number} for {counted(count, 'prompt')}; give one each, sorted by name")
-    images = []
-    other_shapes = 0
-    for file in sorted(pictures, key=numbered):
-        try:
-            with Image.open(file) as opened:
-                image = as_shown(opened)
-        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-            raise UserError(f"the {kind} picture {file} cannot be read: {error}") from None
-        stretch = image.width * size[1] / (image.height * size[0])
-        other_shapes += not 1 / 1.05 < stretch < 1.05
-        images.append(ImageOps.fit(image, size, Image.Resampling.LANCZOS))
-    if other_shapes:
-        number = counted(other_shapes, "picture")
-        print(f"{folder}: {number} of another shape than what is painted, cut to the middle")
-    return images
-
-
-def draw_pictures(name, kind, count, size):
-    with readable(f"draw the {kind} pictures by {name}"):
-        images = load_from_file(name)()
-    if len(images) != count:
-        raise UserError(f"{name} draws {counted(len(images), 'picture')} for {count} prompts")
+    else:
+        in_order = lambda file: re.sub("[0-9]+", lambda digits: digits[0].zfill(9), file.name)
+        found = sorted((x for x in Path(folder).iterdir() if x.name[0] != "."), key=in_order)
+        images = (read_picture(kind, file) for file in found)
+    if len(found) != count:
+        raise UserError(f"{folder} has {counted(len(found), 'picture')} for {count} prompts")
     return [ImageOps.fit(image, size, Image.Resampling.LANCZOS) for image in images]
 
 
-def as_shown(image):
-    """A picture as every viewer shows it, in RGB: upright, and on white where it is transparent."""
-    if image.mode[0] in "IF":  # Pillow would clip what is above 255
-        raise ValueError("it has more than 8 bits per colour: save it with 8")
-    image = ImageOps.exif_transpose(image).convert("RGBA")
+def read_picture(kind, file):
+    """Upright, in RGB, and on white where it is transparent."""
+    try:
+        with Image.open(file) as image:
+            image = ImageOps.exif_transpose(image).convert("RGBA")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"the {kind} picture {file} cannot be read: {error}") from None
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
@@ -175,7 +145,7 @@ class Data:
 
 
 def read_inputs(settings, read):
-    """Prompts of training and held out, and {setting: hash} of these, their pictures, the adapter.
+    """Prompts of training and held out, and a hash of all that the run reads, see hash_of.
 
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError before anything loads: for files
     and names that are wrong, and for a resumed run that began with other files.
@@ -186,86 +156,60 @@ def read_inputs(settings, read):
     with readable_loading(settings.model):  # now, for rewards take a while
         cached_file(settings.model, "model_index.json")
     prompts, held_out = read(settings), read(settings, "eval_")
-    for some, flag in ((prompts, "reward"), (held_out, "eval_reward")):
-        with readable_reward(flag):
-            if getattr(settings, flag) not in ("none", ""):
-                check_rewards(getattr(settings, flag), some[0].for_rewards())
-    adapters = find_adapters(settings.adapter, settings.lora_rank) if settings.adapter else []
-    hashes = {"adapter": sha256_of(file.read_bytes() for file in adapters)}
-    for prefix, some in (("", prompts), ("eval_", held_out)):
-        words = ["\n".join(prompt.text for prompt in some)]
-        words += ["\n".join(prompt.kind or "" for prompt in some)] * (some[0].kind is not None)
-        hashes[f"{prefix}prompts"] = sha256_of(word.encode() for word in words)
-        columns = {
-            name: [prompt.for_rewards()[name][0] for prompt in some]
-            for name in some[0].for_rewards()
-        }
-        del columns["prompts"]
-        for name, pictures in columns.items():
-            hashes[prefix + name] = sha256_of(x.tobytes() for x in pictures if x is not None)
+    check_rewards(settings.reward, prompts[0].for_rewards())
+    check_rewards(settings.eval_reward, held_out[0].for_rewards())
+    adapters = [checkpoints.find_adapter(settings.adapter, half) for half in ("codes", "decoder")]
+    if settings.adapter and not any(adapters):
+        raise UserError(f"--adapter {settings.adapter}: there is no adapter in that folder")
+    hashed = hash_of(prompts, held_out, filter(None, adapters))
+    if settings.resume and hashed != checkpoints.read_state(Path(settings.resume))["inputs"]:
+        raise UserError(
+            f"{settings.resume} was started with other prompts or pictures; restore the files, "
+            f"or start a new run from its adapter: --adapter {settings.resume}"
+        )
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
-    for some, path in ((prompts, settings.prompts), (held_out, settings.eval_prompts)):
-        if repeated := len(some) - len({prompt.identity() for prompt in some}):
-            print(f"{path}: {counted(repeated, 'duplicate prompt')}")
     if common := len(known & new):
-        print(f"warning: {common} of the {len(held_out)} held-out prompts are trained on, too")
-    if settings.resume is not None:
-        *_, before = checkpoints.read_state(Path(settings.resume))
-        if changed := [name for name in hashes if hashes[name] != before[name]]:
-            flags = [f"--{x.replace('_', '-')} {getattr(settings, x)}" for x in changed]
-            again = f"start anew with what was learned: --adapter {settings.resume}"
-            raise UserError(
-                f"{settings.resume} began with another {', '.join(flags)}: put it back, or {again}"
-            )
-    return prompts, held_out, hashes
+        print(f"warning: {common} of the {len(new)} held-out prompts are trained on, too")
+    return prompts, held_out, hashed
 
 
-def sha256_of(parts):
-    digest = sha256()
-    for part in parts:
-        digest.update(part)
+def hash_of(prompts, held_out, adapters):
+    """One hash of prompts, their kinds and pictures, and of the adapters that a run starts from."""
+    digest = sha256(str(len(prompts)).encode())
+    for prompt in (*prompts, *held_out):
+        digest.update(repr((prompt.text, prompt.kind)).encode())
+        for (given,) in prompt.for_rewards().values():
+            digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
+    for folder in adapters:
+        digest.update(Path(folder, "adapter_model.safetensors").read_bytes())
     return digest.hexdigest()
 
 
 def load_data(settings, prompts, held_out):
     """The prompts with their rewards, which load before the 35 GB of model."""
-    size = (settings.width, settings.height)
-    rewards = load_rewards("reward", settings.reward, size, [prompts])
-    judges = {}
-    if settings.eval_reward not in ("none", ""):
-        judges = load_rewards("eval_reward", settings.eval_reward, size, [held_out, prompts])
+    rewards = load_rewards(settings, "reward", [prompts])
+    judges = load_rewards(settings, "eval_reward", [held_out, prompts])
     return Data(prompts, held_out, rewards, judges)
 
 
-def load_rewards(flag, spec, size, files):
+def load_rewards(settings, flag, files):
     """The rewards that a flag names, tried on blank pictures for the first of each of `files`.
 
     These are lists of Prompts. What cannot work fails now, not in an hour.
     """
-    print(f"loading --{flag.replace('_', '-')} {spec}", flush=True)
-    blank = [Image.new("RGB", size)] * 2
-    with readable_reward(flag):
-        rewards = parse_rewards(spec)
-        for prompts in files:
-            score(rewards, blank, **prompts[0].for_rewards())
+    spec = getattr(settings, flag)
+    if split_spec(spec):
+        print(f"loading --{flag.replace('_', '-')} {spec}", flush=True)
+    rewards = parse_rewards(spec)
+    for prompts in files:
+        blank = [Image.new("RGB", (settings.width, settings.height))] * 2
+        score(rewards, blank, **prompts[0].for_rewards())
     texts = [prompt.text for prompt in files[0]]
     for name, (function, _) in rewards.items():
-        applies = getattr(function, "applies", None)
-        count = sum(map(applies, texts)) if applies else len(texts)
-        if count < len(texts):
-            of_all = f"{len(texts) - count} of {counted(len(texts), 'prompt')}"
-            print(f"{short_name(name)}: does not apply to {of_all}", flush=True)
+        if (applies := getattr(function, "applies", None)) and not all(map(applies, texts)):
+            prompts = f"{len(texts) - sum(map(applies, texts))} of {counted(len(texts), 'prompt')}"
+            print(f"{short_name(name)}: does not apply to {prompts}", flush=True)
     return rewards
-
-
-@contextmanager
-def readable_reward(flag):
-    try:
-        yield
-    except (ValueError, torch.OutOfMemoryError) as error:
-        tried = " (tried on two blank pictures)" if isinstance(error, RewardError) else ""
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--{flag.replace('_', '-')}: {reason}{tried}") from None
 
 
 def readable_loading(model):

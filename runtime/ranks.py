@@ -11,33 +11,34 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from runtime import StepFailed, UserError
+from runtime import StepFailed
 
 
 class PeerFailed(StepFailed):
-    """Another rank has failed, or has gone."""
+    """Another rank has failed, or its process has ended."""
 
 
 def join():
     """Meet the other processes of torchrun, if there are any. Only the first prints and writes."""
     if not dist.is_torchelastic_launched():
         return
-    local = int(os.environ["LOCAL_RANK"])
-    gpus = torch.cuda.device_count()
-    if 0 < gpus <= local:
-        raise UserError(f"this machine has {gpus} GPUs, so --nproc-per-node can be {gpus} at most")
-    if gpus:
-        torch.cuda.set_device(local)
-    device = torch.device("cuda", local) if gpus else None
-    # A rank whose groups have no spread waits for another's whole update, and one may download
-    # slower than another.
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    # A rank may wait for another's whole update, or for its download.
     timeout = timedelta(hours=3)
-    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device else "gloo"
     dist.init_process_group(backend, device_id=device, timeout=timeout)
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         transformers.utils.logging.disable_progress_bar()
         diffusers.utils.logging.disable_progress_bar()
+
+
+def leave():
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def device():
@@ -51,17 +52,6 @@ def device():
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return torch.device("cpu")
-
-
-def leave():
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def print_error(message):
-    """The line that a user reads."""
-    # With several ranks it starts a line: another's progress bar may stand on this one.
-    print("error:" if count() == 1 else f"\nerror: rank {rank()}:", message, file=sys.stderr)
 
 
 def rank():
@@ -87,49 +77,40 @@ def batches(number, size):
 
 
 def gather(value, failed=False):
-    """The values of all ranks, in order. PeerFailed on all if one of them has failed."""
-    values = [(value, failed)] * count()
-    if dist.is_initialized():
-        with readable_collectives():
-            dist.all_gather_object(values, (value, failed))
-    for other, (_, has_failed) in enumerate(values):
+    """The values of all ranks, in order. PeerFailed if one of them has failed, or has gone."""
+    if count() == 1:
+        return [value]
+    answers = [None] * count()
+    try:
+        dist.all_gather_object(answers, (value, failed))
+    except RuntimeError:  # from gloo: the process at the other end is no more
+        why = "it failed, was killed, or its machine ran out of memory"
+        raise PeerFailed(f"another rank has gone: {why}; see above") from None
+    for other, (_, has_failed) in enumerate(answers):
         if has_failed:
             raise PeerFailed(f"stopped because rank {other} has failed")
-    return [value for value, _ in values]
+    return [value for value, _ in answers]
 
 
 def meet():
-    """Before the ranks exchange gradients.
+    """Before the ranks exchange gradients: PeerFailed if one of them has failed.
 
-    These go by NCCL, where one that has failed keeps the others waiting, without a line, until they
-    are killed; here they meet by gloo. The policy has not moved yet: all save the same whole step.
+    Gradients go by NCCL, where a rank that has failed keeps the others waiting for ever; this goes
+    by gloo. The policy has not moved yet, so all ranks stop at the same step.
     """
     gather(None)
 
 
 @contextmanager
 def together():
-    """A failure on one rank is one on all, from the next time on that they gather."""
+    """An error on one rank is PeerFailed on all others, when they next gather."""
     try:
-        with readable_collectives():
-            yield
+        yield
     except PeerFailed:
         raise
     except Exception:
         with suppress(PeerFailed):
             gather(None, failed=True)
-        raise
-
-
-@contextmanager
-def readable_collectives():
-    """The error of a collective that another rank does not join becomes one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's have no class
-            why = "it failed, was killed, or its machine ran out of memory"
-            raise PeerFailed(f"another rank has gone: {why}; see above") from None
         raise
 
 
@@ -147,3 +128,9 @@ def mean(metrics):
         if values:
             merged[name] = max(values) if largest else sum(values) / len(values)
     return merged
+
+
+def print_error(message):
+    """The line that a user reads."""
+    # With several ranks it starts a line: another's progress bar may stand on this one.
+    print("error:" if count() == 1 else f"\nerror: rank {rank()}:", message, file=sys.stderr)

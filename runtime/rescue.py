@@ -1,36 +1,25 @@
 """What breaks a run off: the last whole step is saved, and the user reads how to go on."""
 
 import os
-import shlex
 import signal
-import sys
 from contextlib import contextmanager
 
 import torch
 
 from grpo import NotFinite
-from rewards import RewardError
-from runtime import StepFailed, UserError, out_of_memory, ranks
-
-
-def how_to_go_on(out):
-    again = f"python {shlex.quote(sys.argv[0])}"
-    if ranks.count() > 1:
-        again = "the same torchrun command and"
-    return f"go on with: {again} --resume {shlex.quote(str(out))}"
+from runtime import StepFailed, UserError, checkpoints, out_of_memory, ranks
 
 
 @contextmanager
 def rescued(record):
-    """An error that the user can fix becomes one line; all ranks save the last whole step."""
-    hint = how_to_go_on(record.out) if record.settings.steps else "start it again"
+    """Whatever breaks a run off, its last whole step is saved; what a user can fix is one line."""
+    hint = checkpoints.how_to_go_on(record.out) if record.settings.steps else "start it again"
     try:
-        with ranks.together():
-            yield
-            record.finish()
-    except (StepFailed, RewardError) as error:
+        yield
+        record.finish()
+    except StepFailed as error:
         record.save_whole_step()
-        raise UserError(f"{error}; once that is fixed, {hint}" if record.done else error) from None
+        raise type(error)(f"{error}; once that is fixed, {hint}") from None
     except UserError:
         raise
     except Exception as error:
@@ -70,14 +59,13 @@ def naming(prompts):
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM: finish the step, save, evaluate; before the first step, only leave.
+    """Ctrl-C or SIGTERM: finish the step, save and evaluate; in the first evaluation, only save.
 
     A second signal quits.
     """
 
     def __init__(self):
         self.received = False
-        self.follows = b"the first evaluation is aborted"
         numbers = (signal.SIGINT, signal.SIGTERM)
         self.before = {number: signal.signal(number, self.receive) for number in numbers}
 
@@ -86,9 +74,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def receive(self, *_):
-        if not self.received:  # by os.write: print may have been interrupted by this very signal
-            again = b"; press again to quit now" if ranks.count() == 1 else b""
-            os.write(2, b"\nasked to stop: " + self.follows + again + b"\n")
+        # By os.write: print may have been interrupted by this very signal.
+        os.write(2, b"\nasked to stop: what is begun is finished and saved\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             self.end()

@@ -93,7 +93,9 @@ class Settings:
     warmup_steps: int = flag(10, "steps over which the learning rate rises", at_least=0)
     clip_range: float = flag(0.2, "how far a ratio may leave 1 before its gradient is cut", above=0)
     kl_coef: float = flag(0.01, "weight of the KL from the model before training", at_least=0)
-    lora_rank: int = flag(16, "rank of the adapter; its alpha is twice that", at_least=1)
+    lora_rank: int = flag(
+        16, "rank of a new adapter; its alpha is twice that; --adapter has its own", at_least=1
+    )
     seed: int = flag(
         0, "fixes the order of prompts, the samples and the noise", at_least=0, at_most=2**32 - 1
     )
@@ -124,6 +126,12 @@ class Settings:
     )
     eval_reward: str = flag(
         "hps", "rewards that are only reported, never trained on; none: no such reward"
+    )
+    frame_by: str | None = flag(
+        None,
+        "which of --eval-reward says what is correct (1, or else 0): before-after.png frames what "
+        "is not, and shows prompts with no correct picture",
+        may_change=True,
     )
     eval_count: int = flag(
         8,
@@ -156,7 +164,6 @@ class Settings:
         None,
         "folder for everything the run leaves (default: the next free runs/N)",
         group="what a run leaves",
-        may_change=True,
     )
     resume: str | None = flag(
         None, "go on with the run in this folder, from its newest checkpoint", may_change=True
@@ -164,7 +171,7 @@ class Settings:
     save_every: int = flag(20, "steps between checkpoints", may_change=True, at_least=1)
     # Not --log, which torchrun would take for an abbreviation of its own --log-dir.
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = flag(
-        "none", "also log metrics there, and pictures (not to trackio)", may_change=True
+        "none", "also log the numbers there; the pictures are only in --out", may_change=True
     )
 
     def __post_init__(self):
@@ -180,8 +187,10 @@ class Settings:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
         weights = [weight for _, weight in split_spec(self.reward)]
-        if weights and not any(weights):
-            raise UserError(f"--reward {self.reward}: all weights are 0, nothing can be learned")
+        if not any(weights):
+            raise UserError(f"--reward {self.reward}: no weight above 0, so nothing can be learned")
+        if self.frame_by not in dict(split_spec(self.eval_reward)):
+            self.frame_by = None
         if self.combine is None:
             self.combine = "zscore" if len(weights) > 1 else "sum"
 
@@ -292,6 +301,8 @@ def parse_settings(arguments=None, kind=Settings):
         return kind(**resumed(given, kind))
     model = found(given.get("model")) or default_model()
     settings = kind(**{**usual_settings(model, kind), **given, "model": model})
+    if given.get("frame_by") != settings.frame_by and "frame_by" in given:
+        raise UserError(f"--frame-by {given['frame_by']}: --eval-reward has no reward of this name")
     least, most = read_defaults(model).get("pixels", (2**20, 2**22))  # 1024x1024 to 2048x2048
     pixels = settings.height * settings.width
     if not least <= pixels <= most:
@@ -302,28 +313,22 @@ def parse_settings(arguments=None, kind=Settings):
 
 def resumed(given, kind):
     """{name: value} of the run in --resume, and the flags that do not change what it computes."""
-    out = Path(given["resume"])
-    if Path(given.get("out", out)) != out:
-        raise UserError("--resume names the folder of the run already: leave out --out")
-    step, num_ranks, before, _ = checkpoints.read_state(out)
+    out = given["resume"]
+    state = checkpoints.read_state(Path(out))
+    before = state["settings"]
     about = {each.name: each.metadata for each in fields(kind)}
-    if unknown := before.keys() - about:
-        flags = ", ".join(map(option, sorted(unknown)))
-        raise UserError(f"another script or version made {out}, which has {flags}: take that")
+    if before.keys() != about.keys():
+        raise UserError(f"{out} was made by another script or version")
     now = checkpoints.shortened(given)
     fixed = [name for name in sorted(now) if not about[name]["may_change"]]
-    differ = [name for name in fixed if now[name] != before.get(name)]
+    differ = [name for name in fixed if now[name] != before[name]]
     if differ:
-        flags = [f"{option(name)} {now[name]} (was {before.get(name)})" for name in differ]
+        flags = [f"{option(name)} {now[name]} (was {before[name]})" for name in differ]
         raise UserError(f"a resumed run keeps its settings, but these differ: {', '.join(flags)}")
-    if num_ranks != ranks.count():  # the prompts of a step would be others
-        made = f"{out} was made by {num_ranks} processes, not {ranks.count()}"
+    if state["ranks"] != ranks.count():  # the prompts of a step would be others
+        made = f"{out} was made by {state['ranks']} processes, not {ranks.count()}"
         raise UserError(f"{made}: start that many with torchrun")
-    values = before | given | {"out": str(out), "resume": str(out)}
-    if values["steps"] < step:
-        steps = f"--steps {values['steps']}"
-        raise UserError(f"{steps} is less than the {step} steps already made")
-    return values
+    return before | given
 
 
 def print_start(settings, out, device, num_prompts, num_held_out):

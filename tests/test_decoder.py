@@ -504,7 +504,7 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
         return original(self, *given)
 
     monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
-    monkeypatch.setattr("runtime.record.Record.end", lambda record: None)
+    monkeypatch.setattr("runtime.log.Record.end", lambda record: None)
     monkeypatch.setattr(owner, name, breaks)
     assert (
         quick(BOTH, "--temperature 4 --steps 3 --out run", run_class=train_decoder.DecoderRun) == 2
@@ -530,8 +530,8 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     """All K with --train decoder, and G rows of K with both."""
     drawn = []
     monkeypatch.setattr(
-        "runtime.record.save_grid",
-        lambda path, rows, title: drawn.append(rows) or Image.new("RGB", (8, 8)),
+        "runtime.log.draw_grid",
+        lambda title, rows, *_: drawn.append((title, rows)) or Image.new("RGB", (8, 8)),
     )
     Path("mine.py").write_text(
         "def count(images, prompts, targets):\n    return list(range(len(images)))\n"
@@ -543,13 +543,14 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     assert (
         quick(arguments, kind, *flags, run_class=train_decoder.DecoderRun, usual=quick_usual) == 0
     )
-    first, *others = (cells for _, cells in drawn[0])
-    assert [(ANY, "target"), None] == first[:2]  # stands beside, as does a source
-    found = [[caption for _, caption in cells] for cells in (first[2:], *others)]
+    ((_, rows_drawn),) = [sheet for sheet in drawn if sheet[0].startswith("step")]
+    first, *others = (cells for _, cells in rows_drawn)
+    assert (ANY, "target", False) == first[0]  # stands beside, as does a source
+    found = [[caption for _, caption, _ in cells] for cells in (first[1:], *others)]
     assert [len(row) for row in found] == rows
-    captions = [caption.split(",")[0] for row in found for caption in row]
+    captions = [caption.split("\n")[0] for row in found for caption in row]
     assert captions == [f"reward {i}.000" for i in range(sum(rows))]
-    assert len({image.tobytes() for cells in (first[2:], *others) for image, _ in cells}) > 1
+    assert len({image.tobytes() for cells in (first[1:], *others) for image, *_ in cells}) > 1
 
 
 def test_one_move_leaves_nothing_to_learn(quick, capsys):

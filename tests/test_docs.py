@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
+from train_decoder import DecoderSettings
+from train_edits import EditSettings
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration
 
 import rewards
 from benchmarks import variants
-from runtime.settings import build_parser
+from runtime.settings import Settings, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
@@ -27,7 +29,7 @@ FILES = [ROOT / name for name in NAMES] or sorted([*ROOT.glob("*.py"), *ROOT.glo
 FILES = [file for file in FILES if file.exists()]
 TESTS = [file for file in FILES if "test" in str(file.relative_to(ROOT))]
 SOURCES = [file for file in FILES if file not in TESTS]
-FLAGS = 37  # of --help
+FLAGS = 38  # of --help
 LONGEST = 50  # lines of code in a function's body
 WIDTH = 100  # columns
 FLAG = re.compile(
@@ -74,14 +76,17 @@ def broken_links(page):
 
 @cache
 def flags_of(name):
-    """Those of train.py, of torchrun, or of another script, read from its source: {"--steps",
-    ...}."""
-    if name in ("train.py", "torchrun"):
-        parser = build_parser() if name == "train.py" else get_args_parser()
+    """Those of train.py, of torchrun, or of another script: {"--steps", ...}."""
+    classes = {"train.py": Settings, "examples/train_decoder.py": DecoderSettings}
+    classes["examples/train_edits.py"] = EditSettings
+    if name in classes or name == "torchrun":
+        parser = build_parser(classes[name]) if name in classes else get_args_parser()
         return {option for action in parser._actions for option in action.option_strings}
     source = (ROOT / name).read_text()
     own = {"--help", *re.findall(r'"(--[a-z][a-z-]*)"', source)}
-    return own | flags_of("train.py") if "train.main(" in source else own
+    if "train.main(" in source:  # it takes those of the script that it extends
+        own |= flags_of("examples/train_decoder.py")
+    return own
 
 
 def script(word):
@@ -133,21 +138,21 @@ def test_flags_on_the_pages_exist(page):
 
 
 def test_flags_in_docstrings_and_messages_exist():
+    ours = ("train.py", "torchrun", "examples/train_decoder.py", "examples/train_edits.py")
     unknown = {}
     for source in SOURCES:
-        known = (
-            flags_of("train.py") | flags_of("torchrun") | flags_of(str(source.relative_to(ROOT)))
-        )
+        known = set().union(*map(flags_of, (*ours, str(source.relative_to(ROOT)))))
         unknown[source.name] = set(FLAG.findall(source.read_text())) - known
-    # It says why not; pip's.
+    # A flag that is not taken, and why; a prefix; pip's.
     assert {name: flags for name, flags in unknown.items() if flags} == {
         "settings.py": {"--log"},
+        "rewards.py": {"--eval-"},
         "against_trl.py": {"--no-deps"},
         "smollm2.py": {"--no-deps"},
     }
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/rewards.md"])
+@pytest.mark.parametrize("name", ["docs/rewards.md"])
 def test_the_pages_list_the_rewards(name):
     text = (ROOT / name).read_text()
     table = re.search(r"^\| Name \| What it rewards \|.*?\n\n", text, re.MULTILINE | re.DOTALL)[0]

@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 import train
 from runtime.gpu import Clock
-from runtime.pictures import save_curves
-from runtime.report import best_step
+from runtime.pictures import draw_curves
 from runtime.settings import RELEASE, TINY
 
 
@@ -88,42 +87,29 @@ def test_every_prompt_is_judged_by_its_own_target(quick):
     assert records("run/metrics.jsonl")[0]["reward"] == 1
 
 
-def test_the_pictures_shown_have_their_own_rewards(quick):
-    """Three of the four of each of the first three prompts: here a picture's reward is its
-    place."""
+def test_the_pictures_shown_have_their_own_rewards(quick, monkeypatch):
+    """Four of each of the held-out prompts: here a picture's reward is its place."""
     lines = [f"a {colour} circle" for colour in ("red", "blue", "green", "pink")]
     Path("new.txt").write_text("\n".join(lines))
     Path("mine.py").write_text(
         f"lines = {lines}\n\ndef place(images, prompts, targets):\n"
-        "    return [10 * lines.index(p) + i % 4 if p in lines else 0 for i, p in enumerate(prompts)]\n"
+        "    return [10 * lines.index(p) + i % 5 if p in lines else 0 for i, p in enumerate(prompts)]\n"
     )
+    sheets = []
+    draw_grid = lambda title, rows, *_: sheets.append(rows) or Image.new("RGB", (8, 8))
+    monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
     arguments = str.split(
-        "--eval-prompts new.txt --eval-targets none --group-size 4 --eval-count 4"
+        "--eval-prompts new.txt --eval-targets none --group-size 5 --eval-count 4"
     )
     arguments += str.split("--reward mine.py:place --prompts-per-step 2 --steps 0")
     assert quick(*arguments, "--out run") == 0
-    shown = records("run/evaluation.jsonl")[0]["shown"]
-    assert shown[2:] == [
-        [line, [10 * i + j for j in range(4)], {}] for i, line in enumerate(lines[:4])
+    (rows,) = sheets
+    assert [(label, [caption for _, caption, _ in cells]) for label, cells in rows] == [
+        (line, [f"reward {10 * i + j}.000" for j in range(4)]) for i, line in enumerate(lines)
     ]
-    assert len(list(Path("run/evaluation/000000").iterdir())) == 6 * 4
-
-
-def test_the_best_step_is_that_of_prompts_held_out_unless_no_reward_applies_to_them():
-    def best(*pairs):
-        return best_step(
-            [
-                {"step": i, "reward": known, "held_out/reward": new}
-                for i, (known, new) in enumerate(pairs)
-            ]
-        )
-
-    assert best((0.1, 0.5), (0.9, 0.4), (0.2, 0.6)) == (2, "")
-    words = "prompts reward was higher after 1 step, 0.900, than at the end, 0.200"
-    assert best((0.1, None), (0.9, None), (0.2, None)) == (1, f"on training {words}")
-    assert best((0.1, 0.2), (0.1, 0.9), (0.9, 0.2)) == (1, f"on held-out {words}")
-    assert best((0.1, 0.20004), (0.1, 0.20001)) == (0, "")  # as people read it
-    assert best((None, None)) == best() == (0, "")
+    files = sorted(file.name for file in Path("run/evaluation/000000").iterdir())
+    assert files == [*(f"{i}-{j}.png" for i in range(1, 5) for j in range(1, 5)), "sheet.png"]
+    assert Image.open("run/evaluation/000000/3-2.png").tobytes() == rows[2][1][1][0].tobytes()
 
 
 def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
@@ -177,24 +163,26 @@ def test_beside_the_adapters_stands_how_they_were_made(quick):
         assert Image.open(f"run/{folder}/before-after.png").width > 100
 
 
-def test_the_curve_shows_every_reward(tmp_path):
-    """Blue for training prompts, red for held-out ones; a panel more for what only judges, for
-    entropy and for KL."""
-    metrics = [{"step": s, "reward": s / 10, "reward/a": None} for s in range(1, 11)]
-    evaluations = [
-        {"step": s, "reward": 0.2 + s, "held_out/reward": 0.1, "reward/judge": 1.0} for s in (0, 10)
-    ]
-    watched = [
-        line | {"kl": 0.01 * line["step"], "entropy": 5.0, "decoder/kl": None} for line in metrics
-    ]
-    sizes = []
-    for lines, judged in ((metrics, []), (metrics, evaluations), (watched, evaluations)):
-        save_curves(tmp_path / "reward.png", lines, judged)
-        picture = np.asarray(Image.open(tmp_path / "reward.png")).astype(int)
-        for colour in ((0x20, 0x60, 0xC0), (0xD0, 0x20, 0x30)):
-            assert (np.abs(picture[40:] - np.array(colour)).sum(-1) < 30).any() == bool(judged)
-        sizes.append(picture.shape[:2])
-    assert sizes == [(230, 640), (230, 960), (430, 960)]  # 2, 3 and 5 panels
+def test_a_curve_has_steps_and_both_evaluations(tmp_path):
+    """Grey for steps, blue for training prompts, red for held-out ones; each panel has its own."""
+    metrics = [{"step": s, "reward/a": s / 10, "reward/b": None} for s in range(1, 11)]
+    both = {"reward/a": 0.6, "held_out/reward/a": 0.2, "reward/b": 1.0}
+    evaluations = [{"step": s, **both} for s in (0, 10)]
+    sheet = draw_curves(metrics, evaluations, ["reward/a", "reward/b"])
+    grey, blue, red = "#888888", "#2060c0", "#d02030"
+    for left, drawn in ((62, {grey, blue, red}), (382, {blue})):
+        panel = sheet.crop((left, 20, left + 236, 174))
+        found = {colour: columns_with(panel, colour) for colour in (grey, blue, red)}
+        assert {colour for colour, columns in found.items() if columns.sum() > 200} == drawn
+        if grey in drawn:  # from the first step on
+            assert not found[grey][8:20].any() and found[grey][30:].all()
+
+
+def columns_with(picture, colour):
+    """Which columns of a picture have something in this colour, above the axis."""
+    pixels = np.asarray(picture).astype(int)[:148] if colour == "#888888" else np.asarray(picture)
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return (np.abs(pixels.astype(int) - wanted).sum(-1) < 40).any(0)
 
 
 def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import runpy
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from test_pages import run_code
 import rewards
 import train
 from grpo import GRPO
+from runtime import StepFailed
 
 
 def load(name):
@@ -115,21 +117,21 @@ def test_a_judge_behind_http_is_asked_again(url):
         first, cat, last = ask(served)
         assert (first, last) == (10, 30) and math.isnan(cat)
     Judge.answers = [500, 500, 500]
-    with pytest.raises(rewards.RewardError, match="HTTP Error 500"):
+    with pytest.raises(HTTPError, match="HTTP Error 500"):
         ask(served)
 
 
 @pytest.mark.parametrize(
     "answer, words",
     [
-        (b'{"error": "out of memory"}', "KeyError: 'scores'"),
-        (b"<html>", "JSONDecodeError"),
-        (b'{"scores": [1]}', "gave shape \\(1,\\) for 3 images"),
+        (b'{"error": "out of memory"}', "'scores'"),
+        (b"<html>", "Expecting value"),
+        (b'{"scores": [1]}', "gave shape \\(1,\\), not \\(3,\\)"),
     ],
 )
 def test_an_answer_of_another_form_is_an_error(url, answer, words):
     Judge.answers = [answer]
-    with pytest.raises(rewards.RewardError, match=words):
+    with pytest.raises((KeyError, ValueError, StepFailed), match=words):
         ask(
             functools.partial(
                 run_code("rewards.md", "async def served")["served"], url=url, waits=()

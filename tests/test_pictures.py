@@ -24,7 +24,8 @@ from PIL import Image, ImageFont
 from glm_image.model import GlmImage, encode_prompt
 from grpo import get_per_token_logprobs
 from runtime import checkpoints
-from runtime.pictures import chinese_font, draw_grid, font_for, save_before_after
+from runtime.log import Record
+from runtime.pictures import draw_grid, font_for
 from runtime.settings import TINY
 
 SIZES = [
@@ -246,20 +247,27 @@ def columns_of(sheet, colour, top, bottom):
     return found.min(), found.max()
 
 
-def test_a_grid_shows_every_picture_in_its_place(tmp_path):
+def test_a_grid_shows_every_picture_in_its_place():
     square, wide = Image.new("RGB", (50, 50), RED), Image.new("RGB", (100, 50), BLUE)
-    rows = [
-        ("first prompt", [(square, "1.0"), (wide, "a long caption " * 30)]),
-        ("second " * 50, [(wide, "")]),
-    ]
-    sheet = draw_grid(rows, "title", cell=80)
-    half = 30 + (sheet.height - 30) // 2
-    left, right = columns_of(sheet, RED, 0, half), columns_of(sheet, BLUE, 0, half)
-    assert left[1] - left[0] + 1 == right[1] - right[0] + 1 == 80 and left[1] < right[0]
+    rows = [("first prompt", [(square, "1.0", False), (wide, "", False)])]
+    rows.append(("second " * 50, [(wide, "", True)]))
+    sheet = draw_grid("title", rows, "corner", cell=80)
+    top, half = 45, 45 + (sheet.height - 45) // 2
+    left, right = columns_of(sheet, RED, top, half), columns_of(sheet, BLUE, top, half)
+    assert left[1] - left[0] + 1 == right[1] - right[0] + 1 == 80 and right[0] == left[0] + 88
+    assert left[0] == 160  # labels stand before it
     assert columns_of(sheet, BLUE, half, sheet.height) == left  # below the first
     blue = (np.asarray(sheet)[:half] == BLUE).all(-1).any(1).sum()
     assert blue == 40  # its shape is kept
-    assert (np.asarray(sheet.convert("L")) < 128)[:25].any()  # a title
+    dark = np.asarray(sheet.convert("L")) < 128
+    for rows, columns in ((slice(30), slice(150)), (slice(30), slice(160, 200))):
+        assert dark[rows, columns].any()  # the corner, the title
+    assert dark[half:, :150].any() and not dark[half + 80 :, :150].any()  # a long label is cut
+    # A frame around the second.
+    assert sheet.getpixel((158, half + 20)) == (0xD0, 0x20, 0x30) != sheet.getpixel((158, 60))
+    plain = draw_grid("title", [("", [(square, "", False)])], cell=80)
+    assert columns_of(plain, RED, 0, plain.height)[0] == 8
+    assert plain.height < 45 + (sheet.height - 45) // 2  # no room for captions where there are none
 
 
 def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
@@ -273,49 +281,29 @@ def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
         raise OSError
 
     monkeypatch.setattr(ImageFont, "truetype", truetype)
-    for font in (("wqy-microhei.ttc", 15), ImageFont.load_default(15)):
-        chinese_font.cache_clear()
-        assert type(font_for("招牌", 15)) is type(font)
-        assert isinstance(font_for("a sign", 15), ImageFont.FreeTypeFont)
-        here.clear()
-    chinese_font.cache_clear()
+    assert font_for("招牌", 15) == ("wqy-microhei.ttc", 15)
+    here.clear()
+    for text in ("招牌", "a sign", ""):
+        assert isinstance(font_for(text, 15), ImageFont.FreeTypeFont)
 
 
-def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
+def test_before_and_after_stand_side_by_side(tmp_path):
+    """The labels once; without the first evaluation, the last alone."""
+    record = Record.__new__(Record)
+    record.out, record.done = tmp_path, 7
+    sheets = {}
     for step, colour in ((0, RED), (7, GREEN)):
-        folder = tmp_path / "evaluation" / f"{step:06d}"
-        folder.mkdir(parents=True)
-        for name in ("1-1", "1-2", "2-1", "2-2"):
-            Image.new("RGB", (32, 32), colour).save(folder / f"{name}.png")
-    # None: a picture without a reward
-    before = {"step": 0, "shown": [["one", [0.5, None], {}], ["two", [0.25, 0.125], {}]]}
-    after = {"step": 7, "shown": [["one", [0.75, 1.0], {}], ["two", [None, 2.0], {}]]}
-    grids = []
-    blank = lambda rows, title, *_: grids.append((rows, title)) or Image.new("RGB", (8, 8))
-    monkeypatch.setattr("runtime.pictures.draw_grid", blank)
-    save_before_after(tmp_path, before, after)
-    ((rows, title),) = grids
-    assert (tmp_path / "before-after.png").exists() and "7 steps" in title
-    assert [(label, [cell and cell[1] for cell in cells]) for label, cells in rows] == [
-        ("one", ["before, 0.500", "before, none", None, "after, 0.750", "after, 1.000"]),
-        ("two", ["before, 0.250", "before, 0.125", None, "after, none", "after, 2.000"]),
-    ]
-    for _, cells in rows:
-        assert [cell and cell[0].getpixel((0, 0)) for cell in cells] == [
-            RED,
-            RED,
-            None,
-            GREEN,
-            GREEN,
-        ]
-    (tmp_path / "evaluation" / "000000" / "1-1.png").unlink()
-    save_before_after(tmp_path, before, after)
-    save_before_after(tmp_path, None, after)
-    found = [[cell and cell[1] for cell in rows[0][1]] for rows, _ in grids[1:]]
-    assert found == [
-        ["before, none", None, "after, 0.750", "after, 1.000"],
-        ["after, 0.750", "after, 1.000"],
-    ]
-    assert "before" not in grids[2][1]
-    save_before_after(tmp_path, before, after | {"rows": {"": [0], "held_out/": [1]}})
-    assert [label for label, _ in grids[3][0]] == ["two"]  # those held out
+        cells = [(Image.new("RGB", (32, 32), colour), "", False)] * 2
+        sheets[step] = draw_grid("title", [("label", cells)], cell=144)
+        record.folder(step).mkdir(parents=True)
+        sheets[step].save(record.folder(step) / "sheet.png")
+    record.draw_before_after()
+    sheet = Image.open(tmp_path / "before-after.png")
+    assert sheet.width == sheets[0].width + 2 * (144 + 8)
+    before, after = (columns_of(sheet, colour, 0, sheet.height) for colour in (RED, GREEN))
+    assert before == (288, 288 + 144 + 7 + 144) and after[0] == before[1] + 1 + 8
+    assert not (np.asarray(sheet.convert("L"))[60:, after[1] + 1 :] < 128).any()
+    (record.folder(0) / "sheet.png").unlink()
+    record.draw_before_after()
+    alone = np.asarray(Image.open(tmp_path / "before-after.png"))
+    assert (alone == np.asarray(sheets[7])).all()

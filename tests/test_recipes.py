@@ -142,9 +142,6 @@ def side_by_side(monkeypatch, ranks):
             pool.submit(taken, run, lambda run=run, group=groups[i]: run.update([group]))
             for i, (run, groups) in enumerate(ranks)
         ]
-    torch.backends.cuda.enable_cudnn_sdp(
-        True
-    )  # update's decorator sets it for all threads, and each sets it back
     return jobs
 
 
