@@ -257,8 +257,8 @@ def train(settings, run_class=Run):
         prompts, held_out, hashed = read_inputs(settings, run_class.read_prompts)
         turns = plan(run_class.Model.sizes, settings, device)  # before anything is downloaded
         print_start(settings, out, device, len(prompts), len(held_out))
-        data = load_data(settings, prompts, held_out)
         with loading():
+            data = load_data(settings, prompts, held_out)
             run = run_class.load(settings, data, device, turns)
         begun = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
         record = run.Record(out, settings, hashed, run.clock, run.trainers, begun)

@@ -4,8 +4,6 @@ import os
 import signal
 from contextlib import contextmanager
 
-import torch
-
 from grpo import NotFinite
 from runtime import StepFailed, UserError, checkpoints, out_of_memory, ranks
 
@@ -37,10 +35,12 @@ def rescued(record):
 
 @contextmanager
 def loading():
-    """A GPU or a host too small for the weights becomes one line."""
+    """A GPU too small for the weights, those of a reward too, becomes one line."""
     try:
         yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         reason = str(error).splitlines()[0]
         raise UserError(f"no memory for the weights ({reason}); try --offload yes") from None
 
