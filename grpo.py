@@ -543,8 +543,8 @@ class GRPO:
             norms.append(norm.item())
             # A NaN gradient would ruin every weight; on one of 0 Adam would move by its momentum.
             if 0 < norms[-1] < float("inf"):
+                self.steps += 1  # first: one that fails may have moved some of the weights
                 self.optimizer.step()  # 6
-                self.steps += 1
             self.optimizer.zero_grad()
 
         first = _average(reports[: len(micro_batches)])  # later iterations have moved the policy

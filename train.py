@@ -13,21 +13,21 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
-from transformers import set_seed
 
-from glm_image import memory
 from glm_image.model import GlmImage, captured_step, load
-from grpo import GRPO, GRPOSettings, Offload, set_advantages
+from grpo import GRPO, GRPOSettings, set_advantages
 from rewards import Scoring, combine, weights_of
 from runtime import UserError, checkpoints, counted, ranks
 from runtime.data import evenly, load_data, prompt_indices, read_inputs, read_prompts
-from runtime.gpu import Clock, place, plan
+from runtime.forward import CheckedGRPO
+from runtime.gpu import Clock, Placement, place, plan, retry_with_room
 from runtime.log import Record
 from runtime.rescue import loading, naming, rescued
 from runtime.settings import Settings, parse_settings, print_start
@@ -116,14 +116,13 @@ class Run:
     model: GlmImage
     policy: GRPO
     clock: Clock
-    offload: Offload | None  # None: all models stay on the GPU
+    offload: Placement | None  # None: on a CPU
 
     Settings = Settings
     Record = Record
     Model = GlmImage
     step = grpo_step
     read_prompts = staticmethod(read_prompts)
-    needed = staticmethod(memory.needed)
 
     @classmethod
     def load(cls, settings, data, device, turns, pipe=None):
@@ -134,7 +133,7 @@ class Run:
         """
         model = cls.Model(pipe or load(settings.model, device))
         model.prepare_training(settings, device, home=None if turns else device)
-        policy = GRPO(
+        policy = CheckedGRPO(
             model.language_model,
             adamw(model.language_model),
             algorithm(settings),
@@ -204,23 +203,14 @@ def evaluate(run, settings, rewards, prompts, seed, stop=None):
     once received, this ends early and returns None. Otherwise returns, for each prompt in their
     order, its raw rewards {name: (G,)} and its G pictures.
     """
-    settings = replace(
-        settings,
-        decode_steps=settings.eval_decode_steps,
-        guidance_scale=settings.eval_guidance_scale,
-    )
     group_size = settings.group_size
     # A CPU's passes cost more for their number than for their rows: fewer and larger ones.
     at_once = settings.prompts_per_step * (4 if run.clock.device.type == "cpu" else 1)
     results = {}
     for rows in ranks.batches(len(prompts), at_once):
-        first = seed + rows[0]
-        set_seed(rows[0])  # for the draws of a reward
         some = [prompts[row % len(prompts)] for row in rows]
-        run.offload_all_but(run.policy.model)
-        with run.clock("sample"), naming(some):
-            groups = run.policy.sample(run.model.encode(some, settings), group_size, first)
-        images, raw_rewards = paint_and_score(run, settings, rewards, some, groups, first)
+        make = partial(judge, run, settings, rewards, some, seed + rows[0])
+        images, raw_rewards = retry_with_room(make, run, settings, rows[0])
         for i, row in enumerate(rows):
             own = slice(i * group_size, (i + 1) * group_size)
             results[row] = {name: x[own] for name, x in raw_rewards.items()}, images[own]
@@ -228,6 +218,19 @@ def evaluate(run, settings, rewards, prompts, seed, stop=None):
             return None
     results = {row: result for part in ranks.gather(results) for row, result in part.items()}
     return [results[row] for row in range(len(prompts))]
+
+
+def judge(run, settings, rewards, prompts, seed):
+    """The pictures of these prompts and their raw rewards; see evaluate."""
+    settings = replace(
+        settings,
+        decode_steps=settings.eval_decode_steps,
+        guidance_scale=settings.eval_guidance_scale,
+    )
+    run.offload_all_but(run.policy.model)
+    with run.clock("sample"), naming(prompts):
+        groups = run.policy.sample(run.model.encode(prompts, settings), settings.group_size, seed)
+    return paint_and_score(run, settings, rewards, prompts, groups, seed)
 
 
 def evaluate_both(run, settings, data, record, stop=None):
@@ -252,12 +255,10 @@ def train(settings, run_class=Run):
     device = ranks.device()
     with checkpoints.claim_folder(settings.resume, settings.out) as out:
         prompts, held_out, hashed = read_inputs(settings, run_class.read_prompts)
-        longest = max(len(prompt.text.encode()) for prompt in (*prompts, *held_out))
-        # Before anything is downloaded.
-        turns = plan(run_class.needed, run_class.Model.sizes, settings, longest, device)
+        turns = plan(run_class.Model.sizes, settings, device)  # before anything is downloaded
         print_start(settings, out, device, len(prompts), len(held_out))
-        data = load_data(settings, prompts, held_out)
         with loading():
+            data = load_data(settings, prompts, held_out)
             run = run_class.load(settings, data, device, turns)
         begun = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
         record = run.Record(out, settings, hashed, run.clock, run.trainers, begun)
@@ -281,11 +282,11 @@ def loop(run, settings, data, record, begun):
         # All draws of a step, even those of a reward, start from the step's seed: no random state
         # needs saving.
         seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
-        set_seed(seed % 2**32)
         run.set_learning_rates(settings, step)
         prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
+        make = partial(run.step, settings, data.rewards, prompts, seed)
         with naming(prompts):
-            batch, metrics = run.step(settings, data.rewards, prompts, seed)
+            batch, metrics = retry_with_room(make, run, settings, seed)
         record.step(step + 1, prompts, batch, metrics)
         del batch  # a decoder's denoising paths are gone before the next step makes its own
         if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):

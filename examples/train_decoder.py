@@ -20,7 +20,6 @@ from typing import ClassVar, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
-from glm_image import memory
 from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
 from rewards import Scoring, combine, weights_of
@@ -184,11 +183,6 @@ class DecoderRecord(Record):
         return [*folders, folder]
 
 
-def needed(models, settings, *others):
-    counts = {"sequences": settings.sequences, "paintings": settings.paintings}
-    return memory.needed(models, settings, *others, **counts)
-
-
 @dataclass
 class DecoderRun(train.Run):
     """train.py's, with a decoder that learns; the policy may."""
@@ -200,7 +194,6 @@ class DecoderRun(train.Run):
     Record = DecoderRecord
     Model = LearningDecoder
     step = decoder_step
-    needed = staticmethod(needed)
 
     @classmethod
     def load(cls, settings, data, device, turns, pipe=None):

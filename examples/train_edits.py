@@ -11,7 +11,6 @@ knows two more rewards, keep and edit. What edits need beside captions: glm_imag
 import signal
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import train
-from glm_image import memory
 from glm_image.editing import EditingGlmImage, read_edits, read_sources
 from glm_image.model import load
 from runtime import UserError
@@ -60,7 +58,6 @@ class EditRun(train.Run):
     Settings = EditSettings
     Model = EditingGlmImage
     read_prompts = staticmethod(read_edits)
-    needed = staticmethod(partial(memory.needed, edits=True))
 
     @classmethod
     def load(cls, settings, data, device, turns):

@@ -14,7 +14,7 @@ from glm_image.model import TOKEN, GlmImage, chat, for_decoder, positions_of
 from reward_models import CHINESE
 from reward_models.vqa import Vqa
 from rewards import REWARDS, SMOLVLM, against_targets, ssim_map
-from runtime import UserError, gpu
+from runtime import UserError
 from runtime.data import Prompt, read_pictures, read_prompts
 
 # ---- wishes, each with its source ----------------------------------------------------------------
@@ -170,4 +170,3 @@ class Edit(Vqa):
 
 # Where this is imported, --reward knows them too.
 REWARDS.update(keep=keep, edit=(Edit, {"model": SMOLVLM}))
-gpu.NEEDED["edit"] = gpu.SMOLVLM

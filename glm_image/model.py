@@ -9,11 +9,10 @@ from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DMode
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_seed
 
-from runtime.captured import CapturedForward
 from runtime.checkpoints import find_adapter
 from runtime.data import readable_loading
+from runtime.forward import CapturedForward, SharedForward, or_plain
 from runtime.int8 import round_linears
-from runtime.shared import SharedForward
 
 LORA_TARGETS = {
     # In the language model only.
@@ -143,7 +142,10 @@ class GlmImage:
         return images
 
     def compile_decoder(self):
-        self.pipe.transformer.compile_repeated_blocks()
+        transformer = self.pipe.transformer
+        # Micro-batches of two sizes, with text to paint and without, are more than torch's limit.
+        transformer.compile_repeated_blocks(recompile_limit=32)
+        transformer.forward = or_plain(transformer.forward)
 
 
 # ---- LoRA adapters -------------------------------------------------------------------------------
@@ -258,13 +260,9 @@ def load_sizes(model, device):
 
 def captured_step(model, settings, device):
     """The step of one token: on a CUDA GPU a graph; on a CPU one in which samples share rows."""
-    compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
     number = model.number_of_codes(settings)
-    if not compiled and device.type == "cpu":
+    if device.type != "cuda":
         return SharedForward(model.language_model, number)
-    if not compiled and device.type != "cuda":
-        return None
-    if compiled and device.type == "cuda":
-        model.compile_decoder()
+    model.compile_decoder()
     rows = settings.prompts_per_step * settings.group_size
-    return CapturedForward(model.language_model, number, rows, compile=compiled)
+    return CapturedForward(model.language_model, number, rows)

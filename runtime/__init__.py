@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import diffusers
+import torch
 import transformers
 from safetensors import SafetensorError
 
@@ -40,6 +41,14 @@ def readable(what, hint=""):
     except (OSError, ValueError, LookupError, AttributeError, TypeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"cannot {what} ({reason}){hint}") from None
+
+
+def out_of_memory(error):
+    """Whether the GPU's memory has run out. CUDA, cuBLAS and Triton have their own words for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    words = "out of memory", "STATUS_ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def format_number(value):

@@ -1,24 +1,24 @@
 """A GPU that models share: what fits on it, which of them are on it; and a clock."""
 
-import math
+import gc
 import os
 import re
 import sys
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 from tqdm import tqdm
+from transformers import set_seed
 
 from grpo import Offload
-from rewards import AT_ONCE, split_spec
-from runtime import UserError, counted, ranks
+from runtime import UserError, counted, out_of_memory, ranks
 
-# Files of a control group.
-LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-FILES = re.compile(r"(?m)^(?:total_)?inactive_file (\d+)")  # in memory.stat
+# Bytes that the work of most steps takes beside the largest model, and beside all of them.
+ALONE, TOGETHER = 4e9, 8e9
 PROCESS = 4e9  # bytes of host memory beside weights: CUDA's libraries, the compiler, pictures
 
 
@@ -86,79 +86,173 @@ class Clock:
         return timings
 
 
-def place(models, device, forward, turns):
-    """All models to the device for good, or an Offload if they take turns.
+class Placement:
+    """Models that share a GPU: all stay on it, or from take_turns() on only those at work."""
 
-    forward: the captured step, or None. turns: see plan.
-    """
-    if turns is None:
-        for model in models:
-            model.to(device)
+    def __init__(self, models, device, forward=None):
+        """forward: the captured step, released when the weights that it reads leave the GPU."""
+        self.models = models
+        self.device = device
+        self.release = forward.release if forward else lambda: None
+        tensors = [x for model in models for x in (*model.parameters(), *model.buffers())]
+        # Where the weights were loaded: mapped from files, they take no host memory there.
+        self.homes = [(tensor, tensor.data) for tensor in tensors]
+        self.offload = None
+
+    def stay(self):
+        for tensor, home in self.homes:
+            tensor.data = home.to(self.device)  # Module.to() would replace the buffers
+
+    def all_but(self, *models):
+        if self.offload is not None:
+            self.offload.all_but(*models)
+
+    def take_turns(self, pin):
+        """pin: whether page-locked host memory may hold all weights."""
+        for tensor, home in self.homes:
+            if not tensor.requires_grad:
+                tensor.data = home.cpu()  # weights in int8 have gone straight to the GPU
+        self.homes = []
+        # Else each tensor is rounded up to a power of two, 37.9 GB in place of 32.9, to be used
+        # again, which none is. The setting has no public name.
+        with suppress(AttributeError, RuntimeError):
+            allocator = torch._C._accelerator_getAllocatorSettings()
+            setting = "pinned_max_round_threshold_mb:1"
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (allocator, setting))))
+        offload = partial(Offload, self.models, self.device, self.release)
+        try:
+            self.offload = offload(pin=pin)
+        except RuntimeError as error:  # from cudaHostAlloc: WSL2 locks 1 to 4 GB
+            reason = str(error).strip().split("\n")[0]
+            print(f"memory: no more can be page-locked ({reason}): the rest moves more slowly")
+            self.offload = offload(pin=False)
+
+    def can_take_turns(self):
+        """Whether they do not yet, and the host has room for the weights that are in no file."""
+        unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
+        return self.offload is None and unfiled <= room_of_host()
+
+    def fits_host(self):
+        return sum(home.nbytes for _, home in self.homes) <= room_of_host()
+
+
+def place(models, device, forward, turns):
+    """A Placement on a GPU, None on a CPU. turns: see plan."""
+    if device.type == "cpu":
         return None
-    # Else each tensor is rounded up to a power of two, 37.9 GB in place of 32.9, to be used again,
-    # which none is.
-    allocator = torch._C._accelerator_getAllocatorSettings(), "pinned_max_round_threshold_mb:1"
-    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, allocator)))
-    release = forward.release if forward else lambda: None
-    try:
-        return Offload(models, device, release, pin=turns == "pinned")
-    except torch.AcceleratorError as error:  # from cudaHostAlloc: WSL2 locks 1 to 4 GB
-        reason = str(error).strip().split("\n")[0]
-        print(f"memory: no more can be page-locked ({reason}): the rest is copied up more slowly")
-        return Offload(models, device, release, pin=False)
+    placement = Placement(models, device, forward)
+    if turns is None:
+        placement.stay()
+    else:
+        placement.take_turns(pin=turns == "pinned")
+    return placement
+
+
+# ---- where memory runs out -----------------------------------------------------------------------
+
+
+def retry_with_room(work, run, settings, seed):
+    """What work() returns. Where GPU memory runs out, room is made, and work() is called again.
+
+    All its draws start from the seed, so it computes the same again, but for rounding. The error
+    ends the run if no more room can be made; if an optimizer has moved weights; and with several
+    ranks, whose collectives one alone cannot repeat.
+    """
+    count_steps = lambda: [trainer.steps for trainer in run.trainers.values()]
+    before = count_steps()
+    while True:
+        set_seed(seed % 2**32)
+        try:
+            return work()
+        except RuntimeError as error:
+            repeatable = ranks.count() == 1 and count_steps() == before
+            make_room = repeatable and out_of_memory(error) and next_room(run, settings)
+            if not make_room:
+                raise
+        # Only here, after the handler: until its end the error holds the tensors of its frames.
+        if run.offload is not None:
+            run.offload.release()
+        gc.collect()
+        torch.cuda.empty_cache()
+        line = f"memory: the GPU is full in the phase '{run.clock.name}': {make_room()}"
+        run.clock.bar.write(line)
+
+
+def next_room(run, settings):
+    """A function that makes room and says how; None if all has been done."""
+
+    def take_turns():
+        run.offload.take_turns(pin=run.offload.fits_host())
+        return "from here on the models take turns"
+
+    def halve():
+        settings.micro_batch_size //= 2
+        for trainer in run.trainers.values():
+            trainer.settings.micro_batch_size = settings.micro_batch_size
+        return f"from here on --micro-batch-size is {settings.micro_batch_size}"
+
+    if run.offload is not None and settings.offload != "no" and run.offload.can_take_turns():
+        return take_turns
+    return halve if settings.micro_batch_size > 1 else None
 
 
 # ---- what fits -----------------------------------------------------------------------------------
 
 
-def plan(needed, sizes_of, settings, prompt_bytes, device):
-    """How the models take turns on the device; decides settings.micro_batch_size if that is "auto".
+def plan(sizes_of, settings, device):
+    """How the models share the GPU; decides settings.base if that is "auto".
 
-    None: they all stay. Otherwise the frozen weights wait on the host: "pinned", in page-locked
-    memory; "mapped", where so much cannot be locked: as they were loaded, those in bfloat16 mapped
-    from their files. All ranks decide alike.
+    None: they all stay. Otherwise they take turns, and the frozen weights wait on the host:
+    "pinned", in page-locked memory; "mapped", where so much cannot be locked: as they were loaded,
+    those in bfloat16 mapped from their files. All ranks decide alike.
 
-    This comes before anything is downloaded, so it works by sizes. sizes_of: (settings, device) ->
-    the policy and the models that paint, without data. needed: see glm_image/memory.py.
-    prompt_bytes: of the longest prompt.
+    This comes before anything is downloaded, so it works by the sizes of the weights alone: what a
+    step takes beside them shows when it is made, see retry_with_room. sizes_of: (settings, device)
+    -> the policy and the models that paint, without data.
     """
     if device.type != "cuda":
+        settings.base = "bfloat16" if settings.base == "auto" else settings.base
         return None
     if torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"{name} has no bfloat16: take a GPU of the Ampere series or newer")
     free, host = free_memory(device)
-    models = sizes_of(settings, device)
-    # With both flags given, GPU memory is not checked.
-    limit = math.inf if "auto" not in (settings.micro_batch_size, settings.offload) else free
-    sizes = [settings.micro_batch_size]
-    if sizes == ["auto"]:  # micro-batches are cut from one group
-        sizes = sorted({min(size, settings.group_size) for size in (1, 2, 4, 8)})[::-1]
-    may_turn = {"auto": (False, True), "no": (False,), "yes": (True,)}[settings.offload]
-    # Staying comes first, then large micro-batches.
-    for turns, size in [(turns, size) for turns in may_turn for size in sizes]:
-        together, turn, weights, paths = needed(models, settings, size, prompt_bytes)
-        unfiled = weights if turns and settings.base == "int8" else 0  # these are in no file
-        fits = (turn if turns else together) <= limit and paths + unfiled <= host
-        if fits:
+    bases = ["bfloat16", "int8"] if settings.base == "auto" else [settings.base]
+    for settings.base in bases:
+        sizes = [frozen_bytes(model) for model in sizes_of(settings, device)]
+        together, largest = sum(sizes), max(sizes)
+        if with_work(largest, ALONE) <= free:
             break
-    more = f", and {paths / 1e9:.1f} of the host for the decoder's paths" if paths else ""
+    fits = with_work(together, TOGETHER) <= free
+    turns = {"auto": not fits, "yes": True, "no": False}[settings.offload]
+    pinned = together <= host
     reason = (
-        f"with micro-batches of {size} (--micro-batch-size {settings.micro_batch_size}) policy, "
-        f"decoder and rewards need {together / 1e9:.1f} GB of the GPU, or {turn / 1e9:.1f} in turns"
-        f" and {weights / 1e9:.1f} of page-locked host memory{more}; free are {free / 1e9:.1f} GB "
-        f"of the GPU and {host / 1e9:.1f} of the host"
+        f"{together / 1e9:.1f} GB of weights (--base {settings.base}), the largest model "
+        f"{largest / 1e9:.1f}; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the "
+        "host"
     )
-    if not fits:
-        raise UserError(f"too little memory: {reason}; docs/memory.md has the flags for each card")
-    settings.micro_batch_size = size
+    # Weights in int8 are in no file: in turns the host has to hold them.
+    unheld = turns and settings.base == "int8" and not pinned
+    if with_work(largest if turns else together, ALONE) > free or unheld:
+        raise UserError(f"too little memory: {reason}; docs/memory.md has what each card can do")
+    words = "take turns on the GPU" if turns else "all stay on the GPU"
+    slower = ", more slowly: so much cannot be page-locked" if turns and not pinned else ""
+    print(f"memory: {reason}: the models {words}{slower} (--offload {settings.offload})")
+    # So that torch raises an error. Windows and WSL2 would lend host memory, and slow down.
+    torch.cuda.set_per_process_memory_fraction(free / torch.cuda.mem_get_info(device)[1], device)
     if not turns:
-        print(f"memory: {reason}: they both stay (--offload {settings.offload})")
         return None
-    pinned = weights + paths <= host
-    slower = "" if pinned else ", more slowly: so much cannot be page-locked"
-    print(f"memory: {reason}: they take turns{slower} (--offload {settings.offload})")
     return "pinned" if pinned else "mapped"
+
+
+def frozen_bytes(model):
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(tensor.nbytes for tensor in tensors if not tensor.requires_grad)
+
+
+def with_work(weights, work):
+    """Bytes, with what work takes beside the weights; it is less for a small model."""
+    return weights + min(weights, work)
 
 
 def free_memory(device):
@@ -166,53 +260,25 @@ def free_memory(device):
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     free = min(free, torch.cuda.get_per_process_memory_fraction(device) * total)
-    host = max(0, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - PROCESS)
     # All ranks have asked before the first takes any.
-    return tuple(map(min, zip(*ranks.gather((free, host)))))
+    return tuple(map(min, zip(*ranks.gather((free, room_of_host())))))
+
+
+def room_of_host():
+    """Bytes of host memory for the weights of one process."""
+    return max(0, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - PROCESS)
 
 
 def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
     """Bytes of host memory that are free, at most what this process' control groups leave."""
     there = [psutil.virtual_memory().available]
-    with suppress(OSError):  # not on Linux
-        lines = Path(own).read_text().splitlines()
-        for line in lines:  # 0::/PATH or, of version 1, NUMBER:memory:/PATH
-            _, kind, path = line.split(":", 2)
-            folder = Path(groups, kind, path.lstrip("/"))
-            for each in (folder, *folder.parents):
-                for limit, used in LIMITS.items():
-                    with suppress(OSError, ValueError):  # not there, or no limit: "max"
-                        left = int((each / limit).read_text()) - int((each / used).read_text())
-                        # Files that were read count as used, but give way; the last line counts
-                        # subgroups too.
-                        cached = FILES.findall((each / "memory.stat").read_text())
-                        there.append(left + int(cached[-1]))
+    with suppress(OSError, AttributeError):  # not on Linux, or control groups of version 1
+        path = re.search(r"(?m)^0::/(.*)$", Path(own).read_text())[1]
+        folder = Path(groups, path)
+        for each in (folder, *folder.parents):
+            with suppress(OSError, ValueError):  # not there, or no limit: "max"
+                limit, used = (int((each / f"memory.{x}").read_text()) for x in ("max", "current"))
+                # Files that were read count as used, but give way.
+                cached = re.search(r"(?m)^inactive_file (\d+)", (each / "memory.stat").read_text())
+                there.append(limit - used + int(cached[1]))
     return min(there)
-
-
-CLIP_L = 1.71e9, 18e6, math.inf
-CLIP_H = 3.95e9, 22e6, math.inf
-SMOLVLM = 4.5e9, 0.35e9, AT_ONCE  # a picture of 17 tiles; its language model is below its tower
-NEEDED = {  # bytes: weights, work on each picture seen at once; and how many those are at most
-    "lpips": (0.01e9, 0.13e9, 1),
-    "clip": CLIP_L,
-    "aesthetic": CLIP_L,
-    "pickscore": CLIP_H,
-    "hps": CLIP_H,
-    "vqa": SMOLVLM,
-}
-
-
-def scoring_memory(spec, pictures):
-    """Bytes of the GPU that the rewards of a spec need, one after another, for so many pictures.
-
-    Weights in a folder of the user's count as large as its files; a reward in a file of the user's
-    counts 0.
-    """
-    needed = [0]
-    for source, _ in split_spec(spec):
-        name, _, folder = source.partition("=")
-        weights, work, most = NEEDED.get(name, (0, 0, 0))
-        files = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors") if folder)
-        needed.append((files or weights) + work * min(pictures, most))
-    return max(needed)

@@ -4,11 +4,8 @@ import os
 import signal
 from contextlib import contextmanager
 
-import torch
-from torch._dynamo.exc import TorchDynamoException
-
 from grpo import NotFinite
-from runtime import StepFailed, UserError, checkpoints, ranks
+from runtime import StepFailed, UserError, checkpoints, out_of_memory, ranks
 
 
 @contextmanager
@@ -23,29 +20,27 @@ def rescued(record):
         raise type(error)(f"{error}; once that is fixed, {hint}") from None
     except UserError:
         raise
-    except TorchDynamoException as error:  # --resume alone would fail again
+    except Exception as error:
         record.save_whole_step()
-        reason = " ".join(str(error).split())[:120]
-        raise UserError(f"torch.compile failed ({reason}); try --compile no") from None
-    except torch.OutOfMemoryError:
-        record.save_whole_step()
-        raise UserError(
-            f"out of GPU memory in the phase '{record.clock.name}'; {hint}, also with --offload yes"
-            " or a lower --micro-batch-size; start anew with a lower --prompts-per-step or "
-            "--group-size"
-        ) from None
-    except Exception:  # the traceback is shown
-        record.save_whole_step()
+        if out_of_memory(error):
+            raise UserError(
+                f"out of GPU memory in the phase '{record.clock.name}'; {hint}, with --offload yes "
+                "and a lower --micro-batch-size; or start again with --base int8, or a lower "
+                "--prompts-per-step or --group-size"
+            ) from None
+        # Not an error that the user can fix: the traceback is shown.
         record.write(f"stopped by an error; {hint}")
         raise
 
 
 @contextmanager
 def loading():
-    """A GPU or a host too small for the weights becomes one line."""
+    """A GPU too small for the weights, those of a reward too, becomes one line."""
     try:
         yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         reason = str(error).splitlines()[0]
         raise UserError(f"no memory for the weights ({reason}); try --offload yes") from None
 

@@ -144,25 +144,20 @@ class Settings:
     eval_decode_steps: int = flag(30, "denoising steps in an evaluation", at_least=1)
     eval_guidance_scale: float = flag(1.5, "decoder's guidance in an evaluation", at_least=1)
 
-    base: Literal["bfloat16", "int8"] = flag(
-        "bfloat16",
-        "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory",
+    base: Literal["auto", "bfloat16", "int8"] = flag(
+        "auto",
+        "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory; auto: int8 if "
+        "the largest model does not fit otherwise",
         group="memory and speed",
     )
-    micro_batch_size: int | Literal["auto"] = flag(
-        "auto",
-        "sequences per pass, pictures painted at a time; auto: 4 on a CPU, else the most of 8, 4, "
-        "2, 1 that fit",
+    micro_batch_size: int = flag(
+        4,
+        "sequences per pass, pictures painted at a time; halved where GPU memory runs out",
         may_change=True,
         at_least=1,
     )
     offload: Literal["auto", "yes", "no"] = flag(
         "auto", "policy and decoder take turns on the GPU; auto: if they have to", may_change=True
-    )
-    compile: Literal["auto", "yes", "no"] = flag(
-        "auto",
-        "compile the step of sampling; auto: on a GPU (a CUDA graph in any case)",
-        may_change=True,
     )
 
     out: str | None = flag(
@@ -198,8 +193,6 @@ class Settings:
             self.frame_by = None
         if self.combine is None:
             self.combine = "zscore" if len(weights) > 1 else "sum"
-        if self.micro_batch_size == "auto" and not torch.cuda.is_available():
-            self.micro_batch_size = 4
 
 
 def check_range(name, value, limits):
@@ -268,15 +261,13 @@ def build_parser(kind=Settings):
 
 
 def argument_of(hint):
-    """What argparse is told of a type: a number or text, one of some words, or either."""
+    """What argparse is told of a type: a number or text, or one of some words."""
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-    words = [word for kind in (hint, *kinds) for word in get_args(kind) if isinstance(word, str)]
     kind = next((kind for kind in kinds if kind in (int, float, str)), None)
-    if kind is None:
-        return {"choices": words, "metavar": "|".join(words)}
-    parse = lambda text: text if text in words else kind(text)
-    parse.__name__ = " or ".join([kind.__name__, *words])  # argparse's word for it in errors
-    return {"type": parse, "metavar": parse.__name__.upper()}
+    if kind is not None:
+        return {"type": kind, "metavar": kind.__name__.upper()}
+    words = [word for kind in (hint, *kinds) for word in get_args(kind) if isinstance(word, str)]
+    return {"choices": words, "metavar": "|".join(words)}
 
 
 def read_defaults(model):

@@ -1,18 +1,12 @@
-"""What a card would meet: memory of every card that README.md names, several GPUs, the pages' sums
-and their code."""
+"""What a run meets on a card: memory that runs out, models that take turns, several GPUs."""
 
-import json
 import os
-import re
-import runpy
 import signal
 import time
 import weakref
-from dataclasses import replace
 from datetime import timedelta
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,111 +14,209 @@ import torch.distributed as dist
 import train_decoder
 from conftest import (
     CPU,
-    QUICK,
-    ROOT,
-    TINY,
+    adapter_of,
     build_run,
     painting_models,
+    prompts_of,
+    records,
     rolled_out,
     seeded,
+    short_runs,
+    steps_saved,
     tiny_settings,
-    words_of,
     write_reward,
 )
-from diffusers import GlmImagePipeline
+from diffusers import AutoencoderKL
 from test_ranks import together
-from world import draw
 
+import grpo
 import train
+from benchmarks import random_weights
+from glm_image.model import GlmImage
 from grpo import GRPO, Offload
-from runtime import UserError, gpu
+from runtime import gpu, out_of_memory, ranks
+from runtime.gpu import Placement, retry_with_room
 
-CUDA = torch.device("cuda", 0)
-PAGES = ("README.md", "docs/memory.md", "docs/editing.md", "docs/deploy.md")
-README, MEMORY, EDITING, DEPLOY = ((ROOT / name).read_text() for name in PAGES)
-IDLE = {
-    "12": (11.5,),
-    "16": (16.0, 16.4),
-    "24": (23.4, 24.9),
-    "48": (47.0,),
-    "80": (84.0,),
-}  # 10^9 bytes free, by GB
-SIZES = {
-    "bfloat16": (17.8, 0.44, 13.86, 0.81),
-    "int8": (9.7, 0.44, 7.06, 0.81),
-}  # of the released models, in order
+# ---- memory that runs out ------------------------------------------------------------------------
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 
 
-@cache
-def released(base):
-    """Models of those sizes, and an adapter of 0.19 GB."""
-    models = [
-        torch.nn.Linear(10**5, int(1e4 * size / 4), bias=False, device="meta")
-        for size in SIZES[base]
-    ]
-    for model in models:
-        model.requires_grad_(False)
-    models[0].adapter = torch.nn.Linear(10**5, 475, bias=False, device="meta")
-    return models
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (FULL, True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError(CUBLAS), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_memory_that_runs_out_has_many_words(error, expected):
+    assert out_of_memory(error) == expected
 
 
-def planned(monkeypatch, free, host, *flags, parts=None):
-    """What a run decides on such a machine: (whether models take turns, the size of
-    micro-batches)."""
-    for name, value in {
-        "get_device_capability": (8, 0),
-        "get_per_process_memory_fraction": 1.0,
-        "mem_get_info": (free * 1e9, free * 1e9),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(gpu, "host_memory", lambda: host * 1e9)
-    parts = parts or train.Parts()
-    settings = parts.parse(["--model", "zai-org/GLM-Image", *flags], parts.parser())
-    settings.micro_batch_size = "auto"
-    models = lambda settings, device: released(settings.base)
-    return gpu.plan(parts.needed, models, settings, 288, CUDA), settings.micro_batch_size
+def runs_out(monkeypatch, owner, name, when, error=FULL):
+    """Raises after those calls of a function whose number is in `when`. Returns the calls."""
+    calls, original = [], getattr(owner, name)
+
+    def fails(*given, **more):
+        result = original(*given, **more)
+        calls.append(1)
+        if len(calls) in when:
+            raise error
+        return result
+
+    monkeypatch.setattr(owner, name, fails)
+    return calls
 
 
-def test_every_card_in_the_readme_is_taken(monkeypatch):
-    rows = re.findall(r"^\| (\d+ GB.*?) \| (.*?) \| (.*?) \|$", README, flags=re.MULTILINE)
-    named = [(size, cells) for sizes, *cells in rows for size in re.findall(r"\d+", sizes)]
-    named.append(("12", ["does not fit"] * 2))  # said below the table
-    assert sorted(size for size, _ in named) == sorted(IDLE)
-    for size, cells in named:
-        for host, cell in zip((28, 60), cells):
-            for free in IDLE[size]:
-                if cell == "does not fit":
-                    with pytest.raises(UserError, match="too little memory"):
-                        planned(monkeypatch, free, host, "--base", "int8")
-                else:
-                    flags = ["--base", "int8"] if "int8" in cell else []
-                    turns, _ = planned(monkeypatch, free, host, *flags)
-                    assert (turns is None) == (cell == "no flag needed"), (size, cell)
-    # With a desktop on a card of 16 GB.
-    assert planned(monkeypatch, 15.0, 28, "--base", "int8") == ("pinned", 2)
-    assert planned(monkeypatch, 22.9, 60) == ("pinned", 2)  # and of 24 GB
+# A reward that draws: what is made again draws the same.
+DRAWS = "return torch.rand(len(images))"
+FLAGS = "--steps 2 --kl-coef 0.1 --micro-batch-size 2"
+PLACES = {
+    "sampling": (grpo, "_sample_token", 14),  # of 4 tokens in each of two evaluations, then steps
+    "painting": (GlmImage, "paint", 4),
+    "the VAE": (AutoencoderKL, "decode", 3),
+    "scoring": (torch, "rand", 3),
+    "the reference": (GRPO, "logprobs", 3),
+    "the update": (grpo, "compute_grpo_loss", 2),
+    "an evaluation": (GlmImage, "paint", 2),
+}
 
 
-def decoder_settings(*flags):
-    return train_decoder.parse(words_of(flags), train_decoder.PARTS.parser())
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Metrics, evaluations and adapter of a run that has memory enough."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with short_runs(folder) as run:
+        assert run(*write_reward(DRAWS), FLAGS, "--out run") == 0
+        return what_is_left("run")
 
 
-def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypatch):
-    settings = decoder_settings("--model zai-org/GLM-Image --train both")
-    needed = train_decoder.needed
-    assert needed(released("bfloat16"), settings, 4, 0)[3] == 64 * 2**20 * (3 * 11 + 1)
-    settings.paintings = settings.group_size = 8
-    assert needed(released("bfloat16"), settings, 4, 0)[3] == 4 * 64 * 2**20 * (3 * 11 + 1)
-    both = "--train", "both"
-    planned(monkeypatch, 84, 7, *both, run_class=train_decoder.DecoderRun)
-    with pytest.raises(
-        UserError, match=r"and 2.3 of the host for the decoder's paths; .* 2.2 of the host"
-    ):
-        planned(monkeypatch, 84, 6.2, *both, run_class=train_decoder.DecoderRun)
-    settings = decoder_settings("--model", TINY, *both, "--paintings 2 --decode-steps 4")
-    run = build_run(settings, load_run=train_decoder.load_run)
+def what_is_left(folder):
+    left = [records(f"{folder}/{name}.jsonl") for name in ("metrics", "evaluation")]
+    return *left, adapter_of(folder)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_ran_out_of_memory_is_made_again_exactly(
+    quick, undisturbed, monkeypatch, capsys, place
+):
+    owner, name, when = PLACES[place]
+    reward = write_reward(DRAWS)
+    runs_out(monkeypatch, owner, name, [when])
+    # Groups of 2 fit micro-batches of 4 and of 2 alike.
+    assert quick(*reward, FLAGS, "--micro-batch-size 4 --out run") == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("memory:")]
+    assert line.endswith(": from here on --micro-batch-size is 2")
+    assert what_is_left("run") == undisturbed
+
+
+def test_models_take_turns_first_then_micro_batches_are_halved(
+    quick, undisturbed, monkeypatch, capsys, lockable
+):
+    """With a CPU in place of the GPU; the last time memory runs out in CUDA's own words."""
+
+    def place(models, device, forward, turns):
+        placement = Placement(models, device)
+        placement.stay()
+        return placement
+
+    monkeypatch.setattr(train, "place", place)
+    reward = write_reward(DRAWS)
+    runs_out(monkeypatch, grpo, "compute_grpo_loss", [1, 2, 4], RuntimeError(CUBLAS))
+    assert quick(*reward, FLAGS, "--micro-batch-size 8 --out run") == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("memory:")]
+    full = "memory: the GPU is full in the phase 'update': from here on "
+    sizes = [f"{full}--micro-batch-size is {size}" for size in (4, 2)]
+    assert lines == [f"{full}the models take turns", *sizes]
+    # Copies of weights lie otherwise in memory, and a CPU rounds by that.
+    for expected, found in zip(undisturbed[0], records("run/metrics.jsonl"), strict=True):
+        assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)
+    with open("run/checkpoints/000002/state.json") as file:
+        assert '"micro_batch_size": 2' in file.read()
+
+
+@pytest.fixture
+def lockable(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+
+
+def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys):
+    calls = runs_out(monkeypatch, grpo, "compute_grpo_loss", range(2, 99))
+    assert quick(*write_reward(""), FLAGS, "--out run") == 2
+    output, errors = capsys.readouterr()
+    assert output.count("from here on") == 1 and len(calls) == 3  # of micro-batches of 2, then 1
+    (line,) = errors.splitlines()[-1:]
+    assert line.startswith("error: out of GPU memory in the phase 'update'; go on with ")
+    assert "--offload yes" in line and "--micro-batch-size" in line
+    assert steps_saved("run")[-1] == "000001"
+
+
+@pytest.mark.parametrize("owner, name", [(grpo, "compute_grpo_loss"), (torch.optim.AdamW, "step")])
+def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch, owner, name):
+    """In the second of two iterations, or in the optimizer itself, which may be half done."""
+    when = [2] if owner is grpo else [1]
+    runs_out(monkeypatch, owner, name, when)
+    assert quick(*write_reward(""), FLAGS, "--iterations 2 --out run") == 2
+    assert steps_saved("run") == ["000000"]
+
+
+def room_for(*micro_batches, offload=None):
+    """What retry_with_room needs of a run, and its settings."""
+    run = SimpleNamespace(trainers={}, clock=gpu.Clock(CPU), offload=offload)
+    return run, tiny_settings("--micro-batch-size", *micro_batches)
+
+
+def test_what_the_error_held_is_free_before_work_is_called_again():
+    held = []
+
+    def work():
+        if held:
+            assert held[0]() is None
+            return "done"
+        tensor = torch.zeros(3)
+        held.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("out of memory")
+
+    assert retry_with_room(work, *room_for(2), 0) == "done"
+
+
+def test_several_ranks_do_not_repeat(monkeypatch):
+    def work():
+        raise FULL
+
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    run, settings = room_for(4)
+    with pytest.raises(torch.OutOfMemoryError):
+        retry_with_room(work, run, settings, 0)
+    assert settings.micro_batch_size == 4
+
+
+def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch):
+    model = torch.nn.Linear(300, 300).requires_grad_(False)
+    placement = Placement([model], CPU)
+    run, settings = room_for(2, offload=placement)
+    assert gpu.next_room(run, settings).__name__ == "take_turns"
+    settings.offload = "no"
+    assert gpu.next_room(run, settings).__name__ == "halve"
+    settings.offload = "auto"
+    monkeypatch.setattr(gpu, "host_memory", lambda: 4e9)  # and these weights are in no file
+    assert gpu.next_room(run, settings).__name__ == "halve"
+
+
+# ---- models that take turns ----------------------------------------------------------------------
+
+
+def test_the_paths_of_the_decoder_are_kept_once():
+    settings = tiny_settings("--train both --paintings 2 --decode-steps 4")
+    run = build_run(settings)
     codes = torch.zeros(1, 16, dtype=torch.long)
-    images, steps = run.decoder.paint_paths(prompts_of("a red circle"), codes, 2, settings, 3)
+    (prompt,) = prompts_of("a red circle")
+    images, steps = run.decoder.paint_paths(prompt, codes, 2, settings, 3)
     assert len(images) == 2
     assert all(step.next_latents is after.latents for step, after in pairwise(steps))
     # On a GPU they would stay there beside the copies.
@@ -134,21 +226,20 @@ def test_the_paths_of_the_decoder_are_counted_on_the_host_and_kept_once(monkeypa
 def test_a_step_has_left_the_host_when_the_next_begins(quick):
     left = []
 
-    def watched(*given):
-        # Paths of two steps would be there at once.
-        assert not any(reference() for reference in left)
-        rolled, metrics = train_decoder.decoder_step(*given)
-        left.extend(weakref.ref(each) for each in rolled.paths)
-        return rolled, metrics
+    class Watched(train_decoder.DecoderRun):
+        def step(self, *given):
+            # Paths of two steps would be there at once.
+            assert not any(reference() for reference in left)
+            batch, metrics = super().step(*given)
+            left.extend(weakref.ref(each) for each in batch.paths)
+            return batch, metrics
 
-    parts = replace(train_decoder.PARTS, step=watched)
-    flags = "--group-size 2 --decode-steps 2 --steps 3 --out run"
-    assert quick(flags, parts=parts, usual=QUICK[:-2]) == 0 and len(left) == 3
+    flags = "--group-size 2 --decode-steps 2 --steps 3 --train decoder --out run"
+    assert quick(flags, run_class=Watched) == 0 and len(left) == 3
 
 
-def test_the_vae_has_a_turn_of_its_own(monkeypatch):
+def test_the_vae_has_a_turn_of_its_own(monkeypatch, lockable):
     """Beside the decoder it only reads sources."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     run, seen, stock = build_run(settings := tiny_settings("--group-size 2")), [], {}
     tokens = torch.randint(1024, (2, 16), generator=seeded(0))
     monkeypatch.setattr(
@@ -176,18 +267,6 @@ def test_what_was_left_is_freed_before_weights_are_copied_up(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(model.weight.data_ptr()))
     offload.all_but(model)
     assert calls == [offload.homes[model][0][1].data_ptr()] != [model.weight.data_ptr()]
-
-
-def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
-    def refuse(tensor):
-        raise torch.AcceleratorError("CUDA error: out of memory\nCompile with ...")
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
-    model = torch.nn.Linear(2, 2).requires_grad_(False)
-    home = model.weight.data_ptr()
-    assert gpu.place([model], CPU, None, "pinned").homes[model][0][1].data_ptr() == home
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("memory: no more can be page-locked (CUDA error: out of memory): ")
 
 
 # ---- several GPUs --------------------------------------------------------------------------------
@@ -229,99 +308,24 @@ def test_a_rank_that_vanishes_in_an_update_is_one_line(start):
     assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone: ")
 
 
-# ---- pages ---------------------------------------------------------------------------------------
+# ---- a model without the download ----------------------------------------------------------------
 
 
-def test_the_times_on_the_page_follow_from_its_rates():
-    """By the formula in benchmarks/README.md, whose numbers stand in its text."""
-    for words in (
-        "6.5e13",
-        "25 GB",
-        "49 GB",
-        "434 passes",
-        "139.5",
-        "1,280",
-        "4 s for the rewards",
-    ):
-        assert words in (ROOT / "benchmarks" / "README.md").read_text()
-    rows = re.findall(
-        r"^\| (.*?) \| (\d+) \| ([\d.]+) \| (.*?) minutes \| (.*?) hours \| (.*?) \|$",
-        MEMORY,
-        re.MULTILINE,
-    )
-    assert len(rows) >= 9
-    for card, operations, bandwidth, minutes, hours, both in rows:
-        a_pass = 6.5e13 / (int(operations) * 1e12)
-        codes = 1280 * (49e9 if "int8" in card else 25e9) / (float(bandwidth) * 1e12)
-        step = 434 * a_pass + codes + 4
-        evaluation = 64 * 60.6 * a_pass + 4 * (codes + 4)
-        learning = (64 * 139.5 + 50) * a_pass + codes + 16
-        assert minutes == f"{step / 60:.1f}", card
-        assert hours == f"{(200 * step + 5 * evaluation) / 3600:.0f}", card
-        assert both == f"{learning / 60:.0f} minutes", card
-
-
-def saved_in_bfloat16(folder):
-    GlmImagePipeline.from_pretrained(TINY, dtype=torch.bfloat16).save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.mark.parametrize("page", [README, EDITING], ids=["README", "editing"])
-def test_the_code_for_the_release_paints_with_files_in_bfloat16(page, tmp_path, monkeypatch):
-    """At the size of the tiny model, and on a CPU."""
-    monkeypatch.chdir(tmp_path)
-    draw((("circle", "red"), None, None, None)).save("photo-of-mine.png")
-    adapter = re.search(r'load_adapter\("(.*?)"\)', page)[1]
-    build_run(tiny_settings()).policy.model.save_pretrained(adapter)
-    blocks = re.findall(r"```python\n(.*?)```", page + DEPLOY * (page == README), flags=re.DOTALL)
-    first, second, *_ = [block for block in blocks if "Pipeline" in block or page == EDITING]
-    own = {
-        '"tiny-glm-image': f'"{TINY}',
-        '"zai-org/GLM-Image"': repr(saved_in_bfloat16(tmp_path / "release")),
-    }
-    own |= {
-        "1024": "128",
-        "num_inference_steps=30": "num_inference_steps=2",
-        '"cuda"': '"cpu"',
-        '"photo.png"': '"photo-of-mine.png"',
-    }
-    for name, code in (("tiny", first), ("release", first + second if page == EDITING else second)):
-        for words, here in own.items():
-            code = code.replace(words, here)
-        Path(f"{name}.py").write_text(code)
-        runpy.run_path(f"{name}.py")
-    assert len(list(tmp_path.glob("*.png"))) == 3
-
-
-def test_the_code_for_random_weights_makes_a_model_that_trains(quick, tmp_path):
+def test_random_weights_make_a_model_that_trains(quick, tmp_path, monkeypatch):
     """With sizes that a CPU has, in place of the released ones."""
-    code = next(
-        code
-        for code in re.findall(r"```python\n(.*?)```", MEMORY, flags=re.DOTALL)
-        if "released.json" in code
-    )
-    sizes = json.loads((ROOT / "benchmarks/released.json").read_text())
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    text = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
+    text = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    text |= {"num_hidden_layers": 1, "rope_parameters": rope}
+    small = {
+        "vision_language_encoder": {"text_config": text},
+        "transformer": {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32},
+        "text_encoder": {"num_layers": 1},
+        "vae": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1},
     }
-    sizes["vision_language_encoder"]["text_config"] |= text | {"rope_parameters": rope}
-    sizes["transformer"] |= {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
-    sizes["text_encoder"] |= {"num_layers": 1}
-    sizes["vae"] |= {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}
-    Path("sizes.json").write_text(json.dumps(sizes))
-    for words, here in {
-        "benchmarks/released.json": "sizes.json",
-        "tiny-glm-image": TINY,
-        '"cuda"': '"cpu"',
-    }.items():
-        code = code.replace(words, str(here))
-    Path("make.py").write_text(code)
+    sizes = {name: each | small[name] for name, each in random_weights.SIZES.items()}
+    monkeypatch.setattr(random_weights, "SIZES", sizes)
     try:
-        runpy.run_path("make.py")
+        random_weights.main("random")
     finally:
         torch.set_default_dtype(torch.float32)
     assert quick("--model random --reward mse --targets targets --steps 1 --out run") == 0

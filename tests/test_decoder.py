@@ -499,7 +499,7 @@ def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, h
 
     def breaks(self, *given):
         calls.append(isinstance(self, train_decoder.DecoderGRPO))
-        if calls.count(half == "decoder") == 2:
+        if calls.count(half == "decoder") >= 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return original(self, *given)
 

@@ -47,7 +47,7 @@ from glm_image.editing import (
 )
 from glm_image.model import for_decoder
 from runtime import UserError
-from runtime.captured import CapturedForward
+from runtime.forward import CapturedForward
 from runtime.settings import RELEASE
 
 WISH = "make the circle blue"

@@ -26,14 +26,12 @@ from conftest import (
     write_reward,
 )
 from safetensors.torch import load_file
-from torch._inductor.exc import InductorError
 from train_decoder import DecoderRun
 
 import train
 from glm_image.model import GlmImage
 from grpo import GRPO, NotFinite
 from runtime import UserError, checkpoints
-from runtime.captured import CapturedForward
 from runtime.settings import build_parser
 
 
@@ -140,7 +138,7 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
 def test_a_resumed_run_keeps_every_setting_but_these(one_step):
     """All settings in turn, each with another value."""
     saved = json.loads((one_step / "checkpoints/000001/state.json").read_text())["settings"]
-    may_change = "micro_batch_size steps offload compile save_every eval_every tracker "
+    may_change = "micro_batch_size steps offload save_every eval_every tracker "
     hashed = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
     for action in build_parser()._actions:
         if action.dest in ("help", "out", "resume", "frame_by"):
@@ -389,23 +387,13 @@ def test_a_half_made_step_is_not_saved(quick, monkeypatch, iteration, saved):
     def logprobs(*arguments):
         if torch.is_grad_enabled():  # one group a step, so once an iteration
             calls.append(1)
-        if len(calls) == 2 + iteration:
+        if len(calls) >= 2 + iteration:
             out_of_memory()
         return original(*arguments)
 
     monkeypatch.setattr(GRPO, "logprobs", logprobs)
     assert quick(*write_reward(""), "--steps 3 --iterations 2 --out run") == 2
     assert steps_saved("run")[-1] == saved
-
-
-def test_a_failed_compilation_names_the_way_without(quick, capsys, monkeypatch):
-    def no_compiler(*arguments, **options):
-        raise InductorError(RuntimeError("Failed to find C compiler."), None)
-
-    monkeypatch.setattr(CapturedForward, "__call__", no_compiler)
-    assert quick("--steps 1 --compile yes") == 2
-    message = error_of(capsys)
-    assert "Failed to find C compiler" in message and "--compile no" in message
 
 
 def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):

@@ -1,0 +1,289 @@
+"""The forward pass for one new token: captured on a GPU, with shared rows on a CPU."""
+
+import gc
+from contextlib import suppress
+from functools import wraps
+from types import SimpleNamespace
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from grpo import GRPO, NotFinite
+from runtime import out_of_memory
+
+# ---- on a GPU: a CUDA graph of a compiled step ---------------------------------------------------
+
+
+def or_plain(function):
+    """The same function, which is compiled or calls what is: not from when compiling fails.
+
+    A line says so, and nothing in this process is compiled after it.
+    """
+
+    @wraps(function)
+    def call(*arguments, **options):
+        try:
+            return function(*arguments, **options)
+        except Exception as error:  # no C compiler, no Triton: each has a class of its own
+            if out_of_memory(error):
+                raise
+            torch.compiler.set_stance("force_eager")
+            slower("torch.compile fails here", error, "the run goes on without it")
+        return function(*arguments, **options)
+
+    return call
+
+
+def slower(what, error, instead):
+    reason = " ".join(str(error).split())[:150]
+    print(f"{what} ({reason}): {instead}, more slowly", flush=True)
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
+    """Attention of a token: heads (B, H, 1, D) that share one of K keys become rows of one query.
+
+    transformers does the same, but not while compiling: there it copies the cache H / K times, 16
+    for GLM-Image.
+    """
+    if query.shape[2] > 1:
+        inputs = module, query, key, value, attention_mask
+        return sdpa_attention_forward(*inputs, scaling=scaling, **options)
+    rows = query.view(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, K, H / K, D)
+    output = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(query.shape).transpose(1, 2), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+class CapturedForward:
+    """A model's forward for one new token, to hand to generate_with_logprobs as `forward`.
+
+    Python launches some thousand small kernels per token; a graph is a single launch. It repeats
+    the same kernels on the same addresses, so all that a step reads or writes stays in place: ids,
+    positions, mask, and a cache of fixed size whose unused end is masked. The adapter stays
+    attached: bfloat16 weights would lose most of a small one.
+
+    Captured by hand: torch.compile(mode="reduce-overhead") records again whenever offloading has
+    moved the weights, and cannot give its memory back; transformers' static generate() breaks off
+    in GLM-Image's positions, once per token.
+
+    rows: sequences side by side; for more the step is captured again. compile: let torch.compile
+    fuse the small kernels first, which takes a minute or more, once. Where the step cannot be
+    compiled or captured, it runs without, and a line says so.
+    """
+
+    ROOM = 256  # tokens: a cache has a multiple of this, to serve prompts a little longer as well
+
+    def __init__(self, model, num_new_tokens, rows=1, compile=True):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if compile:
+            base.config.get_text_config()._attn_implementation = "grouped"
+        self.forward = base.forward
+        if compile:
+            self.forward = or_plain(torch.compile(base.forward, dynamic=False))
+        self.config = base.config
+        self.num_new_tokens = num_new_tokens
+        self.rows = rows
+        self.size = 0
+        self.stream = None
+        self.cache = None
+        self.refused = None  # a graph whose capture failed; True: none is to be captured
+        self.release()
+
+    def release(self):
+        """Forget the graph, for the weights that it reads have left the GPU, and free the cache."""
+        traced = self.cache is not None
+        self.graph = self.logits = self.cache = self.ids = None
+        if traced:  # torch.compile keeps the cache with which it traced in a reference cycle: 1 GB
+            gc.collect()
+
+    def simplify(self, reason):
+        """From here on neither captured nor compiled."""
+        self.release()
+        self.refused = True
+        torch.compiler.set_stance("force_eager")
+        slower("the captured step is wrong here", reason, "it is neither captured nor compiled")
+
+    def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
+        if past_key_values is not self.cache:  # that of the prompts, which the model has just read
+            self._start(input_ids, attention_mask, position_ids, past_key_values)
+        self.ids[: len(input_ids)].copy_(input_ids)
+        self.positions[..., : len(input_ids), :].copy_(position_ids)
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
+        return SimpleNamespace(logits=self.logits[: len(input_ids)], past_key_values=self.cache)
+
+    def _start(self, input_ids, attention_mask, position_ids, prompts):
+        """Copy the prompts' cache into the fixed one, and capture the step.
+
+        The fixed one is replaced if it is too small. Rows that are missing are filled up, for a new
+        shape would be captured again.
+        """
+        rows = len(input_ids)
+        length = prompts.get_seq_length()
+        device = input_ids.device
+        size = length + self.num_new_tokens
+        if self.cache is None or rows > self.rows or size > self.size:
+            self.release()
+            self.rows = max(self.rows, rows)
+            self.size = max(self.size, -(-size // self.ROOM) * self.ROOM)
+            self.cache = StaticCache(self.config, max_cache_len=self.size)
+            self.ids = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
+            axes = *position_ids.shape[:-2], self.rows, 1
+            self.positions = torch.zeros(axes, dtype=torch.long, device=device)
+            self.mask = torch.ones(self.rows, self.size, dtype=torch.bool, device=device)
+        self.cache.reset()
+        fill = (0, 0, 0, 0, 0, 0, 0, self.rows - rows)
+        for i, layer in enumerate(prompts.layers):
+            self.cache.update(pad(layer.keys, fill), pad(layer.values, fill), i)
+        self.mask.fill_(True)
+        if attention_mask is not None:
+            self.mask[:rows, : length + 1].copy_(attention_mask[:, 0, 0])
+        if self.graph is None and self.refused is None and device.type == "cuda":
+            self._capture(length)
+
+    def _step(self):
+        self.logits = self.forward(
+            input_ids=self.ids,
+            attention_mask=self.mask,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+
+    def _capture(self, length):
+        """Record a step, after trials on a side stream: for compilation, and for workspaces.
+
+        Never two live graphs on one side stream: destroying one would free the other's workspace.
+        """
+        self.stream = self.stream or torch.cuda.Stream()
+        before = torch.cuda.current_stream()
+        self.stream.wait_stream(before)
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                self._step()
+                self._rewind(length)
+        before.wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        mode = "thread_local"  # NCCL has threads of its own
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode=mode):
+                self._step()
+            self.graph = graph
+        except RuntimeError as error:  # whatever forbids it
+            # The end of a failed capture leaves its own stream, and hides why the capture failed.
+            torch.cuda.set_stream(before)
+            cause = error.__context__ or error
+            # Not tried again, and kept alive: torch's allocator may still refer to this graph.
+            self.refused = graph
+            slower("a token's step cannot be a CUDA graph", cause, "its kernels start one by one")
+        self._rewind(length)
+
+    def _rewind(self, length):
+        """Back to the end of the prompts: what the trials wrote beyond it will be written over."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(length)
+
+
+class CheckedGRPO(GRPO):
+    """GRPO that checks the captured step by its first samples.
+
+    Their log-probs are recomputed in one pass. Where the two disagree, or the sampled ones are not
+    finite, the step is neither captured nor compiled from then on, and the samples are drawn again.
+    """
+
+    MOST = 0.1  # nats, the mean gap: bfloat16 rounds by less
+    checked = False
+
+    def sample(self, prompts, group_size, seed):
+        given = prompts, group_size, seed
+        if self.checked or not isinstance(self.forward, CapturedForward):
+            return super().sample(*given)
+        gap = torch.inf
+        with suppress(NotFinite):
+            groups = super().sample(*given)
+            gap = self.gap(groups[0])
+        self.checked = True
+        if gap <= self.MOST:
+            return groups
+        self.forward.simplify(f"sampled and recomputed log-probs differ by {gap:.2f}")
+        return super().sample(*given)
+
+    @torch.no_grad()
+    def gap(self, group):
+        """The mean |sampled - recomputed| over one micro-batch."""
+        rows = self.split(group)[0]
+        return (self.logprobs(group, rows) - group.old_logprobs[rows]).abs().mean().item()
+
+
+# ---- on a CPU: equal samples share a row ---------------------------------------------------------
+
+
+class SharedForward:
+    """A model's forward for one new token, to hand to generate_with_logprobs as `forward`.
+
+    Samples that agree so far share a row: the tiny model is so sure of most codes that 64 samples
+    are some 20 rows. All it changes is rounding.
+    """
+
+    def __init__(self, model, num_new_tokens):
+        self.model = model
+        self.num_new_tokens = num_new_tokens
+        self.cache = None
+
+    def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
+        begins = past_key_values is not self.cache  # that of the prompts, a row for each sample
+        if begins:
+            self.cache = past_key_values
+            # The first layer's keys are made of ids and positions alone.
+            keys = self.cache.layers[0].keys.flatten(1)
+            self.rows = keys.unique(dim=0, return_inverse=True)[1]  # (B,), equal where they agree
+            layers = self.cache.layers
+            self.cache.layers = [InPlaceLayer(each, self.num_new_tokens) for each in layers]
+        agree = self.rows * 2**32 + input_ids[:, 0]
+        rows = agree.unique(return_inverse=True)[1]  # (B,)
+        samples = torch.arange(len(rows))
+        chosen = torch.empty(int(rows.max()) + 1, dtype=torch.long).scatter_(0, rows, samples)
+        if begins or rows.max() > self.rows.max():  # otherwise they stay as they are
+            self.cache.reorder_cache(chosen if begins else self.rows[chosen])
+        self.rows = rows
+        output = self.model(
+            input_ids=input_ids[chosen],
+            attention_mask=None if attention_mask is None else attention_mask[chosen],
+            position_ids=position_ids[:, chosen],
+            past_key_values=self.cache,
+            **options,
+        )
+        return SimpleNamespace(logits=output.logits[rows], past_key_values=self.cache)
+
+
+class InPlaceLayer(DynamicLayer):
+    """A layer of a cache with room for new tokens, where DynamicLayer copies itself for each."""
+
+    def __init__(self, layer, num_new_tokens):
+        super().__init__()
+        self.keys, self.values = layer.keys, layer.values
+        self.is_initialized = True
+        self.room = [pad(each, (0, 0, 0, num_new_tokens)) for each in (layer.keys, layer.values)]
+
+    def update(self, *states, **options):
+        start = self.get_seq_length()
+        end = start + states[0].shape[-2]
+        for room, new in zip(self.room, states[:2]):
+            room[..., start:end, :] = new
+        self.keys, self.values = (room[..., :end, :] for room in self.room)
+        return self.keys, self.values
+
+    def reorder_cache(self, rows):
+        end = self.get_seq_length()
+        self.room = [room[rows] for room in self.room]
+        self.keys, self.values = (room[..., :end, :] for room in self.room)
