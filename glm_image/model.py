@@ -5,10 +5,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import transformers
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_seed
 
+from runtime import UserError
 from runtime.checkpoints import find_adapter
 from runtime.data import readable_loading
 from runtime.forward import CapturedForward, SharedForward, or_plain
@@ -231,6 +234,9 @@ def load(model, device, **options):
 
     model: folder or hub id. options: parts of it that exist already, by their names; or dtype.
     """
+    if Version(transformers.__version__) < Version("5.5"):
+        version = f"transformers {transformers.__version__} paints wrong pictures"
+        raise UserError(f"{version}; pip install -r requirements.txt")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with readable_loading(model):
         return GlmImagePipeline.from_pretrained(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import warnings
 from contextlib import suppress
@@ -59,9 +60,9 @@ class Record:
         self.evaluations = read_jsonl(out / "evaluation.jsonl", done)
         groups = read_jsonl(out / "groups.jsonl", done)
         ranks.gather(None)  # all ranks have read the files that the first one now writes
-        self.append("metrics", *self.metrics, mode="w")
-        self.append("evaluation", *self.evaluations, mode="w")
-        self.append("groups", *groups, mode="w")
+        self.replace("metrics", self.metrics)
+        self.replace("evaluation", self.evaluations)
+        self.replace("groups", groups)
         self.tracker = None
         if self.writes:
             saved = checkpoints.saved(settings)
@@ -83,11 +84,19 @@ class Record:
             numbers = {name: x for name, x in values.items() if isinstance(x, float)}
             self.tracker.log(numbers, step=self.done)
 
-    def append(self, name, *records, mode="a"):
+    def append(self, name, *records):
         """To a .jsonl file."""
         if self.writes:
-            with checkpoints.writing(self.out), open(self.out / f"{name}.jsonl", mode) as file:
+            with checkpoints.writing(self.out), open(self.out / f"{name}.jsonl", "a") as file:
                 file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def replace(self, name, records):
+        """A .jsonl file, at once: a kill leaves the old one."""
+        if self.writes:
+            unfinished = self.out / f".{name}.jsonl"
+            with checkpoints.writing(self.out):
+                unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
+                os.replace(unfinished, self.out / f"{name}.jsonl")
 
     def step(self, done, prompts, batch, metrics):
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
@@ -213,10 +222,10 @@ class Record:
     def end(self):
         """The adapters and before-after.png; a warning if nothing was learned."""
         norms = {x for each in self.metrics for name, x in each.items() if "grad_norm" in name}
-        if norms == {0}:
+        if norms == {0} and not any(each["skipped"] for each in self.metrics):
             self.write(
-                "warning: nothing was learned: in no group did one picture score higher than "
-                "another; take another reward, a higher --temperature or larger groups"
+                "warning: nothing was learned: no group had unequal rewards; use another reward, "
+                "a higher --temperature or larger groups"
             )
         if self.writes:
             with checkpoints.writing(self.out):
@@ -272,42 +281,57 @@ def without_nan(record):
 
 
 def named(raw_rewards, weights, group_size):
-    """{"reward": their weighted sum (N, G), "reward/NAME": each of them (N, G)}, from (N*G,)."""
+    """{"reward": their weighted sum (N, G), "reward/NAME": each of them (N, G)}, from (N*G,).
+
+    The names are short, such as my_reward.py:blueness, unless two rewards share a short name.
+    """
     rewards = {"reward": combine(raw_rewards, weights, group_size)}
-    rewards |= {f"reward/{name}": values for name, values in raw_rewards.items()}
+    names = [short_name(name) for name in raw_rewards]
+    for name, values in raw_rewards.items():
+        unique = names.count(short_name(name)) == 1
+        rewards[f"reward/{short_name(name) if unique else name}"] = values
     return {name: values.view(-1, group_size) for name, values in rewards.items()}
 
 
 def reward_metrics(rewards):
-    """Of each reward the mean, its standard error, the mean std of a group, and its mean best.
+    """Of each reward the mean, and the mean over groups of their std and of their best.
 
-    rewards: {name: (N, G)}. NaN, where a reward does not apply, is left out. The error is that over
-    prompts: pictures of one prompt are not independent.
+    rewards: {name: (N, G)}. NaN, where a reward does not apply, is left out.
     """
     metrics = {}
     with warnings.catch_warnings(action="ignore"):  # of groups in which no reward applies
         for name, values in rewards.items():
             groups = values.double().numpy()
-            means = np.nanmean(groups, 1)  # (N,)
             numbers = {
                 "reward": values.nanmean().item(),
                 "reward_std": np.nanmean(np.nanstd(groups, 1, ddof=1)),
                 "reward_best": np.nanmean(np.nanmax(groups, 1)),
-                "reward_error": np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5,
             }
             suffix = name.removeprefix("reward")
             metrics |= {part + suffix: float(x) for part, x in numbers.items()}
     return metrics
 
 
+def standard_errors(rewards):
+    """Of each reward's mean, over prompts: pictures of one prompt are not independent."""
+    errors = {}
+    with warnings.catch_warnings(action="ignore"):
+        for name, values in rewards.items():
+            means = np.nanmean(values.double().numpy(), 1)  # (N,)
+            error = np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5
+            errors[name.replace("reward", "reward_error", 1)] = float(error)
+    return errors
+
+
 def evaluation_metrics(rewards, kinds=()):
-    """Those of reward_metrics, and in "kinds" the same per type of prompt.
+    """Those of reward_metrics with standard errors, and in "kinds" the same per type of prompt.
 
     "mean of the kinds" is their plain mean whatever their sizes, like GenEval's overall score
     (Ghosh et al. 2023). rewards: {name: (N, G)}. kinds: N.
     """
     prompts, pictures = rewards["reward"].shape
-    metrics = reward_metrics(rewards) | {"images": prompts * pictures, "prompts": prompts}
+    metrics = reward_metrics(rewards) | standard_errors(rewards)
+    metrics |= {"images": prompts * pictures, "prompts": prompts}
     if len(set(kinds)) < 2:
         return metrics
     parts = {}
@@ -372,7 +396,9 @@ def shown_names(record, prefix=""):
 def with_error(record, name, error="reward_error"):
     """'0.692 +- 0.031', the reward of this name with its standard error, if it has one."""
     values = [record[name], record[name.replace("reward", error, 1)]]
-    known = [f"{x:.3f}" for x in values if x is not None]
+    known = [
+        f"{x:.3f}" if x == 0 or abs(x) >= 5e-4 else f"{x:.0e}" for x in values if x is not None
+    ]
     return " +- ".join(known) or "none"
 
 

@@ -1,0 +1,66 @@
+"""All held-out captions before a run and after, nothing selected: assets/wall.png.
+
+    python train.py --group-size 4 --out runs/1
+    python benchmarks/wall.py runs/1 assets/wall.png
+
+before-after.png shows captions that had no correct picture before. This also prints how many of
+their pictures are correct by chance: judged again from other seeds.
+"""
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from PIL import Image
+
+import train
+from runtime.data import load_data, read_inputs
+from runtime.pictures import RED
+from runtime.settings import TINY
+
+
+def judged(adapter, seed):
+    """Of each held-out caption four pictures, and whether they are correct."""
+    flags = ["--adapter", adapter] if adapter else []
+    settings = train.parse_settings(["--model", TINY, *flags])
+    with redirect_stdout(None):
+        prompts, held_out, _ = read_inputs(settings, train.Run.read_prompts)
+        data = load_data(settings, prompts, held_out)
+        run = train.Run.load(settings, data, torch.device("cpu"), None)
+        results = train.evaluate(run, settings, data.judges, held_out, seed)
+    return [(rewards[settings.frame_by].tolist(), images) for rewards, images in results]
+
+
+def wall(results, cell=37):
+    """A column for each caption, in two rows of columns; a red frame is a picture that is wrong."""
+    sheet = Image.new("RGB", (24 * cell, 8 * cell), "white")
+    for i, (correct, images) in enumerate(results):
+        for j, image in enumerate(images):
+            left, top = i % 24 * cell, (i // 24 * 4 + j) * cell
+            sheet.paste("white" if correct[j] else RED, (left, top, left + cell, top + cell))
+            sheet.paste(image.resize((cell - 4, cell - 4)), (left + 2, top + 2))
+    return sheet
+
+
+def main(run, file):
+    sides = {"before": None, "after": run}
+    results = {name: judged(adapter, train.SEEDS["held out"]) for name, adapter in sides.items()}
+    before, after = (wall(results[name]) for name in sides)
+    both = Image.new("RGB", (before.width, 2 * before.height + 12), "white")
+    both.paste(before, (0, 0))
+    both.paste(after, (0, before.height + 12))
+    both.save(file)
+
+    none = [i for i, (correct, _) in enumerate(results["before"]) if not any(correct)]
+    print(f"{len(none)} captions had no correct picture before; of {4 * len(none)} are correct:")
+    for name, adapter in sides.items():
+        again = judged(adapter, 7)
+        counts = (sum(sum(each[i][0]) for i in none) for each in (results[name], again))
+        print(f"{name}: {' and, from other seeds, '.join(f'{count:.0f}' for count in counts)}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
