@@ -679,7 +679,7 @@ def _warn_of(metrics, norms, at_start, groups):
     if not all(norm < float("inf") for norm in norms):
         signs.append("the gradient is NaN or infinite: no step was taken")
     for sign in signs:  # Python shows each once for a line that calls update
-        warnings.warn(f"{sign}; causes are in docs/copying.md", stacklevel=4)  # at that line
+        warnings.warn(f"{sign}; causes are in docs/copying.md", stacklevel=3)  # at that line
 
 
 class NotFinite(ValueError):

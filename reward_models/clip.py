@@ -13,7 +13,7 @@ from reward_models import CHINESE, lend_gpu, load_pretrained, load_weights
 
 @functools.cache  # clip and aesthetic share one
 def _clip(model, processor):
-    return load_pretrained(CLIPModel, model, torch.float32), CLIPProcessor.fromload_pretrained(
+    return load_pretrained(CLIPModel, model, torch.float32), CLIPProcessor.from_pretrained(
         processor
     )
 

@@ -338,7 +338,7 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     usual = type(settings)(**usual_settings(settings.model, type(settings)))
     shown = {name: x for name, x in checkpoints.saved(settings).items() if x is not None}
     del shown["model"]
-    if device.type == "cpu" and settings.base == "bfloat16":
+    if device.type == "cpu" and settings.base != "int8":
         del shown["base"]
     for title, default in {"settings:": False, "by default:": True}.items():
         names = [

@@ -349,7 +349,7 @@ def test_an_edit_has_no_preview(stock):
     "arguments, words",
     [
         (["--sources", "nowhere"], "the folder of source pictures nowhere does not exist"),
-        (["--sources", "one"], "one has 1 picture for 2 prompts; give one each, sorted by name"),
+        (["--sources", "one"], "one has 1 picture for 2 prompts"),
         (["--sources", "broken"], "the source picture broken/2.png cannot be read"),
     ],
 )
