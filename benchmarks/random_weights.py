@@ -1,4 +1,4 @@
-"""Writes a model of GLM-Image's released sizes with random weights, for a trial without the download.
+"""Writes a model of GLM-Image's released sizes with random weights: a trial without the download.
 
     python benchmarks/random_weights.py random
     python train.py --model random --reward examples/my_reward.py:blueness --eval-reward none \
