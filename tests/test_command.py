@@ -330,8 +330,7 @@ def test_defaults_depend_on_the_model():
     assert (other.temperature, other.top_p) == (0.9, 0.75)  # its own sampler's
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
     assert (
-        other.prompts == str(ROOT / "prompts/train.txt")
-        and other.targets is other.eval_targets is None
+        other.prompts.endswith("prompts/train.txt") and other.targets is other.eval_targets is None
     )
     assert train.parse_settings([]).model == (
         settings.RELEASE if torch.cuda.is_available() else TINY
@@ -355,9 +354,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
     assert all(action.help for action in settings.build_parser()._actions)
     for name in vars(tiny_settings()):
         assert f"--{name.replace('_', '-')} " in text
-    assert f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or" in " ".join(
-        text.split()
-    )
+    assert "NAME[=FOLDER][:WEIGHT],... with NAME one of mse, ssim, lpips" in " ".join(text.split())
     with pytest.raises(UserError):  # no abbreviations: later flags must not change a command
         train.parse_settings(["--group", "4"])
 
@@ -824,4 +821,4 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
     assert Path("run/before-after.png").exists()
     output = "".join(capfd.readouterr())
     assert "step 1/1 | reward none | 100% without spread | 100% unscored" in output
-    assert "warning: nothing was learned: in no group did one picture score higher" in output
+    assert "warning: nothing was learned: no group had unequal rewards" in output

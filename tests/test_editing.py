@@ -194,8 +194,8 @@ def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
         torch.testing.assert_close(again, logprobs[own], rtol=0, atol=1e-3)
 
 
-def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path, capsys):
-    """Sources and targets alike; a line says so from 5% on. One of the right size is left alone."""
+def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path):
+    """Sources and targets alike. A picture of the run's size is left alone."""
     (tmp_path / "edits.txt").write_text("make the circle blue\n")
     for name, width in (("same", 128), ("nearly", 132), ("wide", 256)):
         (tmp_path / name).mkdir()
@@ -210,7 +210,6 @@ def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path, capsys)
                 np.abs(np.asarray(image).astype(int) - np.asarray(world.draw(RED_CIRCLE))).mean()
                 < 4
             ), name
-        assert ("1 picture of another shape" in capsys.readouterr().out) == (name == "wide")
         if name == "same":
             assert read.target == world.draw(RED_CIRCLE)
 

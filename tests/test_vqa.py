@@ -184,7 +184,7 @@ def row_file(path, *rows):
 def test_log_odds_equal_those_of_generate(folder, monkeypatch, at_once):
     """Whatever the batch and its padding; questions and pictures of several sizes and modes side by
     side."""
-    monkeypatch.setattr(rewards, "AT_ONCE", at_once)
+    monkeypatch.setattr(vqa_module, "AT_ONCE", at_once)
     ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
     images = [
         *pictures((64, 64), (48, 80)),
