@@ -59,7 +59,7 @@ hard | a constant baseline, 1 | no KL | REINFORCE with | --kl-coef 0
 hard | the batch's mean and std | no KL | The batch's | --kl-coef 0
 hard | the best of each group, as it is (RAFT) | no KL | RAFT | --kl-coef 0
 hard | the right pictures (supervised) | no KL | Given answers | --kl-coef 0
-hard | a reward of 1 or 0 | no KL | | --kl-coef 0 --reward tiny-glm-image/check.py:right
+hard | a reward of 1 or 0 | no KL | | --kl-coef 0 --reward tiny-glm-image/check.py:correct
 hard | 32 groups of 2 | no KL | | --kl-coef 0 --prompts-per-step 32 --group-size 2
 hard | 8 groups of 8 | no KL | | --kl-coef 0 --prompts-per-step 8 --group-size 8
 hard | 4 groups of 16 | no KL | | --kl-coef 0 --prompts-per-step 4 --group-size 16
@@ -161,7 +161,7 @@ def judged(model, adapter=None):
         right.append(of_right.mean().item())
         clean += of_clean.tolist()
         objects += (4 * check.many(images)).tolist()
-    kinds = np.array([prompt.kind for prompt in held_out])
+    kinds = np.array([prompt.type for prompt in held_out])
     shares = {kind: np.array(right)[kinds == kind].mean() for kind in world.KINDS}
     shares |= {"clean": np.mean(clean), "objects": np.mean(objects)}
     return {name: f"{share:.5f}" for name, share in shares.items()}

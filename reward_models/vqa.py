@@ -15,14 +15,14 @@ AT_ONCE = 8  # pictures per forward pass; a picture counts once per question
 
 
 class Vqa:
-    """How sure a vision-language model is of the right answers about a picture, 0..1: their mean.
+    """How sure a vision-language model is of the correct answers about a picture, 0..1: their mean.
 
     Every prompt gets the question whether the picture shows it (VQAScore, Lin et al. 2024), and
-    those that a file has for it, each about one thing: questions that a right picture answers by
+    those that a file has for it, each about one thing: questions that a correct picture answers by
     yes, and foils that it answers by no ("Is the carrot orange?" for a purple one), or any picture
     would please a model that agrees with everything.
 
-    A question counts sigmoid(odds / 2), where odds are the log-odds of the right answer. Raw log-
+    A question counts sigmoid(odds / 2), where odds are the log-odds of the correct answer. Raw log-
     odds would pay as much for making a sure answer surer (+5 to +9) as for correcting a wrong one
     (-2 to +2); the sigmoid pays .06 and .46. log P has no floor: one question that no picture
     passes would rule the mean. The odds are halved because P itself, which Soft-TIFA (Kamath et al.
@@ -58,12 +58,12 @@ class Vqa:
         return torch.stack([values.mean() for values in self.values(shown, prompts)])
 
     def answers(self, image, prompt):
-        """{question: value in 0..1} for a picture, to look at: near 1 if right, for foils too."""
+        """{question: value in 0..1} for a picture, to look at: near 1 if correct, for foils too."""
         (values,) = self.values([[image]], [prompt])
         return dict(zip(self.about(prompt), values.tolist()))
 
     def about(self, prompt):
-        """{question: 1 if a right picture answers yes, -1 if no}, the general one first."""
+        """{question: 1 if a correct picture answers yes, -1 if no}, the general one first."""
         prompt = prompt.strip()
         own = self.questions.get(prompt, {})
         if CHINESE.search(prompt) and not self.reads_chinese:

@@ -15,7 +15,9 @@ from rewards import check_rewards, load_from_file, parse_rewards, score, split_s
 from runtime import UserError, checkpoints, counted, ranks, readable, short_name
 from runtime.settings import TINY
 
-KIND = re.compile(r"#+ *kind *[:=] *(\S.*)", re.IGNORECASE)  # a line for the prompts below it
+TYPE = re.compile(
+    r"#+ *(?:type|kind) *[:=] *(\S.*)", re.IGNORECASE
+)  # a line for the prompts below it
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Prompt:
     """What a picture is painted for."""
 
     text: str
-    kind: str | None = None  # for evaluations; None where the file names none
+    type: str | None = None  # for evaluations; None where the file names none
     line: int = 0  # where it stands in its file
     target: Image.Image | None = None  # what some rewards compare with
 
@@ -52,12 +54,12 @@ def read_prompts(settings, prefix=""):
 
 
 def evenly(prompts, count):
-    """`count` of them, evenly over the kinds: the first of each, then the second of each ..."""
+    """`count` of them, evenly over the types: the first of each, then the second of each ..."""
     ahead = Counter()
     turns = []
     for prompt in prompts:
-        turns.append(ahead[prompt.kind])
-        ahead[prompt.kind] += 1
+        turns.append(ahead[prompt.type])
+        ahead[prompt.type] += 1
     rows = sorted(range(len(prompts)), key=turns.__getitem__)[:count]
     return [prompts[row] for row in rows]
 
@@ -65,29 +67,29 @@ def evenly(prompts, count):
 def read_lines(path):
     """The Prompts in a file, their lines counted from 1.
 
-    "# kind: counting" names the kind of the prompts below it; others with # in front are comments;
+    "# type: counting" names the type of the prompts below it; others with # in front are comments;
     \\# begins a prompt. Spaces and tabs in a row are one space.
     """
     with readable(f"read the prompts file {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")
-    kind = None
+    of_type = None
     prompts = []
     # Not splitlines(): U+2028 and the like belong to the prompt.
     for number, line in enumerate(text.split("\n"), 1):
         # U+200B has no width: pasting leaves it in lines that look empty.
         line = re.sub("[ \t]+", " ", line.strip().strip("\u200b"))
-        if named := KIND.fullmatch(line):
-            kind = named[1]
+        if named := TYPE.fullmatch(line):
+            of_type = named[1]
         elif line and line[0] != "#":
             text = line[1:] if line.startswith("\\#") else line
-            prompts.append(Prompt(text, kind, number))
+            prompts.append(Prompt(text, of_type, number))
         if "<|image|>" in line:
             raise UserError(f"line {number} of {path} contains <|image|>: leave it out")
     if not prompts:
         raise UserError(f"the prompts file {path} has no prompt in it; write one per line")
-    if any(prompt.kind for prompt in prompts):
+    if any(prompt.type for prompt in prompts):
         for prompt in prompts:
-            prompt.kind = prompt.kind or "other"
+            prompt.type = prompt.type or "other"
     return prompts
 
 
@@ -174,10 +176,10 @@ def read_inputs(settings, read):
 
 
 def hash_of(prompts, held_out, adapters):
-    """One hash of prompts, their kinds and pictures, and of the adapters that a run starts from."""
+    """One hash of prompts, their types and pictures, and of the adapters that a run starts from."""
     digest = sha256(str(len(prompts)).encode())
     for prompt in (*prompts, *held_out):
-        digest.update(repr((prompt.text, prompt.kind)).encode())
+        digest.update(repr((prompt.text, prompt.type)).encode())
         for (given,) in prompt.for_rewards().values():
             digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
     for folder in adapters:

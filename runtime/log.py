@@ -160,7 +160,7 @@ class Record:
         for prefix, (prompts, results) in zip(SETS, (training, held_out)):
             parts = [named(raw, self.weights, len(images)) for raw, images in results]
             rewards = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-            numbers = evaluation_metrics(rewards, [prompt.kind for prompt in prompts])
+            numbers = evaluation_metrics(rewards, [prompt.type for prompt in prompts])
             record |= {prefix + name: value for name, value in without_nan(numbers).items()}
         self.track({f"evaluation/{name}": x for name, x in record.items()})
         self.evaluations.append(record)
@@ -182,9 +182,9 @@ class Record:
         for prefix, name in SETS.items():
             words = f"evaluation after {counted(self.done, 'step')}, {name} prompts{sides}"
             self.write(f"{words}: {summary(prefix, *records)}")
-            kinds = [record.get(f"{prefix}kinds") for record in records]
-            if ends and all(kinds):
-                self.write(kinds_table(name, *kinds))
+            types = [record.get(f"{prefix}types") for record in records]
+            if ends and all(types):
+                self.write(types_table(name, *types))
 
     def draw_evaluation(self, prompts, results, rows):
         """evaluation/STEP/: the pictures of some prompts, and a sheet of all these."""
@@ -323,29 +323,29 @@ def standard_errors(rewards):
     return errors
 
 
-def evaluation_metrics(rewards, kinds=()):
-    """Those of reward_metrics with standard errors, and in "kinds" the same per type of prompt.
+def evaluation_metrics(rewards, types=()):
+    """Those of reward_metrics with standard errors, and in "types" the same per type of prompt.
 
-    "mean of the kinds" is their plain mean whatever their sizes, like GenEval's overall score
-    (Ghosh et al. 2023). rewards: {name: (N, G)}. kinds: N.
+    "mean of the types" is their plain mean whatever their sizes, like GenEval's overall score
+    (Ghosh et al. 2023). rewards: {name: (N, G)}. types: N.
     """
     prompts, pictures = rewards["reward"].shape
     metrics = reward_metrics(rewards) | standard_errors(rewards)
     metrics |= {"images": prompts * pictures, "prompts": prompts}
-    if len(set(kinds)) < 2:
+    if len(set(types)) < 2:
         return metrics
     parts = {}
-    for kind in dict.fromkeys(kinds):
-        own = torch.tensor([each == kind for each in kinds])
+    for kind in dict.fromkeys(types):
+        own = torch.tensor([each == kind for each in types])
         parts[kind] = evaluation_metrics({name: values[own] for name, values in rewards.items()})
     mean = {"prompts": prompts}
     for name in rewards:
         error = name.replace("reward", "reward_error", 1)
         pairs = [(part[name], part[error]) for part in parts.values()]
-        pairs = torch.tensor(pairs, dtype=torch.float64)  # (kinds, 2)
+        pairs = torch.tensor(pairs, dtype=torch.float64)  # (types, 2)
         means, errors = pairs[~pairs[:, 0].isnan()].T
         mean |= {name: means.mean().item(), error: (errors.norm() / len(errors)).item()}
-    return metrics | {"kinds": parts | {"mean of the kinds": mean}}
+    return metrics | {"types": parts | {"mean of the types": mean}}
 
 
 def group_records(step, prompts, raw_rewards):
@@ -367,7 +367,7 @@ def rows_to_show(prompts, results, judge):
     wrong = [row for row in rows if judge and (results[row][0][judge] < 0.5).all()]
     first = {}
     for row in wrong or rows:
-        first.setdefault(prompts[row].kind or row, row)
+        first.setdefault(prompts[row].type or row, row)
     return list(first.values())[:PROMPTS]
 
 
@@ -416,13 +416,13 @@ def summary(prefix, *records):
     return f"{', '.join(map(' '.join, pairs))} ({number})"
 
 
-def kinds_table(heading, *kinds):
-    """Lines of Markdown, a row for each type of prompt. kinds: of the evaluations."""
-    names = shown_names(kinds[-1]["mean of the kinds"])
+def types_table(heading, *types):
+    """Lines of Markdown, a row for each type of prompt. types: of the evaluations."""
+    names = shown_names(types[-1]["mean of the types"])
     rows = [[heading, "prompts", *map(short_name, names)]]
-    for kind, numbers in kinds[-1].items():
-        cells = compared([each[kind] for each in kinds], names)
-        rows.append([kind.replace("kinds", "types"), str(numbers["prompts"]), *cells])
+    for kind, numbers in types[-1].items():
+        cells = compared([each[kind] for each in types], names)
+        rows.append([kind, str(numbers["prompts"]), *cells])
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)

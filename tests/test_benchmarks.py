@@ -40,7 +40,7 @@ def test_repairing_a_rounded_decoder(run, tmp_path):
     pipe, settings = train.load(TINY, CPU), tiny_settings()
     for text, group in zip(texts, groups):
         _, images = painted(pipe, text, group.tokens, settings, 0)
-        assert check.right(images, [text]).all()
+        assert check.correct(images, [text]).all()
     rounded = repair_decoder.load_rounded(TINY, CPU).transformer.transformer_blocks[0]
     assert {len(row.unique()) for row in rounded.attn1.to_q.weight} <= {2, 3, 4}
 

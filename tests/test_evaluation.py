@@ -206,9 +206,7 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     )
     assert settings["prompts"] == "prompts/train.txt" and settings["targets"] is None
     before, _ = records("run/evaluation.jsonl")
-    assert {
-        f"held_out/reward/{name}" for name in ("pickscore", "clip", "hps")
-    } <= before.keys()
+    assert {f"held_out/reward/{name}" for name in ("pickscore", "clip", "hps")} <= before.keys()
     output = capsys.readouterr().out
     assert ", clip -" in output  # for people without the folder
 

@@ -105,8 +105,8 @@ def test_a_picture_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatc
 
 
 def test_blanks_in_a_row_are_one(tmp_path):
-    (tmp_path / "prompts.txt").write_text("a ring\na\tring\n\\# 1\n# kind: eggs\nan  egg\n")
-    found = [(each.text, each.kind, each.line) for each in read_lines(tmp_path / "prompts.txt")]
+    (tmp_path / "prompts.txt").write_text("a ring\na\tring\n\\# 1\n# type: eggs\nan  egg\n")
+    found = [(each.text, each.type, each.line) for each in read_lines(tmp_path / "prompts.txt")]
     assert found == [("a ring", "other", 1), ("a ring", "other", 2), ("# 1", "other", 3)] + [
         ("an egg", "eggs", 5)
     ]

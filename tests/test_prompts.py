@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent.parent / "prompts"
 
 def by_kind(name):
     """{kind: its prompts}, in the order of the file, whose first line names a kind."""
-    first, *sections = re.split(r"(?m)^# kind: (.*)\n", (FOLDER / f"{name}.txt").read_text())
+    first, *sections = re.split(r"(?m)^# type: (.*)\n", (FOLDER / f"{name}.txt").read_text())
     assert first == "" and len(set(sections[::2])) == len(sections[::2])
     return {kind: prompts.splitlines() for kind, prompts in zip(sections[::2], sections[1::2])}
 

@@ -184,7 +184,7 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     anything loads."""
     both = "--train both --paintings 2 --decode-steps 2 --steps 1"
     assert quick(both, "--out first") == 0
-    Path("new.txt").write_text("# kind: low\na red circle\n# kind: high\na blue cross\n")
+    Path("new.txt").write_text("# type: low\na red circle\n# type: high\na blue cross\n")
     shutil.copytree("targets", "new-targets")
     arguments = f"{both} --eval-prompts new.txt --eval-targets new-targets --adapter first"
     assert quick(arguments, "--out run") == 0
@@ -193,7 +193,7 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
         patch.setattr(train, "load", lambda *arguments: pytest.fail("it loads"))
         for name, changed in (
             ("prompts.txt", b"a blue cross\na red circle\n"),
-            ("new.txt", b"# kind: low\na red circle\n# kind: lower\na blue cross\n"),
+            ("new.txt", b"# type: low\na red circle\n# type: lower\na blue cross\n"),
             ("targets/1.png", other),
             ("new-targets/1.png", other),
             ("first/checkpoints/000001/adapter_model.safetensors", None),

@@ -65,10 +65,10 @@ def some(captions, count):
 def test_the_judge_passes_captions_as_drawn_blurred_too_and_noisy(kind):
     captions = some(world.CAPTIONS[kind], 40)
     images = [world.draw(caption.scene()) for caption in captions]
-    assert check.right(images, [str(caption) for caption in captions]).all()
+    assert check.correct(images, [str(caption) for caption in captions]).all()
     assert check.facts(images, [str(caption) for caption in captions]).tolist() == [1] * len(images)
     for i, caption in enumerate(captions[:8]):
-        assert check.right(spoiled(world.draw(caption.scene()), i), [str(caption)] * 2).all()
+        assert check.correct(spoiled(world.draw(caption.scene()), i), [str(caption)] * 2).all()
 
 
 def wrong_scenes(caption):
@@ -100,7 +100,9 @@ def test_the_judge_fails_every_picture_with_one_thing_wrong():
             scenes = list(wrong_scenes(caption))
             images = [world.draw(scene) for scene in scenes]
             shares = check.facts(images, [str(caption)] * len(images))
-            assert shares.max() < 1 and check.right(images, [str(caption)] * len(images)).max() == 0
+            assert (
+                shares.max() < 1 and check.correct(images, [str(caption)] * len(images)).max() == 0
+            )
             assert check.clean(images).all()  # wrong, but clean
             tried += len(images)
     assert tried > 200
@@ -109,9 +111,9 @@ def test_the_judge_fails_every_picture_with_one_thing_wrong():
 def test_the_judge_leaves_free_what_a_caption_does_not_say():
     blue, green = ("circle", "blue"), ("square", "green")
     # Its place and its colour.
-    assert check.right([world.draw((None, None, blue, None))], ["a circle"]) == 1
-    assert check.right([world.draw((None, green, None, blue))], ["a circle and a square"]) == 1
-    assert check.right(
+    assert check.correct([world.draw((None, None, blue, None))], ["a circle"]) == 1
+    assert check.correct([world.draw((None, green, None, blue))], ["a circle and a square"]) == 1
+    assert check.correct(
         [world.draw((blue, None, None, green))] * 2,
         ["a circle left of a square", "a circle above a square"],
     ).all()
@@ -159,7 +161,7 @@ def test_the_judge_calls_a_mess_a_mess():
         images.append(red.copy())
         images[-1].paste(other.crop(box), box)
     assert [check.look(image)[0] for image in images] == ["mess"] * 7
-    assert not check.clean(images).any() and not check.right(images, [RED_CIRCLE] * 7).any()
+    assert not check.clean(images).any() and not check.correct(images, [RED_CIRCLE] * 7).any()
     assert check.clean([red, blank]).all()
 
 
@@ -175,11 +177,11 @@ def test_the_judge_reads_a_wish_with_its_source():
     images = [world.draw(scene) for scene in wishes.values()]
     for shift in range(4):
         asked = [*wishes][shift:] + [*wishes][:shift]
-        judged = check.right(images, asked, sources=[source.resize((256, 256))] * 4)
+        judged = check.correct(images, asked, sources=[source.resize((256, 256))] * 4)
         assert judged.tolist() == [float(shift == 0)] * 4
     added_elsewhere = world.draw((red, None, square, ("ring", "blue")))
     # It does not say where.
-    assert check.right([added_elsewhere], ["add a blue ring"], sources=[source]) == 1
+    assert check.correct([added_elsewhere], ["add a blue ring"], sources=[source]) == 1
     shares = {
         "make the circle blue": ((red, None, square, None), (1 / 2 + 1) / 2),
         "make the circle a cross": ((("cross", "red"), square, square, None), (1 + 2 / 3) / 2),
@@ -205,7 +207,7 @@ def test_the_judge_judges_only_what_it_can():
         RED_CIRCLE,
     ]
     sources = [None, messy, two, source, two, source, None]
-    for judge in (check.facts, check.right):
+    for judge in (check.facts, check.correct):
         judged = judge([source] * 7, prompts, sources=sources)
         assert judged.isnan().tolist() == [True] * 6 + [False] and judged[6] == 1
         assert judge([source], ["make the circle blue"]).isnan().all()
@@ -271,9 +273,9 @@ def test_edits_sources_and_targets_of_the_tiny_model():
         assert len(wishes) == len(sources) and {kind_of(wish) for wish in wishes} == set(
             world.FORMS
         )
-        assert check.right(drawn("targets", prefix), wishes, sources=sources).all()
+        assert check.correct(drawn("targets", prefix), wishes, sources=sources).all()
         # Nothing is asked for that is there already.
-        assert not check.right(sources, wishes, sources=sources).any()
+        assert not check.correct(sources, wishes, sources=sources).any()
         pairs += zip(map(check.look, sources), wishes)
     assert len(set(pairs)) == len(pairs)  # those held out are others
 
@@ -296,9 +298,9 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(r
     _, held_out, _ = train.read_inputs(settings, run_class.read_prompts)
     some = held_out[::3]
     run = run_class.load(settings, Data(some, some, {}, {}), torch.device("cpu"), None)
-    rewards = {name: (getattr(check, name), 1.0) for name in ("right", "clean")}
+    rewards = {name: (getattr(check, name), 1.0) for name in ("correct", "clean")}
     batch = rolled_out(run, settings, rewards, some, 0)
-    assert batch.raw_rewards["clean"].mean() > 0.9 and 0 < batch.raw_rewards["right"].mean() < 1
+    assert batch.raw_rewards["clean"].mean() > 0.9 and 0 < batch.raw_rewards["correct"].mean() < 1
 
 
 def read_prompt(policy, processor, text, picture=None):
@@ -434,7 +436,7 @@ def test_the_decoder_paints_with_a_source_and_without(pipe):
         }
         painted.append(pipe(**call).images)
     for images in painted:
-        assert check.right(images, wishes, sources=sources).all()
+        assert check.correct(images, wishes, sources=sources).all()
     # The source is not left out.
     assert painted[0][0].tobytes() != painted[1][0].tobytes() != painted[2][0].tobytes()
 

@@ -285,7 +285,7 @@ def test_a_model_of_english_is_not_asked_in_chinese(folder, monkeypatch, tmp_pat
     assert vqa([image] * 2, [TEA, TEA], None).isnan().all() and vqa.answers(image, TEA) == {}
     path = row_file(tmp_path / "q.jsonl", {"prompt": TEA, "questions": ["Is there a sign?"]})
     assert list(Vqa(folder, path).answers(image, TEA)) == ["Is there a sign?"]
-    assert rewards.REWARDS["vqa"] == (Vqa, {"model": "HuggingFaceTB/SmolVLM-Instruct"})
+    assert rewards.REWARDS["vqa"][1] == {"model": "HuggingFaceTB/SmolVLM-Instruct"}
 
 
 # ---- looking at answers --------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     python train.py --reward tiny-glm-image/check.py:facts
 
 facts   the share of what is asked that the picture shows. To learn from.
-right   1 where it shows all of it, else 0. To judge by.
+correct 1 where it shows all of it, else 0. To judge by.
 clean   1 where nothing in it is other than one of the shapes, else 0. It must not fall while the
         others rise.
 near    how near its pixels are to those of a scene as drawn. It tells paintings of the same codes
@@ -168,7 +168,7 @@ def facts(images, prompts, targets=None, sources=None):
     return torch.tensor([sum(x.values()) / len(x) if x else float("nan") for x in shares])
 
 
-def right(images, prompts, targets=None, sources=None):
+def correct(images, prompts, targets=None, sources=None):
     """1 where all facts hold, else 0. NaN as for `facts`."""
     shares = facts(images, prompts, targets, sources)
     return torch.where(shares.isnan(), shares, (shares > 1 - 1e-6).float())

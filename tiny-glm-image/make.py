@@ -401,7 +401,7 @@ def write_prompts():
 def write_lines(file, prompts):
     """One per line, each kind after a line that names it: evaluations show them apart."""
     kinds = itertools.groupby(prompts, lambda prompt: prompt.kind)
-    parts = ["\n".join([f"# kind: {kind}", *map(str, own)]) for kind, own in kinds]
+    parts = ["\n".join([f"# type: {kind}", *map(str, own)]) for kind, own in kinds]
     (HERE / file).write_text("\n".join(parts) + "\n")
 
 

@@ -24,7 +24,7 @@ from runtime.log import (
 )
 
 NAN = math.nan
-MEAN = "mean of the kinds"
+MEAN = "mean of the types"
 
 
 def rewards_of(**rewards):
@@ -37,11 +37,11 @@ def rewards_of(**rewards):
 
 
 def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
-    text = "alone\n# kind: counting\nthree circles\n# kindred spirits\n## Kind = two words \n\n\\# 1 fan\n\\a\n#kind:counting\ntwo"
+    text = "alone\n# type: counting\nthree circles\n# kindred spirits\n## Kind = two words \n\n\\# 1 fan\n\\a\n#kind:counting\ntwo"
     file = tmp_path / "prompts.txt"
     file.write_text(text)
     # Comments are left out.
-    assert [(prompt.text, prompt.kind, prompt.line) for prompt in read_lines(file)] == [
+    assert [(prompt.text, prompt.type, prompt.line) for prompt in read_lines(file)] == [
         ("alone", "other", 1),
         ("three circles", "counting", 3),
         ("# 1 fan", "two words", 7),
@@ -49,7 +49,7 @@ def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
         ("two", "counting", 10),
     ]
     file.write_text("a\n# b\n")
-    assert read_lines(file)[0].kind is None  # there is one type, without a name
+    assert read_lines(file)[0].type is None  # there is one type, without a name
 
 
 def test_evaluated_are_the_first_prompts_of_each_kind_in_turn():
@@ -81,7 +81,7 @@ def test_kinds_by_hand():
     a = [[0.0, 1.0], [1.0, 1.0], [NAN, 0.5], [0.0, 0.0]]  # four prompts, two pictures each
     b = [[1.0, 0.0], [2.0, 4.0], [3.0, 3.0], [NAN, NAN]]
     metrics = evaluation_metrics(rewards_of(a=a, b=b), ["x", "x", "x", "y"])
-    x, y, mean = (metrics["kinds"][kind] for kind in ("x", "y", MEAN))
+    x, y, mean = (metrics["types"][kind] for kind in ("x", "y", MEAN))
     assert (x["prompts"], x["images"], y["prompts"], mean["prompts"]) == (3, 6, 1, 4)
     assert x["reward/a"] == pytest.approx(np.mean([0, 1, 1, 1, 0.5])) and y["reward/a"] == 0
     assert x["reward_error/a"] == pytest.approx(np.std([0.5, 1, 0.5], ddof=1) / math.sqrt(3))
@@ -93,11 +93,11 @@ def test_kinds_by_hand():
     assert mean["reward/b"] == x["reward/b"] and mean["reward_error/b"] == x["reward_error/b"]
     assert x["reward_error/b"] == pytest.approx(np.std([0.5, 3, 3], ddof=1) / math.sqrt(3))
 
-    pairs = evaluation_metrics(rewards_of(a=[[0.0], [1.0], [2.0], [4.0]]), "xxyy")["kinds"]
+    pairs = evaluation_metrics(rewards_of(a=[[0.0], [1.0], [2.0], [4.0]]), "xxyy")["types"]
     # Errors of types are independent.
     assert pairs[MEAN]["reward_error"] == pytest.approx(math.hypot(0.5, 1.0) / 2)
     for kinds in ([None] * 4, ["x"] * 4):
-        assert "kinds" not in evaluation_metrics(rewards_of(a=a), kinds)  # one needs no table
+        assert "types" not in evaluation_metrics(rewards_of(a=a), kinds)  # one needs no table
 
 
 def evaluation(x, y):
@@ -112,7 +112,7 @@ BEFORE, AFTER = evaluation(0.2, 0.4), evaluation(0.5, 0.4)
 
 
 def test_the_table_by_hand():
-    lines = kinds_table("held-out", BEFORE["kinds"], AFTER["kinds"]).splitlines()
+    lines = kinds_table("held-out", BEFORE["types"], AFTER["types"]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     # The lone reward is the sum, and shown once.
     assert cells[0] == ["held-out", "prompts", "f.py:facts", "g.py:right"]
@@ -121,14 +121,14 @@ def test_the_table_by_hand():
     assert cells[2] == ["x", "2", facts, right]
     assert cells[4][1:3] == ["4", "0.350 +- 0.035 -> 0.500 +- 0.035"]
     assert len({len(line) for line in lines}) == 1  # columns stand under one another
-    alone = kinds_table("held-out", AFTER["kinds"]).splitlines()[2]
+    alone = kinds_table("held-out", AFTER["types"]).splitlines()[2]
     assert "| 0.550 +- 0.050 |" in alone and "->" not in alone
 
 
 def test_two_rewards_have_their_sum_in_the_table():
     values = torch.tensor([[0.0], [1.0], [2.0], [4.0]])
     rewards = {"reward": 2 * values, "reward/a": values, "reward/b": values}
-    head = kinds_table("training", evaluation_metrics(rewards, "xxyy")["kinds"]).splitlines()[0]
+    head = kinds_table("training", evaluation_metrics(rewards, "xxyy")["types"]).splitlines()[0]
     assert head.split()[1::2] == ["training", "prompts", "reward", "a", "b"]
 
 
@@ -191,7 +191,7 @@ def test_pictures_that_are_not_correct_are_framed(tmp_path, monkeypatch, judge):
 
 
 def test_what_frames_pictures_is_said_and_never_guessed():
-    assert tiny_settings().frame_by == "tiny-glm-image/check.py:right"
+    assert tiny_settings().frame_by == "tiny-glm-image/check.py:correct"
     assert tiny_settings("--eval-reward mine.py:right").frame_by is None
     own = tiny_settings("--eval-reward mine.py:good:2,b.py:c --frame-by mine.py:good")
     assert own.frame_by == "mine.py:good"
@@ -213,7 +213,7 @@ def right(images, prompts, targets):
 
 
 def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
-    Path("own.txt").write_text("# kind: low\none\ntwo\nzero\n# kind: high\nthree\nfour\nfive\n")
+    Path("own.txt").write_text("# type: low\none\ntwo\nzero\n# type: high\nthree\nfour\nfive\n")
     Path("new.txt").write_text("two\nthree\n")
     Path("mine.py").write_text(JUDGES)
     arguments = str.split(
@@ -223,16 +223,16 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
     arguments += str.split("--frame-by mine.py:right")
     assert quick(*arguments, "--steps 1 --out run") == 0
     _, after = records("run/evaluation.jsonl")
-    low = after["kinds"]["low"]
+    low = after["types"]["low"]
     # Not zero, the third.
     assert low["prompts"] == 2 and low["reward"] == pytest.approx((0.26 + 0.5) / 2 + 0.05)
     assert low["reward_error"] == pytest.approx(0.24 / 2) and low["reward/mine.py:right"] == 0.5
-    assert after["kinds"]["high"]["reward/mine.py:right"] == after["reward/mine.py:right"] == 0.5
-    assert "held_out/kinds" not in after
+    assert after["types"]["high"]["reward/mine.py:right"] == after["reward/mine.py:right"] == 0.5
+    assert "held_out/types" not in after
     assert after["held_out/reward_error"] == pytest.approx(0.25 / 2)
     lines = "".join(capfd.readouterr()).splitlines()
     row = "| low               | 2       | 0.430 +- 0.120 -> 0.430 +- 0.120 | 0.500 +- 0.500 "
     assert sum(line.startswith(row) for line in lines) == 1  # once, at the end
-    assert records("run/adapter/evaluation.jsonl")[-1]["kinds"]["low"]["prompts"] == 2
+    assert records("run/adapter/evaluation.jsonl")[-1]["types"]["low"]["prompts"] == 2
     assert quick(*arguments, "--steps 0 --out judged") == 0
     assert "| low               | 2       | 0.430 +- 0.120 " in "".join(capfd.readouterr())
