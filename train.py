@@ -266,7 +266,7 @@ def train(settings, run_class=Run):
             loop(run, settings, data, record, begun)
     more = "; already complete: raise --steps for more" if 0 < settings.steps <= begun else ""
     seconds = f"{time.time() - start:.0f} s{more}"
-    print(f"{counted(record.done, 'step')}, {seconds}; what it leaves is in {out}")
+    print(f"{counted(record.done, 'step')}, {seconds}; output folder: {out}")
     return 130 if record.done < settings.steps else 0
 
 
@@ -295,7 +295,7 @@ def loop(run, settings, data, record, begun):
             evaluate_both(run, settings, data, record)
     record.save()
     if record.done < settings.steps:
-        record.write(f"saved; {checkpoints.how_to_go_on(record.out)}")
+        record.write(f"saved; {checkpoints.how_to_continue(record.out)}")
     stopped = any(ranks.gather(record.stop.received))
     if settings.steps > 0 and not (stopped and record.done == begun):  # else there is nothing new
         evaluate_both(run, settings, data, record)

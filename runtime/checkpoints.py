@@ -99,8 +99,8 @@ def load(out, trainers):
     return int(folder.name)
 
 
-def how_to_go_on(out):
-    return f"go on with --resume {shlex.quote(str(out))}"
+def how_to_continue(out):
+    return f"continue with --resume {shlex.quote(str(out))}"
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def writing(out):
     try:
         yield
     except (OSError, SafetensorError) as error:
-        hint = f"; once that is fixed, {how_to_go_on(out)}" if find(out) else ""
+        hint = f"; once that is fixed, {how_to_continue(out)}" if find(out) else ""
         raise UserError(f"cannot write to {out}: {error}{hint}") from None
 
 
@@ -152,7 +152,7 @@ def claim(resume, name):
     except (ImportError, OSError):  # Windows, or a disk without locks
         pass
     if resume is None and (file.tell() or find(out)):
-        more = f", or {how_to_go_on(out)}" if find(out) else ""
+        more = f", or {how_to_continue(out)}" if find(out) else ""
         raise UserError(f"{out} already holds a run; choose another --out{more}")
     return file
 

@@ -171,7 +171,7 @@ def read_inputs(settings, read):
         )
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):
-        print(f"warning: {common} of the {len(new)} held-out prompts are trained on, too")
+        print(f"warning: {common} of the {len(new)} held-out prompts are also training prompts")
     return prompts, held_out, hashed
 
 

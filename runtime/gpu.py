@@ -124,7 +124,7 @@ class Placement:
             self.offload = offload(pin=pin)
         except RuntimeError as error:  # from cudaHostAlloc: WSL2 locks 1 to 4 GB
             reason = str(error).strip().split("\n")[0]
-            print(f"memory: no more can be page-locked ({reason}): the rest moves more slowly")
+            print(f"memory: page-locking stopped ({reason}): the rest moves more slowly")
             self.offload = offload(pin=False)
 
     def can_take_turns(self):
@@ -215,7 +215,7 @@ def plan(sizes_of, settings, device):
         return None
     if torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
-        raise UserError(f"{name} has no bfloat16: take a GPU of the Ampere series or newer")
+        raise UserError(f"{name} has no bfloat16: use an Ampere GPU or newer")
     free, host = free_memory(device)
     bases = ["bfloat16", "int8"] if settings.base == "auto" else [settings.base]
     for settings.base in bases:
@@ -234,9 +234,9 @@ def plan(sizes_of, settings, device):
     # Weights in int8 are in no file: in turns the host has to hold them.
     unheld = turns and settings.base == "int8" and not pinned
     if with_work(largest if turns else together, ALONE) > free or unheld:
-        raise UserError(f"too little memory: {reason}; docs/memory.md has what each card can do")
+        raise UserError(f"too little memory: {reason}; docs/memory.md says what each card can hold")
     words = "take turns on the GPU" if turns else "all stay on the GPU"
-    slower = ", more slowly: so much cannot be page-locked" if turns and not pinned else ""
+    slower = ", more slowly: the host cannot page-lock that much" if turns and not pinned else ""
     print(f"memory: {reason}: the models {words}{slower} (--offload {settings.offload})")
     # So that torch raises an error. Windows and WSL2 would lend host memory, and slow down.
     torch.cuda.set_per_process_memory_fraction(free / torch.cuda.mem_get_info(device)[1], device)

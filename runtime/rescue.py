@@ -11,7 +11,7 @@ from runtime import StepFailed, UserError, checkpoints, out_of_memory, ranks
 @contextmanager
 def rescued(record):
     """Whatever breaks a run off, its last whole step is saved; what a user can fix is one line."""
-    hint = checkpoints.how_to_go_on(record.out) if record.settings.steps else "start it again"
+    hint = checkpoints.how_to_continue(record.out) if record.settings.steps else "start it again"
     try:
         yield
         record.finish()
@@ -42,7 +42,9 @@ def loading():
         if not out_of_memory(error):
             raise
         reason = str(error).splitlines()[0]
-        raise UserError(f"no memory for the weights ({reason}); try --offload yes") from None
+        raise UserError(
+            f"the weights do not fit into GPU memory ({reason}); try --offload yes"
+        ) from None
 
 
 @contextmanager
@@ -75,7 +77,7 @@ class StopRequest:
 
     def receive(self, *_):
         # By os.write: print may have been interrupted by this very signal.
-        os.write(2, b"\nasked to stop: what is begun is finished and saved\n")
+        os.write(2, b"\nstopping: what has begun will be finished and saved\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             self.end()

@@ -210,7 +210,7 @@ def default_model():
     if torch.cuda.is_available():
         return RELEASE
     if Path("/dev/nvidia0").exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        print("warning: torch cannot use the GPU (an old driver?): this trains the tiny model")
+        print("warning: torch cannot use the GPU (is the driver too old?): training the tiny model")
     return TINY
 
 
@@ -306,7 +306,7 @@ def parse_settings(arguments=None, kind=Settings):
     pixels = settings.height * settings.width
     if not least <= pixels <= most:
         sizes = f"{least:,} to {most:,}" if least < most else f"{least:,}"
-        print(f"warning: it was trained on pictures of {sizes} pixels, this is {pixels:,}")
+        print(f"warning: trained on {sizes} pixels per picture; this run paints {pixels:,}")
     return settings
 
 
@@ -323,7 +323,7 @@ def resumed(given, kind):
     differ = [name for name in fixed if now[name] != before[name]]
     if differ:
         flags = [f"{option(name)} {now[name]} (was {before[name]})" for name in differ]
-        raise UserError(f"a resumed run keeps its settings, but these differ: {', '.join(flags)}")
+        raise UserError(f"a resumed run keeps its settings; different here: {', '.join(flags)}")
     if state["ranks"] != ranks.count():  # the prompts of a step would be others
         made = f"{out} was made by {state['ranks']} processes, not {ranks.count()}"
         raise UserError(f"{made}: start that many with torchrun")
@@ -340,7 +340,7 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     del shown["model"]
     if device.type == "cpu" and settings.base != "int8":
         del shown["base"]
-    for title, default in {"settings:": False, "by default:": True}.items():
+    for title, default in {"changed:": False, "defaults:": True}.items():
         names = [
             name for name in shown if (shown[name] == checkpoints.saved(usual)[name]) == default
         ]
@@ -351,4 +351,4 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     evaluated = counted(judged * settings.group_size, "picture")
     print(f"a step: {groups} of {settings.group_size}{several}; an evaluation: {evaluated}")
     prompts = f"{counted(num_prompts, 'prompt')}, {num_held_out} held out"
-    print(f"{prompts}; what the run leaves goes to {out}", flush=True)
+    print(f"{prompts}; output folder: {out}", flush=True)

@@ -155,7 +155,7 @@ def test_a_run_says_what_it_does(whole_run):
     # In a file no bars, only lines.
     assert "evaluating 2 prompts" in output and not re.search(r"\r|\x1b|%\|", output)
     assert "nothing was learned" not in output
-    assert output.splitlines()[-1].endswith("what it leaves is in runs/1")
+    assert output.splitlines()[-1].endswith("output folder: runs/1")
 
 
 def test_the_same_seed_gives_the_same_run(quick, one_step):
@@ -367,8 +367,8 @@ def test_the_start_shows_the_settings_that_are_no_default_first_and_how_much_the
     chosen.prompts = "a-folder-" * 11
     settings.print_start(chosen, Path("runs/1"), CPU, 32, 16)
     output = capsys.readouterr().out
-    shown = output.partition("settings:")[2].partition("\na step:")[0]
-    first, rest = shown.split("\nby default:")
+    shown = output.partition("changed:")[2].partition("\na step:")[0]
+    first, rest = shown.split("\ndefaults:")
     flags = "group_size=8 guidance_scale=1.5 prompts_per_step=4 eval_count=16"
     # A path can be copied.
     assert set(first.split()) == {*flags.split(), f"prompts={chosen.prompts}"}
@@ -425,7 +425,10 @@ def good(images, prompts, targets):
         (["--out", "one.txt/run"], "cannot write to one.txt/run"),
         (["--paintings", "4"], "unrecognized arguments: --paintings 4"),
         (["--out", "one.txt"], "cannot write to one.txt"),
-        (["--out", "old"], "old already holds a run; choose another --out, or go on with --resume"),
+        (
+            ["--out", "old"],
+            "old already holds a run; choose another --out, or continue with --resume",
+        ),
         (["--out", "judged"], "judged already holds a run; choose another --out"),
         (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
     ],
@@ -469,7 +472,7 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     with pytest.raises(pytest.fail.Exception, match="the rewards are there"):
         quick("--reward mine.py:mine --eval-reward mine.py:mine --steps 1", *files)
     *_, rest = capsys.readouterr().out.partition("warning: 1 of the 2 held-out")
-    assert "the run leaves goes to runs/1\nloading --reward mine.py:mine\n" in rest
+    assert "output folder: runs/1\nloading --reward mine.py:mine\n" in rest
     assert rest.splitlines()[-6:] == [
         "loading --reward mine.py:mine",
         "tried with 一只红色的圆",

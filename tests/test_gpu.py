@@ -122,7 +122,7 @@ def test_on_a_cpu_auto_is_the_weights_as_they_are(quick, capsys):
 
 def test_a_gpu_without_bfloat16_is_refused(card):
     card.capability = (7, 5)
-    words = "Tesla T4 has no bfloat16: take a GPU of the Ampere series or newer"
+    words = "Tesla T4 has no bfloat16: use an Ampere GPU or newer"
     with pytest.raises(UserError, match=words):
         planned()
 
@@ -245,7 +245,7 @@ def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
     home = model.weight.data_ptr()
     assert place([model], CUDA, None, "pinned").offload.homes[model][0][1].data_ptr() == home
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("memory: no more can be page-locked (CUDA error: out of memory): ")
+    assert line.startswith("memory: page-locking stopped (CUDA error: out of memory): ")
 
 
 # ---- the step of one token -----------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
         "device:",
         "step 2/2",
         "evaluation after 2 steps, held-out",
-        "what it leaves is in two",
+        "output folder: two",
     ):
         assert [output.count(words) for output in outputs] == [1, 0]  # one rank speaks
 
@@ -166,7 +166,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_message(processes, quick):
     output = Path("output.txt").read_text()
     (message,) = re.findall("error: rank 1: .*", output)
     assert "reward 'mine.py:reward' is infinite for image 1, of '" in message
-    assert message.endswith("go on with --resume run") and "Traceback" not in output
+    assert message.endswith("continue with --resume run") and "Traceback" not in output
     assert "\nerror: rank 0: stopped because rank 1 has failed" in output
     assert steps_saved("run")[-1] == "000002"
     assert steps_of("run/metrics.jsonl") == [1, 2]
@@ -226,7 +226,7 @@ def test_ranks_stop_together(start, call, last):
     reward = on_rank_1(call, f"os.kill(os.getpid(), {int(signal.SIGTERM)})")
     codes, outputs = together(start, *reward, *str.split("--steps 9 --eval-every 1 --out run"))
     assert codes == [130, 130], outputs
-    assert "saved; go on with --resume run" in outputs[0]
+    assert "saved; continue with --resume run" in outputs[0]
     assert len(records("run/metrics.jsonl")) == last
     assert steps_saved("run")[-1] == f"{last:06d}"
     assert steps_of("run/evaluation.jsonl") == ([0, 1] if last else [])

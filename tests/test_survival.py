@@ -131,7 +131,7 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
     with pytest.raises(ConnectionError, match="503"):
         quick("--steps 5 --save-every 2 --out run")
     output = "".join(capfd.readouterr())
-    assert "stopped by an error; go on with --resume run" in output
+    assert "stopped by an error; continue with --resume run" in output
     assert "cannot write" not in output and steps_saved("run") == ["000000", "000002", "000003"]
 
 
@@ -174,7 +174,7 @@ def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
     assert resume("run") == 0
     assert "1 step, " in (last := capsys.readouterr().out.splitlines()[-1])
-    assert "already complete: raise --steps for more; what it leaves is in run" in last
+    assert "already complete: raise --steps for more; output folder: run" in last
     assert resume("run --micro-batch-size 1 --save-every 1 --steps 2") == 0
     assert steps_of("run/metrics.jsonl") == [1, 2]
 
@@ -267,12 +267,12 @@ def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys, body):
     if "raise" in body:
         with pytest.raises(KeyError, match="no such face"):
             quick(*arguments)
-        assert "stopped by an error; go on with --resume run" in capsys.readouterr().out
+        assert "stopped by an error; continue with --resume run" in capsys.readouterr().out
     else:
         assert quick(*arguments) == 2
         message = error_of(capsys)
         assert "reward 'mine.py:reward' is infinite for image 1, of 'a " in message
-        assert message.endswith("once that is fixed, go on with --resume run")
+        assert message.endswith("once that is fixed, continue with --resume run")
     assert steps_of("run/metrics.jsonl") == [1]
     assert steps_saved("run") == ["000000", "000001"]
 
@@ -321,7 +321,7 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
     assert quick("--steps 9 --prompts-per-step 2 --order file --out run") == 2
     message = error_of(capsys)
     assert "the log-probs sampled for 'a blue cross' are not finite" in message
-    assert "too high a learning rate" in message and "go on with --resume run" in message
+    assert "too high a learning rate" in message and "continue with --resume run" in message
     assert steps_saved("run") == ["000000", "000001"]
 
 
@@ -362,7 +362,7 @@ def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeyp
     message = error_of(capsys)
     assert "--offload yes" in message
     if phase == "load":
-        assert "no memory for the weights" in message and not Path("run").exists()
+        assert "the weights do not fit into GPU memory" in message and not Path("run").exists()
     else:
         words = (
             "out of GPU memory",
@@ -411,8 +411,9 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
         full = lambda file, data: io.FileIO("/dev/full", "w").write(data)
         patch.setattr(Path, "write_bytes", full)
         assert resume("'a run' --steps 2") == 2
-    assert "No space left on device; once that is fixed, go on with --resume 'a run'" in error_of(
-        capsys
+    assert (
+        "No space left on device; once that is fixed, continue with --resume 'a run'"
+        in error_of(capsys)
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, hard))
@@ -433,8 +434,8 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd):
     reward = write_reward("if call == 5:\n    os.kill(os.getpid(), signal.SIGINT)")
     assert quick(*reward, "--steps 9 --eval-every 2 --out 'the run'") == 130
     output = "".join(capfd.readouterr())
-    assert "asked to stop: what is begun is finished and saved" in output
-    assert "saved; go on with --resume 'the run'" in output
+    assert "stopping: what has begun will be finished and saved" in output
+    assert "saved; continue with --resume 'the run'" in output
     assert steps_of("the run/metrics.jsonl") == [1, 2]
     assert steps_saved("the run")[-1] == "000002"
     assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("the run"))
@@ -452,7 +453,7 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     calls = "open('calls', 'a').write('x')\nif call == 2:\n    os.kill(os.getpid(), signal.SIGINT)"
     reward = write_reward(calls)
     assert quick(*reward, "--eval-count 2 --steps 9 --out run") == 130
-    assert "saved; go on with --resume run" in "".join(capfd.readouterr())
+    assert "saved; continue with --resume run" in "".join(capfd.readouterr())
     assert len(Path("calls").read_text()) == 2  # the trial, and a first prompt of two
     assert (
         steps_saved("run") == ["000000"]
@@ -469,7 +470,7 @@ def test_a_second_signal_ends_at_once(start):
     process = start(*QUICK, *reward, "--steps", "9", "--out", "run")
     process.join()
     assert process.exitcode == -signal.SIGTERM
-    assert "asked to stop" in Path("output.txt").read_text()
+    assert "stopping: what has begun" in Path("output.txt").read_text()
     assert steps_saved("run") == ["000000"]
 
 

@@ -17,9 +17,9 @@ from runtime.data import Prompt, evenly, read_lines
 from runtime.log import (
     Record,
     evaluation_metrics,
-    kinds_table,
     rows_to_show,
     summary,
+    types_table,
     without_nan,
 )
 
@@ -112,7 +112,7 @@ BEFORE, AFTER = evaluation(0.2, 0.4), evaluation(0.5, 0.4)
 
 
 def test_the_table_by_hand():
-    lines = kinds_table("held-out", BEFORE["types"], AFTER["types"]).splitlines()
+    lines = types_table("held-out", BEFORE["types"], AFTER["types"]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     # The lone reward is the sum, and shown once.
     assert cells[0] == ["held-out", "prompts", "f.py:facts", "g.py:right"]
@@ -121,14 +121,14 @@ def test_the_table_by_hand():
     assert cells[2] == ["x", "2", facts, right]
     assert cells[4][1:3] == ["4", "0.350 +- 0.035 -> 0.500 +- 0.035"]
     assert len({len(line) for line in lines}) == 1  # columns stand under one another
-    alone = kinds_table("held-out", AFTER["types"]).splitlines()[2]
+    alone = types_table("held-out", AFTER["types"]).splitlines()[2]
     assert "| 0.550 +- 0.050 |" in alone and "->" not in alone
 
 
 def test_two_rewards_have_their_sum_in_the_table():
     values = torch.tensor([[0.0], [1.0], [2.0], [4.0]])
     rewards = {"reward": 2 * values, "reward/a": values, "reward/b": values}
-    head = kinds_table("training", evaluation_metrics(rewards, "xxyy")["types"]).splitlines()[0]
+    head = types_table("training", evaluation_metrics(rewards, "xxyy")["types"]).splitlines()[0]
     assert head.split()[1::2] == ["training", "prompts", "reward", "a", "b"]
 
 

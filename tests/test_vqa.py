@@ -359,7 +359,7 @@ def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, mon
         once = vqa(images, ["a cat", LEMONS], None)  # passes of 1 + 7 and of 1 question
         assert prepared == expected and vqa.processor.image_processor.preprocess is count
         with monkeypatch.context() as patch:
-            patch.setattr(rewards, "preparing_once", lambda processor: nullcontext())
+            patch.setattr(vqa_module, "preparing_once", lambda processor: nullcontext())
             assert torch.equal(vqa(images, ["a cat", LEMONS], None), once)
         assert len(seen) == 4  # two passes each
         for ours, theirs in zip(seen[:2], seen[2:]):
@@ -405,7 +405,7 @@ def test_a_model_that_cannot_be_asked_is_one_line(tmp_path, monkeypatch, broken,
     if broken != "empty":
         tiny_model(tmp_path, template=None if broken == "no template" else TEMPLATE)
     if broken == "no answer":
-        monkeypatch.setattr(rewards, "answer_ids", lambda tokenizer, word: [])
+        monkeypatch.setattr(vqa_module, "answer_ids", lambda tokenizer, word: [])
     if broken == "bad questions":
         make = lambda model: Vqa(model, row_file(tmp_path / "questions.jsonl", "", "{"))
         monkeypatch.setitem(rewards.REWARDS, "vqa", (make, {"model": "hub/id"}))
