@@ -55,10 +55,11 @@ pytestmark = pytest.mark.filterwarnings(
 NAN = math.nan
 CODES = slice(0, NUM_CODES)
 SHORT, LONG = torch.tensor([9, 8]), torch.tensor([5, 6, 7, 3, 4])  # prompts of a text model
+# Prompts of GLM-Image, of two lengths.
 RED, BLUE = (
     "a red circle on a pink background",
     "a blue cross",
-)  # prompts of GLM-Image, of two lengths
+)
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -265,9 +266,8 @@ def test_reading_again_has_to_know_how_it_was_sampled(pipe, forgotten):
     tokens, logprobs, nucleus = generate_with_logprobs(
         model, [ids], length, num_samples=2, **sampling
     )
-    told["nucleus"] = (
-        None if forgotten == "allowed_ids" else nucleus
-    )  # it is as wide as there are codes
+    # It is as wide as there are codes.
+    told["nucleus"] = None if forgotten == "allowed_ids" else nucleus
     del told[forgotten]
     gap = (reread(model, ids, tokens, **told) - logprobs).abs().max()
     assert gap > (1 if forgotten == "position_ids" else 0.1)
@@ -380,9 +380,8 @@ def test_in_bfloat16_sampling_and_reading_again_differ_by_rounding(pipe):
             :, -1, :NUM_CODES
         ]
     first = (logits.double() / 0.9).log_softmax(-1).gather(-1, tokens[:, :1])
-    torch.testing.assert_close(
-        logprobs[:, :1].double(), first, atol=1e-5, rtol=0
-    )  # softmax itself is not in bfloat16
+    # Softmax itself is not in bfloat16.
+    torch.testing.assert_close(logprobs[:, :1].double(), first, atol=1e-5, rtol=0)
 
 
 def test_no_token_sees_nothing(monkeypatch):
@@ -492,19 +491,16 @@ def test_sampler_refuses(bad):
 
 def test_advantages_by_hand():
     scores = compute_advantages(torch.tensor([1.0, 2.0, 3.0, 6.0, 10.0, 20.0, 30.0, 60.0]), 4)
-    by_hand = (
-        torch.tensor([-2.0, -1.0, 0.0, 3.0]) / (14 / 3) ** 0.5
-    )  # mean 3, unbiased variance (4+1+0+9)/3
+    # Mean 3, unbiased variance (4+1+0+9)/3.
+    by_hand = torch.tensor([-2.0, -1.0, 0.0, 3.0]) / (14 / 3) ** 0.5
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores, by_hand.repeat(2), atol=1e-6, rtol=0)
     z = torch.tensor([-1.0, 1.0]) / 2**0.5
-    neighbours = torch.tensor(
-        [1e6, 1e6 + 0.0625]
-    )  # of float32, in which their mean would be one of them
+    # Of float32, in which their mean would be one of them.
+    neighbours = torch.tensor([1e6, 1e6 + 0.0625])
     torch.testing.assert_close(compute_advantages(neighbours, 2), z, atol=1e-4, rtol=0)
-    torch.testing.assert_close(
-        compute_advantages(torch.tensor([0.0, 2.0]), 2, eps=2**0.5), z / 2
-    )  # eps: their spread
+    # Eps: their spread.
+    torch.testing.assert_close(compute_advantages(torch.tensor([0.0, 2.0]), 2, eps=2**0.5), z / 2)
 
 
 def test_advantages_leave_nan_out():
@@ -548,9 +544,8 @@ def test_loss_by_hand():
     loss, metrics = compute_grpo_loss(
         new, torch.zeros(2, 2), advantages, ref, clip_range=0.2, kl_coef=0.1
     )
-    policy_loss = (
-        -(2 * 1.2 + 2 * 0.9 - 0.8 - 1.1) / 4
-    )  # 1.5 is clipped for a good sample, 0.5 for a bad one
+    # 1.5 is clipped for a good sample, 0.5 for a bad one.
+    policy_loss = -(2 * 1.2 + 2 * 0.9 - 0.8 - 1.1) / 4
     kl = (2 - math.log(2) - 1) / 4  # only the second token differs: ref / new = 2
     expected = {"loss": policy_loss + 0.1 * kl, "policy_loss": policy_loss, "kl": kl}
     gaps = [abs(math.log(ratio)) for ratio in (1.5, 0.9, 0.5, 1.1)]  # from old log-probs of 0
@@ -588,9 +583,8 @@ def test_mask_averages_each_sequence_then_sequences():
     loss, metrics = compute_grpo_loss(
         new, torch.zeros(3, 4), torch.tensor([1.0, 5.0, 9.0]), mask=mask
     )
-    assert loss.item() == pytest.approx(
-        -2.0
-    )  # not -(4 * 1 + 5) / 5: a short answer counts as much as a long one
+    # Not -(4 * 1 + 5) / 5: a short answer counts as much as a long one.
+    assert loss.item() == pytest.approx(-2.0)
     assert metrics["ratio_mean"] == pytest.approx(2 / 3)
     loss.backward()
     torch.testing.assert_close(new.grad, -torch.tensor([[1 / 12] * 4, [5 / 3, 0, 0, 0], [0] * 4]))

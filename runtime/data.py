@@ -15,9 +15,8 @@ from rewards import check_rewards, load_from_file, parse_rewards, score, split_s
 from runtime import UserError, checkpoints, counted, ranks, readable, short_name
 from runtime.settings import TINY
 
-TYPE = re.compile(
-    r"#+ *(?:type|kind) *[:=] *(\S.*)", re.IGNORECASE
-)  # a line for the prompts below it
+# A line for the prompts below it.
+TYPE = re.compile(r"#+ *(?:type|kind) *[:=] *(\S.*)", re.IGNORECASE)
 
 
 @dataclass

@@ -51,6 +51,7 @@ from runtime.settings import TINY
 
 NAN = math.nan
 SHORT = str.split("--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1")
+# Nothing to download.
 SHAPES = [
     "--reward",
     "ssim:1",
@@ -58,7 +59,7 @@ SHAPES = [
     "",
     "--prompts",
     f"{TINY}/prompts.txt",
-]  # nothing to download
+]
 
 
 # ---- what a run leaves ---------------------------------------------------------------------------
@@ -633,9 +634,8 @@ RAW = {
     "a": torch.tensor([1.0, 2.0, 3.0] + [NAN, 5.0, NAN] + [4.0, 4.0, 4.0]),
     "b": torch.tensor([10.0, NAN, 30.0] + [NAN, NAN, NAN] + [0.0, 0.0, 6.0]),
 }
-TOTAL = torch.tensor(
-    [2 + 5, 4, 6 + 15] + [NAN, 10, NAN] + [8, 8, 8 + 3]
-)  # 2a + b/2, of those that apply
+# 2a + b/2, of those that apply.
+TOTAL = torch.tensor([2 + 5, 4, 6 + 15] + [NAN, 10, NAN] + [8, 8, 8 + 3])
 
 
 def test_reward_metrics_by_hand():
@@ -645,13 +645,12 @@ def test_reward_metrics_by_hand():
     metrics = reward_metrics({"reward": TOTAL.view(3, 3)} | raw)
     metrics = {name: value for name, value in metrics.items() if "error" not in name}
     totals = [7, 4, 21, 10, 8, 8, 11]
+    # A lone one has none.
     assert metrics == pytest.approx(
         {
             "reward": np.mean(totals),
             "reward_best": np.mean([21, 10, 11]),
-            "reward_std": np.mean(
-                [np.std([7, 4, 21], ddof=1), np.std([8, 8, 11], ddof=1)]
-            ),  # a lone one has none
+            "reward_std": np.mean([np.std([7, 4, 21], ddof=1), np.std([8, 8, 11], ddof=1)]),
             "reward/a": np.mean([1, 2, 3, 5, 4, 4, 4]),
             "reward_std/a": (1 + 0) / 2,
             "reward_best/a": np.mean([3, 5, 4]),

@@ -32,9 +32,8 @@ SOURCES = [file for file in FILES if file not in TESTS]
 FLAGS = 38  # of --help
 LONGEST = 50  # lines of code in a function's body
 WIDTH = 100  # columns
-FLAG = re.compile(
-    r"(?<![\w-])--[a-z][a-z-]*(?![\w.-]*\.\.)"
-)  # not "--eval-...", which names several
+# Not "--eval-...", which names several.
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w.-]*\.\.)")
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 

@@ -32,9 +32,8 @@ def paint(pipe):
 def test_merged_adapters_paint_what_adapters_paint(quick, tmp_path):
     reward = ["--reward", str(ROOT / "examples" / "my_reward.py:blueness")]
     assert quick("--train both --steps 1 --decode-steps 2 --out runs/1", *reward) == 0
-    for file in tmp_path.glob(
-        "runs/1/*adapter/*.safetensors"
-    ):  # a step moves them too little to be seen
+    # A step moves them too little to be seen.
+    for file in tmp_path.glob("runs/1/*adapter/*.safetensors"):
         weights = {name: torch.randn_like(weight) / 10 for name, weight in load_file(file).items()}
         save_file(weights, file, {"format": "pt"})
     (tmp_path / "tiny-glm-image").symlink_to(TINY)

@@ -28,11 +28,12 @@ from runtime.log import Record
 from runtime.pictures import draw_grid, font_for
 from runtime.settings import TINY
 
+# Square, wide, tall: an exchange of rows and columns shows on the last two.
 SIZES = [
     (128, 128),
     (128, 256),
     (224, 96),
-]  # square, wide, tall: an exchange of rows and columns shows on the last two
+]
 PROMPT = "a red circle"
 
 
@@ -207,13 +208,14 @@ def logprobs(pipe, model, prompt, tokens):
 def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     """What a run saves, the checkpoints too, loaded by transformers: the policy as trained, and not
     the base."""
+    # The short pictures are blank below that.
     differing = [
         *write_reward(""),
         "--temperature",
         "5",
         "--top-p",
         "1",
-    ]  # the short pictures are blank below that
+    ]
     assert quick(*differing, "--steps 2 --lr 0.05 --group-size 4 --out run") == 0
     trained = build_run(small()).policy
     checkpoints.load(Path("run"), {".": trained})
@@ -225,9 +227,8 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         found = logprobs(pipe, stock.vision_language_encoder, PROMPT, tokens)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert not list(Path("run/checkpoints").rglob("README.md"))  # PEFT's form, empty
-    with (
-        warnings.catch_warnings()
-    ):  # for its plan a run on a GPU builds models without data, and this adapter on them
+    # For its plan a run on a GPU builds models without data, and this adapter on them.
+    with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         policy, *_ = GlmImage.sizes(small("--adapter run"), torch.device("cuda"))
     assert all(p.is_meta for p in policy.parameters())

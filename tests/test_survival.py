@@ -223,9 +223,8 @@ def test_zero_steps_evaluates_only(quick):
         (record,) = records(max(Path("runs").iterdir()) / "evaluation.jsonl")
         assert record | {"step": 2} == after  # of the trained adapter
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
-    Path("run/evaluation.jsonl").write_text(
-        json.dumps(before) + "\n"
-    )  # as if it had been killed before the last one
+    # As if it had been killed before the last one.
+    Path("run/evaluation.jsonl").write_text(json.dumps(before) + "\n")
     assert resume("run") == 0
     assert records("run/evaluation.jsonl") == [before, after]
 

@@ -318,9 +318,8 @@ def read_prompt(policy, processor, text, picture=None):
     )
     ids, model = inputs["input_ids"], policy.model
     read, _ = model.get_rope_index(ids, inputs["image_grid_thw"], inputs["images_per_sample"])
-    written = model._cached_decode_position_ids[
-        :, :, :-1
-    ]  # (1, 3, T), without that of the end of the image
+    # (1, 3, T), without that of the end of the image.
+    written = model._cached_decode_position_ids[:, :, :-1]
     return ids[0], torch.cat([read[:, 0], written[0]], dim=1)
 
 

@@ -66,9 +66,8 @@ def build_tokenizer(words):
         vocab_size=size, special_tokens=special, initial_alphabet=alphabet
     )
     tokenizer.train_from_iterator([words] * 20, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>"
-    )  # without a token for padding
+    # Without a token for padding.
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
 def tiny_model(folder, words="Yes Yes yes yes No No no no", template=TEMPLATE):
