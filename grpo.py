@@ -17,7 +17,7 @@ count alike; the ratio and its clip, so that the same samples can serve several 
 so that the policy stays near its start. With one iteration per step the ratio is 1, nothing is
 clipped, and the gradient is that of -A log pi(o_t), and of the KL term.
 
-One training step, in the order of this file:
+One training step. The functions of each part come first, in this order; class GRPO calls them:
 
     1. sample              GRPO.sample: G sequences of T tokens per prompt, with their log-probs
     2. paint and score     tokens -> pictures -> a reward per picture: in train.py, or your own
@@ -89,8 +89,8 @@ def generate_with_logprobs(
 
     Returns, on the CPU:
         tokens: (N*G, T) int64, prompt after prompt.
-        logprobs: (N*G, T) float32, each under the very distribution its token was drawn from.
-        nucleus: (N*G, T, V) bool, the ids that survived top-p. None if top_p is 1.
+        logprobs: (N*G, T) float32, under the distribution as sampled: after temperature and top-p.
+        nucleus: (N*G, T, V) bool, the ids that survived top-p, kept for part 4. None if top_p is 1.
     """
     _check_sampling(prompts, allowed_ids, temperature, top_p, generators)
     ids, positions, not_padding = _pad_left(prompts, position_ids, num_new_tokens, model.device)
@@ -104,8 +104,8 @@ def generate_with_logprobs(
         """
         start = end - ids.shape[1]
         mask = None if not_padding is None else _attended(not_padding[rows], start, end)
-        run = forward if forward and cache is not None else model
-        output = run(
+        call = forward if forward and cache is not None else model
+        output = call(
             input_ids=ids,
             attention_mask=mask,
             position_ids=None if positions is None else positions[..., rows, start:end],
@@ -183,7 +183,7 @@ def _attended(not_padding, start, end):
 
 
 def mask_through_end(tokens, end_ids):
-    """(B, T), 1 through the first token in `end_ids`: without it no step teaches when to stop."""
+    """(B, T), 1 through the first token in `end_ids`, or the model would never learn to stop."""
     is_end = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).int()  # (B, T)
     return (is_end.cumsum(1) - is_end == 0).float()
 
@@ -281,8 +281,8 @@ def get_per_token_logprobs(
             over this same set: a ratio of probabilities over different sets would not be an
             importance weight.
 
-    Returns: (B, T) float32, with gradient; of an id that is not allowed, which has to be masked in
-    the loss, it means nothing.
+    Returns: (B, T) float32, with gradient. The value for an id that is not allowed is meaningless:
+    mask it in the loss.
     """
     input_ids = input_ids.to(model.device)
     if position_ids is not None:
@@ -316,7 +316,7 @@ def compute_grpo_loss(
     clip_range=0.2,
     kl_coef=0.0,
 ):
-    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4): a mean of sequences' means.
+    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4): means over tokens, then sequences.
 
     Args:
         new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first gets a gradient.
@@ -370,7 +370,7 @@ def compute_grpo_loss(
     return loss, {name: value.item() for name, value in metrics.items()}
 
 
-# ---- 6. the trainer ------------------------------------------------------------------------------
+# ---- the trainer, which calls all parts; 6. update -----------------------------------------------
 
 
 @dataclass
@@ -378,7 +378,9 @@ class GRPOSettings:
     """Settings of the algorithm."""
 
     micro_batch_size: int = 4  # sequences per pass: bounds memory, changes results only by rounding
-    iterations: int = 1  # optimiser steps on the same samples: above 1 ratios move, and are clipped
+    iterations: int = (
+        1  # optimiser steps on the same samples: above 1 ratios leave 1, and can be clipped
+    )
     clip_range: float = 0.2
     kl_coef: float = 0.0
     temperature: float = 1.0
@@ -503,12 +505,14 @@ class GRPO:
     def update(self, groups):
         """4 to 6: move the policy, by `iterations` optimiser steps over all groups.
 
-        A group of equal rewards is left out, KL term included: it counts in the divisor of the
-        loss, but not in the metrics, means over the others (NaN if there are none).
+        Groups of equal rewards are left out, with their KL term. The loss still divides by all
+        groups; the metrics are means over the other groups (NaN if there are none).
 
-        Returns the metrics of compute_grpo_loss, the gaps from the first iteration alone; skipped,
-        the share of iterations whose gradient was not finite, and which made no step; grad_norm
-        and, per parameter, grad_rms, of those that did; groups_without_spread, their share.
+        Returns the metrics of compute_grpo_loss, and
+            mean_logprob_gap, max_logprob_gap: from the first iteration alone.
+            skipped: the share of iterations whose gradient was not finite; they made no step.
+            grad_norm, grad_rms: of the others, the latter per parameter.
+            groups_without_spread: the share of groups that were left out.
         """
         _check_groups(groups, with_advantages=True)
         with_spread = [group for group in groups if group.advantages.any()]
@@ -519,7 +523,7 @@ class GRPO:
         total = torch.tensor(float(total), device=self.model.device)
         self.average_over_ranks([total])  # each rank divides by the mean, as gradients are averaged
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
-        self.model.train()  # enables gradient checkpointing, off in eval mode; there is no dropout
+        self.model.train()  # for gradient checkpointing alone: there is no dropout
         self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
         reports = []  # (size, metrics) of each micro-batch
         norms = []  # of the gradient before clipping, per iteration
@@ -541,7 +545,7 @@ class GRPO:
                 self.average_over_ranks([_gradient(parameter) for parameter in self.parameters])
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
             norms.append(norm.item())
-            # A NaN gradient would ruin every weight; on one of 0 Adam would move by its momentum.
+            # NaN would ruin every weight; with a gradient of 0 Adam would move by its momentum.
             if 0 < norms[-1] < float("inf"):
                 self.steps += 1  # first: one that fails may have moved some of the weights
                 self.optimizer.step()  # 6

@@ -8,6 +8,7 @@ grpo_step() is one step of GRPO, its six parts in their order; evaluate() judges
 examples/train_decoder.py and examples/train_edits.py make the same run with another Run.
 """
 
+import math
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no tr
 
 import torch
 
-from glm_image.model import GlmImage, captured_step, load
+from glm_image.model import GlmImage, token_forward, load
 from grpo import GRPO, GRPOSettings, set_advantages
 from rewards import Scoring, combine, weights_of
 from runtime import UserError, checkpoints, counted, ranks
@@ -41,15 +42,17 @@ def grpo_step(run, settings, rewards, prompts, seed):
     rewards: {name: (function, weight)}. prompts: N of them. seed: of sampling and painting. Returns
     the Batch and {name: number}.
     """
-    policy, group_size = run.policy, settings.group_size
+    policy, group_size = run.policy, settings.group_size  # policy: GRPO around the language model
 
-    run.offload_all_but(policy.model)
+    run.offload_all_but(policy.model)  # on a small GPU the other models leave
     with run.clock("sample"):  # 1. sample a group of code sequences for each prompt
-        groups = policy.sample(run.model.encode(prompts, settings), group_size, seed)
+        encoded = run.model.encode(prompts, settings)  # (ids, positions, T) of each
+        groups = policy.sample(encoded, group_size, seed)
 
-    images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)  # 2.
-
+    # 2. paint the codes and score the pictures; several rewards become one number per picture
+    images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)
     reward = combine(raw_rewards, weights_of(rewards), group_size, settings.combine)
+
     set_advantages(groups, reward)  # 3. advantages: z-scores within each group
 
     run.offload_all_but(policy.model)
@@ -85,7 +88,7 @@ def paint_and_score(run, settings, rewards, prompts, groups, seed):
 
 
 def entropy(groups):
-    """Of a code, in nats: an unbiased estimate."""
+    """Mean entropy per code, in nats: an unbiased estimate from the samples."""
     return -torch.stack([group.old_logprobs for group in groups]).mean().item()
 
 
@@ -98,7 +101,7 @@ class Batch:
     raw_rewards: dict  # {name: (N*G,)}
 
     def advantages(self, i):
-        """Of the pictures of prompt i, (G,)."""
+        """The advantages of the pictures of prompt i, (G,)."""
         return self.groups[i].advantages
 
 
@@ -107,17 +110,14 @@ class Batch:
 
 @dataclass
 class Run:
-    """The models, what trains them, and the GPU that they may have to share.
+    """The models, what trains them, and the GPU that they may have to share."""
 
-    What is given here as Settings, Record, step, read_prompts, load and trainers is what another
-    run, such as those in examples/, has of its own.
-    """
-
-    model: GlmImage
-    policy: GRPO
+    model: GlmImage  # the whole pipeline
+    policy: GRPO  # trains its language model
     clock: Clock
     offload: Placement | None  # None: on a CPU
 
+    # What the scripts in examples/ override.
     Settings = Settings
     Record = Record
     Model = GlmImage
@@ -133,14 +133,14 @@ class Run:
         """
         model = cls.Model(pipe or load(settings.model, device))
         model.prepare_training(settings, device, home=None if turns else device)
-        policy = CheckedGRPO(
+        policy = CheckedGRPO(  # GRPO; on a GPU it checks the captured step by its first samples
             model.language_model,
             adamw(model.language_model),
             algorithm(settings),
-            model.codes(),
-            captured_step(model, settings, device),
-            model.reference,
-            ranks.meet,
+            allowed_ids=model.codes(),
+            forward=token_forward(model, settings, device),
+            reference=model.reference,
+            meet=ranks.meet,
         )
         return cls(model, policy, Clock(device), place(model.parts, device, policy.forward, turns))
 
@@ -239,7 +239,8 @@ def evaluate_both(run, settings, data, record, stop=None):
         return
     known, new = (evenly(each, settings.eval_count) for each in (data.prompts, data.held_out))
     rewards = data.rewards | data.judges
-    with run.clock.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in (known, new))):
+    own = sum(math.ceil(len(prompts) / ranks.count()) for prompts in (known, new))
+    with run.clock.evaluation(own):
         training = evaluate(run, settings, rewards, known, SEEDS["training"], stop)
         held_out = training and evaluate(run, settings, rewards, new, SEEDS["held out"], stop)
     if held_out:
@@ -284,9 +285,9 @@ def loop(run, settings, data, record, begun):
         seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
         run.set_learning_rates(settings, step)
         prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-        make = partial(run.step, settings, data.rewards, prompts, seed)
+        one_step = partial(run.step, settings, data.rewards, prompts, seed)
         with naming(prompts):
-            batch, metrics = retry_with_room(make, run, settings, seed)
+            batch, metrics = retry_with_room(one_step, run, settings, seed)
         record.step(step + 1, prompts, batch, metrics)
         del batch  # a decoder's denoising paths are gone before the next step makes its own
         if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):

@@ -264,7 +264,7 @@ def load_sizes(model, device):
     return load(model, device, **modules)
 
 
-def captured_step(model, settings, device):
+def token_forward(model, settings, device):
     """The step of one token: on a CUDA GPU a graph; on a CPU one in which samples share rows."""
     number = model.number_of_codes(settings)
     if device.type != "cuda":

@@ -31,7 +31,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import train
-from glm_image.model import GlmImage, captured_step, encode_prompt
+from glm_image.model import GlmImage, token_forward, encode_prompt
 from grpo import GRPO, Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
 from runtime.forward import CapturedForward, SharedForward, grouped_attention, or_plain
@@ -460,7 +460,7 @@ def test_the_decoders_blocks_are_compiled_where_only_the_codes_learn(
     compile_blocks = lambda model, recompile_limit: calls.append(recompile_limit)
     monkeypatch.setattr(type(pipe.transformer), "compile_repeated_blocks", compile_blocks)
     monkeypatch.setattr(pipe.transformer, "forward", pipe.transformer.forward)
-    captured_step(kind(pipe), tiny_settings(), CUDA)
+    token_forward(kind(pipe), tiny_settings(), CUDA)
     assert calls == [32] * compiled  # torch's own limit is 8
 
 
@@ -474,7 +474,7 @@ def test_the_step_is_captured_once_for_the_rows_that_are_to_come(
     assert RecordedGraph.made == 1
     monkeypatch.setattr(GlmImage, "compile_decoder", lambda model: None)
     settings = tiny_settings("--prompts-per-step 3 --group-size 5")
-    assert captured_step(GlmImage(pipe), settings, CUDA).rows == 15
+    assert token_forward(GlmImage(pipe), settings, CUDA).rows == 15
 
 
 @pytest.mark.parametrize("kind", ["compiled", "graph"])
@@ -615,7 +615,7 @@ def test_a_gpu_captures_the_step_and_compiles_it(device, kind):
     model = GlmImage(train.load(settings.model, CPU))
     model.prepare_training(settings, device)
     policy = model.language_model
-    forward = train.captured_step(model, settings, device)
+    forward = train.token_forward(model, settings, device)
     assert isinstance(forward, kind)
     assert forward.num_new_tokens == 256 + 4 * 4  # of the preview and the picture
     config = policy.get_base_model().config.get_text_config()
@@ -661,7 +661,7 @@ def test_a_compiled_run_is_the_same_run(quick, compiled_at_once, monkeypatch):
         return CapturedForward(model.language_model, model.number_of_codes(settings))
 
     assert quick("--steps 1 --out no") == 0
-    monkeypatch.setattr(train, "captured_step", captured)
+    monkeypatch.setattr(train, "token_forward", captured)
     assert quick("--steps 1 --out yes") == 0
     for name in ("metrics.jsonl", "evaluation.jsonl"):
         # The first line, before weights may have grown apart.

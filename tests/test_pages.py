@@ -1,6 +1,5 @@
 """What the pages tell a user to paste does what they say."""
 
-import asyncio
 import re
 import runpy
 import tempfile
@@ -55,5 +54,5 @@ def test_merged_adapters_paint_what_adapters_paint(quick, tmp_path):
 def test_a_win_rate_compares_within_a_group():
     win_rate = run_code("rewards.md", "win_rate")["win_rate"]
     images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "green", "white")]
-    shares = asyncio.run(win_rate(images, ["a"] * 4, None))
-    assert shares.tolist() == [0, 0.75, 0.25, 0.5]
+    shares = win_rate(images * 2, ["a"] * 8, None, group_size=4)
+    assert shares.tolist() == [0, 0.75, 0.25, 0.5] * 2
