@@ -316,7 +316,7 @@ def compute_grpo_loss(
     clip_range=0.2,
     kl_coef=0.0,
 ):
-    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4): means over tokens, then sequences.
+    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4), a mean of means.
 
     Args:
         new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first gets a gradient.

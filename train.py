@@ -22,7 +22,7 @@ if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no tr
 
 import torch
 
-from glm_image.model import GlmImage, token_forward, load
+from glm_image.model import GlmImage, load, token_forward
 from grpo import GRPO, GRPOSettings, set_advantages
 from rewards import Scoring, combine, weights_of
 from runtime import UserError, checkpoints, counted, ranks

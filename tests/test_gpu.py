@@ -31,7 +31,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import train
-from glm_image.model import GlmImage, token_forward, encode_prompt
+from glm_image.model import GlmImage, encode_prompt, token_forward
 from grpo import GRPO, Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
 from runtime.forward import CapturedForward, SharedForward, grouped_attention, or_plain
