@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 import train
-from runtime.data import load_data, read_inputs
+from runtime.data import evenly, load_data, read_inputs
 from runtime.pictures import RED
 from runtime.settings import TINY
 
@@ -30,7 +30,8 @@ def judged(adapter, seed):
         prompts, held_out, _ = read_inputs(settings, train.Run.read_prompts)
         data = load_data(settings, prompts, held_out)
         run = train.Run.load(settings, data, torch.device("cpu"), None)
-        results = train.evaluate(run, settings, data.judges, held_out, seed)
+        shown = evenly(held_out, settings.eval_count)  # as in an evaluation
+        results = train.evaluate(run, settings, data.judges, shown, seed)
     return [(rewards[settings.frame_by].tolist(), images) for rewards, images in results]
 
 
