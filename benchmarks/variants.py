@@ -1,15 +1,17 @@
 """What each part of GRPO is worth: training runs of the tiny model with one part changed.
 
-    python benchmarks/variants.py
+    python benchmarks/variants.py                        the tables and the figure of docs/worth.md
+    python benchmarks/variants.py "no KL" "4 iterations"   trains these rows again, with seed 0
+    python benchmarks/variants.py --hard-start           makes the harder start alone
+    python benchmarks/variants.py --train                the runs that variants.csv has no lines of
 
-variants.csv has a line per run and evaluation. This makes the runs that are missing there, one per
-core, hours of work that may be broken off; then it prints the tables and draws the figure from that
-file alone. An edit is one of docs/copying.md, named by its first words; flags are those of
-train.py.
+variants.csv has a line per run and evaluation. From the harder start each variant is trained at
+several learning rates with seed 0, and at the best of them with two more seeds. The best is chosen
+on training captions; the tables are of held-out ones.
 """
 
+import argparse
 import csv
-import itertools
 import os
 import re
 import shutil
@@ -35,136 +37,161 @@ import make
 import world
 
 import train
+from benchmarks import losses
+from runtime.data import evenly
 from runtime.log import read_jsonl
 
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
 SEEDS = range(3)
-MOVING = ("two", "counting", "position", "binding")  # kinds: the other two are right before
+FIRST_RATES = (1e-3, 2e-3)  # from there halved or doubled, as long as it gets better
+LOWEST, HIGHEST = 2.5e-4, 8e-3
+MOVING = ("two", "counting", "position", "binding")  # types: the other two are correct before
 PICTURES = 16  # of each held-out caption
-HARD = {"steps": 160, "lr": 1e-4}  # of the harder start
-COLUMNS = ["start", "variant", "seed", "step", "pictures", *world.KINDS, "clean", "objects"]
-EDIT = re.compile(r"^\| ?(.*?) \| `(.+?)` \| (?:`(.+?)`|nothing) \|$", re.MULTILINE)
-BLOCK = re.compile(r"^```python\n(def (\w+)\(.*?)^```", re.MULTILINE | re.DOTALL)
-GAMED = "--reward tiny-glm-image/check.py:many --lr 2e-3 --warmup-steps 0 --steps 12 --kl-coef"
-
-# start | variant | what it is compared with | edit | flags
-VARIANTS = f"""
-hard | default | rewards shuffled within each group | |
-hard | rewards shuffled within each group | before training | Rewards shuffled |
-hard | no KL | default | | --kl-coef 0
-hard | no std | no KL | Dr. GRPO | --kl-coef 0
-hard | no baseline | no KL | REINFORCE, without | --kl-coef 0
-hard | a constant baseline, 1 | no KL | REINFORCE with | --kl-coef 0
-hard | the batch's mean and std | no KL | The batch's | --kl-coef 0
-hard | the best of each group, as it is (RAFT) | no KL | RAFT | --kl-coef 0
-hard | the right pictures (supervised) | no KL | Given answers | --kl-coef 0
-hard | a reward of 1 or 0 | no KL | | --kl-coef 0 --reward tiny-glm-image/check.py:correct
-hard | 32 groups of 2 | no KL | | --kl-coef 0 --prompts-per-step 32 --group-size 2
-hard | 8 groups of 8 | no KL | | --kl-coef 0 --prompts-per-step 8 --group-size 8
-hard | 4 groups of 16 | no KL | | --kl-coef 0 --prompts-per-step 4 --group-size 16
-hard | groups without spread drawn again | no KL | DAPO's dynamic | --kl-coef 0
-hard | 4 iterations | no KL | | --kl-coef 0 --iterations 4
-hard | 4 iterations, no clip | 4 iterations | | --kl-coef 0 --iterations 4 --clip-range 1e9
-hard | 4 iterations, two clip ranges | 4 iterations | DAPO's two | --kl-coef 0 --iterations 4
-hard | 4 iterations, GSPO | 4 iterations | GSPO | --kl-coef 0 --iterations 4 --clip-range 3e-3
-shipped | default | rewards shuffled within each group | |
-shipped | rewards shuffled within each group | before training | Rewards shuffled |
-shipped | no baseline, no std | default | REINFORCE, without |
-shipped | no KL | default | | --kl-coef 0
-shipped | no baseline, no std, no KL | no KL | REINFORCE, without | --kl-coef 0
-shipped | the best of each group, as it is (RAFT) | no KL | RAFT | --kl-coef 0
-shipped | the right pictures (supervised) | no KL | Given answers | --kl-coef 0
-gamed | no KL | | | {GAMED} 0
-gamed | KL 0.2 | no KL | | {GAMED} 0.2
-gamed | KL 1 | no KL | | {GAMED} 1
-"""
+HARD_START = {"steps": 160, "lr": 1e-4}
+COLUMNS = ["start", "variant", "lr", "seed", "step", "pictures", *world.KINDS, "clean", "objects"]
+COLUMNS += ["clipped", "chosen_on"]
 
 
 class Variant(NamedTuple):
-    start: str  # "hard", "shipped"; "gamed": as shipped, with a reward that can be gamed
+    start: str  # "hard" or "shipped"; "gamed": as shipped, with a reward that can be gamed
     name: str
     reference: str = ""  # the variant that differs in one part
-    edit: str = ""
+    loss: str = ""  # of losses.py
     flags: str = ""
+    lr: float | None = None  # None: its best
 
 
-def variants(start=""):
-    rows = [row for row in VARIANTS.strip().split("\n") if row.startswith(start)]
-    return [Variant(*(cell.strip() for cell in row.split("|"))) for row in rows]
+NO_KL = "--kl-coef 0"
+FOUR = "--kl-coef 0 --iterations 4"
+CORRECT = "tiny-glm-image/check.py:correct"
+GAME = "--reward tiny-glm-image/check.py:many --warmup-steps 0 --steps 12 --kl-coef"
+SHUFFLED = "rewards shuffled within each group"
+RAFT = "the best of each group, as it is (RAFT)"
+SUPERVISED = "the correct pictures (supervised)"
+
+# From the harder start, each at its best rate.
+HARD = [
+    Variant("hard", "no KL", "before training", "", NO_KL),
+    Variant("hard", "no baseline, no std", "no KL", "REINFORCE", NO_KL),
+    Variant("hard", "4 iterations", "no KL", "", FOUR),
+]
+# From there at a rate of 5e-4, not the best for most of them.
+AT_ONE_RATE = [
+    Variant("hard", *each, 5e-4)
+    for each in [
+        ("default", SHUFFLED, "", ""),
+        (SHUFFLED, "before training", "Rewards shuffled", ""),
+        ("no KL", "default", "", NO_KL),
+        ("no std", "no KL", "Dr. GRPO", NO_KL),
+        ("no baseline, no std", "no KL", "REINFORCE", NO_KL),
+        ("a constant baseline, 1", "no KL", "REINFORCE with a constant", NO_KL),
+        ("the batch's mean and std", "no KL", "The batch's mean and std", NO_KL),
+        (RAFT, "no KL", "RAFT", NO_KL),
+        (SUPERVISED, "no KL", "Given answers", NO_KL),
+        ("a reward of 1 or 0", "no KL", "", f"{NO_KL} --reward {CORRECT}"),
+        ("32 groups of 2", "no KL", "", f"{NO_KL} --prompts-per-step 32 --group-size 2"),
+        ("8 groups of 8", "no KL", "", f"{NO_KL} --prompts-per-step 8 --group-size 8"),
+        ("4 groups of 16", "no KL", "", f"{NO_KL} --prompts-per-step 4 --group-size 16"),
+        ("groups without spread drawn again", "no KL", "DAPO's dynamic sampling", NO_KL),
+        ("4 iterations", "no KL", "", FOUR),
+        ("4 iterations, no clip", "4 iterations", "", f"{FOUR} --clip-range 1e9"),
+        ("4 iterations, two clip ranges", "4 iterations", "DAPO's two clip ranges", FOUR),
+        ("4 iterations, GSPO", "4 iterations", "GSPO", f"{FOUR} --clip-range 3e-3"),
+    ]
+]
+SHIPPED = [
+    Variant("shipped", "default", SHUFFLED, "", "", 5e-4),
+    Variant("shipped", SHUFFLED, "before training", "Rewards shuffled", "", 5e-4),
+    Variant("shipped", "no baseline, no std", "default", "REINFORCE", "", 5e-4),
+    Variant("shipped", "no KL", "default", "", NO_KL, 5e-4),
+    Variant("shipped", "no baseline, no std, no KL", "no KL", "REINFORCE", NO_KL, 5e-4),
+    Variant("shipped", RAFT, "no KL", "RAFT", NO_KL, 5e-4),
+    Variant("shipped", SUPERVISED, "no KL", "Given answers", NO_KL, 5e-4),
+]
+GAMED = [
+    Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3),
+    Variant("gamed", "KL 0.2", "", "", f"{GAME} 0.2", 2e-3),
+    Variant("gamed", "KL 1", "", "", f"{GAME} 1", 2e-3),
+]
 
 
 # ---- runs ----------------------------------------------------------------------------------------
 
 
-def edited(name):
-    """{file: its text after the edit of docs/copying.md whose name begins so}; without one none."""
-    page = (ROOT / "docs" / "copying.md").read_text("utf-8")
-    files = {file: (ROOT / file).read_text("utf-8") for file in ("grpo.py", "train.py")}
-    edits = {}
-    for recipe, old, new in EDIT.findall(page):
-        edits.setdefault(recipe or [*edits][-1], []).append((old, new))
-    (recipe,) = [recipe for recipe in edits if recipe.startswith(name)] if name else [None]
-    for old, new in edits.get(recipe, []):
-        (file,) = [file for file in files if old in files[file]]
-        before, after = files[file].split(old)  # it stands there once
-        text = before + new + after
-        for code in [code for code, name in BLOCK.findall(page) if f"{name}(" in new]:
-            text = text.replace("\ndef paint_and_score(", f"\n{code}\n\ndef paint_and_score(")
-        files[file] = text
-    return files
-
-
-def lines_of(variant, seed):
+def lines_of(variant, lr, seed):
     """Trains a variant; returns its lines of the file, one per checkpoint but that of the start."""
     torch.set_num_threads(1)
     model = start_of(variant.start)
-    if variant.name == "before training":
-        return [dict(zip(COLUMNS, [*variant[:2], seed, 0, 0])) | judged(model)]
-    out = OUT / f"{re.sub('[^a-z0-9]+', '-', ' '.join(variant[:2]).lower())}-{seed}"
+    out = OUT / re.sub("[^a-z0-9.]+", "-", f"{variant.start} {variant.name} {lr} {seed}".lower())
     shutil.rmtree(out, ignore_errors=True)
     ignored = shutil.ignore_patterns(".*", "runs", "test*")
     shutil.copytree(ROOT, out / "project", ignore=ignored)
-    for file, text in edited(variant.edit).items():
+    for file, text in losses.edited(variant.loss or None).items():
         (out / "project" / file).write_text(text, encoding="utf-8")
-    flags = f"--eval-count 1 --eval-every 0 --save-every 10 {variant.flags} --seed {seed}"
+    flags = f"--eval-count 1 --eval-every 0 --save-every 10 {variant.flags} --lr {lr} --seed {seed}"
     call = [sys.executable, "train.py", "--model", model, *flags.split(), "--out", out / "run"]
     piped = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     log = subprocess.run(call, cwd=out / "project", check=True, **piped).stdout
-    groups = read_jsonl(out / "run" / "groups.jsonl")
+    groups, metrics = (read_jsonl(out / "run" / f"{name}.jsonl") for name in ("groups", "metrics"))
     lines = []
     for checkpoint in sorted((out / "run" / "checkpoints").glob("*[1-9]*")):
         step = int(checkpoint.name)
         rewards = [group["rewards"].values() for group in groups if group["step"] <= step]
         again = re.findall(r"drawn again: (\d+)", log.partition(f"\nstep {step}/")[0])
         pictures = sum(len(next(iter(values))) for values in rewards) + sum(map(int, again))
-        row = [variant.start, variant.name, seed, step, pictures]
-        lines.append(dict(zip(COLUMNS, row)) | judged(model, checkpoint))
+        row = dict(zip(COLUMNS, [variant.start, variant.name, lr, seed, step, pictures]))
+        row |= judged(model, checkpoint)
+        # A step without a group to learn from has none.
+        clipped = [x["clip_fraction"] for x in metrics if x["step"] <= step]
+        row["clipped"] = np.mean([share for share in clipped if share is not None])
+        if variant.start == "hard" and step == 20 and seed == 0:
+            row["chosen_on"] = share_of_training(model, checkpoint)
+        lines.append(
+            {k: f"{v:.5f}" if isinstance(v, float) and v != lr else v for k, v in row.items()}
+        )
     shutil.rmtree(out)
     return lines
 
 
-def judged(model, adapter=None):
-    """Shares of the held-out captions' pictures, with the sampler and the decoder as deployed."""
+def loaded(model, adapter):
+    """Settings, data and a run of train.py, for evaluations."""
     flags = ["--model", str(model), *(["--adapter", str(adapter)] if adapter else [])]
     settings = train.parse_settings(flags)
     with redirect_stdout(None):
         prompts, held_out, _ = train.read_inputs(settings, train.Run.read_prompts)
         data = train.load_data(settings, prompts, held_out)
-        run = train.Run.load(settings, data, torch.device("cpu"), None)
+        return settings, data, train.Run.load(settings, data, torch.device("cpu"), None)
+
+
+def mean_by_type(values, prompts):
+    """{type of captions: the mean of its captions' values}"""
+    kinds = np.array([prompt.type for prompt in prompts])
+    return {kind: np.array(values)[kinds == kind].mean() for kind in world.KINDS}
+
+
+def judged(model, adapter=None):
+    """Shares of the held-out captions' pictures, with the sampler and the decoder as deployed."""
+    settings, data, run = loaded(model, adapter)
     settings = replace(settings, group_size=PICTURES, prompts_per_step=4)
+    evaluation = settings, data.judges, data.held_out, train.SEEDS["held out"]
     right, clean, objects = [], [], []
-    for rewards, images in train.evaluate(
-        run, settings, data.judges, held_out, train.SEEDS["held out"]
-    ):
+    for rewards, images in train.evaluate(run, *evaluation):
         of_right, of_clean = rewards.values()
         right.append(of_right.mean().item())
         clean += of_clean.tolist()
         objects += (4 * check.many(images)).tolist()
-    kinds = np.array([prompt.type for prompt in held_out])
-    shares = {kind: np.array(right)[kinds == kind].mean() for kind in world.KINDS}
-    shares |= {"clean": np.mean(clean), "objects": np.mean(objects)}
-    return {name: f"{share:.5f}" for name, share in shares.items()}
+    shares = mean_by_type(right, data.held_out)
+    return shares | {"clean": np.mean(clean), "objects": np.mean(objects)}
+
+
+def share_of_training(model, adapter):
+    """What a rate is chosen on: 4 pictures of each of 48 captions that are trained on."""
+    settings, data, run = loaded(model, adapter)
+    known = evenly(data.prompts, 48)
+    evaluation = settings, data.judges, known, train.SEEDS["training"]
+    right = [next(iter(rewards.values())) for rewards, _ in train.evaluate(run, *evaluation)]
+    return np.mean([*mean_by_type([x.mean().item() for x in right], known).values()])
 
 
 def start_of(name):
@@ -173,42 +200,89 @@ def start_of(name):
 
 def make_hard_start():
     """The shipped policy misread for longer, by words that are never the right ones."""
-    torch.set_num_threads(1)
     shipped, folder = start_of("shipped"), start_of("hard")
+    if folder.exists():
+        return
+    torch.set_num_threads(1)
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(shipped, unfinished)
     part = unfinished / "vision_language_encoder"
     policy = transformers.GlmImageForConditionalGeneration.from_pretrained(part)
     torch.manual_seed(3)
-    make.train_policy(policy, make.make_codebook(), **HARD, misreads=True, same=False)
+    make.train_policy(policy, make.make_codebook(), **HARD_START, misreads=True, same=False)
     policy.save_pretrained(part)
     unfinished.rename(folder)
 
 
+def rates(rows, variant):
+    """{rate: the share of training captions' pictures by which the best rate is chosen}"""
+    return {
+        row["lr"]: row["chosen_on"]
+        for row in rows
+        if (row["start"], row["variant"]) == variant[:2] and row["chosen_on"] is not None
+    }
+
+
+def rate_of(rows, variant):
+    """The rate that is given, or the best; of equally good ones the lowest."""
+    shares = rates(rows, variant)
+    return variant.lr or max(sorted(shares), key=shares.get)
+
+
+def missing(rows):
+    """[(variant, rate, seed)]: the next rates of those whose best is not known, else more seeds."""
+    found = {(row["start"], row["variant"], row["lr"], row["seed"]) for row in rows}
+    wanted = []
+    for variant in [*HARD, *AT_ONE_RATE, *SHIPPED, *GAMED]:
+        further = [] if variant.lr else further_rates(rates(rows, variant))
+        wanted += [(variant, lr, 0) for lr in further]
+        if not further:
+            runs = [(variant, rate_of(rows, variant), seed) for seed in SEEDS]
+            wanted += [run for run in runs if (*variant[:2], *run[1:]) not in found]
+    return wanted
+
+
+def further_rates(shares):
+    """What to try beside the best of {rate: share}: half of it and twice, where they are not."""
+    best = max(sorted(shares), key=shares.get, default=None)
+    further = (best / 2, best * 2) if shares else FIRST_RATES
+    return [lr for lr in further if lr not in shares and LOWEST <= lr <= HIGHEST]
+
+
 def make_missing():
     """The runs that the file has no lines of: each is appended when it is done."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    OUT.mkdir(parents=True, exist_ok=True)
-    there = {(row["start"], row["variant"], row["seed"]) for row in read()}
-    starts = [Variant(start, "before training") for start in ("hard", "shipped")]
-    wanted = [(start, 0) for start in starts] + [*itertools.product(variants(), SEEDS)]
-    missing = [(each, seed) for each, seed in wanted if (*each[:2], seed) not in there]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        if missing and not start_of("hard").exists():
-            pool.submit(make_hard_start).result()
-        for future in as_completed([pool.submit(lines_of, *each) for each in missing]):
-            append(future.result())
+        pool.submit(make_hard_start).result()
+        while wanted := missing(read()):
+            for future in as_completed([pool.submit(lines_of, *each) for each in wanted]):
+                append(future.result())
+
+
+def train_again(names):
+    """These rows of the tables from the harder start, at their rates, with seed 0."""
+    make_hard_start()
+    for name in names:
+        variant = next(each for each in HARD + AT_ONE_RATE if each.name == name)
+        lr = rate_of(read(), variant)
+        for line in lines_of(variant, lr, 0):
+            share = np.mean([float(line[kind]) for kind in world.KINDS])
+            print(
+                f"{name}, rate {written(lr)}, after {line['step']} steps: {share:.1%}", flush=True
+            )
 
 
 # ---- the file ------------------------------------------------------------------------------------
 
 
 def read():
-    with open(CSV, newline="") as file:
-        rows = list(csv.DictReader(file))
     words = ("start", "variant")
-    rows = [{k: v if k in words else float(v) for k, v in row.items()} for row in rows]
+    number = lambda text: float(text) if text else None
+    with open(CSV, newline="") as file:
+        rows = [
+            {k: v if k in words else number(v) for k, v in row.items()}
+            for row in csv.DictReader(file)
+        ]
     return sorted(rows, key=lambda row: row["seed"])
 
 
@@ -222,23 +296,32 @@ def append(rows):
 # ---- tables and figure ---------------------------------------------------------------------------
 
 
-def of_seeds(rows, start, name, step, columns=world.KINDS):
+def written(lr):
+    """As one writes it: 5e-4."""
+    return f"{lr:.1e}".replace(".0e", "e").replace("e-0", "e-")
+
+
+def of_seeds(rows, variant, step, columns=world.KINDS):
     """A mean of columns per seed; of the model before training a lone one."""
-    found = [row for row in rows if (row["start"], row["variant"]) == (start, name)]
-    found = [row for row in found if row["step"] in (0, step)]
+    where = {"start": variant.start, "variant": variant.name}
+    if variant.name != "before training":
+        where |= {"lr": rate_of(rows, variant), "step": step}
+    found = [row for row in rows if all(row[key] == value for key, value in where.items())]
+    found = [row for row in found if row["clean"] is not None]  # else only its rate was judged
     return np.array([np.mean([row[each] for each in columns]) for row in found])
 
 
-def compare(rows, start):
+def compare(rows, variants):
     """After 20 steps, paired by seed: {variant: its mean less that of its reference}.
 
     Also the standard error of all differences, and the threshold from which they are told apart. It
     is Dunnett's, simulated for as many comparisons with the same references: without any true
     difference 5 tables in 100 have one above it.
     """
-    pairs = {each.name: each.reference for each in variants(start)}
+    pairs = {each.name: each.reference for each in variants}
+    before = Variant(variants[0].start, "before training")
+    shares = {each.name: of_seeds(rows, each, 20) for each in [*variants, before]}
     names = list(dict.fromkeys([*pairs, *pairs.values()]))
-    shares = {name: of_seeds(rows, start, name, 20) for name in names}
     draws = np.random.default_rng(0).normal(size=(len(names), 20_000, len(SEEDS)))
     chance = {name: x * (len(shares[name]) > 1) for name, x in zip(names, draws)}
     found, drawn = (
@@ -249,18 +332,20 @@ def compare(rows, start):
     return dict(zip(pairs, found.mean(-1))), errors[0], critical * errors[0]
 
 
-def table(rows, start):
+def table(rows, variants):
     """Lines of docs/worth.md."""
-    differences, error, threshold = compare(rows, start)
-    lines = ["| Variant | pictures | after 10 steps | 20 | the four | compared with | difference |"]
-    lines.append("|---" * 7 + "|")
-    for _, name, reference, *_ in variants(start):
+    differences, error, threshold = compare(rows, variants)
+    titles = "Variant", "rate", "pictures", "after 10 steps", "20", "the four", "compared with"
+    lines = [f"| {' | '.join(titles)} | difference |", "|---" * 8 + "|"]
+    for variant in variants:
         columns = (10, world.KINDS), (20, world.KINDS), (20, MOVING)
-        shares = [of_seeds(rows, start, name, *each).mean() for each in columns]
-        pictures = of_seeds(rows, start, name, 20, ["pictures"]).mean()
-        cells = name, f"{pictures:.0f}", *map("{:.1%}".format, shares), reference
-        mark = "**" if abs(differences[name]) > threshold else ""
-        lines.append(f"| {' | '.join(cells)} | {mark}{100 * differences[name]:+.1f}{mark} |")
+        shares = [of_seeds(rows, variant, *each).mean() for each in columns]
+        pictures = of_seeds(rows, variant, 20, ["pictures"]).mean()
+        cells = variant.name, written(rate_of(rows, variant)), f"{pictures:.0f}"
+        cells = *cells, *map("{:.1%}".format, shares), variant.reference
+        difference = differences[variant.name]
+        mark = "**" if abs(difference) > threshold else ""
+        lines.append(f"| {' | '.join(cells)} | {mark}{100 * difference:+.1f}{mark} |")
     words = (
         f"\nBold: told apart, from {threshold:.1%} on. Standard error of a difference {error:.1%}"
     )
@@ -268,50 +353,87 @@ def table(rows, start):
     return "\n".join(lines)
 
 
-def table_of_gamed(rows):
-    lines = ["| | reward | right | clean |", "|---" * 4 + "|"]
-    for _, name, *_ in variants("gamed"):
-        columns = ["objects"], world.KINDS, ["clean"]
-        objects, *shares = (of_seeds(rows, "gamed", name, 12, each).mean() for each in columns)
-        lines.append(f"| {name} | {objects / 4:.2f} | {shares[0]:.0%} | {shares[1]:.0%} |")
+def table_of_rates(rows):
+    """Lines of docs/worth.md: of seed 0, after 20 steps, held out, at each rate that was tried."""
+    shown = {each.name: each for each in AT_ONE_RATE + HARD if len(rates(rows, each)) > 1}
+    tried = sorted({lr for variant in shown.values() for lr in rates(rows, variant)})
+    lines = [f"| Variant | {' | '.join(map(written, tried))} |", "|---" * (len(tried) + 1) + "|"]
+    for variant in shown.values():
+        chosen = rate_of(rows, variant._replace(lr=None))
+        cells = dict.fromkeys(tried, "")
+        for lr, share in rates(rows, variant).items():
+            at = variant._replace(lr=lr)
+            mark = "**" if lr == chosen else ""
+            held_out = "".join(f"{x:.1%} " for x in of_seeds(rows, at, 20)[:1])
+            cells[lr] = f"{mark}{held_out}({share:.1%}){mark}"
+        lines.append(f"| {variant.name} | {' | '.join(cells.values())} |")
     return "\n".join(lines)
 
 
-def draw(rows, file, start="hard"):
+def table_of_gamed(rows):
+    lines = ["| | reward | correct | clean |", "|---" * 4 + "|"]
+    for variant in GAMED:
+        columns = ["objects"], world.KINDS, ["clean"]
+        objects, right, clean = (of_seeds(rows, variant, 12, each).mean() for each in columns)
+        lines.append(f"| {variant.name} | {objects / 4:.2f} | {right:.0%} | {clean:.0%} |")
+    return "\n".join(lines)
+
+
+def tables(rows):
+    """All of docs/worth.md."""
+    of_best_rates = [table(rows, HARD), table_of_rates(rows)]
+    return [*of_best_rates, table(rows, AT_ONE_RATE), table(rows, SHIPPED), table_of_gamed(rows)]
+
+
+def draw(rows, file):
     """Shares after 10 steps and 20, with error and seeds, by outcome."""
-    differences, error, threshold = compare(rows, start)
-    names = ["before training", *differences]
-    shares = {name: of_seeds(rows, start, name, 20) for name in names}
-    bottom, font = 60 + 44 * len(names), ImageFont.load_default(24)
+    differences, error, threshold = compare(rows, HARD)
+    variants = [Variant("hard", "before training"), *HARD]
+    bottom, font = 60 + 44 * len(variants), ImageFont.load_default(24)
     sheet = Image.new("RGB", (1760, bottom + 60), "white")
     pen = ImageDraw.Draw(sheet)
-    words = (
-        "right after 10 steps (grey) and 20 (points: seeds; blue, red: above, below its reference)"
-    )
+    words = "correct after 10 steps (grey), 20 (points: seeds; blue, red: above, below reference)"
     pen.text((30, 30), words, "#555", font, anchor="lm")
     place = lambda share: 700 + 2000 * (share - 0.5)
     for tick in np.arange(0.5, 1.01, 0.1):
         pen.line((place(tick), 60, place(tick), bottom), "#ddd", 2)
         pen.text((place(tick), bottom + 25), f"{tick:.0%}", "#555", font, anchor="mm")
-    for i, name in enumerate(sorted(names, key=lambda name: -shares[name].mean())):
-        y, mean = 82 + 44 * i, shares[name].mean()
-        difference = differences.get(name, 0)
+    order = sorted(variants, key=lambda each: -of_seeds(rows, each, 20).mean())
+    for i, variant in enumerate(order):
+        shares = of_seeds(rows, variant, 20)
+        y, mean = 82 + 44 * i, shares.mean()
+        trained = variant.name in differences
+        difference = differences.get(variant.name, 0)
         told = "#2d6cae" if difference > 0 else "#c62828"
         colour = told if abs(difference) > threshold else "#444"
-        pen.text((680, y), name, "black", font, anchor="rm")
-        pen.circle((place(of_seeds(rows, start, name, 10).mean()), y), 7, "#bbb")
-        half = error / np.sqrt(2) * (name in differences)  # of a share
+        label = f"{variant.name}, {written(rate_of(rows, variant))}" if trained else variant.name
+        pen.text((680, y), label, "black", font, anchor="rm")
+        pen.circle((place(of_seeds(rows, variant, 10).mean()), y), 7, "#bbb")
+        half = error / np.sqrt(2) * trained  # of a share
         pen.line((place(mean - half), y, place(mean + half), y), colour, 4)
         pen.circle((place(mean), y), 11, colour)
-        for share in shares[name]:
+        for share in shares:
             pen.circle((place(share), y), 4, "white", colour, 2)
     sheet.resize((880, sheet.height // 2), Image.Resampling.LANCZOS).save(file)
 
 
-def main():
-    make_missing()
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description="What each part of GRPO is worth.")
+    parser.add_argument("names", nargs="*", help="rows of the first table, to train again")
+    parser.add_argument("--hard-start", action="store_true", help="make the harder start")
+    parser.add_argument("--train", action="store_true", help="make the runs that are missing")
+    options = parser.parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    OUT.mkdir(parents=True, exist_ok=True)
+    if options.hard_start:
+        make_hard_start()
+        return print(f"python train.py --model {start_of('hard').relative_to(ROOT)}")
+    if options.names:
+        return train_again(options.names)
+    if options.train:
+        make_missing()
     rows = read()
-    print(table(rows, "hard"), table(rows, "shipped"), table_of_gamed(rows), sep="\n\n")
+    print(*tables(rows), sep="\n\n")
     draw(rows, OUT / "variants.png")
 
 

@@ -51,35 +51,61 @@ def test_repairing_a_rounded_decoder(run, tmp_path):
 def made_up(**shares):
     """Lines of variants.csv: of each variant 70% +- 2% after 20 steps, or what is given."""
     rows = []
-    for start, name, *_ in variants.variants():
-        for seed, step in itertools.product(variants.SEEDS, (10, 12, 20)):
+    names = dict.fromkeys((start, name) for start, name, *_ in ALL_VARIANTS)
+    for start, name in names:
+        for lr, seed, step in itertools.product([5e-4, 1e-3, 2e-3], variants.SEEDS, (10, 12, 20)):
             share = shares.get(name, 0.7) + 0.02 * (seed - 1) * (-1) ** len(name)
             row = dict.fromkeys(variants.COLUMNS, share if step == 20 else 0.5)
-            rows.append(row | {"start": start, "variant": name, "seed": seed, "step": step})
+            row["chosen_on"] = float(lr == 1e-3) if (step, seed, start) == (20, 0, "hard") else None
+            where = {"start": start, "variant": name, "lr": lr, "seed": seed, "step": step}
+            rows.append(row | where)
     for start in ("hard", "shipped"):
-        before = dict.fromkeys(variants.COLUMNS, 0.5) | {"seed": 0, "step": 0}
-        rows.append(before | {"start": start, "variant": "before training"})
+        before = dict.fromkeys(variants.COLUMNS, 0.5) | {"seed": 0, "step": 0, "lr": None}
+        rows.append(before | {"start": start, "variant": "before training", "chosen_on": None})
     return rows
+
+
+ALL_VARIANTS = [*variants.HARD, *variants.AT_ONE_RATE, *variants.SHIPPED, *variants.GAMED]
 
 
 def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     """What the file has is read, not made again."""
     monkeypatch.setattr(variants, "OUT", tmp_path)
     monkeypatch.setattr(variants, "CSV", tmp_path / "variants.csv")
-    (tmp_path / "hard-start").mkdir()
     variants.CSV.write_text(",".join(variants.COLUMNS) + "\n")
-    variants.append(made_up(**{"no baseline": 0.4}))
+    variants.append(made_up(**{"4 iterations": 0.4}))
     lines = run(variants)
-    (line,) = [line for line in lines if line.startswith("| no baseline |")]
-    assert line == "| no baseline | 0 | 50.0% | 40.0% | 40.0% | no KL | **-30.0** |"
+    (line,) = [line for line in lines if line.startswith("| 4 iterations | 1e-3")]
+    assert line == "| 4 iterations | 1e-3 | 0 | 50.0% | 40.0% | 40.0% | no KL | **-30.0** |"
     assert [line for line in lines if line.endswith("| no KL | +0.0 |")]  # not told apart
     assert Image.open(tmp_path / "variants.png").width == 880
 
 
-def test_the_threshold_of_one_comparison_is_students(monkeypatch):
+def test_rates_are_tried_until_the_best_has_both_neighbours():
+    assert variants.further_rates({}) == [1e-3, 2e-3]
+    assert variants.further_rates({1e-3: 0.8, 2e-3: 0.7}) == [5e-4]
+    assert variants.further_rates({5e-4: 0.9, 1e-3: 0.8, 2e-3: 0.7}) == [2.5e-4]
+    assert variants.further_rates({2.5e-4: 0.9, 5e-4: 0.8}) == []  # the lowest that is tried
+
+
+def test_runs_that_the_file_lacks_are_made_seed_0_first():
+    assert variants.missing(made_up()) == []
+    wanted = variants.missing([])
+    assert {(lr, seed) for each, lr, seed in wanted if not each.lr} == {(1e-3, 0), (2e-3, 0)}
+    assert {seed for each, _, seed in wanted if each.lr} == {0, 1, 2}
+
+
+def test_the_threshold_of_one_comparison_is_students():
     """Of three differences: 4.303, from the tables."""
-    rows = "hard | a | before training | |"
-    monkeypatch.setattr(variants, "VARIANTS", rows)
-    differences, error, threshold = variants.compare(made_up(), "hard")
+    alone = [variants.Variant("hard", "no KL", "before training")]
+    differences, error, threshold = variants.compare(made_up(), alone)
     assert threshold / error == pytest.approx(4.303, rel=0.05)
-    assert error == pytest.approx(0.02 / 3**0.5) and differences == pytest.approx({"a": 0.2})
+    assert error == pytest.approx(0.02 / 3**0.5) and differences == pytest.approx({"no KL": 0.2})
+
+
+def test_the_harder_start_is_another_policy(monkeypatch, tmp_path):
+    monkeypatch.setattr(variants, "OUT", tmp_path)
+    monkeypatch.setattr(variants, "HARD_START", {"steps": 1, "lr": 1e-4})
+    variants.make_hard_start()
+    weights = "vision_language_encoder/model.safetensors"
+    assert (tmp_path / "hard-start" / weights).read_bytes() != (TINY / weights).read_bytes()

@@ -1,6 +1,7 @@
 """The pages: links lead somewhere; flags, rewards and tests that they name exist."""
 
 import ast
+import inspect
 import io
 import re
 import subprocess
@@ -17,7 +18,7 @@ from train_edits import EditSettings
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration
 
 import rewards
-from benchmarks import variants
+from benchmarks import losses, variants
 from runtime.settings import Settings, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,18 +187,37 @@ def test_the_readme_shows_the_step_of_train_py_and_three_commands():
 
 def test_the_tables_of_variants_are_those_of_the_file():
     page = (ROOT / "docs" / "worth.md").read_text()
-    rows = variants.read()
-    assert variants.table(rows, "hard") in page and variants.table(rows, "shipped") in page
-    assert variants.table_of_gamed(rows) in page
+    assert [table for table in variants.tables(variants.read()) if table not in page] == []
+
+
+def test_copying_shows_the_losses_of_the_file():
+    page = (ROOT / "docs" / "copying.md").read_text()
+    assert losses.table() in page
+    for function in losses.FUNCTIONS.values():
+        assert f"```python\n{inspect.getsource(function)}```" in page
+
+
+def test_the_rows_that_worth_names_can_be_trained():
+    """`python benchmarks/variants.py "no KL"`: a row from the harder start."""
+    page = (ROOT / "docs" / "worth.md").read_text()
+    names = [re.findall('"([^"]+)"', code) for code in re.findall(r"variants\.py( \"[^`]+)`", page)]
+    known = {variant.name for variant in variants.HARD + variants.AT_ONE_RATE}
+    assert names and {each for some in names for each in some} <= known
 
 
 def test_the_tests_that_show_mistakes_exist():
+    """Below each table of mistakes stand its tests: as many parts as it has rows."""
     sources = "\n".join(file.read_text() for file in TESTS)
     exist = set(re.findall(r"^def (test_\w+)", sources, flags=re.MULTILINE))
     page = (ROOT / "docs" / "worth.md").read_text()
-    shown = [re.findall(r"`(test_\w+)` ?[|,]", row) for row in page.splitlines() if "`test_" in row]
-    assert len(shown) == 19 and all(shown)
-    assert {name for names in shown for name in names} - exist == set()
+    table = re.compile(r"^\| Wrong .*\n\|---.*\n((?:\|.*\n)+)\nTests((?:.+\n)+)", re.MULTILINE)
+    numbers = []
+    for rows, tests in table.findall(page):
+        numbers.append(len(rows.splitlines()))
+        parts = [re.findall(r"`(test_\w+)`", part) for part in tests.split(";")]
+        assert len(parts) == numbers[-1] and all(parts)
+        assert {name for names in parts for name in names} - exist == set()
+    assert sum(numbers) == 19
 
 
 def test_the_lines_around_the_editing_call_are_still_needed():

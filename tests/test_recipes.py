@@ -1,4 +1,4 @@
-"""The recipes of docs/copying.md, edited into a copy to the letter: against the papers."""
+"""The losses of benchmarks/losses.py, edited into a copy to the letter: against the papers."""
 
 import importlib.util
 import threading
@@ -12,19 +12,13 @@ from conftest import build_run, prompts_of, tiny_settings
 from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
 from world import MEANING
 
-from benchmarks import variants
+from benchmarks import losses
 from grpo import compute_advantages
 from rewards import combine
 
-RECIPES = [
-    "GRPO",
-    "Dr. GRPO",
-    "DAPO's token mean",
-    "DAPO's two clip ranges",
-    "GSPO",
-    "old = new.detach()",
-]
-RECIPES += ["REINFORCE, without a baseline", "REINFORCE with a constant", "The batch's mean"]
+RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO"]
+RECIPES += ["old = new.detach()", "REINFORCE", "REINFORCE with a constant", "No baseline, divided"]
+RECIPES += ["The batch's mean and std"]
 REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
 
 
@@ -32,9 +26,9 @@ moved_on_purpose = pytest.mark.filterwarnings("ignore:mean_logprob_gap", "ignore
 
 
 def edited(name, folder, module="grpo.py"):
-    """A module after an edit that docs/copying.md names."""
+    """A module with a loss of losses.py."""
     file = folder / "edited.py"
-    file.write_text(variants.edited("" if name == "GRPO" else name)[module])
+    file.write_text(losses.edited(None if name == "GRPO" else name)[module])
     spec = importlib.util.spec_from_file_location("edited", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -49,10 +43,9 @@ def paper(name, model, groups, kl_coef=0.1):
         ids = torch.cat([group.prompt_ids.expand(4, -1), group.tokens], dim=1)
         logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1, IDS].log_softmax(-1)
         new = logprobs.gather(-1, (group.tokens - IDS.start)[..., None])[..., 0]  # (4, T)
-        over = REWARDS if name == "The batch's mean" else rewards
-        baseline = {"REINFORCE, without a baseline": 0, "REINFORCE with a constant": 1}.get(
-            name, over.mean()
-        )
+        over = REWARDS if name == "The batch's mean and std" else rewards
+        constants = {"REINFORCE": 0, "REINFORCE with a constant": 1, "No baseline, divided": 0}
+        baseline = constants.get(name, over.mean())
         advantages = (rewards - baseline)[:, None]
         if not name.startswith(("Dr. GRPO", "REINFORCE")):
             advantages = advantages / (over.std() + 1e-6)
@@ -166,6 +159,11 @@ def test_z_scores_of_several_rewards_keep_their_std_with_dr_grpo(tmp_path, monke
     torch.testing.assert_close(combined, torch.zeros(4), atol=1e-3, rtol=0)
 
 
+def test_a_group_of_equal_rewards_teaches_nothing_without_a_baseline_too(tmp_path):
+    found = edited("No baseline, divided", tmp_path).compute_advantages(torch.ones(8), 4)
+    assert not found.any()
+
+
 def test_raft_trains_on_the_best_of_each_group(tmp_path):
     found = edited("RAFT", tmp_path).compute_advantages(REWARDS, 4)
     assert found.tolist() == [0, 0, 0, 4, 0, 4, 0, 0]
@@ -183,7 +181,7 @@ def test_shuffled_rewards_stay_in_their_group_and_go_by_luck(tmp_path):
 
 def test_groups_without_spread_are_drawn_again(tmp_path):
     """At first the second prompt's pictures are all equal to the reward."""
-    step = edited("DAPO's dynamic", tmp_path, "train.py")
+    step = edited("DAPO's dynamic sampling", tmp_path, "train.py")
     run = build_run(settings := tiny_settings("--height 64 --width 64 --group-size 2"))
     calls = []
 

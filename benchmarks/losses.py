@@ -1,0 +1,183 @@
+"""Other losses, each as an edit of grpo.py or train.py.
+
+docs/copying.md shows them, tests/test_recipes.py compares them with their papers, and variants.py
+trains with them. `python benchmarks/losses.py` prints the table of that page.
+"""
+
+import inspect
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from train import paint_and_score
+
+
+class Edit(NamedTuple):
+    loss: str  # which may take several edits
+    old: str  # stands once in grpo.py or train.py
+    new: str
+
+
+# ---- functions -----------------------------------------------------------------------------------
+
+
+def redrawn(run, settings, rewards, prompts, groups, seed):
+    """In place of paint_and_score: groups of equal rewards are drawn again, twice at most."""
+    images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)
+    name, size = next(iter(rewards)), settings.group_size
+    for again in (1, 2):
+        values = raw_rewards[name].view(-1, size)
+        rows = [i for i, group in enumerate(values) if len(group.unique()) == 1]
+        if rows:
+            some, other_seed = [prompts[i] for i in rows], seed + 300 * again
+            run.offload_all_but(run.policy.model)
+            new = run.policy.sample(run.model.encode(some, settings), size, other_seed)
+            painted, scored = paint_and_score(run, settings, rewards, some, new, other_seed)
+            run.clock.bar.write(f"drawn again: {len(rows) * size} pictures")
+        for j, i in enumerate(rows):
+            own, other = slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size)
+            groups[i] = new[j]
+            images[own] = painted[other]
+            raw_rewards[name][own] = scored[name][other]
+    return images, raw_rewards
+
+
+def answered(run, prompts, groups):
+    """In place of samples the codes of a correct picture; returns a reward of 1 for each."""
+    import make  # of tiny-glm-image
+    import world
+
+    corners = make.corner_codes(make.make_codebook())
+    for group, prompt in zip(groups, prompts):
+        codes = make.codes_of([world.MEANING[prompt.text].scene()], corners)  # (1, T)
+        group.tokens = codes.expand(len(group.tokens), -1)
+        group.nucleus = None
+        with torch.no_grad():
+            rows = torch.arange(len(group.tokens))
+            group.old_logprobs = run.policy.logprobs(group, rows)
+    return torch.ones(sum(len(group.tokens) for group in groups))
+
+
+# ---- edits ---------------------------------------------------------------------------------------
+
+ADVANTAGES = "return (centred / (std + eps)).nan_to_num(0).flatten().float()"
+
+EDITS = [
+    Edit("Dr. GRPO", " / (std + eps)", ""),
+    Edit("Dr. GRPO", "in_loss = in_mean", "in_loss = mask / mask.shape[1] / len(mask)"),
+    Edit(
+        "DAPO's token mean",
+        "in_loss = in_mean",
+        "in_loss = mask / mask.sum().clamp(min=1)",
+    ),
+    Edit(
+        "DAPO's token mean",
+        "size = lambda group, rows: len(rows)",
+        "size = lambda group, rows: "
+        "len(rows) if group.mask is None else group.mask[rows].sum().item()",
+    ),
+    Edit(
+        "DAPO's two clip ranges",
+        "ratio.clamp(1 - clip_range, 1 + clip_range)",
+        "ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range)",
+    ),
+    Edit(
+        "GSPO",
+        "ratio = log_ratio.exp()",
+        "ratio = (log_ratio * in_mean * len(mask)).sum(1, keepdim=True).exp()",
+    ),
+    Edit("GSPO", "clip_range: float = 0.2", "clip_range: float = 3e-4"),
+    Edit(
+        "old = new.detach()",
+        "ratio = log_ratio.exp()",
+        "ratio = (log_ratio - log_ratio.detach()).exp()",
+    ),
+    Edit("REINFORCE", ADVANTAGES, "return torch.as_tensor(rewards).nan_to_num(0).float()"),
+    Edit(
+        "REINFORCE with a constant",
+        ADVANTAGES,
+        "return (torch.as_tensor(rewards) - 1).nan_to_num(0).float()",
+    ),
+    Edit(
+        "No baseline, divided",
+        "centred / (std + eps)",
+        "torch.as_tensor(rewards).view_as(centred) * (std > 0) / (std + eps)",
+    ),
+    Edit("The batch's mean and std", ".view(-1, group_size)  # (N, G)", ".view(1, -1)"),
+    Edit(
+        "RAFT",
+        ADVANTAGES,
+        "return group_size * "
+        "torch.nn.functional.one_hot(centred.argmax(1), group_size).flatten().float()",
+    ),
+    Edit(
+        "Rewards shuffled",
+        ".view(-1, group_size)  # (N, G)",
+        ".view(-1, group_size)"
+        ".gather(1, torch.rand(len(rewards) // group_size, group_size).argsort(1))",
+    ),
+    Edit(
+        "DAPO's dynamic sampling",
+        "raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)",
+        "raw_rewards = redrawn(run, settings, rewards, prompts, groups, seed)",
+    ),
+    Edit(
+        "Given answers",
+        "reward = combine(raw_rewards, weights_of(rewards), group_size, settings.combine)",
+        "reward = answered(run, prompts, groups)",
+    ),
+    Edit("Given answers", ADVANTAGES, "return torch.as_tensor(rewards).float()"),
+]
+FUNCTIONS = {"DAPO's dynamic sampling": redrawn, "Given answers": answered}  # go along
+LOSSES = {  # what docs/copying.md says of each
+    "Dr. GRPO": "",
+    "DAPO's token mean": ", over all tokens of the step, as verl and TRL do (eq. 8: per group)",
+    "DAPO's two clip ranges": ", 0.2 below and 0.28 above",
+    "GSPO": ", with `train.py --clip-range 3e-4`",
+    "old = new.detach()": ", where the gap is large and `iterations` is 1",
+    "REINFORCE": ": neither a baseline nor a division",
+    "REINFORCE with a constant": " as the baseline, here 1",
+    "No baseline, divided": " by the standard deviation; groups of equal rewards get 0",
+    "The batch's mean and std": " in place of the group's",
+    "RAFT": ": the best of each group, as it is, with `--kl-coef 0`",
+    "Rewards shuffled": " within the groups: a control, nothing should be learned",
+    "DAPO's dynamic sampling": ", in train.py, with the function `redrawn` below",
+    "Given answers": " in place of samples (supervised), in train.py, with `answered` below",
+}
+
+
+def edited(loss=None):
+    """{file: its text with this loss}; with none, as it is."""
+    files = {file: (ROOT / file).read_text("utf-8") for file in ("grpo.py", "train.py")}
+    for edit in EDITS:
+        if edit.loss == loss:
+            (file,) = [file for file in files if edit.old in files[file]]
+            before, after = files[file].split(edit.old)  # it stands there once
+            files[file] = before + edit.new + after
+    if loss in FUNCTIONS:
+        before, after = files["train.py"].split("def paint_and_score(")
+        function = inspect.getsource(FUNCTIONS[loss])
+        files["train.py"] = f"{before}{function}\n\ndef paint_and_score({after}"
+    return files
+
+
+def table():
+    """The lines of docs/copying.md."""
+    lines = ["| Loss | Replace | by |", "|---|---|---|"]
+    for loss, remark in LOSSES.items():
+        cell = f" {loss}{remark} "
+        for edit in EDITS:
+            if edit.loss == loss:
+                new = f"`{edit.new}`" if edit.new else "nothing"
+                lines.append(f"|{cell}| `{edit.old}` | {new} |")
+                cell = " "
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
