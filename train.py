@@ -49,7 +49,7 @@ def grpo_step(run, settings, rewards, prompts, seed):
         encoded = run.model.encode(prompts, settings)  # (ids, positions, T) of each
         groups = policy.sample(encoded, group_size, seed)
 
-    # 2. paint the codes and score the pictures; several rewards become one number per picture
+    # 2. paint and score; several rewards become one number per picture
     images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)
     reward = combine(raw_rewards, weights_of(rewards), group_size, settings.combine)
 
