@@ -217,7 +217,7 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
         assert ("warning" in capsys.readouterr().out) == warned
     for width, warned in (("128", False), ("160", True), ("12800", True)):
         tiny_settings("--width", width)
-        assert ("pictures of 16,384 pixels" in capsys.readouterr().out) == warned
+        assert ("trained on 16,384 pixels" in capsys.readouterr().out) == warned
 
 
 def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(quick):

@@ -95,7 +95,7 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
         "device:",
         "step 2/2",
         "evaluation after 2 steps, held-out",
-        "output folder: two",
+        " s; output folder: two",
     ):
         assert [output.count(words) for output in outputs] == [1, 0]  # one rank speaks
 
