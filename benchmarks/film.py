@@ -1,7 +1,7 @@
 """The film at the head of the README: what each evaluation of a run has painted.
 
-    python train.py --group-size 4 --eval-every 1 --out runs/film
-    python benchmarks/film.py runs/film assets/before-after.gif
+python train.py --group-size 4 --eval-every 1 --out runs/film
+python benchmarks/film.py runs/film assets/before-after.gif
 """
 
 import sys
