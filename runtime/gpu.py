@@ -81,9 +81,10 @@ class Clock:
             self.bar.update()
 
     def read(self):
-        """Since the last call: seconds/PHASE and, on a GPU, gpu_gb/PHASE, its peak memory."""
+        """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""
         timings, self.timings = self.timings, {}
-        return timings
+        of = lambda what: [value for name, value in timings.items() if name.startswith(what)]
+        return timings | {"seconds": sum(of("seconds/")), "gpu_gb": max(of("gpu_gb/"), default=0)}
 
 
 class Placement:

@@ -104,13 +104,8 @@ class Record:
         self.optimizer_steps = self.count_optimizer_steps()
         rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
         metrics |= self.reward_metrics(rewards)
-        metrics |= {"unscored": rewards["reward"].isnan().double().mean().item()}
-        metrics = ranks.mean(metrics | self.clock.read())
-        metrics["seconds"] = sum(x for name, x in metrics.items() if name.startswith("seconds/"))
-        metrics["gpu_gb"] = max(
-            x if name.startswith("gpu_gb/") else 0 for name, x in metrics.items()
-        )
-        numbers = without_nan({"step": done, **metrics})
+        metrics["unscored"] = rewards["reward"].isnan().double().mean().item()
+        numbers = without_nan({"step": done, **ranks.mean(metrics | self.clock.read())})
         self.metrics.append(numbers)
         self.append("metrics", numbers)
         records = group_records(done, prompts, batch.raw_rewards)
@@ -122,8 +117,7 @@ class Record:
         if done == self.begun + 1 and more:
             minutes = f"{more * numbers['seconds'] / 60:.1f} minutes, without evaluations"
             self.write(f"{counted(more, 'more step')} will take about {minutes}")
-        shows = done == 1 or done % SAMPLE_EVERY == 0 or not more or self.stop.received
-        if self.writes and shows:
+        if self.writes and (done == 1 or done % SAMPLE_EVERY == 0 or not more):
             with checkpoints.writing(self.out):
                 self.draw_group(prompts, batch, rewards["reward"])
                 self.draw_curves()
@@ -134,10 +128,10 @@ class Record:
 
     def draw_group(self, prompts, batch, rewards):
         """group-*.png: the first group in which rewards differ. rewards: (N, G)."""
-        differ = [len(group.unique()) > 1 for group in rewards.nan_to_num()]
-        i = differ.index(True) if any(differ) else 0
-        images = batch.images[i * rewards.shape[1] :]
+        known = rewards.nan_to_num()
+        i = (known.amax(1) > known.amin(1)).int().argmax().item()
         cells = []
+        images = batch.images[i * rewards.shape[1] :]
         for image, reward, advantage in zip(images, rewards[i].tolist(), batch.advantages(i)):
             words = f"reward {format_number(reward)}\nadvantage {advantage:+.2f}"
             cells.append((image, words, False))
@@ -158,8 +152,8 @@ class Record:
         """
         record = {"step": self.done}
         for prefix, (prompts, results) in zip(SETS, (training, held_out)):
-            parts = [named(raw, self.weights, len(images)) for raw, images in results]
-            rewards = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            raw = {name: torch.cat([each[name] for each, _ in results]) for name in results[0][0]}
+            rewards = named(raw, self.weights, len(results[0][1]))
             numbers = evaluation_metrics(rewards, [prompt.type for prompt in prompts])
             record |= {prefix + name: value for name, value in without_nan(numbers).items()}
         self.track({f"evaluation/{name}": x for name, x in record.items()})
@@ -312,40 +306,44 @@ def reward_metrics(rewards):
     return metrics
 
 
-def standard_errors(rewards):
-    """Of each reward's mean, over prompts: pictures of one prompt are not independent."""
-    errors = {}
-    with warnings.catch_warnings(action="ignore"):
-        for name, values in rewards.items():
-            means = np.nanmean(values.double().numpy(), 1)  # (N,)
-            error = np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5
-            errors[name.replace("reward", "reward_error", 1)] = float(error)
-    return errors
-
-
 def evaluation_metrics(rewards, types=()):
-    """Those of reward_metrics with standard errors, and in "types" the same per type of prompt.
+    """Of each reward the mean and its standard error, and in "types" the same per type of prompt.
 
     "mean of the types" is their plain mean whatever their sizes, like GenEval's overall score
     (Ghosh et al. 2023). rewards: {name: (N, G)}. types: N.
     """
-    prompts, pictures = rewards["reward"].shape
-    metrics = reward_metrics(rewards) | standard_errors(rewards)
-    metrics |= {"images": prompts * pictures, "prompts": prompts}
-    if len(set(types)) < 2:
+    metrics = means_and_errors(rewards)
+    kinds = list(dict.fromkeys(types))
+    if len(kinds) < 2:
         return metrics
-    parts = {}
-    for kind in dict.fromkeys(types):
-        own = torch.tensor([each == kind for each in types])
-        parts[kind] = evaluation_metrics({name: values[own] for name, values in rewards.items()})
-    mean = {"prompts": prompts}
+    of_type = {kind: torch.tensor([each == kind for each in types]) for kind in kinds}
+    parts = {
+        kind: means_and_errors({name: values[own] for name, values in rewards.items()})
+        for kind, own in of_type.items()
+    }
+    mean = {"prompts": metrics["prompts"]}
     for name in rewards:
-        error = name.replace("reward", "reward_error", 1)
-        pairs = [(part[name], part[error]) for part in parts.values()]
+        pairs = [(part[name], part[error_of(name)]) for part in parts.values()]
         pairs = torch.tensor(pairs, dtype=torch.float64)  # (types, 2)
         means, errors = pairs[~pairs[:, 0].isnan()].T
-        mean |= {name: means.mean().item(), error: (errors.norm() / len(errors)).item()}
+        mean |= {name: means.mean().item(), error_of(name): (errors.norm() / len(errors)).item()}
     return metrics | {"types": parts | {"mean of the types": mean}}
+
+
+def means_and_errors(rewards):
+    """The errors are over prompts: pictures of one prompt are not independent."""
+    prompts, pictures = rewards["reward"].shape
+    metrics = {"images": prompts * pictures, "prompts": prompts}
+    with warnings.catch_warnings(action="ignore"):
+        for name, values in rewards.items():
+            means = np.nanmean(values.double().numpy(), 1)  # (N,)
+            error = np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5
+            metrics |= {name: values.nanmean().item(), error_of(name): float(error)}
+    return metrics
+
+
+def error_of(name):
+    return name.replace("reward", "reward_error", 1)
 
 
 def group_records(step, prompts, raw_rewards):
@@ -393,9 +391,9 @@ def shown_names(record, prefix=""):
     return names[1:] if len(names) > 1 and record[names[0]] == record[names[1]] else names
 
 
-def with_error(record, name, error="reward_error"):
+def with_error(record, name, error=None):
     """'0.692 +- 0.031', the reward of this name with its standard error, if it has one."""
-    values = [record[name], record[name.replace("reward", error, 1)]]
+    values = [record[name], record[error or error_of(name)]]
     known = [
         f"{x:.3f}" if x == 0 or abs(x) >= 5e-4 else f"{x:.0e}" for x in values if x is not None
     ]

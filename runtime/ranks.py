@@ -123,7 +123,7 @@ def mean(metrics):
     per_rank = gather(metrics)
     for name in metrics:
         values = [metrics[name] for metrics in per_rank if not math.isnan(metrics[name])]
-        largest = name.endswith("max_logprob_gap") or name.startswith("gpu_gb/")
+        largest = name.endswith("max_logprob_gap") or name.startswith("gpu_gb")
         merged[name] = math.nan
         if values:
             merged[name] = max(values) if largest else sum(values) / len(values)

@@ -751,10 +751,11 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
     for phase in ("move", "sample", "move"):
         with clock(phase):
             assert clock.name == phase
-    assert clock.read() == {"seconds/move": 6, "seconds/sample": 3}
+    phases = {"seconds/move": 6, "seconds/sample": 3}
+    assert clock.read() == phases | {"seconds": 9, "gpu_gb": 0}
     with clock("move"):
         pass
-    assert clock.read() == {"seconds/move": 1}  # of the next step
+    assert clock.read() == {"seconds/move": 1, "seconds": 1, "gpu_gb": 0}  # of the next step
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])
