@@ -125,8 +125,8 @@ def test_a_broken_link_and_an_unknown_flag_are_found(tmp_path):
     assert broken_links(page) == ["page.md#a-title", "gone.md"]
     assert unknown_flags("python train.py --steps 3 --speed 4") == ["--speed"]
     assert unknown_flags("torchrun --nnodes 2 --steps 3 train.py --steps 3") == ["--steps"]
-    assert unknown_flags("--dtype") == ["--dtype"]
-    assert unknown_flags("--dtype", "see against_trl.py") == []
+    assert unknown_flags("--hard-start") == ["--hard-start"]
+    assert unknown_flags("--hard-start", "see variants.py") == []
 
 
 @named
@@ -146,7 +146,6 @@ def test_flags_in_docstrings_and_messages_exist():
     # A flag that is not taken, and why; a prefix; pip's.
     assert {name: flags for name, flags in unknown.items() if flags} == {
         "settings.py": {"--log"},
-        "against_trl.py": {"--no-deps"},
         "smollm2.py": {"--no-deps"},
     }
 
