@@ -21,9 +21,11 @@ from runtime.data import evenly, load_data, read_inputs
 from runtime.pictures import RED
 from runtime.settings import TINY
 
+OTHER_SEED = 7
 
-def judged(adapter, seed):
-    """Of each held-out caption four pictures, and whether they are correct."""
+
+def judged(adapter):
+    """Of each held-out caption four pictures, and whether they are correct: from two seeds."""
     flags = ["--adapter", adapter] if adapter else []
     settings = train.parse_settings(["--model", TINY, *flags])
     with redirect_stdout(None):
@@ -31,8 +33,10 @@ def judged(adapter, seed):
         data = load_data(settings, prompts, held_out)
         run = train.Run.load(settings, data, torch.device("cpu"), None)
         shown = evenly(held_out, settings.eval_count)  # as in an evaluation
-        results = train.evaluate(run, settings, data.judges, shown, seed)
-    return [(rewards[settings.frame_by].tolist(), images) for rewards, images in results]
+        seeds = train.SEEDS["held out"], OTHER_SEED
+        results = [train.evaluate(run, settings, data.judges, shown, seed) for seed in seeds]
+    name = settings.frame_by
+    return [[(rewards[name].tolist(), images) for rewards, images in each] for each in results]
 
 
 def wall(results, cell=37):
@@ -47,20 +51,19 @@ def wall(results, cell=37):
 
 
 def main(run, file):
-    sides = {"before": None, "after": run}
-    results = {name: judged(adapter, train.SEEDS["held out"]) for name, adapter in sides.items()}
-    before, after = (wall(results[name]) for name in sides)
+    results = {"before": judged(None), "after": judged(run)}
+    before, after = (wall(shown) for shown, _ in results.values())
     both = Image.new("RGB", (before.width, 2 * before.height + 12), "white")
     both.paste(before, (0, 0))
     both.paste(after, (0, before.height + 12))
     both.save(file)
 
-    none = [i for i, (correct, _) in enumerate(results["before"]) if not any(correct)]
+    of_before, _ = results["before"]
+    none = [i for i, (correct, _) in enumerate(of_before) if not any(correct)]
     print(f"{len(none)} captions had no correct picture before; of {4 * len(none)} are correct:")
-    for name, adapter in sides.items():
-        again = judged(adapter, 7)
-        counts = (sum(sum(each[i][0]) for i in none) for each in (results[name], again))
-        print(f"{name}: {' and, from other seeds, '.join(f'{count:.0f}' for count in counts)}")
+    for name, evaluations in results.items():
+        shown, again = (sum(sum(each[i][0]) for i in none) for each in evaluations)
+        print(f"{name}: {shown:.0f} and, from other seeds, {again:.0f}")
 
 
 if __name__ == "__main__":
