@@ -11,19 +11,21 @@ pictures of one prompt. It minimises
     A  = (R_i - mean(R)) / (std(R) + eps)    advantage: the z-score of the reward in its group
     k3 = ref/pi - log(ref/pi) - 1            an estimate of KL(pi || reference), never negative
 
-averaged over the N prompts of a step. What this adds to REINFORCE, whose loss is -R log pi(o_t):
-the group's mean, so that only what is better than usual is reinforced; its std, so that all prompts
-count alike; the ratio and its clip, so that the same samples can serve several optimiser steps; k3,
-so that the policy stays near its start. With one iteration per step the ratio is 1, nothing is
-clipped, and the gradient is that of -A log pi(o_t), and of the KL term.
+averaged over the N prompts of a step. A group of equal rewards has A = 0 and is left out, with its
+KL term. What GRPO adds to REINFORCE, whose loss is -R log pi(o_t): the group's mean, so that only
+what is better than usual is reinforced; its std, so that all prompts count alike; the ratio and its
+clip, so that the same samples can serve several optimiser steps; k3, so that the policy stays near
+its start. With one iteration per step the ratio is 1, up to rounding: the clip has nothing to do,
+and the gradient is that of -A log pi(o_t), and of the KL term.
 
-One training step. The functions of each part come first, in this order; class GRPO calls them:
+One training step. Its functions stand below in this order; class GRPO comes last and calls them:
 
     1. sample              GRPO.sample: G sequences of T tokens per prompt, with their log-probs
     2. paint and score     tokens -> pictures -> a reward per picture: in train.py, or your own
     3. advantages          set_advantages: rewards -> z-scores within each group
-    4. recompute           the log-probs of those tokens in one pass: GRPO.add_reference, with the
-                           adapter off, then within GRPO.update, with the adapter on
+    4. recompute           the log-probs of the same tokens, in one pass: GRPO.add_reference with
+                           the adapter off; GRPO.update with the adapter on, as sampling has kept
+                           no gradient
     5. loss                compute_grpo_loss: the formula above
     6. update              GRPO.update: micro-batches, gradient clipping, the optimiser
 
@@ -92,10 +94,10 @@ def generate_with_logprobs(
         logprobs: (N*G, T) float32, under the distribution as sampled: after temperature and top-p.
         nucleus: (N*G, T, V) bool, the ids that survived top-p, kept for part 4. None if top_p is 1.
     """
-    _check_sampling(prompts, allowed_ids, temperature, top_p, generators)
+    _check_sampling(prompts, allowed_ids, temperature, top_p, end_ids, generators)
     ids, positions, not_padding = _pad_left(prompts, position_ids, num_new_tokens, model.device)
-    # An index, not a number: see get_per_token_logprobs.
-    last = torch.tensor([-1], device=model.device)
+    last = torch.tensor([-1], device=model.device)  # a tensor: see get_per_token_logprobs
+    ends = torch.tensor(end_ids, device=model.device)
 
     def next_logits(ids, rows, end, cache=None):
         """What follows the ids (B, length), which end at place `end` and follow those in the cache.
@@ -104,8 +106,8 @@ def generate_with_logprobs(
         """
         start = end - ids.shape[1]
         mask = None if not_padding is None else _attended(not_padding[rows], start, end)
-        call = forward if forward and cache is not None else model
-        output = call(
+        run = forward if forward and cache is not None else model
+        output = run(
             input_ids=ids,
             attention_mask=mask,
             position_ids=None if positions is None else positions[..., rows, start:end],
@@ -117,7 +119,10 @@ def generate_with_logprobs(
             raise ValueError("the model returns no past_key_values: it cannot be sampled here")
         return output.logits[:, -1], output.past_key_values
 
-    # The prompts: each is read once, and from then on there are G rows of it.
+    def draw(logits):
+        return _sample_token(logits, allowed_ids, temperature, top_p, generators)
+
+    # The prompts: each is read once, then its row of the cache is repeated for its G samples.
     length = ids.shape[1]
     rows = torch.arange(len(ids), device=model.device).repeat_interleave(num_samples)  # (N*G,)
     logits, cache = next_logits(ids, rows[::num_samples], length)
@@ -127,18 +132,17 @@ def generate_with_logprobs(
     else:  # each has to be read G times
         logits, cache = next_logits(ids[rows], rows, length)
 
-    # The samples: one token per pass.
-    choice = allowed_ids, temperature, top_p, generators
-    samples = [_sample_token(logits, *choice)]
+    # The samples: the first tokens follow from that pass, then each pass gives one more.
+    samples = [draw(logits)]
     ended = torch.zeros_like(rows, dtype=torch.bool).unsqueeze(1)  # (N*G, 1)
     for end in range(length + 1, length + num_new_tokens):
         token = samples[-1][0]  # (N*G, 1)
         if end_ids:
-            ended |= torch.isin(token, torch.tensor(end_ids, device=model.device))
+            ended |= torch.isin(token, ends)
             if len(samples) % 16 == 0 and ended.all():  # rarely, as the CPU waits for the GPU here
                 break
         logits, cache = next_logits(token, rows, end, cache)
-        samples.append(_sample_token(logits, *choice))
+        samples.append(draw(logits))
 
     tokens, logprobs, nuclei = zip(*samples, strict=True)
     tokens = torch.cat(tokens, dim=1).cpu()
@@ -177,13 +181,16 @@ def _attended(not_padding, start, end):
     # Padding attends to itself: on recent cards a row that sees nothing may be NaN, silently. The
     # mask has four dimensions because transformers takes it as it is; given one of two, it would
     # sync with the GPU at every token.
-    place = torch.arange(end, device=not_padding.device)
-    own = place[start:, None]
-    return (not_padding[:, None, None, :end] & (place <= own)) | (place == own)
+    keys = torch.arange(end, device=not_padding.device)
+    queries = keys[start:, None]
+    return (not_padding[:, None, None, :end] & (keys <= queries)) | (keys == queries)
 
 
 def mask_through_end(tokens, end_ids):
-    """(B, T), 1 through the first token in `end_ids`, or the model would never learn to stop."""
+    """(B, T), 1 through the first token in `end_ids`, 0 after it.
+
+    That token counts too: without it no step would teach the model to stop.
+    """
     is_end = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).int()  # (B, T)
     return (is_end.cumsum(1) - is_end == 0).float()
 
@@ -196,11 +203,7 @@ def _sample_token(logits, allowed_ids, temperature, top_p, generators):
     logp = _log_distribution(logits, allowed_ids, temperature)  # (N*G, V)
     nucleus = None
     if top_p < 1:
-        nucleus = logp.exp() > max(top_p, 0.5)  # an id that holds top_p alone
-        # The other rows are sorted, which is slow on a CPU. A GPU sorts all of them: the CPU would
-        # have to wait for it to learn which.
-        rows = ~nucleus.any(-1) if logp.device.type == "cpu" else slice(None)
-        nucleus[rows] = TopPLogitsWarper(top_p)(None, logp[rows]).isfinite()
+        nucleus = _nucleus(logp, top_p)
         logp = _log_distribution(logits, allowed_ids, temperature, nucleus)
     # The Gumbel-max trick in its exponential form: with E = -log(uniform), argmax(p / E) is a draw
     # from p. torch.multinomial does the same, but checks p first, which would make the CPU wait for
@@ -211,6 +214,18 @@ def _sample_token(logits, allowed_ids, temperature, top_p, generators):
         group.exponential_(generator=generator)
     index = (logp.exp() / noise).argmax(-1, keepdim=True)  # (N*G, 1)
     return index + allowed_ids.start, logp.gather(-1, index), nucleus
+
+
+def _nucleus(logp, top_p):
+    """The most likely ids that together hold top_p: log-probs (B, V) -> (B, V) bool."""
+    if logp.device.type != "cpu":
+        return TopPLogitsWarper(top_p)(None, logp).isfinite()
+    # The warper sorts, which is slow on a CPU, and needless where a single id holds top_p. (Above
+    # one half there is one such id at most.) A GPU would have to tell the CPU which rows these are.
+    nucleus = logp.exp() > max(top_p, 0.5)
+    rows = ~nucleus.any(-1)
+    nucleus[rows] = TopPLogitsWarper(top_p)(None, logp[rows]).isfinite()
+    return nucleus
 
 
 def _log_distribution(logits, allowed_ids, temperature, nucleus=None):
@@ -251,11 +266,26 @@ def centre_groups(rewards, group_size):
     """
     rewards = torch.as_tensor(rewards, device="cpu")
     _check_rewards(rewards, group_size)
-    # Rounded to float32 first, so that equal rewards stay equal: in float64 their mean is exact.
+    # In float64 the mean of equal float32 numbers is exact, and their std is 0. In float32 eight
+    # rewards of 9.9 would get advantages of 0.47: one rounding error divided by another.
     groups = rewards.float().double().view(-1, group_size)  # (N, G)
     centred = groups - groups.nanmean(dim=1, keepdim=True)
     count = (~groups.isnan()).sum(dim=1, keepdim=True)
     return centred, (centred.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+
+
+def set_advantages(groups, rewards):
+    """The advantages of N Groups, from the rewards (N*G,) of their samples, group after group.
+
+    Of several rewards make one first: see combine in rewards.py.
+    """
+    sizes = [len(group.old_logprobs) for group in groups]
+    if len(set(sizes)) != 1:
+        raise ValueError(f"groups of {sizes} samples: give one group or more, of one size")
+    size = sizes[0]
+    advantages = compute_advantages(rewards, size).split(size)
+    for group, of_group in zip(groups, advantages, strict=True):
+        group.advantages = of_group
 
 
 # ---- 4. recompute the log-probs, by teacher forcing ----------------------------------------------
@@ -279,18 +309,19 @@ def get_per_token_logprobs(
         allowed_ids, temperature: as in sampling.
         nucleus: (B, T, V) bool as sampling returned it. New, old and reference policy renormalise
             over this same set: a ratio of probabilities over different sets would not be an
-            importance weight.
+            importance weight. The KL term too is that of the distributions cut off by top-p.
 
     Returns: (B, T) float32, with gradient. The value for an id that is not allowed is meaningless:
     mask it in the loss.
     """
     input_ids = input_ids.to(model.device)
     if position_ids is not None:
-        place = position_ids[:, None, : input_ids.shape[1] - 1].to(model.device)
-        position_ids = place.expand(-1, len(input_ids), -1)
+        of_one = position_ids[:, None, : input_ids.shape[1] - 1].to(model.device)
+        position_ids = of_one.expand(-1, len(input_ids), -1)
     # The logits at one position predict the id at the next: the last id is only ever a target, and
-    # the last T logits are all we need, even of a model that does not know logits_to_keep. Asked
-    # for by a tensor of places: by a number, torch would copy the head for each row.
+    # the last T logits are all we need. logits_to_keep is a tensor of places: for a number
+    # transformers slices the hidden states, and the product with that slice copies the head's
+    # weight for each row. A model that does not know logits_to_keep returns all logits.
     last = torch.arange(-num_new_tokens, 0, device=model.device)
     output = model(
         input_ids=input_ids[:, :-1],
@@ -316,7 +347,9 @@ def compute_grpo_loss(
     clip_range=0.2,
     kl_coef=0.0,
 ):
-    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4), a mean of means.
+    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4).
+
+    Both are means over the tokens of a sample, then over samples.
 
     Args:
         new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first gets a gradient.
@@ -335,18 +368,23 @@ def compute_grpo_loss(
     constants = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "mask": mask}
     _check_loss(new_logprobs.shape, advantages, kl_coef, constants)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
-    in_mean = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T), a mean of means
-    # Hook: the share of each token in the loss, (B, T). Other losses change it: docs/copying.md.
-    in_loss = in_mean
-    masked = lambda x: torch.where(mask > 0, x, 0)  # before any product: 0 x NaN is NaN
-    average = lambda x: (x * in_mean).sum()
+    # The share of each token in a mean over the tokens of a sample, then over samples.
+    share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T)
+    # Hook: the share of each token in the loss. Other losses change it: docs/copying.md.
+    loss_share = share
+
+    def masked(x):  # before any product: 0 x NaN is NaN
+        return torch.where(mask > 0, x, 0)
+
+    def average(x):
+        return (x * share).sum()
 
     log_ratio = masked(new_logprobs - old_logprobs.detach())  # (B, T)
     ratio = log_ratio.exp()
     advantages = masked(advantages.detach().view(len(advantages), -1))  # (B, T)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages  # no gradient beyond it
-    loss = policy_loss = -(torch.min(unclipped, clipped) * in_loss).sum()
+    loss = policy_loss = -(torch.min(unclipped, clipped) * loss_share).sum()
     kl = torch.tensor(float("nan"))  # not measured
     if ref_logprobs is not None:
         # k3 (Schulman 2020, "Approximating KL divergence"): its value estimates KL(pi || ref), but
@@ -355,7 +393,7 @@ def compute_grpo_loss(
         log_ref = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         k3 = log_ref.exp() - log_ref - 1
         kl = average(k3)
-        loss = policy_loss + kl_coef * (k3 * in_loss).sum()
+        loss = policy_loss + kl_coef * (k3 * loss_share).sum()
 
     gap = log_ratio.abs()
     metrics = {
@@ -377,10 +415,10 @@ def compute_grpo_loss(
 class GRPOSettings:
     """Settings of the algorithm."""
 
-    micro_batch_size: int = 4  # sequences per pass: bounds memory, changes results only by rounding
-    iterations: int = (
-        1  # optimiser steps on the same samples: above 1 ratios leave 1, and can be clipped
-    )
+    # Sequences per pass of parts 4 to 6, at most a group: bounds memory, changes only rounding.
+    micro_batch_size: int = 4
+    # Optimiser steps on the same samples. Above 1 the ratios leave 1, and the clip can act.
+    iterations: int = 1
     clip_range: float = 0.2
     kl_coef: float = 0.0
     temperature: float = 1.0
@@ -403,23 +441,12 @@ class Group:
     ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
 
 
-def set_advantages(groups, rewards):
-    """3: the advantages of all groups from the rewards (N*G,) of their samples, group after group.
-
-    Of several rewards make one first: see combine in rewards.py.
-    """
-    _check_groups(groups, with_advantages=False)
-    size = len(groups[0].old_logprobs)
-    advantages = compute_advantages(rewards, size).split(size)
-    for group, own in zip(groups, advantages, strict=True):
-        group.advantages = own
-
-
 class GRPO:
-    """Samples groups from a policy, and updates its adapter by their advantages.
+    """The policy with its optimiser: it samples groups, and learns from their advantages.
 
     Args:
-        model: a PeftModel: a frozen base with a trainable adapter, LoRA or its like.
+        model: a PeftModel: a frozen base with a trainable adapter, LoRA or its like. The base is
+            transformers', or takes and returns the same (docs/copying.md, "A model of your own").
         optimizer: over the adapter.
         settings: GRPOSettings, read when they are used: you may change them between steps.
         allowed_ids, forward: as for generate_with_logprobs.
@@ -427,9 +454,9 @@ class GRPO:
             disabled.
         meet: called by all ranks before they exchange gradients, to notice one that has failed.
 
-    A group needs old_logprobs, mask, advantages and ref_logprobs; all else is left to logprobs(),
-    which a subclass may replace, as glm_image/decoder.py does. With torch.distributed, W ranks with
-    N prompts and seeds of their own equal one with W*N.
+    Of a group, add_reference and update read old_logprobs, mask, advantages and ref_logprobs; the
+    rest is read by logprobs(), which a subclass may replace, as glm_image/decoder.py does. With
+    torch.distributed, W ranks with N prompts and seeds of their own equal one rank with W*N.
     """
 
     def __init__(
@@ -459,7 +486,7 @@ class GRPO:
 
         prompts: N times (prompt_ids (L,), position_ids (3, L+T) or None for a text model, T), with
         one T for all, else ValueError. Group i draws from `seed + i` alone: the same prompts and
-        seed give the same samples until the policy moves.
+        seed give the same samples until the policy moves. So the next step's seed is N higher.
         """
         self.model.eval()
         triples = [prompt for prompt in prompts if isinstance(prompt, tuple) and len(prompt) == 3]
@@ -481,18 +508,29 @@ class GRPO:
             generators=[torch.Generator(self.model.device).manual_seed(each) for each in seeds],
             forward=self.forward,
         )
-        mask = mask_through_end(tokens, ends) if ends else None
+        mask = None
+        if ends:
+            mask = mask_through_end(tokens, ends)
+            # The pass goes on for the longest text: a reward must not see what others wrote then.
+            tokens = tokens.where(mask > 0, ends[0])
         groups = []
         for i, ids in enumerate(prompt_ids):
             rows = slice(i * group_size, (i + 1) * group_size)
-            samples = tokens[rows], logprobs[rows], _rows(nucleus, rows), _rows(mask, rows)
-            groups.append(Group(ids.cpu(), position_ids[i], *samples))
+            group = Group(
+                prompt_ids=ids.cpu(),
+                position_ids=position_ids[i],
+                tokens=tokens[rows],
+                old_logprobs=logprobs[rows],
+                nucleus=_rows(nucleus, rows),
+                mask=_rows(mask, rows),
+            )
+            groups.append(group)
         return groups
 
     @torch.no_grad()
     def add_reference(self, groups):
         """4: log-probs under the reference, for groups with spread."""
-        _check_groups(groups, with_advantages=True)
+        _check_advantages(groups)
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
@@ -511,20 +549,24 @@ class GRPO:
         Returns the metrics of compute_grpo_loss, and
             mean_logprob_gap, max_logprob_gap: from the first iteration alone.
             skipped: the share of iterations whose gradient was not finite; they made no step.
-            grad_norm, grad_rms: of the others, the latter per parameter.
+            grad_norm: the mean over the other iterations, before clipping.
             groups_without_spread: the share of groups that were left out.
         """
-        _check_groups(groups, with_advantages=True)
+        _check_advantages(groups)
         with_spread = [group for group in groups if group.advantages.any()]
         micro_batches = [(group, rows) for group in with_spread for rows in self.split(group)]
-        # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
-        size = lambda group, rows: len(rows)
+
+        def size(group, rows):
+            # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
+            return len(rows)
+
+        # The ranks' gradients are averaged, so each rank divides by the mean of their totals.
         total = sum(size(group, rows) for group in groups for rows in self.split(group))
-        total = torch.tensor(float(total), device=self.model.device)
-        self.average_over_ranks([total])  # each rank divides by the mean, as gradients are averaged
+        total = self.mean_over_ranks(total)
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
-        self.model.train()  # for gradient checkpointing alone: there is no dropout
-        self.optimizer.zero_grad()  # an update that ended in an exception has left half a gradient
+        # Gradient checkpointing needs train mode. Without it there is no dropout in eval mode.
+        self.model.train(getattr(self.model, "is_gradient_checkpointing", False))
+        self.optimizer.zero_grad()  # an update that failed may have left half of a gradient
         reports = []  # (size, metrics) of each micro-batch
         norms = []  # of the gradient before clipping, per iteration
         for _ in range(self.settings.iterations):
@@ -539,43 +581,59 @@ class GRPO:
                     self.settings.kl_coef,
                 )
                 # The gradients of micro-batches add up to that of the step, however it is cut.
-                (loss * size(group, rows) / total.item()).backward()
+                (loss * size(group, rows) / total).backward()
                 reports.append((size(group, rows), metrics))
-            if dist.is_initialized():
-                self.average_over_ranks([_gradient(parameter) for parameter in self.parameters])
+            self.average_gradients()
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
             norms.append(norm.item())
             # NaN would ruin every weight; with a gradient of 0 Adam would move by its momentum.
             if 0 < norms[-1] < float("inf"):
-                self.steps += 1  # first: one that fails may have moved some of the weights
+                # Counted first: a step that fails midway has moved some of the weights.
+                self.steps += 1
                 self.optimizer.step()  # 6
             self.optimizer.zero_grad()
 
         first = _average(reports[: len(micro_batches)])  # later iterations have moved the policy
         # An optimizer that still has no state, such as SGD, cannot tell whether it was resumed.
         _warn_of(first, norms, at_start and bool(self.optimizer.state), with_spread)
-        gaps = {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
-        metrics = _average(reports) | gaps | _gradient_metrics(norms, self.parameters)
-        return metrics | {"groups_without_spread": 1 - len(with_spread) / len(groups)}
+        finite = [norm for norm in norms if norm < math.inf]
+        return _average(reports) | {
+            "mean_logprob_gap": first["mean_logprob_gap"],
+            "max_logprob_gap": first["max_logprob_gap"],
+            "grad_norm": sum(finite) / max(len(finite), 1),
+            "skipped": 1 - len(finite) / len(norms),
+            "groups_without_spread": 1 - len(with_spread) / len(groups),
+        }
 
     def split(self, group):
         """Indices of a group's samples, `micro_batch_size` at a time."""
         return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
 
-    def average_over_ranks(self, tensors):
-        """In place."""
+    def mean_over_ranks(self, number):
+        """The mean of a number of each rank."""
+        if not dist.is_initialized():
+            return number
+        self.meet()
+        mean = torch.tensor(float(number), device=self.model.device)
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        return mean.item()
+
+    def average_gradients(self):
+        """Over ranks, in place; 0 from a rank whose groups are all without spread."""
         if dist.is_initialized():
             self.meet()
-            for tensor in tensors:
-                dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+            for parameter in self.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
     @contextmanager
     def without_adapter(self):
         """Within it the model is the reference: PEFT disables the adapter, and freezes it."""
         with getattr(self.model, "disable_adapter", nullcontext)():
             if any(p.requires_grad for p in self.model.parameters()):
-                copy = "the reference must be a frozen copy, see docs/copying.md"
-                raise ValueError(f"not only an adapter learns: {copy}")
+                hint = "the reference must be a frozen copy, see docs/copying.md"
+                raise ValueError(f"not only an adapter learns: {hint}")
             yield
 
     def logprobs(self, group, rows):
@@ -596,15 +654,8 @@ def _rows(tensor, rows):
     return None if tensor is None else tensor[rows]
 
 
-def _gradient(parameter):
-    """0 if there is none: no group of this rank has spread, but another rank's may have."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
 def _average(reports):
-    """The metrics of micro-batches as one: means, the largest gap. NaN if there are none."""
+    """[(size, metrics)] of micro-batches -> their means, and the largest gap; NaN if none."""
     total = sum(size for size, _ in reports) or math.nan
     means = {}
     for name in ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap"):
@@ -613,26 +664,17 @@ def _average(reports):
     return means | {"max_logprob_gap": max(gaps, default=math.nan)}
 
 
-def _gradient_metrics(norms, parameters):
-    """See update. norms: of the gradient, per iteration."""
-    steps = [norm for norm in norms if 0 < norm < float("inf")]
-    mean = sum(steps) / max(len(steps), 1)
-    count = sum(p.numel() for p in parameters)
-    skipped = sum(not norm < float("inf") for norm in norms) / len(norms)
-    return {"grad_norm": mean, "grad_rms": mean / math.sqrt(count), "skipped": skipped}
-
-
 # ---- one GPU for two models ----------------------------------------------------------------------
 
 
 class Offload:
-    """Lets models take turns on a GPU that cannot hold them all: offload.all_but(policy).
+    """Lets models, now on the CPU, take turns on a GPU that cannot hold all: all_but(policy).
 
     Frozen weights live in page-locked host memory, which a GPU reads at the full speed of its bus.
-    Without `pin` they stay where they are, such as mapped from a file, and are read at a fifth of
-    it. They are copied up when needed and then dropped, for they do not change. What is trained is
-    small, and stays on the device. on_evict: called after weights have left the GPU: a CUDA graph
-    that read them must be dropped.
+    Without `pin` they stay where they are, such as mapped from a file, and are read five times as
+    slowly. They are copied up when needed and then dropped, for they do not change. What is trained
+    is small, and stays on the device. on_evict: called after weights have left the GPU: a CUDA
+    graph that read them must be dropped.
     """
 
     def __init__(self, models, device, on_evict=lambda: None, pin=True):
@@ -677,8 +719,8 @@ def _warn_of(metrics, norms, at_start, groups):
         signs.append("kl is above 0 at the start: the reference is not the model before training")
     if groups and norms[0] == 0:
         alike = all(len(group.old_logprobs.unique(dim=0)) == 1 for group in groups)
-        cause = "does the optimizer hold the active adapter?"
-        cause = "equal samples got different rewards" if alike else cause
+        other = "does the optimizer hold the active adapter?"
+        cause = "equal samples got different rewards" if alike else other
         signs.append(f"rewards differ, but the gradient is exactly 0: {cause}")
     if not all(norm < float("inf") for norm in norms):
         signs.append("the gradient is NaN or infinite: no step was taken")
@@ -690,7 +732,7 @@ class NotFinite(ValueError):
     """Sampled log-probs are NaN or infinite; args[0]: the indices of the prompts concerned."""
 
 
-def _check_sampling(prompts, allowed_ids, temperature, top_p, generators):
+def _check_sampling(prompts, allowed_ids, temperature, top_p, end_ids, generators):
     if any(not torch.is_tensor(ids) or ids.ndim != 1 or len(ids) == 0 for ids in prompts):
         raise ValueError("a prompt is a tensor (L,) of ids, with L 1 or more")
     first = allowed_ids.start if isinstance(allowed_ids, slice) else None
@@ -699,6 +741,8 @@ def _check_sampling(prompts, allowed_ids, temperature, top_p, generators):
     if temperature <= 0 or not 0 < top_p <= 1:
         given = f"{temperature} and {top_p}"
         raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {given}")
+    if end_ids and not any(first <= i < (allowed_ids.stop or math.inf) for i in end_ids):
+        raise ValueError(f"no text could end: allowed_ids has none of the end_ids {end_ids}")
     if generators is not None and len(generators) != len(prompts):
         raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts: give one each")
 
@@ -724,17 +768,14 @@ def _check_loss(shape, advantages, kl_coef, constants):
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} {tuple(tensor.shape)} for log-probs {tuple(shape)}")
     if advantages.shape not in (shape, shape[:1]):  # (B, 1) would meet (B, T) as (B, B, T)
-        own = tuple(advantages.shape)
-        raise ValueError(f"advantages {own} for log-probs {tuple(shape)}: give (B,) or (B, T)")
+        both = f"advantages {tuple(advantages.shape)} for log-probs {tuple(shape)}"
+        raise ValueError(f"{both}: give (B,) or (B, T)")
 
 
-def _check_groups(groups, with_advantages):
-    sizes = [len(group.old_logprobs) for group in groups]
-    if not groups or (len(set(sizes)) > 1 and not with_advantages):
-        one_size = "all of one size; for others call set_advantages group by group"
-        raise ValueError(f"groups of {sizes} samples: give one group or more, {one_size}")
-    if with_advantages and any(group.advantages is None for group in groups):
-        raise ValueError("no advantages yet: set_advantages comes before add_reference and update")
+def _check_advantages(groups):
+    if not groups or any(group.advantages is None for group in groups):
+        first = "set_advantages comes before add_reference and update"
+        raise ValueError(f"no groups, or no advantages yet: {first}")
 
 
 def _check_model(model, parameters):

@@ -1,11 +1,11 @@
 """Rewards: functions that look at pictures and say how good they are.
 
-A reward is `f(images, prompts, targets) -> float tensor (N,)`: higher is better, NaN is "does not
-apply". It gets N PIL images, the N prompts that they were painted for, and N PIL images that they
+A reward is `f(images, prompts, targets) -> float tensor (B,)`: higher is better, NaN is "does not
+apply". It gets B PIL images, the B prompts that they were painted for, and B PIL images that they
 should resemble (None where there is none). Do not change the pictures: other rewards see them too.
 With a parameter `group_size` it is told how many images in a row have the same prompt, to compare
-them with one another. If it has a method `applies(prompt)`, a run says at its start for how many
-prompts that is False.
+them with one another. If it has a method `applies(prompt)`, a run prints at its start how many
+prompts it does not apply to.
 Add yours to REWARDS, further down in this file, or keep it in a file of your own and name it on the
 command line:
 
@@ -137,7 +137,8 @@ def split_spec(spec):
     pairs = []
     for item in spec.split(","):
         if item.strip() not in ("", "none"):
-            name, weight = re.fullmatch(r"\s*(.+?)(?::(-?\d*\.?\d+))?\s*", item).groups()
+            number = r"-?\d*\.?\d+(?:e-?\d+)?"
+            name, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
             pairs.append((name, float(weight or 1)))
     return pairs
 
@@ -212,12 +213,12 @@ class Scoring:
         self.started = {name: [] for name in rewards}  # answers of those that are `async def`
 
     def add(self, images, **given):
-        """M images of each of some prompts; those rewards that are `async def` begin with them.
+        """G images of each of some prompts; those rewards that are `async def` begin with them.
 
         given: prompts, targets and what else a reward may have a parameter for, an entry per
         prompt.
         """
-        self.group_size = len(images) // len(given["prompts"])  # M
+        self.group_size = len(images) // len(given["prompts"])  # G
         self.images += images
         for name, column in given.items():
             given[name] = [x for x in column for _ in range(self.group_size)]
@@ -235,7 +236,7 @@ class Scoring:
 
     @torch.no_grad()
     def values(self):
-        """The raw values of each reward, {name: (N*M,) float32}, NaN where it does not apply.
+        """The raw values of each reward, {name: (N*G,) float32}, NaN where it does not apply.
 
         StepFailed for infinity, or what is not a number per picture; else what a reward raised.
         """
@@ -262,7 +263,7 @@ def event_loop():
 
 
 def score(rewards, images, prompts, targets=None, **more):
-    """The raw values of each reward, {name: (N*M,)}, of pictures that are all there."""
+    """The raw values of each reward, {name: (N*G,)}, of pictures that are all there."""
     scoring = Scoring(rewards)
     scoring.add(images, prompts=prompts, targets=targets or [None] * len(prompts), **more)
     return scoring.values()
@@ -288,7 +289,7 @@ def combine(rewards, weights, group_size=1, how="sum"):
         raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")
     values = torch.stack([rewards[name] for name in weights])  # (R, N*G)
     applies = ~values.isnan()
-    if how == "zscore":
+    if how == "zscore":  # not compute_advantages: another loss may edit that
         groups = [centre_groups(row, group_size) for row in values]
         scores = [(centred / (std + 1e-6)).nan_to_num(0) for centred, std in groups]
         values = torch.stack(scores).flatten(1).float()

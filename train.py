@@ -42,7 +42,7 @@ def grpo_step(run, settings, rewards, prompts, seed):
     rewards: {name: (function, weight)}. prompts: N of them. seed: of sampling and painting. Returns
     the Batch and {name: number}.
     """
-    policy, group_size = run.policy, settings.group_size  # policy: GRPO around the language model
+    policy, group_size = run.policy, settings.group_size  # policy: a GRPO, see grpo.py
 
     run.offload_all_but(policy.model)  # on a small GPU the other models leave
     with run.clock("sample"):  # 1. sample a group of code sequences for each prompt
@@ -56,9 +56,9 @@ def grpo_step(run, settings, rewards, prompts, seed):
     set_advantages(groups, reward)  # 3. advantages: z-scores within each group
 
     run.offload_all_but(policy.model)
-    with run.clock("reference"):  # 4. recompute the log-probs: with the adapter off
+    with run.clock("reference"):  # 4. recompute the log-probs: the reference's, LoRA adapter off
         policy.add_reference(groups)
-    with run.clock("update"):  # 4. with it on; 5. the clipped loss; 6. AdamW
+    with run.clock("update"):  # and the policy's, with gradient; 5. the clipped loss; 6. AdamW
         metrics = policy.update(groups)
 
     return Batch(groups, images, raw_rewards), metrics | {"entropy": entropy(groups)}
@@ -70,7 +70,7 @@ def paint_and_score(run, settings, rewards, prompts, groups, seed):
     scoring = Scoring(rewards)
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         # Equal codes make equal pictures: each is painted once.
-        codes, picture = group.tokens.unique(dim=0, return_inverse=True)
+        codes, which = group.tokens.unique(dim=0, return_inverse=True)
         run.offload_all_but(*run.model.painters)
         with run.clock("paint"):
             latents = run.model.paint(prompt, codes, settings, seed + i)
@@ -78,7 +78,7 @@ def paint_and_score(run, settings, rewards, prompts, groups, seed):
         with run.clock("vae"):
             painted = run.model.to_images(latents, settings.micro_batch_size)
         run.clock.painted()
-        of_group = [painted[k] for k in picture]
+        of_group = [painted[k] for k in which]
         # Rewards that are `async def` score these pictures while the next are painted.
         scoring.add(of_group, **prompt.for_rewards())
         images += of_group
@@ -117,7 +117,7 @@ class Run:
     clock: Clock
     offload: Placement | None  # None: on a CPU
 
-    # What the scripts in examples/ override.
+    # What the scripts in examples/ override; loop() calls step.
     Settings = Settings
     Record = Record
     Model = GlmImage
@@ -185,9 +185,9 @@ def set_learning_rate(trainer, rate, warmup_steps, step):
 
 # ---- judging -------------------------------------------------------------------------------------
 
-# Seeds of an evaluation count up from these. Those of training (seed_of_step) go up by 1,000 per
-# step, one for each prompt of all ranks, and by 10^9 per --seed: the two never meet in 500,000
-# steps. Painting adds an offset to both.
+# An evaluation counts its seeds up from these, one per prompt. Training (seed_of_step) takes 1,000
+# seeds per step, and its seeds go up by 10^9 per --seed: within 500,000 steps no seed is used for
+# both.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
 
 
@@ -212,8 +212,8 @@ def evaluate(run, settings, rewards, prompts, seed, stop=None):
         make = partial(judge, run, settings, rewards, some, seed + rows[0])
         images, raw_rewards = retry_with_room(make, run, settings, rows[0])
         for i, row in enumerate(rows):
-            own = slice(i * group_size, (i + 1) * group_size)
-            results[row] = {name: x[own] for name, x in raw_rewards.items()}, images[own]
+            group = slice(i * group_size, (i + 1) * group_size)
+            results[row] = {name: x[group] for name, x in raw_rewards.items()}, images[group]
         if stop is not None and any(ranks.gather(stop.received)):
             return None
     results = {row: result for part in ranks.gather(results) for row, result in part.items()}
@@ -239,10 +239,12 @@ def evaluate_both(run, settings, data, record, stop=None):
         return
     known, new = (evenly(each, settings.eval_count) for each in (data.prompts, data.held_out))
     rewards = data.rewards | data.judges
-    own = sum(math.ceil(len(prompts) / ranks.count()) for prompts in (known, new))
-    with run.clock.evaluation(own):
+    of_this_rank = sum(math.ceil(len(prompts) / ranks.count()) for prompts in (known, new))
+    with run.clock.evaluation(of_this_rank):
         training = evaluate(run, settings, rewards, known, SEEDS["training"], stop)
-        held_out = training and evaluate(run, settings, rewards, new, SEEDS["held out"], stop)
+        held_out = None
+        if training:
+            held_out = evaluate(run, settings, rewards, new, SEEDS["held out"], stop)
     if held_out:
         record.evaluation((known, training), (new, held_out))
 
@@ -285,7 +287,7 @@ def loop(run, settings, data, record, begun):
         seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
         run.set_learning_rates(settings, step)
         prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-        one_step = partial(run.step, settings, data.rewards, prompts, seed)
+        one_step = partial(run.step, settings, data.rewards, prompts, seed)  # grpo_step
         with naming(prompts):
             batch, metrics = retry_with_room(one_step, run, settings, seed)
         record.step(step + 1, prompts, batch, metrics)

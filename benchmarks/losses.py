@@ -69,17 +69,16 @@ ADVANTAGES = "return (centred / (std + eps)).nan_to_num(0).flatten().float()"
 
 EDITS = [
     Edit("Dr. GRPO", " / (std + eps)", ""),
-    Edit("Dr. GRPO", "in_loss = in_mean", "in_loss = mask / mask.shape[1] / len(mask)"),
+    Edit("Dr. GRPO", "loss_share = share", "loss_share = mask / mask.shape[1] / len(mask)"),
     Edit(
         "DAPO's token mean",
-        "in_loss = in_mean",
-        "in_loss = mask / mask.sum().clamp(min=1)",
+        "loss_share = share",
+        "loss_share = mask / mask.sum().clamp(min=1)",
     ),
     Edit(
         "DAPO's token mean",
-        "size = lambda group, rows: len(rows)",
-        "size = lambda group, rows: "
-        "len(rows) if group.mask is None else group.mask[rows].sum().item()",
+        "return len(rows)",
+        "return len(rows) if group.mask is None else group.mask[rows].sum().item()",
     ),
     Edit(
         "DAPO's two clip ranges",
@@ -89,7 +88,7 @@ EDITS = [
     Edit(
         "GSPO",
         "ratio = log_ratio.exp()",
-        "ratio = (log_ratio * in_mean * len(mask)).sum(1, keepdim=True).exp()",
+        "ratio = (log_ratio * share * len(mask)).sum(1, keepdim=True).exp()",
     ),
     Edit("GSPO", "clip_range: float = 0.2", "clip_range: float = 3e-4"),
     Edit(

@@ -63,16 +63,16 @@ def train(seed=0, steps=40, num_judged=64):
     optimizer = torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0)
     ends = tuple(tokenizer.encode("\n"))
     settings = GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=ends)
-    trainer = GRPO(model, optimizer, settings)
+    policy = GRPO(model, optimizer, settings)
     judge()
     for step, first in enumerate(range(num_judged, len(sums), PROMPTS_PER_STEP)[:steps], 1):
         chosen = sums[first : first + PROMPTS_PER_STEP]
         prompts = [(encode(*pair), None, LENGTH) for pair in chosen]
-        groups = trainer.sample(prompts, GROUP_SIZE, seed * 10**6 + first)
+        groups = policy.sample(prompts, GROUP_SIZE, seed * 10**6 + first)
         both = zip(groups, chosen)
         rewards = torch.tensor([reward(ids, *pair) for group, pair in both for ids in group.tokens])
         set_advantages(groups, rewards)  # compared within each group of G
-        equal = trainer.update(groups)["groups_without_spread"]
+        equal = policy.update(groups)["groups_without_spread"]
         words = f"reward {rewards.mean():.2f}, {equal:.0%} without spread"
         print(f"step {step}: {words}", flush=True)
     judge()

@@ -51,16 +51,16 @@ def train(steps=30):
     model = build_model()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0)
-    trainer = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=(END,)))
+    policy = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=(END,)))
     prompts = [(torch.tensor(ids), None, LENGTH) for ids in PROMPTS]
     means = []
     for step in range(steps):
         # A seed per prompt, never the same one: prompt after prompt, G samples each.
-        groups = trainer.sample(prompts, GROUP_SIZE, seed=step * len(prompts))
+        groups = policy.sample(prompts, GROUP_SIZE, seed=step * len(prompts))
         rewards = torch.cat([reward(group) for group in groups])
         set_advantages(groups, rewards)  # compared within each group of G
-        trainer.add_reference(groups)
-        metrics = trainer.update(groups)
+        policy.add_reference(groups)
+        metrics = policy.update(groups)
 
         means.append(rewards.mean().item())
         length = torch.cat([group.mask for group in groups]).sum(1).mean()

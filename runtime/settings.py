@@ -37,9 +37,8 @@ class Settings:
     """
 
     script = "train.py"
-    section: ClassVar[str | None] = (
-        None  # of defaults.json: values that come before its "usual" ones
-    )
+    # Of defaults.json: values that come before its "usual" ones.
+    section: ClassVar[str | None] = None
     overrides: ClassVar[dict] = {}  # {setting: another default for GLM-Image}
 
     model: str = flag(
@@ -129,8 +128,8 @@ class Settings:
     )
     frame_by: str | None = flag(
         None,
-        "the reward among --eval-reward that is 1 for a correct picture and 0 for others: "
-        "before-after.png puts a red frame around these",
+        "the reward among --eval-reward that is 1 for a correct picture and 0 for a wrong "
+        "picture: before-after.png puts a red frame around wrong pictures",
         may_change=True,
     )
     eval_count: int = flag(
@@ -152,7 +151,8 @@ class Settings:
     )
     micro_batch_size: int = flag(
         4,
-        "sequences per pass, pictures painted at a time; halved where GPU memory runs out",
+        "sequences per pass of the update, at most a group, and pictures painted at a time; "
+        "halved where GPU memory runs out",
         may_change=True,
         at_least=1,
     )

@@ -621,8 +621,8 @@ def test_a_function_that_is_not_in_its_file_is_named():
 
 
 def test_names_and_weights():
-    pairs = rewards.split_spec(" ssim:0.5, clip=a:b,,my_file.py:f:2 ,none,hps:-.25")
-    assert pairs == [("ssim", 0.5), ("clip=a:b", 1), ("my_file.py:f", 2), ("hps", -0.25)]
+    pairs = rewards.split_spec(" ssim:0.5, clip=a:b,,my_file.py:f:2e-3 ,none,hps:-.25")
+    assert pairs == [("ssim", 0.5), ("clip=a:b", 1), ("my_file.py:f", 2e-3), ("hps", -0.25)]
     assert rewards.split_spec("none") == rewards.split_spec("") == []
 
 

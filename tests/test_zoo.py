@@ -298,11 +298,20 @@ NOISY = {
 }
 
 
-@pytest.mark.parametrize("kind", [*NOISY, PromptTuningConfig, PrefixTuningConfig])
+@pytest.mark.parametrize("kind", NOISY)
+def test_dropout_and_jitter_of_the_base_are_off(kind):
+    """They act in train mode alone, which only gradient checkpointing needs."""
+    model = build(kind, ANY_PROMPTS[kind] | NOISY[kind])
+    metrics, messages = observed(step, trainer(model))
+    assert metrics["mean_logprob_gap"] < 1e-5 and messages == []
+
+
+@pytest.mark.parametrize("kind", ["llama", PromptTuningConfig, PrefixTuningConfig])
 def test_noise_and_virtual_tokens_show_in_the_gap(kind):
-    """Dropout and jitter act in train mode alone; virtual tokens come before each sampled one."""
+    """Virtual tokens come before each sampled one."""
     if kind in NOISY:
         model = build(kind, ANY_PROMPTS[kind] | NOISY[kind])
+        model.gradient_checkpointing_enable()
     else:
         model = get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
     metrics, messages = observed(step, trainer(model))
@@ -577,6 +586,11 @@ def test_allowed_ids_are_a_plain_slice(ids):
         generate_with_logprobs(llama(), EQUAL, 2, allowed_ids=ids)
 
 
+def test_an_end_that_cannot_be_sampled_is_refused():
+    with pytest.raises(ValueError, match="no text could end"):
+        generate_with_logprobs(llama(), EQUAL, 2, allowed_ids=slice(0, 9), end_ids=(9,))
+
+
 def test_groups_and_rewards_that_do_not_fit_are_refused():
     run = trainer(with_adapter(llama()), kl_coef=0.1)
     groups = [*run.sample([(EQUAL[0], None, 2)], 4, 0), *run.sample([(EQUAL[1], None, 2)], 2, 1)]
@@ -584,8 +598,10 @@ def test_groups_and_rewards_that_do_not_fit_are_refused():
         set_advantages(groups, torch.arange(6.0))
     with pytest.raises(ValueError, match=r"give rewards.detach\(\)"):
         set_advantages(groups[:1], torch.arange(4.0, requires_grad=True))
-    for act in (run.update, run.add_reference, lambda groups: set_advantages(groups, [])):
-        with pytest.raises(ValueError, match=r"groups of \[\] samples: give one group or more"):
+    with pytest.raises(ValueError, match=r"groups of \[\] samples: give one group or more"):
+        set_advantages([], [])
+    for act in (run.update, run.add_reference):
+        with pytest.raises(ValueError, match="no groups"):
             act([])
     for act in (run.update, run.add_reference):
         with pytest.raises(ValueError, match="set_advantages comes before"):
