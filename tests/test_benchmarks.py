@@ -65,7 +65,7 @@ def made_up(**shares):
     return rows
 
 
-ALL_VARIANTS = [*variants.HARD, *variants.AT_ONE_RATE, *variants.SHIPPED, *variants.GAMED]
+ALL_VARIANTS = [*variants.HARD, *variants.SHIPPED, *variants.GAMED]
 
 
 def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
@@ -76,8 +76,8 @@ def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     variants.append(made_up(**{"4 iterations": 0.4}))
     lines = run(variants)
     (line,) = [line for line in lines if line.startswith("| 4 iterations | 1e-3")]
-    assert line == "| 4 iterations | 1e-3 | 0 | 50.0% | 40.0% | 40.0% | no KL | **-30.0** |"
-    assert [line for line in lines if line.endswith("| no KL | +0.0 |")]  # not told apart
+    assert line == "| 4 iterations | 1e-3 | 0 | 50.0% | 40.0% | 40.0% | plain GRPO | **-30.0** |"
+    assert [line for line in lines if line.endswith("| plain GRPO | +0.0 |")]  # not told apart
     assert Image.open(tmp_path / "variants.png").width == 880
 
 
@@ -97,10 +97,10 @@ def test_runs_that_the_file_lacks_are_made_seed_0_first():
 
 def test_the_threshold_of_one_comparison_is_students():
     """Of three differences: 4.303, from the tables."""
-    alone = [variants.Variant("hard", "no KL", "before training")]
+    alone = [variants.Variant("hard", "plain GRPO", "before training")]
     differences, error, threshold = variants.compare(made_up(), alone)
     assert threshold / error == pytest.approx(4.303, rel=0.05)
-    assert error == pytest.approx(0.02 / 3**0.5) and differences == pytest.approx({"no KL": 0.2})
+    assert error == pytest.approx(0.02 / 3**0.5) and differences == pytest.approx({"plain GRPO": 0.2})
 
 
 def test_the_harder_start_is_another_policy(monkeypatch, tmp_path):
