@@ -22,7 +22,7 @@ if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no tr
 
 import torch
 
-from glm_image.model import GlmImage, load, token_forward
+from glm_image.model import GlmImage, check_version, load, token_forward
 from grpo import GRPO, GRPOSettings, set_advantages
 from rewards import Scoring, combine, weights_of
 from runtime import UserError, checkpoints, counted, ranks
@@ -255,6 +255,7 @@ def evaluate_both(run, settings, data, record, stop=None):
 def train(settings, run_class=Run):
     """The whole run: prepare, loop, end. Returns the exit code: 130 if a signal ended it early."""
     start = time.time()
+    check_version()
     device = ranks.device()
     with checkpoints.claim_folder(settings.resume, settings.out) as out:
         prompts, held_out, hashed = read_inputs(settings, run_class.read_prompts)

@@ -229,14 +229,17 @@ def for_decoder(codes):
 # ---- weights -------------------------------------------------------------------------------------
 
 
+def check_version():
+    if Version(transformers.__version__) < Version("5.5"):
+        version = f"transformers {transformers.__version__} paints wrong pictures"
+        raise UserError(f"{version}; pip install -r requirements.txt")
+
+
 def load(model, device, **options):
     """The stock pipeline, on the CPU: mapped from the files, so that processes share its weights.
 
     model: folder or hub id. options: parts of it that exist already, by their names; or dtype.
     """
-    if Version(transformers.__version__) < Version("5.5"):
-        version = f"transformers {transformers.__version__} paints wrong pictures"
-        raise UserError(f"{version}; pip install -r requirements.txt")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with readable_loading(model):
         return GlmImagePipeline.from_pretrained(

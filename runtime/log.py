@@ -275,16 +275,17 @@ def without_nan(record):
 
 
 def named(raw_rewards, weights, group_size):
-    """{"reward": their weighted sum (N, G), "reward/NAME": each of them (N, G)}, from (N*G,).
-
-    The names are short, such as my_reward.py:blueness, unless two rewards share a short name.
-    """
+    """{"reward": their weighted sum (N, G), "reward/NAME": each of them (N, G)}, from (N*G,)."""
     rewards = {"reward": combine(raw_rewards, weights, group_size)}
-    names = [short_name(name) for name in raw_rewards]
-    for name, values in raw_rewards.items():
-        unique = names.count(short_name(name)) == 1
-        rewards[f"reward/{short_name(name) if unique else name}"] = values
+    for name, short in short_names(raw_rewards).items():
+        rewards[f"reward/{short}"] = raw_rewards[name]
     return {name: values.view(-1, group_size) for name, values in rewards.items()}
+
+
+def short_names(names):
+    """{name: its short name, such as my_reward.py:blueness; itself where two share a short name}."""
+    short = [short_name(name) for name in names]
+    return {name: each if short.count(each) == 1 else name for name, each in zip(names, short)}
 
 
 def reward_metrics(rewards):
@@ -348,9 +349,11 @@ def error_of(name):
 
 def group_records(step, prompts, raw_rewards):
     """The lines of groups.jsonl: each group's prompt, its line in the file, its rewards."""
+    names = short_names(raw_rewards)
+    groups = {names[name]: x.view(len(prompts), -1) for name, x in raw_rewards.items()}
     records = []
     for i, prompt in enumerate(prompts):
-        rewards = {name: x.view(len(prompts), -1)[i].tolist() for name, x in raw_rewards.items()}
+        rewards = {name: x[i].tolist() for name, x in groups.items()}
         place = {"step": step, "line": prompt.line, "prompt": prompt.text}
         records.append(without_nan(place | {"rewards": rewards}))
     return records

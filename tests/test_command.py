@@ -253,6 +253,29 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
         ]
 
 
+def test_rewards_have_short_names_in_files_and_trackers(quick, monkeypatch):
+    """Two that would share a short name keep their names."""
+    tracked = {}
+    tracker = SimpleNamespace(log=lambda values, step: tracked.update(values), finish=lambda: None)
+    monkeypatch.setattr("runtime.log.start_tracker", lambda *_: tracker)
+    package = types.ModuleType("trackio")
+    package.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    code = "def f(images, prompts, targets):\n    return range(len(images))\n"
+    for file in ("a/mine.py", "b/mine.py", "b/own.py"):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text(code)
+    given = "--reward a/mine.py:f,b/mine.py:f,b/own.py:f"
+    assert quick(given, "--steps 1 --tracker trackio --out run") == 0
+    (metrics,), (group,) = records("run/metrics.jsonl"), records("run/groups.jsonl")
+    names = {f"reward/{name}" for name in ("a/mine.py:f", "b/mine.py:f", "own.py:f")}
+    of_rewards = lambda record: {name for name in record if name.startswith("reward/")}
+    assert {f"reward/{name}" for name in group["rewards"]} == names
+    for record in (metrics, *records("run/evaluation.jsonl"), tracked):
+        assert of_rewards(record) == names
+    assert {f"evaluation/held_out/{name}" for name in names} < tracked.keys()
+
+
 def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
     """The judge of the first waits for the second to be begun; the last one's ends after the
     painting."""
@@ -455,6 +478,14 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         assert message.startswith("error: ")
         assert words in message
     assert sorted(tmp_path.rglob("*")) == before  # no empty run is left
+
+
+def test_old_transformers_are_refused_before_anything_loads(quick, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.4.9")
+    assert quick("--reward vqa") == 2
+    words = "error: transformers 5.4.9 paints wrong pictures; pip install -r requirements.txt\n"
+    assert capsys.readouterr().err == words
+    assert not Path("runs").exists()
 
 
 def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch):
@@ -732,6 +763,9 @@ def test_the_line_of_a_step_by_hand():
         "step 3/20 | reward 1.250 +- 0.500 | a 1.250, b none | SKIPPED: the gradient was not "
         "finite | 25% without spread | 25% unscored | entropy 0.0169 | 3.8s"
     )
+    tiny = format_step(20, NUMBERS | {"reward_std": 4.2e-5}, {})
+    # 0.000 beside "25% without spread" would contradict it.
+    assert tiny.startswith("step 3/20 | reward 1.250 +- 4e-05 | a")
     lone = {name: x for name, x in (NUMBERS | trouble).items() if "/b" not in name}
     assert format_step(20, lone, {}) == "step 3/20 | reward 1.250 +- 0.500"
     decoder = {**NUMBERS, "reward_std": None, "decoder/groups_without_spread": 0.5}

@@ -34,6 +34,27 @@ def test_a_kl_term_of_log_ratios_has_no_gradient():
     assert expected_gradient(k3, logits, ref).norm() > 0.3
 
 
+def test_an_entropy_bonus_of_log_probs_has_no_gradient():
+    """Minus the log-prob estimates the entropy without bias, and as a bonus does nothing; as an
+    advantage, A - c log pi_old, it adds the gradient of c times the entropy."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+
+    def advantages_of_copying(logp, ref):
+        losses = [
+            compute_grpo_loss(x[None], x[None].detach(), -x[None].detach())[0]
+            for x in logp[:, None]
+        ]
+        return torch.stack(losses)
+
+    logp = logits.log_softmax(0)
+    loss = (logp.exp() * logp).sum()  # minus the entropy
+    (wanted,) = torch.autograd.grad(loss, logits)
+    assert expected_gradient(lambda logp, ref: logp, logits, None).norm() < 1e-12
+    assert wanted.norm() > 0.3
+    torch.testing.assert_close(expected_gradient(advantages_of_copying, logits, None), wanted)
+
+
 def test_zscores_in_float32_make_advantages_of_equal_rewards():
     equal = np.full(8, 9.9, dtype=np.float32)
     total = np.float32(0)
