@@ -22,7 +22,18 @@ def frame(run, record):
     share = record["held_out/types"]["mean of the types"][SHARE]
     words = f"all held-out captions: {share:.0%} correct"
     ImageDraw.Draw(sheet).text((550, 5), words, "black", ImageFont.load_default(15), anchor="ra")
-    return sheet
+    return side_by_side(sheet)
+
+
+def side_by_side(sheet, top=42, row=95, label=150, pictures=176):
+    """Two captions beside two others: the sheet half as high, for the width of a page."""
+    width, height = sheet.width - pictures + label, top + 2 * row
+    columns = Image.new("RGB", (2 * width, height), "white")
+    for source in ((0, 0, label, height), (pictures, 0, sheet.width, height)):
+        columns.paste(sheet.crop(source), (min(source[0], label), 0))
+        below = source[0], height, source[2], height + 2 * row
+        columns.paste(sheet.crop(below), (width + min(source[0], label), top))
+    return columns
 
 
 def main(run, file):
