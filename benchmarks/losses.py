@@ -167,13 +167,13 @@ def edited(loss=None):
 
 def table():
     """The lines of docs/copying.md."""
-    lines = ["| Loss | Replace | by |", "|---|---|---|"]
+    lines = ["| Loss | Replace the code before → by the code after |", "|---|---|"]
     for loss, remark in LOSSES.items():
         cell = f" {loss}{remark} "
         for edit in EDITS:
             if edit.loss == loss:
                 new = f"`{edit.new}`" if edit.new else "nothing"
-                lines.append(f"|{cell}| `{edit.old}` | {new} |")
+                lines.append(f"|{cell}| `{edit.old}`<br>→ {new} |")
                 cell = " "
     return "\n".join(lines)
 

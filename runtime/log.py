@@ -283,7 +283,7 @@ def named(raw_rewards, weights, group_size):
 
 
 def short_names(names):
-    """{name: its short name, such as my_reward.py:blueness; itself where two share a short name}."""
+    """{name: its short name, such as mine.py:blueness; the name where two share a short name}."""
     short = [short_name(name) for name in names]
     return {name: each if short.count(each) == 1 else name for name, each in zip(names, short)}
 
