@@ -178,7 +178,7 @@ def adamw(model):
 
 
 def set_learning_rate(trainer, rate, warmup_steps, step):
-    """It rises over the first steps: a function of the step, so a resumed run needs no state."""
+    """The rate rises over the first steps; it follows from the step, so --resume needs no state."""
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate * min(1, (step + 1) / (warmup_steps + 1))
 
@@ -234,7 +234,7 @@ def judge(run, settings, rewards, prompts, seed):
 
 
 def evaluate_both(run, settings, data, record, stop=None):
-    """Evaluate on training prompts and held-out ones, unless this step was evaluated already."""
+    """Evaluate on training and held-out prompts, unless this step was evaluated already."""
     if record.evaluations and record.evaluations[-1]["step"] == record.done:
         return
     known, new = (evenly(each, settings.eval_count) for each in (data.prompts, data.held_out))

@@ -4,8 +4,8 @@
 
 A run of the tiny model with two things changed: each row of the decoder's matrices is rounded to
 four levels between its least and largest weight, and in place of codes that the policy samples it
-paints those of a right drawing, so that what is wrong in a picture is the decoder's fault. Takes
-the flags of that script.
+paints the codes of a correct drawing, so that what is wrong in a picture is the decoder's fault.
+Takes the flags of that script.
 """
 
 import sys
@@ -41,7 +41,7 @@ def load_rounded(model, device):
 
 
 def likeness(images, prompts, targets):
-    """To the right drawings: ssim, which hardly sees hue, and mse."""
+    """To the correct drawings: ssim, which hardly sees hue, and mse."""
     targets = [world.draw(world.MEANING[text].scene()) for text in prompts]
     return rewards.ssim(images, prompts, targets) + rewards.mse(images, prompts, targets)
 

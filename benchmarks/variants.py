@@ -7,7 +7,7 @@
 
 variants.csv has a line per run and evaluation. From the harder start each variant is trained at
 several learning rates with seed 0, and at the best of them with two more seeds. The best is chosen
-on training captions; the tables are of held-out ones.
+on training captions; the tables are of held-out captions.
 """
 
 import argparse
@@ -172,7 +172,7 @@ def start_of(name):
 
 
 def make_hard_start():
-    """The shipped policy misread for longer, by words that are never the right ones."""
+    """The shipped policy misread for longer, by words that are never the correct words."""
     shipped, folder = start_of("shipped"), start_of("hard")
     if folder.exists():
         return
@@ -198,7 +198,7 @@ def rates(rows, variant):
 
 
 def rate_of(rows, variant):
-    """The rate that is given, or the best; of equally good ones the lowest."""
+    """The rate that is given, or the best; of equally good rates the lowest."""
     shares = rates(rows, variant)
     return variant.lr or max(sorted(shares), key=shares.get)
 
@@ -268,7 +268,7 @@ def append(rows):
 
 
 def written(lr):
-    """As one writes it: 5e-4."""
+    """As people write it: 5e-4."""
     return f"{lr:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 

@@ -53,10 +53,10 @@ def train(seed=0, steps=40, num_judged=64):
     def judge():
         prompts = [encode(*pair) for pair in sums[:num_judged]]
         answers, *_ = generate_with_logprobs(model.eval(), prompts, LENGTH, num_samples=4)
-        right = [float(reward(ids, *sums[i // 4]) == 1) for i, ids in enumerate(answers)]
-        share = torch.tensor(right).view(-1, 4).mean(1)  # of each sum
+        correct = [float(reward(ids, *sums[i // 4]) == 1) for i, ids in enumerate(answers)]
+        share = torch.tensor(correct).view(-1, 4).mean(1)  # of each sum
         error = share.std() / num_judged**0.5
-        print(f"answers: {share.mean():.0%} +- {error:.0%} right", flush=True)
+        print(f"answers: {share.mean():.0%} +- {error:.0%} correct", flush=True)
 
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -117,8 +117,8 @@ class DecoderSettings(Settings):
 
     train: Literal["decoder", "both"] = flag(
         "decoder",
-        "what learns; --group-size counts the paintings of a lone code sequence, or with both the "
-        "sequences",
+        "what learns; --group-size counts the paintings of a code sequence; with both, it counts "
+        "the code sequences of a prompt",
         group="the decoder",
     )
     paintings: int | None = flag(
@@ -132,7 +132,7 @@ class DecoderSettings(Settings):
     def __post_init__(self):
         super().__post_init__()
         if self.decode_steps == 1:
-            raise UserError("--decode-steps has to be 2 or more: the last one is not drawn")
+            raise UserError("--decode-steps has to be 2 or more: the last step is not drawn")
         if self.train == "both":
             self.paintings = self.paintings or 4
         elif self.paintings not in (None, self.group_size):

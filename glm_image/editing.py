@@ -39,7 +39,7 @@ class EditPrompt(Prompt):
 
 
 def read_edits(settings, prefix=""):
-    """Those to train on, or with "eval_" the held-out ones."""
+    """The edits to train on, or with "eval_" the held-out edits."""
     prompts = read_prompts(settings, prefix)
     folder, size = getattr(settings, f"{prefix}sources"), (settings.width, settings.height)
     pictures = read_pictures(folder, "source", len(prompts), size)

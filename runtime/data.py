@@ -42,7 +42,7 @@ class Prompt:
 
 
 def read_prompts(settings, prefix=""):
-    """The prompts to train on, or with "eval_" the held-out ones, and their targets."""
+    """The prompts to train on, or with "eval_" the held-out prompts, and their targets."""
     path, folder = (getattr(settings, prefix + name) for name in ("prompts", "targets"))
     prompts = read_lines(path)
     if folder not in (None, "none", ""):
@@ -85,7 +85,7 @@ def read_lines(path):
         if "<|image|>" in line:
             raise UserError(f"line {number} of {path} contains <|image|>: leave it out")
     if not prompts:
-        raise UserError(f"the prompts file {path} has no prompt in it; write one per line")
+        raise UserError(f"the prompts file {path} has no prompt in it; write a prompt per line")
     if any(prompt.type for prompt in prompts):
         for prompt in prompts:
             prompt.type = prompt.type or "other"

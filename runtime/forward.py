@@ -32,7 +32,7 @@ def or_plain(function):
             if out_of_memory(error):
                 raise
             torch.compiler.set_stance("force_eager")
-            slower("torch.compile fails here", error, "the run goes on without it")
+            slower("torch.compile fails here", error, "the run continues without it")
         return function(*arguments, **options)
 
     return call

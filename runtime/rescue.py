@@ -1,4 +1,4 @@
-"""What breaks a run off: the last whole step is saved, and the user reads how to go on."""
+"""What breaks a run off: the last whole step is saved, and the user reads how to continue."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def rescued(record):
 
 @contextmanager
 def loading():
-    """A GPU too small for the weights, those of a reward too, becomes one line."""
+    """A GPU too small for the weights, or for the weights of a reward, becomes one line."""
     try:
         yield
     except RuntimeError as error:
@@ -56,7 +56,7 @@ def naming(prompts):
         names = ", ".join(repr(prompts[i].text) for i in error.args[0])
         raise StepFailed(
             f"the log-probs sampled for {names} are not finite: damaged weights, a GPU kernel that "
-            "fails, or too high a learning rate: then start again with a lower one"
+            "fails, or too high a learning rate: then start again with a lower --lr"
         ) from None
 
 

@@ -157,7 +157,9 @@ class Settings:
         at_least=1,
     )
     offload: Literal["auto", "yes", "no"] = flag(
-        "auto", "policy and decoder take turns on the GPU; auto: if they have to", may_change=True
+        "auto",
+        "policy and decoder take turns on the GPU; auto: if they do not fit together",
+        may_change=True,
     )
 
     out: str | None = flag(
@@ -166,7 +168,7 @@ class Settings:
         group="what a run leaves",
     )
     resume: str | None = flag(
-        None, "go on with the run in this folder, from its newest checkpoint", may_change=True
+        None, "continue the run in this folder from its newest checkpoint", may_change=True
     )
     save_every: int = flag(20, "steps between checkpoints", may_change=True, at_least=1)
     # Not --log, which torchrun would take for an abbreviation of its own --log-dir.
@@ -326,7 +328,7 @@ def resumed(given, kind):
         raise UserError(f"a resumed run keeps its settings; different here: {', '.join(flags)}")
     if state["ranks"] != ranks.count():  # the prompts of a step would be others
         made = f"{out} was made by {state['ranks']} processes, not {ranks.count()}"
-        raise UserError(f"{made}: start that many with torchrun")
+        raise UserError(f"{made}: start {state['ranks']} processes with torchrun")
     return before | given
 
 

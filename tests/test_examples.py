@@ -54,7 +54,7 @@ def test_a_pretrained_language_model_learns_by_grpo_alone(capsys):
     lines = capsys.readouterr().out
     means = re.findall(r"step \d: reward (.*), \d+% without spread", lines)
     assert len(means) == 2 and 0 < max(map(float, means)) <= 1
-    assert len(re.findall(r"answers: \d+% \+- \d+% right", lines)) == 2
+    assert len(re.findall(r"answers: \d+% \+- \d+% correct", lines)) == 2
 
 
 def test_without_its_weights_it_says_what_to_install(monkeypatch):

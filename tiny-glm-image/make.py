@@ -75,15 +75,15 @@ SHARES |= {"coloured position": 4}
 def misread(caption, rng, same=True):
     """What a policy reads that is weak at numbers, relations, whose colour is whose.
 
-    same: whether a word that is drawn anew may be the same, as in anew.
+    same: whether a word that is drawn again may be the same, as in redraw.
     """
-    shapes = tuple(anew(shape, SHAPES, 0.04, rng, same) for shape in caption.shapes)
-    colours = tuple(anew(colour, COLOURS, 0.04, rng, same) for colour in caption.colours)
+    shapes = tuple(redraw(shape, SHAPES, 0.04, rng, same) for shape in caption.shapes)
+    colours = tuple(redraw(colour, COLOURS, 0.04, rng, same) for colour in caption.colours)
     word = caption.word
     if word in NUMBERS:
-        word = anew(word, NUMBERS, 0.9, rng, same)
+        word = redraw(word, NUMBERS, 0.9, rng, same)
     elif word in RELATIONS:
-        word = anew(word, RELATIONS, 0.95, rng, same)
+        word = redraw(word, RELATIONS, 0.95, rng, same)
     if len(colours) == 2 and rng.random() < 0.15:
         colours = colours[::-1]
     if len(shapes) == 2 and rng.random() < 0.3:  # the second object is left out
@@ -93,15 +93,15 @@ def misread(caption, rng, same=True):
 
 def misread_edit(scene, wish, rng, same=True):
     """An edit as it is read: of another object, to something else, or of another colour."""
-    recolour = lambda colour: anew(colour, COLOURS, 0.08, rng, same)
+    recolour = lambda colour: redraw(colour, COLOURS, 0.08, rng, same)
     scene = tuple(thing and (thing[0], recolour(thing[1])) for thing in scene)
     named = SHAPES if wish.kind == "add" else [thing[0] for thing in scene if thing]
-    shape = anew(wish.shape, named, 0.5, rng, same)
+    shape = redraw(wish.shape, named, 0.5, rng, same)
     words = COLOURS if wish.word in COLOURS else SHAPES
-    return scene, Wish(wish.kind, shape, wish.word and anew(wish.word, words, 0.5, rng, same))
+    return scene, Wish(wish.kind, shape, wish.word and redraw(wish.word, words, 0.5, rng, same))
 
 
-def anew(word, words, chance, rng, same):
+def redraw(word, words, chance, rng, same):
     """A word, or now and then one drawn from all `words`; with `same` it may be that word."""
     others = [other for other in words if same or other != word]
     return rng.choice(others) if rng.random() < chance and others else word
@@ -407,7 +407,7 @@ def write_lines(file, prompts):
 
 def main():
     """Both halves at once. One thread each: sums, and the weights, do not depend on the cores."""
-    words = "Makes this folder's model anew, in 40 minutes on two cores."
+    words = "Makes this folder's model again, in 36 minutes on two cores."
     argparse.ArgumentParser(description=words).parse_args()
     write_prompts()
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:

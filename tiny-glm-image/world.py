@@ -46,7 +46,7 @@ class Caption(NamedTuple):
         return f" {self.word or 'and'} ".join(f"a {' '.join(words)}" for words in objects)
 
     def scene(self):
-        """Its picture: per place (shape, colour) or None, filled as one reads."""
+        """Its picture: per place (shape, colour) or None, filled in reading order."""
         colours = self.colours or [USUAL[shape] for shape in self.shapes]
         objects = list(zip(self.shapes, colours)) * NUMBERS.get(self.word, 1)
         places = RELATIONS.get(self.word, range(4))
@@ -57,7 +57,7 @@ class Caption(NamedTuple):
 
 
 def all_captions():
-    """{kind: its captions}: 6, 30, 126, 36, 120 and 900."""
+    """{type: its captions}: 6, 30, 126, 36, 120 and 900."""
     pairs = list(itertools.permutations(SHAPES, 2))
     colours = list(itertools.permutations(COLOURS, 2))
     one_or_none = [(), *((colour,) for colour in COLOURS)]
@@ -100,7 +100,7 @@ def unseen(caption):
 
 
 def seen_captions():
-    """{kind: the captions that the policy learns from}, more of them by relations with colours."""
+    """{type: the captions that the policy learns from}, more of them by relations with colours."""
     placed = itertools.product(CAPTIONS["binding"], RELATIONS)
     coloured = [Caption("position", each.shapes, each.colours, word) for each, word in placed]
     kinds = CAPTIONS | {"coloured position": coloured}
