@@ -281,7 +281,8 @@ def set_advantages(groups, rewards):
     """
     sizes = [len(group.old_logprobs) for group in groups]
     if len(set(sizes)) != 1:
-        raise ValueError(f"groups of {sizes} samples: give one group or more, of one size")
+        way = "of one size; for others call set_advantages group by group"
+        raise ValueError(f"groups of {sizes} samples: give one group or more, {way}")
     size = sizes[0]
     advantages = compute_advantages(rewards, size).split(size)
     for group, of_group in zip(groups, advantages, strict=True):
