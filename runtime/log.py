@@ -117,7 +117,8 @@ class Record:
         if done == self.begun + 1 and more:
             minutes = f"{more * numbers['seconds'] / 60:.1f} minutes, without evaluations"
             self.write(f"{counted(more, 'more step')} will take about {minutes}")
-        if self.writes and (done == 1 or done % SAMPLE_EVERY == 0 or not more):
+        shows = done == 1 or done % SAMPLE_EVERY == 0 or not more or self.stop.received
+        if self.writes and shows:
             with checkpoints.writing(self.out):
                 self.draw_group(prompts, batch, rewards["reward"])
                 self.draw_curves()

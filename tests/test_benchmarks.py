@@ -100,7 +100,9 @@ def test_the_threshold_of_one_comparison_is_students():
     alone = [variants.Variant("hard", "plain GRPO", "before training")]
     differences, error, threshold = variants.compare(made_up(), alone)
     assert threshold / error == pytest.approx(4.303, rel=0.05)
-    assert error == pytest.approx(0.02 / 3**0.5) and differences == pytest.approx({"plain GRPO": 0.2})
+    assert error == pytest.approx(0.02 / 3**0.5) and differences == pytest.approx(
+        {"plain GRPO": 0.2}
+    )
 
 
 def test_the_harder_start_is_another_policy(monkeypatch, tmp_path):
