@@ -41,7 +41,7 @@ def test_what_only_judges_is_logged_and_not_trained_on(quick, capfd):
         )
     assert not any("seven" in name for line in records("with/metrics.jsonl") for name in line)
     assert adapter_of("with") == adapter_of("without")
-    assert "seven.py:judge 7.000 -> 7.000 (2 images: 1 prompt x 2)" in "".join(capfd.readouterr())
+    assert "seven.py:judge 7.000 -> 7.000 (2 pictures: 1 prompt x 2)" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("without", ["", "held_out/"])

@@ -140,7 +140,7 @@ def test_a_line_of_an_evaluation_has_errors():
     assert summary("", BEFORE, AFTER).startswith(words)
     held_out = {f"held_out/{name}": value for name, value in AFTER.items()}
     assert summary("held_out/", BEFORE | held_out).startswith("f.py:facts 0.500")
-    assert summary("held_out/", BEFORE | held_out).endswith("(8 images: 4 prompts x 2)")
+    assert summary("held_out/", BEFORE | held_out).endswith("(8 pictures: 4 prompts x 2)")
 
 
 # ---- pictures ------------------------------------------------------------------------------------
