@@ -151,16 +151,15 @@ def write_prompts(folder):
 
 
 @contextmanager
-def short_runs(folder, whole=False):
-    """In a folder with two prompts: train.main on short pictures, or whole ones. Yields it; it
-    returns its exit code."""
+def short_runs(folder):
+    """In a folder with two prompts: train.main on short pictures. Yields it; it returns its exit
+    code."""
     write_prompts(folder)
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.signal(number, unheard) for number in numbers}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        if not whole:
-            shorten(patch.setattr)
+        shorten(patch.setattr)
 
         def run(*flags, run_class=None, usual=QUICK):
             words = words_of(flags)

@@ -76,15 +76,16 @@ def runs_out(monkeypatch, owner, name, when, error=FULL):
 # A reward that draws: what is made again draws the same.
 DRAWS = "return torch.rand(len(images))"
 FLAGS = "--steps 2 --kl-coef 0.1 --micro-batch-size 2"
-PLACES = {
-    "sampling": (grpo, "_sample_token", 14),  # of 4 tokens in each of two evaluations, then steps
-    "painting": (GlmImage, "paint", 4),
-    "the VAE": (AutoencoderKL, "decode", 3),
-    "scoring": (torch, "rand", 3),
-    "the reference": (GRPO, "logprobs", 3),
-    "the update": (grpo, "compute_grpo_loss", 2),
-    "an evaluation": (GlmImage, "paint", 2),
-}
+PLACES = [
+    (GlmImage, "paint", [2, 4]),  # in an evaluation, then in a step
+    (grpo, "_sample_token", [14]),  # of 4 tokens in each of three evaluations, one made twice
+    (AutoencoderKL, "decode", [3]),
+    (torch, "rand", [4]),  # after a trial
+    # In the second step.
+    (GRPO, "logprobs", [3]),
+    (grpo, "compute_grpo_loss", [2]),
+]
+PHASES = ["paint", "sample", "paint", "vae", "score", "reference", "update"]
 
 
 @pytest.fixture(scope="module")
@@ -96,22 +97,29 @@ def undisturbed(tmp_path_factory):
         return what_is_left("run")
 
 
+def memory_lines(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory:")]
+
+
+def full(phase, instead):
+    return f"memory: the GPU is full in the phase '{phase}': from here on {instead}"
+
+
 def what_is_left(folder):
     left = [records(f"{folder}/{name}.jsonl") for name in ("metrics", "evaluation")]
     return *left, adapter_of(folder)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_ran_out_of_memory_is_made_again_exactly(
-    quick, undisturbed, monkeypatch, capsys, place
-):
-    owner, name, when = PLACES[place]
+def test_what_ran_out_of_memory_is_made_again_exactly(quick, undisturbed, monkeypatch, capsys):
+    """In every phase of a step, and in an evaluation."""
     reward = write_reward(DRAWS)
-    runs_out(monkeypatch, owner, name, [when])
-    # Groups of 2 fit micro-batches of 4 and of 2 alike.
-    assert quick(*reward, FLAGS, "--micro-batch-size 4 --out run") == 0
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("memory:")]
-    assert line.endswith(": from here on --micro-batch-size is 2")
+    for place in PLACES:
+        runs_out(monkeypatch, *place)
+    # Groups of 2 fit micro-batches of 2 and of more alike.
+    assert quick(*reward, FLAGS, "--micro-batch-size 256 --out run") == 0
+    sizes = [128, 64, 32, 16, 8, 4, 2]
+    lines = [full(*x) for x in zip(PHASES, [f"--micro-batch-size is {size}" for size in sizes])]
+    assert memory_lines(capsys) == lines
     assert what_is_left("run") == undisturbed
 
 
@@ -129,10 +137,8 @@ def test_models_take_turns_first_then_micro_batches_are_halved(
     reward = write_reward(DRAWS)
     runs_out(monkeypatch, grpo, "compute_grpo_loss", [1, 2, 4], RuntimeError(CUBLAS))
     assert quick(*reward, FLAGS, "--micro-batch-size 8 --out run") == 0
-    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("memory:")]
-    full = "memory: the GPU is full in the phase 'update': from here on "
-    sizes = [f"{full}--micro-batch-size is {size}" for size in (4, 2)]
-    assert lines == [f"{full}the models take turns", *sizes]
+    changes = ["the models take turns", "--micro-batch-size is 4", "--micro-batch-size is 2"]
+    assert memory_lines(capsys) == [full("update", change) for change in changes]
     # Copies of weights lie otherwise in memory, and a CPU rounds by that.
     for expected, found in zip(undisturbed[0], records("run/metrics.jsonl"), strict=True):
         assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)

@@ -361,9 +361,9 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
 def test_a_path_ends_in_its_own_picture(short):
     """Of every prompt, code sequence and painting: what is clean in the last latents drawn, seen by
     the VAE."""
-    run, settings = build("--train both --group-size 2 --paintings 2 --decode-steps 40", *VARIED)
+    run, settings = build("--train both --group-size 2 --paintings 2 --decode-steps 16", *VARIED)
     rolled, _ = train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)
-    steps = rolled.paths[38::39]
+    steps = rolled.paths[14::15]
     last = torch.cat([step.next_latents for step in steps])  # (N*G*K, C, H, W)
     vae = run.model.pipe.vae
     mean, std = (

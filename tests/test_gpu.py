@@ -656,15 +656,14 @@ def test_all_models_leave_while_rewards_score(monkeypatch):
     }
 
 
-def test_a_compiled_run_is_the_same_run(quick, compiled_at_once, monkeypatch):
+def test_a_compiled_run_is_the_same_run(quick, one_step, compiled_at_once, monkeypatch):
     def captured(model, settings, device):
         return CapturedForward(model.language_model, model.number_of_codes(settings))
 
-    assert quick("--steps 1 --out no") == 0
     monkeypatch.setattr(train, "token_forward", captured)
-    assert quick("--steps 1 --out yes") == 0
+    assert quick("--steps 1 --out run") == 0
     for name in ("metrics.jsonl", "evaluation.jsonl"):
         # The first line, before weights may have grown apart.
-        expected, found = records(f"no/{name}")[0], records(f"yes/{name}")[0]
+        expected, found = records(one_step / name)[0], records(f"run/{name}")[0]
         assert expected.pop("rows", None) == found.pop("rows", None)
         assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)

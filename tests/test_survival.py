@@ -218,10 +218,12 @@ def test_zero_steps_evaluates_only(quick):
     assert before == records("base/evaluation.jsonl")[0]
     left = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     shutil.copytree("run/adapter", "alone/adapter")
-    for folder in ("run", "run/checkpoints/000002", "run/adapter", "alone"):
-        assert quick("--adapter", folder, "--steps 0") == 0
-        (record,) = records(max(Path("runs").iterdir()) / "evaluation.jsonl")
-        assert record | {"step": 2} == after  # of the trained adapter
+    for folder in ("run/checkpoints/000002", "run/adapter", "alone"):
+        weights = checkpoints.find_adapter(folder, "codes") / "adapter_model.safetensors"
+        assert weights.read_bytes() == adapter_of("run")
+    assert quick("--adapter run --steps 0") == 0
+    (record,) = records("runs/1/evaluation.jsonl")
+    assert record | {"step": 2} == after  # of the trained adapter
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
     # As if it had been killed before the last one.
     Path("run/evaluation.jsonl").write_text(json.dumps(before) + "\n")

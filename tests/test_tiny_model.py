@@ -240,10 +240,17 @@ def test_captions_of_the_tiny_model():
         assert first and second and not set(first) & set(second)
 
 
+def few_captions(monkeypatch):
+    """Of those that make.py learns from, which takes seconds to read them all."""
+    few = {kind: some(captions, 20) for kind, captions in world.seen_captions().items()}
+    monkeypatch.setattr(make, "seen_captions", lambda: few)
+
+
 def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
     """Neither captions, but for the single objects, nor edits."""
     learned = {str(caption) for captions in world.seen_captions().values() for caption in captions}
     assert {kind_of(caption) for caption in lines("heldout") if caption in learned} == {"one"}
+    few_captions(monkeypatch)
     captions, edits, (training, held_out) = [], [], world.split_edits(random.Random(0))
     monkeypatch.setattr(make, "split_edits", lambda rng: (training, held_out))
     monkeypatch.setattr(make, "random_edit", lambda rng: rng.choice([*training[:24], *held_out]))
