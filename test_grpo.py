@@ -736,30 +736,10 @@ def test_what_stands_beside_the_new_log_probs_gets_no_gradient():
     assert torch.equal(*gradients) and gradients[0].abs().min() > 0.1
 
 
-def test_settings_are_read_where_they_are_used():
-    run = trainer(with_adapter(text_model()))
-    (group,) = run.sample([(LONG, None, 5)], 2, seed=0)
-    cold = run.logprobs(group, torch.arange(2))
-    run.settings.temperature = 3.0
-    assert (run.logprobs(group, torch.arange(2)) - cold).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("shape", [(2,), (2, 3, 4)])
 def test_log_probs_of_another_shape_are_one_line(shape):
     with pytest.raises(ValueError, match=r"^log-probs \(.*\): give \(B, T\)$"):
         compute_grpo_loss(torch.zeros(shape), torch.zeros(shape), torch.zeros(2))
-
-
-def test_masked_tokens_may_be_any_ids():
-    """Those of an environment, which the sampler would never draw."""
-    run = trainer(with_adapter(text_model()), extras={"allowed_ids": slice(0, 8)})
-    (group,) = run.sample([(LONG, None, 5)], 2, seed=0)
-    expected = run.logprobs(group, torch.arange(2))
-    group.mask = torch.ones(2, 5)
-    group.mask[:, -1] = 0
-    group.tokens[:, -1] = 40
-    found = run.logprobs(group, torch.arange(2))
-    assert torch.equal(found[:, :-1], expected[:, :-1])
 
 
 def test_rewards_meet_their_own_samples():

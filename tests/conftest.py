@@ -122,6 +122,20 @@ def painted(pipe, text, tokens, settings, seed):
     return latents, glm.to_images(latents, 4)
 
 
+def chat_inputs(processor, text, height, width, picture=None):
+    """What the stock pipeline hands to generate()."""
+    content = [{"type": "text", "text": text}]
+    if picture is not None:
+        content.insert(0, {"type": "image", "image": picture})
+    return processor.apply_chat_template(
+        [[{"role": "user", "content": content}]],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"target_h": height, "target_w": width},
+    )
+
+
 def painting_models(run):
     """Glyph encoder, decoder, VAE."""
     return run.model.parts[1:]

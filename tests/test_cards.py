@@ -22,6 +22,7 @@ from conftest import (
     rolled_out,
     seeded,
     short_runs,
+    steps_of,
     steps_saved,
     tiny_settings,
     write_reward,
@@ -164,11 +165,11 @@ def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys
 
 @pytest.mark.parametrize("owner, name", [(grpo, "compute_grpo_loss"), (torch.optim.AdamW, "step")])
 def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch, owner, name):
-    """In the second of two iterations, or in the optimizer itself, which may be half done."""
-    when = [2] if owner is grpo else [1]
-    runs_out(monkeypatch, owner, name, when)
+    """Nor is the step before it saved. In the second of two iterations of the second step, or in
+    the optimizer itself, which may be half done."""
+    runs_out(monkeypatch, owner, name, [4 if owner is grpo else 3])
     assert quick(*write_reward(""), FLAGS, "--iterations 2 --out run") == 2
-    assert steps_saved("run") == ["000000"]
+    assert steps_of("run/metrics.jsonl") == [1] and steps_saved("run") == ["000000"]
 
 
 def room_for(*micro_batches, offload=None):
@@ -245,7 +246,7 @@ def test_a_step_has_left_the_host_when_the_next_begins(quick):
 
 
 def test_the_vae_has_a_turn_of_its_own(monkeypatch, lockable):
-    """Beside the decoder it only reads sources."""
+    """Beside the decoder it only reads sources. All models leave while rewards score."""
     run, seen, stock = build_run(settings := tiny_settings("--group-size 2")), [], {}
     tokens = torch.randint(1024, (2, 16), generator=seeded(0))
     monkeypatch.setattr(
@@ -261,9 +262,17 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch, lockable):
             seen.append((name, *map(up, painting_models(run)))) or stock[name](*given)
         )
         monkeypatch.setattr(run.model, name, look)
+
+    def reward(images, *_):
+        seen.append(("score", *map(up, run.model.parts)))
+        return [0.0] * len(images)
+
     prompts = prompts_of("a red circle", "a blue cross")
-    rolled_out(run, settings, {}, prompts, 5)
-    assert seen == [("paint", True, True, False), ("to_images", False, False, True)] * 2
+    rolled_out(run, settings, {"mine": (reward, 1.0)}, prompts, 5)
+    turns = [("paint", True, True, False), ("to_images", False, False, True)] * 2
+    assert seen == [*turns, ("score", False, False, False, False)]
+    # What moves is timed by itself.
+    assert {f"seconds/{name}" for name in ("move", "paint", "score")} < run.clock.read().keys()
 
 
 def test_what_was_left_is_freed_before_weights_are_copied_up(monkeypatch):

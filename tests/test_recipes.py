@@ -8,8 +8,8 @@ import make
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import build_run, prompts_of, shorten, tiny_settings
-from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
+from conftest import build_run, perturb, prompts_of, shorten, tiny_settings
+from test_zoo import EQUAL, IDS, LENGTH, llama, trainer, with_adapter
 from world import MEANING
 
 from benchmarks import losses

@@ -12,7 +12,7 @@ import pytest
 import torch
 import train_edits
 import world
-from conftest import ROOT, TINY, rolled_out, seeded
+from conftest import ROOT, TINY, chat_inputs, rolled_out, seeded
 from PIL import Image, ImageFilter
 
 import train
@@ -313,16 +313,7 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(r
 def read_prompt(policy, processor, text, picture=None):
     """What the model learned from: ids (L,) with room for a picture's codes; by its own rule
     positions (3, L+T)."""
-    content = [{"type": "text", "text": text}]
-    if picture is not None:
-        content.insert(0, {"type": "image", "image": picture})
-    inputs = processor.apply_chat_template(
-        [[{"role": "user", "content": content}]],
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"target_h": 128, "target_w": 128},
-    )
+    inputs = chat_inputs(processor, text, 128, 128, picture)
     ids, model = inputs["input_ids"], policy.model
     read, _ = model.get_rope_index(ids, inputs["image_grid_thw"], inputs["images_per_sample"])
     # (1, 3, T), without that of the end of the image.
