@@ -191,6 +191,13 @@ def quick(tmp_path):
         yield run
 
 
+@pytest.fixture
+def unjudged(monkeypatch):
+    """Runs have no evaluations, which are half of a short run, and no end."""
+    monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
+    monkeypatch.setattr("runtime.log.Record.end", lambda record: None)
+
+
 @pytest.fixture(scope="session")
 def one_step(tmp_path_factory):
     """The folder of a run of one step, to read, and to copy where a test changes it or goes on from

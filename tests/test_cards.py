@@ -152,7 +152,7 @@ def lockable(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
 
 
-def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys):
+def test_memory_that_is_never_enough_ends_in_one_line(quick, unjudged, monkeypatch, capsys):
     calls = runs_out(monkeypatch, grpo, "compute_grpo_loss", range(2, 99))
     assert quick(*write_reward(""), FLAGS, "--out run") == 2
     output, errors = capsys.readouterr()
@@ -164,7 +164,9 @@ def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("owner, name", [(grpo, "compute_grpo_loss"), (torch.optim.AdamW, "step")])
-def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch, owner, name):
+def test_a_step_that_has_moved_the_policy_is_not_made_again(
+    quick, unjudged, monkeypatch, owner, name
+):
     """Nor is the step before it saved. In the second of two iterations of the second step, or in
     the optimizer itself, which may be half done."""
     runs_out(monkeypatch, owner, name, [4 if owner is grpo else 3])
@@ -230,7 +232,7 @@ def test_the_paths_of_the_decoder_are_kept_once():
     assert not run.decoder.scheduler.recorded
 
 
-def test_a_step_has_left_the_host_when_the_next_begins(quick):
+def test_a_step_has_left_the_host_when_the_next_begins(quick, unjudged):
     left = []
 
     class Watched(train_decoder.DecoderRun):
@@ -331,10 +333,11 @@ def test_random_weights_make_a_model_that_trains(quick, tmp_path, monkeypatch):
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     text = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     text |= {"num_hidden_layers": 1, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
     small = {
-        "vision_language_encoder": {"text_config": text},
+        "vision_language_encoder": {"text_config": text, "vision_config": vision},
         "transformer": {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32},
-        "text_encoder": {"num_layers": 1},
+        "text_encoder": {"num_layers": 1, "d_ff": 64},
         "vae": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1},
     }
     sizes = {name: each | small[name] for name, each in random_weights.SIZES.items()}

@@ -105,8 +105,9 @@ def url():
     server.shutdown()
 
 
-def ask(served):
-    """Of three pictures, what they get."""
+def ask(**options):
+    """Of three pictures, what they get from the judge on the page."""
+    served = functools.partial(run_code("rewards.md", "async def served")["served"], **options)
     images = [Image.new("RGB", (8, 8), (red, 0, 0)) for red in (10, 20, 30)]
     return rewards.score({"served": (served, 1.0)}, images, ["a", "a cat", "b"], None)[
         "served"
@@ -114,15 +115,12 @@ def ask(served):
 
 
 def test_a_judge_behind_http_is_asked_again(url):
-    served = functools.partial(
-        run_code("rewards.md", "async def served")["served"], url=url, waits=(0, 0)
-    )
     for Judge.answers in ([], [500, 500], [b'{"sco']):
-        first, cat, last = ask(served)
+        first, cat, last = ask(url=url, waits=(0, 0))
         assert (first, last) == (10, 30) and math.isnan(cat)
     Judge.answers = [500, 500, 500]
     with pytest.raises(HTTPError, match="HTTP Error 500"):
-        ask(served)
+        ask(url=url, waits=(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -136,11 +134,7 @@ def test_a_judge_behind_http_is_asked_again(url):
 def test_an_answer_of_another_form_is_an_error(url, answer, words):
     Judge.answers = [answer]
     with pytest.raises((KeyError, ValueError, StepFailed), match=words):
-        ask(
-            functools.partial(
-                run_code("rewards.md", "async def served")["served"], url=url, waits=()
-            )
-        )
+        ask(url=url, waits=())
 
 
 def test_the_judge_is_given_up_before_other_ranks_are():

@@ -85,7 +85,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick, whole):
     same_run(whole, "run")
 
 
-def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monkeypatch):
+def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, unjudged, monkeypatch):
     """Adam's first step is as long as the rate, whatever the gradient: a third of it, where the
     third step has all."""
     monkeypatch.setattr(checkpoints, "KEPT", 9)
@@ -115,7 +115,7 @@ def test_a_run_that_has_ended_leaves_signals_as_it_found_them(quick):
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
+def test_an_error_of_a_step_is_no_error_of_writing(quick, unjudged, capfd, monkeypatch):
     """A connection that breaks, in the fourth step: its traceback is shown, and what --save-every
     left out is saved."""
     update = GRPO.update
@@ -251,7 +251,7 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, one
     assert "--adapter nowhere: there is no adapter in that folder" in error_of(capsys)
 
 
-def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick):
+def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick, unjudged):
     assert quick("--steps 4 --save-every 1 --eval-every 2 --out run") == 0
     assert steps_saved("run") == ["000000", "000002", "000003", "000004"]
     assert resume("run --steps 5 --eval-every 4") == 0
@@ -327,14 +327,14 @@ def gradients_of(norms, monkeypatch):
     )
 
 
-def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, monkeypatch):
+def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, unjudged, monkeypatch):
     """Ten tenths are one."""
     gradients_of([torch.nan, torch.inf] * 5, monkeypatch)
     assert quick("--steps 1 --iterations 10 --out run") == 0
     assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1]
 
 
-def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
+def test_a_step_skipped_in_part_is_no_skipped_step(quick, unjudged, monkeypatch):
     """In the second an iteration of two has a finite gradient; `norm` is that one's. And no KL is
     no KL of 0."""
     gradients_of([torch.nan, torch.nan, torch.inf, 0.25, torch.inf, torch.nan], monkeypatch)
