@@ -122,6 +122,20 @@ def painted(pipe, text, tokens, settings, seed):
     return latents, glm.to_images(latents, 4)
 
 
+def chat_inputs(processor, text, height, width, picture=None):
+    """What the stock pipeline hands to generate()."""
+    content = [{"type": "text", "text": text}]
+    if picture is not None:
+        content.insert(0, {"type": "image", "image": picture})
+    return processor.apply_chat_template(
+        [[{"role": "user", "content": content}]],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"target_h": height, "target_w": width},
+    )
+
+
 def painting_models(run):
     """Glyph encoder, decoder, VAE."""
     return run.model.parts[1:]
@@ -151,16 +165,15 @@ def write_prompts(folder):
 
 
 @contextmanager
-def short_runs(folder, whole=False):
-    """In a folder with two prompts: train.main on short pictures, or whole ones. Yields it; it
-    returns its exit code."""
+def short_runs(folder):
+    """In a folder with two prompts: train.main on short pictures. Yields it; it returns its exit
+    code."""
     write_prompts(folder)
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.signal(number, unheard) for number in numbers}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        if not whole:
-            shorten(patch.setattr)
+        shorten(patch.setattr)
 
         def run(*flags, run_class=None, usual=QUICK):
             words = words_of(flags)
@@ -176,6 +189,13 @@ def short_runs(folder, whole=False):
 def quick(tmp_path):
     with short_runs(tmp_path) as run:
         yield run
+
+
+@pytest.fixture
+def unjudged(monkeypatch):
+    """Runs have no evaluations, which are half of a short run, and no end."""
+    monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
+    monkeypatch.setattr("runtime.log.Record.end", lambda record: None)
 
 
 @pytest.fixture(scope="session")

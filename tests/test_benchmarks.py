@@ -8,6 +8,7 @@ import check
 import pytest
 from conftest import CPU, TINY, painted, tiny_settings
 from PIL import Image
+from test_tiny_model import few_captions
 
 import train
 from benchmarks import repair_decoder, variants
@@ -30,7 +31,7 @@ def run(monkeypatch, capsys):
 
 def test_repairing_a_rounded_decoder(run, tmp_path):
     """What is painted is a right drawing, by matrices of four levels per row."""
-    few = "--steps 1 --prompts-per-step 2 --group-size 4 --eval-count 2 --out"
+    few = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-count 2 --out"
     lines = "\n".join(run(repair_decoder, *few.split(), tmp_path / "run"))
     before, after = map(float, re.search(r"likeness (\S+) \S+ \S+ -> (\S+)", lines).groups())
     assert 0.5 < before < 1 and abs(after - before) < 0.2 and after != before
@@ -108,6 +109,7 @@ def test_the_threshold_of_one_comparison_is_students():
 def test_the_harder_start_is_another_policy(monkeypatch, tmp_path):
     monkeypatch.setattr(variants, "OUT", tmp_path)
     monkeypatch.setattr(variants, "HARD_START", {"steps": 1, "lr": 1e-4})
+    few_captions(monkeypatch)
     variants.make_hard_start()
     weights = "vision_language_encoder/model.safetensors"
     assert (tmp_path / "hard-start" / weights).read_bytes() != (TINY / weights).read_bytes()

@@ -22,6 +22,7 @@ from conftest import (
     rolled_out,
     seeded,
     short_runs,
+    steps_of,
     steps_saved,
     tiny_settings,
     write_reward,
@@ -76,15 +77,16 @@ def runs_out(monkeypatch, owner, name, when, error=FULL):
 # A reward that draws: what is made again draws the same.
 DRAWS = "return torch.rand(len(images))"
 FLAGS = "--steps 2 --kl-coef 0.1 --micro-batch-size 2"
-PLACES = {
-    "sampling": (grpo, "_sample_token", 14),  # of 4 tokens in each of two evaluations, then steps
-    "painting": (GlmImage, "paint", 4),
-    "the VAE": (AutoencoderKL, "decode", 3),
-    "scoring": (torch, "rand", 3),
-    "the reference": (GRPO, "logprobs", 3),
-    "the update": (grpo, "compute_grpo_loss", 2),
-    "an evaluation": (GlmImage, "paint", 2),
-}
+PLACES = [
+    (GlmImage, "paint", [2, 4]),  # in an evaluation, then in a step
+    (grpo, "_sample_token", [14]),  # of 4 tokens in each of three evaluations, one made twice
+    (AutoencoderKL, "decode", [3]),
+    (torch, "rand", [4]),  # after a trial
+    # In the second step.
+    (GRPO, "logprobs", [3]),
+    (grpo, "compute_grpo_loss", [2]),
+]
+PHASES = ["paint", "sample", "paint", "vae", "score", "reference", "update"]
 
 
 @pytest.fixture(scope="module")
@@ -96,22 +98,29 @@ def undisturbed(tmp_path_factory):
         return what_is_left("run")
 
 
+def memory_lines(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory:")]
+
+
+def full(phase, instead):
+    return f"memory: the GPU is full in the phase '{phase}': from here on {instead}"
+
+
 def what_is_left(folder):
     left = [records(f"{folder}/{name}.jsonl") for name in ("metrics", "evaluation")]
     return *left, adapter_of(folder)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_ran_out_of_memory_is_made_again_exactly(
-    quick, undisturbed, monkeypatch, capsys, place
-):
-    owner, name, when = PLACES[place]
+def test_what_ran_out_of_memory_is_made_again_exactly(quick, undisturbed, monkeypatch, capsys):
+    """In every phase of a step, and in an evaluation."""
     reward = write_reward(DRAWS)
-    runs_out(monkeypatch, owner, name, [when])
-    # Groups of 2 fit micro-batches of 4 and of 2 alike.
-    assert quick(*reward, FLAGS, "--micro-batch-size 4 --out run") == 0
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("memory:")]
-    assert line.endswith(": from here on --micro-batch-size is 2")
+    for place in PLACES:
+        runs_out(monkeypatch, *place)
+    # Groups of 2 fit micro-batches of 2 and of more alike.
+    assert quick(*reward, FLAGS, "--micro-batch-size 256 --out run") == 0
+    sizes = [128, 64, 32, 16, 8, 4, 2]
+    lines = [full(*x) for x in zip(PHASES, [f"--micro-batch-size is {size}" for size in sizes])]
+    assert memory_lines(capsys) == lines
     assert what_is_left("run") == undisturbed
 
 
@@ -129,10 +138,8 @@ def test_models_take_turns_first_then_micro_batches_are_halved(
     reward = write_reward(DRAWS)
     runs_out(monkeypatch, grpo, "compute_grpo_loss", [1, 2, 4], RuntimeError(CUBLAS))
     assert quick(*reward, FLAGS, "--micro-batch-size 8 --out run") == 0
-    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("memory:")]
-    full = "memory: the GPU is full in the phase 'update': from here on "
-    sizes = [f"{full}--micro-batch-size is {size}" for size in (4, 2)]
-    assert lines == [f"{full}the models take turns", *sizes]
+    changes = ["the models take turns", "--micro-batch-size is 4", "--micro-batch-size is 2"]
+    assert memory_lines(capsys) == [full("update", change) for change in changes]
     # Copies of weights lie otherwise in memory, and a CPU rounds by that.
     for expected, found in zip(undisturbed[0], records("run/metrics.jsonl"), strict=True):
         assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)
@@ -145,7 +152,7 @@ def lockable(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
 
 
-def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys):
+def test_memory_that_is_never_enough_ends_in_one_line(quick, unjudged, monkeypatch, capsys):
     calls = runs_out(monkeypatch, grpo, "compute_grpo_loss", range(2, 99))
     assert quick(*write_reward(""), FLAGS, "--out run") == 2
     output, errors = capsys.readouterr()
@@ -157,12 +164,14 @@ def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("owner, name", [(grpo, "compute_grpo_loss"), (torch.optim.AdamW, "step")])
-def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch, owner, name):
-    """In the second of two iterations, or in the optimizer itself, which may be half done."""
-    when = [2] if owner is grpo else [1]
-    runs_out(monkeypatch, owner, name, when)
+def test_a_step_that_has_moved_the_policy_is_not_made_again(
+    quick, unjudged, monkeypatch, owner, name
+):
+    """Nor is the step before it saved. In the second of two iterations of the second step, or in
+    the optimizer itself, which may be half done."""
+    runs_out(monkeypatch, owner, name, [4 if owner is grpo else 3])
     assert quick(*write_reward(""), FLAGS, "--iterations 2 --out run") == 2
-    assert steps_saved("run") == ["000000"]
+    assert steps_of("run/metrics.jsonl") == [1] and steps_saved("run") == ["000000"]
 
 
 def room_for(*micro_batches, offload=None):
@@ -223,7 +232,7 @@ def test_the_paths_of_the_decoder_are_kept_once():
     assert not run.decoder.scheduler.recorded
 
 
-def test_a_step_has_left_the_host_when_the_next_begins(quick):
+def test_a_step_has_left_the_host_when_the_next_begins(quick, unjudged):
     left = []
 
     class Watched(train_decoder.DecoderRun):
@@ -239,7 +248,7 @@ def test_a_step_has_left_the_host_when_the_next_begins(quick):
 
 
 def test_the_vae_has_a_turn_of_its_own(monkeypatch, lockable):
-    """Beside the decoder it only reads sources."""
+    """Beside the decoder it only reads sources. All models leave while rewards score."""
     run, seen, stock = build_run(settings := tiny_settings("--group-size 2")), [], {}
     tokens = torch.randint(1024, (2, 16), generator=seeded(0))
     monkeypatch.setattr(
@@ -255,9 +264,17 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch, lockable):
             seen.append((name, *map(up, painting_models(run)))) or stock[name](*given)
         )
         monkeypatch.setattr(run.model, name, look)
+
+    def reward(images, *_):
+        seen.append(("score", *map(up, run.model.parts)))
+        return [0.0] * len(images)
+
     prompts = prompts_of("a red circle", "a blue cross")
-    rolled_out(run, settings, {}, prompts, 5)
-    assert seen == [("paint", True, True, False), ("to_images", False, False, True)] * 2
+    rolled_out(run, settings, {"mine": (reward, 1.0)}, prompts, 5)
+    turns = [("paint", True, True, False), ("to_images", False, False, True)] * 2
+    assert seen == [*turns, ("score", False, False, False, False)]
+    # What moves is timed by itself.
+    assert {f"seconds/{name}" for name in ("move", "paint", "score")} < run.clock.read().keys()
 
 
 def test_what_was_left_is_freed_before_weights_are_copied_up(monkeypatch):
@@ -316,10 +333,11 @@ def test_random_weights_make_a_model_that_trains(quick, tmp_path, monkeypatch):
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     text = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     text |= {"num_hidden_layers": 1, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
     small = {
-        "vision_language_encoder": {"text_config": text},
+        "vision_language_encoder": {"text_config": text, "vision_config": vision},
         "transformer": {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32},
-        "text_encoder": {"num_layers": 1},
+        "text_encoder": {"num_layers": 1, "d_ff": 64},
         "vae": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1},
     }
     sizes = {name: each | small[name] for name, each in random_weights.SIZES.items()}

@@ -31,7 +31,6 @@ from conftest import (
     build_run,
     prompts_of,
     records,
-    rolled_out,
     short_runs,
     shorten,
     steps_of,
@@ -66,22 +65,21 @@ SHAPES = [
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
-    """A run on whole pictures, with KL, two iterations and two rewards: its folder, and what it has
-    printed."""
-    folder = tmp_path_factory.mktemp("real")
+def promised_run(tmp_path_factory):
+    """A run with KL, two iterations and two rewards: its folder, and what it has printed."""
+    folder = tmp_path_factory.mktemp("promised")
     output = io.StringIO()
     arguments = str.split("--steps 1 --prompts-per-step 2 --iterations 2 --reward ssim:1,mse:0.5")
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
         patch.delenv("OMP_NUM_THREADS")
-        with short_runs(folder, whole=True) as run:
-            assert run(*arguments, *str.split("--temperature 3 --width 64 --decode-steps 6")) == 0
+        with short_runs(folder) as run:
+            assert run(*arguments) == 0
     return folder / "runs" / "1", output.getvalue()
 
 
-def test_a_run_leaves_every_promised_file(whole_run):
-    out, _ = whole_run
+def test_a_run_leaves_every_promised_file(promised_run):
+    out, _ = promised_run
     left = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()}
     expected = {
         "settings.json",
@@ -106,8 +104,8 @@ def test_a_run_leaves_every_promised_file(whole_run):
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
 
 
-def test_a_run_logs_every_step_and_evaluation(whole_run):
-    out, _ = whole_run
+def test_a_run_logs_every_step_and_evaluation(promised_run):
+    out, _ = promised_run
     (line,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = [
         "loss",
@@ -141,8 +139,8 @@ def test_a_run_logs_every_step_and_evaluation(whole_run):
     assert all(weight.any() for name, weight in weights.items() if "lora_B" in name)
 
 
-def test_a_run_says_what_it_does(whole_run):
-    out, output = whole_run
+def test_a_run_says_what_it_does(promised_run):
+    out, output = promised_run
     assert "device: CPU in float32, 1 thread (OMP_NUM_THREADS)" in output
     assert "a step: 2 groups of 2; an evaluation: 4 pictures\n2 prompts, 2 held out" in output
     line = json.loads((out / "metrics.jsonl").read_text())
@@ -276,9 +274,9 @@ def test_rewards_have_short_names_in_files_and_trackers(quick, monkeypatch):
     assert {f"evaluation/held_out/{name}" for name in names} < tracked.keys()
 
 
-def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
-    """The judge of the first waits for the second to be begun; the last one's ends after the
-    painting."""
+def test_a_group_is_judged_while_the_next_is_painted(monkeypatch):
+    """In a step on whole pictures: the judge of the first waits for the second to be begun; the
+    last one's ends after the painting."""
     run = build_run(settings := tiny_settings(*SHORT, "--group-size 2"))
     stock_paint = run.model.paint
     painting = threading.Event()
@@ -290,12 +288,15 @@ def test_a_group_is_judged_while_the_next_is_painted(quick, monkeypatch):
 
     async def judge(images, prompts, targets):
         waited = await asyncio.to_thread(painting.wait, 20)
-        return [waited + prompt.startswith("a blue") for prompt in prompts]
+        return [waited + prompt.startswith("a blue") + i for i, prompt in enumerate(prompts)]
 
     monkeypatch.setattr(run.model, "paint", paint)
-    prompts = prompts_of(*Path("prompts.txt").read_text().splitlines())
-    rolled = rolled_out(run, settings, {"judge": (judge, 1.0)}, prompts, 0)
-    assert rolled.raw_rewards["judge"].tolist() == [1, 1, 2, 2]
+    prompts = prompts_of("a red circle", "a blue cross")
+    batch, metrics = train.grpo_step(run, settings, {"judge": (judge, 1.0)}, prompts, 0)
+    assert batch.raw_rewards["judge"].tolist() == [1, 2, 2, 3]
+    # Read again in one pass as they were written, one code after another.
+    assert 0 < metrics["mean_logprob_gap"] <= metrics["max_logprob_gap"] < 1e-3
+    assert batch.groups[0].tokens.shape == (2, 256 + 1) and abs(metrics["kl"]) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])

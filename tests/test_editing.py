@@ -6,7 +6,6 @@ import runpy
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import check
 import make
@@ -23,17 +22,16 @@ from conftest import (
     RED_CIRCLE,
     ROOT,
     TINY,
-    adapter_of,
+    chat_inputs,
     painted,
     records,
-    resume,
     seeded,
     tiny_settings,
 )
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageOps
-from test_vqa import bounded, pictures, tiny_model
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from test_gpu import SHAPING, same_samples
+from test_vqa import bounded, by_generate, pictures, tiny_model
 
 import grpo
 import rewards
@@ -42,7 +40,6 @@ from glm_image.editing import (
     EditingGlmImage,
     EditPrompt,
     encode_edit,
-    read_edits,
     read_sources,
 )
 from glm_image.model import for_decoder
@@ -77,17 +74,6 @@ def source_of(pipe, height, width, scene=RED_CIRCLE):
     return given
 
 
-def stock_inputs(pipe, edit, height, width):
-    content = [{"type": "image", "image": edit.source}, {"type": "text", "text": edit.text}]
-    return pipe.processor.apply_chat_template(
-        [[{"role": "user", "content": content}]],
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"target_h": height, "target_w": width},
-    )
-
-
 def forget(pipe):
     """What generate() leaves in the model."""
     pipe.vision_language_encoder.model.rope_deltas = None
@@ -105,7 +91,7 @@ def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
     # Nothing is left in the model.
     assert model.rope_deltas is None and model._cached_decode_position_ids is None
 
-    inputs = stock_inputs(stock, edit, *size)
+    inputs = chat_inputs(stock.processor, edit.text, *size, edit.source)
     total, offset, rows, columns = stock._compute_generation_params(
         inputs["image_grid_thw"], is_text_to_image=False
     )
@@ -133,7 +119,7 @@ def test_log_probs_are_those_of_generate(stock, given, size):
     ids, positions, count = encode_edit(stock.processor, edit, *size)
     torch.manual_seed(0)
     written = policy.generate(
-        **stock_inputs(stock, edit, *size),
+        **chat_inputs(stock.processor, edit.text, *size, edit.source),
         max_new_tokens=count,
         do_sample=True,
         temperature=6.0,
@@ -171,47 +157,9 @@ def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
     encoded = [encode_edit(stock.processor, edit, *size) for edit in edits]
     ids, positions, counts = zip(*encoded)
     assert set(counts) == {6} and len({len(each) for each in ids}) == 3
-    policy, codes = stock.vision_language_encoder, {"allowed_ids": slice(0, make.NUM_CODES)}
-    options = {"num_samples": 2, "position_ids": positions, **codes}
-
-    def sample(forward):
-        generators = [seeded(i) for i in range(3)]
-        return grpo.generate_with_logprobs(
-            policy, ids, 6, generators=generators, forward=forward, **options
-        )[:2]
-
-    tokens, logprobs = sample(None)
-    again, others = sample(CapturedForward(policy, 6, compile=False))
-    assert torch.equal(tokens, again)
-    torch.testing.assert_close(logprobs, others, rtol=0, atol=1e-4)
-    for i in range(3):
-        own = slice(2 * i, 2 * i + 2)
-        sequences = torch.cat([ids[i].expand(2, -1), tokens[own]], dim=1)
-        with torch.no_grad():
-            again = grpo.get_per_token_logprobs(
-                policy, sequences, 6, position_ids=positions[i], **codes
-            )
-        torch.testing.assert_close(again, logprobs[own], rtol=0, atol=1e-3)
-
-
-def test_own_pictures_of_another_shape_are_cut_to_their_middle(tmp_path):
-    """Sources and targets alike. A picture of the run's size is left alone."""
-    (tmp_path / "edits.txt").write_text("make the circle blue\n")
-    for name, width in (("same", 128), ("nearly", 132), ("wide", 256)):
-        (tmp_path / name).mkdir()
-        picture = Image.new("RGB", (width, 128), "white")
-        picture.paste(world.draw(RED_CIRCLE), ((width - 128) // 2, 0))
-        picture.save(tmp_path / name / "1.png")
-        folder = str(tmp_path / name)
-        given = {"prompts": str(tmp_path / "edits.txt"), "targets": folder, "sources": folder}
-        (read,) = read_edits(SimpleNamespace(width=128, height=128, **given))
-        for image in (read.source, read.target):
-            assert (
-                np.abs(np.asarray(image).astype(int) - np.asarray(world.draw(RED_CIRCLE))).mean()
-                < 4
-            ), name
-        if name == "same":
-            assert read.target == world.draw(RED_CIRCLE)
+    policy = stock.vision_language_encoder
+    forward = CapturedForward(policy, 6, compile=False)
+    same_samples(policy, forward, ids, positions, length=6, **SHAPING)
 
 
 def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
@@ -329,16 +277,6 @@ def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
     assert np.abs(np.asarray(shown).astype(int) - np.asarray(first)).mean() < 5
 
 
-def test_a_run_of_edits_resumes_as_if_it_had_not_stopped(edits):
-    assert edits(*str.split("--steps 2 --save-every 1 --out straight")) == 0
-    shutil.copytree("straight", "killed")
-    shutil.rmtree("killed/checkpoints/000002")
-    shutil.rmtree("killed/adapter")
-    assert resume("killed", run_class=train_edits.EditRun) == 0
-    assert records("killed/metrics.jsonl") == records("straight/metrics.jsonl")
-    assert adapter_of("killed") == adapter_of("straight")
-
-
 def test_an_edit_has_no_preview(stock):
     settings = tiny_settings("--height 96")
     assert EditingGlmImage(stock).number_of_codes(settings) == 3 * 4
@@ -433,34 +371,8 @@ def test_edit_asks_about_both_pictures(tmp_path):
     ):
         asked = (question, "Is everything else in the second picture as it was in the first?")
         assert value == pytest.approx(
-            np.mean([bounded(odds(folder, shown, each)) for each in asked]), abs=1e-4
+            np.mean([bounded(by_generate(folder, shown, each)) for each in asked]), abs=1e-4
         )
     assert abs(found[0] - found[1]) > 1e-3
     turned = rewards.score({"edit": (edit, 1.0)}, [source], ["x"], sources=[one])["edit"]
     assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4  # which is the first matters
-
-
-def odds(folder, shown, question):
-    model, processor = (
-        AutoModelForImageTextToText.from_pretrained(folder),
-        AutoProcessor.from_pretrained(folder),
-    )
-    content = [
-        {"type": "image"},
-        {"type": "image"},
-        {"type": "text", "text": question + " Please answer Yes or No."},
-    ]
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True
-    )
-    inputs = processor(text=[text], images=[shown], return_tensors="pt")
-    options = {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
-    (scores,) = model.generate(**inputs, max_new_tokens=1, do_sample=False, **options).scores
-    first = lambda word: {
-        processor.tokenizer(spelling, add_special_tokens=False).input_ids[0]
-        for spelling in (word.title(), word, f" {word.title()}", f" {word}")
-    }
-    chances = scores[0].double().softmax(-1)
-    return np.log(
-        sum(chances[i].item() for i in first("yes")) / sum(chances[i].item() for i in first("no"))
-    )

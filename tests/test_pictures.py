@@ -12,6 +12,7 @@ import torch
 from conftest import (
     CODES,
     build_run,
+    chat_inputs,
     painted,
     painting_models,
     seeded,
@@ -37,15 +38,6 @@ SIZES = [
 PROMPT = "a red circle"
 
 
-def glm_inputs(pipe, prompt, height, width):
-    """What transformers makes of a prompt."""
-    messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}]]
-    size = {"target_h": height, "target_w": width}
-    return pipe.processor.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=size
-    )
-
-
 def codes(count, length):
     return torch.randint(make.NUM_CODES, (count, length), generator=seeded(0))
 
@@ -65,7 +57,7 @@ def small(*arguments):
 def test_positions_equal_the_models_own(pipe, size):
     """encode_prompt against get_rope_index, which generate() uses."""
     ids, positions, count = encode_prompt(pipe.processor, PROMPT, *size)
-    inputs = glm_inputs(pipe, PROMPT, *size)
+    inputs = chat_inputs(pipe.processor, PROMPT, *size)
     inner = pipe.vision_language_encoder.model
     prompt_positions, _ = inner.get_rope_index(**inputs)
     assert torch.equal(ids, inputs["input_ids"][0])
@@ -87,7 +79,7 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
     settings = small(
         "--height", str(size[0]), "--width", str(size[1]), "--guidance-scale", guidance
     )
-    grids = glm_inputs(pipe, PROMPT, *size)["image_grid_thw"]
+    grids = chat_inputs(pipe.processor, PROMPT, *size)["image_grid_thw"]
     total, offset, rows, columns = pipe._compute_generation_params(grids, is_text_to_image=True)
     tokens = codes(2, encode_prompt(pipe.processor, PROMPT, *size)[2])
     assert total == tokens.shape[1] + 1  # generate() writes an end token too

@@ -8,12 +8,12 @@ import make
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import build_run, prompts_of, tiny_settings
-from test_zoo import EQUAL, IDS, LENGTH, llama, perturb, trainer, with_adapter
+from conftest import build_run, perturb, prompts_of, shorten, tiny_settings
+from test_zoo import EQUAL, IDS, LENGTH, llama, trainer, with_adapter
 from world import MEANING
 
 from benchmarks import losses
-from grpo import compute_advantages
+from grpo import Group, compute_advantages
 from rewards import combine
 
 RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO"]
@@ -179,10 +179,11 @@ def test_shuffled_rewards_stay_in_their_group_and_go_by_luck(tmp_path):
     assert (found[:, 0].argmax(-1) != found[:, 1].argmax(-1)).any()  # each group by its own
 
 
-def test_groups_without_spread_are_drawn_again(tmp_path):
+def test_groups_without_spread_are_drawn_again(tmp_path, monkeypatch):
     """At first the second prompt's pictures are all equal to the reward."""
     step = edited("DAPO's dynamic sampling", tmp_path, "train.py")
-    run = build_run(settings := tiny_settings("--height 64 --width 64 --group-size 2"))
+    shorten(monkeypatch.setattr)
+    run = build_run(settings := tiny_settings("--height 32 --width 32 --group-size 2"))
     calls = []
 
     def reward(images, prompts, targets):
@@ -203,9 +204,9 @@ def test_given_answers_take_the_place_of_samples(tmp_path):
     step = edited("Given answers", tmp_path, "train.py")
     run = build_run(settings := tiny_settings("--group-size 2"))
     prompts = prompts_of("two red rings")
-    groups = run.policy.sample(run.model.encode(prompts, settings), 2, 3)
-    rewards = step.answered(run, prompts, groups)
-    (group,) = groups
+    ((ids, positions, length),) = run.model.encode(prompts, settings)
+    group = Group(ids, positions, torch.zeros(2, length, dtype=torch.long), torch.zeros(2, length))
+    rewards = step.answered(run, prompts, [group])
     codes = make.codes_of(
         [MEANING["two red rings"].scene()], make.corner_codes(make.make_codebook())
     )

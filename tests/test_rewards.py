@@ -413,19 +413,6 @@ def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
 # ---- several rewards -----------------------------------------------------------------------------
 
 
-def test_raw_rewards_are_scored_and_then_added_with_their_weights():
-    image, target = noise(2)
-    parsed = rewards.parse_rewards("ssim,mse:0.5")
-    assert rewards.weights_of(parsed) == {"ssim": 1, "mse": 0.5}
-    raw_rewards = rewards.score(parsed, [image], [""], [target])
-    assert list(raw_rewards) == ["ssim", "mse"]
-    assert raw_rewards["mse"] == rewards.mse([image], [""], [target])  # raw, not weighted
-    total = rewards.combine(raw_rewards, rewards.weights_of(parsed))
-    assert total.item() == pytest.approx(
-        raw_rewards["ssim"].item() + 0.5 * raw_rewards["mse"].item()
-    )
-
-
 def test_combine_by_sum():
     raw_rewards = {
         "a": torch.tensor([1.0, 2.0, NAN, NAN]),

@@ -4,6 +4,7 @@ of its prompts."""
 import random
 import re
 import runpy
+from types import SimpleNamespace
 
 import check
 import make
@@ -12,7 +13,7 @@ import pytest
 import torch
 import train_edits
 import world
-from conftest import ROOT, TINY, rolled_out, seeded
+from conftest import ROOT, TINY, chat_inputs, rolled_out, seeded
 from PIL import Image, ImageFilter
 
 import train
@@ -240,21 +241,32 @@ def test_captions_of_the_tiny_model():
         assert first and second and not set(first) & set(second)
 
 
+def few_captions(monkeypatch):
+    """Of those that make.py learns from, which takes seconds to read them all."""
+    few = {kind: some(captions, 20) for kind, captions in world.seen_captions().items()}
+    monkeypatch.setattr(make, "seen_captions", lambda: few)
+
+
 def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
     """Neither captions, but for the single objects, nor edits."""
     learned = {str(caption) for captions in world.seen_captions().values() for caption in captions}
     assert {kind_of(caption) for caption in lines("heldout") if caption in learned} == {"one"}
+    few_captions(monkeypatch)
     captions, edits, (training, held_out) = [], [], world.split_edits(random.Random(0))
     monkeypatch.setattr(make, "split_edits", lambda rng: (training, held_out))
     monkeypatch.setattr(make, "random_edit", lambda rng: rng.choice([*training[:24], *held_out]))
     note = lambda caption, *_: captions.append(str(caption)) or caption
     monkeypatch.setattr(make, "misread", note)
     monkeypatch.setattr(make, "misread_edit", lambda *edit: edits.append(edit[:2]) or edit[:2])
-    monkeypatch.setattr(make, "optimise", lambda name, policy, steps, lr, loss: loss())
-    parts = pipe.vision_language_encoder, make.make_codebook()
-    with torch.no_grad():
-        make.train_policy(*parts, 1, 1e-3, misreads=True)
-    assert captions and set(captions) <= learned
+    monkeypatch.setattr(make, "optimise", lambda *given: [given[-1]() for _ in range(20)])
+
+    def policy(input_ids, logits_to_keep, **_):
+        width = pipe.vision_language_encoder.lm_head.out_features
+        return SimpleNamespace(logits=torch.zeros(len(input_ids), logits_to_keep, width))
+
+    policy.config = pipe.vision_language_encoder.config
+    make.train_policy(policy, make.make_codebook(), 1, 1e-3, misreads=True)
+    assert len(captions) == 20 * 12 and set(captions) <= learned
     assert edits and not set(edits) & set(held_out)
 
 
@@ -306,16 +318,7 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(r
 def read_prompt(policy, processor, text, picture=None):
     """What the model learned from: ids (L,) with room for a picture's codes; by its own rule
     positions (3, L+T)."""
-    content = [{"type": "text", "text": text}]
-    if picture is not None:
-        content.insert(0, {"type": "image", "image": picture})
-    inputs = processor.apply_chat_template(
-        [[{"role": "user", "content": content}]],
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"target_h": 128, "target_w": 128},
-    )
+    inputs = chat_inputs(processor, text, 128, 128, picture)
     ids, model = inputs["input_ids"], policy.model
     read, _ = model.get_rope_index(ids, inputs["image_grid_thw"], inputs["images_per_sample"])
     # (1, 3, T), without that of the end of the image.

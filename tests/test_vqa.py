@@ -126,15 +126,19 @@ def load(folder):
     )
 
 
-def by_generate(folder, image, question):
-    """Log-odds of one question about one picture, without padding, from the scores that generate()
-    returns."""
+def by_generate(folder, shown, question):
+    """Log-odds of one question about a picture, or a list of them, without padding, from the scores
+    that generate() returns."""
     model, processor = load(folder)
-    content = [{"type": "image"}, {"type": "text", "text": question + " Please answer Yes or No."}]
+    shown = shown if isinstance(shown, list) else [shown]
+    question += " Please answer Yes or No."
+    content = [*[{"type": "image"}] * len(shown), {"type": "text", "text": question}]
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True
     )
-    inputs = processor(text=[text], images=[[image.convert("RGB")]], return_tensors="pt")
+    inputs = processor(
+        text=[text], images=[[image.convert("RGB") for image in shown]], return_tensors="pt"
+    )
     options = {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
     (scores,) = model.generate(
         **inputs, max_new_tokens=1, do_sample=False, **options
