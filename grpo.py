@@ -148,9 +148,7 @@ def generate_with_logprobs(
     tokens = torch.cat(tokens, dim=1).cpu()
     T = int(mask_through_end(tokens, end_ids).sum(1).max()) if end_ids else num_new_tokens
     logprobs = torch.cat(logprobs, dim=1).cpu()[:, :T]
-    broken = ~logprobs.isfinite().view(len(prompts), -1).all(1)  # (N,)
-    if broken.any():
-        raise NotFinite(broken.nonzero().flatten().tolist())
+    _check_finite(logprobs.view(len(prompts), -1))
     nucleus = torch.stack([each.cpu() for each in nuclei[:T]], dim=1) if top_p < 1 else None
     return tokens[:, :T], logprobs, nucleus
 
@@ -746,6 +744,12 @@ def _check_sampling(prompts, allowed_ids, temperature, top_p, end_ids, generator
         raise ValueError(f"no text could end: allowed_ids has none of the end_ids {end_ids}")
     if generators is not None and len(generators) != len(prompts):
         raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts: give one each")
+
+
+def _check_finite(logprobs):  # (N, G*T)
+    broken = ~logprobs.isfinite().all(1)
+    if broken.any():
+        raise NotFinite(broken.nonzero().flatten().tolist())
 
 
 def _check_rewards(rewards, group_size):

@@ -115,7 +115,7 @@ class Run:
     model: GlmImage  # the whole pipeline
     policy: GRPO  # trains its language model
     clock: Clock
-    offload: Placement | None  # None: on a CPU
+    placement: Placement | None  # None: on a CPU
 
     # What the scripts in examples/ override; loop() calls step.
     Settings = Settings
@@ -151,9 +151,9 @@ class Run:
 
     def offload_all_but(self, *models):
         """CPU offload: these come to the GPU, the others go, if it is too small for all of them."""
-        if self.offload is not None:
+        if self.placement is not None:
             with self.clock("move"):
-                self.offload.all_but(*models)
+                self.placement.all_but(*models)
 
     def set_learning_rates(self, settings, step):
         set_learning_rate(self.policy, settings.lr, settings.warmup_steps, step)

@@ -171,8 +171,8 @@ def retry_with_room(work, run, settings, seed):
             if not make_room:
                 raise
         # Only here, after the handler: until its end the error holds the tensors of its frames.
-        if run.offload is not None:
-            run.offload.release()
+        if run.placement is not None:
+            run.placement.release()
         gc.collect()
         torch.cuda.empty_cache()
         line = f"memory: the GPU is full in the phase '{run.clock.name}': {make_room()}"
@@ -183,7 +183,7 @@ def next_room(run, settings):
     """A function that makes room and says how; None if all has been done."""
 
     def take_turns():
-        run.offload.take_turns(pin=run.offload.fits_host())
+        run.placement.take_turns(pin=run.placement.fits_host())
         return "from here on the models take turns"
 
     def halve():
@@ -192,7 +192,7 @@ def next_room(run, settings):
             trainer.settings.micro_batch_size = settings.micro_batch_size
         return f"from here on --micro-batch-size is {settings.micro_batch_size}"
 
-    if run.offload is not None and settings.offload != "no" and run.offload.can_take_turns():
+    if run.placement is not None and settings.offload != "no" and run.placement.can_take_turns():
         return take_turns
     return halve if settings.micro_batch_size > 1 else None
 

@@ -174,9 +174,9 @@ def test_a_step_that_has_moved_the_policy_is_not_made_again(
     assert steps_of("run/metrics.jsonl") == [1] and steps_saved("run") == ["000000"]
 
 
-def room_for(*micro_batches, offload=None):
+def room_for(*micro_batches, placement=None):
     """What retry_with_room needs of a run, and its settings."""
-    run = SimpleNamespace(trainers={}, clock=gpu.Clock(CPU), offload=offload)
+    run = SimpleNamespace(trainers={}, clock=gpu.Clock(CPU), placement=placement)
     return run, tiny_settings("--micro-batch-size", *micro_batches)
 
 
@@ -208,7 +208,7 @@ def test_several_ranks_do_not_repeat(monkeypatch):
 def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch):
     model = torch.nn.Linear(300, 300).requires_grad_(False)
     placement = Placement([model], CPU)
-    run, settings = room_for(2, offload=placement)
+    run, settings = room_for(2, placement=placement)
     assert gpu.next_room(run, settings).__name__ == "take_turns"
     settings.offload = "no"
     assert gpu.next_room(run, settings).__name__ == "halve"
@@ -254,9 +254,9 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch, lockable):
     monkeypatch.setattr(
         run.policy, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2
     )
-    run.offload = Offload(run.model.parts, CPU)
+    run.placement = Offload(run.model.parts, CPU)
     up = lambda model: any(
-        weight.data_ptr() != home.data_ptr() for weight, home in run.offload.homes[model]
+        weight.data_ptr() != home.data_ptr() for weight, home in run.placement.homes[model]
     )
     for name in ("paint", "to_images"):
         stock[name] = getattr(run.model, name)

@@ -401,7 +401,7 @@ def taking_turns(monkeypatch, offload):
     weight = run.model.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
     head = run.policy.model.get_base_model().lm_head.weight
     if offload:
-        run.offload = Offload(run.model.parts, CPU)
+        run.placement = Offload(run.model.parts, CPU)
     adapters = adapter(run.policy.model) + adapter(run.decoder.model)
     home, own, seen = weight.data_ptr(), head.data_ptr(), []
     places = [p.data_ptr() for p in adapters]

@@ -204,8 +204,9 @@ def test_infix_distance_by_hand(pattern, text, distance):
         (
             ["sa1e now"],
             'a "Sale" sign, "today"',
+            # Weighted by length, not 3/4 and 1/5 averaged.
             1 - (1 + 4) / 9,
-        ),  # weighted by length, not 3/4 and 1/5 averaged
+        ),
         (["cafe 24"], "a \"Café!\" '２４'", 1 - 1 / 6),  # é is not e; wide digits are digits
         (["x"], 'a "!?"', NAN),
         (["x"], "a sign", NAN),
@@ -365,9 +366,8 @@ def tiny_head(folder):
     weights = {}
     for n, (i, o) in sizes.items():
         weights |= {f"layers.{n}.weight": torch.randn(o, i), f"layers.{n}.bias": torch.randn(o)}
-    torch.save(
-        dict(reversed(weights.items())), folder / "aesthetic-model.pth"
-    )  # the order in the file is no matter
+    # The order in the file is no matter.
+    torch.save(dict(reversed(weights.items())), folder / "aesthetic-model.pth")
     return weights
 
 
@@ -418,9 +418,8 @@ def test_combine_by_sum():
         "a": torch.tensor([1.0, 2.0, NAN, NAN]),
         "b": torch.tensor([10.0, NAN, 30.0, NAN]),
     }
-    same(
-        rewards.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4 + 5, 15, NAN]
-    )  # b's mean is for both
+    # The mean of b is for both.
+    same(rewards.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4 + 5, 15, NAN])
     same(rewards.combine(raw_rewards, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
 
 
@@ -434,11 +433,8 @@ def test_combine_by_zscore():
         ),
     }
     expected = [
-        *(
-            -2 + 0.5,
-            0 - 0.5,
-            2 + 0,
-        ),  # both, weights 2 and 0.5: the hundredfold spread of b counts for nothing
+        # Both, weights 2 and 0.5: the hundredfold spread of b counts for nothing.
+        *(-2 + 0.5, 0 - 0.5, 2 + 0),
         *(-2 * z, NAN, 2 * z),  # a NaN takes no part in mean and spread
         *(-0.5, 0, 0.5),  # a constant group is exactly 0
         *(NAN, NAN, NAN),
