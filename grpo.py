@@ -148,7 +148,7 @@ def generate_with_logprobs(
     tokens = torch.cat(tokens, dim=1).cpu()
     T = int(mask_through_end(tokens, end_ids).sum(1).max()) if end_ids else num_new_tokens
     logprobs = torch.cat(logprobs, dim=1).cpu()[:, :T]
-    _check_finite(logprobs.view(len(prompts), -1))
+    _check_finite(logprobs.reshape(len(prompts), -1))
     nucleus = torch.stack([each.cpu() for each in nuclei[:T]], dim=1) if top_p < 1 else None
     return tokens[:, :T], logprobs, nucleus
 
