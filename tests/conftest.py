@@ -1,6 +1,8 @@
 """What the tests share: the shipped model, and runs of train.py that take a second, here and in
 other processes."""
 
+import copy
+import functools
 import json
 import multiprocessing
 import os
@@ -27,6 +29,7 @@ if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
 
 from diffusers import GlmImagePipeline
+from peft import PeftModel
 from train_decoder import DecoderRun
 from train_edits import EditRun
 from world import draw
@@ -36,6 +39,7 @@ from glm_image import editing, model
 from runtime.data import Prompt
 
 CPU = torch.device("cpu")
+model_of = model.load
 RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture: see shorten
@@ -156,6 +160,20 @@ def shortened(encode):
     return encode_short
 
 
+@functools.cache
+def loaded(*model):
+    return model_of(*model)
+
+
+def load_once(*model):
+    """A copy of the pipeline, which takes a third of the time."""
+    return copy.deepcopy(loaded(*model))
+
+
+def write_no_card(model, folder):
+    Path(folder, "README.md").touch()
+
+
 def write_prompts(folder):
     """Two prompts with their targets."""
     (folder / "prompts.txt").write_text("a red circle\na blue cross\n")
@@ -174,6 +192,9 @@ def short_runs(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         shorten(patch.setattr)
+        patch.setattr(train, "load", load_once)
+        # A template that takes a tenth of a second, and is deleted.
+        patch.setattr(PeftModel, "create_or_update_model_card", write_no_card)
 
         def run(*flags, run_class=None, usual=QUICK):
             words = words_of(flags)
