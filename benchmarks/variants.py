@@ -75,6 +75,9 @@ HARD = [
     Variant("hard", PLAIN, "before training", "", NO_KL),
     Variant("hard", "no baseline, no std", PLAIN, "REINFORCE", NO_KL),
     Variant("hard", "no baseline", PLAIN, "No baseline, divided", NO_KL),
+    Variant("hard", "no std", PLAIN, "Dr. GRPO", NO_KL),
+    Variant("hard", "with KL", PLAIN),
+    Variant("hard", SHUFFLED, "with KL", "Rewards shuffled", "", 4e-3),
     Variant("hard", SUPERVISED, PLAIN, "Given answers", NO_KL),
     Variant("hard", "4 iterations", PLAIN, "", FOUR),
 ]
