@@ -80,6 +80,7 @@ HARD = [
     Variant("hard", SHUFFLED, "with KL", "Rewards shuffled", "", 4e-3),
     Variant("hard", SUPERVISED, PLAIN, "Given answers", NO_KL),
     Variant("hard", "4 iterations", PLAIN, "", FOUR),
+    Variant("hard", "4 iterations, no clip", "4 iterations", "", f"{FOUR} --clip-range 1e9", 1e-3),
 ]
 SHIPPED = [
     Variant("shipped", "with KL", SHUFFLED, "", "", 5e-4),

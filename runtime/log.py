@@ -410,7 +410,7 @@ def compared(records, names):
 
 
 def summary(prefix, *records):
-    """'ssim 0.692 +- 0.031 -> 0.864 +- 0.020, ... (64 pictures: 16 prompts x 4)', of evaluations."""
+    """'ssim 0.692 +- 0.031 -> 0.864 +- 0.020 (64 pictures: 16 prompts x 4)', of evaluations."""
     names = shown_names(records[-1], prefix)
     pairs = zip(map(short_name, names), compared(records, names))
     images, prompts = (records[0][f"{prefix}{name}"] for name in ("images", "prompts"))

@@ -54,7 +54,9 @@ def made_up(**shares):
     rows = []
     names = dict.fromkeys((start, name) for start, name, *_ in ALL_VARIANTS)
     for start, name in names:
-        for lr, seed, step in itertools.product([5e-4, 1e-3, 2e-3], variants.SEEDS, (10, 12, 20)):
+        for lr, seed, step in itertools.product(
+            [5e-4, 1e-3, 2e-3, 4e-3], variants.SEEDS, (10, 12, 20)
+        ):
             share = shares.get(name, 0.7) + 0.02 * (seed - 1) * (-1) ** len(name)
             row = dict.fromkeys(variants.COLUMNS, share if step == 20 else 0.5)
             row["chosen_on"] = float(lr == 1e-3) if (step, seed, start) == (20, 0, "hard") else None
