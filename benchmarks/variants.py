@@ -370,8 +370,8 @@ def draw(rows, file):
     words = "correct after 10 steps (grey), after 20 (points: seeds)"
     pen.text((30, 30), words, "#555", font, anchor="lm")
     pen.text((1730, 30), "in colour: told apart from chance", "#555", font, anchor="rm")
-    place = lambda share: 560 + 1500 * (share - 0.5)
-    for tick in np.arange(0.5, 1.01, 0.1):
+    place = lambda share: 560 + 1250 * (share - 0.4)
+    for tick in np.arange(0.4, 1.01, 0.1):
         pen.line((place(tick), 60, place(tick), bottom), "#ddd", 2)
         pen.text((place(tick), bottom + 25), f"{tick:.0%}", "#555", font, anchor="mm")
     order = sorted(variants, key=lambda each: -of_seeds(rows, each, 20).mean())
