@@ -407,7 +407,7 @@ def compute_grpo_loss(
     return loss, {name: value.item() for name, value in metrics.items()}
 
 
-# ---- the trainer, which calls all parts; 6. update -----------------------------------------------
+# ---- 6. update, and the class that calls all parts -----------------------------------------------
 
 
 @dataclass
@@ -563,7 +563,7 @@ class GRPO:
         total = sum(size(group, rows) for group in groups for rows in self.split(group))
         total = self.mean_over_ranks(total)
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
-        # Gradient checkpointing needs train mode. Without it there is no dropout in eval mode.
+        # Eval mode, so that nothing drops out; but gradient checkpointing works in train mode only.
         self.model.train(getattr(self.model, "is_gradient_checkpointing", False))
         self.optimizer.zero_grad()  # an update that failed may have left half of a gradient
         reports = []  # (size, metrics) of each micro-batch
