@@ -68,6 +68,7 @@ FOUR = "--kl-coef 0 --iterations 4"
 CORRECT = "tiny-glm-image/check.py:correct"
 GAME = "--reward tiny-glm-image/check.py:many --warmup-steps 0 --steps 12 --kl-coef"
 SHUFFLED = "rewards shuffled within each group"
+RAFT = "the best of each group (RAFT)"
 SUPERVISED = "the correct pictures (supervised)"
 
 # From the harder start, each at its best rate.
@@ -78,6 +79,7 @@ HARD = [
     Variant("hard", "no std", PLAIN, "Dr. GRPO", NO_KL),
     Variant("hard", "with KL", PLAIN),
     Variant("hard", SHUFFLED, "with KL", "Rewards shuffled", "", 4e-3),
+    Variant("hard", RAFT, PLAIN, "RAFT", NO_KL),
     Variant("hard", SUPERVISED, PLAIN, "Given answers", NO_KL),
     Variant("hard", "4 iterations", PLAIN, "", FOUR),
 ]
