@@ -77,6 +77,7 @@ HARD = [
     Variant("hard", "no baseline, no std", PLAIN, "REINFORCE", NO_KL),
     Variant("hard", "no baseline", PLAIN, "No baseline, divided", NO_KL),
     Variant("hard", "no std", PLAIN, "Dr. GRPO", NO_KL),
+    Variant("hard", "a constant baseline, 1", "no std", "REINFORCE with a constant", NO_KL),
     Variant("hard", "with KL", PLAIN),
     Variant("hard", SHUFFLED, "with KL", "Rewards shuffled", "", 4e-3),
     Variant("hard", RAFT, PLAIN, "RAFT", NO_KL),
