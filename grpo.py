@@ -586,7 +586,7 @@ class GRPO:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
             norms.append(norm.item())
             # NaN would ruin every weight; with a gradient of 0 Adam would move by its momentum.
-            if 0 < norms[-1] < float("inf"):
+            if 0 < norms[-1] < math.inf:
                 # Counted first: a step that fails midway has moved some of the weights.
                 self.steps += 1
                 self.optimizer.step()  # 6
@@ -721,7 +721,7 @@ def _warn_of(metrics, norms, at_start, groups):
         other = "does the optimizer hold the active adapter?"
         cause = "equal samples got different rewards" if alike else other
         signs.append(f"rewards differ, but the gradient is exactly 0: {cause}")
-    if not all(norm < float("inf") for norm in norms):
+    if not all(norm < math.inf for norm in norms):
         signs.append("the gradient is NaN or infinite: no step was taken")
     for sign in signs:  # Python shows each once for a line that calls update
         warnings.warn(f"{sign}; causes are in docs/copying.md", stacklevel=3)  # at that line

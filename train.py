@@ -255,7 +255,7 @@ def evaluate_both(run, settings, data, record, stop=None):
 def train(settings, run_class=Run):
     """The whole run: prepare, loop, end. Returns the exit code: 130 if a signal ended it early."""
     start = time.time()
-    check_version()
+    check_version()  # load() does too, but after the rewards have loaded
     device = ranks.device()
     with checkpoints.claim_folder(settings.resume, settings.out) as out:
         prompts, held_out, hashed = read_inputs(settings, run_class.read_prompts)

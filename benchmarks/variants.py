@@ -1,7 +1,7 @@
 """What each part of GRPO is worth: training runs of the tiny model with one part changed.
 
     python benchmarks/variants.py                        the tables and the figure of docs/worth.md
-    python benchmarks/variants.py "no KL" "4 iterations"   trains these rows again, with seed 0
+    python benchmarks/variants.py "no std" "with KL"     trains these rows again, with seed 0
     python benchmarks/variants.py --hard-start           makes the harder start alone
     python benchmarks/variants.py --train                the runs that variants.csv has no lines of
 
@@ -43,7 +43,7 @@ from runtime.log import read_jsonl
 
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
-SEEDS = range(3)
+SEEDS = range(3)  # of the tables
 FIRST_RATES = (1e-3, 2e-3)  # from there halved or doubled, as long as it gets better
 LOWEST, HIGHEST = 2.5e-4, 8e-3
 MOVING = ("two", "counting", "position", "binding")  # types: the other two are correct before
@@ -60,16 +60,19 @@ class Variant(NamedTuple):
     loss: str = ""  # of losses.py
     flags: str = ""
     lr: float | None = None  # None: its best
+    seeds: range = SEEDS
 
 
 PLAIN = "plain GRPO"  # without a KL term
 NO_KL = "--kl-coef 0"
 FOUR = "--kl-coef 0 --iterations 4"
-CORRECT = "tiny-glm-image/check.py:correct"
 GAME = "--reward tiny-glm-image/check.py:many --warmup-steps 0 --steps 12 --kl-coef"
 SHUFFLED = "rewards shuffled within each group"
 RAFT = "the best of each group (RAFT)"
 SUPERVISED = "the correct pictures (supervised)"
+
+FOUR_ITERATIONS = Variant("hard", "4 iterations", PLAIN, "", FOUR, seeds=range(5))
+NO_CLIP = "4 iterations, no clip"
 
 # From the harder start, each at its best rate.
 HARD = [
@@ -82,14 +85,13 @@ HARD = [
     Variant("hard", SHUFFLED, "with KL", "Rewards shuffled", "", 4e-3),
     Variant("hard", RAFT, PLAIN, "RAFT", NO_KL),
     Variant("hard", SUPERVISED, PLAIN, "Given answers", NO_KL),
-    Variant("hard", "4 iterations", PLAIN, "", FOUR),
+    FOUR_ITERATIONS,
 ]
 # The clip, at the best rate of four iterations. Some runs fail, so each is shown.
 CLIP = [
-    Variant("hard", "4 iterations", "", "", FOUR, 1e-3),
-    Variant("hard", "4 iterations, no clip", "", "", f"{FOUR} --clip-range 1e9", 1e-3),
+    FOUR_ITERATIONS,
+    Variant("hard", NO_CLIP, "", "", f"{FOUR} --clip-range 1e9", 1e-3, FOUR_ITERATIONS.seeds),
 ]
-CLIP_SEEDS = range(5)
 SHIPPED = [
     Variant("shipped", "with KL", SHUFFLED, "", "", 5e-4),
     Variant("shipped", SHUFFLED, "before training", "Rewards shuffled", "", 5e-4),
@@ -160,13 +162,13 @@ def judged(model, adapter=None):
     settings, data, run = loaded(model, adapter)
     settings = replace(settings, group_size=PICTURES, prompts_per_step=4)
     evaluation = settings, data.judges, data.held_out, train.SEEDS["held out"]
-    right, clean, objects = [], [], []
+    correct, clean, objects = [], [], []
     for rewards, images in train.evaluate(run, *evaluation):
-        of_right, of_clean = rewards.values()
-        right.append(of_right.mean().item())
+        of_correct, of_clean = rewards.values()
+        correct.append(of_correct.mean().item())
         clean += of_clean.tolist()
         objects += (4 * check.many(images)).tolist()
-    shares = mean_by_type(right, data.held_out)
+    shares = mean_by_type(correct, data.held_out)
     return shares | {"clean": np.mean(clean), "objects": np.mean(objects)}
 
 
@@ -175,8 +177,8 @@ def share_of_training(model, adapter):
     settings, data, run = loaded(model, adapter)
     known = evenly(data.prompts, 48)
     evaluation = settings, data.judges, known, train.SEEDS["training"]
-    right = [next(iter(rewards.values())) for rewards, _ in train.evaluate(run, *evaluation)]
-    return np.mean([*mean_by_type([x.mean().item() for x in right], known).values()])
+    correct = [next(iter(rewards.values())) for rewards, _ in train.evaluate(run, *evaluation)]
+    return np.mean([*mean_by_type([x.mean().item() for x in correct], known).values()])
 
 
 def start_of(name):
@@ -219,12 +221,11 @@ def missing(rows):
     """[(variant, rate, seed)]: the next rates of those whose best is not known, else more seeds."""
     found = {(row["start"], row["variant"], row["lr"], row["seed"]) for row in rows}
     wanted = []
-    for variant in [*HARD, *CLIP, *SHIPPED, *GAMED]:
+    for variant in dict.fromkeys([*HARD, *CLIP, *SHIPPED, *GAMED]):  # each once
         further = [] if variant.lr else further_rates(rates(rows, variant))
         wanted += [(variant, lr, 0) for lr in further]
         if not further:
-            seeds = CLIP_SEEDS if variant in CLIP else SEEDS
-            runs = [(variant, rate_of(rows, variant), seed) for seed in seeds]
+            runs = [(variant, rate_of(rows, variant), seed) for seed in variant.seeds]
             wanted += [run for run in runs if (*variant[:2], *run[1:]) not in found]
     return wanted
 
@@ -245,10 +246,10 @@ def make_missing():
                 append(future.result())
 
 
-def train_again(names):
+def train_again(variants):
     """These rows of the table from the harder start, at their best rates, with seed 0."""
     make_hard_start()
-    for variant in [each for each in [*HARD, CLIP[1]] if each.name in names]:
+    for variant in variants:
         lr = rate_of(read(), variant)
         for line in lines_of(variant, lr, 0):
             share = np.mean([float(line[kind]) for kind in world.KINDS])
@@ -356,10 +357,11 @@ def table_of_rates(rows):
 
 
 def table_of_clip(rows):
-    lines = [f"| After 20 steps | {' | '.join(f'seed {i}' for i in CLIP_SEEDS)} | mean |"]
-    lines.append("|---" * (len(CLIP_SEEDS) + 2) + "|")
+    seeds = FOUR_ITERATIONS.seeds
+    lines = [f"| After 20 steps | {' | '.join(f'seed {i}' for i in seeds)} | mean |"]
+    lines.append("|---" * (len(seeds) + 2) + "|")
     for variant in CLIP:
-        shares = of_seeds(rows, variant, 20, seeds=CLIP_SEEDS)
+        shares = of_seeds(rows, variant, 20, seeds=seeds)
         cells = map("{:.1%}".format, [*shares, shares.mean()])
         lines.append(f"| {variant.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -427,8 +429,11 @@ def main(arguments=None):
     if options.hard_start:
         make_hard_start()
         return print(f"python train.py --model {start_of('hard').relative_to(ROOT)}")
+    known = {each.name: each for each in [*HARD, *CLIP]}
+    if unknown := set(options.names) - known.keys():
+        parser.error(f"no row is called {'; '.join(unknown)!r}; rows: {'; '.join(known)}")
     if options.names:
-        return train_again(options.names)
+        return train_again([known[name] for name in options.names])
     if options.train:
         make_missing()
     rows = read()

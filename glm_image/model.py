@@ -240,6 +240,7 @@ def load(model, device, **options):
 
     model: folder or hub id. options: parts of it that exist already, by their names; or dtype.
     """
+    check_version()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with readable_loading(model):
         return GlmImagePipeline.from_pretrained(

@@ -39,7 +39,6 @@ from glm_image import editing, model
 from runtime.data import Prompt
 
 CPU = torch.device("cpu")
-model_of = model.load
 RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture: see shorten
@@ -161,13 +160,13 @@ def shortened(encode):
 
 
 @functools.cache
-def loaded(*model):
-    return model_of(*model)
+def loaded(*given):
+    return model.load(*given)
 
 
-def load_once(*model):
+def load_once(*given):
     """A copy of the pipeline, which takes a third of the time."""
-    return copy.deepcopy(loaded(*model))
+    return copy.deepcopy(loaded(*given))
 
 
 def write_no_card(model, folder):
