@@ -5,7 +5,7 @@ apply". It gets B PIL images, the B prompts that they were painted for, and B PI
 should resemble (None where there is none). Do not change the pictures: other rewards see them too.
 With a parameter `group_size` it is told how many images in a row have the same prompt, to compare
 them with one another. If it has a method `applies(prompt)`, a run prints at its start how many
-prompts it does not apply to.
+prompts it does not apply to. It may be `async def`, as for a judge behind HTTP (docs/rewards.md).
 Add yours to REWARDS, further down in this file, or keep it in a file of your own and name it on the
 command line:
 
@@ -13,29 +13,20 @@ command line:
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust
     python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not downloaded
 
-Make a reward `async def` if it waits, as for a judge behind HTTP (docs/rewards.md). It is then
-asked about the pictures of each prompt while the next are painted. All such calls share one event
-loop in a thread of its own, so what computes belongs in `await asyncio.to_thread(...)`: off the
-GPU, where the decoder is at work, and without torch's random numbers, which could come in any
-order.
-
 The order of calls: check_rewards, before anything loads; parse_rewards, which loads each reward
-once; in a step Scoring.add for the pictures of each prompt, then Scoring.values; combine, which
-makes the values one number per picture.
+once; in a step score, then combine, which makes the values one number per picture.
 
 Rewards that are models are in reward_models/. Each loads once, when named, from where REWARDS
 says. With NAME=FOLDER, that folder must hold all files of the row.
 """
 
 import asyncio
-import functools
 import importlib
 import inspect
 import math
 import re
 import runpy
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -143,10 +134,10 @@ def split_spec(spec):
     return pairs
 
 
-def check_rewards(spec, given):
+def check_rewards(spec, target):
     """UserError for what can be known to be wrong before anything loads, or is downloaded.
 
-    given: see Scoring.add.
+    target: of the first prompt.
     """
     for source, _ in split_spec(spec):
         name, _, folder = source.partition("=")
@@ -154,7 +145,7 @@ def check_rewards(spec, given):
             raise UserError(f"reward {name!r} finds no folder {folder}")
         if name not in REWARDS:
             find_file(source)
-        if name in ("mse", "ssim", "lpips") and given["targets"][0] is None:
+        if name in ("mse", "ssim", "lpips") and target is None:
             raise UserError(f"reward {name!r} needs --targets, or --eval-targets")
 
 
@@ -203,70 +194,39 @@ def load_from_file(name):
     return names[function]
 
 
-class Scoring:
-    """What rewards say of pictures, which may come prompt by prompt while the next are painted."""
-
-    def __init__(self, rewards):
-        self.rewards = rewards  # {name: (function, weight)}
-        self.images = []
-        self.given = {}
-        self.started = {name: [] for name in rewards}  # answers of those that are `async def`
-
-    def add(self, images, **given):
-        """G images of each of some prompts; those rewards that are `async def` begin with them.
-
-        given: prompts, targets and what else a reward may have a parameter for, an entry per
-        prompt.
-        """
-        self.group_size = len(images) // len(given["prompts"])  # G
-        self.images += images
-        for name, column in given.items():
-            given[name] = [x for x in column for _ in range(self.group_size)]
-            self.given[name] = self.given.get(name, []) + given[name]
-        for name, (function, _) in self.rewards.items():
-            if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
-                answer = self.ask(function, images, given)
-                self.started[name].append(asyncio.run_coroutine_threadsafe(answer, event_loop()))
-
-    def ask(self, function, images, given):
-        more = {**given, "group_size": self.group_size}
-        usual = more.pop("prompts"), more.pop("targets")
-        wanted = more.keys() & inspect.signature(function).parameters.keys()
-        return function(images, *usual, **{name: more[name] for name in wanted})
-
-    @torch.no_grad()
-    def values(self):
-        """The raw values of each reward, {name: (N*G,) float32}, NaN where it does not apply.
-
-        StepFailed for infinity, or what is not a number per picture; else what a reward raised.
-        """
-        values = {}
-        for name, (function, _) in self.rewards.items():
-            answers = [future.result() for future in self.started[name]]
-            answers = answers or [self.ask(function, self.images, self.given)]
-            values[name] = torch.hstack([torch.as_tensor(x).float().cpu() for x in answers])
-            shape, expected = tuple(values[name].shape), (len(self.images),)
-            if shape != expected:
-                raise StepFailed(f"reward {name!r} gave shape {shape}, not {expected}")
-            for i in values[name].isinf().nonzero().flatten().tolist():
-                prompt = self.given["prompts"][i]
-                raise StepFailed(f"reward {name!r} is infinite for image {i}, of {prompt!r}")
-        return values
-
-
-@functools.cache
-def event_loop():
-    """Runs the rewards that are `async def`, in a thread of its own: the caller paints on."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
+@torch.no_grad()
 def score(rewards, images, prompts, targets=None, **more):
-    """The raw values of each reward, {name: (N*G,)}, of pictures that are all there."""
-    scoring = Scoring(rewards)
-    scoring.add(images, prompts=prompts, targets=targets or [None] * len(prompts), **more)
-    return scoring.values()
+    """The raw values of each reward, {name: (N*G,) float32}, NaN where it does not apply.
+
+    Args:
+        rewards: {name: (function, weight)}.
+        images: N*G PIL images, prompt after prompt.
+        prompts, targets: N of each, as all that `more` has for rewards with such parameters.
+
+    Raises StepFailed for infinity, or what is not a number per picture; else what a reward raised.
+    """
+    group_size = len(images) // len(prompts)  # G
+    given = {"prompts": prompts, "targets": targets or [None] * len(prompts), **more}
+    given = {name: [x for x in column for _ in range(group_size)] for name, column in given.items()}
+    values = {}
+    for name, (function, _) in rewards.items():
+        answer = ask(function, images, **given, group_size=group_size)
+        values[name] = torch.as_tensor(answer).float().cpu()
+        shape, expected = tuple(values[name].shape), (len(images),)
+        if shape != expected:
+            raise StepFailed(f"reward {name!r} gave shape {shape}, not {expected}")
+        if values[name].isinf().any():
+            i = values[name].isinf().nonzero()[0].item()
+            prompt = given["prompts"][i]
+            raise StepFailed(f"reward {name!r} is infinite for image {i}, of {prompt!r}")
+    return values
+
+
+def ask(function, images, prompts, targets, **more):
+    """What a reward answers, with those of the other arguments that it has a parameter for."""
+    wanted = more.keys() & inspect.signature(function).parameters.keys()
+    answer = function(images, prompts, targets, **{name: more[name] for name in wanted})
+    return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
 
 
 def weights_of(rewards):

@@ -24,9 +24,16 @@ import torch
 
 from glm_image.model import GlmImage, check_version, load, token_forward
 from grpo import GRPO, GRPOSettings, set_advantages
-from rewards import Scoring, combine, weights_of
+from rewards import combine, score, weights_of
 from runtime import UserError, checkpoints, counted, ranks
-from runtime.data import evenly, load_data, prompt_indices, read_inputs, read_prompts
+from runtime.data import (
+    evenly,
+    for_rewards,
+    load_data,
+    prompt_indices,
+    read_inputs,
+    read_prompts,
+)
 from runtime.forward import CheckedGRPO
 from runtime.gpu import Clock, Placement, place, plan, retry_with_room
 from runtime.log import Record
@@ -67,7 +74,6 @@ def grpo_step(run, settings, rewards, prompts, seed):
 def paint_and_score(run, settings, rewards, prompts, groups, seed):
     """N*G PIL images, prompt after prompt, and their raw rewards {name: (N*G,)}."""
     images = []
-    scoring = Scoring(rewards)
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         # Equal codes make equal pictures: each is painted once.
         codes, which = group.tokens.unique(dim=0, return_inverse=True)
@@ -78,13 +84,10 @@ def paint_and_score(run, settings, rewards, prompts, groups, seed):
         with run.clock("vae"):
             painted = run.model.to_images(latents, settings.micro_batch_size)
         run.clock.painted()
-        of_group = [painted[k] for k in which]
-        # Rewards that are `async def` score these pictures while the next are painted.
-        scoring.add(of_group, **prompt.for_rewards())
-        images += of_group
+        images += [painted[k] for k in which]
     run.offload_all_but()  # the GPU is for the rewards' models
     with run.clock("score"):
-        return images, scoring.values()
+        return images, score(rewards, images, **for_rewards(prompts))
 
 
 def entropy(groups):

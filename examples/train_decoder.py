@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
-from rewards import Scoring, combine, weights_of
+from rewards import combine, score, weights_of
 from runtime import UserError, checkpoints, ranks
+from runtime.data import for_rewards
 from runtime.log import LINE, Record, reward_metrics
 from runtime.rescue import naming
 from runtime.settings import Settings, flag
@@ -43,7 +44,6 @@ def decoder_step(run, settings, rewards, prompts, seed):
 
     images = []
     paths = []  # a group for each denoising step of each code sequence
-    scoring = Scoring(rewards)
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         run.offload_all_but(*run.model.painters)
         with run.clock("paint"), naming([prompt]):  # 2. paint each K times, by steps that are drawn
@@ -52,13 +52,11 @@ def decoder_step(run, settings, rewards, prompts, seed):
             )
         run.offload_all_but(run.model.vae)
         with run.clock("vae"):
-            painted = run.model.to_images(latents, settings.micro_batch_size)
-        scoring.add(painted, **prompt.for_rewards())
-        images += painted
+            images += run.model.to_images(latents, settings.micro_batch_size)
         paths += steps
     run.offload_all_but()
     with run.clock("score"):  # 2. score
-        raw_rewards = scoring.values()
+        raw_rewards = score(rewards, images, **for_rewards(prompts))
 
     metrics = {"skipped": 0}
     if settings.train == "both":

@@ -28,7 +28,7 @@ class EditPrompt(Prompt):
     codes: torch.Tensor | None = None  # of it, (rows*columns,) int64, one per 32x32 pixels
 
     def for_rewards(self):
-        return super().for_rewards() | {"sources": [self.source]}
+        return super().for_rewards() | {"sources": self.source}
 
     def given(self):
         return {"source": self.source}

@@ -29,8 +29,8 @@ class Prompt:
     target: Image.Image | None = None  # what some rewards compare with
 
     def for_rewards(self):
-        """What rewards are given beside pictures of it, see Scoring.add in rewards.py."""
-        return {"prompts": [self.text], "targets": [self.target]}
+        """What rewards are given beside pictures of it, by the names of their parameters."""
+        return {"prompts": self.text, "targets": self.target}
 
     def given(self):
         """{name: picture} that the policy reads beside the text."""
@@ -39,6 +39,12 @@ class Prompt:
     def identity(self):
         """What tells prompts apart."""
         return self.text
+
+
+def for_rewards(prompts):
+    """{parameter: its values, one per prompt}, see score in rewards.py."""
+    rows = [prompt.for_rewards() for prompt in prompts]
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def read_prompts(settings, prefix=""):
@@ -157,8 +163,8 @@ def read_inputs(settings, read):
     with readable_loading(settings.model):  # now, for rewards take a while
         cached_file(settings.model, "model_index.json")
     prompts, held_out = read(settings), read(settings, "eval_")
-    check_rewards(settings.reward, prompts[0].for_rewards())
-    check_rewards(settings.eval_reward, held_out[0].for_rewards())
+    check_rewards(settings.reward, prompts[0].target)
+    check_rewards(settings.eval_reward, held_out[0].target)
     adapters = [checkpoints.find_adapter(settings.adapter, half) for half in ("codes", "decoder")]
     if settings.adapter and not any(adapters):
         raise UserError(f"--adapter {settings.adapter}: there is no adapter in that folder")
@@ -179,7 +185,7 @@ def hash_of(prompts, held_out, adapters):
     digest = sha256(str(len(prompts)).encode())
     for prompt in (*prompts, *held_out):
         digest.update(repr((prompt.text, prompt.type)).encode())
-        for (given,) in prompt.for_rewards().values():
+        for given in prompt.for_rewards().values():
             digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
     for folder in adapters:
         digest.update(Path(folder, "adapter_model.safetensors").read_bytes())
@@ -204,7 +210,7 @@ def load_rewards(settings, flag, files):
     rewards = parse_rewards(spec)
     for prompts in files:
         blank = [Image.new("RGB", (settings.width, settings.height))] * 2
-        score(rewards, blank, **prompts[0].for_rewards())
+        score(rewards, blank, **for_rewards(prompts[:1]))
     texts = [prompt.text for prompt in files[0]]
     for name, (function, _) in rewards.items():
         if (applies := getattr(function, "applies", None)) and not all(map(applies, texts)):

@@ -1,7 +1,6 @@
 """The command line: what a run prints, leaves and refuses, which prompts and seeds a step takes,
 its numbers."""
 
-import asyncio
 import importlib.machinery
 import io
 import json
@@ -12,7 +11,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
 from contextlib import redirect_stderr, redirect_stdout
@@ -274,26 +272,12 @@ def test_rewards_have_short_names_in_files_and_trackers(quick, monkeypatch):
     assert {f"evaluation/held_out/{name}" for name in names} < tracked.keys()
 
 
-def test_a_group_is_judged_while_the_next_is_painted(monkeypatch):
-    """In a step on whole pictures: the judge of the first waits for the second to be begun; the
-    last one's ends after the painting."""
+def test_a_step_on_whole_pictures():
     run = build_run(settings := tiny_settings(*SHORT, "--group-size 2"))
-    stock_paint = run.model.paint
-    painting = threading.Event()
-
-    def paint(prompt, *arguments):
-        if prompt.text.startswith("a blue"):
-            painting.set()
-        return stock_paint(prompt, *arguments)
-
-    async def judge(images, prompts, targets):
-        waited = await asyncio.to_thread(painting.wait, 20)
-        return [waited + prompt.startswith("a blue") + i for i, prompt in enumerate(prompts)]
-
-    monkeypatch.setattr(run.model, "paint", paint)
+    rewards = {"counted": (lambda images, prompts, targets: range(len(images)), 1.0)}
     prompts = prompts_of("a red circle", "a blue cross")
-    batch, metrics = train.grpo_step(run, settings, {"judge": (judge, 1.0)}, prompts, 0)
-    assert batch.raw_rewards["judge"].tolist() == [1, 2, 2, 3]
+    batch, metrics = train.grpo_step(run, settings, rewards, prompts, 0)
+    assert batch.raw_rewards["counted"].tolist() == [0, 1, 2, 3]
     # Read again in one pass as they were written, one code after another.
     assert 0 < metrics["mean_logprob_gap"] <= metrics["max_logprob_gap"] < 1e-3
     assert batch.groups[0].tokens.shape == (2, 256 + 1) and abs(metrics["kl"]) < 1e-6

@@ -107,7 +107,7 @@ def url():
 
 def ask(**options):
     """Of three pictures, what they get from the judge on the page."""
-    served = functools.partial(run_code("rewards.md", "async def served")["served"], **options)
+    served = functools.partial(run_code("rewards.md", "def served")["served"], **options)
     images = [Image.new("RGB", (8, 8), (red, 0, 0)) for red in (10, 20, 30)]
     return rewards.score({"served": (served, 1.0)}, images, ["a", "a cat", "b"], None)[
         "served"
@@ -139,7 +139,7 @@ def test_an_answer_of_another_form_is_an_error(url, answer, words):
 
 def test_the_judge_is_given_up_before_other_ranks_are():
     waits = (
-        inspect.signature(run_code("rewards.md", "async def served")["served"])
+        inspect.signature(run_code("rewards.md", "def served")["served"])
         .parameters["waits"]
         .default
     )

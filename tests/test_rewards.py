@@ -139,8 +139,8 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     images = noise(3)
     message = f"^reward '{name}' needs --targets, or --eval-targets$"
     with pytest.raises(UserError, match=message):
-        rewards.check_rewards(spec, {"prompts": [""], "targets": [None]})
-    rewards.check_rewards(spec, {"prompts": [""], "targets": images[:1]})
+        rewards.check_rewards(spec, None)
+    rewards.check_rewards(spec, images[0])
     parsed = rewards.parse_rewards(spec)
     raw_rewards = rewards.score(parsed, images, [""] * 3, [images[0], None, images[0]])
     perfect, missing, wrong = raw_rewards[spec].tolist()
@@ -476,29 +476,28 @@ IMAGE, TARGET, SOURCE = (Image.new("L", (1, 1), grey) for grey in (1, 2, 3))
 
 
 def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it_names():
-    """All pictures at once, or if it is `async def` group by group; either learns their size."""
+    """And `async def` or not."""
     seen = []
 
     def mine(pictures, texts, wanted, group_size, limit=7, sources=()):
         seen.append((pictures, texts, wanted, group_size, sources))
         return [0.0] * len(pictures)
 
-    async def judge(images, prompts, targets, *, group_size):
-        seen.append((images, group_size))
-        return torch.arange(len(images))
+    class Judge:
+        async def __call__(self, images, prompts, targets, *, group_size):
+            seen.append((images, prompts, targets, group_size))
+            await asyncio.sleep(0)
+            return torch.arange(6.0, requires_grad=True) * 2
 
     images, (target, source) = noise(6), noise(2)
-    scoring = rewards.Scoring({"mine": (mine, 1.0), "judge": (judge, 1.0)})
-    for i, prompt in enumerate("ab"):
-        own = images[3 * i : 3 * i + 3]
-        scoring.add(own, prompts=[prompt], targets=[target], sources=[source], unheard=[1])
-    assert scoring.values()["judge"].tolist() == [0, 1, 2, 0, 1, 2]
+    functions = {"mine": (mine, 1.0), "judge": (Judge(), 1.0)}
+    more = {"sources": [source] * 2, "unheard": [1, 1]}
+    found = rewards.score(functions, images, ["a", "b"], [target] * 2, **more)
+    assert found["judge"].tolist() == [0, 2, 4, 6, 8, 10] and not found["judge"].requires_grad
     texts = ["a"] * 3 + ["b"] * 3
-    seen.sort(key=len)
-    assert seen[-1] == (images, texts, [target] * 6, 3, [source] * 6)
-    assert sorted(seen[:2], key=lambda call: images.index(call[0][0])) == [
-        (images[:3], 3),
-        (images[3:], 3),
+    assert seen == [
+        (images, texts, [target] * 6, 3, [source] * 6),
+        (images, texts, [target] * 6, 3),
     ]
 
 
@@ -517,7 +516,7 @@ def test_what_a_reward_raises_passes_through():
 @pytest.mark.parametrize(
     "values, message",
     [
-        (1.0, "reward 'mine' gave shape (1,), not (2,)"),
+        (1.0, "reward 'mine' gave shape (), not (2,)"),
         ([[1.0], [2.0]], "reward 'mine' gave shape (2, 1), not (2,)"),
         ([NAN, -math.inf], "reward 'mine' is infinite for image 1, of 'b'"),
     ],
@@ -525,57 +524,6 @@ def test_what_a_reward_raises_passes_through():
 def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
     with pytest.raises(StepFailed, match=f"^{re.escape(message)}$"):
         score_by(lambda images, prompts, targets: values, ["a", "b"])
-
-
-# ---- rewards that are `async def` ----------------------------------------------------------------
-
-
-def test_async_rewards_of_several_groups_run_side_by_side_and_keep_their_order():
-    """Each waits until all four have begun, of two rewards on two groups; the first group ends
-    last. What comes of them has no gradient."""
-    begun = []
-
-    async def slow(images, prompts, targets):
-        begun.append(prompts)
-        async with asyncio.timeout(20):
-            while len(begun) < 4 or (prompts[0] == "x" and len(begun) < 6):
-                await asyncio.sleep(0.001)
-        begun.append("ended")
-        return [targets[0]] * len(images)
-
-    class Judge:
-        async def __call__(self, images, prompts, targets):
-            values = await slow(images, prompts, targets)
-            return torch.tensor(values, requires_grad=True) * 2
-
-    plain = lambda images, *_: range(len(images))
-    functions = {"a": (slow, 1.0), "plain": (plain, 1.0), "b": (Judge(), 1.0)}
-    images = noise(6)
-    scoring = rewards.Scoring(functions)
-    scoring.add(images[:3], prompts=["x"], targets=[1.0])
-    scoring.add(images[3:], prompts=["y"], targets=[5.0])
-    found = scoring.values()
-    assert list(found) == ["a", "plain", "b"]  # in the order of the command line
-    assert [values.tolist() for values in found.values()] == [
-        [1] * 3 + [5] * 3,
-        [*range(6)],
-        [2] * 3 + [10] * 3,
-    ]
-    assert not found["b"].requires_grad
-    assert begun[:4] == [["x"] * 3] * 2 + [["y"] * 3] * 2  # once per group
-
-
-def test_an_async_reward_that_fails_fails_the_step():
-    async def judge(images, prompts, targets):
-        await asyncio.to_thread(int, "no number")
-
-    async def few(images, prompts, targets):
-        return [0.0]
-
-    with pytest.raises(ValueError, match="no number"):
-        score_by(judge, ["x", "y"])
-    with pytest.raises(StepFailed, match=re.escape("gave shape (1,), not (2,)")):
-        score_by(few, ["x", "y"])
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -592,9 +540,8 @@ def test_an_async_reward_that_fails_fails_the_step():
     ],
 )
 def test_a_bad_spec_is_one_line(spec, words):
-    given = {"prompts": [""], "targets": noise(1)}
     with pytest.raises(UserError, match=re.escape(words)) as caught:
-        rewards.check_rewards(f"mse:1,{spec}", given)
+        rewards.check_rewards(f"mse:1,{spec}", noise(1)[0])
     assert "\n" not in str(caught.value)
 
 
