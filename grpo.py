@@ -728,7 +728,7 @@ def _warn_of(metrics, norms, at_start, groups):
 
 
 class NotFinite(ValueError):
-    """Sampled log-probs are NaN or infinite; args[0]: the indices of the prompts concerned."""
+    """Sampled log-probs are NaN or infinite."""
 
 
 def _check_sampling(prompts, allowed_ids, temperature, top_p, end_ids, generators):
@@ -749,7 +749,10 @@ def _check_sampling(prompts, allowed_ids, temperature, top_p, end_ids, generator
 def _check_finite(logprobs):  # (N, G*T)
     broken = ~logprobs.isfinite().all(1)
     if broken.any():
-        raise NotFinite(broken.nonzero().flatten().tolist())
+        raise NotFinite(
+            f"the log-probs sampled for prompts {broken.nonzero().flatten().tolist()} are not "
+            "finite: damaged weights, a GPU kernel that fails, or too high a learning rate"
+        )
 
 
 def _check_rewards(rewards, group_size):

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from grpo import centre_groups
-from runtime import StepFailed, UserError
+from runtime import UserError
 
 # ---- likeness to a target ------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ def score(rewards, images, prompts, targets=None, **more):
         images: N*G PIL images, prompt after prompt.
         prompts, targets: N of each, as all that `more` has for rewards with such parameters.
 
-    Raises StepFailed for infinity, or what is not a number per picture; else what a reward raised.
+    Raises UserError for infinity, or what is not a number per picture; else what a reward raised.
     """
     group_size = len(images) // len(prompts)  # G
     given = {"prompts": prompts, "targets": targets or [None] * len(prompts), **more}
@@ -214,11 +214,11 @@ def score(rewards, images, prompts, targets=None, **more):
         values[name] = torch.as_tensor(answer).float().cpu()
         shape, expected = tuple(values[name].shape), (len(images),)
         if shape != expected:
-            raise StepFailed(f"reward {name!r} gave shape {shape}, not {expected}")
+            raise UserError(f"reward {name!r} gave shape {shape}, not {expected}")
         if values[name].isinf().any():
             i = values[name].isinf().nonzero()[0].item()
             prompt = given["prompts"][i]
-            raise StepFailed(f"reward {name!r} is infinite for image {i}, of {prompt!r}")
+            raise UserError(f"reward {name!r} is infinite for image {i}, of {prompt!r}")
     return values
 
 

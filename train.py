@@ -15,7 +15,6 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -23,9 +22,9 @@ if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no tr
 import torch
 
 from glm_image.model import GlmImage, check_version, load, token_forward
-from grpo import GRPO, GRPOSettings, set_advantages
+from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
 from rewards import combine, score, weights_of
-from runtime import UserError, checkpoints, counted, ranks
+from runtime import UserError, checkpoints, counted, out_of_memory, ranks
 from runtime.data import (
     evenly,
     for_rewards,
@@ -37,7 +36,7 @@ from runtime.data import (
 from runtime.forward import CheckedGRPO
 from runtime.gpu import Clock, Placement, place, plan, retry_with_room
 from runtime.log import Record
-from runtime.rescue import loading, naming, rescued
+from runtime.rescue import rescued
 from runtime.settings import Settings, parse_settings, print_start
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
@@ -149,8 +148,8 @@ class Run:
 
     @property
     def trainers(self):
-        """{folder in a checkpoint: what learns}."""
-        return {".": self.policy}
+        """{folder of its adapter: what learns}."""
+        return {"adapter": self.policy}
 
     def offload_all_but(self, *models):
         """CPU offload: these come to the GPU, the others go, if it is too small for all of them."""
@@ -231,14 +230,14 @@ def judge(run, settings, rewards, prompts, seed):
         guidance_scale=settings.eval_guidance_scale,
     )
     run.offload_all_but(run.policy.model)
-    with run.clock("sample"), naming(prompts):
+    with run.clock("sample"):
         groups = run.policy.sample(run.model.encode(prompts, settings), settings.group_size, seed)
     return paint_and_score(run, settings, rewards, prompts, groups, seed)
 
 
 def evaluate_both(run, settings, data, record, stop=None):
     """Evaluate on training and held-out prompts, unless this step was evaluated already."""
-    if record.evaluations and record.evaluations[-1]["step"] == record.done:
+    if any(each["step"] == record.done for each in record.records["evaluation"]):
         return
     known, new = (evenly(each, settings.eval_count) for each in (data.prompts, data.held_out))
     rewards = data.rewards | data.judges
@@ -260,14 +259,13 @@ def train(settings, run_class=Run):
     start = time.time()
     check_version()  # load() does too, but after the rewards have loaded
     device = ranks.device()
-    with checkpoints.claim_folder(settings.resume, settings.out) as out:
-        prompts, held_out, hashed = read_inputs(settings, run_class.read_prompts)
-        turns = plan(run_class.Model.sizes, settings, device)  # before anything is downloaded
+    prompts, held_out, hashed = read_inputs(settings, run_class.read_prompts)
+    turns = plan(run_class.Model.sizes, settings, device)  # before anything is downloaded
+    with checkpoints.claimed(settings.resume, settings.out) as out:
         print_start(settings, out, device, len(prompts), len(held_out))
-        with loading():
-            data = load_data(settings, prompts, held_out)
-            run = run_class.load(settings, data, device, turns)
-        begun = checkpoints.load(Path(settings.resume), run.trainers) if settings.resume else 0
+        data = load_data(settings, prompts, held_out)
+        run = run_class.load(settings, data, device, turns)
+        begun = checkpoints.load(out, run.trainers) if settings.resume else 0
         record = run.Record(out, settings, hashed, run.clock, run.trainers, begun)
         with closing(run.clock), rescued(record):
             loop(run, settings, data, record, begun)
@@ -292,8 +290,7 @@ def loop(run, settings, data, record, begun):
         run.set_learning_rates(settings, step)
         prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
         one_step = partial(run.step, settings, data.rewards, prompts, seed)  # grpo_step
-        with naming(prompts):
-            batch, metrics = retry_with_room(one_step, run, settings, seed)
+        batch, metrics = retry_with_room(one_step, run, settings, seed)
         record.step(step + 1, prompts, batch, metrics)
         del batch  # a decoder's denoising paths are gone before the next step makes its own
         if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
@@ -323,8 +320,16 @@ def main(arguments=None, run_class=Run):
         return code
     except KeyboardInterrupt:  # before the first step: there is nothing to save yet
         return 130
-    except UserError as error:
+    except (UserError, NotFinite) as error:
         ranks.print_error(error)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0]
+        ranks.print_error(
+            f"out of GPU memory ({reason}): try --offload yes and a lower --micro-batch-size; or "
+            "start again with --base int8, or a lower --prompts-per-step or --group-size"
+        )
     return 2
 
 

@@ -124,9 +124,9 @@ def lines_of(variant, lr, seed):
     lines = []
     for checkpoint in sorted((out / "run" / "checkpoints").glob("*[1-9]*")):
         step = int(checkpoint.name)
-        rewards = [group["rewards"].values() for group in groups if group["step"] <= step]
+        painted = sum(len(group["reward"]) for group in groups if group["step"] <= step)
         again = re.findall(r"drawn again: (\d+)", log.partition(f"\nstep {step}/")[0])
-        pictures = sum(len(next(iter(values))) for values in rewards) + sum(map(int, again))
+        pictures = painted + sum(map(int, again))
         row = dict(zip(COLUMNS, [variant.start, variant.name, lr, seed, step, pictures]))
         row |= judged(model, checkpoint)
         # A step without a group to learn from has none.

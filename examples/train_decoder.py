@@ -23,10 +23,9 @@ import train
 from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
 from rewards import combine, score, weights_of
-from runtime import UserError, checkpoints, ranks
+from runtime import UserError, ranks
 from runtime.data import for_rewards
 from runtime.log import LINE, Record, reward_metrics
-from runtime.rescue import naming
 from runtime.settings import Settings, flag
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
@@ -46,7 +45,7 @@ def decoder_step(run, settings, rewards, prompts, seed):
     paths = []  # a group for each denoising step of each code sequence
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         run.offload_all_but(*run.model.painters)
-        with run.clock("paint"), naming([prompt]):  # 2. paint each K times, by steps that are drawn
+        with run.clock("paint"):  # 2. paint each K times, by steps that are drawn
             latents, steps = decoder.paint_paths(
                 prompt, group.tokens, paintings, settings, seed + i
             )
@@ -173,12 +172,10 @@ class DecoderRecord(Record):
         return reward_metrics(means) | {"decoder/reward_std": of_paintings["reward_std"]}
 
     def save_adapters(self):
-        folders = super().save_adapters() if "." in self.trainers else []
-        folder = self.out / "decoder-adapter"
-        model = self.trainers["decoder"].model
-        checkpoints.save_adapter(model, folder)  # as --adapter reads it
-        model.get_base_model().save_lora_adapter(folder)  # as the stock pipeline does
-        return [*folders, folder]
+        """As --adapter reads them, and for the stock pipeline, too."""
+        super().save_adapters()
+        model = self.trainers["decoder-adapter"].model
+        model.get_base_model().save_lora_adapter(self.out / "decoder-adapter")
 
 
 @dataclass
@@ -210,7 +207,7 @@ class DecoderRun(train.Run):
 
     @property
     def trainers(self):
-        own = {"decoder": self.decoder}
+        own = {"decoder-adapter": self.decoder}
         return {**super().trainers, **own} if self.policy_learns else own
 
     def set_learning_rates(self, settings, step):

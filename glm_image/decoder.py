@@ -124,7 +124,7 @@ class LearningDecoder(GlmImage):
 
     def adapt_decoder(self, settings, device):
         transformer = self.pipe.transformer
-        folder = find_adapter(settings.adapter, "decoder")
+        folder = find_adapter(settings.adapter, "decoder-adapter")
         adapted = add_adapter(transformer, "decoder", settings.lora_rank, folder)
         self.decoder, self.decoder_reference = adapted
         if device.type != "cpu":
@@ -173,7 +173,7 @@ class DecoderGRPO(GRPO):
                 step.next_latents = following.latents  # the same numbers: the host keeps them once
             steps += path
         if not all(step.old_logprobs.isfinite().all() for step in steps):
-            raise NotFinite([0])
+            raise NotFinite("the log-probs of a denoising step are not finite: too high a rate?")
         return torch.cat(latents), steps
 
     def logprobs(self, step, rows):

@@ -59,14 +59,14 @@ class GlmImage:
             self.vae.enable_slicing()  # one picture at a time: it takes most memory, little time
 
         set_seed(settings.seed)  # the adapter's start
-        folder = find_adapter(settings.adapter, "codes")
+        folder = find_adapter(settings.adapter, "adapter")
         adapted = add_adapter(self.language_model, "codes", settings.lora_rank, folder)
         self.language_model, self.reference = adapted
         self.adapt_decoder(settings, device)
 
     def adapt_decoder(self, settings, device):
         """An adapter that examples/train_decoder.py has left paints along, and does not learn."""
-        if folder := find_adapter(settings.adapter, "decoder"):
+        if folder := find_adapter(settings.adapter, "decoder-adapter"):
             PeftModel.from_pretrained(self.pipe.transformer, folder)
 
     @classmethod

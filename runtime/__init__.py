@@ -29,10 +29,6 @@ class UserError(Exception):
     """An error that the user can fix: shown as one line, exit code 2."""
 
 
-class StepFailed(UserError):
-    """A step could not be made; the policy has not moved in it."""
-
-
 @contextmanager
 def readable(what, hint=""):
     """What is wrong with a file becomes one line: "cannot WHAT (REASON)HINT"."""
@@ -54,7 +50,7 @@ def out_of_memory(error):
 def format_number(value):
     if value is None or math.isnan(value):  # no image had this reward
         return "none"
-    return f"{value:.3f}"
+    return f"{value:.0e}" if 0 < abs(value) < 5e-4 else f"{value:.3f}"
 
 
 def counted(number, noun):
@@ -63,4 +59,4 @@ def counted(number, noun):
 
 def short_name(name):
     """As people read it: 'reward/clip=a/folder' -> 'clip', 'reward/a/my.py:f' -> 'my.py:f'."""
-    return name.removeprefix("held_out/").removeprefix("reward/").partition("=")[0].split("/")[-1]
+    return name.removeprefix("reward/").partition("=")[0].split("/")[-1]

@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import shutil
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 
@@ -37,9 +37,9 @@ def shortened(values):
 def save(out, step, trainers, state):
     """Write a checkpoint to a temporary folder and rename it; remove old ones.
 
-    trainers: {folder in the checkpoint: GRPO}; "." is that of the policy, so a checkpoint loads as
-    an adapter. state: {"settings": see saved, "inputs": see hash_of in data.py}. No random states:
-    the prompts and all random draws of a step are functions of the seed and the step.
+    trainers: {folder of its adapter: GRPO}. state: {"settings": see saved, "inputs": see hash_of in
+    data.py}. No random states: the prompts and all random draws of a step are functions of the seed
+    and the step.
     """
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"
@@ -52,7 +52,7 @@ def save(out, step, trainers, state):
             # Given a file, torch.save hides that the disk is full.
             buffer = io.BytesIO()
             torch.save(trainer.optimizer.state_dict(), buffer)
-            (unfinished / name / "optimizer.pt").write_bytes(buffer.getvalue())
+            (unfinished / f"{name}-optimizer.pt").write_bytes(buffer.getvalue())
         state = {"step": step, "ranks": ranks.count(), **state}
         (unfinished / "state.json").write_text(json.dumps(state))
         os.replace(unfinished, final)
@@ -68,17 +68,13 @@ def save_adapter(model, folder):
     (folder / "README.md").unlink()  # an empty template
 
 
-def find_adapter(folder, half):
-    """The folder of one half's adapter, "codes" or "decoder"; None if there is none.
+def find_adapter(folder, name):
+    """The folder of an adapter, "adapter" or "decoder-adapter"; None if there is none.
 
-    folder: of a run, whose newest checkpoint counts, of a checkpoint or of an adapter; or None.
+    folder: of a run, whose newest checkpoint counts, or of a checkpoint; or None.
     """
-    if folder is None:
-        return None
-    names = {"codes": ("adapter", "."), "decoder": ("decoder-adapter", "decoder")}[half]
-    places = [*find(Path(folder))[-1:], Path(folder)]
-    folders = [place / name for place in places for name in names]
-    return next((each for each in folders if (each / "adapter_config.json").is_file()), None)
+    places = [Path(folder), *find(Path(folder))] if folder else []
+    return next((place / name for place in places[::-1] if (place / name).is_dir()), None)
 
 
 def read_state(out):
@@ -94,7 +90,7 @@ def load(out, trainers):
     for name, trainer in trainers.items():
         weights = peft.load_peft_weights(folder / name, device="cpu")
         peft.set_peft_model_state_dict(trainer.model, weights)
-        file = folder / name / "optimizer.pt"
+        file = folder / f"{name}-optimizer.pt"
         trainer.optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     return int(folder.name)
 
@@ -109,34 +105,31 @@ def writing(out):
     try:
         yield
     except (OSError, SafetensorError) as error:
-        hint = f"; once that is fixed, {how_to_continue(out)}" if find(out) else ""
-        raise UserError(f"cannot write to {out}: {error}{hint}") from None
+        raise UserError(f"cannot write to {out}: {error}") from None
 
 
 # ---- the folder of a run -------------------------------------------------------------------------
 
 
 @contextmanager
-def claim_folder(resume, name):
-    """The folder of --resume or --out, or the next free runs/N, before anything loads.
+def claimed(resume, name):
+    """The folder of --resume or --out, or the next free runs/N: no other process can take it.
 
-    No other process can take it until this one ends. If nothing is written to it, it is removed.
+    If nothing is written to it, it is removed.
     """
-    file = claim(resume, name) if ranks.rank() == 0 else None
-    out = ranks.gather(file and Path(file.name).parent)[0]
-    try:
-        yield out
-    finally:
-        if file is not None:
-            file.close()
+    with open_locked(resume, name) if ranks.rank() == 0 else nullcontext() as file:
+        out = ranks.gather(file and Path(file.name).parent)[0]
+        try:
+            yield out
+        finally:
             with suppress(OSError):  # there are other files in it
-                if os.listdir(out) == ["settings.json"]:
-                    shutil.rmtree(out)
-                    out.parent.rmdir()  # runs/, if this was the first
+                if file and os.path.getsize(file.name) == 0:
+                    os.remove(file.name)
+                    os.removedirs(out)
 
 
-def claim(resume, name):
-    """The folder's settings.json, open and locked. A kill ends the lock."""
+def open_locked(resume, name):
+    """The folder's settings.json. A kill ends the lock."""
     out = Path(resume or name or "runs")
     with writing(out):
         out = out if resume or name else next_folder(out)
@@ -151,7 +144,7 @@ def claim(resume, name):
         raise UserError(busy) from None
     except (ImportError, OSError):  # Windows, or a disk without locks
         pass
-    if resume is None and (file.tell() or find(out)):
+    if resume is None and file.tell():
         more = f", or {how_to_continue(out)}" if find(out) else ""
         raise UserError(f"{out} already holds a run; choose another --out{more}")
     return file

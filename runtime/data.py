@@ -165,9 +165,10 @@ def read_inputs(settings, read):
     prompts, held_out = read(settings), read(settings, "eval_")
     check_rewards(settings.reward, prompts[0].target)
     check_rewards(settings.eval_reward, held_out[0].target)
-    adapters = [checkpoints.find_adapter(settings.adapter, half) for half in ("codes", "decoder")]
+    names = "adapter", "decoder-adapter"
+    adapters = [checkpoints.find_adapter(settings.adapter, name) for name in names]
     if settings.adapter and not any(adapters):
-        raise UserError(f"--adapter {settings.adapter}: there is no adapter in that folder")
+        raise UserError(f"--adapter {settings.adapter}: neither a run nor a checkpoint")
     hashed = hash_of(prompts, held_out, filter(None, adapters))
     if settings.resume and hashed != checkpoints.read_state(Path(settings.resume))["inputs"]:
         raise UserError(

@@ -1,9 +1,7 @@
 """What a run leaves: a line for each step, numbers in .jsonl files, pictures, a tracker."""
 
 import json
-import math
 import os
-import shutil
 import warnings
 from contextlib import suppress
 from itertools import chain
@@ -15,13 +13,13 @@ from PIL import Image
 
 from rewards import combine, split_spec
 from runtime import checkpoints, counted, format_number, ranks, short_name
-from runtime.pictures import CELL, draw_curves, draw_grid
+from runtime.pictures import LABELS, draw_curves, draw_grid
 from runtime.rescue import StopRequest
 
 SAMPLE_EVERY = 10  # steps between group-*.png
 SHOWN = 4  # pictures of a prompt that an evaluation keeps
 PROMPTS = 8  # that before-after.png shows at most
-SETS = {"": "training", "held_out/": "held-out"}  # {prefix of an evaluation's numbers: of what}
+FILES = "metrics", "groups", "evaluation"  # .jsonl
 LINE = {  # parts of a step's line, see format_step
     "skipped": "SKIPPED: the gradient was not finite",
     "groups_without_spread": "{:.0%} without spread",
@@ -39,7 +37,7 @@ LINE = {  # parts of a step's line, see format_step
 class Record:
     """The files of a run in `out`, which the first rank writes, and its lines on the screen.
 
-    hashes: see read_inputs in data.py. trainers: see checkpoints.save. done: steps made so far.
+    hashed: see read_inputs in data.py. trainers: see checkpoints.save. done: steps made so far.
     When a run is resumed, records of later steps are removed first, as is a line that a kill cut
     short. What learns more than the policy extends it, see examples/train_decoder.py.
     """
@@ -47,77 +45,67 @@ class Record:
     line = LINE
     columns = 8  # pictures in a row of group-*.png
 
-    def __init__(self, out, settings, hashes, clock, trainers, done):
+    def __init__(self, out, settings, hashed, clock, trainers, done):
         self.out = out
         self.settings = settings
-        self.hashes = hashes
-        self.trainers = trainers
+        self.hashed = hashed
         self.clock = clock
-        self.begun = self.done = done
+        self.trainers = trainers
+        self.done = done
         self.weights = dict(split_spec(settings.reward))
         self.writes = ranks.rank() == 0
-        self.metrics = read_jsonl(out / "metrics.jsonl", done)
-        self.evaluations = read_jsonl(out / "evaluation.jsonl", done)
-        groups = read_jsonl(out / "groups.jsonl", done)
-        ranks.gather(None)  # all ranks have read the files that the first one now writes
-        self.replace("metrics", self.metrics)
-        self.replace("evaluation", self.evaluations)
-        self.replace("groups", groups)
+        before = {name: read_jsonl(out / f"{name}.jsonl") for name in FILES}
+        self.records = {
+            name: [each for each in records if each["step"] <= done]
+            for name, records in before.items()
+        }
         self.tracker = None
         if self.writes:
             saved = checkpoints.saved(settings)
             with checkpoints.writing(out):
-                (out / "settings.json").write_text(json.dumps(saved, indent=2) + "\n")
+                for name, records in self.records.items():
+                    (out / f".{name}.jsonl").write_text(as_lines(records))
+                    os.replace(out / f".{name}.jsonl", out / f"{name}.jsonl")
+                (out / "settings.json").write_text(json.dumps(saved, indent=2))
             if settings.tracker != "none":
                 self.tracker = start_tracker(settings.tracker, saved, out)
         self.stop = StopRequest()
         self.optimizer_steps = self.count_optimizer_steps()  # up to the end of the last step
 
-    def count_optimizer_steps(self):
-        return [trainer.steps for trainer in self.trainers.values()]
-
-    def write(self, line):
-        self.clock.bar.write(line)
+    def append(self, name, records):
+        """To a .jsonl file, with None for NaN, which JSON does not have."""
+        records = json.loads(json.dumps(records), parse_constant=lambda name: None)
+        self.records[name] += records
+        if self.writes:
+            with checkpoints.writing(self.out), open(self.out / f"{name}.jsonl", "a") as file:
+                file.write(as_lines(records))
 
     def track(self, values):
         if self.tracker is not None:
             numbers = {name: x for name, x in values.items() if isinstance(x, float)}
             self.tracker.log(numbers, step=self.done)
 
-    def append(self, name, *records):
-        """To a .jsonl file."""
-        if self.writes:
-            with checkpoints.writing(self.out), open(self.out / f"{name}.jsonl", "a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
-
-    def replace(self, name, records):
-        """A .jsonl file, at once: a kill leaves the old one."""
-        if self.writes:
-            unfinished = self.out / f".{name}.jsonl"
-            with checkpoints.writing(self.out):
-                unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
-                os.replace(unfinished, self.out / f"{name}.jsonl")
+    def write(self, line):
+        self.clock.bar.write(line)
 
     def step(self, done, prompts, batch, metrics):
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
         self.done = done
         self.optimizer_steps = self.count_optimizer_steps()
         rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
-        metrics |= self.reward_metrics(rewards)
-        metrics["unscored"] = rewards["reward"].isnan().double().mean().item()
-        numbers = without_nan({"step": done, **ranks.mean(metrics | self.clock.read())})
-        self.metrics.append(numbers)
-        self.append("metrics", numbers)
-        records = group_records(done, prompts, batch.raw_rewards)
-        self.append("groups", *chain(*ranks.gather(records)))
+        metrics |= self.reward_metrics(rewards) | self.clock.read()
+        self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
+        groups = [
+            {"step": done, "line": prompt.line, "prompt": prompt.text}
+            | {name: values[i].tolist() for name, values in rewards.items()}
+            for i, prompt in enumerate(prompts)
+        ]
+        self.append("groups", [*chain(*ranks.gather(groups))])
+        numbers = self.records["metrics"][-1]
         self.track(numbers)
         self.clock.bar.update()
         self.write(format_step(self.settings.steps, numbers, self.line))
-        more = self.settings.steps - done
-        if done == self.begun + 1 and more:
-            minutes = f"{more * numbers['seconds'] / 60:.1f} minutes, without evaluations"
-            self.write(f"{counted(more, 'more step')} will take about {minutes}")
-        shows = done == 1 or done % SAMPLE_EVERY == 0 or not more or self.stop.received
+        shows = done % SAMPLE_EVERY == 0 or done in (1, self.settings.steps) or self.stop.received
         if self.writes and shows:
             with checkpoints.writing(self.out):
                 self.draw_group(prompts, batch, rewards["reward"])
@@ -128,85 +116,93 @@ class Record:
         return reward_metrics(rewards)
 
     def draw_group(self, prompts, batch, rewards):
-        """group-*.png: the first group in which rewards differ. rewards: (N, G)."""
-        known = rewards.nan_to_num()
-        i = (known.amax(1) > known.amin(1)).int().argmax().item()
-        cells = []
+        """group-*.png: the group whose rewards differ most. rewards: (N, G)."""
+        i = rewards.nan_to_num().std(1).argmax().item()
         images = batch.images[i * rewards.shape[1] :]
-        for image, reward, advantage in zip(images, rewards[i].tolist(), batch.advantages(i)):
-            words = f"reward {format_number(reward)}\nadvantage {advantage:+.2f}"
-            cells.append((image, words, False))
+        cells = [
+            (image, f"reward {format_number(reward)}\nadvantage {advantage:+.2f}", False)
+            for image, reward, advantage in zip(images, rewards[i].tolist(), batch.advantages(i))
+        ]
         rows = [("", cells[k : k + self.columns]) for k in range(0, len(cells), self.columns)]
-        beside = prompts[i].given() | {"target": prompts[i].target}
-        rows[0][1][:0] = [(picture, name, False) for name, picture in beside.items() if picture]
-        sheet = draw_grid(f"step {self.done}: {prompts[i].text}", rows)
-        sheet.save(self.out / f"group-{self.done:06d}.png")
+        given = prompts[i].given() | {"target": prompts[i].target}
+        beside = [(picture, name, False) for name, picture in given.items() if picture]
+        rows[0] = prompts[i].text, beside + rows[0][1]
+        draw_grid(f"step {self.done}", rows).save(self.out / f"group-{self.done:06d}.png")
 
     def draw_curves(self):
-        names = shown_names((self.evaluations or self.metrics)[-1])
-        draw_curves(self.metrics, self.evaluations, names).save(self.out / "reward.png")
+        metrics, evaluations = self.records["metrics"], self.records["evaluation"]
+        panels = {}
+        for name in shown_names(evaluations[-1]["training"] if evaluations else metrics[-1]):
+            panels[name] = [[(each["step"], each.get(name)) for each in metrics]]
+            for row in ("training", "held out"):
+                panels[name].append([(each["step"], each[row][name][0]) for each in evaluations])
+        draw_curves(panels).save(self.out / "reward.png")
 
     def evaluation(self, training, held_out):
-        """Writes an evaluation's numbers and lines, and pictures of some held-out prompts.
+        """Writes an evaluation's numbers and table, and pictures of some held-out prompts.
 
         training, held_out: ([Prompt], [(raw rewards {name: (G,)}, G pictures)]).
         """
         record = {"step": self.done}
-        for prefix, (prompts, results) in zip(SETS, (training, held_out)):
-            raw = {name: torch.cat([each[name] for each, _ in results]) for name in results[0][0]}
-            rewards = named(raw, self.weights, len(results[0][1]))
-            numbers = evaluation_metrics(rewards, [prompt.type for prompt in prompts])
-            record |= {prefix + name: value for name, value in without_nan(numbers).items()}
-        self.track({f"evaluation/{name}": x for name, x in record.items()})
-        self.evaluations.append(record)
+        for name, (prompts, results) in {"training": training, "held out": held_out}.items():
+            raw = {key: torch.cat([each[key] for each, _ in results]) for key in results[0][0]}
+            rewards = named(raw, self.weights, len(results[0][1]))  # at last the held-out prompts'
+            record |= evaluation_metrics(name, rewards, [prompt.type for prompt in prompts])
+        judge = self.settings.frame_by
+        correct = raw[judge].view_as(rewards["reward"]) >= 0.5 if judge else None  # (N, G)
         # Chosen once, before training.
-        rows = self.evaluations[0].get("rows")
-        record["rows"] = rows or rows_to_show(*held_out, self.settings.frame_by)
-        self.append("evaluation", record)
-        self.print_evaluation()
+        first = (self.records["evaluation"] or [record])[0]
+        record["rows"] = first.get("rows") or rows_to_show(prompts, correct)
+        self.append("evaluation", [record])
+        for name, numbers in sets_of(record).items():
+            means = {key: value[0] for key, value in numbers.items() if "reward" in key}
+            self.track({f"{name}/{key}": mean for key, mean in means.items()})
+        sides = [each for each in self.records["evaluation"] if each["step"] in (0, self.done)]
+        self.write(evaluation_table(sides))
         if self.writes:
+            images = [images for _, images in results]
             with checkpoints.writing(self.out):
-                self.draw_evaluation(*held_out, record["rows"])
+                self.draw_evaluation(record["rows"], prompts, images, rewards["reward"], correct)
                 self.draw_curves()
 
-    def print_evaluation(self):
-        """The last one, beside that before training unless its record was deleted."""
-        records = [record for record in self.evaluations if record["step"] in (0, self.done)]
-        sides = ", before -> after" if len(records) > 1 else ""
-        ends = self.done >= self.settings.steps or self.stop.received
-        for prefix, name in SETS.items():
-            words = f"evaluation after {counted(self.done, 'step')}, {name} prompts{sides}"
-            self.write(f"{words}: {summary(prefix, *records)}")
-            types = [record.get(f"{prefix}types") for record in records]
-            if ends and all(types):
-                self.write(types_table(name, *types))
+    def draw_evaluation(self, rows, prompts, images, rewards, correct):
+        """evaluation/STEP/: the pictures of some prompts, and a sheet of all these.
 
-    def draw_evaluation(self, prompts, results, rows):
-        """evaluation/STEP/: the pictures of some prompts, and a sheet of all these."""
+        before-after.png: the sheet of the evaluation before training, if it is there, and this one.
+        """
         folder = self.folder(self.done)
         folder.mkdir(parents=True, exist_ok=True)
-        judge = self.settings.frame_by
+        judged = correct is not None
         shown = []
         for i, row in enumerate(rows, 1):
-            rewards, images = results[row]
-            wrong = rewards[judge] < 0.5 if judge else [False] * len(images)
-            total = combine(rewards, self.weights, len(images))
             cells = [(picture, name, False) for name, picture in prompts[row].given().items()]
-            for j, image in enumerate(images[:SHOWN]):
+            for j, image in enumerate(images[row][:SHOWN]):
                 image.save(folder / f"{i}-{j + 1}.png")
-                cells.append((image, "" if judge else f"reward {total[j]:.3f}", wrong[j]))
+                caption = "" if judged else f"reward {format_number(rewards[row, j])}"
+                cells.append((image, caption, judged and not correct[row, j]))
             shown.append((prompts[row].text, cells))
         title = f"after {counted(self.done, 'step')}" if self.done else "before"
-        corner = f"red frame: not correct,\nsays {short_name(judge)}" if judge else ""
-        # At twice the size of a page's column.
-        draw_grid(title, shown, corner, CELL, 24).save(folder / "sheet.png")
+        judge = short_name(self.settings.frame_by or "")
+        corner = f"red frame: not correct,\nsays {judge}" if judged else ""
+        sheet = draw_grid(title, shown, corner)
+        sheet.save(folder / "sheet.png")
+        before = self.folder(0) / "sheet.png"
+        if self.done and before.exists():
+            sides = np.asarray(Image.open(before)), np.asarray(sheet)[:, LABELS - 24 :]
+            sheet = Image.fromarray(np.hstack(sides))
+        sheet.save(self.out / "before-after.png")
 
     def folder(self, step):
         return self.out / "evaluation" / f"{step:06d}"
 
+    # ---- a checkpoint, and the end ---------------------------------------------------------------
+
+    def count_optimizer_steps(self):
+        return [trainer.steps for trainer in self.trainers.values()]
+
     def save(self):
         if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
-            state = {"settings": checkpoints.saved(self.settings), "inputs": self.hashes}
+            state = {"settings": checkpoints.saved(self.settings), "inputs": self.hashed}
             checkpoints.save(self.out, self.done, self.trainers, state)
 
     def save_whole_step(self):
@@ -215,32 +211,20 @@ class Record:
             self.save()
 
     def end(self):
-        """The adapters and before-after.png; a warning if nothing was learned."""
-        norms = {x for each in self.metrics for name, x in each.items() if "grad_norm" in name}
-        if norms == {0} and not any(each["skipped"] for each in self.metrics):
+        """What was learned, for other programs to load; a warning if that is nothing."""
+        metrics = self.records["metrics"]
+        if not any(x != 0 for each in metrics for name, x in each.items() if "grad_norm" in name):
             self.write(
                 "warning: nothing was learned: no group had unequal rewards; use another reward, "
                 "a higher --temperature or larger groups"
             )
         if self.writes:
             with checkpoints.writing(self.out):
-                self.draw_before_after()
-                for folder in self.save_adapters():
-                    for file in ("settings.json", "evaluation.jsonl", "before-after.png"):
-                        shutil.copy(self.out / file, folder)
-
-    def draw_before_after(self):
-        """The sheet of the evaluation before training, if it is still there, and of the last."""
-        files = [self.folder(step) / "sheet.png" for step in (0, self.done)]
-        sheets = [np.asarray(Image.open(file)) for file in files if file.exists()]
-        sheets[1:] = [sheet[:, 2 * CELL - 24 :] for sheet in sheets[1:]]  # without labels
-        Image.fromarray(np.hstack(sheets)).save(self.out / "before-after.png")
+                self.save_adapters()
 
     def save_adapters(self):
-        """What was learned, for other programs to load: the folders."""
-        folder = self.out / "adapter"
-        checkpoints.save_adapter(self.trainers["."].model, folder)
-        return [folder]
+        for name, trainer in self.trainers.items():
+            checkpoints.save_adapter(trainer.model, self.out / name)
 
     def finish(self):
         self.stop.end()
@@ -258,117 +242,78 @@ def start_tracker(kind, configuration, out):
     return tracker
 
 
-def read_jsonl(path, last_step=math.inf):
-    """The records up to a step. A line cut short by a kill, and all after it, are left out."""
+def read_jsonl(path):
+    """The records in a file. A line cut short by a kill is left out."""
     records = []
     with suppress(FileNotFoundError, json.JSONDecodeError):
         for line in path.read_text().splitlines():
             records.append(json.loads(line))
-    return [record for record in records if record["step"] <= last_step]
+    return records
+
+
+def as_lines(records):
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def without_nan(record):
-    """With None for NaN, which JSON does not have."""
-    return json.loads(json.dumps(record), parse_constant=lambda name: None)
-
-
 def named(raw_rewards, weights, group_size):
     """{"reward": their weighted sum (N, G), "reward/NAME": each of them (N, G)}, from (N*G,)."""
     rewards = {"reward": combine(raw_rewards, weights, group_size)}
-    for name, short in short_names(raw_rewards).items():
-        rewards[f"reward/{short}"] = raw_rewards[name]
+    for name, values in raw_rewards.items():
+        short = f"reward/{short_name(name)}"
+        rewards[f"reward/{name}" if short in rewards else short] = values
     return {name: values.view(-1, group_size) for name, values in rewards.items()}
 
 
-def short_names(names):
-    """{name: its short name, such as mine.py:blueness; the name where two share a short name}."""
-    short = [short_name(name) for name in names]
-    return {name: each if short.count(each) == 1 else name for name, each in zip(names, short)}
-
-
 def reward_metrics(rewards):
-    """Of each reward the mean, and the mean over groups of their std and of their best.
+    """Of each reward the mean, and the mean standard deviation within a group.
 
     rewards: {name: (N, G)}. NaN, where a reward does not apply, is left out.
     """
-    metrics = {}
-    with warnings.catch_warnings(action="ignore"):  # of groups in which no reward applies
-        for name, values in rewards.items():
-            groups = values.double().numpy()
-            numbers = {
-                "reward": values.nanmean().item(),
-                "reward_std": np.nanmean(np.nanstd(groups, 1, ddof=1)),
-                "reward_best": np.nanmean(np.nanmax(groups, 1)),
-            }
-            suffix = name.removeprefix("reward")
-            metrics |= {part + suffix: float(x) for part, x in numbers.items()}
+    metrics = {"unscored": rewards["reward"].isnan().double().mean().item()}
+    for name, values in rewards.items():
+        std = name.replace("reward", "reward_std", 1)
+        with warnings.catch_warnings(action="ignore"):  # of groups in which no reward applies
+            stds = np.nanstd(values.double(), 1, ddof=1)
+            metrics |= {name: values.nanmean().item(), std: float(np.nanmean(stds))}
     return metrics
 
 
-def evaluation_metrics(rewards, types=()):
-    """Of each reward the mean and its standard error, and in "types" the same per type of prompt.
+def evaluation_metrics(name, rewards, types):
+    """{name: its numbers, and if there are several types of prompts "NAME, TYPE": of each}.
 
-    "mean of the types" is their plain mean whatever their sizes, like GenEval's overall score
-    (Ghosh et al. 2023). rewards: {name: (N, G)}. types: N.
+    Numbers are {"prompts": N, "images": N*G, reward: [mean, standard error]}. The errors are over
+    prompts: pictures of one prompt are not independent. rewards: {reward: (N, G)}. types: N.
     """
-    metrics = means_and_errors(rewards)
-    kinds = list(dict.fromkeys(types))
-    if len(kinds) < 2:
-        return metrics
-    of_type = {kind: torch.tensor([each == kind for each in types]) for kind in kinds}
-    parts = {
-        kind: means_and_errors({name: values[own] for name, values in rewards.items()})
-        for kind, own in of_type.items()
-    }
-    mean = {"prompts": metrics["prompts"]}
-    for name in rewards:
-        pairs = [(part[name], part[error_of(name)]) for part in parts.values()]
-        pairs = torch.tensor(pairs, dtype=torch.float64)  # (types, 2)
-        means, errors = pairs[~pairs[:, 0].isnan()].T
-        mean |= {name: means.mean().item(), error_of(name): (errors.norm() / len(errors)).item()}
-    return metrics | {"types": parts | {"mean of the types": mean}}
-
-
-def means_and_errors(rewards):
-    """The errors are over prompts: pictures of one prompt are not independent."""
-    prompts, pictures = rewards["reward"].shape
-    metrics = {"images": prompts * pictures, "prompts": prompts}
-    with warnings.catch_warnings(action="ignore"):
-        for name, values in rewards.items():
-            means = np.nanmean(values.double().numpy(), 1)  # (N,)
-            error = np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5
-            metrics |= {name: values.nanmean().item(), error_of(name): float(error)}
+    kinds = [kind for kind in dict.fromkeys(types) if len({*types}) > 1]
+    rows = {f"{name}, {kind}": [each == kind for each in types] for kind in kinds}
+    metrics = {}
+    for row, own in {name: [True] * len(types), **rows}.items():
+        shape = rewards["reward"][own].shape
+        metrics[row] = {"prompts": shape[0], "images": shape.numel()}
+        for reward, values in rewards.items():
+            with warnings.catch_warnings(action="ignore"):  # as above
+                means = np.nanmean(values[own].double(), 1)
+                error = np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5
+            metrics[row][reward] = [values[own].nanmean().item(), float(error)]
     return metrics
 
 
-def error_of(name):
-    return name.replace("reward", "reward_error", 1)
+def sets_of(record):
+    """{set of prompts: its numbers} of an evaluation."""
+    return {name: numbers for name, numbers in record.items() if isinstance(numbers, dict)}
 
 
-def group_records(step, prompts, raw_rewards):
-    """The lines of groups.jsonl: each group's prompt, its line in the file, its rewards."""
-    names = short_names(raw_rewards)
-    groups = {names[name]: x.view(len(prompts), -1) for name, x in raw_rewards.items()}
-    records = []
-    for i, prompt in enumerate(prompts):
-        rewards = {name: x[i].tolist() for name, x in groups.items()}
-        place = {"step": step, "line": prompt.line, "prompt": prompt.text}
-        records.append(without_nan(place | {"rewards": rewards}))
-    return records
-
-
-def rows_to_show(prompts, results, judge):
+def rows_to_show(prompts, correct):
     """The rows of the first prompts of each type that have no correct picture.
 
-    If all have one, or there is no judge, the first of each type. results: see Record.evaluation.
+    If all have one, or there is no judge, the first of each type. correct: (N, G) or None.
     """
-    rows = range(len(prompts))
-    wrong = [row for row in rows if judge and (results[row][0][judge] < 0.5).all()]
+    wrong = [] if correct is None else (~correct).all(1).nonzero().flatten().tolist()
     first = {}
-    for row in wrong or rows:
+    for row in wrong or range(len(prompts)):
         first.setdefault(prompts[row].type or row, row)
     return list(first.values())[:PROMPTS]
 
@@ -378,53 +323,38 @@ def rows_to_show(prompts, results, judge):
 
 def format_step(steps, numbers, parts):
     """The line of a step: what is 0 or was not measured is left out."""
-    words = [f"step {numbers['step']}/{steps}"]
-    words.append(f"reward {with_error(numbers, 'reward', 'reward_std')}")
+    reward = with_error(numbers["reward"], numbers["reward_std"])
+    words = [f"step {numbers['step']}/{steps}", f"reward {reward}"]
     names = shown_names(numbers)
-    if len(names) > 1:
-        names = [name for name in names if name != "reward"]
-        each = [f"{short_name(name)} {format_number(numbers[name])}" for name in names]
-        words.append(", ".join(each))
+    for name in names if len(names) > 1 else ():
+        if name != "reward":
+            words.append(f"{short_name(name)} {format_number(numbers[name])}")
     shown = {name: form for name, form in parts.items() if numbers.get(name)}
     return " | ".join([*words, *(form.format(numbers[name]) for name, form in shown.items())])
 
 
-def shown_names(record, prefix=""):
+def shown_names(numbers):
     """The names of rewards, without their weighted sum where that is a lone reward of weight 1."""
-    names = [name for name in record if f"{name}/".startswith(f"{prefix}reward/")]
-    return names[1:] if len(names) > 1 and record[names[0]] == record[names[1]] else names
+    names = [name for name in numbers if f"{name}/".startswith("reward/")]
+    return names[1:] if len(names) > 1 and numbers[names[0]] == numbers[names[1]] else names
 
 
-def with_error(record, name, error=None):
-    """'0.692 +- 0.031', the reward of this name with its standard error, if it has one."""
-    values = [record[name], record[error or error_of(name)]]
-    known = [
-        f"{x:.3f}" if x == 0 or abs(x) >= 5e-4 else f"{x:.0e}" for x in values if x is not None
-    ]
-    return " +- ".join(known) or "none"
+def with_error(mean, error):
+    """'0.692 +- 0.031'."""
+    return format_number(mean) + ("" if error is None else f" +- {format_number(error)}")
 
 
-def compared(records, names):
-    """For each name a cell such as '0.692 +- 0.031 -> 0.864 +- 0.020'."""
-    return [" -> ".join(with_error(record, name) for record in records) for name in names]
-
-
-def summary(prefix, *records):
-    """'ssim 0.692 +- 0.031 -> 0.864 +- 0.020 (64 pictures: 16 prompts x 4)', of evaluations."""
-    names = shown_names(records[-1], prefix)
-    pairs = zip(map(short_name, names), compared(records, names))
-    images, prompts = (records[0][f"{prefix}{name}"] for name in ("images", "prompts"))
-    number = f"{images} pictures: {counted(prompts, 'prompt')} x {images // prompts}"
-    return f"{', '.join(map(' '.join, pairs))} ({number})"
-
-
-def types_table(heading, *types):
-    """Lines of Markdown, a row for each type of prompt. types: of the evaluations."""
-    names = shown_names(types[-1]["mean of the types"])
-    rows = [[heading, "prompts", *map(short_name, names)]]
-    for kind, numbers in types[-1].items():
-        cells = compared([each[kind] for each in types], names)
-        rows.append([kind, str(numbers["prompts"]), *cells])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
+def evaluation_table(records):
+    """Lines of Markdown, a row for each set of prompts; records: one evaluation, or two."""
+    last = records[-1]
+    names = shown_names(last["training"])
+    table = [["prompts", "pictures", *map(short_name, names)]]
+    for row, numbers in sets_of(last).items():
+        pictures = f"{numbers['prompts']} x {numbers['images'] // numbers['prompts']}"
+        cells = [" -> ".join(with_error(*each[row][name]) for each in records) for name in names]
+        table.append([row, pictures, *cells])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    table.insert(1, ["-" * width for width in widths])
+    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in table]
+    sides = ", before -> after" if len(records) > 1 else ""
+    return "\n".join([f"evaluation after {counted(last['step'], 'step')}{sides}", *lines])

@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from runtime import short_name
 
-CELL = 144  # of a picture in before-after.png, in pixels
+CELL, LABELS, LETTERS = 144, 288, 24  # pixels: twice of what they are on a page
 RED, BLUE, GREY = "#d02030", "#2060c0", "#888888"
 # Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
 CHINESE_FONTS = (
@@ -19,78 +19,66 @@ CHINESE_FONTS = (
 )
 
 
-def draw_grid(title, rows, corner="", cell=192, size=15):
-    """Rows of pictures under a title, with labels on the left, if there are any.
+def draw_grid(title, rows, corner=""):
+    """Rows of pictures under a title, with labels on the left.
 
-    rows: [(label, [(picture, caption, whether it has a frame)])]. corner: the words above the
-    labels. cell, size: of a picture and of letters, in pixels.
+    rows: [(label, [(picture, caption, whether it has a red frame)])]. corner: the words above the
+    labels.
     """
-    margin = 2 * cell if any(label for label, _ in rows) else 8
-    has_captions = any(caption for _, cells in rows for _, caption, _ in cells)
-    height = cell + 8 + 2 * size * has_captions
-    width = margin + (cell + 8) * max(len(cells) for _, cells in rows)
-    sheet = Image.new("RGB", (width, 3 * size + height * len(rows)), "white")
+    lines = max(
+        caption.count("\n") + (caption > "") for _, cells in rows for _, caption, _ in cells
+    )
+    height = CELL + 8 + 20 * lines
+    width = LABELS + (CELL + 8) * max(len(cells) for _, cells in rows)
+    sheet = Image.new("RGB", (width, 72 + height * len(rows)), "white")
     pen = ImageDraw.Draw(sheet)
-    pen.text((8, 2), corner, "black", font_for(corner, 0.8 * size))
-    pen.text((margin, 8), title, "black", font_for(title, size))
-    for row, (label, cells) in enumerate(rows):
-        top = 3 * size + row * height
-        font = font_for(label, size)
-        letters = (margin - 32) * len(label) / max(1, font.getlength(label))
-        lines = textwrap.wrap(label, max(1, int(letters)))
-        pen.text((8, top), "\n".join(lines[: cell // size - 1]), "black", font)
-        for column, (picture, caption, framed) in enumerate(cells):
-            left = margin + (cell + 8) * column
-            picture = ImageOps.contain(picture, (cell, cell))
+    pen.text((8, 2), corner, "black", font_for(corner, 18))
+    pen.text((LABELS, 8), title, "black", font_for(title))
+    for top, (label, cells) in zip(range(72, sheet.height, height), rows):
+        font = font_for(label)
+        letters = (LABELS - 32) * len(label) / max(1, font.getlength(label))
+        words = textwrap.wrap(label, max(1, int(letters)))[:4]
+        pen.text((8, top), "\n".join(words), "black", font)
+        for left, (picture, caption, framed) in zip(range(LABELS, width, CELL + 8), cells):
+            picture = ImageOps.contain(picture, (CELL, CELL))
             if framed:
                 frame = left - 3, top - 3, left + picture.width + 3, top + picture.height + 3
                 sheet.paste(RED, frame)
             sheet.paste(picture, (left, top))
-            pen.text((left, top + cell), caption, "black", font_for(caption, 0.8 * size))
+            pen.text((left, top + CELL), caption, "black", font_for(caption, 17))
     return sheet
 
 
-def font_for(text, size):
+def font_for(text, size=LETTERS):
     for name in CHINESE_FONTS if max(text, default="") > "\u2e80" else ():
         with suppress(OSError):
             return ImageFont.truetype(name, size)
     return ImageFont.load_default(size)
 
 
-def draw_curves(metrics, evaluations, names):
-    """A panel for each of the names. metrics, evaluations: the records in these files."""
-    sheet = Image.new("RGB", (640 * len(names) + 200, 420), "white")
+def draw_curves(panels):
+    """panels: {name of a reward: its curves in steps, training and held-out evaluations}.
+
+    A curve is [(step, value or None)].
+    """
+    sheet = Image.new("RGB", (640 * len(panels) + 200, 420), "white")
     pen = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(24)
+    pen.font = font_for("")
     legend = "grey: steps; evaluations: blue: training prompts, red: held-out prompts"
-    pen.text((16, 384), legend, "black", font)
-    last = max(record["step"] for record in (*metrics, *evaluations))
-    for i, name in enumerate(names):
-        curves = {
-            GREY: points(metrics, name),
-            BLUE: points(evaluations, name),
-            RED: points(evaluations, f"held_out/{name}"),
-        }
-        values = [value for curve in curves.values() for _, value in curve] or [0]
-        low, high = min(values), max(values)
+    pen.text((16, 384), legend, "black")
+    for left, (name, curves) in zip(range(120, sheet.width, 640), panels.items()):
+        last = max(step for curve in curves for step, _ in curve) or 1
+        values = [value for curve in curves for _, value in curve if value is not None]
+        low, high = min(values, default=0), max(values, default=1)
         if 0 <= low and high <= 1:  # a share, at its true size
             low, high = 0, 1
-        left = 640 * i + 120
-        pen.text((left, 8), short_name(name), "black", font)
+        pen.text((left, 8), short_name(name), "black")
         pen.line([(left, 60), (left, 340), (left + 480, 340)], GREY, 2)
-        pen.text((left - 12, 60), f"{high:.3g}", "black", font, "rm")
-        pen.text((left - 12, 340), f"{low:.3g}", "black", font, "rm")
-        pen.text((left + 480, 348), f"step {last}", "black", font, "rt")
-        for colour, curve in curves.items():
-            places = [
-                (left + 480 * step / (last or 1), 340 - 280 * (value - low) / (high - low or 1))
-                for step, value in curve
-            ]
-            pen.line(places, colour, 4)
-            for place in places:
-                pen.circle(place, 6, colour)
+        pen.text((left - 12, 60), f"{high:.3g}", "black", anchor="rm")
+        pen.text((left - 12, 340), f"{low:.3g}", "black", anchor="rm")
+        pen.text((left + 480, 348), f"step {last}", "black", anchor="rt")
+        for colour, curve in zip((GREY, BLUE, RED), curves):
+            x = [left + 480 * step / last for step, y in curve if y is not None]
+            y = [340 - 280 * (y - low) / (high - low or 1) for _, y in curve if y is not None]
+            pen.line([*zip(x, y)], colour, 4)
     return sheet.reduce(2)  # for smooth lines
-
-
-def points(records, name):
-    return [(record["step"], record[name]) for record in records if record.get(name) is not None]

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from runtime import StepFailed
+from runtime import UserError
 
 
-class PeerFailed(StepFailed):
+class PeerFailed(UserError):
     """Another rank has failed, or its process has ended."""
 
 
@@ -122,11 +122,9 @@ def mean(metrics):
     merged = {}
     per_rank = gather(metrics)
     for name in metrics:
-        values = [metrics[name] for metrics in per_rank if not math.isnan(metrics[name])]
+        values = [each[name] for each in per_rank if not math.isnan(each[name])] or [math.nan]
         largest = name.endswith("max_logprob_gap") or name.startswith("gpu_gb")
-        merged[name] = math.nan
-        if values:
-            merged[name] = max(values) if largest else sum(values) / len(values)
+        merged[name] = max(values) if largest else sum(values) / len(values)
     return merged
 
 

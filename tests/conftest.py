@@ -260,6 +260,14 @@ def records(path):
     ]
 
 
+def flattened(record, name=""):
+    """{name: number} of a record in a .jsonl file, which may be nested."""
+    if not isinstance(record, (dict, list)):
+        return {name: record}
+    parts = record.items() if isinstance(record, dict) else enumerate(record)
+    return {k: x for key, part in parts for k, x in flattened(part, f"{name}/{key}").items()}
+
+
 def steps_of(path):
     return [record["step"] for record in records(path)]
 

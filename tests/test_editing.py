@@ -343,8 +343,10 @@ def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
     Path("mine.py").write_text(code)
     arguments = "--reward mine.py:own:1,mse:1 --eval-reward mine.py:own --eval-count 2"
     assert edits(*arguments.split(), *str.split("--prompts-per-step 2 --steps 1 --out run")) == 0
-    for record in (*records("run/evaluation.jsonl"), *records("run/metrics.jsonl")):
-        assert record["reward/mine.py:own"] == 1
+    assert records("run/metrics.jsonl")[0]["reward/mine.py:own"] == 1
+    for record in records("run/evaluation.jsonl"):
+        for name in ("training", "held out"):
+            assert record[name]["reward/mine.py:own"] == [1, 0]
 
 
 def test_keep_is_likeness_to_the_source():

@@ -31,20 +31,17 @@ def test_what_only_judges_is_logged_and_not_trained_on(quick, capfd):
     assert quick(*arguments, "--out without") == 0
     assert quick(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out with") == 0
     for record in records("with/evaluation.jsonl"):
-        assert record["reward/seven.py:judge"] == record["held_out/reward/seven.py:judge"] == 7
-        rewards = record["held_out/reward/ssim"] + record["held_out/reward/mse"]
-        assert record["held_out/reward"] == pytest.approx(rewards)
-        assert (record["images"], record["held_out/images"], record["held_out/prompts"]) == (
-            2,
-            2,
-            1,
-        )
+        for numbers in (record["training"], record["held out"]):
+            assert numbers["reward/seven.py:judge"] == [7, None]
+            assert (numbers["images"], numbers["prompts"]) == (2, 1)
+        rewards = numbers["reward/ssim"][0] + numbers["reward/mse"][0]
+        assert numbers["reward"][0] == pytest.approx(rewards)
     assert not any("seven" in name for line in records("with/metrics.jsonl") for name in line)
     assert adapter_of("with") == adapter_of("without")
-    assert "seven.py:judge 7.000 -> 7.000 (2 pictures: 1 prompt x 2)" in "".join(capfd.readouterr())
+    assert "| 7.000 -> 7.000 " in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("without", ["", "held_out/"])
+@pytest.mark.parametrize("without", [[], ["held out"]])
 def test_prompts_without_targets_are_judged_by_what_applies(quick, without):
     Path("new.txt").write_text("a green ring\n")
     new = ["new.txt", None]
@@ -67,10 +64,11 @@ def test_prompts_without_targets_are_judged_by_what_applies(quick, without):
     )
     assert train.main([*short, *arguments]) == 0
     (record,) = records("run/evaluation.jsonl")
-    assert record["reward/two.py:judge"] == record["held_out/reward/two.py:judge"] == 2
-    other = "" if without else "held_out/"
-    assert record[f"{without}reward/ssim"] is None and record[f"{other}reward/ssim"] is not None
-    assert (record["held_out/reward"] is None) == bool(without)
+    for name in ("training", "held out"):
+        assert record[name]["reward/two.py:judge"] == [2, None]
+        missing = (name == "held out") == bool(without)
+        assert (record[name]["reward/ssim"][0] is None) == missing
+    assert (record["held out"]["reward"][0] is None) == bool(without)
 
 
 def test_every_prompt_is_judged_by_its_own_target(quick):
@@ -83,7 +81,8 @@ def test_every_prompt_is_judged_by_its_own_target(quick):
     arguments = str.split("--reward mine.py:fits --eval-reward mine.py:fits --eval-count 2")
     assert quick(*arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
     for record in records("run/evaluation.jsonl"):
-        assert record["reward"] == record["held_out/reward"] == 1 and record["prompts"] == 2
+        for numbers in (record["training"], record["held out"]):
+            assert numbers["reward"] == [1, 0] and numbers["prompts"] == 2
     assert records("run/metrics.jsonl")[0]["reward"] == 1
 
 
@@ -115,7 +114,7 @@ def test_the_pictures_shown_have_their_own_rewards(quick, monkeypatch):
 def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
     assert quick(*write_reward("return torch.rand(len(images))"), "--steps 1 --out run") == 0
     before, after = records("run/evaluation.jsonl")
-    assert before["reward"] == after["reward"]
+    assert before["training"]["reward"] == after["training"]["reward"]
 
 
 def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
@@ -152,30 +151,20 @@ def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(quick, monkeypatch)
     assert bars == [("prompt", 3, [1, 1, 1]), ("step", 1, [1]), ("prompt", 3, [1, 1, 1])]
 
 
-def test_beside_the_adapters_stands_how_they_were_made(quick):
-    both = "--train both --paintings 3 --decode-steps 2 --steps 1 --out run"
-    assert quick(both) == 0
-    for folder in ("adapter", "decoder-adapter"):
-        assert not Path("run", folder, "README.md").exists()  # PEFT's form, empty
-        settings = json.loads(Path("run", folder, "settings.json").read_text())
-        assert settings["reward"] == "ssim:1,mse:1" and settings["paintings"] == 3
-        assert records(f"run/{folder}/evaluation.jsonl") == records("run/evaluation.jsonl")
-        assert Image.open(f"run/{folder}/before-after.png").width > 100
-
-
 def test_a_curve_has_steps_and_both_evaluations(tmp_path):
     """Grey for steps, blue for training prompts, red for held-out ones; each panel has its own."""
-    metrics = [{"step": s, "reward/a": s / 10, "reward/b": None} for s in range(1, 11)]
-    both = {"reward/a": 0.6, "held_out/reward/a": 0.2, "reward/b": 1.0}
-    evaluations = [{"step": s, **both} for s in (0, 10)]
-    sheet = draw_curves(metrics, evaluations, ["reward/a", "reward/b"])
+    steps = [(step, step / 10) for step in range(1, 11)]
+    flat = lambda height: [(0, height), (10, height)]
+    panels = {"reward/a": [steps, flat(0.6), flat(0.2)]}
+    panels["reward/b"] = [[(step, None) for step, _ in steps], flat(1.0), []]
+    sheet = draw_curves(panels)
     grey, blue, red = "#888888", "#2060c0", "#d02030"
     for left, drawn in ((62, {grey, blue, red}), (382, {blue})):
         panel = sheet.crop((left, 20, left + 236, 174))
         found = {colour: columns_with(panel, colour) for colour in (grey, blue, red)}
         assert {colour for colour, columns in found.items() if columns.sum() > 200} == drawn
         if grey in drawn:  # from the first step on
-            assert not found[grey][8:18].any() and found[grey][30:].all()
+            assert not found[grey][8:18].any() and found[grey][30:220].mean() > 0.9
 
 
 def columns_with(picture, colour):
@@ -206,9 +195,9 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     )
     assert settings["prompts"] == "prompts/train.txt" and settings["targets"] is None
     before, _ = records("run/evaluation.jsonl")
-    assert {f"held_out/reward/{name}" for name in ("pickscore", "clip", "hps")} <= before.keys()
+    assert {f"reward/{name}" for name in ("pickscore", "clip", "hps")} <= before["held out"].keys()
     output = capsys.readouterr().out
-    assert ", clip -" in output  # for people without the folder
+    assert "| clip -" in output  # for people without the folder
 
 
 def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
@@ -227,5 +216,8 @@ def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(quic
         "def half(images, prompts, targets):\n    return [float('nan') if i % 2 else 1.0 for i in range(len(images))]\n"
     )
     assert quick("--reward mine.py:half,ssim --steps 1 --out run") == 0
-    for record in (*records("run/metrics.jsonl"), *records("run/evaluation.jsonl")):
-        assert record["reward"] == pytest.approx(1 + record["reward/ssim"])
+    (step,) = records("run/metrics.jsonl")
+    assert step["reward"] == pytest.approx(1 + step["reward/ssim"])
+    for record in records("run/evaluation.jsonl"):
+        of_set = record["held out"]
+        assert of_set["reward"][0] == pytest.approx(1 + of_set["reward/ssim"][0])

@@ -24,7 +24,7 @@ from test_pages import run_code
 
 import rewards
 import train
-from runtime import StepFailed
+from runtime import UserError
 
 
 def load(name):
@@ -133,7 +133,7 @@ def test_a_judge_behind_http_is_asked_again(url):
 )
 def test_an_answer_of_another_form_is_an_error(url, answer, words):
     Judge.answers = [answer]
-    with pytest.raises((KeyError, ValueError, StepFailed), match=words):
+    with pytest.raises((KeyError, ValueError, UserError), match=words):
         ask(url=url, waits=())
 
 

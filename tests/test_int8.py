@@ -64,8 +64,8 @@ def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(q
     # The reference is the rounded base.
     assert records("whole/metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6)
 
-    assert '"base": "int8"' in Path("whole/adapter/settings.json").read_text()
+    assert '"base": "int8"' in Path("whole/settings.json").read_text()
     assert quick("--adapter whole --temperature 4 --steps 0 --base bfloat16 --out exact") == 0
-    exact = records("exact/evaluation.jsonl")[0]["reward"]
-    rounded = records("whole/evaluation.jsonl")[-1]["reward"]
+    exact = records("exact/evaluation.jsonl")[0]["training"]["reward"][0]
+    rounded = records("whole/evaluation.jsonl")[-1]["training"]["reward"][0]
     assert rounded == pytest.approx(exact, abs=0.05) and rounded != exact

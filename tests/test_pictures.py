@@ -4,6 +4,7 @@ sheets of pictures."""
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import make
 import numpy as np
@@ -15,6 +16,7 @@ from conftest import (
     chat_inputs,
     painted,
     painting_models,
+    prompts_of,
     seeded,
     tiny_settings,
     write_reward,
@@ -210,10 +212,10 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     ]
     assert quick(*differing, "--steps 2 --lr 0.05 --group-size 4 --out run") == 0
     trained = build_run(small()).policy
-    checkpoints.load(Path("run"), {".": trained})
+    checkpoints.load(Path("run"), {"adapter": trained})
     tokens = codes(2, 40)
     expected = logprobs(pipe, trained.model, PROMPT, tokens)
-    for folder in ("run/adapter", "run/checkpoints/000002"):
+    for folder in ("run/adapter", "run/checkpoints/000002/adapter"):
         stock = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
         stock.vision_language_encoder.load_adapter(folder)
         found = logprobs(pipe, stock.vision_language_encoder, PROMPT, tokens)
@@ -244,23 +246,22 @@ def test_a_grid_shows_every_picture_in_its_place():
     square, wide = Image.new("RGB", (50, 50), RED), Image.new("RGB", (100, 50), BLUE)
     rows = [("first prompt", [(square, "1.0", False), (wide, "", False)])]
     rows.append(("second " * 50, [(wide, "", True)]))
-    sheet = draw_grid("title", rows, "corner", cell=80)
-    top, half = 45, 45 + (sheet.height - 45) // 2
+    sheet = draw_grid("title", rows, "corner")
+    top, half = 72, 72 + (sheet.height - 72) // 2
     left, right = columns_of(sheet, RED, top, half), columns_of(sheet, BLUE, top, half)
-    assert left[1] - left[0] + 1 == right[1] - right[0] + 1 == 80 and right[0] == left[0] + 88
-    assert left[0] == 160  # labels stand before it
+    assert left[1] - left[0] + 1 == right[1] - right[0] + 1 == 144
+    assert left[0] == 288 and right[0] == 288 + 144 + 8  # labels stand before them
     assert columns_of(sheet, BLUE, half, sheet.height) == left  # below the first
     blue = (np.asarray(sheet)[:half] == BLUE).all(-1).any(1).sum()
-    assert blue == 40  # its shape is kept
+    assert blue == 72  # its shape is kept
     dark = np.asarray(sheet.convert("L")) < 128
-    for rows, columns in ((slice(30), slice(150)), (slice(30), slice(160, 200))):
+    for rows, columns in ((slice(30), slice(280)), (slice(40), slice(288, 340))):
         assert dark[rows, columns].any()  # the corner, the title
-    assert dark[half:, :150].any() and not dark[half + 80 :, :150].any()  # a long label is cut
+    assert dark[half:, :280].any() and not dark[half + 144 :, :280].any()  # a long label is cut
     # A frame around the second.
-    assert sheet.getpixel((158, half + 20)) == (0xD0, 0x20, 0x30) != sheet.getpixel((158, 60))
-    plain = draw_grid("title", [("", [(square, "", False)])], cell=80)
-    assert columns_of(plain, RED, 0, plain.height)[0] == 8
-    assert plain.height < 45 + (sheet.height - 45) // 2  # no room for captions where there are none
+    assert sheet.getpixel((286, half + 20)) == (0xD0, 0x20, 0x30) != sheet.getpixel((286, 90))
+    plain = draw_grid("title", [("", [(square, "", False)])])
+    assert plain.height < half  # no room for captions where there are none
 
 
 def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
@@ -283,20 +284,23 @@ def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
 def test_before_and_after_stand_side_by_side(tmp_path):
     """The labels once; without the first evaluation, the last alone."""
     record = Record.__new__(Record)
-    record.out, record.done = tmp_path, 7
-    sheets = {}
-    for step, colour in ((0, RED), (7, GREEN)):
-        cells = [(Image.new("RGB", (32, 32), colour), "", False)] * 2
-        sheets[step] = draw_grid("title", [("label", cells)], cell=144)
-        record.folder(step).mkdir(parents=True)
-        sheets[step].save(record.folder(step) / "sheet.png")
-    record.draw_before_after()
-    sheet = Image.open(tmp_path / "before-after.png")
-    assert sheet.width == sheets[0].width + 24 + 2 * (144 + 8)
+    record.out, record.settings = tmp_path, SimpleNamespace(frame_by=None)
+
+    def draw(step, colour):
+        record.done = step
+        images = [[Image.new("RGB", (32, 32), colour)] * 2]
+        record.draw_evaluation([0], prompts_of("label"), images, torch.ones(1, 2), None)
+        return Image.open(record.folder(step) / "sheet.png"), Image.open(
+            tmp_path / "before-after.png"
+        )
+
+    first, shown = draw(0, RED)
+    assert shown.tobytes() == first.tobytes()
+    _, sheet = draw(7, GREEN)
+    assert sheet.width == first.width + 24 + 2 * (144 + 8)
     before, after = (columns_of(sheet, colour, 0, sheet.height) for colour in (RED, GREEN))
     assert before == (288, 288 + 144 + 7 + 144) and after[0] == before[1] + 1 + 8 + 24
-    assert not (np.asarray(sheet.convert("L"))[60:, after[1] + 1 :] < 128).any()
+    assert not (np.asarray(sheet.convert("L"))[60:200, after[1] + 1 :] < 128).any()
     (record.folder(0) / "sheet.png").unlink()
-    record.draw_before_after()
-    alone = np.asarray(Image.open(tmp_path / "before-after.png"))
-    assert (alone == np.asarray(sheets[7])).all()
+    last, alone = draw(7, GREEN)
+    assert alone.tobytes() == last.tobytes()

@@ -24,7 +24,7 @@ import rewards
 from reward_models import lend_gpu
 from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
-from runtime import StepFailed, UserError
+from runtime import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = math.nan
@@ -522,7 +522,7 @@ def test_what_a_reward_raises_passes_through():
     ],
 )
 def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
-    with pytest.raises(StepFailed, match=f"^{re.escape(message)}$"):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         score_by(lambda images, prompts, targets: values, ["a", "b"])
 
 

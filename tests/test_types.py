@@ -14,17 +14,9 @@ from PIL import Image
 import train
 from runtime import UserError
 from runtime.data import Prompt, evenly, read_lines
-from runtime.log import (
-    Record,
-    evaluation_metrics,
-    rows_to_show,
-    summary,
-    types_table,
-    without_nan,
-)
+from runtime.log import Record, evaluation_metrics, evaluation_table, rows_to_show
 
 NAN = math.nan
-MEAN = "mean of the types"
 
 
 def rewards_of(**rewards):
@@ -66,13 +58,16 @@ def test_errors_are_over_prompts():
     """Four pictures of a prompt that are all alike say no more than one: by numpy, prompt by
     prompt."""
     values = [[0.0] * 4, [1.0] * 4, [1.0] * 4]
-    metrics = evaluation_metrics(rewards_of(a=values))
-    assert metrics["reward"] == pytest.approx(2 / 3)
-    error = pytest.approx(np.std([0, 1, 1], ddof=1) / math.sqrt(3))
-    assert metrics["reward_error"] == metrics["reward_error/a"] == error
-    assert (metrics["images"], metrics["prompts"]) == (12, 3)
+    own = numbers_of(values)
+    error = np.std([0, 1, 1], ddof=1) / math.sqrt(3)
+    assert own["reward"] == own["reward/a"] == pytest.approx([2 / 3, error])
+    assert (own["images"], own["prompts"]) == (12, 3)
     # One prompt says nothing of others.
-    assert math.isnan(evaluation_metrics(rewards_of(a=values[:1]))["reward_error"])
+    assert math.isnan(numbers_of(values[:1])["reward"][1])
+
+
+def numbers_of(values):
+    return evaluation_metrics("all", rewards_of(a=values), [None] * len(values))["all"]
 
 
 def test_kinds_by_hand():
@@ -80,67 +75,53 @@ def test_kinds_by_hand():
     apply."""
     a = [[0.0, 1.0], [1.0, 1.0], [NAN, 0.5], [0.0, 0.0]]  # four prompts, two pictures each
     b = [[1.0, 0.0], [2.0, 4.0], [3.0, 3.0], [NAN, NAN]]
-    metrics = evaluation_metrics(rewards_of(a=a, b=b), ["x", "x", "x", "y"])
-    x, y, mean = (metrics["types"][kind] for kind in ("x", "y", MEAN))
-    assert (x["prompts"], x["images"], y["prompts"], mean["prompts"]) == (3, 6, 1, 4)
-    assert x["reward/a"] == pytest.approx(np.mean([0, 1, 1, 1, 0.5])) and y["reward/a"] == 0
-    assert x["reward_error/a"] == pytest.approx(np.std([0.5, 1, 0.5], ddof=1) / math.sqrt(3))
-    # One of its parts is not known.
-    assert math.isnan(y["reward_error/a"]) and math.isnan(mean["reward_error/a"])
-    assert mean["reward/a"] == pytest.approx((x["reward/a"] + 0) / 2) != metrics["reward"]
-    assert math.isnan(y["reward/b"])
+    metrics = evaluation_metrics("all", rewards_of(a=a, b=b), ["x", "x", "x", "y"])
+    assert [*metrics] == ["all", "all, x", "all, y"]
+    whole, x, y = metrics.values()
+    assert [each["prompts"] for each in (whole, x, y)] == [4, 3, 1] and x["images"] == 6
+    assert whole["reward/a"][0] == pytest.approx(np.mean([0, 1, 1, 1, 0.5, 0, 0]))
+    error = np.std([0.5, 1, 0.5], ddof=1) / math.sqrt(3)
+    assert x["reward/a"] == pytest.approx([np.mean([0, 1, 1, 1, 0.5]), error])
+    assert y["reward/a"][0] == 0 and math.isnan(y["reward/a"][1])
+    assert np.isnan(y["reward/b"]).all()
     # Of those that it has.
-    assert mean["reward/b"] == x["reward/b"] and mean["reward_error/b"] == x["reward_error/b"]
-    assert x["reward_error/b"] == pytest.approx(np.std([0.5, 3, 3], ddof=1) / math.sqrt(3))
-
-    pairs = evaluation_metrics(rewards_of(a=[[0.0], [1.0], [2.0], [4.0]]), "xxyy")["types"]
-    # Errors of types are independent.
-    assert pairs[MEAN]["reward_error"] == pytest.approx(math.hypot(0.5, 1.0) / 2)
+    assert x["reward/b"] == whole["reward/b"]
+    assert x["reward/b"][1] == pytest.approx(np.std([0.5, 3, 3], ddof=1) / math.sqrt(3))
     for kinds in ([None] * 4, ["x"] * 4):
-        assert "types" not in evaluation_metrics(rewards_of(a=a), kinds)  # one needs no table
+        assert [*evaluation_metrics("all", rewards_of(a=a), kinds)] == ["all"]  # one is all
 
 
-def evaluation(x, y):
-    """The numbers of an evaluation: two types of two prompts, two pictures each, with these
-    rewards."""
+def evaluation(step, x, y):
+    """An evaluation: two types of two prompts, two pictures each, with these rewards."""
     values = np.array([[x, x], [x, x + 0.2], [y, y], [y, y + 0.2]])
     rewards = rewards_of(**{"f.py:facts": values, "g.py:right": 2 * values})
-    return without_nan(evaluation_metrics(rewards, "xxyy"))
-
-
-BEFORE, AFTER = evaluation(0.2, 0.4), evaluation(0.5, 0.4)
+    return {"step": step, **evaluation_metrics("training", rewards, "xxyy")}
 
 
 def test_the_table_by_hand():
-    lines = types_table("held-out", BEFORE["types"], AFTER["types"]).splitlines()
+    before, after = evaluation(0, 0.2, 0.4), evaluation(3, 0.5, 0.4)
+    title, *lines = evaluation_table([before, after]).splitlines()
+    assert title == "evaluation after 3 steps, before -> after"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     # The lone reward is the sum, and shown once.
-    assert cells[0] == ["held-out", "prompts", "f.py:facts", "g.py:right"]
-    assert [row[0] for row in cells[2:]] == ["x", "y", "mean of the types"]
+    assert cells[0] == ["prompts", "pictures", "f.py:facts", "g.py:right"]
+    assert [row[0] for row in cells[2:]] == ["training", "training, x", "training, y"]
     facts, right = "0.250 +- 0.050 -> 0.550 +- 0.050", "0.500 +- 0.100 -> 1.100 +- 0.100"
-    assert cells[2] == ["x", "2", facts, right]
-    assert cells[4][1:3] == ["4", "0.350 +- 0.035 -> 0.500 +- 0.035"]
+    assert cells[3] == ["training, x", "2 x 2", facts, right]
+    errors = [np.std(x, ddof=1) / 2 for x in ([0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.4, 0.5])]
+    whole = f"0.350 +- {errors[0]:.3f} -> 0.500 +- {errors[1]:.3f}"
+    assert cells[2][1:3] == ["4 x 2", whole]
     assert len({len(line) for line in lines}) == 1  # columns stand under one another
-    alone = types_table("held-out", AFTER["types"]).splitlines()[2]
-    assert "| 0.550 +- 0.050 |" in alone and "->" not in alone
+    alone = evaluation_table([after]).splitlines()
+    assert alone[0] == "evaluation after 3 steps" and "| 0.550 +- 0.050 |" in alone[4]
 
 
 def test_two_rewards_have_their_sum_in_the_table():
     values = torch.tensor([[0.0], [1.0], [2.0], [4.0]])
     rewards = {"reward": 2 * values, "reward/a": values, "reward/b": values}
-    head = types_table("training", evaluation_metrics(rewards, "xxyy")["types"]).splitlines()[0]
-    assert head.split()[1::2] == ["training", "prompts", "reward", "a", "b"]
-
-
-def test_a_line_of_an_evaluation_has_errors():
-    before, after = (
-        np.std(means, ddof=1) / 2 for means in ([0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.4, 0.5])
-    )
-    words = f"f.py:facts 0.350 +- {before:.3f} -> 0.500 +- {after:.3f}, g.py:right"
-    assert summary("", BEFORE, AFTER).startswith(words)
-    held_out = {f"held_out/{name}": value for name, value in AFTER.items()}
-    assert summary("held_out/", BEFORE | held_out).startswith("f.py:facts 0.500")
-    assert summary("held_out/", BEFORE | held_out).endswith("(8 pictures: 4 prompts x 2)")
+    record = {"step": 0, **evaluation_metrics("training", rewards, "xxyy")}
+    head = evaluation_table([record]).splitlines()[1]
+    assert head.split()[1::2] == ["prompts", "pictures", "reward", "a", "b"]
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -150,15 +131,12 @@ def test_prompts_without_a_correct_picture_are_shown():
     """The first of each type; if all have one, the first of each type; without types, the first."""
     prompts = [Prompt(text, kind) for text, kind in zip("abcd", ["low", "low", "high", "high"])]
 
-    def shown(prompts, *answers, judge="right"):
-        results = [({"right": torch.tensor(own)}, []) for own in answers]
-        return rows_to_show(prompts, results, judge)
-
-    right, wrong, unknown = [0.0, 1.0], [0.0, 0.0], [NAN, 0.0]
+    shown = lambda prompts, *correct: rows_to_show(prompts, torch.tensor(correct))
+    right, wrong = [False, True], [False, False]
     assert shown(prompts, right, wrong, wrong, wrong) == [1, 2]
     assert shown(prompts, right, right, wrong, right) == [2]
-    assert shown(prompts, right, unknown, right, right) == [0, 2]
-    assert shown(prompts, wrong, wrong, right, right, judge=None) == [0, 2]
+    assert shown(prompts, right, right, right, right) == [0, 2]
+    assert rows_to_show(prompts, None) == [0, 2]
     plain = prompts_of(*"abcdefghijk")
     assert shown(plain, right, *[wrong] * 10) == [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -170,12 +148,13 @@ def test_pictures_that_are_not_correct_are_framed(tmp_path, monkeypatch, judge):
     draw_grid = lambda *arguments: grids.append(arguments) or Image.new("RGB", (8, 8))
     monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
     settings = SimpleNamespace(frame_by=judge)
-    record = SimpleNamespace(settings=settings, weights={"a": 2.0}, done=7)
+    record = SimpleNamespace(settings=settings, done=7, out=tmp_path)
     record.folder = lambda step: tmp_path / str(step)
-    rewards = {"a": torch.tensor([0.1, 0.2, 0.3]), "g.py:right": torch.tensor([0.0, 1.0, NAN])}
+    rewards = torch.tensor([[NAN] * 3, [0.2, 0.4, 0.6]])
+    correct = torch.tensor([[True] * 3, [False, True, True]]) if judge else None
     images = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
-    results = [None, (rewards, images)]
-    Record.draw_evaluation(record, prompts_of("first", "second"), results, [1])
+    prompts = prompts_of("first", "second")
+    Record.draw_evaluation(record, [1], prompts, [None, images], rewards, correct)
     ((title, ((label, cells),), corner, *_),) = grids
     assert (title, label) == ("after 7 steps", "second")
     assert [image for image, *_ in cells] == images
@@ -223,16 +202,11 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
     arguments += str.split("--frame-by mine.py:right")
     assert quick(*arguments, "--steps 1 --out run") == 0
     _, after = records("run/evaluation.jsonl")
-    low = after["types"]["low"]
+    low, high = after["training, low"], after["training, high"]
     # Not zero, the third.
-    assert low["prompts"] == 2 and low["reward"] == pytest.approx((0.26 + 0.5) / 2 + 0.05)
-    assert low["reward_error"] == pytest.approx(0.24 / 2) and low["reward/mine.py:right"] == 0.5
-    assert after["types"]["high"]["reward/mine.py:right"] == after["reward/mine.py:right"] == 0.5
-    assert "held_out/types" not in after
-    assert after["held_out/reward_error"] == pytest.approx(0.25 / 2)
-    lines = "".join(capfd.readouterr()).splitlines()
-    row = "| low               | 2       | 0.430 +- 0.120 -> 0.430 +- 0.120 | 0.500 +- 0.500 "
-    assert sum(line.startswith(row) for line in lines) == 1  # once, at the end
-    assert records("run/adapter/evaluation.jsonl")[-1]["types"]["low"]["prompts"] == 2
-    assert quick(*arguments, "--steps 0 --out judged") == 0
-    assert "| low               | 2       | 0.430 +- 0.120 " in "".join(capfd.readouterr())
+    assert low["prompts"] == 2 and low["reward"] == pytest.approx([0.38 + 0.05, 0.24 / 2])
+    assert low["reward/mine.py:right"][0] == high["reward/mine.py:right"][0] == 0.5
+    assert after["held out"]["reward"][1] == pytest.approx(0.25 / 2)
+    assert not any(name.startswith("held out,") for name in after)
+    row = "| training, low  | 2 x 2    | 0.430 +- 0.120 -> 0.430 +- 0.120 | 0.500 +- 0.500 "
+    assert row in "".join(capfd.readouterr())
