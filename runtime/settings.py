@@ -337,14 +337,12 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     name = f"CPU in float32, {counted(torch.get_num_threads(), 'thread')} (OMP_NUM_THREADS)"
     name = torch.cuda.get_device_name() if device.type == "cuda" else name
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
-    usual = checkpoints.saved(type(settings)(**usual_settings(settings.model, type(settings))))
-    shown = {name: x for name, x in checkpoints.saved(settings).items() if x is not None}
-    del shown["model"]
-    if device.type == "cpu" and settings.base != "int8":
-        del shown["base"]
-    for title, default in {"changed:": False, "defaults:": True}.items():
-        names = [name for name in shown if (shown[name] == usual[name]) == default]
-        print(title, *(f"{name}={shown[name]}" for name in names))
+    kind = type(settings)
+    usual = checkpoints.saved(kind(**usual_settings(settings.model, kind)))
+    usual["base"] = settings.base  # see plan in gpu.py
+    shown = checkpoints.saved(settings)
+    changed = [f"{name}={value}" for name, value in shown.items() if value != usual[name]]
+    print(f"settings: {out / 'settings.json'}; changed:", *changed or ["none"])
     groups = counted(settings.prompts_per_step * ranks.count(), "group")
     several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
     judged = sum(min(settings.eval_count, prompts) for prompts in (num_prompts, num_held_out))
