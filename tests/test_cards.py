@@ -1,16 +1,11 @@
 """What a run meets on a card: memory that runs out, models that take turns, several GPUs."""
 
-import os
-import signal
-import time
 import weakref
-from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import train_decoder
 from conftest import (
     CPU,
@@ -28,7 +23,6 @@ from conftest import (
     write_reward,
 )
 from diffusers import AutoencoderKL
-from test_ranks import together
 
 import grpo
 import train
@@ -284,45 +278,6 @@ def test_what_was_left_is_freed_before_weights_are_copied_up(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(model.weight.data_ptr()))
     offload.all_but(model)
     assert calls == [offload.homes[model][0][1].data_ptr()] != [model.weight.data_ptr()]
-
-
-# ---- several GPUs --------------------------------------------------------------------------------
-
-
-def hurry():
-    """For `prepare`: a minute of patience is 0.2 seconds, and rank 1 works 2.5 on its update."""
-    init, update = dist.init_process_group, GRPO.update
-    shorter = lambda *given, timeout, **more: init(*given, timeout=timeout / 300, **more)
-    dist.init_process_group = lambda *given, **more: (
-        print(more["timeout"]) or shorter(*given, **more)
-    )
-
-    def work(self, groups):
-        time.sleep(2.5 * int(os.environ["RANK"]))
-        return update(self, groups)
-
-    GRPO.update = work
-
-
-def test_a_rank_that_has_nothing_to_learn_waits_for_the_others_whole_update(start):
-    reward = write_reward("if os.environ['RANK'] == '0':\n    return torch.ones(len(images))")
-    codes, outputs = together(start, *reward, "--steps", "1", "--out", "run", prepare=hurry)
-    assert codes == [0, 0], outputs
-    assert outputs[0].startswith(f"{timedelta(hours=3)}\n")
-
-
-def vanish():
-    """For `prepare`: rank 1 is killed in its first update."""
-    if os.environ["RANK"] == "1":
-        GRPO.update = lambda self, groups: os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_rank_that_vanishes_in_an_update_is_one_line(start):
-    codes, outputs = together(
-        start, *write_reward(""), "--steps", "1", "--out", "run", prepare=vanish
-    )
-    assert codes == [2, -signal.SIGKILL] and "Traceback" not in outputs[0]
-    assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone: ")
 
 
 # ---- a model without the download ----------------------------------------------------------------

@@ -6,6 +6,7 @@ Everything here is a run of train.main on short pictures; see conftest.py.
 
 import io
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -16,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    QUICK,
     adapter_of,
     records,
     resume,
@@ -434,13 +434,12 @@ def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
     assert steps_of("run/evaluation.jsonl") == [0, 1]
 
 
-def test_a_second_signal_ends_at_once(start):
+def test_a_second_signal_ends_at_once(quick):
+    """It is no longer the run's."""
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
     reward = write_reward(f"if call >= 4:\n    {kill}\n    {kill}")
-    process = start(*QUICK, *reward, "--steps", "9", "--out", "run")
-    process.join()
-    assert process.exitcode == -signal.SIGTERM
-    assert "stopping: what has begun" in Path("output.txt").read_text()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    assert quick(*reward, "--steps 9 --out run") == 130
     assert steps_saved("run") == ["000000"]
 
 
@@ -454,17 +453,20 @@ def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monke
 # ---- kills ---------------------------------------------------------------------------------------
 
 
-def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys):
+def hold(folder):
+    with checkpoints.claimed(folder, None):
+        Path("held").touch()
+        signal.pause()
+
+
+def test_a_run_is_resumed_by_one_process_at_a_time(quick, one_step, capsys):
     """A run that another process has resumed is refused before anything is written; a kill frees
     it."""
-    reward = write_reward(
-        "import time\nif os.path.exists('wait') and call > 1:\n    os.remove('wait')\n    time.sleep(60)"
-    )
-    assert quick(*reward, "--steps 1 --out run") == 0
-    Path("wait").touch()
-    process = start("--resume", "run", "--steps", "2")
-    while process.is_alive() and Path("wait").exists():
-        time.sleep(0.05)
+    shutil.copytree(one_step, "run")
+    process = multiprocessing.get_context("fork").Process(target=hold, args=["run"], daemon=True)
+    process.start()
+    while process.is_alive() and not Path("held").exists():
+        time.sleep(0.01)
     before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
     assert resume("run", "--steps 2") == 2
     assert "another process is at work on the run in run: wait for it, or stop it" in error_of(
@@ -477,59 +479,44 @@ def test_a_run_is_resumed_by_one_process_at_a_time(start, quick, capsys):
     assert steps_of("run/metrics.jsonl") == [1, 2]
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
+def keep(name):
+    """What a kill at this moment leaves."""
+    if not Path(name).exists():
+        shutil.copytree("run", name)
 
 
-def in_the_middle_of_the_optimiser():
-    write = Path.write_bytes
+def test_a_kill_while_saving_leaves_the_checkpoint_before(quick, monkeypatch):
+    """A half-written checkpoint does not count, and what it leaves is no hindrance."""
+    write, replace, remove = Path.write_bytes, os.replace, shutil.rmtree
 
-    def half(file, data):
-        if "000002" in steps_saved("run"):
+    def write_half(file, data):
+        if steps_saved("run")[-1:] == ["000002"]:
             write(file, data[: len(data) // 2])
-            die()
+            keep("amid the optimiser")
         write(file, data)
 
-    Path.write_bytes = half
-
-
-def before_the_renaming():
-    replace = os.replace
-
-    def late(source, target):
+    def rename_late(source, target):
         if Path(target).name == "000003":
-            die()
+            keep("before the renaming")
         replace(source, target)
 
-    os.replace = late
-
-
-def in_the_middle_of_pruning():
-    remove = shutil.rmtree
-
-    def half(path, *arguments, **options):
+    def remove_half(path, *arguments, **options):
         if Path(path).name == "000001":
             (Path(path) / "state.json").unlink()
-            die()
+            keep("amid pruning")
         remove(path, *arguments, **options)
 
-    shutil.rmtree = half
-
-
-def test_a_kill_while_saving_leaves_the_checkpoint_before(start, quick):
-    """A half-written checkpoint does not count, and what it leaves is no hindrance."""
-    arguments = [*write_reward(""), "--steps", "4", "--save-every", "1"]
-    assert quick(*arguments, "--out straight") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write_half)
+        patch.setattr(os, "replace", rename_late)
+        patch.setattr(shutil, "rmtree", remove_half)
+        assert quick(*write_reward(""), "--steps 4 --save-every 1 --out run") == 0
     for moment, newest in (
-        (in_the_middle_of_the_optimiser, "000002"),
-        (before_the_renaming, "000002"),
-        (in_the_middle_of_pruning, "000003"),
+        ("amid the optimiser", "000002"),
+        ("before the renaming", "000002"),
+        ("amid pruning", "000003"),
     ):
-        shutil.rmtree("run", ignore_errors=True)
-        process = start(*QUICK, *arguments, "--out", "run", prepare=moment)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL, Path("output.txt").read_text()
-        assert steps_saved("run")[-1] == newest
-        assert resume("run") == 0
-        same_run("straight", "run")
-        assert steps_saved("run") == ["000000", "000003", "000004"]  # nothing unfinished is left
+        assert steps_saved(moment)[-1] == newest
+        assert resume(f"'{moment}'") == 0
+        same_run("run", moment)
+        assert steps_saved(moment) == ["000000", "000003", "000004"]  # nothing unfinished is left
