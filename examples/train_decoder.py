@@ -169,7 +169,8 @@ class DecoderRecord(Record):
         paintings = {name: x.view(-1, self.settings.paintings) for name, x in rewards.items()}
         means = {name: x.nanmean(1).view(len(rewards[name]), -1) for name, x in paintings.items()}
         of_paintings = reward_metrics({"reward": paintings["reward"]})
-        return reward_metrics(means) | {"decoder/reward_std": of_paintings["reward_std"]}
+        own = {"decoder/reward_std": of_paintings["reward_std"]}
+        return reward_metrics(means) | own | {"unscored": of_paintings["unscored"]}
 
     def save_adapters(self):
         """As --adapter reads them, and for the stock pipeline, too."""

@@ -1,6 +1,7 @@
 """What a run leaves: a line for each step, numbers in .jsonl files, pictures, a tracker."""
 
 import json
+import math
 import os
 import warnings
 from contextlib import suppress
@@ -54,11 +55,7 @@ class Record:
         self.done = done
         self.weights = dict(split_spec(settings.reward))
         self.writes = ranks.rank() == 0
-        before = {name: read_jsonl(out / f"{name}.jsonl") for name in FILES}
-        self.records = {
-            name: [each for each in records if each["step"] <= done]
-            for name, records in before.items()
-        }
+        self.records = {name: read_jsonl(out / f"{name}.jsonl", done) for name in FILES}
         self.tracker = None
         if self.writes:
             saved = checkpoints.saved(settings)
@@ -149,10 +146,10 @@ class Record:
             rewards = named(raw, self.weights, len(results[0][1]))  # at last the held-out prompts'
             record |= evaluation_metrics(name, rewards, [prompt.type for prompt in prompts])
         judge = self.settings.frame_by
-        correct = raw[judge].view_as(rewards["reward"]) >= 0.5 if judge else None  # (N, G)
+        wrong = raw[judge].view_as(rewards["reward"]) < 0.5 if judge else None  # (N, G)
         # Chosen once, before training.
         first = (self.records["evaluation"] or [record])[0]
-        record["rows"] = first.get("rows") or rows_to_show(prompts, correct)
+        record["rows"] = first.get("rows") or rows_to_show(prompts, wrong)
         self.append("evaluation", [record])
         for name, numbers in sets_of(record).items():
             means = {key: value[0] for key, value in numbers.items() if "reward" in key}
@@ -162,24 +159,24 @@ class Record:
         if self.writes:
             images = [images for _, images in results]
             with checkpoints.writing(self.out):
-                self.draw_evaluation(record["rows"], prompts, images, rewards["reward"], correct)
+                self.draw_evaluation(record["rows"], prompts, images, rewards["reward"], wrong)
                 self.draw_curves()
 
-    def draw_evaluation(self, rows, prompts, images, rewards, correct):
+    def draw_evaluation(self, rows, prompts, images, rewards, wrong):
         """evaluation/STEP/: the pictures of some prompts, and a sheet of all these.
 
         before-after.png: the sheet of the evaluation before training, if it is there, and this one.
         """
         folder = self.folder(self.done)
         folder.mkdir(parents=True, exist_ok=True)
-        judged = correct is not None
+        judged = wrong is not None
         shown = []
         for i, row in enumerate(rows, 1):
             cells = [(picture, name, False) for name, picture in prompts[row].given().items()]
             for j, image in enumerate(images[row][:SHOWN]):
                 image.save(folder / f"{i}-{j + 1}.png")
                 caption = "" if judged else f"reward {format_number(rewards[row, j])}"
-                cells.append((image, caption, judged and not correct[row, j]))
+                cells.append((image, caption, judged and wrong[row, j]))
             shown.append((prompts[row].text, cells))
         title = f"after {counted(self.done, 'step')}" if self.done else "before"
         judge = short_name(self.settings.frame_by or "")
@@ -242,13 +239,13 @@ def start_tracker(kind, configuration, out):
     return tracker
 
 
-def read_jsonl(path):
-    """The records in a file. A line cut short by a kill is left out."""
+def read_jsonl(path, last_step=math.inf):
+    """The records in a file, up to a step. A line cut short by a kill is left out."""
     records = []
     with suppress(FileNotFoundError, json.JSONDecodeError):
         for line in path.read_text().splitlines():
             records.append(json.loads(line))
-    return records
+    return [record for record in records if record["step"] <= last_step]
 
 
 def as_lines(records):
@@ -306,14 +303,14 @@ def sets_of(record):
     return {name: numbers for name, numbers in record.items() if isinstance(numbers, dict)}
 
 
-def rows_to_show(prompts, correct):
+def rows_to_show(prompts, wrong):
     """The rows of the first prompts of each type that have no correct picture.
 
-    If all have one, or there is no judge, the first of each type. correct: (N, G) or None.
+    If all have one, or there is no judge, the first of each type. wrong: (N, G) or None.
     """
-    wrong = [] if correct is None else (~correct).all(1).nonzero().flatten().tolist()
+    rows = [] if wrong is None else wrong.all(1).nonzero().flatten().tolist()
     first = {}
-    for row in wrong or range(len(prompts)):
+    for row in rows or range(len(prompts)):
         first.setdefault(prompts[row].type or row, row)
     return list(first.values())[:PROMPTS]
 

@@ -131,8 +131,8 @@ def test_prompts_without_a_correct_picture_are_shown():
     """The first of each type; if all have one, the first of each type; without types, the first."""
     prompts = [Prompt(text, kind) for text, kind in zip("abcd", ["low", "low", "high", "high"])]
 
-    shown = lambda prompts, *correct: rows_to_show(prompts, torch.tensor(correct))
-    right, wrong = [False, True], [False, False]
+    shown = lambda prompts, *answers: rows_to_show(prompts, torch.tensor(answers))
+    right, wrong = [True, False], [True, True]
     assert shown(prompts, right, wrong, wrong, wrong) == [1, 2]
     assert shown(prompts, right, right, wrong, right) == [2]
     assert shown(prompts, right, right, right, right) == [0, 2]
@@ -151,10 +151,10 @@ def test_pictures_that_are_not_correct_are_framed(tmp_path, monkeypatch, judge):
     record = SimpleNamespace(settings=settings, done=7, out=tmp_path)
     record.folder = lambda step: tmp_path / str(step)
     rewards = torch.tensor([[NAN] * 3, [0.2, 0.4, 0.6]])
-    correct = torch.tensor([[True] * 3, [False, True, True]]) if judge else None
+    wrong = torch.tensor([[False] * 3, [True, False, False]]) if judge else None
     images = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
     prompts = prompts_of("first", "second")
-    Record.draw_evaluation(record, [1], prompts, [None, images], rewards, correct)
+    Record.draw_evaluation(record, [1], prompts, [None, images], rewards, wrong)
     ((title, ((label, cells),), corner, *_),) = grids
     assert (title, label) == ("after 7 steps", "second")
     assert [image for image, *_ in cells] == images
