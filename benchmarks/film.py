@@ -19,7 +19,7 @@ SHARE = "reward/check.py:correct"
 
 def frame(run, record):
     sheet = Image.open(Path(run, "evaluation", f"{record['step']:06d}", "sheet.png")).resize(SIZE)
-    share = record["held out"][SHARE][0]
+    share = record["held out, mean of types"][SHARE][0]
     words = f"all held-out captions: {share:.0%} correct"
     ImageDraw.Draw(sheet).text((550, 5), words, "black", ImageFont.load_default(15), anchor="ra")
     return side_by_side(sheet)

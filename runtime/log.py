@@ -155,7 +155,8 @@ class Record:
             means = {key: value[0] for key, value in numbers.items() if "reward" in key}
             self.track({f"{name}/{key}": mean for key, mean in means.items()})
         sides = [each for each in self.records["evaluation"] if each["step"] in (0, self.done)]
-        self.write(evaluation_table(sides))
+        ends = self.done >= self.settings.steps or self.stop.received
+        self.write(evaluation_table(sides, ends))
         if self.writes:
             images = [images for _, images in results]
             with checkpoints.writing(self.out):
@@ -279,23 +280,38 @@ def reward_metrics(rewards):
 
 
 def evaluation_metrics(name, rewards, types):
-    """{name: its numbers, and if there are several types of prompts "NAME, TYPE": of each}.
+    """{name: its numbers}, and if there are several types of prompts "NAME, TYPE": those of each.
 
     Numbers are {"prompts": N, "images": N*G, reward: [mean, standard error]}. The errors are over
-    prompts: pictures of one prompt are not independent. rewards: {reward: (N, G)}. types: N.
+    prompts: pictures of one prompt are not independent. "mean of types" is the plain mean of the
+    types whatever their sizes, like GenEval's overall score (Ghosh et al. 2023). rewards: {reward:
+    (N, G)}. types: N.
     """
+    metrics = {name: means_and_errors(rewards)}
     kinds = [kind for kind in dict.fromkeys(types) if len({*types}) > 1]
-    rows = {f"{name}, {kind}": [each == kind for each in types] for kind in kinds}
-    metrics = {}
-    for row, own in {name: [True] * len(types), **rows}.items():
-        shape = rewards["reward"][own].shape
-        metrics[row] = {"prompts": shape[0], "images": shape.numel()}
-        for reward, values in rewards.items():
-            with warnings.catch_warnings(action="ignore"):  # as above
-                means = np.nanmean(values[own].double(), 1)
-                error = np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5
-            metrics[row][reward] = [values[own].nanmean().item(), float(error)]
+    for kind in kinds:
+        own = [each == kind for each in types]
+        of_kind = {reward: values[own] for reward, values in rewards.items()}
+        metrics[f"{name}, {kind}"] = means_and_errors(of_kind)
+    if kinds:
+        mean = dict(metrics[name])
+        for reward in rewards:
+            pairs = np.array([metrics[f"{name}, {kind}"][reward] for kind in kinds])  # (types, 2)
+            means, errors = pairs[~np.isnan(pairs[:, 0])].T
+            mean[reward] = [float(means.mean()), float(np.linalg.norm(errors) / len(errors))]
+        metrics[f"{name}, mean of types"] = mean
     return metrics
+
+
+def means_and_errors(rewards):
+    shape = rewards["reward"].shape
+    numbers = {"prompts": shape[0], "images": shape.numel()}
+    with warnings.catch_warnings(action="ignore"):  # as above
+        for name, values in rewards.items():
+            means = np.nanmean(values.double(), 1)  # (N,)
+            error = np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5
+            numbers[name] = [values.nanmean().item(), float(error)]
+    return numbers
 
 
 def sets_of(record):
@@ -341,12 +357,14 @@ def with_error(mean, error):
     return format_number(mean) + ("" if error is None else f" +- {format_number(error)}")
 
 
-def evaluation_table(records):
+def evaluation_table(records, with_types):
     """Lines of Markdown, a row for each set of prompts; records: one evaluation, or two."""
     last = records[-1]
     names = shown_names(last["training"])
     table = [["prompts", "pictures", *map(short_name, names)]]
     for row, numbers in sets_of(last).items():
+        if "," in row and not with_types:
+            continue
         pictures = f"{numbers['prompts']} x {numbers['images'] // numbers['prompts']}"
         cells = [" -> ".join(with_error(*each[row][name]) for each in records) for name in names]
         table.append([row, pictures, *cells])

@@ -2,6 +2,7 @@
 table, frames."""
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,17 +77,22 @@ def test_kinds_by_hand():
     a = [[0.0, 1.0], [1.0, 1.0], [NAN, 0.5], [0.0, 0.0]]  # four prompts, two pictures each
     b = [[1.0, 0.0], [2.0, 4.0], [3.0, 3.0], [NAN, NAN]]
     metrics = evaluation_metrics("all", rewards_of(a=a, b=b), ["x", "x", "x", "y"])
-    assert [*metrics] == ["all", "all, x", "all, y"]
-    whole, x, y = metrics.values()
-    assert [each["prompts"] for each in (whole, x, y)] == [4, 3, 1] and x["images"] == 6
+    assert [*metrics] == ["all", "all, x", "all, y", "all, mean of types"]
+    whole, x, y, mean = metrics.values()
+    assert [each["prompts"] for each in metrics.values()] == [4, 3, 1, 4] and x["images"] == 6
     assert whole["reward/a"][0] == pytest.approx(np.mean([0, 1, 1, 1, 0.5, 0, 0]))
     error = np.std([0.5, 1, 0.5], ddof=1) / math.sqrt(3)
     assert x["reward/a"] == pytest.approx([np.mean([0, 1, 1, 1, 0.5]), error])
     assert y["reward/a"][0] == 0 and math.isnan(y["reward/a"][1])
+    assert mean["reward/a"][0] == pytest.approx((x["reward/a"][0] + 0) / 2) != whole["reward/a"][0]
+    assert math.isnan(mean["reward/a"][1])  # one of its parts is not known
     assert np.isnan(y["reward/b"]).all()
     # Of those that it has.
-    assert x["reward/b"] == whole["reward/b"]
+    assert x["reward/b"] == whole["reward/b"] == mean["reward/b"]
     assert x["reward/b"][1] == pytest.approx(np.std([0.5, 3, 3], ddof=1) / math.sqrt(3))
+    pairs = evaluation_metrics("all", rewards_of(a=[[0.0], [1.0], [2.0], [4.0]]), "xxyy")
+    # Errors of types are independent.
+    assert pairs["all, mean of types"]["reward"][1] == pytest.approx(math.hypot(0.5, 1.0) / 2)
     for kinds in ([None] * 4, ["x"] * 4):
         assert [*evaluation_metrics("all", rewards_of(a=a), kinds)] == ["all"]  # one is all
 
@@ -100,27 +106,29 @@ def evaluation(step, x, y):
 
 def test_the_table_by_hand():
     before, after = evaluation(0, 0.2, 0.4), evaluation(3, 0.5, 0.4)
-    title, *lines = evaluation_table([before, after]).splitlines()
+    title, *lines = evaluation_table([before, after], True).splitlines()
     assert title == "evaluation after 3 steps, before -> after"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     # The lone reward is the sum, and shown once.
     assert cells[0] == ["prompts", "pictures", "f.py:facts", "g.py:right"]
-    assert [row[0] for row in cells[2:]] == ["training", "training, x", "training, y"]
+    rows = ["training", "training, x", "training, y", "training, mean of types"]
+    assert [row[0] for row in cells[2:]] == rows
     facts, right = "0.250 +- 0.050 -> 0.550 +- 0.050", "0.500 +- 0.100 -> 1.100 +- 0.100"
     assert cells[3] == ["training, x", "2 x 2", facts, right]
     errors = [np.std(x, ddof=1) / 2 for x in ([0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.4, 0.5])]
     whole = f"0.350 +- {errors[0]:.3f} -> 0.500 +- {errors[1]:.3f}"
     assert cells[2][1:3] == ["4 x 2", whole]
     assert len({len(line) for line in lines}) == 1  # columns stand under one another
-    alone = evaluation_table([after]).splitlines()
-    assert alone[0] == "evaluation after 3 steps" and "| 0.550 +- 0.050 |" in alone[4]
+    alone = evaluation_table([after], False).splitlines()
+    assert alone[0] == "evaluation after 3 steps" and len(alone) == 4
+    assert "| training | 4 x 2    | 0.500 +- " in alone[3]
 
 
 def test_two_rewards_have_their_sum_in_the_table():
     values = torch.tensor([[0.0], [1.0], [2.0], [4.0]])
     rewards = {"reward": 2 * values, "reward/a": values, "reward/b": values}
     record = {"step": 0, **evaluation_metrics("training", rewards, "xxyy")}
-    head = evaluation_table([record]).splitlines()[1]
+    head = evaluation_table([record], True).splitlines()[1]
     assert head.split()[1::2] == ["prompts", "pictures", "reward", "a", "b"]
 
 
@@ -208,5 +216,5 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
     assert low["reward/mine.py:right"][0] == high["reward/mine.py:right"][0] == 0.5
     assert after["held out"]["reward"][1] == pytest.approx(0.25 / 2)
     assert not any(name.startswith("held out,") for name in after)
-    row = "| training, low  | 2 x 2    | 0.430 +- 0.120 -> 0.430 +- 0.120 | 0.500 +- 0.500 "
-    assert row in "".join(capfd.readouterr())
+    row = r"\| training, low +\| 2 x 2 +\| 0.430 \+- 0.120 -> 0.430 \+- 0.120 \| 0.500 \+- 0.500 "
+    assert len(re.findall(row, "".join(capfd.readouterr()))) == 1  # once, at the end
