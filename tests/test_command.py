@@ -24,6 +24,7 @@ import pytest
 import torch
 import train_decoder
 from conftest import (
+    CODES,
     CPU,
     RED_CIRCLE,
     ROOT,
@@ -275,8 +276,9 @@ def test_rewards_have_short_names_in_files_and_trackers(quick, monkeypatch):
 
 
 def test_a_group_is_judged_while_the_next_is_painted(monkeypatch):
-    """In a step on whole pictures: the judge of the first waits for the second to be begun; the
-    last one's ends after the painting."""
+    """The judge of the first waits for the second to be begun; the last one's ends after the
+    painting."""
+    shorten(monkeypatch.setattr)
     run = build_run(settings := tiny_settings(*SHORT, "--group-size 2"))
     stock_paint = run.model.paint
     painting = threading.Event()
@@ -296,7 +298,7 @@ def test_a_group_is_judged_while_the_next_is_painted(monkeypatch):
     assert batch.raw_rewards["judge"].tolist() == [1, 2, 2, 3]
     # Read again in one pass as they were written, one code after another.
     assert 0 < metrics["mean_logprob_gap"] <= metrics["max_logprob_gap"] < 1e-3
-    assert batch.groups[0].tokens.shape == (2, 256 + 1) and abs(metrics["kl"]) < 1e-6
+    assert batch.groups[0].tokens.shape == (2, CODES // 2) and abs(metrics["kl"]) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
