@@ -44,7 +44,7 @@ gc.freeze()  # millions of objects of the libraries, which no collection needs t
 CPU = torch.device("cpu")
 RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
-CODES = 4  # of a short picture: see shorten
+CODES = 4  # of a short picture of 64x64, half as many of 32x32: see shorten
 
 QUICK = "--prompts prompts.txt --targets targets --height 32 --width 32 --reward ssim:1,mse:1"
 QUICK += " --prompts-per-step 1 --group-size 2 --decode-steps 1 --eval-prompts prompts.txt"
@@ -156,9 +156,10 @@ def shorten(setattr):
 
 
 def shortened(encode):
-    def encode_short(*arguments):
-        ids, positions, _ = encode(*arguments)
-        return ids, positions[:, : len(ids) + CODES], CODES
+    def encode_short(processor, prompt, height, width):
+        ids, positions, _ = encode(processor, prompt, height, width)
+        length = CODES if height * width > 32**2 else CODES // 2
+        return ids, positions[:, : len(ids) + length], length
 
     return encode_short
 

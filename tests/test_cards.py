@@ -73,7 +73,7 @@ DRAWS = "return torch.rand(len(images))"
 FLAGS = "--steps 2 --kl-coef 0.1 --micro-batch-size 2"
 PLACES = [
     (GlmImage, "paint", [2, 4]),  # in an evaluation, then in a step
-    (grpo, "_sample_token", [14]),  # of 4 tokens in each of three evaluations, one made twice
+    (grpo, "_sample_token", [8]),  # of 2 tokens in each of three evaluations, one made twice
     (AutoencoderKL, "decode", [3]),
     (torch, "rand", [4]),  # after a trial
     # In the second step.

@@ -15,6 +15,7 @@ from conftest import (
     QUICK,
     RED_CIRCLE,
     build_run,
+    load_once,
     painted,
     perturb,
     prompts_of,
@@ -54,8 +55,7 @@ def build(*arguments, dtype=torch.float32):
     flags = "--height 64 --width 64 --decode-steps 3 --group-size 3 --combine zscore"
     flags = words_of(["--model", TINY, flags, *arguments])
     settings = train.parse_settings(flags, train_decoder.DecoderSettings)
-    pipe = GlmImagePipeline.from_pretrained(TINY, dtype=dtype)
-    return build_run(settings, pipe), settings
+    return build_run(settings, load_once(TINY, CPU, dtype=dtype)), settings
 
 
 def paint_paths(run, settings, prompt, codes, seed):
@@ -452,7 +452,7 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_hal
     codes = torch.randint(1024, (1, 1), generator=seeded(0))
 
     def paint(load):
-        pipe = GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
+        pipe = load_once(TINY, CPU)
         if load:
             pipe.vision_language_encoder.load_adapter(str(both_halves / "adapter"))
             folder = str(both_halves / "decoder-adapter")

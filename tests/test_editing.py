@@ -23,12 +23,12 @@ from conftest import (
     ROOT,
     TINY,
     chat_inputs,
+    load_once,
     painted,
     records,
     seeded,
     tiny_settings,
 )
-from diffusers import GlmImagePipeline
 from PIL import Image, ImageOps
 from test_gpu import SHAPING, same_samples
 from test_vqa import bounded, by_generate, pictures, tiny_model
@@ -55,7 +55,7 @@ SIZES = [((64, 64), (64, 64)), ((96, 160), (64, 64)), ((64, 192), (160, 64))]
 @pytest.fixture(scope="module")
 def stock():
     """The stock pipeline with the three lines of README.md around it, in a process's own copy."""
-    pipe = GlmImagePipeline.from_pretrained(str(TINY), dtype=torch.float32)
+    pipe = load_once(str(TINY), CPU)
     pipe.set_progress_bar_config(disable=True)
     policy = pipe.vision_language_encoder
     read, channels = policy.get_image_tokens, policy.config.vision_config.hidden_size
@@ -219,7 +219,7 @@ def test_one_source_is_kept_for_a_batch(pipe):
     """Bit for bit the pictures that the pipeline paints with a copy each."""
     settings = tiny_settings("--guidance-scale 1.5 --decode-steps 2")
     edit = source_of(pipe, 128, 128)
-    keeping = EditingGlmImage(GlmImagePipeline.from_pretrained(str(TINY), dtype=torch.float32))
+    keeping = EditingGlmImage(load_once(str(TINY), CPU))
     keeping.prepare_training(settings, CPU)
     tokens = torch.randint(make.NUM_CODES, (4, 16), generator=seeded(0))
     kept, pictures = [], []

@@ -49,7 +49,7 @@ def test_a_text_model_learns_by_grpo_alone():
 )
 def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
     gguf = pytest.importorskip("gguf")
-    # transformers reads the file three times, in slices: longer than all else.
+    # transformers reads the file three times, in a million slices: longer than all else.
     for name in ("GGUFReader", "get_tensor_name_map"):
         monkeypatch.setattr(f"gguf.{name}", functools.cache(getattr(gguf, name)))
     read = lambda file, mode, dtype=np.uint8: np.fromfile(file, dtype)

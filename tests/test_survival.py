@@ -181,7 +181,7 @@ def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
     assert steps_of("run/metrics.jsonl") == [1, 2]
 
 
-def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
+def test_a_run_goes_on_with_what_it_began_with(quick, unjudged, capsys, monkeypatch):
     """Prompts, their kinds and pictures, the adapters it started from: by what they hold, before
     anything loads."""
     both = "--train both --paintings 2 --decode-steps 2 --steps 1"
