@@ -178,7 +178,8 @@ def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
     them apart."""
     reward = ["--reward", f"{ROOT}/examples/my_reward.py:blueness"]
     short = "--height 32 --width 32 --decode-steps 1 --steps 1 --eval-count 1 --temperature 5"
-    short = [*short.split(), "--eval-decode-steps", "1", "--prompts-per-step", "2"]
+    short += " --eval-decode-steps 1 --prompts-per-step 2 --group-size 2"
+    short = short.split()
     parse = train.parse_settings
     parse_short = lambda arguments, kind=train.Settings: parse([*reward, *arguments, *short], kind)
     monkeypatch.setattr(train, "parse_settings", parse_short)

@@ -23,6 +23,7 @@ from conftest import (
     short_runs,
     steps_of,
     steps_saved,
+    unheard,
     write_reward,
 )
 from safetensors.torch import load_file
@@ -109,12 +110,6 @@ def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick, whole):
     Path("run/evaluation.jsonl").write_text(f"{first}\n")
     assert resume("run") == 0
     same_run(whole, "run")
-
-
-def test_a_run_that_has_ended_leaves_signals_as_it_found_them(quick):
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert quick("--steps 0 --out run") == 0
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_an_error_of_a_step_is_no_error_of_writing(quick, unjudged, capfd, monkeypatch):
@@ -213,6 +208,8 @@ def test_a_run_goes_on_with_what_it_began_with(quick, unjudged, capsys, monkeypa
 
 def test_zero_steps_evaluates_only(quick):
     assert quick("--steps 0 --out base") == 0
+    # A run that has ended leaves signals as it found them.
+    assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == unheard
     assert steps_of("base/evaluation.jsonl") == [0]
     assert not Path("base/adapter").exists() and not Path("base/checkpoints").exists()
     assert quick("--steps 2 --lr 0.1 --out run") == 0
