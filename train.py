@@ -13,7 +13,8 @@ import signal
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 
 if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no traceback
@@ -224,11 +225,9 @@ def evaluate(run, settings, rewards, prompts, seed, stop=None):
 
 def judge(run, settings, rewards, prompts, seed):
     """The pictures of these prompts and their raw rewards; see evaluate."""
-    settings = replace(
-        settings,
-        decode_steps=settings.eval_decode_steps,
-        guidance_scale=settings.eval_guidance_scale,
-    )
+    settings = copy(settings)  # not replace(), which would check them as those of a step
+    settings.decode_steps = settings.eval_decode_steps
+    settings.guidance_scale = settings.eval_guidance_scale
     run.offload_all_but(run.policy.model)
     with run.clock("sample"):
         groups = run.policy.sample(run.model.encode(prompts, settings), settings.group_size, seed)

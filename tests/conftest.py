@@ -49,7 +49,7 @@ CODES = 4  # of a short picture of 64x64, half as many of 32x32: see shorten
 QUICK = "--prompts prompts.txt --targets targets --height 32 --width 32 --reward ssim:1,mse:1"
 QUICK += " --prompts-per-step 1 --group-size 2 --decode-steps 1 --eval-prompts prompts.txt"
 # Sharp as the shipped model is, short pictures would all be the same.
-QUICK += " --eval-targets targets --eval-count 1 --eval-decode-steps 2"
+QUICK += " --eval-targets targets --eval-count 1 --eval-decode-steps 1"
 QUICK += " --temperature 9 --top-p 1"
 QUICK = ["--model", str(TINY), *QUICK.split(), "--eval-reward", "", "--lr", "2e-3"]
 

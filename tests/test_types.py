@@ -194,14 +194,18 @@ def place(images, prompts, targets):
     return [{"one": 0.26, "two": 0.5, "three": 0.75, "four": 1.0}.get(p, 0.0) + 0.1 * (i % 2) for i, p in enumerate(prompts)]
 
 
-def right(images, prompts, targets):
-    return [float("t" in p) for p in prompts]
+calls = []
+
+
+def right(images, prompts, targets):  # the last call, of held-out prompts after the step: wrong
+    calls.append(1)
+    return [float(("t" in p) != (len(calls) == 6)) for p in prompts]
 """
 
 
 def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
     Path("own.txt").write_text("# type: low\none\ntwo\nzero\n# type: high\nthree\nfour\nfive\n")
-    Path("new.txt").write_text("two\nthree\n")
+    Path("new.txt").write_text("two\nfive\n")
     Path("mine.py").write_text(JUDGES)
     arguments = str.split(
         "--prompts own.txt --targets none --eval-prompts new.txt --eval-targets none"
@@ -209,12 +213,13 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
     arguments += str.split("--reward mine.py:place --eval-reward mine.py:right --eval-count 4")
     arguments += str.split("--frame-by mine.py:right")
     assert quick(*arguments, "--steps 1 --out run") == 0
-    _, after = records("run/evaluation.jsonl")
+    before, after = records("run/evaluation.jsonl")
+    assert before["rows"] == after["rows"] == [1]  # not correct, before
     low, high = after["training, low"], after["training, high"]
     # Not zero, the third.
     assert low["prompts"] == 2 and low["reward"] == pytest.approx([0.38 + 0.05, 0.24 / 2])
     assert low["reward/mine.py:right"][0] == high["reward/mine.py:right"][0] == 0.5
-    assert after["held out"]["reward"][1] == pytest.approx(0.25 / 2)
+    assert after["held out"]["reward"][1] == pytest.approx(0.5 / 2)
     assert not any(name.startswith("held out,") for name in after)
     row = r"\| training, low +\| 2 x 2 +\| 0.430 \+- 0.120 -> 0.430 \+- 0.120 \| 0.500 \+- 0.500 "
     assert len(re.findall(row, "".join(capfd.readouterr()))) == 1  # once, at the end
