@@ -68,7 +68,8 @@ def draw_curves(panels):
     pen.text((16, 384), legend, "black")
     for left, (name, curves) in zip(range(120, sheet.width, 640), panels.items()):
         last = max(step for curve in curves for step, _ in curve) or 1
-        values = [value for curve in curves for _, value in curve if value is not None]
+        curves = [[point for point in curve if point[1] is not None] for curve in curves]
+        values = [value for curve in curves for _, value in curve]
         low, high = min(values, default=0), max(values, default=1)
         if 0 <= low and high <= 1:  # a share, at its true size
             low, high = 0, 1
@@ -78,7 +79,7 @@ def draw_curves(panels):
         pen.text((left - 12, 340), f"{low:.3g}", "black", anchor="rm")
         pen.text((left + 480, 348), f"step {last}", "black", anchor="rt")
         for colour, curve in zip((GREY, BLUE, RED), curves):
-            x = [left + 480 * step / last for step, y in curve if y is not None]
-            y = [340 - 280 * (y - low) / (high - low or 1) for _, y in curve if y is not None]
+            x = [left + 480 * step / last for step, _ in curve]
+            y = [340 - 280 * (value - low) / (high - low or 1) for _, value in curve]
             pen.line([*zip(x, y)], colour, 4)
     return sheet.reduce(2)  # for smooth lines
