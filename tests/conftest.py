@@ -211,16 +211,16 @@ def short_runs(folder):
 
 
 @pytest.fixture
-def quick(tmp_path):
+def judged(tmp_path):
     with short_runs(tmp_path) as run:
         yield run
 
 
 @pytest.fixture
-def unjudged(monkeypatch):
-    """Runs have no evaluations, which are half of a short run, and no end."""
+def quick(judged, monkeypatch):
+    """Runs without evaluations, which are half of a short run."""
     monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
-    monkeypatch.setattr("runtime.log.Record.end", lambda record: None)
+    return judged
 
 
 @pytest.fixture(scope="session")
@@ -301,7 +301,7 @@ def processes():
 
 
 @pytest.fixture
-def start(processes, quick):
+def start(processes, judged):
     """Starts train.main on short pictures in a process of its own; what it prints goes to a
     file."""
     started = []

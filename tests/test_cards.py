@@ -105,13 +105,13 @@ def what_is_left(folder):
     return *left, adapter_of(folder)
 
 
-def test_what_ran_out_of_memory_is_made_again_exactly(quick, undisturbed, monkeypatch, capsys):
+def test_what_ran_out_of_memory_is_made_again_exactly(judged, undisturbed, monkeypatch, capsys):
     """In every phase of a step, and in an evaluation."""
     reward = write_reward(DRAWS)
     for place in PLACES:
         runs_out(monkeypatch, *place)
     # Groups of 2 fit micro-batches of 2 and of more alike.
-    assert quick(*reward, FLAGS, "--micro-batch-size 256 --out run") == 0
+    assert judged(*reward, FLAGS, "--micro-batch-size 256 --out run") == 0
     sizes = [128, 64, 32, 16, 8, 4, 2]
     lines = [full(*x) for x in zip(PHASES, [f"--micro-batch-size is {size}" for size in sizes])]
     assert memory_lines(capsys) == lines
@@ -146,7 +146,7 @@ def lockable(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
 
 
-def test_memory_that_is_never_enough_ends_in_one_line(quick, unjudged, monkeypatch, capsys):
+def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys):
     calls = runs_out(monkeypatch, grpo, "compute_grpo_loss", range(2, 99))
     assert quick(*write_reward(""), FLAGS, "--out run") == 2
     output, errors = capsys.readouterr()
@@ -158,9 +158,7 @@ def test_memory_that_is_never_enough_ends_in_one_line(quick, unjudged, monkeypat
 
 
 @pytest.mark.parametrize("owner, name", [(grpo, "compute_grpo_loss"), (torch.optim.AdamW, "step")])
-def test_a_step_that_has_moved_the_policy_is_not_made_again(
-    quick, unjudged, monkeypatch, owner, name
-):
+def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch, owner, name):
     """Nor is the step before it saved. In the second of two iterations of the second step, or in
     the optimizer itself, which may be half done."""
     runs_out(monkeypatch, owner, name, [4 if owner is grpo else 3])
@@ -226,7 +224,7 @@ def test_the_paths_of_the_decoder_are_kept_once():
     assert not run.decoder.scheduler.recorded
 
 
-def test_a_step_has_left_the_host_when_the_next_begins(quick, unjudged):
+def test_a_step_has_left_the_host_when_the_next_begins(quick):
     left = []
 
     class Watched(train_decoder.DecoderRun):

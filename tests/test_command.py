@@ -155,9 +155,9 @@ def test_a_run_says_what_it_does(promised_run):
     assert output.splitlines()[-1].endswith("output folder: runs/1")
 
 
-def test_the_same_seed_gives_the_same_run(quick, one_step):
+def test_the_same_seed_gives_the_same_run(judged, one_step):
     for out, seed in (("same", 0), ("other", 1)):
-        assert quick("--steps 1 --seed", str(seed), "--out", out) == 0
+        assert judged("--steps 1 --seed", str(seed), "--out", out) == 0
     assert records("same/evaluation.jsonl") == records(one_step / "evaluation.jsonl")
     assert (
         records("same/metrics.jsonl")
@@ -189,9 +189,9 @@ def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
     assert [len(records(f"runs/{name}/metrics.jsonl")) for name in "13"] == [1, 0]
 
 
-def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
+def test_pictures_and_evaluations_come_when_asked_for(judged, monkeypatch):
     monkeypatch.setattr("runtime.log.SAMPLE_EVERY", 2)
-    assert quick("--steps 4 --eval-every 3 --out run") == 0
+    assert judged("--steps 4 --eval-every 3 --out run") == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
     assert groups == ["group-000001.png", "group-000002.png", "group-000004.png"]
     assert steps_of("run/evaluation.jsonl") == [0, 3, 4]
@@ -216,7 +216,7 @@ def test_prompts_of_every_kind_work(quick):
     } == lengths
 
 
-def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
+def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(judged):
     """Blank lines count, as in an editor, and a prompt may come twice. The reward leaves out each
     third picture."""
     Path("mine.py").write_text(
@@ -230,7 +230,7 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
     arguments += str.split("--order file --prompts-per-step 3 --steps 1")
     both = str.split("--train both --paintings 2 --decode-steps 2")
     for name, flags, size in (("codes", [], 2), ("both", both, 4)):
-        assert quick(*arguments, *flags, "--out", name) == 0
+        assert judged(*arguments, *flags, "--out", name) == 0
         groups = records(f"{name}/groups.jsonl")
         found = [(group["step"], group["line"], group["prompt"]) for group in groups]
         assert found == [(1, 1, "a red circle"), (1, 3, "a blue cross"), (1, 4, "a red circle")]
@@ -244,7 +244,7 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
         ]
 
 
-def test_rewards_have_short_names_in_files_and_trackers(quick, monkeypatch):
+def test_rewards_have_short_names_in_files_and_trackers(judged, monkeypatch):
     """Of two that would share a short name the second keeps its name."""
     tracked = {}
     tracker = SimpleNamespace(log=lambda values, step: tracked.update(values), finish=lambda: None)
@@ -257,7 +257,7 @@ def test_rewards_have_short_names_in_files_and_trackers(quick, monkeypatch):
         Path(file).parent.mkdir(exist_ok=True)
         Path(file).write_text(code)
     given = "--reward a/mine.py:f,b/mine.py:f,b/own.py:f"
-    assert quick(given, "--steps 1 --tracker trackio --out run") == 0
+    assert judged(given, "--steps 1 --tracker trackio --out run") == 0
     (metrics,), (group,) = records("run/metrics.jsonl"), records("run/groups.jsonl")
     names = {f"reward/{name}" for name in ("mine.py:f", "b/mine.py:f", "own.py:f")}
     of_rewards = lambda record: {name for name in record if name.startswith("reward/")}
@@ -280,7 +280,7 @@ def test_a_step(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_trackers_get_a_run_and_its_settings(quick, monkeypatch, kind):
+def test_trackers_get_a_run_and_its_settings(judged, monkeypatch, kind):
     """A stand-in for the package: which calls reach it."""
     package = types.ModuleType(kind)
     seen = []
@@ -298,7 +298,7 @@ def test_trackers_get_a_run_and_its_settings(quick, monkeypatch, kind):
     run = SimpleNamespace(log=log, finish=lambda: seen.append("finish"))
     package.init = lambda **options: seen.append(options) or run
     monkeypatch.setitem(sys.modules, kind, package)
-    assert quick("--steps 1 --tracker", kind, "--out run") == 0
+    assert judged("--steps 1 --tracker", kind, "--out run") == 0
     begun = seen[0]
     assert seen == [begun, ("settings", 2e-3), ("step", 1), "finish"]
     assert begun["project"] == "grpo-glm-image" and begun["name"] == "run"
@@ -306,9 +306,9 @@ def test_trackers_get_a_run_and_its_settings(quick, monkeypatch, kind):
     assert not {"step", "training/images", "held out/prompts"} & tracked.keys()  # no curves
 
 
-def test_tensorboard_gets_the_numbers_of_a_run(quick):
+def test_tensorboard_gets_the_numbers_of_a_run(judged):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    assert quick("--steps 1 --tracker tensorboard --out run") == 0
+    assert judged("--steps 1 --tracker tensorboard --out run") == 0
     found = events.EventAccumulator("run/grpo-glm-image").Reload()
     (metrics,) = records("run/metrics.jsonl")
     _, after = records("run/evaluation.jsonl")
@@ -606,7 +606,7 @@ def test_a_gpu_is_named_by_its_number(monkeypatch):
 
 
 def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_deployed(
-    quick, monkeypatch
+    judged, monkeypatch
 ):
     """And seeds that training never draws from."""
     painted = []
@@ -624,7 +624,7 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
         "--prompts-per-step 2 --eval-prompts new.txt --eval-targets none --eval-count 3"
     )
     deployed = ["--eval-decode-steps", "3", "--eval-guidance-scale", "1.5"]
-    assert quick("--steps 2", *arguments, *deployed, "--out run") == 0
+    assert judged("--steps 2", *arguments, *deployed, "--out run") == 0
     expected = [
         ("a red circle", "training", 0),
         ("a blue cross", "training", 1),
@@ -816,12 +816,12 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
 
 
 def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(
-    quick, capfd
+    judged, capfd
 ):
     Path("mine.py").write_text(
         "def nothing(images, prompts, targets):\n    return [float('nan')] * len(images)\n"
     )
-    assert quick("--reward mine.py:nothing --steps 1 --out run") == 0
+    assert judged("--reward mine.py:nothing --steps 1 --out run") == 0
     (line,) = records("run/metrics.jsonl")
     assert (line["reward"], line["unscored"], line["groups_without_spread"], line["grad_norm"]) == (
         None,

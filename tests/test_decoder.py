@@ -489,9 +489,7 @@ BOTH = "--train both --paintings 2 --decode-steps 3"
 @pytest.mark.parametrize(
     "half, saved", [("sample", "000001"), ("codes", "000001"), ("decoder", "000000")]
 )
-def test_a_step_of_which_one_half_has_learned_is_not_saved(
-    quick, unjudged, monkeypatch, half, saved
-):
+def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch, half, saved):
     """Memory runs out in the second step, as it samples, as the codes learn, or as the decoder does
     after them."""
     calls, owner = [], train_decoder.DecoderGRPO if half == "decoder" else train.GRPO

@@ -246,13 +246,13 @@ EDITS += ["--eval-prompts", "edits.txt", "--eval-sources", "sources"]
 
 
 @pytest.fixture
-def edits(quick):
+def edits(judged):
     """Runs train.main on two edits, in pictures of 4 codes."""
     Path("edits.txt").write_text("make the circle blue\nmake the cross a square\n")
     Path("sources").mkdir()
     world.draw(RED_CIRCLE).save("sources/1.png")
     world.draw(BLUE_CROSS).save("sources/2.png")
-    return lambda *arguments: quick(*EDITS, *arguments, run_class=train_edits.EditRun)
+    return lambda *arguments: judged(*EDITS, *arguments, run_class=train_edits.EditRun)
 
 
 def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):

@@ -25,11 +25,11 @@ def judge_file(name, value):
     return f"{name}.py:judge"
 
 
-def test_what_only_judges_is_logged_and_not_trained_on(quick, capfd):
+def test_what_only_judges_is_logged_and_not_trained_on(judged, capfd):
     Path("other.txt").write_text("a green ring\na black square\n")
     arguments = str.split("--steps 1 --eval-prompts other.txt --eval-targets targets")
-    assert quick(*arguments, "--out without") == 0
-    assert quick(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out with") == 0
+    assert judged(*arguments, "--out without") == 0
+    assert judged(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out with") == 0
     for record in records("with/evaluation.jsonl"):
         for numbers in (record["training"], record["held out"]):
             assert numbers["reward/seven.py:judge"] == [7, None]
@@ -42,7 +42,7 @@ def test_what_only_judges_is_logged_and_not_trained_on(quick, capfd):
 
 
 @pytest.mark.parametrize("without", [[], ["held out"]])
-def test_prompts_without_targets_are_judged_by_what_applies(quick, without):
+def test_prompts_without_targets_are_judged_by_what_applies(judged, without):
     Path("new.txt").write_text("a green ring\n")
     new = ["new.txt", None]
     known = ["prompts.txt", "targets"]
@@ -71,7 +71,7 @@ def test_prompts_without_targets_are_judged_by_what_applies(quick, without):
     assert (record["held out"]["reward"][0] is None) == bool(without)
 
 
-def test_every_prompt_is_judged_by_its_own_target(quick):
+def test_every_prompt_is_judged_by_its_own_target(judged):
     """In steps and in evaluations: one of the two prompts is drawn in red. What is trained for may
     be named again."""
     Path("mine.py").write_text(
@@ -79,14 +79,14 @@ def test_every_prompt_is_judged_by_its_own_target(quick):
         "    return [float(('red' in p) == (t.getpixel((8, 8))[0] > 200)) for p, t in zip(prompts, targets)]\n"
     )
     arguments = str.split("--reward mine.py:fits --eval-reward mine.py:fits --eval-count 2")
-    assert quick(*arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
+    assert judged(*arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
     for record in records("run/evaluation.jsonl"):
         for numbers in (record["training"], record["held out"]):
             assert numbers["reward"] == [1, 0] and numbers["prompts"] == 2
     assert records("run/metrics.jsonl")[0]["reward"] == 1
 
 
-def test_the_pictures_shown_have_their_own_rewards(quick, monkeypatch):
+def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
     """Four of each of the held-out prompts: here a picture's reward is its place."""
     lines = [f"a {colour} circle" for colour in ("red", "blue", "green", "pink")]
     Path("new.txt").write_text("\n".join(lines))
@@ -101,7 +101,7 @@ def test_the_pictures_shown_have_their_own_rewards(quick, monkeypatch):
         "--eval-prompts new.txt --eval-targets none --group-size 5 --eval-count 4"
     )
     arguments += str.split("--reward mine.py:place --prompts-per-step 2 --steps 0")
-    assert quick(*arguments, "--out run") == 0
+    assert judged(*arguments, "--out run") == 0
     (rows,) = sheets
     assert [(label, [caption for _, caption, _ in cells]) for label, cells in rows] == [
         (line, [f"reward {10 * i + j}.000" for j in range(4)]) for i, line in enumerate(lines)
@@ -111,8 +111,8 @@ def test_the_pictures_shown_have_their_own_rewards(quick, monkeypatch):
     assert Image.open("run/evaluation/000000/3-2.png").tobytes() == rows[2][1][1][0].tobytes()
 
 
-def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(quick):
-    assert quick(*write_reward("return torch.rand(len(images))"), "--steps 1 --out run") == 0
+def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(judged):
+    assert judged(*write_reward("return torch.rand(len(images))"), "--steps 1 --out run") == 0
     before, after = records("run/evaluation.jsonl")
     assert before["training"]["reward"] == after["training"]["reward"]
 
@@ -129,7 +129,7 @@ def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
     phase.close()
 
 
-def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(quick, monkeypatch):
+def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(judged, monkeypatch):
     """Two of training and one held out, before and after; a step's pictures do not count."""
     bars = []
 
@@ -147,7 +147,7 @@ def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(quick, monkeypatch)
     monkeypatch.setattr("runtime.gpu.tqdm", Bar)
     Path("new.txt").write_text("a green ring\n")
     arguments = str.split("--eval-prompts new.txt --eval-targets none --eval-count 2")
-    assert quick(*arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
+    assert judged(*arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
     assert bars == [("prompt", 3, [1, 1, 1]), ("step", 1, [1]), ("prompt", 3, [1, 1, 1])]
 
 
@@ -209,13 +209,13 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
         assert ("trained on 16,384 pixels" in capsys.readouterr().out) == warned
 
 
-def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(quick):
+def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(judged):
     """In the numbers of steps and evaluations as in training: every second picture lacks the 1 that
     others have."""
     Path("mine.py").write_text(
         "def half(images, prompts, targets):\n    return [float('nan') if i % 2 else 1.0 for i in range(len(images))]\n"
     )
-    assert quick("--reward mine.py:half,ssim --steps 1 --out run") == 0
+    assert judged("--reward mine.py:half,ssim --steps 1 --out run") == 0
     (step,) = records("run/metrics.jsonl")
     assert step["reward"] == pytest.approx(1 + step["reward/ssim"])
     for record in records("run/evaluation.jsonl"):

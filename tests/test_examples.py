@@ -173,7 +173,7 @@ def as_script(cells):
     return "\n".join(code)
 
 
-def test_the_cells_of_the_notebook_run(quick, tmp_path, monkeypatch):
+def test_the_cells_of_the_notebook_run(judged, tmp_path, monkeypatch):
     """From top to bottom, on short pictures, which show no shapes: another default reward tells
     them apart."""
     reward = ["--reward", f"{ROOT}/examples/my_reward.py:blueness"]

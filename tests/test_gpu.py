@@ -610,12 +610,12 @@ def test_a_gradient_however_small_moves_the_adapter(size):
     torch.testing.assert_close(weight.data, torch.full((8,), -1e-3), rtol=1e-3, atol=0)
 
 
-def test_a_compiled_run_is_the_same_run(quick, one_step, compiled_at_once, monkeypatch):
+def test_a_compiled_run_is_the_same_run(judged, one_step, compiled_at_once, monkeypatch):
     def captured(model, settings, device):
         return CapturedForward(model.language_model, model.number_of_codes(settings))
 
     monkeypatch.setattr(train, "token_forward", captured)
-    assert quick("--steps 1 --out run") == 0
+    assert judged("--steps 1 --out run") == 0
     for name in ("metrics.jsonl", "evaluation.jsonl"):
         # The first line, before weights may have grown apart.
         expected, found = records(one_step / name)[0], records(f"run/{name}")[0]

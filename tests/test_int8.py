@@ -51,9 +51,9 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
         assert trained and all(p.dtype == torch.float32 for p in trained)
 
 
-def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(quick, capsys):
+def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(judged, capsys):
     flags = ["--base", "int8", "--temperature", "4"]
-    assert quick(*flags, "--steps 2 --save-every 1 --out whole") == 0
+    assert judged(*flags, "--steps 2 --save-every 1 --out whole") == 0
     shutil.copytree("whole", "parts")
     shutil.rmtree("parts/checkpoints/000002")
     assert resume("parts", "--base bfloat16") == 2
@@ -65,7 +65,7 @@ def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(q
     assert records("whole/metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6)
 
     assert '"base": "int8"' in Path("whole/settings.json").read_text()
-    assert quick("--adapter whole --temperature 4 --steps 0 --base bfloat16 --out exact") == 0
+    assert judged("--adapter whole --temperature 4 --steps 0 --base bfloat16 --out exact") == 0
     exact = records("exact/evaluation.jsonl")[0]["training"]["reward"][0]
     rounded = records("whole/evaluation.jsonl")[-1]["training"]["reward"][0]
     assert rounded == pytest.approx(exact, abs=0.05) and rounded != exact

@@ -80,7 +80,7 @@ def first_moment(folder):
     return torch.cat([weight["exp_avg"].flatten() for weight in state.values()])
 
 
-def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, start):
+def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(judged, start):
     """Of edits, whose sources are shared out too. Evaluations are of three prompts: the fourth,
     which keeps ranks in step, does not count."""
     settings = "--steps 2 --save-every 1 --group-size 2 --sources targets --reward ssim:1,mse:0.5"
@@ -89,7 +89,7 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(quick, st
     with open("prompts.txt", "a") as prompts:
         prompts.write("a green ring\n")
     world.draw((None, ("ring", "green"), None, None)).save("targets/3.png")
-    assert quick(*settings, "--prompts-per-step 2 --out one") == 0
+    assert judged(*settings, "--prompts-per-step 2 --out one") == 0
     half = "--prompts-per-step", "1", "--out", "two"
     codes, outputs = together(start, *settings, *half, prepare=leave_adapter)
     assert codes == [0, 0], outputs

@@ -76,7 +76,7 @@ def killed_copy(whole):
     shutil.rmtree("run/adapter")
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(quick, whole):
+def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole):
     """With what a kill may leave in the files: records of later steps, and half a line."""
     killed_copy(whole)
     for name in ("metrics", "groups"):
@@ -86,7 +86,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(quick, whole):
     same_run(whole, "run")
 
 
-def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, unjudged, monkeypatch):
+def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monkeypatch):
     """Adam's first step is as long as the rate, whatever the gradient: a third of it, where the
     third step has all."""
     monkeypatch.setattr(checkpoints, "KEPT", 9)
@@ -103,7 +103,7 @@ def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, unju
     assert moved == pytest.approx(0.01 / 3, rel=0.01)
 
 
-def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick, whole):
+def test_an_evaluation_that_a_kill_came_before_is_made_up_for(judged, whole):
     """Killed after the checkpoint of step 1, which was to be evaluated."""
     killed_copy(whole)
     first = Path("run/evaluation.jsonl").read_text().splitlines()[0]
@@ -112,7 +112,7 @@ def test_an_evaluation_that_a_kill_came_before_is_made_up_for(quick, whole):
     same_run(whole, "run")
 
 
-def test_an_error_of_a_step_is_no_error_of_writing(quick, unjudged, capfd, monkeypatch):
+def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
     """A connection that breaks, in the fourth step: its traceback is shown, and what --save-every
     left out is saved."""
     update = GRPO.update
@@ -176,7 +176,7 @@ def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
     assert steps_of("run/metrics.jsonl") == [1, 2]
 
 
-def test_a_run_goes_on_with_what_it_began_with(quick, unjudged, capsys, monkeypatch):
+def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     """Prompts, their kinds and pictures, the adapters it started from: by what they hold, before
     anything loads."""
     both = "--train both --paintings 2 --decode-steps 2 --steps 1"
@@ -206,13 +206,13 @@ def test_a_run_goes_on_with_what_it_began_with(quick, unjudged, capsys, monkeypa
     assert resume("run", "--steps 2") == 0
 
 
-def test_zero_steps_evaluates_only(quick):
-    assert quick("--steps 0 --out base") == 0
+def test_zero_steps_evaluates_only(judged):
+    assert judged("--steps 0 --out base") == 0
     # A run that has ended leaves signals as it found them.
     assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == unheard
     assert steps_of("base/evaluation.jsonl") == [0]
     assert not Path("base/adapter").exists() and not Path("base/checkpoints").exists()
-    assert quick("--steps 2 --lr 0.1 --out run") == 0
+    assert judged("--steps 2 --lr 0.1 --out run") == 0
     before, after = records("run/evaluation.jsonl")
     assert before == records("base/evaluation.jsonl")[0]
     left = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
@@ -220,7 +220,7 @@ def test_zero_steps_evaluates_only(quick):
     for folder in ("run", "run/checkpoints/000002", "alone"):
         weights = checkpoints.find_adapter(folder, "adapter") / "adapter_model.safetensors"
         assert weights.read_bytes() == adapter_of("run")
-    assert quick("--adapter run --steps 0") == 0
+    assert judged("--adapter run --steps 0") == 0
     (record,) = records("runs/1/evaluation.jsonl")
     assert record | {"step": 2} == after  # of the trained adapter
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
@@ -230,14 +230,14 @@ def test_zero_steps_evaluates_only(quick):
     assert records("run/evaluation.jsonl") == [before, after]
 
 
-def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, one_step, capsys):
+def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, one_step, capsys):
     """With another rate; the first KL is 0, and resumed it is as if it had not stopped."""
     second = ["--adapter", str(one_step), *str.split("--kl-coef 0.5 --lr 0.03 --warmup-steps 0")]
-    assert quick(*second, "--steps 2 --save-every 1 --out straight") == 0
+    assert judged(*second, "--steps 2 --save-every 1 --out straight") == 0
     first, last = (line["kl"] for line in records("straight/metrics.jsonl"))
     assert first == 0 and last > 1e-3
-    judged = records(one_step / "evaluation.jsonl")[-1] | {"step": 0}
-    assert records("straight/evaluation.jsonl")[0] == judged
+    last = records(one_step / "evaluation.jsonl")[-1]
+    assert records("straight/evaluation.jsonl")[0] == last | {"step": 0}
     assert load_file("straight/adapter/adapter_model.safetensors").keys() == (
         load_file(one_step / "adapter/adapter_model.safetensors").keys()
     )
@@ -246,11 +246,11 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(quick, one
     assert resume("stopped") == 0
     assert records("straight/metrics.jsonl") == records("stopped/metrics.jsonl")
     assert adapter_of("straight") == adapter_of("stopped")
-    assert quick("--adapter nowhere") == 2
+    assert judged("--adapter nowhere") == 2
     assert "--adapter nowhere: neither a run nor a checkpoint" in error_of(capsys)
 
 
-def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick, unjudged):
+def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick):
     assert quick("--steps 4 --save-every 1 --eval-every 2 --out run") == 0
     assert steps_saved("run") == ["000000", "000002", "000003", "000004"]
     assert resume("run --steps 5 --eval-every 4") == 0
@@ -260,10 +260,10 @@ def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick, unjud
 # ---- what breaks ---------------------------------------------------------------------------------
 
 
-def test_a_reward_that_fails_stops_the_run_after_saving(quick, capsys):
+def test_a_reward_that_fails_stops_the_run_after_saving(judged, capsys):
     """In the second step, in one line."""
     reward = write_reward("if call > 4:\n    return [0, -torch.inf]")
-    assert quick(*reward, "--steps 9 --out run") == 2
+    assert judged(*reward, "--steps 9 --out run") == 2
     output, errors = capsys.readouterr()
     assert "error: reward 'mine.py:reward' is infinite for image 1, of 'a " in errors
     assert output.endswith("stopped in the phase 'score'; continue with --resume run\n")
@@ -277,14 +277,14 @@ def test_a_reward_that_fails_its_trial_leaves_nothing(quick):
     assert not Path("runs").exists()
 
 
-def test_where_nothing_is_saved_there_is_nothing_to_resume(quick, capsys):
+def test_where_nothing_is_saved_there_is_nothing_to_resume(judged, capsys):
     """The base is only judged, and its reward fails in that."""
     reward = write_reward("if call > 1:\n    return [0.0, torch.inf]")
-    assert quick(*reward, "--steps 0 --out run") == 2
+    assert judged(*reward, "--steps 0 --out run") == 2
     assert "--resume" not in "".join(capsys.readouterr())
 
 
-def test_what_comes_after_is_never_labelled_before(quick, one_step, capsys):
+def test_what_comes_after_is_never_labelled_before(judged, one_step, capsys):
     """Where evaluations, pictures and adapter were thrown away: neither on the sheet nor in the
     lines."""
     shutil.copytree(one_step, "run")
@@ -299,7 +299,7 @@ def test_what_comes_after_is_never_labelled_before(quick, one_step, capsys):
     assert Path("run/adapter/adapter_model.safetensors").exists()
 
 
-def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, monkeypatch):
+def test_log_probs_that_are_not_finite_stop_the_run_after_saving(judged, capsys, monkeypatch):
     """In the second step: the first is saved."""
     sample = GRPO.sample
     calls = []
@@ -311,7 +311,7 @@ def test_log_probs_that_are_not_finite_stop_the_run_after_saving(quick, capsys, 
         return sample(*arguments)
 
     monkeypatch.setattr(GRPO, "sample", broken)
-    assert quick("--steps 9 --prompts-per-step 2 --order file --out run") == 2
+    assert judged("--steps 9 --prompts-per-step 2 --order file --out run") == 2
     output, errors = capsys.readouterr()
     assert errors.endswith("error: the log-probs are not finite\n")
     assert "continue with --resume run" in output
@@ -325,14 +325,14 @@ def gradients_of(norms, monkeypatch):
     )
 
 
-def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, unjudged, monkeypatch):
+def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, monkeypatch):
     """Ten tenths are one."""
     gradients_of([torch.nan, torch.inf] * 5, monkeypatch)
     assert quick("--steps 1 --iterations 10 --out run") == 0
     assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1]
 
 
-def test_a_step_skipped_in_part_is_no_skipped_step(quick, unjudged, monkeypatch):
+def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
     """In the second an iteration of two has a finite gradient; `norm` is that one's. And no KL is
     no KL of 0."""
     gradients_of([torch.nan, torch.nan, torch.inf, 0.25, torch.inf, torch.nan], monkeypatch)
@@ -396,10 +396,10 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
 # ---- signals -------------------------------------------------------------------------------------
 
 
-def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd):
+def test_a_signal_finishes_the_step_saves_and_evaluates(judged, capfd):
     """It comes in the second step, when its pictures are judged."""
     reward = write_reward("if call == 5:\n    os.kill(os.getpid(), signal.SIGINT)")
-    assert quick(*reward, "--steps 9 --eval-every 2 --out 'the run'") == 130
+    assert judged(*reward, "--steps 9 --eval-every 2 --out 'the run'") == 130
     output = "".join(capfd.readouterr())
     assert "stopping: what has begun will be finished and saved" in output
     assert "saved; continue with --resume 'the run'" in output
@@ -409,17 +409,17 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(quick, capfd):
     assert steps_of("the run/evaluation.jsonl") == [0, 2]
 
 
-def test_a_signal_in_the_last_step_ends_a_run_that_is_complete(quick):
+def test_a_signal_in_the_last_step_ends_a_run_that_is_complete(judged):
     reward = write_reward("if call == 4:\n    os.kill(os.getpid(), signal.SIGTERM)")
-    assert quick(*reward, "--steps 1 --out run") == 0
+    assert judged(*reward, "--steps 1 --out run") == 0
     assert steps_of("run/evaluation.jsonl") == [0, 1]
 
 
-def test_a_signal_in_the_first_evaluation_ends_it(quick, capfd):
+def test_a_signal_in_the_first_evaluation_ends_it(judged, capfd):
     """After the pictures at hand, without a step and without another evaluation."""
     calls = "open('calls', 'a').write('x')\nif call == 2:\n    os.kill(os.getpid(), signal.SIGINT)"
     reward = write_reward(calls)
-    assert quick(*reward, "--eval-count 2 --steps 9 --out run") == 130
+    assert judged(*reward, "--eval-count 2 --steps 9 --out run") == 130
     assert "saved; continue with --resume run" in "".join(capfd.readouterr())
     assert len(Path("calls").read_text()) == 2  # the trial, and a first prompt of two
     assert (

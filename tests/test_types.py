@@ -203,7 +203,7 @@ def right(images, prompts, targets):  # the last call, of held-out prompts after
 """
 
 
-def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
+def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd):
     Path("own.txt").write_text("# type: low\none\ntwo\nzero\n# type: high\nthree\nfour\nfive\n")
     Path("new.txt").write_text("two\nfive\n")
     Path("mine.py").write_text(JUDGES)
@@ -212,7 +212,7 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(quick, capfd):
     )
     arguments += str.split("--reward mine.py:place --eval-reward mine.py:right --eval-count 4")
     arguments += str.split("--frame-by mine.py:right")
-    assert quick(*arguments, "--steps 1 --out run") == 0
+    assert judged(*arguments, "--steps 1 --out run") == 0
     before, after = records("run/evaluation.jsonl")
     assert before["rows"] == after["rows"] == [1]  # not correct, before
     low, high = after["training, low"], after["training, high"]
