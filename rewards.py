@@ -222,11 +222,15 @@ def score(rewards, images, prompts, targets=None, **more):
     return values
 
 
+# One event loop for all calls: a client that a reward keeps is bound to the loop of its first.
+RUNNER = asyncio.Runner()
+
+
 def ask(function, images, prompts, targets, **more):
     """What a reward answers, with those of the other arguments that it has a parameter for."""
     wanted = more.keys() & inspect.signature(function).parameters.keys()
     answer = function(images, prompts, targets, **{name: more[name] for name in wanted})
-    return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
+    return RUNNER.run(answer) if inspect.iscoroutine(answer) else answer
 
 
 def weights_of(rewards):

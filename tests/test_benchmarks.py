@@ -31,7 +31,8 @@ def run(monkeypatch, capsys):
 
 def test_repairing_a_rounded_decoder(run, tmp_path):
     """What is painted is a right drawing, by matrices of four levels per row."""
-    few = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-count 2 --out"
+    few = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-count 2 --decode-steps 2"
+    few += " --eval-decode-steps 2 --out"
     lines = "\n".join(run(repair_decoder, *few.split(), tmp_path / "run"))
     before, after = map(
         float, re.search(r"training +\| 2 x 2 +\| (\S+) \S+ \S+ -> (\S+)", lines).groups()

@@ -476,8 +476,8 @@ IMAGE, TARGET, SOURCE = (Image.new("L", (1, 1), grey) for grey in (1, 2, 3))
 
 
 def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it_names():
-    """And `async def` or not."""
-    seen = []
+    """Whether it is `async def` or not; calls share an event loop."""
+    seen, loops = [], []
 
     def mine(pictures, texts, wanted, group_size, limit=7, sources=()):
         seen.append((pictures, texts, wanted, group_size, sources))
@@ -486,6 +486,7 @@ def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it
     class Judge:
         async def __call__(self, images, prompts, targets, *, group_size):
             seen.append((images, prompts, targets, group_size))
+            loops.append(asyncio.get_running_loop())
             await asyncio.sleep(0)
             return torch.arange(6.0, requires_grad=True) * 2
 
@@ -494,8 +495,10 @@ def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it
     more = {"sources": [source] * 2, "unheard": [1, 1]}
     found = rewards.score(functions, images, ["a", "b"], [target] * 2, **more)
     assert found["judge"].tolist() == [0, 2, 4, 6, 8, 10] and not found["judge"].requires_grad
+    rewards.score({"judge": (Judge(), 1.0)}, images, ["a", "b"])
+    assert len(loops) == 2 and loops[0] is loops[1]
     texts = ["a"] * 3 + ["b"] * 3
-    assert seen == [
+    assert seen[:2] == [
         (images, texts, [target] * 6, 3, [source] * 6),
         (images, texts, [target] * 6, 3),
     ]
