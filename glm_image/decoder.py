@@ -173,7 +173,10 @@ class DecoderGRPO(GRPO):
                 step.next_latents = following.latents  # the same numbers: the host keeps them once
             steps += path
         if not all(step.old_logprobs.isfinite().all() for step in steps):
-            raise NotFinite("the log-probs of a denoising step are not finite: too high a rate?")
+            raise NotFinite(
+                "the log-probs of a denoising step are not finite: damaged weights, or too high a "
+                "learning rate"
+            )
         return torch.cat(latents), steps
 
     def logprobs(self, step, rows):

@@ -151,10 +151,11 @@ class Record:
         first = (self.records["evaluation"] or [record])[0]
         record["rows"] = first.get("rows") or rows_to_show(prompts, wrong)
         self.append("evaluation", [record])
-        for name, numbers in sets_of(record).items():
-            means = {key: value[0] for key, value in numbers.items() if "reward" in key}
-            self.track({f"{name}/{key}": mean for key, mean in means.items()})
         sides = [each for each in self.records["evaluation"] if each["step"] in (0, self.done)]
+        means = {}
+        for name, numbers in sets_of(sides[-1]).items():
+            means |= {f"{name}/{key}": x[0] for key, x in numbers.items() if "reward" in key}
+        self.track(means)
         ends = self.done >= self.settings.steps or self.stop.received
         self.write(evaluation_table(sides, ends))
         if self.writes:

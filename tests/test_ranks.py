@@ -149,18 +149,7 @@ def test_a_rank_that_has_nothing_to_learn_waits_for_the_others_and_steps_with_th
     """Rewards of the second rank are all equal: its share of the gradient is 0, and it has no say
     in the means."""
     reward = write_reward("if os.environ['RANK'] == '1':\n    return torch.ones(len(images))")
-    settings = [
-        "--steps",
-        "1",
-        "--iterations",
-        "2",
-        "--temperature",
-        "4",
-        "--base",
-        "int8",
-        "--out",
-        "run",
-    ]
+    settings = str.split("--steps 1 --iterations 2 --temperature 4 --base int8 --out run")
     codes, outputs = together(start, *reward, *settings, prepare=hurry)
     assert codes == [0, 0], outputs
     assert outputs[0].startswith(f"{timedelta(hours=3)}\n")
@@ -217,6 +206,20 @@ def test_a_rank_that_vanishes_does_not_leave_the_other_waiting(start):
     assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone")
     assert "Traceback" not in outputs[0]
     assert steps_saved("run") == ["000000", "000001"]
+
+
+def vanish():
+    """For `prepare`: rank 1 is killed in its first update."""
+    if os.environ["RANK"] == "1":
+        grpo.GRPO.update = lambda self, groups: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_vanishes_in_an_update_is_one_line(start):
+    codes, outputs = together(
+        start, *write_reward(""), "--steps", "1", "--out", "run", prepare=vanish
+    )
+    assert codes == [2, -signal.SIGKILL] and "Traceback" not in outputs[0]
+    assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone: ")
 
 
 def out_of_memory_amid_the_second_update():
