@@ -18,7 +18,7 @@ clip, so that the same samples can serve several optimiser steps; k3, so that th
 its start. With one iteration per step the ratio is 1, up to rounding: the clip has nothing to do,
 and the gradient is that of -A log pi(o_t), and of the KL term.
 
-One training step. Its functions stand below in this order; class GRPO comes last and calls them:
+One training step, in the order in which its functions stand below; class GRPO calls them:
 
     1. sample              GRPO.sample: G sequences of T tokens per prompt, with their log-probs
     2. paint and score     tokens -> pictures -> a reward per picture: in train.py, or your own
@@ -28,6 +28,10 @@ One training step. Its functions stand below in this order; class GRPO comes las
                            no gradient
     5. loss                compute_grpo_loss: the formula above
     6. update              GRPO.update: micro-batches, gradient clipping, the optimiser
+
+Between the parts the samples wait on the CPU, as Groups; class Offload lets the policy and what
+paints take turns on a GPU. The rest of the file is not needed to understand GRPO: padding, texts
+that end, and what guards against silent mistakes.
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a
 LoRA adapter, so the base with its adapter disabled is the reference. Nothing here depends on
@@ -41,7 +45,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import pad
 from transformers.generation.logits_process import TopPLogitsWarper
 
@@ -49,13 +52,46 @@ from transformers.generation.logits_process import TopPLogitsWarper
 # (pytorch 193893, trl 7181).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
+# ---- what a step is made of ----------------------------------------------------------------------
+
+
+@dataclass
+class GRPOSettings:
+    """Settings of the algorithm."""
+
+    # Sequences per pass of parts 4 to 6, at most a group: bounds memory, changes only rounding.
+    micro_batch_size: int = 4
+    # Optimiser steps on the same samples. Above 1 the ratios leave 1, and the clip can act.
+    iterations: int = 1
+    clip_range: float = 0.2
+    kl_coef: float = 0.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    end_ids: tuple = ()  # what ends a text; pictures have none
+    max_grad_norm: float = 1.0  # one rare prompt must not undo a run
+
+
+@dataclass
+class Group:
+    """G samples of one prompt. Its tensors wait on the CPU between the parts of a step."""
+
+    prompt_ids: torch.Tensor  # (L,)
+    position_ids: torch.Tensor | None  # (3, L+T)
+    tokens: torch.Tensor  # (G, T)
+    old_logprobs: torch.Tensor  # (G, T)
+    nucleus: torch.Tensor | None = None  # (G, T, V) bool
+    mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all do
+    advantages: torch.Tensor | None = None  # (G,) or (G, T)
+    ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
+
+
 # ---- 1. sample -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def generate_with_logprobs(
     model,
-    prompts,
+    prompt_ids,
     num_new_tokens,
     *,
     num_samples=1,
@@ -65,7 +101,7 @@ def generate_with_logprobs(
     top_p=1.0,
     end_ids=(),
     generators=None,
-    forward=None,
+    token_forward=None,
 ):
     """Sample `num_samples` (G) continuations of `num_new_tokens` (T) tokens for each of N prompts.
 
@@ -74,7 +110,7 @@ def generate_with_logprobs(
     all logits to tell what top-p removed.
 
     Args:
-        prompts: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is
+        prompt_ids: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is
             masked.
         position_ids: N tensors (3, L_i+T) int64, or None: the model makes its own. A model with 3-D
             positions that is not given them falls back to text positions, silently.
@@ -86,18 +122,17 @@ def generate_with_logprobs(
             `num_new_tokens`; without end_ids it is exactly that.
         generators: N torch.Generators on the model's device, so that no group depends on its
             neighbours. None: torch's.
-        forward: called instead of the model for every token but the first: on a GPU, a captured
-            graph.
+        token_forward: called instead of the model for every token but the first: on a GPU, a
+            captured graph.
 
     Returns, on the CPU:
         tokens: (N*G, T) int64, prompt after prompt.
         logprobs: (N*G, T) float32, under the distribution as sampled: after temperature and top-p.
         nucleus: (N*G, T, V) bool, the ids that survived top-p, kept for part 4. None if top_p is 1.
     """
-    _check_sampling(prompts, allowed_ids, temperature, top_p, end_ids, generators)
-    ids, positions, not_padding = _pad_left(prompts, position_ids, num_new_tokens, model.device)
+    _check_sampling(allowed_ids, temperature, top_p, end_ids)
+    ids, positions, not_padding = _pad_left(prompt_ids, position_ids, num_new_tokens, model.device)
     last = torch.tensor([-1], device=model.device)  # a tensor: see get_per_token_logprobs
-    ends = torch.tensor(end_ids, device=model.device)
 
     def next_logits(ids, rows, end, cache=None):
         """What follows the ids (B, length), which end at place `end` and follow those in the cache.
@@ -106,8 +141,8 @@ def generate_with_logprobs(
         """
         start = end - ids.shape[1]
         mask = None if not_padding is None else _attended(not_padding[rows], start, end)
-        run = forward if forward and cache is not None else model
-        output = run(
+        forward = token_forward if token_forward and cache is not None else model
+        output = forward(
             input_ids=ids,
             attention_mask=mask,
             position_ids=None if positions is None else positions[..., rows, start:end],
@@ -115,7 +150,7 @@ def generate_with_logprobs(
             use_cache=True,
             logits_to_keep=last,
         )
-        if getattr(output, "past_key_values", None) is None:
+        if output.past_key_values is None:  # each token would see the last one alone
             raise ValueError("the model returns no past_key_values: it cannot be sampled here")
         return output.logits[:, -1], output.past_key_values
 
@@ -134,63 +169,22 @@ def generate_with_logprobs(
 
     # The samples: the first tokens follow from that pass, then each pass gives one more.
     samples = [draw(logits)]
-    ended = torch.zeros_like(rows, dtype=torch.bool).unsqueeze(1)  # (N*G, 1)
     for end in range(length + 1, length + num_new_tokens):
-        token = samples[-1][0]  # (N*G, 1)
-        if end_ids:
-            ended |= torch.isin(token, ends)
-            if len(samples) % 16 == 0 and ended.all():  # rarely, as the CPU waits for the GPU here
-                break
-        logits, cache = next_logits(token, rows, end, cache)
+        if end_ids and _all_ended(samples, end_ids):
+            break
+        logits, cache = next_logits(samples[-1][0], rows, end, cache)
         samples.append(draw(logits))
 
     tokens, logprobs, nuclei = zip(*samples, strict=True)
     tokens = torch.cat(tokens, dim=1).cpu()
     T = int(mask_through_end(tokens, end_ids).sum(1).max()) if end_ids else num_new_tokens
     logprobs = torch.cat(logprobs, dim=1).cpu()[:, :T]
-    _check_finite(logprobs.reshape(len(prompts), -1))
+    if not logprobs.isfinite().all():
+        raise NotFinite(
+            "sampled log-probs are not finite: damaged weights, a GPU kernel that fails?"
+        )
     nucleus = torch.stack([each.cpu() for each in nuclei[:T]], dim=1) if top_p < 1 else None
     return tokens[:, :T], logprobs, nucleus
-
-
-def _pad_left(prompts, position_ids, num_new_tokens, device):
-    """Prompts side by side: ids (N, L), positions ([3,] N, L+T), and what is not padding (N, L+T).
-
-    Positions are None if the model makes its own, and the third is None where nothing is padded.
-    """
-
-    def side_by_side(tensors):  # N of (..., L_i) -> (..., N, L)
-        longest = max(tensor.shape[-1] for tensor in tensors)
-        rows = [pad(row, (longest - row.shape[-1], 0)) for row in tensors]
-        return torch.stack(rows, dim=-2).to(device)
-
-    not_padding = None
-    if len({len(ids) for ids in prompts}) > 1:
-        lengths = [len(ids) + num_new_tokens for ids in prompts]
-        not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])
-        if position_ids is None:
-            position_ids = [torch.arange(length) for length in lengths]
-    positions = None if position_ids is None else side_by_side(position_ids)
-    return side_by_side(prompts), positions, not_padding
-
-
-def _attended(not_padding, start, end):
-    """What the tokens from start to end attend to: (B, L+T) bool -> (B, 1, end - start, end)."""
-    # Padding attends to itself: on recent cards a row that sees nothing may be NaN, silently. The
-    # mask has four dimensions because transformers takes it as it is; given one of two, it would
-    # sync with the GPU at every token.
-    keys = torch.arange(end, device=not_padding.device)
-    queries = keys[start:, None]
-    return (not_padding[:, None, None, :end] & (keys <= queries)) | (keys == queries)
-
-
-def mask_through_end(tokens, end_ids):
-    """(B, T), 1 through the first token in `end_ids`, 0 after it.
-
-    That token counts too: without it no step would teach the model to stop.
-    """
-    is_end = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).int()  # (B, T)
-    return (is_end.cumsum(1) - is_end == 0).float()
 
 
 def _sample_token(logits, allowed_ids, temperature, top_p, generators):
@@ -212,18 +206,6 @@ def _sample_token(logits, allowed_ids, temperature, top_p, generators):
         group.exponential_(generator=generator)
     index = (logp.exp() / noise).argmax(-1, keepdim=True)  # (N*G, 1)
     return index + allowed_ids.start, logp.gather(-1, index), nucleus
-
-
-def _nucleus(logp, top_p):
-    """The most likely ids that together hold top_p: log-probs (B, V) -> (B, V) bool."""
-    if logp.device.type != "cpu":
-        return TopPLogitsWarper(top_p)(None, logp).isfinite()
-    # The warper sorts, which is slow on a CPU, and needless where a single id holds top_p. (Above
-    # one half there is one such id at most.) A GPU would have to tell the CPU which rows these are.
-    nucleus = logp.exp() > max(top_p, 0.5)
-    rows = ~nucleus.any(-1)
-    nucleus[rows] = TopPLogitsWarper(top_p)(None, logp[rows]).isfinite()
-    return nucleus
 
 
 def _log_distribution(logits, allowed_ids, temperature, nucleus=None):
@@ -250,8 +232,7 @@ def compute_advantages(rewards, group_size, eps=1e-6):
             NaN is a sample without a reward: it takes no part in mean and std, and gets 0.
         eps: keeps the division finite, in units of the reward.
 
-    Returns: (N*G,) float32. ValueError for another shape, a G below 2 (a lone sample has no
-    baseline), infinity.
+    Returns: (N*G,) float32. ValueError for a G below 2 (a lone sample has no baseline), infinity.
     """
     centred, std = centre_groups(rewards, group_size)
     return (centred / (std + eps)).nan_to_num(0).flatten().float()
@@ -263,7 +244,8 @@ def centre_groups(rewards, group_size):
     The std is the unbiased one, over G - 1.
     """
     rewards = torch.as_tensor(rewards, device="cpu")
-    _check_rewards(rewards, group_size)
+    if rewards.ndim != 1 or group_size < 2 or rewards.isinf().any():
+        raise ValueError(f"rewards {tuple(rewards.shape)}: give (N*G,), G > 1, none infinite")
     # In float64 the mean of equal float32 numbers is exact, and their std is 0. In float32 eight
     # rewards of 9.9 would get advantages of 0.47: one rounding error divided by another.
     groups = rewards.float().double().view(-1, group_size)  # (N, G)
@@ -273,15 +255,8 @@ def centre_groups(rewards, group_size):
 
 
 def set_advantages(groups, rewards):
-    """The advantages of N Groups, from the rewards (N*G,) of their samples, group after group.
-
-    Of several rewards make one first: see combine in rewards.py.
-    """
-    sizes = [len(group.old_logprobs) for group in groups]
-    if len(set(sizes)) != 1:
-        way = "of one size; for others call set_advantages group by group"
-        raise ValueError(f"groups of {sizes} samples: give one group or more, {way}")
-    size = sizes[0]
+    """The advantages of N Groups of one size, from their rewards (N*G,), group after group."""
+    size = len(groups[0].old_logprobs)
     advantages = compute_advantages(rewards, size).split(size)
     for group, of_group in zip(groups, advantages, strict=True):
         group.advantages = of_group
@@ -364,8 +339,7 @@ def compute_grpo_loss(
     mean and largest |new - old|, the gap: on fresh samples it is rounding, between sampling with a
     cache and recomputing in one pass. ValueError for other shapes.
     """
-    constants = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "mask": mask}
-    _check_loss(new_logprobs.shape, advantages, kl_coef, constants)
+    _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
     # The share of each token in a mean over the tokens of a sample, then over samples.
     share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T)
@@ -410,36 +384,6 @@ def compute_grpo_loss(
 # ---- 6. update, and the class that calls all parts -----------------------------------------------
 
 
-@dataclass
-class GRPOSettings:
-    """Settings of the algorithm."""
-
-    # Sequences per pass of parts 4 to 6, at most a group: bounds memory, changes only rounding.
-    micro_batch_size: int = 4
-    # Optimiser steps on the same samples. Above 1 the ratios leave 1, and the clip can act.
-    iterations: int = 1
-    clip_range: float = 0.2
-    kl_coef: float = 0.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    end_ids: tuple = ()  # what ends a text; pictures have none
-    max_grad_norm: float = 1.0  # one rare prompt must not undo a run
-
-
-@dataclass
-class Group:
-    """G samples of one prompt. Its tensors wait on the CPU between the parts of a step."""
-
-    prompt_ids: torch.Tensor  # (L,)
-    position_ids: torch.Tensor | None  # (3, L+T)
-    tokens: torch.Tensor  # (G, T)
-    old_logprobs: torch.Tensor  # (G, T)
-    nucleus: torch.Tensor | None = None  # (G, T, V) bool
-    mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all do
-    advantages: torch.Tensor | None = None  # (G,) or (G, T)
-    ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
-
-
 class GRPO:
     """The policy with its optimiser: it samples groups, and learns from their advantages.
 
@@ -448,14 +392,14 @@ class GRPO:
             transformers', or takes and returns the same (docs/copying.md, "A model of your own").
         optimizer: over the adapter.
         settings: GRPOSettings, read when they are used: you may change them between steps.
-        allowed_ids, forward: as for generate_with_logprobs.
+        allowed_ids, token_forward: as for generate_with_logprobs.
         reference: makes a context within which the model is the reference; None: with its adapter
             disabled.
-        meet: called by all ranks before they exchange gradients, to notice one that has failed.
+        average: averages tensors over the processes that train one policy, in place. W of them,
+            with N prompts and seeds of their own, equal one with W*N: see runtime/ranks.py.
 
     Of a group, add_reference and update read old_logprobs, mask, advantages and ref_logprobs; the
-    rest is read by logprobs(), which a subclass may replace, as glm_image/decoder.py does. With
-    torch.distributed, W ranks with N prompts and seeds of their own equal one rank with W*N.
+    rest is read by logprobs(), which a subclass may replace, as glm_image/decoder.py does.
     """
 
     def __init__(
@@ -464,40 +408,38 @@ class GRPO:
         optimizer,
         settings,
         allowed_ids=slice(0, None),
-        forward=None,
+        token_forward=None,
         reference=None,
-        meet=lambda: None,
+        average=lambda tensors: None,
     ):
         self.model = model
         self.optimizer = optimizer
         self.settings = settings
         self.allowed_ids = allowed_ids
-        self.forward = forward
+        self.token_forward = token_forward
         self.reference = reference or self.without_adapter
-        self.meet = meet
+        self.average = average
         self.steps = 0  # optimiser steps so far
-        groups = optimizer.param_groups
-        self.parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+        parameters = [p for each in optimizer.param_groups for p in each["params"]]
+        self.parameters = [p for p in parameters if p.requires_grad]
         _check_model(model, self.parameters)
 
-    def sample(self, prompts, group_size, seed):
+    def sample(self, encoded, group_size, seed):
         """1: N Groups of `group_size` (G) samples.
 
-        prompts: N times (prompt_ids (L,), position_ids (3, L+T) or None for a text model, T), with
-        one T for all, else ValueError. Group i draws from `seed + i` alone: the same prompts and
-        seed give the same samples until the policy moves. So the next step's seed is N higher.
+        encoded: N times (prompt_ids (L,), position_ids (3, L+T) or None for a text model, T), with
+        one T for all. Group i draws from `seed + i` alone: the same prompts and seed give the same
+        samples until the policy moves. So the next step's seed is N higher.
         """
         self.model.eval()
-        triples = [prompt for prompt in prompts if isinstance(prompt, tuple) and len(prompt) == 3]
-        if len(triples) < len(prompts) or len({length for *_, length in triples}) > 1:
-            raise ValueError("give triples (prompt_ids, position_ids or None, T), one T for all")
-        prompt_ids, position_ids, lengths = zip(*prompts, strict=True)
-        seeds = range(seed, seed + len(prompts))
+        prompt_ids, position_ids, lengths = zip(*encoded, strict=True)
+        (num_new_tokens,) = set(lengths)  # one for all
+        seeds = range(seed, seed + len(encoded))
         ends = self.settings.end_ids
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model,
             prompt_ids,
-            lengths[0],
+            num_new_tokens,
             num_samples=group_size,
             position_ids=None if position_ids[0] is None else position_ids,
             allowed_ids=self.allowed_ids,
@@ -505,31 +447,21 @@ class GRPO:
             top_p=self.settings.top_p,
             end_ids=ends,
             generators=[torch.Generator(self.model.device).manual_seed(each) for each in seeds],
-            forward=self.forward,
+            token_forward=self.token_forward,
         )
         mask = None
         if ends:
             mask = mask_through_end(tokens, ends)
             # The pass goes on for the longest text: a reward must not see what others wrote then.
             tokens = tokens.where(mask > 0, ends[0])
-        groups = []
-        for i, ids in enumerate(prompt_ids):
-            rows = slice(i * group_size, (i + 1) * group_size)
-            group = Group(
-                prompt_ids=ids.cpu(),
-                position_ids=position_ids[i],
-                tokens=tokens[rows],
-                old_logprobs=logprobs[rows],
-                nucleus=_rows(nucleus, rows),
-                mask=_rows(mask, rows),
-            )
-            groups.append(group)
-        return groups
+        by_group = lambda x: [None] * len(encoded) if x is None else x.split(group_size)
+        drawn = map(by_group, (tokens, logprobs, nucleus, mask))
+        prompt_ids = [ids.cpu() for ids in prompt_ids]
+        return [Group(*row) for row in zip(prompt_ids, position_ids, *drawn, strict=True)]
 
     @torch.no_grad()
     def add_reference(self, groups):
         """4: log-probs under the reference, for groups with spread."""
-        _check_advantages(groups)
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
@@ -551,7 +483,6 @@ class GRPO:
             grad_norm: the mean over the other iterations, before clipping.
             groups_without_spread: the share of groups that were left out.
         """
-        _check_advantages(groups)
         with_spread = [group for group in groups if group.advantages.any()]
         micro_batches = [(group, rows) for group in with_spread for rows in self.split(group)]
 
@@ -559,9 +490,10 @@ class GRPO:
             # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
             return len(rows)
 
-        # The ranks' gradients are averaged, so each rank divides by the mean of their totals.
         total = sum(size(group, rows) for group in groups for rows in self.split(group))
-        total = self.mean_over_ranks(total)
+        total = torch.tensor(float(total), device=self.model.device)
+        self.average([total])
+        total = total.item()
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
         # Eval mode, so that nothing drops out; but gradient checkpointing works in train mode only.
         self.model.train(getattr(self.model, "is_gradient_checkpointing", False))
@@ -582,7 +514,9 @@ class GRPO:
                 # The gradients of micro-batches add up to that of the step, however it is cut.
                 (loss * size(group, rows) / total).backward()
                 reports.append((size(group, rows), metrics))
-            self.average_gradients()
+            for each in self.parameters:  # of a process whose groups are all without spread
+                each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+            self.average([each.grad for each in self.parameters])
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
             norms.append(norm.item())
             # NaN would ruin every weight; with a gradient of 0 Adam would move by its momentum.
@@ -605,26 +539,8 @@ class GRPO:
         }
 
     def split(self, group):
-        """Indices of a group's samples, `micro_batch_size` at a time."""
+        """Micro-batches: indices of a group's samples, `micro_batch_size` at a time."""
         return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
-
-    def mean_over_ranks(self, number):
-        """The mean of a number of each rank."""
-        if not dist.is_initialized():
-            return number
-        self.meet()
-        mean = torch.tensor(float(number), device=self.model.device)
-        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-        return mean.item()
-
-    def average_gradients(self):
-        """Over ranks, in place; 0 from a rank whose groups are all without spread."""
-        if dist.is_initialized():
-            self.meet()
-            for parameter in self.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
     @contextmanager
     def without_adapter(self):
@@ -647,20 +563,6 @@ class GRPO:
             temperature=self.settings.temperature,
             nucleus=_rows(group.nucleus, rows),
         ).cpu()
-
-
-def _rows(tensor, rows):
-    return None if tensor is None else tensor[rows]
-
-
-def _average(reports):
-    """[(size, metrics)] of micro-batches -> their means, and the largest gap; NaN if none."""
-    total = sum(size for size, _ in reports) or math.nan
-    means = {}
-    for name in ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap"):
-        means[name] = sum(size * metrics[name] for size, metrics in reports) / total
-    gaps = [metrics["max_logprob_gap"] for _, metrics in reports]
-    return means | {"max_logprob_gap": max(gaps, default=math.nan)}
 
 
 # ---- one GPU for two models ----------------------------------------------------------------------
@@ -702,7 +604,116 @@ class Offload:
                 tensor.data = home.to(self.device, non_blocking=True, copy=True)
 
 
-# ---- checks: misuse is refused with one line, or warned of ---------------------------------------
+# ==== Nothing below is needed to understand GRPO. =================================================
+# ---- prompts side by side, texts that end, a nucleus ---------------------------------------------
+
+
+def _pad_left(prompt_ids, position_ids, num_new_tokens, device):
+    """Prompts side by side: ids (N, L), positions ([3,] N, L+T), and what is not padding (N, L+T).
+
+    Positions are None if the model makes its own, and the third is None where nothing is padded.
+    """
+
+    def side_by_side(tensors):  # N of (..., L_i) -> (..., N, L)
+        longest = max(tensor.shape[-1] for tensor in tensors)
+        rows = [pad(row, (longest - row.shape[-1], 0)) for row in tensors]
+        return torch.stack(rows, dim=-2).to(device)
+
+    not_padding = None
+    if len({len(ids) for ids in prompt_ids}) > 1:
+        lengths = [len(ids) + num_new_tokens for ids in prompt_ids]
+        not_padding = side_by_side([torch.ones(length, dtype=torch.bool) for length in lengths])
+        if position_ids is None:
+            position_ids = [torch.arange(length) for length in lengths]
+    positions = None if position_ids is None else side_by_side(position_ids)
+    return side_by_side(prompt_ids), positions, not_padding
+
+
+def _attended(not_padding, start, end):
+    """What the tokens from start to end attend to: (B, L+T) bool -> (B, 1, end - start, end)."""
+    # Padding attends to itself: on recent cards a row that sees nothing may be NaN, silently. The
+    # mask has four dimensions because transformers takes it as it is; given one of two, it would
+    # sync with the GPU at every token.
+    keys = torch.arange(end, device=not_padding.device)
+    queries = keys[start:, None]
+    return (not_padding[:, None, None, :end] & (keys <= queries)) | (keys == queries)
+
+
+def _all_ended(samples, end_ids):
+    if len(samples) % 16:  # rarely, as the CPU waits for the GPU here
+        return False
+    tokens = torch.cat([token for token, *_ in samples], dim=1)
+    return torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).any(1).all()
+
+
+def mask_through_end(tokens, end_ids):
+    """(B, T), 1 through the first token in `end_ids`, 0 after it.
+
+    That token counts too: without it no step would teach the model to stop.
+    """
+    is_end = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).int()  # (B, T)
+    return (is_end.cumsum(1) - is_end == 0).float()
+
+
+def _nucleus(logp, top_p):
+    """The most likely ids that together hold top_p: log-probs (B, V) -> (B, V) bool."""
+    if logp.device.type != "cpu":
+        return TopPLogitsWarper(top_p)(None, logp).isfinite()
+    # The warper sorts, which is slow on a CPU, and needless where a single id holds top_p. (Above
+    # one half there is one such id at most.) A GPU would have to tell the CPU which rows these are.
+    nucleus = logp.exp() > max(top_p, 0.5)
+    rows = ~nucleus.any(-1)
+    nucleus[rows] = TopPLogitsWarper(top_p)(None, logp[rows]).isfinite()
+    return nucleus
+
+
+def _rows(tensor, rows):
+    return None if tensor is None else tensor[rows]
+
+
+def _average(reports):
+    """[(size, metrics)] of micro-batches -> their means, and the largest gap; NaN if none."""
+    total = sum(size for size, _ in reports) or math.nan
+    means = {}
+    for name in ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap"):
+        means[name] = sum(size * metrics[name] for size, metrics in reports) / total
+    gaps = [metrics["max_logprob_gap"] for _, metrics in reports]
+    return means | {"max_logprob_gap": max(gaps, default=math.nan)}
+
+
+# ---- what guards against silent mistakes ---------------------------------------------------------
+
+
+class NotFinite(ValueError):
+    """Sampled log-probs are NaN or infinite."""
+
+
+def _check_sampling(allowed_ids, temperature, top_p, end_ids):
+    if allowed_ids.step not in (None, 1):
+        raise ValueError(f"allowed_ids is {allowed_ids}: give slice(first, end)")
+    if temperature <= 0 or not 0 < top_p <= 1:
+        given = f"{temperature} and {top_p}"
+        raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {given}")
+    end = allowed_ids.stop or math.inf
+    if end_ids and not any(allowed_ids.start <= i < end for i in end_ids):
+        raise ValueError(f"no text could end: allowed_ids has none of the end_ids {end_ids}")
+
+
+def _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef):
+    """What would be broadcast, or be no penalty."""
+    shapes = [x.shape for x in (new_logprobs, old_logprobs, ref_logprobs, mask) if x is not None]
+    if len(set(shapes)) > 1 or len(advantages) != len(new_logprobs):
+        raise ValueError(f"log-probs and mask {shapes}, {len(advantages)} advantages: give (B, T)")
+    if kl_coef > 0 and ref_logprobs is None:
+        raise ValueError("kl_coef above 0 needs ref_logprobs")
+
+
+def _check_model(model, parameters):
+    """What no metric shows."""
+    if any(p.dtype != torch.float32 for p in parameters):
+        warnings.warn(
+            "trained weights are not float32: most of a step is rounded away", stacklevel=3
+        )
 
 
 def _warn_of(metrics, norms, at_start, groups):
@@ -725,81 +736,3 @@ def _warn_of(metrics, norms, at_start, groups):
         signs.append("the gradient is NaN or infinite: no step was taken")
     for sign in signs:  # Python shows each once for a line that calls update
         warnings.warn(f"{sign}; causes are in docs/copying.md", stacklevel=3)  # at that line
-
-
-class NotFinite(ValueError):
-    """Sampled log-probs are NaN or infinite."""
-
-
-def _check_sampling(prompts, allowed_ids, temperature, top_p, end_ids, generators):
-    if any(not torch.is_tensor(ids) or ids.ndim != 1 or len(ids) == 0 for ids in prompts):
-        raise ValueError("a prompt is a tensor (L,) of ids, with L 1 or more")
-    first = allowed_ids.start if isinstance(allowed_ids, slice) else None
-    if not isinstance(first, int) or first < 0 or allowed_ids.step not in (None, 1):
-        raise ValueError(f"allowed_ids is {allowed_ids}: give slice(first, end), first 0 or more")
-    if temperature <= 0 or not 0 < top_p <= 1:
-        given = f"{temperature} and {top_p}"
-        raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {given}")
-    if end_ids and not any(first <= i < (allowed_ids.stop or math.inf) for i in end_ids):
-        raise ValueError(f"no text could end: allowed_ids has none of the end_ids {end_ids}")
-    if generators is not None and len(generators) != len(prompts):
-        raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts: give one each")
-
-
-def _check_finite(logprobs):  # (N, G*T)
-    broken = ~logprobs.isfinite().all(1)
-    if broken.any():
-        raise NotFinite(
-            f"the log-probs sampled for prompts {broken.nonzero().flatten().tolist()} are not "
-            "finite: damaged weights, a GPU kernel that fails, or too high a learning rate"
-        )
-
-
-def _check_rewards(rewards, group_size):
-    if group_size < 2 or rewards.ndim != 1 or len(rewards) % group_size:
-        raise ValueError(
-            f"rewards {tuple(rewards.shape)}, groups of {group_size}: give (N*G,), G > 1"
-        )
-    if rewards.requires_grad:
-        raise ValueError("rewards carry a gradient: give rewards.detach()")
-    for i in rewards.isinf().nonzero().flatten().tolist():
-        name = f"sample {i % group_size} of prompt {i // group_size}"
-        raise ValueError(f"the reward of {name} is {rewards[i]}")
-
-
-def _check_loss(shape, advantages, kl_coef, constants):
-    if len(shape) != 2:
-        raise ValueError(f"log-probs {tuple(shape)}: give (B, T)")
-    if kl_coef > 0 and constants["ref_logprobs"] is None:
-        raise ValueError("kl_coef above 0 needs ref_logprobs")
-    for name, tensor in constants.items():
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} {tuple(tensor.shape)} for log-probs {tuple(shape)}")
-    if advantages.shape not in (shape, shape[:1]):  # (B, 1) would meet (B, T) as (B, B, T)
-        both = f"advantages {tuple(advantages.shape)} for log-probs {tuple(shape)}"
-        raise ValueError(f"{both}: give (B,) or (B, T)")
-
-
-def _check_advantages(groups):
-    if not groups or any(group.advantages is None for group in groups):
-        first = "set_advantages comes before add_reference and update"
-        raise ValueError(f"no groups, or no advantages yet: {first}")
-
-
-def _check_model(model, parameters):
-    """ValueError for what no metric shows: wrappers, dropout that acts later, unequal ranks."""
-    if hasattr(model, "module") and "Parallel" in type(model).__name__:
-        raise ValueError("the model is wrapped: give model.module; gradients are averaged here")
-    for config in getattr(model, "peft_config", {}).values():
-        if getattr(config, "lora_dropout", 0):  # without effect while the adapter is 0
-            raise ValueError("lora_dropout is noise in the log-probs: set it to 0")
-    if any(p.dtype != torch.float32 for p in parameters):
-        warnings.warn(
-            "trained weights are not float32: most of a step is rounded away", stacklevel=3
-        )
-    if dist.is_initialized() and model.device.type != "meta":
-        sums = [p.detach().flatten().view(torch.uint8).sum().item() for p in parameters]  # exact
-        extremes = torch.tensor([sums, [-number for number in sums]], device=model.device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        if extremes.sum(0).any():  # the largest and the smallest differ
-            raise ValueError("the ranks begin with different adapters: seed them alike before")

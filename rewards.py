@@ -94,7 +94,7 @@ LPIPS_HEADS = (
 SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
 
 
-def model(file, name):
+def lazily(file, name):
     """Makes an object of a class in reward_models/, which is imported only then."""
 
     def make(**sources):
@@ -107,19 +107,19 @@ def model(file, name):
 REWARDS = {
     "mse": mse,
     "ssim": ssim,
-    "lpips": (model("lpips", "Lpips"), {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
-    "text": (model("text", "Text"), {}),
-    "clip": (model("clip", "Clip"), {"model": CLIP_L, "processor": CLIP_L}),
+    "lpips": (lazily("lpips", "Lpips"), {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
+    "text": (lazily("text", "Text"), {}),
+    "clip": (lazily("clip", "Clip"), {"model": CLIP_L, "processor": CLIP_L}),
     "pickscore": (
-        model("clip", "Clip"),
+        lazily("clip", "Clip"),
         {"model": "yuvalkirstain/PickScore_v1", "processor": CLIP_H},
     ),
-    "hps": (model("clip", "Clip"), {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
+    "hps": (lazily("clip", "Clip"), {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
     "aesthetic": (
-        model("clip", "Aesthetic"),
+        lazily("clip", "Aesthetic"),
         {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"},
     ),
-    "vqa": (model("vqa", "Vqa"), {"model": SMOLVLM}),
+    "vqa": (lazily("vqa", "Vqa"), {"model": SMOLVLM}),
 }
 
 

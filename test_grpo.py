@@ -708,7 +708,7 @@ def test_groups_are_what_the_sampler_draws_from_their_seeds():
     shaping = {"temperature": 2.0, "top_p": 0.7}
     extras = {
         "allowed_ids": slice(0, 45),
-        "forward": lambda **inputs: forwards.append(1) or model(**inputs),
+        "token_forward": lambda **inputs: forwards.append(1) or model(**inputs),
     }
     groups = roll_out(trainer(model, **shaping, extras=extras), "one", "two", "one", seed=70)
     sampling = {"num_samples": 4, "allowed_ids": slice(0, 45), "generators": seeded(70, 71, 72)}

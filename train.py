@@ -4,16 +4,14 @@
     torchrun --nproc-per-node 8 train.py --group-size 4
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/.
-grpo_step() is one step of GRPO, its six parts in their order; evaluate() judges; loop() is the run.
+grpo_step() is one step of GRPO, its six parts in their order; loop() is the run.
 examples/train_decoder.py and examples/train_edits.py make the same run with another Run.
 """
 
-import math
 import signal
 import sys
 import time
-from contextlib import closing
-from copy import copy
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,21 +21,21 @@ if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no tr
 import torch
 
 from glm_image.model import GlmImage, check_version, load, token_forward
-from grpo import GRPO, GRPOSettings, NotFinite, set_advantages
+from grpo import GRPO, GRPOSettings, set_advantages
 from rewards import combine, score, weights_of
-from runtime import UserError, checkpoints, counted, out_of_memory, ranks
+from runtime import checkpoints, counted, ranks
 from runtime.data import (
-    evenly,
     for_rewards,
     load_data,
     prompt_indices,
     read_inputs,
     read_prompts,
 )
+from runtime.evaluation import evaluate, seed_of_step
 from runtime.forward import CheckedGRPO
-from runtime.gpu import Clock, Placement, place, plan, retry_with_room
+from runtime.gpu import Clock, Placement, plan, retry_with_room
 from runtime.log import Record
-from runtime.rescue import rescued
+from runtime.rescue import exit_code, rescued
 from runtime.settings import Settings, parse_settings, print_start
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
@@ -51,9 +49,8 @@ def grpo_step(run, settings, rewards, prompts, seed):
     """
     policy, group_size = run.policy, settings.group_size  # policy: a GRPO, see grpo.py
 
-    run.offload_all_but(policy.model)  # on a small GPU the other models leave
-    with run.clock("sample"):  # 1. sample a group of code sequences for each prompt
-        encoded = run.model.encode(prompts, settings)  # (ids, positions, T) of each
+    with run.phase("sample", policy.model):  # 1. sample a group of code sequences for each prompt
+        encoded = run.glm_image.encode(prompts, settings)  # (ids, positions, T) of each
         groups = policy.sample(encoded, group_size, seed)
 
     # 2. paint and score; several rewards become one number per picture
@@ -62,10 +59,9 @@ def grpo_step(run, settings, rewards, prompts, seed):
 
     set_advantages(groups, reward)  # 3. advantages: z-scores within each group
 
-    run.offload_all_but(policy.model)
-    with run.clock("reference"):  # 4. recompute the log-probs: the reference's, LoRA adapter off
+    with run.phase("reference", policy.model):  # 4. recompute the log-probs: with the adapter off
         policy.add_reference(groups)
-    with run.clock("update"):  # and the policy's, with gradient; 5. the clipped loss; 6. AdamW
+    with run.phase("update", policy.model):  # and on, with gradient; 5. the clipped loss; 6. AdamW
         metrics = policy.update(groups)
 
     return Batch(groups, images, raw_rewards), metrics | {"entropy": entropy(groups)}
@@ -77,16 +73,12 @@ def paint_and_score(run, settings, rewards, prompts, groups, seed):
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         # Equal codes make equal pictures: each is painted once.
         codes, which = group.tokens.unique(dim=0, return_inverse=True)
-        run.offload_all_but(*run.model.painters)
-        with run.clock("paint"):
-            latents = run.model.paint(prompt, codes, settings, seed + i)
-        run.offload_all_but(run.model.vae)  # alone, as it takes the most memory
-        with run.clock("vae"):
-            painted = run.model.to_images(latents, settings.micro_batch_size)
-        run.clock.painted()
+        with run.phase("paint", *run.glm_image.painters):
+            latents = run.glm_image.paint(prompt, codes, settings, seed + i)
+        with run.phase("vae", run.glm_image.vae):  # alone, as it takes the most memory
+            painted = run.glm_image.to_images(latents, settings.micro_batch_size)
         images += [painted[k] for k in which]
-    run.offload_all_but()  # the GPU is for the rewards' models
-    with run.clock("score"):
+    with run.phase("score"):  # the GPU is for the rewards' models
         return images, score(rewards, images, **for_rewards(prompts))
 
 
@@ -115,16 +107,17 @@ class Batch:
 class Run:
     """The models, what trains them, and the GPU that they may have to share."""
 
-    model: GlmImage  # the whole pipeline
+    glm_image: GlmImage  # all models
     policy: GRPO  # trains its language model
     clock: Clock
-    placement: Placement | None  # None: on a CPU
+    placement: Placement
 
-    # What the scripts in examples/ override; loop() calls step.
+    # What the scripts in examples/ override; loop() calls step, evaluate() paint_and_score.
     Settings = Settings
     Record = Record
     Model = GlmImage
     step = grpo_step
+    paint_and_score = paint_and_score
     read_prompts = staticmethod(read_prompts)
 
     @classmethod
@@ -134,29 +127,38 @@ class Run:
         turns: None, "pinned" or "mapped", see plan in gpu.py. pipe: the stock pipeline, if it is
         loaded already.
         """
-        model = cls.Model(pipe or load(settings.model, device))
-        model.prepare_training(settings, device, home=None if turns else device)
-        policy = CheckedGRPO(  # GRPO; on a GPU it checks the captured step by its first samples
-            model.language_model,
-            adamw(model.language_model),
+        glm_image = cls.Model(pipe or load(settings.model, device))
+        glm_image.prepare_training(settings, device, home=None if turns else device)
+        # On a GPU the first samples check the captured step.
+        trainer = CheckedGRPO if device.type == "cuda" else GRPO
+        policy = trainer(
+            glm_image.language_model,
+            adamw(glm_image.language_model),
             algorithm(settings),
-            allowed_ids=model.codes(),
-            forward=token_forward(model, settings, device),
-            reference=model.reference,
-            meet=ranks.meet,
+            allowed_ids=glm_image.codes(),
+            token_forward=token_forward(glm_image, settings, device),
+            reference=glm_image.reference,
+            average=ranks.average,
         )
-        return cls(model, policy, Clock(device), place(model.parts, device, policy.forward, turns))
+        placement = Placement(glm_image.parts, device, turns, policy.token_forward)
+        return cls(glm_image, policy, Clock(device), placement)
 
     @property
     def trainers(self):
         """{folder of its adapter: what learns}."""
         return {"adapter": self.policy}
 
-    def offload_all_but(self, *models):
-        """CPU offload: these come to the GPU, the others go, if it is too small for all of them."""
-        if self.placement is not None:
+    @contextmanager
+    def phase(self, name, *models):
+        """Within it these models are on the GPU; the others leave a GPU too small for all of them.
+
+        The time it takes is logged under its name, that of moving under "move".
+        """
+        if self.placement.offload is not None:
             with self.clock("move"):
-                self.placement.all_but(*models)
+                self.placement.offload.all_but(*models)
+        with self.clock(name):
+            yield
 
     def set_learning_rates(self, settings, step):
         set_learning_rate(self.policy, settings.lr, settings.warmup_steps, step)
@@ -186,70 +188,6 @@ def set_learning_rate(trainer, rate, warmup_steps, step):
         group["lr"] = rate * min(1, (step + 1) / (warmup_steps + 1))
 
 
-# ---- judging -------------------------------------------------------------------------------------
-
-# An evaluation counts its seeds up from these, one per prompt. Training (seed_of_step) takes 1,000
-# seeds per step, and its seeds go up by 10^9 per --seed: within 500,000 steps no seed is used for
-# both.
-SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
-
-
-def seed_of_step(step, seed, prompts_per_step):
-    """The seed of this rank's first group; the groups after it count up, on through all ranks."""
-    return (seed * 1_000_003 + step) * 1_000 + ranks.rank() * prompts_per_step
-
-
-def evaluate(run, settings, rewards, prompts, seed, stop=None):
-    """Paint the prompts from the same seeds each time: only what was learned makes a difference.
-
-    As the model is used after training: eval_decode_steps, eval_guidance_scale. stop: StopRequest;
-    once received, this ends early and returns None. Otherwise returns, for each prompt in their
-    order, its raw rewards {name: (G,)} and its G pictures.
-    """
-    group_size = settings.group_size
-    # A CPU's passes cost more for their number than for their rows: fewer and larger ones.
-    at_once = settings.prompts_per_step * (4 if run.clock.device.type == "cpu" else 1)
-    results = {}
-    for rows in ranks.batches(len(prompts), at_once):
-        some = [prompts[row % len(prompts)] for row in rows]
-        make = partial(judge, run, settings, rewards, some, seed + rows[0])
-        images, raw_rewards = retry_with_room(make, run, settings, rows[0])
-        for i, row in enumerate(rows):
-            group = slice(i * group_size, (i + 1) * group_size)
-            results[row] = {name: x[group] for name, x in raw_rewards.items()}, images[group]
-        if stop is not None and any(ranks.gather(stop.received)):
-            return None
-    results = {row: result for part in ranks.gather(results) for row, result in part.items()}
-    return [results[row] for row in range(len(prompts))]
-
-
-def judge(run, settings, rewards, prompts, seed):
-    """The pictures of these prompts and their raw rewards; see evaluate."""
-    settings = copy(settings)  # not replace(), which would check them as those of a step
-    settings.decode_steps = settings.eval_decode_steps
-    settings.guidance_scale = settings.eval_guidance_scale
-    run.offload_all_but(run.policy.model)
-    with run.clock("sample"):
-        groups = run.policy.sample(run.model.encode(prompts, settings), settings.group_size, seed)
-    return paint_and_score(run, settings, rewards, prompts, groups, seed)
-
-
-def evaluate_both(run, settings, data, record, stop=None):
-    """Evaluate on training and held-out prompts, unless this step was evaluated already."""
-    if any(each["step"] == record.done for each in record.records["evaluation"]):
-        return
-    known, new = (evenly(each, settings.eval_count) for each in (data.prompts, data.held_out))
-    rewards = data.rewards | data.judges
-    of_this_rank = sum(math.ceil(len(prompts) / ranks.count()) for prompts in (known, new))
-    with run.clock.evaluation(of_this_rank):
-        training = evaluate(run, settings, rewards, known, SEEDS["training"], stop)
-        held_out = None
-        if training:
-            held_out = evaluate(run, settings, rewards, new, SEEDS["held out"], stop)
-    if held_out:
-        record.evaluation((known, training), (new, held_out))
-
-
 # ---- the run -------------------------------------------------------------------------------------
 
 
@@ -264,6 +202,7 @@ def train(settings, run_class=Run):
         print_start(settings, out, device, len(prompts), len(held_out))
         data = load_data(settings, prompts, held_out)
         run = run_class.load(settings, data, device, turns)
+        ranks.check_alike(run.trainers)
         begun = checkpoints.load(out, run.trainers) if settings.resume else 0
         record = run.Record(out, settings, hashed, run.clock, run.trainers, begun)
         with closing(run.clock), rescued(record):
@@ -278,7 +217,7 @@ def loop(run, settings, data, record, begun):
     """Steps from `begun` on, with evaluations and checkpoints. A signal ends it after a step."""
     record.save()
     if begun == 0 or due(begun, settings.eval_every):
-        evaluate_both(run, settings, data, record, record.stop)
+        evaluate(run, settings, data, record, record.stop)
     run.clock.begin(settings.steps, begun)
     for step in range(begun, settings.steps):
         if any(ranks.gather(record.stop.received)):  # together, or others would wait for this rank
@@ -295,13 +234,13 @@ def loop(run, settings, data, record, begun):
         if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
             record.save()
         if due(step + 1, settings.eval_every):
-            evaluate_both(run, settings, data, record)
+            evaluate(run, settings, data, record)
     record.save()
     if record.done < settings.steps:
         record.write(f"saved; {checkpoints.how_to_continue(record.out)}")
     stopped = any(ranks.gather(record.stop.received))
     if settings.steps > 0 and not (stopped and record.done == begun):  # else there is nothing new
-        evaluate_both(run, settings, data, record)
+        evaluate(run, settings, data, record)
         record.end()
 
 
@@ -310,26 +249,7 @@ def due(step, every):
 
 
 def main(arguments=None, run_class=Run):
-    """train(), but errors the user can fix end in one line and exit code 2, on whichever rank."""
-    try:
-        ranks.join()
-        with ranks.together():
-            code = train(parse_settings(arguments, run_class.Settings), run_class)
-        ranks.leave()
-        return code
-    except KeyboardInterrupt:  # before the first step: there is nothing to save yet
-        return 130
-    except (UserError, NotFinite) as error:
-        ranks.print_error(error)
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        reason = str(error).splitlines()[0]
-        ranks.print_error(
-            f"out of GPU memory ({reason}): try --offload yes and a lower --micro-batch-size; or "
-            "start again with --base int8, or a lower --prompts-per-step or --group-size"
-        )
-    return 2
+    return exit_code(lambda: train(parse_settings(arguments, run_class.Settings), run_class))
 
 
 if __name__ == "__main__":

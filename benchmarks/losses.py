@@ -35,8 +35,8 @@ def redrawn(run, settings, rewards, prompts, groups, seed):
         rows = [i for i, group in enumerate(values) if len(group.unique()) == 1]
         if rows:
             some, other_seed = [prompts[i] for i in rows], seed + 300 * again
-            run.offload_all_but(run.policy.model)
-            new = run.policy.sample(run.model.encode(some, settings), size, other_seed)
+            with run.phase("sample", run.policy.model):
+                new = run.policy.sample(run.glm_image.encode(some, settings), size, other_seed)
             painted, scored = paint_and_score(run, settings, rewards, some, new, other_seed)
             run.clock.bar.write(f"drawn again: {len(rows) * size} pictures")
         for j, i in enumerate(rows):

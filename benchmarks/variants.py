@@ -38,6 +38,7 @@ import world
 
 import train
 from benchmarks import losses
+from runtime import evaluation
 from runtime.data import evenly
 from runtime.log import read_jsonl
 
@@ -161,9 +162,9 @@ def judged(model, adapter=None):
     """Shares of the held-out captions' pictures, with the sampler and the decoder as deployed."""
     settings, data, run = loaded(model, adapter)
     settings = replace(settings, group_size=PICTURES, prompts_per_step=4)
-    evaluation = settings, data.judges, data.held_out, train.SEEDS["held out"]
+    given = settings, data.judges, data.held_out, evaluation.SEEDS["held out"]
     correct, clean, objects = [], [], []
-    for rewards, images in train.evaluate(run, *evaluation):
+    for rewards, images in evaluation.judge(run, *given):
         of_correct, of_clean = rewards.values()
         correct.append(of_correct.mean().item())
         clean += of_clean.tolist()
@@ -176,8 +177,8 @@ def share_of_training(model, adapter):
     """What a rate is chosen on: 4 pictures of each of 48 captions that are trained on."""
     settings, data, run = loaded(model, adapter)
     known = evenly(data.prompts, 48)
-    evaluation = settings, data.judges, known, train.SEEDS["training"]
-    correct = [next(iter(rewards.values())) for rewards, _ in train.evaluate(run, *evaluation)]
+    given = settings, data.judges, known, evaluation.SEEDS["training"]
+    correct = [next(iter(rewards.values())) for rewards, _ in evaluation.judge(run, *given)]
     return np.mean([*mean_by_type([x.mean().item() for x in correct], known).values()])
 
 

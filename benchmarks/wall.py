@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 import train
+from runtime import evaluation
 from runtime.data import evenly, load_data, read_inputs
 from runtime.pictures import RED
 from runtime.settings import TINY
@@ -33,8 +34,8 @@ def judged(adapter):
         data = load_data(settings, prompts, held_out)
         run = train.Run.load(settings, data, torch.device("cpu"), None)
         shown = evenly(held_out, settings.eval_count)  # as in an evaluation
-        seeds = train.SEEDS["held out"], OTHER_SEED
-        results = [train.evaluate(run, settings, data.judges, shown, seed) for seed in seeds]
+        seeds = evaluation.SEEDS["held out"], OTHER_SEED
+        results = [evaluation.judge(run, settings, data.judges, shown, seed) for seed in seeds]
     name = settings.frame_by
     return [[(rewards[name].tolist(), images) for rewards, images in each] for each in results]
 

@@ -37,24 +37,20 @@ def decoder_step(run, settings, rewards, prompts, seed):
     weights = weights_of(rewards)
     policy, decoder = run.policy, run.decoder
 
-    run.offload_all_but(policy.model)
-    with run.clock("sample"):  # 1. sample G code sequences for each prompt
-        groups = policy.sample(run.model.encode(prompts, settings), sequences, seed)
+    with run.phase("sample", policy.model):  # 1. sample G code sequences for each prompt
+        groups = policy.sample(run.glm_image.encode(prompts, settings), sequences, seed)
 
     images = []
     paths = []  # a group for each denoising step of each code sequence
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-        run.offload_all_but(*run.model.painters)
-        with run.clock("paint"):  # 2. paint each K times, by steps that are drawn
+        with run.phase("paint", *run.glm_image.painters):  # 2. paint each K times
             latents, steps = decoder.paint_paths(
                 prompt, group.tokens, paintings, settings, seed + i
             )
-        run.offload_all_but(run.model.vae)
-        with run.clock("vae"):
-            images += run.model.to_images(latents, settings.micro_batch_size)
+        with run.phase("vae", run.glm_image.vae):
+            images += run.glm_image.to_images(latents, settings.micro_batch_size)
         paths += steps
-    run.offload_all_but()
-    with run.clock("score"):  # 2. score
+    with run.phase("score"):  # 2. score
         raw_rewards = score(rewards, images, **for_rewards(prompts))
 
     metrics = {"skipped": 0}
@@ -67,7 +63,7 @@ def decoder_step(run, settings, rewards, prompts, seed):
     # 3. A painting is compared among the K of the same codes, at each denoising step.
     of_steps = {name: repeat_for_steps(x, paths) for name, x in raw_rewards.items()}
     set_advantages(paths, combine(of_steps, weights, paintings, settings.combine))
-    own = learn(run, decoder, run.model.pipe.transformer, paths, "decoder/")  # 4 to 6
+    own = learn(run, decoder, run.glm_image.pipe.transformer, paths, "decoder/")  # 4 to 6
 
     metrics |= own | {"entropy": train.entropy(groups)}
     metrics["skipped"] += own["decoder/skipped"]
@@ -76,10 +72,9 @@ def decoder_step(run, settings, rewards, prompts, seed):
 
 def learn(run, trainer, model, groups, prefix=""):
     """Parts 4 to 6. model: what has to be on the GPU. Returns metrics, named with the prefix."""
-    run.offload_all_but(model)
-    with run.clock(f"{prefix}reference"):
+    with run.phase(f"{prefix}reference", model):
         trainer.add_reference(groups)
-    with run.clock(f"{prefix}update"):
+    with run.phase(f"{prefix}update", model):
         metrics = trainer.update(groups)
     return {prefix + name: value for name, value in metrics.items()}
 
@@ -197,12 +192,12 @@ class DecoderRun(train.Run):
         run = super().load(settings, data, device, turns, pipe)
         run.policy_learns = settings.train == "both"
         run.decoder = DecoderGRPO(
-            run.model,
-            train.adamw(run.model.decoder),
+            run.glm_image,
+            train.adamw(run.glm_image.decoder),
             train.algorithm(settings),
             settings.noise_level,
             settings.guidance_scale,
-            meet=ranks.meet,
+            average=ranks.average,
         )
         return run
 

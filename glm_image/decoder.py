@@ -37,7 +37,7 @@ from glm_image.model import GlmImage, add_adapter
 from grpo import GRPO, NotFinite
 from runtime.checkpoints import find_adapter
 
-PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see SEEDS in train.py
+PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see evaluation.py
 
 
 def gaussian_step(x, v, level, next_level, noise_level):

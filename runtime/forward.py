@@ -62,7 +62,7 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 class CapturedForward:
-    """A model's forward for one new token, to hand to generate_with_logprobs as `forward`.
+    """A model's forward for one new token, to hand to generate_with_logprobs as `token_forward`.
 
     Python launches some thousand small kernels per token; a graph is a single launch. It repeats
     the same kernels on the same addresses, so all that a step reads or writes stays in place: ids,
@@ -204,9 +204,8 @@ class CheckedGRPO(GRPO):
     MOST = 0.1  # nats, the mean gap: bfloat16 rounds by less
     checked = False
 
-    def sample(self, prompts, group_size, seed):
-        given = prompts, group_size, seed
-        if self.checked or not isinstance(self.forward, CapturedForward):
+    def sample(self, *given):
+        if self.checked or not isinstance(self.token_forward, CapturedForward):
             return super().sample(*given)
         gap = torch.inf
         with suppress(NotFinite):
@@ -215,7 +214,7 @@ class CheckedGRPO(GRPO):
         self.checked = True
         if gap <= self.MOST:
             return groups
-        self.forward.simplify(f"sampled and recomputed log-probs differ by {gap:.2f}")
+        self.token_forward.simplify(f"sampled and recomputed log-probs differ by {gap:.2f}")
         return super().sample(*given)
 
     @torch.no_grad()
@@ -229,7 +228,7 @@ class CheckedGRPO(GRPO):
 
 
 class SharedForward:
-    """A model's forward for one new token, to hand to generate_with_logprobs as `forward`.
+    """A model's forward for one new token, to hand to generate_with_logprobs as `token_forward`.
 
     Samples that agree so far share a row: the tiny model is so sure of most codes that 64 samples
     are some 20 rows. All it changes is rounding.

@@ -76,10 +76,6 @@ class Clock:
         self.bar.unpause()
         self.read()
 
-    def painted(self):  # another prompt
-        if self.bar is not self.steps:
-            self.bar.update()
-
     def read(self):
         """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""
         timings, self.timings = self.timings, {}
@@ -88,25 +84,23 @@ class Clock:
 
 
 class Placement:
-    """Models that share a GPU: all stay on it, or from take_turns() on only those at work."""
+    """Where models are that share a device: all on it; or, with an offload, those at work."""
 
-    def __init__(self, models, device, forward=None):
-        """forward: the captured step, released when the weights that it reads leave the GPU."""
+    offload = None
+
+    def __init__(self, models, device, turns=None, forward=None):
+        """turns: see plan. forward: a captured step is released when the weights it reads leave."""
         self.models = models
         self.device = device
-        self.release = forward.release if forward else lambda: None
+        self.release = getattr(forward, "release", lambda: None)
         tensors = [x for model in models for x in (*model.parameters(), *model.buffers())]
         # Where the weights were loaded: mapped from files, they take no host memory there.
         self.homes = [(tensor, tensor.data) for tensor in tensors]
-        self.offload = None
-
-    def stay(self):
-        for tensor, home in self.homes:
-            tensor.data = home.to(self.device)  # Module.to() would replace the buffers
-
-    def all_but(self, *models):
-        if self.offload is not None:
-            self.offload.all_but(*models)
+        if turns:
+            self.take_turns(pin=turns == "pinned")
+        else:
+            for tensor, home in self.homes:
+                tensor.data = home.to(device)  # Module.to() would replace the buffers
 
     def take_turns(self, pin):
         """pin: whether page-locked host memory may hold all weights."""
@@ -129,24 +123,14 @@ class Placement:
             self.offload = offload(pin=False)
 
     def can_take_turns(self):
-        """Whether they do not yet, and the host has room for the weights that are in no file."""
+        """Whether they could: on a GPU, not yet, and the host holds the weights in no file."""
+        if self.device.type == "cpu" or self.offload is not None:
+            return False
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
-        return self.offload is None and unfiled <= room_of_host()
+        return unfiled <= room_of_host()
 
     def fits_host(self):
         return sum(home.nbytes for _, home in self.homes) <= room_of_host()
-
-
-def place(models, device, forward, turns):
-    """A Placement on a GPU, None on a CPU. turns: see plan."""
-    if device.type == "cpu":
-        return None
-    placement = Placement(models, device, forward)
-    if turns is None:
-        placement.stay()
-    else:
-        placement.take_turns(pin=turns == "pinned")
-    return placement
 
 
 # ---- where memory runs out -----------------------------------------------------------------------
@@ -171,8 +155,7 @@ def retry_with_room(work, run, settings, seed):
             if not make_room:
                 raise
         # Only here, after the handler: until its end the error holds the tensors of its frames.
-        if run.placement is not None:
-            run.placement.release()
+        run.placement.release()
         gc.collect()
         torch.cuda.empty_cache()
         line = f"memory: the GPU is full in the phase '{run.clock.name}': {make_room()}"
@@ -192,7 +175,7 @@ def next_room(run, settings):
             trainer.settings.micro_batch_size = settings.micro_batch_size
         return f"from here on --micro-batch-size is {settings.micro_batch_size}"
 
-    if run.placement is not None and settings.offload != "no" and run.placement.can_take_turns():
+    if settings.offload != "no" and run.placement.can_take_turns():
         return take_turns
     return halve if settings.micro_batch_size > 1 else None
 

@@ -92,13 +92,24 @@ def gather(value, failed=False):
     return [value for value, _ in answers]
 
 
-def meet():
-    """Before the ranks exchange gradients: PeerFailed if one of them has failed.
+def average(tensors):
+    """In place, over all ranks. PeerFailed if one of them has failed.
 
-    Gradients go by NCCL, where a rank that has failed keeps the others waiting for ever; this goes
-    by gloo. The policy has not moved yet, so all ranks stop at the same step.
+    Gradients go by NCCL, where a rank that has failed keeps the others waiting for ever; so they
+    gather first, by gloo. The policy has not moved yet: all ranks stop at the same step.
     """
-    gather(None)
+    if count() > 1:
+        gather(None)
+        for tensor in tensors:
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+
+
+def check_alike(trainers):
+    """The ranks begin with the same adapters: no metric would show that they differ."""
+    for trainer in trainers.values():
+        sums = [p.detach().flatten().view(torch.uint8).sum().item() for p in trainer.parameters]
+        if len({*map(tuple, gather(sums))}) > 1:
+            raise UserError("the ranks begin with different adapters")
 
 
 @contextmanager

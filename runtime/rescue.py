@@ -1,10 +1,34 @@
-"""What breaks a run off: the last whole step is saved, and the user reads how to continue."""
+"""What breaks a run off: the last whole step is saved, and the user reads one line."""
 
 import os
 import signal
 from contextlib import contextmanager, suppress
 
-from runtime import UserError, checkpoints, ranks
+from grpo import NotFinite
+from runtime import UserError, checkpoints, out_of_memory, ranks
+
+
+def exit_code(run):
+    """What run() returns; 2 after an error that the user can fix, on whichever rank."""
+    try:
+        ranks.join()
+        with ranks.together():
+            code = run()
+        ranks.leave()
+        return code
+    except KeyboardInterrupt:  # before the first step: there is nothing to save yet
+        return 130
+    except (UserError, NotFinite) as error:
+        ranks.print_error(error)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0]
+        ranks.print_error(
+            f"out of GPU memory ({reason}): try --offload yes and a lower --micro-batch-size; or "
+            "start again with --base int8, or a lower --prompts-per-step or --group-size"
+        )
+    return 2
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_type_hints
@@ -195,6 +196,12 @@ class Settings:
             self.frame_by = None
         if self.combine is None:
             self.combine = "zscore" if len(weights) > 1 else "sum"
+
+    def for_evaluation(self):
+        """As the model is used after training."""
+        own = copy(self)  # not replace(), which would check these as settings of a step
+        own.decode_steps, own.guidance_scale = self.eval_decode_steps, self.eval_guidance_scale
+        return own
 
 
 def check_range(name, value, limits):

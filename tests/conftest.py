@@ -116,7 +116,7 @@ def prompts_of(*texts):
 
 def rolled_out(run, settings, rewards, prompts, seed):
     """The first two parts of a step."""
-    groups = run.policy.sample(run.model.encode(prompts, settings), settings.group_size, seed)
+    groups = run.policy.sample(run.glm_image.encode(prompts, settings), settings.group_size, seed)
     return train.Batch(
         groups, *train.paint_and_score(run, settings, rewards, prompts, groups, seed)
     )
@@ -145,7 +145,7 @@ def chat_inputs(processor, text, height, width, picture=None):
 
 def painting_models(run):
     """Glyph encoder, decoder, VAE."""
-    return run.model.parts[1:]
+    return run.glm_image.parts[1:]
 
 
 def shorten(setattr):
@@ -219,7 +219,7 @@ def judged(tmp_path):
 @pytest.fixture
 def quick(judged, monkeypatch):
     """Runs without evaluations, which are half of a short run."""
-    monkeypatch.setattr(train, "evaluate_both", lambda *given: None)
+    monkeypatch.setattr(train, "evaluate", lambda *given: None)
     return judged
 
 

@@ -168,7 +168,9 @@ def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch, 
 
 def room_for(*micro_batches, placement=None):
     """What retry_with_room needs of a run, and its settings."""
-    run = SimpleNamespace(trainers={}, clock=gpu.Clock(CPU), placement=placement)
+    run = SimpleNamespace(
+        trainers={}, clock=gpu.Clock(CPU), placement=placement or Placement([], CPU)
+    )
     return run, tiny_settings("--micro-batch-size", *micro_batches)
 
 
@@ -246,19 +248,19 @@ def test_the_vae_has_a_turn_of_its_own(monkeypatch, lockable):
     monkeypatch.setattr(
         run.policy, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2
     )
-    run.placement = Offload(run.model.parts, CPU)
+    run.placement.offload = Offload(run.glm_image.parts, CPU)
     up = lambda model: any(
-        weight.data_ptr() != home.data_ptr() for weight, home in run.placement.homes[model]
+        weight.data_ptr() != home.data_ptr() for weight, home in run.placement.offload.homes[model]
     )
     for name in ("paint", "to_images"):
-        stock[name] = getattr(run.model, name)
+        stock[name] = getattr(run.glm_image, name)
         look = lambda *given, name=name: (
             seen.append((name, *map(up, painting_models(run)))) or stock[name](*given)
         )
-        monkeypatch.setattr(run.model, name, look)
+        monkeypatch.setattr(run.glm_image, name, look)
 
     def reward(images, *_):
-        seen.append(("score", *map(up, run.model.parts)))
+        seen.append(("score", *map(up, run.glm_image.parts)))
         return [0.0] * len(images)
 
     prompts = prompts_of("a red circle", "a blue cross")

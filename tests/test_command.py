@@ -41,7 +41,7 @@ from world import draw
 import train
 from grpo import compute_advantages
 from rewards import REWARDS
-from runtime import UserError, ranks, settings
+from runtime import UserError, evaluation, ranks, settings
 from runtime.gpu import Clock
 from runtime.log import LINE, format_step, reward_metrics
 from runtime.settings import TINY
@@ -593,7 +593,7 @@ def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps
         first, last = (train.seed_of_step(s, seed, 4) for s in (0, steps))
         own, *evaluations = (
             [start + offset for offset in (0, 2**30, 2**31)]
-            for start in (first, train.SEEDS["training"], train.SEEDS["held out"])
+            for start in (first, evaluation.SEEDS["training"], evaluation.SEEDS["held out"])
         )
         for start in own:
             for other in {*own, *evaluations[0], *evaluations[1]} - {start}:
@@ -635,11 +635,13 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
         ("a green ring", "held out", 0),
     ]
     expected += [("a blue ring", "held out", 1), ("a red ring", "held out", 2)]
-    expected = [(prompt, train.SEEDS[name] + place, 3, 1.5) for prompt, name, place in expected]
+    expected = [
+        (prompt, evaluation.SEEDS[name] + place, 3, 1.5) for prompt, name, place in expected
+    ]
     assert painted[:5] == painted[-5:] == expected
     seeds = [seed for _, seed, *rest in painted[5:-5] if rest == [1, 1.0]]
     assert len(set(seeds)) == len(seeds) == len(painted) - 10 == 4
-    assert max(seeds) < train.SEEDS["training"] < train.SEEDS["held out"] < 2**30
+    assert max(seeds) < evaluation.SEEDS["training"] < evaluation.SEEDS["held out"] < 2**30
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -807,8 +809,8 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
     prompts = prompts_of("a red circle", "a blue cross")
     run = build_run(settings)
-    monkeypatch.setattr(run.model, "paint", lambda prompt, tokens, *_: tokens)
-    monkeypatch.setattr(run.model, "to_images", colours)
+    monkeypatch.setattr(run.glm_image, "paint", lambda prompt, tokens, *_: tokens)
+    monkeypatch.setattr(run.glm_image, "to_images", colours)
     rolled, _ = train.grpo_step(run, settings, {"colour": (colour, 1.0)}, prompts, 0)
     assert len(rolled.groups) == 2 and len(rolled.images) == 6
     for group in rolled.groups:

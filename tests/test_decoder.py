@@ -71,7 +71,7 @@ def roll_out(run, settings, seed=5):
     images, steps = [], []
     for i in range(len(PROMPTS)):
         latents, drawn = paint_paths(run, settings, PROMPTS[i], codes[i], seed + i)
-        images += run.model.to_images(latents, 4)
+        images += run.glm_image.to_images(latents, 4)
         steps += drawn
     raw_rewards = rewards.score(REWARDS, images, PROMPTS, targets)
     raw_rewards = {name: repeat_for_steps(x, steps) for name, x in raw_rewards.items()}
@@ -219,7 +219,7 @@ def test_no_two_paintings_share_their_draws():
 
 def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     run, settings = build("--guidance-scale 1.5 --kl-coef 0.1", dtype=torch.bfloat16)
-    run.model.pipe.transformer.enable_gradient_checkpointing()
+    run.glm_image.pipe.transformer.enable_gradient_checkpointing()
     steps = roll_out(run, settings)
     assert {step.old_logprobs.dtype for step in steps} == {torch.float32}
     metrics = learn(run, steps)
@@ -364,7 +364,7 @@ def test_a_path_ends_in_its_own_picture(short):
     rolled, _ = train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)
     steps = rolled.paths[14::15]
     last = torch.cat([step.next_latents for step in steps])  # (N*G*K, C, H, W)
-    vae = run.model.pipe.vae
+    vae = run.glm_image.pipe.vae
     mean, std = (
         torch.tensor(getattr(vae.config, f"latents_{name}")).view(1, -1, 1, 1)
         for name in ("mean", "std")
@@ -397,10 +397,10 @@ def taking_turns(monkeypatch, offload):
     """A step of both halves: Adam's first moments, and whether the weights that each piece of work
     needs came up."""
     run, settings = build("--train both --group-size 2 --paintings 2 --kl-coef 0.1", *VARIED)
-    weight = run.model.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
+    weight = run.glm_image.pipe.transformer.transformer_blocks[0].attn1.to_q.base_layer.weight
     head = run.policy.model.get_base_model().lm_head.weight
     if offload:
-        run.placement = Offload(run.model.parts, CPU)
+        run.placement.offload = Offload(run.glm_image.parts, CPU)
     adapters = adapter(run.policy.model) + adapter(run.decoder.model)
     home, own, seen = weight.data_ptr(), head.data_ptr(), []
     places = [p.data_ptr() for p in adapters]
@@ -461,7 +461,7 @@ def test_both_adapters_paint_in_a_stock_pipeline_what_they_painted_here(both_hal
 
     run, _ = build("--train both")
     checkpoints.load(both_halves, run.trainers)
-    here = painted(run.model.pipe, PROMPTS[0], codes, settings, 3)[1][0]
+    here = painted(run.glm_image.pipe, PROMPTS[0], codes, settings, 3)[1][0]
     difference = torch.tensor([a - b for a, b in zip(here.tobytes(), paint(True).tobytes())]).abs()
     assert difference.max() <= 1
     assert here.tobytes() != paint(False).tobytes()

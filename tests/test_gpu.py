@@ -35,7 +35,7 @@ from glm_image.model import GlmImage, encode_prompt, token_forward
 from grpo import GRPO, Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
 from runtime.forward import CapturedForward, SharedForward, grouped_attention, or_plain
-from runtime.gpu import place, plan
+from runtime.gpu import Placement, plan
 from test_grpo import text_model, with_adapter
 from train import adamw
 
@@ -196,17 +196,16 @@ def frozen():
 
 
 def test_place_puts_models_where_they_belong(lockable):
-    assert place([frozen()], CPU, None, None) is None
     released, model = [], frozen()
     forward = SimpleNamespace(release=lambda: released.append(1))
-    offload = place([model], CUDA, forward, "pinned").offload
+    offload = Placement([model], CUDA, "pinned", forward).offload
     assert isinstance(offload, Offload) and list(offload.homes) == [model]
     assert offload.device == CUDA
     offload.on_evict()
     assert released == [1]
     assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings()
     own = model.weight.data_ptr()
-    unpinned = place([model], CUDA, None, "mapped").offload
+    unpinned = Placement([model], CUDA, "mapped", None).offload
     assert model.weight.data_ptr() == own and unpinned.homes[model][0][1].data_ptr() == own
     unpinned.on_evict()  # nothing is captured, nothing to release
 
@@ -220,21 +219,20 @@ def test_turns_begin_amid_a_run(lockable, monkeypatch):
     loaded = where()
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone())  # as to a GPU
-        placement = place([model, frozen()], CUDA, None, None)
+        placement = Placement([model, frozen()], CUDA, None, None)
     up = where()
     assert not {*up} & {*loaded}
-    placement.all_but()
     assert where() == up and placement.offload is None
     placement.device = CPU
     placement.take_turns(pin=False)
     assert where() == [*loaded[:2], up[2]]
-    placement.all_but(model)
+    placement.offload.all_but(model)
     assert not {*where()} & {*loaded}
 
 
 def test_without_an_allocator_setting_models_take_turns_all_the_same(lockable, monkeypatch):
     monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
-    place([frozen()], CUDA, None, "pinned").offload.on_evict()
+    Placement([frozen()], CUDA, "pinned", None).offload.on_evict()
 
 
 def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
@@ -244,7 +242,7 @@ def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     model = frozen()
     home = model.weight.data_ptr()
-    assert place([model], CUDA, None, "pinned").offload.homes[model][0][1].data_ptr() == home
+    assert Placement([model], CUDA, "pinned", None).offload.homes[model][0][1].data_ptr() == home
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("memory: page-locking stopped (CUDA error: out of memory): ")
 
@@ -370,7 +368,7 @@ def same_samples(model, forward, prompts, positions=None, group=2, length=LENGTH
             length,
             num_samples=group,
             position_ids=positions,
-            forward=forward,
+            token_forward=forward,
             generators=[torch.Generator().manual_seed(seed) for seed in range(len(prompts))],
             **shaping,
         )
@@ -475,7 +473,7 @@ def test_a_released_cache_is_free_at_once(compiled_at_once):
     gc.collect()
     gc.disable()
     try:
-        generate_with_logprobs(model, PROMPTS, LENGTH, num_samples=2, forward=forward)
+        generate_with_logprobs(model, PROMPTS, LENGTH, num_samples=2, token_forward=forward)
         keys = weakref.ref(forward.cache.layers[0].keys)
         forward.release()
         assert keys() is None
@@ -568,10 +566,10 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
                 self.logits = self.logits + wrong * torch.randn_like(self.logits)
 
     run = build_run(settings := tiny_settings("--temperature 6 --top-p 1"))
-    prompts = run.model.encode(prompts_of("a ring"), settings)
+    prompts = run.glm_image.encode(prompts_of("a ring"), settings)
     prompts = [(ids, positions[:, : len(ids) + LENGTH], LENGTH) for ids, positions, _ in prompts]
     policy, plain = run.policy, GRPO.sample(run.policy, prompts, 2, 5)
-    policy.forward = Wrong(policy.model, LENGTH, compile=False)
+    policy.token_forward = Wrong(policy.model, LENGTH, compile=False)
     try:
         groups = policy.sample(prompts, 2, 5)
     finally:
@@ -579,7 +577,7 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
     assert torch.equal(groups[0].tokens, plain[0].tokens)
     torch.testing.assert_close(groups[0].old_logprobs, plain[0].old_logprobs, atol=1e-4, rtol=0)
     assert ("the captured step is wrong here" in capsys.readouterr().out) == (wrong is not None)
-    assert policy.checked and policy.forward.refused == (True if wrong else None)
+    assert policy.checked and policy.token_forward.refused == (True if wrong else None)
 
 
 # ---- in a run ------------------------------------------------------------------------------------

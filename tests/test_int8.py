@@ -39,7 +39,7 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
     run = build_run(tiny_settings("--base int8 --train both"))
     rounded = {
         name
-        for part in run.model.parts
+        for part in run.glm_image.parts
         for name, module in part.named_modules()
         if isinstance(module, Int8Linear)
     }

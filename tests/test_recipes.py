@@ -192,7 +192,7 @@ def test_groups_without_spread_are_drawn_again(tmp_path, monkeypatch):
 
     prompts = prompts_of("a red circle", "a blue cross")
     how = run, settings, {"mine": (reward, 1.0)}, prompts
-    groups = run.policy.sample(run.model.encode(prompts, settings), 2, 3)
+    groups = run.policy.sample(run.glm_image.encode(prompts, settings), 2, 3)
     first = [*groups]
     images, raw_rewards = step.redrawn(*how, groups, 3)
     assert calls == [["a red circle"] * 2 + ["a blue cross"] * 2, ["a blue cross"] * 2]
@@ -204,7 +204,7 @@ def test_given_answers_take_the_place_of_samples(tmp_path):
     step = edited("Given answers", tmp_path, "train.py")
     run = build_run(settings := tiny_settings("--group-size 2"))
     prompts = prompts_of("two red rings")
-    ((ids, positions, length),) = run.model.encode(prompts, settings)
+    ((ids, positions, length),) = run.glm_image.encode(prompts, settings)
     group = Group(ids, positions, torch.zeros(2, length, dtype=torch.long), torch.zeros(2, length))
     rewards = step.answered(run, prompts, [group])
     codes = make.codes_of(

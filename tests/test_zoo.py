@@ -256,7 +256,9 @@ def test_sampled_and_reread_logprobs_that_disagree_give_a_warning(right):
     run = trainer(with_adapter(llama(initializer_range=0.5)), lr=1e-3)
     step(run, seed=4)
     if not right:  # a model that begins to see the last token alone
-        run.forward = lambda past_key_values, **inputs: run.model(past_key_values=None, **inputs)
+        run.token_forward = lambda past_key_values, **inputs: run.model(
+            past_key_values=None, **inputs
+        )
     metrics, messages = observed(step, run)
     if right:
         assert messages == [] and metrics["mean_logprob_gap"] < 1e-5

@@ -1,0 +1,57 @@
+"""What was learned: training and held-out prompts, painted from the same seeds each time."""
+
+from functools import partial
+
+from runtime import ranks
+from runtime.data import evenly
+from runtime.gpu import retry_with_room
+
+# Prompt i of an evaluation has seed SEEDS[...] + i: above those of --seed 0 for 500,000 steps, and
+# below those of --seed 1.
+SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
+
+
+def seed_of_step(step, seed, prompts_per_step):
+    """The seed of this rank's first group; the groups after it count up, on through all ranks."""
+    return (seed * 1_000_003 + step) * 1_000 + ranks.rank() * prompts_per_step
+
+
+def evaluate(run, settings, data, record, stop=None):
+    """Judge pictures of training and held-out prompts, unless this step's are judged already.
+
+    stop: a StopRequest; once it is received, this ends early and leaves nothing.
+    """
+    if any(each["step"] == record.done for each in record.records["evaluation"]):
+        return
+    sets = [evenly(each, settings.eval_count) for each in (data.prompts, data.held_out)]
+    rewards = data.rewards | data.judges
+    with run.clock.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
+        given = zip(sets, SEEDS.values())
+        results = [judge(run, settings, rewards, prompts, seed, stop) for prompts, seed in given]
+    if all(results):
+        record.evaluation(*zip(sets, results))
+
+
+def judge(run, settings, rewards, prompts, seed, stop=None):
+    """For each prompt its raw rewards {name: (G,)} and its G pictures; None once stopped."""
+
+    def make(some, seed):
+        own = settings.for_evaluation()
+        with run.phase("sample", run.policy.model):
+            groups = run.policy.sample(run.glm_image.encode(some, own), own.group_size, seed)
+        return run.paint_and_score(own, rewards, some, groups, seed)
+
+    # A CPU's passes cost more for their number than for their rows: fewer and larger ones.
+    at_once = settings.prompts_per_step * (4 if run.clock.device.type == "cpu" else 1)
+    results = {}
+    for rows in ranks.batches(len(prompts), at_once):
+        if stop is not None and any(ranks.gather(stop.received)):
+            return None
+        some, first = [prompts[row % len(prompts)] for row in rows], seed + rows[0]
+        images, raw_rewards = retry_with_room(partial(make, some, first), run, settings, rows[0])
+        run.clock.bar.update(len(some))
+        for i, row in enumerate(rows):
+            group = slice(i * settings.group_size, (i + 1) * settings.group_size)
+            results[row] = {name: x[group] for name, x in raw_rewards.items()}, images[group]
+    results = {row: result for part in ranks.gather(results) for row, result in part.items()}
+    return [results[row] for row in range(len(prompts))]
