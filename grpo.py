@@ -1,9 +1,10 @@
 """GRPO in one file: group relative policy optimisation of a model that writes image codes.
 
-For a prompt, the policy pi writes T tokens o_1..o_T; a decoder paints them; a reward R scores the
-picture. GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1) raises the expected
-reward without a value network: the baseline of a sample is the mean reward of its group, the G
-pictures of one prompt. It minimises
+For a prompt, the policy pi writes a group of G sequences of T tokens o_1..o_T. A decoder paints
+them, and a reward R scores each picture. The tokens of pictures that score above the mean of their
+group become more likely, the tokens of the others less likely. So the group itself says what is
+usual, the baseline, and no value network is needed. GRPO (Shao et al. 2024, "DeepSeekMath",
+arXiv:2402.03300, section 4.1) minimises
 
     loss = -1/G sum_i 1/T sum_t [ min(r A, clip(r, 1 - c, 1 + c) A) - kl_coef * k3 ]
 
@@ -15,8 +16,8 @@ averaged over the N prompts of a step. A group of equal rewards has A = 0 and is
 KL term. What GRPO adds to REINFORCE, whose loss is -R log pi(o_t): the group's mean, so that only
 what is better than usual is reinforced; its std, so that all prompts count alike; the ratio and its
 clip, so that the same samples can serve several optimiser steps; k3, so that the policy stays near
-its start. With one iteration per step the ratio is 1, up to rounding: the clip has nothing to do,
-and the gradient is that of -A log pi(o_t), and of the KL term.
+its start. With one optimiser step per batch of samples, the default, the ratio is 1 up to rounding.
+The clip then has nothing to do, and the gradient is that of -A log pi(o_t) and of the KL term.
 
 One training step, in the order in which its functions stand below; class GRPO calls them:
 
@@ -29,9 +30,9 @@ One training step, in the order in which its functions stand below; class GRPO c
     5. loss                compute_grpo_loss: the formula above
     6. update              GRPO.update: micro-batches, gradient clipping, the optimiser
 
-Between the parts the samples wait on the CPU, as Groups; class Offload lets the policy and what
+Between the parts the samples wait on the CPU, as Groups. Class Offload lets the policy and what
 paints take turns on a GPU. The rest of the file is not needed to understand GRPO: padding, texts
-that end, and what guards against silent mistakes.
+that end, and guards against silent mistakes.
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a
 LoRA adapter, so the base with its adapter disabled is the reference. Nothing here depends on
@@ -64,6 +65,7 @@ class GRPOSettings:
     # Optimiser steps on the same samples. Above 1 the ratios leave 1, and the clip can act.
     iterations: int = 1
     clip_range: float = 0.2
+    # 0 needs no reference. GLM-Image trains with 0.01, the tiny model with 0.2: see train.py --help.
     kl_coef: float = 0.0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -80,7 +82,7 @@ class Group:
     tokens: torch.Tensor  # (G, T)
     old_logprobs: torch.Tensor  # (G, T)
     nucleus: torch.Tensor | None = None  # (G, T, V) bool
-    mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all do
+    mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all count
     advantages: torch.Tensor | None = None  # (G,) or (G, T)
     ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
 
@@ -122,8 +124,8 @@ def generate_with_logprobs(
             `num_new_tokens`; without end_ids it is exactly that.
         generators: N torch.Generators on the model's device, so that no group depends on its
             neighbours. None: torch's.
-        token_forward: called instead of the model for every token but the first: on a GPU, a
-            captured graph.
+        token_forward: called instead of the model for every token but the first, such as a graph
+            that was captured on a GPU.
 
     Returns, on the CPU:
         tokens: (N*G, T) int64, prompt after prompt.
@@ -132,12 +134,12 @@ def generate_with_logprobs(
     """
     _check_sampling(allowed_ids, temperature, top_p, end_ids)
     ids, positions, not_padding = _pad_left(prompt_ids, position_ids, num_new_tokens, model.device)
-    last = torch.tensor([-1], device=model.device)  # a tensor: see get_per_token_logprobs
+    last = torch.tensor([-1], device=model.device)  # why a tensor: see get_per_token_logprobs
 
     def next_logits(ids, rows, end, cache=None):
-        """What follows the ids (B, length), which end at place `end` and follow those in the cache.
+        """Logits (B, vocabulary) for the token after `ids` (B, length), and the cache with `ids`.
 
-        rows: (B,), the prompt of each. Returns logits (B, vocabulary), and the cache, now with ids.
+        `ids` extends the cache and ends at position `end`. rows: (B,), the prompt of each row.
         """
         start = end - ids.shape[1]
         mask = None if not_padding is None else _attended(not_padding[rows], start, end)
@@ -157,10 +159,10 @@ def generate_with_logprobs(
     def draw(logits):
         return _sample_token(logits, allowed_ids, temperature, top_p, generators)
 
-    # The prompts: each is read once, then its row of the cache is repeated for its G samples.
+    # A prompt is read once, then its row of the cache is repeated for its G samples.
     length = ids.shape[1]
     rows = torch.arange(len(ids), device=model.device).repeat_interleave(num_samples)  # (N*G,)
-    logits, cache = next_logits(ids, rows[::num_samples], length)
+    logits, cache = next_logits(ids, rows[::num_samples], length)  # each prompt once
     if hasattr(cache, "reorder_cache"):
         cache.reorder_cache(rows)
         logits = logits[rows]
@@ -180,9 +182,8 @@ def generate_with_logprobs(
     T = int(mask_through_end(tokens, end_ids).sum(1).max()) if end_ids else num_new_tokens
     logprobs = torch.cat(logprobs, dim=1).cpu()[:, :T]
     if not logprobs.isfinite().all():
-        raise NotFinite(
-            "sampled log-probs are not finite: damaged weights, a GPU kernel that fails?"
-        )
+        causes = "damaged weights, a GPU kernel that fails, or too high a learning rate"
+        raise NotFinite(f"sampled log-probs are not finite: {causes}")
     nucleus = torch.stack([each.cpu() for each in nuclei[:T]], dim=1) if top_p < 1 else None
     return tokens[:, :T], logprobs, nucleus
 
@@ -343,7 +344,7 @@ def compute_grpo_loss(
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
     # The share of each token in a mean over the tokens of a sample, then over samples.
     share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T)
-    # Hook: the share of each token in the loss. Other losses change it: docs/copying.md.
+    # Hook: other losses weigh the tokens otherwise (docs/copying.md); metrics stay means.
     loss_share = share
 
     def masked(x):  # before any product: 0 x NaN is NaN
@@ -395,11 +396,11 @@ class GRPO:
         allowed_ids, token_forward: as for generate_with_logprobs.
         reference: makes a context within which the model is the reference; None: with its adapter
             disabled.
-        average: averages tensors over the processes that train one policy, in place. W of them,
-            with N prompts and seeds of their own, equal one with W*N: see runtime/ranks.py.
+        average: takes tensors, and averages each over all processes in place; None: there is one
+            process. W processes, with N prompts and seeds of their own, equal one with W*N.
 
-    Of a group, add_reference and update read old_logprobs, mask, advantages and ref_logprobs; the
-    rest is read by logprobs(), which a subclass may replace, as glm_image/decoder.py does.
+    add_reference and update use a group's old_logprobs, mask, advantages and ref_logprobs. Only
+    logprobs() reads the rest: override it for another type of policy, as glm_image/decoder.py does.
     """
 
     def __init__(
@@ -410,7 +411,7 @@ class GRPO:
         allowed_ids=slice(0, None),
         token_forward=None,
         reference=None,
-        average=lambda tensors: None,
+        average=None,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -418,11 +419,11 @@ class GRPO:
         self.allowed_ids = allowed_ids
         self.token_forward = token_forward
         self.reference = reference or self.without_adapter
-        self.average = average
+        self.average = average or (lambda tensors: None)
         self.steps = 0  # optimiser steps so far
         parameters = [p for each in optimizer.param_groups for p in each["params"]]
         self.parameters = [p for p in parameters if p.requires_grad]
-        _check_model(model, self.parameters)
+        _check_process(self.parameters, average)
 
     def sample(self, encoded, group_size, seed):
         """1: N Groups of `group_size` (G) samples.
@@ -433,13 +434,14 @@ class GRPO:
         """
         self.model.eval()
         prompt_ids, position_ids, lengths = zip(*encoded, strict=True)
-        (num_new_tokens,) = set(lengths)  # one for all
+        if len(set(lengths)) > 1:
+            raise ValueError(f"numbers of tokens {lengths}: give one T for all prompts")
         seeds = range(seed, seed + len(encoded))
         ends = self.settings.end_ids
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model,
             prompt_ids,
-            num_new_tokens,
+            lengths[0],
             num_samples=group_size,
             position_ids=None if position_ids[0] is None else position_ids,
             allowed_ids=self.allowed_ids,
@@ -451,7 +453,7 @@ class GRPO:
         )
         mask = None
         if ends:
-            mask = mask_through_end(tokens, ends)
+            mask = mask_through_end(tokens, ends)  # (N*G, T)
             # The pass goes on for the longest text: a reward must not see what others wrote then.
             tokens = tokens.where(mask > 0, ends[0])
         by_group = lambda x: [None] * len(encoded) if x is None else x.split(group_size)
@@ -497,13 +499,15 @@ class GRPO:
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
         # Eval mode, so that nothing drops out; but gradient checkpointing works in train mode only.
         self.model.train(getattr(self.model, "is_gradient_checkpointing", False))
-        self.optimizer.zero_grad()  # an update that failed may have left half of a gradient
         reports = []  # (size, metrics) of each micro-batch
         norms = []  # of the gradient before clipping, per iteration
         for _ in range(self.settings.iterations):
+            for each in self.parameters:  # not None, for a process whose groups have no spread
+                each.grad = torch.zeros_like(each)
             for group, rows in micro_batches:
+                new_logprobs = self.logprobs(group, rows)  # 4
                 loss, metrics = compute_grpo_loss(  # 5
-                    self.logprobs(group, rows),  # 4
+                    new_logprobs,
                     group.old_logprobs[rows],
                     group.advantages[rows],
                     _rows(group.ref_logprobs, rows),
@@ -514,8 +518,6 @@ class GRPO:
                 # The gradients of micro-batches add up to that of the step, however it is cut.
                 (loss * size(group, rows) / total).backward()
                 reports.append((size(group, rows), metrics))
-            for each in self.parameters:  # of a process whose groups are all without spread
-                each.grad = torch.zeros_like(each) if each.grad is None else each.grad
             self.average([each.grad for each in self.parameters])
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
             norms.append(norm.item())
@@ -640,10 +642,11 @@ def _attended(not_padding, start, end):
 
 
 def _all_ended(samples, end_ids):
-    if len(samples) % 16:  # rarely, as the CPU waits for the GPU here
+    """Whether every text has ended; asked at every 16th token, as the CPU waits for the GPU here."""
+    if len(samples) % 16:
         return False
-    tokens = torch.cat([token for token, *_ in samples], dim=1)
-    return torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).any(1).all()
+    tokens = torch.cat([token for token, *_ in samples], dim=1)  # (N*G, tokens so far)
+    return torch.isin(tokens, tokens.new_tensor(end_ids)).any(1).all()
 
 
 def mask_through_end(tokens, end_ids):
@@ -651,7 +654,7 @@ def mask_through_end(tokens, end_ids):
 
     That token counts too: without it no step would teach the model to stop.
     """
-    is_end = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device)).int()  # (B, T)
+    is_end = torch.isin(tokens, tokens.new_tensor(end_ids)).int()  # (B, T)
     return (is_end.cumsum(1) - is_end == 0).float()
 
 
@@ -708,8 +711,11 @@ def _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_c
         raise ValueError("kl_coef above 0 needs ref_logprobs")
 
 
-def _check_model(model, parameters):
-    """What no metric shows."""
+def _check_process(parameters, average):
+    """What no metric shows: policies that drift apart, steps that are rounded away."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and average is None:
+        raise ValueError("torch.distributed is started: GRPO needs `average`, see docs/copying.md")
     if any(p.dtype != torch.float32 for p in parameters):
         warnings.warn(
             "trained weights are not float32: most of a step is rounded away", stacklevel=3

@@ -112,7 +112,7 @@ class Run:
     clock: Clock
     placement: Placement
 
-    # What the scripts in examples/ override; loop() calls step, evaluate() paint_and_score.
+    # What the scripts in examples/ replace. loop() calls step, evaluate() calls paint_and_score.
     Settings = Settings
     Record = Record
     Model = GlmImage
@@ -124,8 +124,8 @@ class Run:
     def load(cls, settings, data, device, turns, pipe=None):
         """The models on the device, and the policy's trainer.
 
-        turns: None, "pinned" or "mapped", see plan in gpu.py. pipe: the stock pipeline, if it is
-        loaded already.
+        data: for a subclass that needs it, as examples/train_edits.py does. turns: None, "pinned"
+        or "mapped", see plan in gpu.py. pipe: the stock pipeline, if it is loaded already.
         """
         glm_image = cls.Model(pipe or load(settings.model, device))
         glm_image.prepare_training(settings, device, home=None if turns else device)

@@ -72,10 +72,10 @@ class GlmImage:
     @classmethod
     def sizes(cls, settings, device):
         """Its models without data: from a few kB of config files."""
-        model = cls(load_sizes(settings.model, device))
+        glm_image = cls(load_sizes(settings.model, device))
         # An adapter to start from is small, and it is data.
-        model.prepare_training(replace(settings, adapter=None), torch.device("meta"))
-        return model.parts
+        glm_image.prepare_training(replace(settings, adapter=None), torch.device("meta"))
+        return glm_image.parts
 
     @property
     def parts(self):
@@ -268,11 +268,11 @@ def load_sizes(model, device):
     return load(model, device, **modules)
 
 
-def token_forward(model, settings, device):
+def token_forward(glm_image, settings, device):
     """The step of one token: on a CUDA GPU a graph; on a CPU one in which samples share rows."""
-    number = model.number_of_codes(settings)
+    number = glm_image.number_of_codes(settings)
     if device.type != "cuda":
-        return SharedForward(model.language_model, number)
-    model.compile_decoder()
+        return SharedForward(glm_image.language_model, number)
+    glm_image.compile_decoder()
     rows = settings.prompts_per_step * settings.group_size
-    return CapturedForward(model.language_model, number, rows)
+    return CapturedForward(glm_image.language_model, number, rows)

@@ -6,8 +6,7 @@ from runtime import ranks
 from runtime.data import evenly
 from runtime.gpu import retry_with_room
 
-# Prompt i of an evaluation has seed SEEDS[...] + i: above those of --seed 0 for 500,000 steps, and
-# below those of --seed 1.
+# Prompt i of an evaluation has seed SEEDS[...] + i. No training step before the 500,000th has it.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
 
 

@@ -31,7 +31,10 @@ def flag(default, help, *, group=None, may_change=False, is_path=False, **limits
 
 @dataclass(kw_only=True)
 class Settings:
-    """The settings of train.py, which are only read. The defaults here are those for GLM-Image.
+    """The settings of train.py. The defaults here are those for GLM-Image.
+
+    While it runs, only runtime/gpu.py changes any: base by what fits, micro_batch_size by what
+    does not.
 
     A model's folder may hold defaults.json with others: tiny-glm-image does. Scripts in examples/
     add settings of their own.
