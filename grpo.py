@@ -492,10 +492,9 @@ class GRPO:
             # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
             return len(rows)
 
-        total = sum(size(group, rows) for group in groups for rows in self.split(group))
-        total = torch.tensor(float(total), device=self.model.device)
+        sizes = [float(size(group, rows)) for group in groups for rows in self.split(group)]
+        total = torch.tensor(sizes, device=self.model.device).sum()
         self.average([total])
-        total = total.item()
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
         # Eval mode, so that nothing drops out; but gradient checkpointing works in train mode only.
         self.model.train(getattr(self.model, "is_gradient_checkpointing", False))
@@ -516,7 +515,7 @@ class GRPO:
                     self.settings.kl_coef,
                 )
                 # The gradients of micro-batches add up to that of the step, however it is cut.
-                (loss * size(group, rows) / total).backward()
+                (loss * size(group, rows) / total.item()).backward()
                 reports.append((size(group, rows), metrics))
             self.average([each.grad for each in self.parameters])
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
@@ -695,8 +694,7 @@ def _check_sampling(allowed_ids, temperature, top_p, end_ids):
     if allowed_ids.step not in (None, 1):
         raise ValueError(f"allowed_ids is {allowed_ids}: give slice(first, end)")
     if temperature <= 0 or not 0 < top_p <= 1:
-        given = f"{temperature} and {top_p}"
-        raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {given}")
+        raise ValueError(f"temperature {temperature} must be above 0, top_p {top_p} in (0, 1]")
     end = allowed_ids.stop or math.inf
     if end_ids and not any(allowed_ids.start <= i < end for i in end_ids):
         raise ValueError(f"no text could end: allowed_ids has none of the end_ids {end_ids}")
@@ -713,8 +711,12 @@ def _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_c
 
 def _check_process(parameters, average):
     """What no metric shows: policies that drift apart, steps that are rounded away."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and average is None:
+    if average is not None:
+        sums = torch.stack([p.detach().float().sum() for p in parameters])
+        average([means := sums.clone()])
+        if not torch.allclose(means, sums):
+            raise ValueError("the processes begin with different adapters: seed them alike before")
+    elif torch.distributed.is_available() and torch.distributed.is_initialized():
         raise ValueError("torch.distributed is started: GRPO needs `average`, see docs/copying.md")
     if any(p.dtype != torch.float32 for p in parameters):
         warnings.warn(

@@ -202,7 +202,6 @@ def train(settings, run_class=Run):
         print_start(settings, out, device, len(prompts), len(held_out))
         data = load_data(settings, prompts, held_out)
         run = run_class.load(settings, data, device, turns)
-        ranks.check_alike(run.trainers)
         begun = checkpoints.load(out, run.trainers) if settings.resume else 0
         record = run.Record(out, settings, hashed, run.clock, run.trainers, begun)
         with closing(run.clock), rescued(record):

@@ -104,14 +104,6 @@ def average(tensors):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
 
 
-def check_alike(trainers):
-    """The ranks begin with the same adapters: no metric would show that they differ."""
-    for trainer in trainers.values():
-        sums = [p.detach().flatten().view(torch.uint8).sum().item() for p in trainer.parameters]
-        if len({*map(tuple, gather(sums))}) > 1:
-            raise UserError("the ranks begin with different adapters")
-
-
 @contextmanager
 def together():
     """An error on one rank is PeerFailed on all others, when they next gather."""

@@ -133,7 +133,7 @@ def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
 
 
 def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(judged, monkeypatch):
-    """Two of training and one held out, before and after; a step's pictures do not count."""
+    """Two of training and one held out, before and after; a step's prompts do not count."""
     bars = []
 
     class Bar(tqdm):
@@ -151,7 +151,7 @@ def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(judged, monkeypatch
     Path("new.txt").write_text("a green ring\n")
     arguments = str.split("--eval-prompts new.txt --eval-targets none --eval-count 2")
     assert judged(*arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
-    assert bars == [("prompt", 3, [1, 1, 1]), ("step", 1, [1]), ("prompt", 3, [1, 1, 1])]
+    assert bars == [("prompt", 3, [2, 1]), ("step", 1, [1]), ("prompt", 3, [2, 1])]
 
 
 def test_a_curve_has_steps_and_both_evaluations(tmp_path):

@@ -204,7 +204,7 @@ def test_weights_that_are_not_float32_are_warned_of():
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_models_without_a_cache_of_keys_and_values_are_refused(kind):
-    with pytest.raises(ValueError, match="returns no past_key_values"):
+    with pytest.raises((ValueError, AttributeError), match="no (attribute ')?past_key_values"):
         check(build(kind, REFUSED[kind]), EQUAL)
 
 
@@ -311,10 +311,15 @@ def test_noise_and_virtual_tokens_show_in_the_gap(kind):
     assert metrics["mean_logprob_gap"] > 0.1 and "recomputed log-probs disagree" in messages[0]
 
 
-def test_dropout_of_an_adapter_is_refused():
-    """It would act from the second step on: at first the adapter is 0."""
-    with pytest.raises(ValueError, match="lora_dropout is noise"):
-        trainer(with_adapter(llama(), lora_dropout=0.3))
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_of_an_adapter_is_off_or_shows_in_the_gap(checkpointing):
+    """It acts in train mode alone, and where the adapter is no longer 0."""
+    model = with_adapter(llama(), lora_dropout=0.5)
+    perturb(model, 0.3)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    metrics, messages = observed(step, trainer(model))
+    assert (metrics["mean_logprob_gap"] > 0.1) == (messages != []) == checkpointing
 
 
 @pytest.mark.parametrize("start", ["new", "trained before", "pissa", "olora", "resumed"])
@@ -383,24 +388,35 @@ def test_what_trains_nothing_gives_a_warning(cause):
     assert "gradient is exactly 0" in message and metrics["grad_norm"] == 0
 
 
-def test_across_ranks_what_is_frozen_stays_as_it_is(monkeypatch):
+def test_across_ranks_what_is_frozen_stays_as_it_is():
     """AdamW(model.parameters()): a gradient of 0 would let all frozen weights decay, and would be
     sent."""
     sent = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: sent.append(tensor.numel()))
+    average = lambda tensors: sent.extend(tensor.numel() for tensor in tensors)
     model = with_adapter(llama())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    run = GRPO(
-        model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), GRPOSettings(), IDS
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    run = GRPO(model, optimizer, GRPOSettings(), IDS, average=average)
     assert step(run)["grad_norm"] > 0
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    learning = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
-    assert moved == {name for name, _ in learning}
-    sums = 2 * len(learning)  # of its bytes, compared before the first step
-    # And the sum of weights.
-    assert sorted(sent) == sorted([1, sums] + [size for _, size in learning])
+    learning = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert moved == learning.keys()
+    # At the start a sum for each, then the number of samples and the gradients.
+    assert sent == [len(learning), 1, *learning.values()]
+
+
+def test_processes_that_would_drift_apart_are_refused(monkeypatch):
+    def with_another(tensors):  # whose first adapter was drawn from another seed
+        for tensor in tensors:
+            tensor[0] += 0.1
+
+    model = with_adapter(llama())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="begin with different adapters"):
+        GRPO(model, optimizer, GRPOSettings(), IDS, average=with_another)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="GRPO needs `average`"):
+        GRPO(model, optimizer, GRPOSettings(), IDS)
 
 
 def test_an_exception_leaves_no_gradient_behind(monkeypatch):
@@ -520,15 +536,17 @@ def test_codes_with_a_head_of_their_own(tmp_path):
     assert not torch.equal(head, before)  # it is the head of the codes that learns
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (LENGTH,), (1, LENGTH), (4, LENGTH, 1), ()])
-def test_advantages_and_masks_of_another_shape_are_refused(shape):
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "mask", "advantages"])
+@pytest.mark.parametrize("shape", [(4, 1), (LENGTH,), (1, LENGTH), (1,)])
+def test_what_would_be_broadcast_is_refused(name, shape):
     logprobs = torch.zeros(4, LENGTH)
-    with pytest.raises(
-        ValueError, match=r"advantages \(.*\) for log-probs \(4, 8\): give \(B,\) or \(B, T\)"
-    ):
-        compute_grpo_loss(logprobs, logprobs, torch.ones(shape))
-    with pytest.raises(ValueError, match=r"mask \(.*\) for log-probs \(4, 8\)"):
-        compute_grpo_loss(logprobs, logprobs, torch.ones(4), mask=torch.ones(shape))
+    given = {"old_logprobs": logprobs, "advantages": torch.arange(4.0), name: torch.ones(shape)}
+    if (name, shape) == ("advantages", (4, 1)):  # as (4,)
+        loss = compute_grpo_loss(logprobs, logprobs, torch.arange(4.0)[:, None])[0]
+        assert loss == compute_grpo_loss(logprobs, logprobs, torch.arange(4.0))[0]
+        return
+    with pytest.raises(ValueError, match=r"give \(B, T\)"):
+        compute_grpo_loss(logprobs, **given)
 
 
 def test_rewards_of_any_kind_and_of_one_shape():
@@ -545,49 +563,11 @@ def test_rewards_of_any_kind_and_of_one_shape():
         compute_advantages(np.array(rewards).reshape(2, 4), 4)
 
 
-@pytest.mark.parametrize("prompt", [EQUAL[0][None], EQUAL[0].tolist(), EQUAL[0][:0]])
-def test_a_prompt_is_a_row_of_ids(prompt):
-    with pytest.raises(ValueError, match=r"a prompt is a tensor \(L,\) of ids, with L 1 or more"):
-        generate_with_logprobs(llama(), [prompt], LENGTH)
-
-
-@pytest.mark.parametrize(
-    "ids", [[20, 21, 22], range(20, 44), slice(None, 44), slice(20, 44, 2), slice(-20, None)]
-)
-def test_allowed_ids_are_a_plain_slice(ids):
+def test_allowed_ids_have_no_step():
     with pytest.raises(ValueError, match=r"give slice\(first, end\)"):
-        generate_with_logprobs(llama(), EQUAL, 2, allowed_ids=ids)
+        generate_with_logprobs(llama(), EQUAL, 2, allowed_ids=slice(20, 44, 2))
 
 
 def test_an_end_that_cannot_be_sampled_is_refused():
     with pytest.raises(ValueError, match="no text could end"):
         generate_with_logprobs(llama(), EQUAL, 2, allowed_ids=slice(0, 9), end_ids=(9,))
-
-
-def test_groups_and_rewards_that_do_not_fit_are_refused():
-    run = trainer(with_adapter(llama()), kl_coef=0.1)
-    groups = [*run.sample([(EQUAL[0], None, 2)], 4, 0), *run.sample([(EQUAL[1], None, 2)], 2, 1)]
-    with pytest.raises(ValueError, match=r"groups of \[4, 2\] samples.* call set_advantages g"):
-        set_advantages(groups, torch.arange(6.0))
-    with pytest.raises(ValueError, match=r"give rewards.detach\(\)"):
-        set_advantages(groups[:1], torch.arange(4.0, requires_grad=True))
-    with pytest.raises(ValueError, match=r"groups of \[\] samples: give one group or more"):
-        set_advantages([], [])
-    for act in (run.update, run.add_reference):
-        with pytest.raises(ValueError, match="no groups"):
-            act([])
-    for act in (run.update, run.add_reference):
-        with pytest.raises(ValueError, match="set_advantages comes before"):
-            act(groups[:1])
-
-
-def test_a_wrapped_model_is_refused(tmp_path):
-    model = llama()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    try:
-        for wrap in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel):
-            with pytest.raises(ValueError, match="give model.module"):
-                trainer(wrap(model))
-        assert step(trainer(model))["grad_norm"] > 0
-    finally:
-        dist.destroy_process_group()
