@@ -50,7 +50,7 @@ def grpo_step(run, settings, rewards, prompts, seed):
     policy, group_size = run.policy, settings.group_size  # policy: a GRPO, see grpo.py
 
     with run.phase("sample", policy.model):  # 1. sample a group of code sequences for each prompt
-        encoded = run.glm_image.encode(prompts, settings)  # (ids, positions, T) of each
+        encoded = run.glm_image.encode(prompts, settings)  # N x (prompt_ids, position_ids, T)
         groups = policy.sample(encoded, group_size, seed)
 
     # 2. paint and score; several rewards become one number per picture
