@@ -49,6 +49,7 @@ FIRST_RATES = (1e-3, 2e-3)  # from there halved or doubled, as long as it gets b
 LOWEST, HIGHEST = 2.5e-4, 8e-3
 MOVING = ("two", "counting", "position", "binding")  # types: the other two are correct before
 PICTURES = 16  # of each held-out caption
+JUDGES = {"correct": (check.correct, 1.0), "clean": (check.clean, 1.0)}
 HARD_START = {"steps": 160, "lr": 1e-4}
 COLUMNS = ["start", "variant", "lr", "seed", "step", "pictures", *world.KINDS, "clean", "objects"]
 COLUMNS += ["clipped", "chosen_on"]
@@ -162,12 +163,11 @@ def judged(model, adapter=None):
     """Shares of the held-out captions' pictures, with the sampler and the decoder as deployed."""
     settings, data, run = loaded(model, adapter)
     settings = replace(settings, group_size=PICTURES, prompts_per_step=4)
-    given = settings, data.judges, data.held_out, evaluation.SEEDS["held out"]
+    given = settings, JUDGES, data.held_out, evaluation.SEEDS["held out"]
     correct, clean, objects = [], [], []
     for rewards, images in evaluation.judge(run, *given):
-        of_correct, of_clean = rewards.values()
-        correct.append(of_correct.mean().item())
-        clean += of_clean.tolist()
+        correct.append(rewards["correct"].mean().item())
+        clean += rewards["clean"].tolist()
         objects += (4 * check.many(images)).tolist()
     shares = mean_by_type(correct, data.held_out)
     return shares | {"clean": np.mean(clean), "objects": np.mean(objects)}
@@ -177,8 +177,8 @@ def share_of_training(model, adapter):
     """What a rate is chosen on: 4 pictures of each of 48 captions that are trained on."""
     settings, data, run = loaded(model, adapter)
     known = evenly(data.prompts, 48)
-    given = settings, data.judges, known, evaluation.SEEDS["training"]
-    correct = [next(iter(rewards.values())) for rewards, _ in evaluation.judge(run, *given)]
+    given = settings, JUDGES, known, evaluation.SEEDS["training"]
+    correct = [rewards["correct"] for rewards, _ in evaluation.judge(run, *given)]
     return np.mean([*mean_by_type([x.mean().item() for x in correct], known).values()])
 
 
