@@ -134,7 +134,6 @@ def lazily(file, name):
 REWARDS = {
     "mse": mse,
     "ssim": ssim,
-    "variety": variety,
     "lpips": (lazily("lpips", "Lpips"), {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
     "text": (lazily("text", "Text"), {}),
     "clip": (lazily("clip", "Clip"), {"model": CLIP_L, "processor": CLIP_L}),
@@ -148,6 +147,7 @@ REWARDS = {
         {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"},
     ),
     "vqa": (lazily("vqa", "Vqa"), {"model": SMOLVLM}),
+    "variety": variety,
 }
 
 
