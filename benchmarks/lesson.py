@@ -1,12 +1,11 @@
-"""Fills docs/lesson.html, a page that opens by double click: its line of data, from a run.
+"""Fills docs/lesson.html, a page that opens by double click, and paints its still for the README.
 
     python train.py --model tiny-glm-image --eval-every 1 --out runs/1
     python benchmarks/lesson.py runs/1
 
-On fresh samples the loss is -1/(G T) sum_i A_i log p(picture i), so a plain gradient step of size s
-adds s sum_i A_i push_i to the log-prob of a code, to first order. push_i is an inner product, over
-G T: of that log-prob's gradient, and of the gradient of log p(picture i). With it the page answers
-for any rewards. Where Chromium is installed, the still of the README is painted too.
+On fresh samples the loss is -1/(G T) sum_i A_i log p(picture i). To first order a plain gradient
+step of size s adds s sum_i A_i push_i to the log-prob of a code. push_i, over G T, is the inner
+product of two gradients: of that log-prob, and of log p(picture i). The still needs Chromium.
 """
 
 import base64
@@ -18,9 +17,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from math import comb
 from pathlib import Path
-from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny-glm-image")]
@@ -31,20 +28,17 @@ from make import make_codebook
 from PIL import Image
 
 import train
+from benchmarks.best_of import BEFORE, CSV, curve
 from rewards import parse_rewards
 from runtime.data import Prompt, evenly, read_prompts
 from runtime.log import read_jsonl
-from runtime.settings import TINY
 
 PAGE, STILL = ROOT / "docs" / "lesson.html", ROOT / "assets" / "lesson.png"
-BEST_OF = ROOT / "benchmarks" / "best-of.csv"
 GROUPS = [  # caption, seed: four rewards; as in the notebook; one picture, four times
     ("a purple cross and a yellow triangle", 7),
     ("a black triangle and a red circle", 3),
     ("a circle left of a ring", 10),
 ]
-SIZE = 0.3  # of the gradient step
-G = torch.arange(4)
 PICTURES = {}  # {as base64: its number}
 
 
@@ -57,18 +51,19 @@ def number_of(image):
 def group_of(settings, text, seed):
     """A group before training, and its choices: where top-p has left more codes than one."""
     run = train.Run.load(settings, None, torch.device("cpu"), None)
-    policy, prompts, rewards = run.policy, [Prompt(text)], parse_rewards(settings.reward)
-    (group,) = policy.sample(run.glm_image.encode(prompts, settings), len(G), seed)
-    images, raw_rewards = train.paint_and_score(run, settings, rewards, prompts, [group], seed)
-    of_pictures = gradients(policy, policy.logprobs(group, G).sum(1)) / group.tokens.numel()
+    policy, prompts, functions = run.policy, [Prompt(text)], parse_rewards(settings.reward)
+    groups = policy.sample(run.glm_image.encode(prompts, settings), 4, seed)
+    images, raw_rewards = train.paint_and_score(run, settings, functions, prompts, groups, seed)
+    (group,), (rewards,) = groups, raw_rewards.values()
+    of_pictures = gradients(policy, policy.logprobs(group, torch.arange(4)).mean(1) / 4)
     choices = {}  # {the codes before a choice: it}; pictures that begin alike share a choice
     for i, codes in enumerate(group.tokens.tolist()):
         for t in (group.nucleus[i].sum(-1) > 1).nonzero().flatten().tolist():
             if (before := tuple(codes[:t])) not in choices:
                 options = options_of(policy, group, i, t, of_pictures)
                 choices[before] = {"place": t, "options": options}
-    names = {"caption": text, "rewards": next(iter(raw_rewards.values())).tolist()}
-    return names | {"pictures": [*map(number_of, images)], "choices": [*choices.values()]}
+    known = {"caption": text, "rewards": rewards.tolist(), "choices": [*choices.values()]}
+    return known | {"pictures": [*map(number_of, images)]}
 
 
 def options_of(policy, group, i, t, of_pictures):
@@ -104,40 +99,31 @@ def film_of(settings, folder):
         files, rows = folder / "evaluation" / f"{record['step']:06d}", []
         for i, text in enumerate(captions, 1):
             images = [Image.open(files / f"{i}-{j}.png") for j in range(1, 5)]
-            judged = correct(images, [text] * 4).int().tolist()
-            rows.append([*zip(map(number_of, images), judged)])
+            rows.append([*zip(map(number_of, images), correct(images, [text] * 4).int().tolist())])
         share = record["held out, mean of types"]["reward/check.py:correct"][0]
         frames.append({"share": round(share, 4), "rows": rows})
     flat = [step["groups_without_spread"] for step in steps]
     return {"captions": captions, "frames": frames, "flat": flat}
 
 
-def best_of(rows, k):
-    """The chance that of k pictures one at least is correct, from 64: the mean of the types."""
-    types = {}
-    for row in rows:  # arXiv:2107.03374
-        chance = 1 - comb(64 - int(row["correct"]), k) / comb(64, k)
-        types.setdefault(row["type"], []).append(chance)
-    return mean(map(mean, types.values()))
-
-
 def main(folder):
-    settings = train.parse_settings(["--model", TINY])
-    data = {"size": SIZE, "groups": [group_of(settings, *each) for each in GROUPS]}
-    rows = [*csv.DictReader(BEST_OF.read_text().splitlines())]
-    before = [row for row in rows if row["run"] == "before training"]
-    after = [row for row in rows if row["run"].startswith("default run")][: len(before)]  # seed 0
-    data["best"] = {"before": [best_of(before, 2**i) for i in range(7)], "after": best_of(after, 1)}
-    data["best"]["never"] = sum(row["correct"] == "0" for row in before)
+    settings = train.parse_settings(["--model", "tiny-glm-image"])
+    data = {"groups": [group_of(settings, *each) for each in GROUPS]}
+    rows = [*csv.DictReader(CSV.read_text().splitlines())]
+    runs = [[row for row in rows if row["run"] == run] for run in (BEFORE, "default run, seed 0")]
+    before, after = ([round(share, 4) for share, _ in curve(run)] for run in runs)
+    data |= {"size": 0.3, "best": {"before": before, "after": after[0]}}  # size of the step
     data |= {"film": film_of(settings, Path(folder)), "pictures": [*PICTURES]}
     line = "const DATA = " + json.dumps(data, separators=(",", ":"))
     page = re.sub("^const DATA = .*$", lambda _: line, PAGE.read_text(), flags=re.MULTILINE)
     PAGE.write_text(page)
-    if shutil.which("chromium"):
-        flags = "--headless --no-sandbox --hide-scrollbars --window-size=900,560"
-        where = [f"--screenshot={STILL}", f"{PAGE.as_uri()}#credit"]
-        subprocess.run(["chromium", *flags.split(), *where], check=True)
-        Image.open(STILL).convert("RGB").quantize(64).save(STILL, optimize=True)
+    if browser := shutil.which("chromium"):
+        part = Path(folder, "still.html").resolve()  # part 2 alone
+        part.write_text(page + "<style>body > :not(#maps, #detail) { display: none }</style>")
+        flags = "--headless --no-sandbox --hide-scrollbars --window-size=992,582"
+        command = [browser, *flags.split(), f"--screenshot={STILL}", part.as_uri()]
+        subprocess.run(command, check=True)
+        Image.open(STILL).convert("RGB").quantize().save(STILL, optimize=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-from math import comb
 
 import pytest
 import torch
@@ -174,19 +173,12 @@ def test_the_data_are_made_as_the_page_has_them(rollout):
     run, group, rewards = rollout
     policy = run.policy
     assert rewards.tolist() == DATA["groups"][0]["rewards"]
-    of_pictures = lesson.gradients(policy, policy.logprobs(group, lesson.G).sum(1))
-    options = lesson.options_of(policy, group, 3, 27, of_pictures / group.tokens.numel())
+    logprobs = policy.logprobs(group, torch.arange(4))
+    of_pictures = lesson.gradients(policy, logprobs.sum(1)) / group.tokens.numel()
+    options = lesson.options_of(policy, group, 3, 27, of_pictures)
     for ours, shown in zip(options, choices_of(3)[27], strict=True):
         assert ours["by"] == shown["by"] and ours["p"] == pytest.approx(shown["p"], abs=1e-3)
         assert ours["push"] == pytest.approx(shown["push"], abs=1e-2)
-
-
-def test_the_best_of_k_by_hand():
-    rows = [{"type": "one", "correct": "64"}, {"type": "two", "correct": "0"}]
-    rows.append({"type": "two", "correct": "16"})
-    assert lesson.best_of(rows, 1) == pytest.approx((1 + (0 + 16 / 64) / 2) / 2)
-    none = comb(48, 4) / comb(64, 4)
-    assert lesson.best_of(rows, 4) == pytest.approx((1 + (1 - none) / 2) / 2)
 
 
 # ---- the page ------------------------------------------------------------------------------------
