@@ -71,6 +71,7 @@ def test_the_step_is_that_of_the_loss(call, equal):
         options = [{"p": x.exp().item(), "push": push} for x, push in zip(logprobs[place], pushes)]
         ours = changes(call, options, advantages.tolist(), size)
         assert (ours - change[place]).abs().max() < 1e-7
+        assert sum(call("afterStep", options, advantages.tolist(), 9)) == pytest.approx(1)
 
 
 # ---- what the page says of the tiny model --------------------------------------------------------
