@@ -23,6 +23,7 @@ says. With NAME=FOLDER, that folder must hold all files of the row.
 import asyncio
 import importlib
 import inspect
+import itertools
 import math
 import re
 import runpy
@@ -83,6 +84,32 @@ def ssim_map(a, b):
     return luminance * (2 * covariance + c2) / (var_a + var_b + c2)
 
 
+# ---- variety -------------------------------------------------------------------------------------
+
+
+def variety(images, prompts, targets, group_size):
+    """1 less the mean SSIM to the other pictures of the group: 0 where all are equal.
+
+    Pictures are first shrunk to 256 pixels a side at most: 28 pairs of 1024 x 1024 take long.
+    """
+    values = []
+    for first in range(0, len(images), group_size):
+        pixels = [image.tobytes() for image in images[first : first + group_size]]
+        distinct = list(dict.fromkeys(pixels))  # equal pictures are compared once
+        which = [distinct.index(each) for each in pixels]  # (G,)
+        small = [small_tensor(images[first + which.index(i)]) for i in range(len(distinct))]
+        alike = torch.eye(len(distinct))
+        for i, j in itertools.combinations(range(len(distinct)), 2):
+            alike[i, j] = alike[j, i] = ssim_map(small[i], small[j]).mean()
+        values.append((group_size - alike[which][:, which].sum(1)) / (group_size - 1))
+    return torch.cat(values)
+
+
+def small_tensor(image):
+    shrink = max(1, max(image.size) / 256)
+    return to_tensor(image, tuple(round(side / shrink) for side in image.size))
+
+
 # ---- from the command line to one number per picture ---------------------------------------------
 
 CLIP_L = "openai/clip-vit-large-patch14"
@@ -120,6 +147,7 @@ REWARDS = {
         {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"},
     ),
     "vqa": (lazily("vqa", "Vqa"), {"model": SMOLVLM}),
+    "variety": variety,
 }
 
 

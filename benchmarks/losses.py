@@ -14,6 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from grpo import set_advantages
 from train import paint_and_score
 
 
@@ -63,6 +64,18 @@ def answered(run, prompts, groups):
     return torch.ones(sum(len(group.tokens) for group in groups))
 
 
+def weighted(groups, rewards):
+    """In place of set_advantages: codes alike in samples of opposite sign get less."""
+    set_advantages(groups, rewards)
+    for group in groups:
+        advantages = group.advantages  # (G,)
+        opposite = (advantages[:, None] * advantages < 0).float()  # (G, G)
+        differs = (group.tokens[:, None] != group.tokens).float()  # (G, G, T)
+        number = opposite.sum(1, keepdim=True).clamp(min=1)
+        weights = (opposite[..., None] * differs).sum(1) / number  # (G, T)
+        group.advantages = advantages[:, None] * weights
+
+
 # ---- edits ---------------------------------------------------------------------------------------
 
 ADVANTAGES = "return (centred / (std + eps)).nan_to_num(0).flatten().float()"
@@ -92,6 +105,15 @@ EDITS = [
     ),
     Edit("GSPO", "clip_range: float = 0.2", "clip_range: float = 3e-4"),
     Edit(
+        "CISPO",
+        "torch.min(unclipped, clipped)",
+        "ratio.clamp(max=1 + clip_range).detach() * advantages * masked(new_logprobs)",
+    ),
+    Edit("GPG", " / (std + eps)", ""),
+    Edit("GPG", "torch.min(unclipped, clipped)", "advantages * masked(new_logprobs)"),
+    Edit("GPG", "return len(rows)", "return len(rows) * bool(group.advantages.any())"),
+    Edit("k2", "k3 = log_ref.exp() - log_ref - 1", "k3 = log_ref.square() / 2"),
+    Edit(
         "old = new.detach()",
         "ratio = log_ratio.exp()",
         "ratio = (log_ratio - log_ratio.detach()).exp()",
@@ -107,6 +129,7 @@ EDITS = [
         "centred / (std + eps)",
         "torch.as_tensor(rewards).view_as(centred) * (std > 0) / (std + eps)",
     ),
+    Edit("RLOO", "centred / (std + eps)", "centred * group_size / (group_size - 1)"),
     Edit("The batch's mean and std", ".view(-1, group_size)  # (N, G)", ".view(1, -1)"),
     Edit(
         "RAFT",
@@ -131,22 +154,37 @@ EDITS = [
         "reward = answered(run, prompts, groups)",
     ),
     Edit("Given answers", ADVANTAGES, "return torch.as_tensor(rewards).float()"),
+    Edit("STAGE's weights", "set_advantages(groups, reward)", "weighted(groups, reward)"),
+    Edit(
+        "STAGE's weights",
+        "return self.groups[i].advantages",
+        "return self.groups[i].advantages.mean(-1)",
+    ),
 ]
-FUNCTIONS = {"DAPO's dynamic sampling": redrawn, "Given answers": answered}  # go along
+FUNCTIONS = {  # go along
+    "DAPO's dynamic sampling": redrawn,
+    "Given answers": answered,
+    "STAGE's weights": weighted,
+}
 LOSSES = {  # what docs/copying.md says of each
     "Dr. GRPO": "",
     "DAPO's token mean": ", over all tokens of the step, as verl and TRL do (eq. 8: per group)",
     "DAPO's two clip ranges": ", 0.2 below and 0.28 above",
     "GSPO": ", with `train.py --clip-range 3e-4`",
+    "CISPO": ": the clipped ratio, detached, weighs log pi; no gradient is cut",
+    "GPG": ", with `--kl-coef 0`; groups of equal rewards do not count in the mean",
+    "k2": ": the KL term with the gradient of KL(pi \\|\\| ref), see [worth](worth.md#the-kl-term)",
     "old = new.detach()": ", where the gap is large and `iterations` is 1",
     "REINFORCE": ": neither a baseline nor a division",
     "REINFORCE with a constant": " as the baseline, here 1",
     "No baseline, divided": " by the standard deviation; groups of equal rewards get 0",
+    "RLOO": ": the baseline is the mean of the others; no division",
     "The batch's mean and std": " in place of the group's",
     "RAFT": ": the best of each group, as it is, with `--kl-coef 0`",
     "Rewards shuffled": " within the groups: a control, nothing should be learned",
     "DAPO's dynamic sampling": ", in train.py, with the function `redrawn` below",
     "Given answers": " in place of samples (supervised), in train.py, with `answered` below",
+    "STAGE's weights": " without its entropy reward, in train.py, with `weighted` below",
 }
 
 

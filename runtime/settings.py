@@ -128,7 +128,7 @@ class Settings:
         None, "folder with one picture per held-out prompt", is_path=True, may_change=True
     )
     eval_reward: str = flag(
-        "hps", "rewards that are only reported, never trained on; none: no such reward"
+        "hps,variety", "rewards that are only reported, never trained on; none: no such reward"
     )
     frame_by: str | None = flag(
         None,

@@ -6,12 +6,14 @@ import sys
 
 import check
 import pytest
+import torch
 from conftest import CPU, TINY, painted, tiny_settings
 from PIL import Image
 from test_tiny_model import few_captions
 
+import rewards
 import train
-from benchmarks import repair_decoder, variants
+from benchmarks import best_of, repair_decoder, variants
 
 
 @pytest.fixture
@@ -117,3 +119,41 @@ def test_the_harder_start_is_another_policy(monkeypatch, tmp_path):
     variants.make_hard_start()
     weights = "vision_language_encoder/model.safetensors"
     assert (tmp_path / "hard-start" / weights).read_bytes() != (TINY / weights).read_bytes()
+
+
+# ---- the best of k -------------------------------------------------------------------------------
+
+
+def test_the_best_of_k_by_hand(run, monkeypatch, tmp_path):
+    """Of one type never and always correct, of another twice 1 picture in 64."""
+    monkeypatch.setattr(best_of, "CSV", tmp_path / "best-of.csv")
+    monkeypatch.setattr(best_of, "ROOT", tmp_path)
+    (tmp_path / "runs").mkdir()
+    rows = [("two", 0), ("two", 64), ("colours", 1), ("colours", 1)]
+    lines = [f"{best_of.BEFORE},{kind},{i},{n},2,1,0.25" for i, (kind, n) in enumerate(rows)]
+    best_of.CSV.write_text("\n".join([",".join(best_of.COLUMNS), *lines, ""]))
+    *_, line = run(best_of)
+    # 1/64, 2/64, ... and 1/2, halved: the mean of both types.
+    shares = " | ".join(f"{(0.5 + k / 64) / 2:.1%}" for k in best_of.KS[1:])
+    assert line == f"| before training | 25.8% +- 25.0% | {shares} | 1 | 2 | 1 | 0.25 |"
+    assert Image.open(tmp_path / "runs" / "best-of.png").width == 880
+
+
+def test_a_run_is_measured_by_its_distinct_pictures(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(best_of, "CSV", tmp_path / "best-of.csv")
+    monkeypatch.setattr(best_of, "PICTURES", 3)
+    best_of.CSV.write_text(",".join(best_of.COLUMNS) + "\n")
+    red, blue = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (32, 32), "blue")
+
+    def judge(run, settings, rewards, prompts, seed):
+        assert (settings.group_size, list(rewards)) == (3, ["correct", "clean"])
+        for _ in prompts:
+            yield {"correct": torch.tensor([1.0, 0.0, 1.0])}, [red, blue, red.copy()]
+
+    monkeypatch.setattr(best_of.evaluation, "judge", judge)
+    monkeypatch.setattr(best_of, "KS", [1, 2])
+    run(best_of, "--add", "mine")
+    name, _, _, *numbers = best_of.CSV.read_text().splitlines()[1].split(",")
+    assert name == "mine" and numbers[:3] == ["2", "2", "1"]
+    different = 1 - rewards.ssim_map(rewards.to_tensor(red), rewards.to_tensor(blue)).mean().item()
+    assert float(numbers[3]) == pytest.approx((2 * 0.5 + 1) / 3 * different, abs=1e-4)

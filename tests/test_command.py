@@ -334,7 +334,7 @@ def test_defaults_depend_on_the_model():
     assert found == (20, 5e-4, 128, 1.0, 0.95)
     assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
     assert (other.temperature, other.top_p) == (0.9, 0.75)  # its own sampler's
-    assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps")
+    assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps,variety")
     assert (
         other.prompts.endswith("prompts/train.txt") and other.targets is other.eval_targets is None
     )

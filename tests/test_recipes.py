@@ -17,7 +17,8 @@ from rewards import combine
 
 RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO"]
 RECIPES += ["old = new.detach()", "REINFORCE", "REINFORCE with a constant", "No baseline, divided"]
-RECIPES += ["The batch's mean and std"]
+RECIPES += ["The batch's mean and std", "RLOO", "CISPO", "GPG", "k2"]
+UNDIVIDED = ("Dr. GRPO", "REINFORCE", "REINFORCE with a constant", "RLOO", "GPG")
 REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
 
 
@@ -46,7 +47,10 @@ def paper(name, model, groups, kl_coef=0.1):
         constants = {"REINFORCE": 0, "REINFORCE with a constant": 1, "No baseline, divided": 0}
         baseline = constants.get(name, over.mean())
         advantages = (rewards - baseline)[:, None]
-        if not name.startswith(("Dr. GRPO", "REINFORCE")):
+        if name == "RLOO":  # each less the mean of the others
+            others = torch.stack([torch.cat([rewards[:i], rewards[i + 1 :]]) for i in range(4)])
+            advantages = (rewards - others.mean(1))[:, None]
+        if name not in UNDIVIDED:
             advantages = advantages / (over.std() + 1e-6)
         log_ratio = new - group.old_logprobs
         if name == "GSPO":  # the geometric mean of a sequence's ratios, for all of its tokens
@@ -59,8 +63,13 @@ def paper(name, model, groups, kl_coef=0.1):
             name, (0.2, 0.2)
         )
         gain = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-        k3 = (group.ref_logprobs - new).exp() - (group.ref_logprobs - new) - 1
-        terms.append(kl_coef * k3 - gain)
+        if name == "CISPO":  # eq. 4, without a lower bound
+            gain = ratio.clamp(max=1.2).detach() * advantages * new
+        if name == "GPG":
+            gain = advantages * new
+        log_ref = group.ref_logprobs - new
+        kl = log_ref.square() / 2 if name == "k2" else log_ref.exp() - log_ref - 1
+        terms.append(kl_coef * kl - gain)
         masks.append(group.mask)
     terms, mask = torch.cat(terms), torch.cat(masks)
     if name == "DAPO's token mean":
@@ -81,7 +90,9 @@ def prepared(name, micro_batch_size, folder):
     )
     groups = run.sample([(ids, None, LENGTH) for ids in EQUAL], 4, 0)
     module.set_advantages(groups, REWARDS)
+    every = [LENGTH] * 4  # GPG takes the mean over all tokens, which for pictures is the same
     for group, lengths in zip(groups, ([8, 3, 5, 1], [2, 1, 2, 4])):
+        lengths = every if name == "GPG" else lengths
         group.mask = (torch.arange(LENGTH) < torch.tensor(lengths)[:, None]).float()
     run.add_reference(groups)
     perturb(run.model, 0.2)
@@ -112,6 +123,55 @@ def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
         expected = plain.update(same_groups)
         for metric in ("ratio_mean", "kl", "mean_logprob_gap"):
             assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5)  # means stay means
+
+
+@pytest.mark.parametrize("name", ["GRPO", "k2"])
+def test_a_kl_term_has_the_gradient_of_the_kl(name, tmp_path):
+    """Exactly, by summing over all that a distribution of 6 can draw, each as often as it does.
+
+    k3: the gradient of KL(ref || pi); k2: that of KL(pi || ref) (arXiv 2510.01555).
+    """
+    loss_of = edited(name, tmp_path).compute_grpo_loss
+    torch.manual_seed(0)
+    logits, ref = torch.randn(6, requires_grad=True), torch.randn(6).log_softmax(0)
+    pi = logits.log_softmax(0)
+    found = 0
+    for new, fixed, chance in zip(pi.view(6, 1, 1), ref.view(6, 1, 1), pi.exp().detach()):
+        loss, _ = loss_of(new, new.detach(), torch.zeros(1), fixed, kl_coef=1.0)
+        found += chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    reverse, forward = (pi.exp() * (pi - ref)).sum(), (ref.exp() * (ref - pi)).sum()
+    gradients = {
+        "k2": torch.autograd.grad(reverse, logits, retain_graph=True)[0],
+        "GRPO": torch.autograd.grad(forward, logits)[0],
+    }
+    torch.testing.assert_close(found, gradients.pop(name))
+    assert (found - gradients.popitem()[1]).abs().max() > 0.05  # the other is another
+
+
+@moved_on_purpose
+def test_gpg_takes_the_mean_over_groups_that_teach(tmp_path):
+    """With one of two groups without spread the gradient is that of the other group alone."""
+    run, groups = prepared("GPG", 3, tmp_path)
+    groups[1].advantages = torch.zeros(4)
+    twice, _ = taken(run, lambda: run.update(groups))
+    other, groups = prepared("GPG", 3, tmp_path)
+    once, _ = taken(other, lambda: other.update(groups[:1]))
+    for found, wanted in zip(twice, once):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_stages_weights_by_hand(tmp_path):
+    """Samples 1 and 2 are better than usual, 3 is worse; 4 is as usual."""
+    step = edited("STAGE's weights", tmp_path, "train.py")
+    tokens = torch.tensor([[5, 6, 7], [5, 8, 7], [5, 6, 9], [1, 2, 3]])
+    group = Group(torch.zeros(1), None, tokens, torch.zeros(4, 3))
+    rewards = torch.tensor([3.0, 3.0, 0.0, 2.0])
+    step.weighted([group], rewards)
+    plain = compute_advantages(rewards, 4)
+    weights = [[0, 0, 1], [0, 1, 1], [0, 0.5, 1], [0, 0, 0]]
+    torch.testing.assert_close(group.advantages, plain[:, None] * torch.tensor(weights))
+    batch = step.Batch([group], [], {})
+    assert batch.advantages(0).shape == (4,)  # of which the run draws a group
 
 
 def side_by_side(ranks):

