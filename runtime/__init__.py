@@ -11,6 +11,8 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from rewards import UserError
+
 # PEFT's about transformers: nothing a user can act on.
 warnings.filterwarnings("ignore", category=FutureWarning)
 # The adapter's products stay float32 on purpose.
@@ -23,10 +25,6 @@ if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar w
 
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class UserError(Exception):
-    """An error that the user can fix: shown as one line, exit code 2."""
 
 
 @contextmanager

@@ -70,9 +70,13 @@ def test_ssim_equals_the_published_value():
 
 def test_mse_by_hand():
     image = Image.new("RGB", (8, 8), (255, 0, 51))
-    target = Image.new("RGB", (16, 16), (255, 255, 0))  # another size: resized to the image's
+    target = Image.new("RGB", (16, 16), (255, 255, 0))
     values = rewards.mse([image, image.convert("RGBA"), target], [""] * 3, [target] * 3)
     assert values.tolist() == pytest.approx([-(0 + 1 + 0.2**2) / 3] * 2 + [0])
+    # Compared at the size of the image: there the fine grid of the target is a flat grey.
+    grid = Image.fromarray(np.indices((64, 64)).sum(0).astype(np.uint8) % 2 * 255)
+    (value,) = rewards.mse([Image.new("RGB", (8, 8), (128,) * 3)], [""], [grid]).tolist()
+    assert -0.01 < value < 0
 
 
 @pytest.fixture(scope="module")
@@ -516,12 +520,27 @@ def test_what_a_reward_raises_passes_through():
     assert caught.value is error
 
 
+def test_a_reward_may_use_its_own_tensor_again():
+    buffer = torch.zeros(2, requires_grad=True)
+
+    def reward(images, prompts, targets):
+        buffer.add_(1)
+        return buffer
+
+    first, second = (score_by(reward, ["a", "b"]) for _ in range(2))
+    assert (first.tolist(), second.tolist()) == ([1, 1], [2, 2])
+    assert not first.requires_grad
+
+
 @pytest.mark.parametrize(
     "values, message",
     [
         (1.0, "reward 'mine' gave shape (), not (2,)"),
         ([[1.0], [2.0]], "reward 'mine' gave shape (2, 1), not (2,)"),
         ([NAN, -math.inf], "reward 'mine' is infinite for image 1, of 'b'"),
+        (None, "reward 'mine' gave None: return 2 numbers, one per picture"),
+        (["good", "bad"], "reward 'mine' gave ['good', 'bad']: return 2 numbers, one per picture"),
+        ([1, None], "reward 'mine' gave [1, None]: return 2 numbers, one per picture"),
     ],
 )
 def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
@@ -540,12 +559,18 @@ def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
         ("ssim:nan", "unknown reward 'ssim:nan'"),
         ("clip=none/here:0.5", "reward 'clip' finds no folder none/here"),
         ("none.py:f", "the file none.py does not exist"),
+        ("mse:2", "reward 'mse' is named twice: give it one weight"),
     ],
 )
 def test_a_bad_spec_is_one_line(spec, words):
     with pytest.raises(UserError, match=re.escape(words)) as caught:
         rewards.check_rewards(f"mse:1,{spec}", noise(1)[0])
     assert "\n" not in str(caught.value)
+
+
+def test_rewards_py_can_be_copied_with_grpo_py_alone():
+    imported = re.findall(r"^(?:from|import) (\w+)", Path(rewards.__file__).read_text(), re.M)
+    assert {*imported} & {path.stem for path in ROOT.iterdir()} == {"grpo"}
 
 
 def test_a_function_that_is_not_in_its_file_is_named():
