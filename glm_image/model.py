@@ -9,7 +9,12 @@ import transformers
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_seed
+from transformers import (
+    GlmImageForConditionalGeneration,
+    GlmImageProcessor,
+    T5EncoderModel,
+    set_seed,
+)
 
 from runtime import UserError
 from runtime.checkpoints import find_adapter
@@ -243,9 +248,11 @@ def load(model, device, **options):
     check_version()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with readable_loading(model):
-        return GlmImagePipeline.from_pretrained(
-            model, **{"dtype": dtype, "use_safetensors": True, **options}
-        )
+        # By itself the pipeline would ask whether the processor may run code out of the folder.
+        trusted = {"subfolder": "processor", "trust_remote_code": False}
+        processor = GlmImageProcessor.from_pretrained(model, **trusted)
+        usual = {"processor": processor, "dtype": dtype, "use_safetensors": True}
+        return GlmImagePipeline.from_pretrained(model, **{**usual, **options})
 
 
 def load_sizes(model, device):

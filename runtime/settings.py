@@ -11,8 +11,8 @@ from typing import ClassVar, Literal, get_args, get_type_hints
 
 import torch
 
-from rewards import REWARDS, split_spec
-from runtime import ROOT, UserError, checkpoints, counted, ranks
+from rewards import REWARDS, find_file, split_spec
+from runtime import ROOT, UserError, checkpoints, counted, ranks, readable
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
@@ -288,7 +288,8 @@ def read_defaults(model):
     file = Path(model) / "defaults.json"
     if not file.is_file():
         return {}
-    return json.loads(file.read_text())
+    with readable(f"read {file}"):
+        return json.loads(file.read_text())
 
 
 def usual_settings(model, kind):
@@ -296,6 +297,18 @@ def usual_settings(model, kind):
     defaults = read_defaults(model)
     usual = kind.overrides | defaults.get("usual", {}) | defaults.get(kind.section, {})
     return {"model": model, **usual}
+
+
+def code_in(values):
+    """The files outside tiny-glm-image/ that settings {name: value} run: {"--FLAG VALUE": file}."""
+    code = {}
+    for name, value in values.items():
+        for source in str(value).split(","):
+            if ".py:" in source:
+                file = find_file(split_spec(source)[0][0]).resolve()
+                if not file.is_relative_to(TINY):
+                    code[f"{option(name)} {value}"] = file
+    return code
 
 
 def parse_settings(arguments=None, kind=Settings):
@@ -308,7 +321,11 @@ def parse_settings(arguments=None, kind=Settings):
     if "resume" in given:
         return kind(**resumed(given, kind))
     model = found(given.get("model")) or default_model()
-    settings = kind(**{**usual_settings(model, kind), **given, "model": model})
+    usual = {**usual_settings(model, kind), **given, "model": model}
+    if code := code_in({name: x for name, x in usual.items() if name not in given}):
+        hint = f"if you trust the file, say so: {' '.join(code)}"
+        raise UserError(f"{model}/defaults.json would run {[*code.values()][0]}: {hint}")
+    settings = kind(**usual)
     if given.get("frame_by") != settings.frame_by and "frame_by" in given:
         raise UserError(f"--frame-by {given['frame_by']}: --eval-reward has no reward of this name")
     least, most = read_defaults(model).get("pixels", (2**20, 2**22))  # 1024x1024 to 2048x2048
@@ -336,6 +353,8 @@ def resumed(given, kind):
     if state["ranks"] != ranks.count():  # the prompts of a step would be others
         made = f"{out} was made by {state['ranks']} processes, not {ranks.count()}"
         raise UserError(f"{made}: start {state['ranks']} processes with torchrun")
+    for file in {*code_in({name: x for name, x in before.items() if name not in given}).values()}:
+        print(f"as when it began, {out} runs the code in {file}")
     return before | given
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -461,6 +462,35 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         assert message.startswith("error: ")
         assert words in message
     assert sorted(tmp_path.rglob("*")) == before  # no empty run is left
+
+
+def test_a_models_folder_runs_no_code_unless_a_flag_says_so(tmp_path, monkeypatch):
+    """Of its defaults, those of the tiny model are trusted; its processor's code is never run."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for name in os.listdir(TINY):
+        (tmp_path / name).symlink_to(f"{TINY}/{name}")
+    given = ["--model", str(tmp_path)]
+    assert train.parse_settings(given).reward == "tiny-glm-image/check.py:facts"
+    file = tmp_path / "own.py"
+    file.write_text("raise KeyError('it ran')\n")
+    defaults = tmp_path / "defaults.json"
+    for name, value in (("eval_reward", f"hps,{file}:f:2"), ("targets", f"{file}:f")):
+        defaults.unlink()
+        defaults.write_text(json.dumps({"usual": {name: value, "lr": 0.5}}))
+        flag = [f"--{name.replace('_', '-')}", value]
+        with pytest.raises(UserError) as caught:
+            train.parse_settings(given)
+        message = f"{defaults} would run {file}: if you trust the file, say so: {' '.join(flag)}"
+        assert str(caught.value) == message
+        assert train.parse_settings([*given, *flag]).lr == 0.5
+    (tmp_path / "processor").unlink()
+    shutil.copytree(f"{TINY}/processor", tmp_path / "processor")
+    config = tmp_path / "processor" / "tokenizer_config.json"
+    auto_map = {"AutoTokenizer": ["own.Own", "own.Own"]}
+    config.write_text(json.dumps({"tokenizer_class": "Own", "auto_map": auto_map}))
+    file.rename(tmp_path / "processor" / "own.py")
+    with pytest.raises(UserError, match="contains custom code"):
+        train.load(str(tmp_path), CPU)
 
 
 def test_old_transformers_are_refused_before_anything_loads(quick, capsys, monkeypatch):

@@ -3,6 +3,7 @@ no GPU."""
 
 import asyncio
 import importlib.util
+import json
 import math
 import pickle
 import re
@@ -655,6 +656,17 @@ def test_weights_are_loaded_without_pickle(tmp_path):
         with pytest.raises(UserError, match=f"cannot load reward '{name}' .*: UnpicklingError"):
             rewards.parse_rewards(f"{name}={tmp_path}")
     assert not marker.exists()
+
+
+def test_a_rewards_folder_runs_no_code(tmp_path, monkeypatch):
+    """Nor does transformers ask whether it may, which `yes |` would answer."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    auto_map = {name: "own.Own" for name in ("AutoConfig", "AutoModelForImageTextToText")}
+    config = {"model_type": "own", "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise KeyError('it ran')\n")
+    with pytest.raises(UserError, match="contains custom code"):
+        rewards.parse_rewards(f"vqa={tmp_path}")
 
 
 def test_downloaded_weights_are_checked(monkeypatch):
