@@ -5,6 +5,7 @@ import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
 import diffusers
 import torch
@@ -30,9 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 @contextmanager
 def readable(what, hint=""):
     """What is wrong with a file becomes one line: "cannot WHAT (REASON)HINT"."""
+    unreadable = OSError, EOFError, UnpicklingError, SafetensorError
     try:
         yield
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, SafetensorError) as error:
+    except (*unreadable, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"cannot {what} ({reason}){hint}") from None
 

@@ -324,7 +324,7 @@ def parse_settings(arguments=None, kind=Settings):
     usual = {**usual_settings(model, kind), **given, "model": model}
     if code := code_in({name: x for name, x in usual.items() if name not in given}):
         hint = f"if you trust the file, say so: {' '.join(code)}"
-        raise UserError(f"{model}/defaults.json would run {[*code.values()][0]}: {hint}")
+        raise UserError(f"{model}/defaults.json would run {next(iter(code.values()))}: {hint}")
     settings = kind(**usual)
     if given.get("frame_by") != settings.frame_by and "frame_by" in given:
         raise UserError(f"--frame-by {given['frame_by']}: --eval-reward has no reward of this name")

@@ -99,7 +99,7 @@ def planned(*flags):
 def test_a_card_is_told_by_the_weights_what_it_can_do(card, capsys, free, host, flags, expected):
     card.free, card.host = free, host
     if expected is None:
-        with pytest.raises(UserError, match=f"^too little memory: .* free are {free} GB of the"):
+        with pytest.raises(UserError, match=f"^too little memory: .*; {free} GB of GPU memory and"):
             planned(flags)
         return
     assert planned(flags) == expected

@@ -570,7 +570,7 @@ def test_a_bad_spec_is_one_line(spec, words):
 
 
 def test_rewards_py_can_be_copied_with_grpo_py_alone():
-    imported = re.findall(r"^(?:from|import) (\w+)", Path(rewards.__file__).read_text(), re.M)
+    imported = re.findall(r"(?m)^(?:from|import) (\w+)", Path(rewards.__file__).read_text())
     assert {*imported} & {path.stem for path in ROOT.iterdir()} == {"grpo"}
 
 
