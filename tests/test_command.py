@@ -428,7 +428,7 @@ def good(images, prompts, targets):
         (["--model", "few", *SHAPES], "cannot load few"),
         (
             ["--reward", "pickscore", "--adapter", "few"],
-            "--adapter few: neither a run nor a checkpoint",
+            "--adapter few: no run, no checkpoint and no adapter",
         ),
         (["--out", "one.txt/run"], "cannot write to one.txt/run"),
         (["--paintings", "4"], "unrecognized arguments: --paintings 4"),
@@ -454,9 +454,10 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         Path(name).write_text(text)
     Path("cut.txt").write_bytes("a red circle\n一只".encode()[:-1])
     Path("few").mkdir()
+    Path("new").mkdir()
     draw(RED_CIRCLE).save("few/1.png")
     before = sorted(tmp_path.rglob("*"))
-    for out in ([],) if {"--out", "--resume"} & set(arguments) else ([], ["--out", "new/run"]):
+    for out in ([],) if {"--out", "--resume"} & set(arguments) else ([], ["--out", "new/a/run"]):
         assert train.main(["--steps", "1", *arguments, *out]) == 2
         message = capsys.readouterr().err.strip().splitlines()[-1]
         assert message.startswith("error: ")

@@ -18,20 +18,22 @@ import pytest
 import torch
 from conftest import (
     adapter_of,
+    build_run,
     records,
     resume,
     short_runs,
     steps_of,
     steps_saved,
+    tiny_settings,
     unheard,
     write_reward,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from train_decoder import DecoderRun
 
 import train
 from glm_image.model import GlmImage
-from grpo import GRPO, NotFinite
+from grpo import GRPO
 from runtime import UserError, checkpoints
 from runtime.settings import build_parser
 
@@ -217,10 +219,15 @@ def test_zero_steps_evaluates_only(judged):
     assert before == records("base/evaluation.jsonl")[0]
     left = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     shutil.copytree("run/adapter", "alone/adapter")
-    for folder in ("run", "run/checkpoints/000002", "alone"):
+    shutil.copytree("run/adapter", "downloaded")
+    shutil.copytree("run/adapter", "decoder-adapter")
+    for folder in ("run", "run/checkpoints/000002", "alone", "downloaded"):
         weights = checkpoints.find_adapter(folder, "adapter") / "adapter_model.safetensors"
         assert weights.read_bytes() == adapter_of("run")
-    assert judged("--adapter run --steps 0") == 0
+        assert checkpoints.find_adapter(folder, "decoder-adapter") is None
+    assert checkpoints.find_adapter("decoder-adapter", "adapter") is None
+    assert str(checkpoints.find_adapter("decoder-adapter", "decoder-adapter")) == "decoder-adapter"
+    assert judged("--adapter downloaded --steps 0") == 0
     (record,) = records("runs/1/evaluation.jsonl")
     assert record | {"step": 2} == after  # of the trained adapter
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
@@ -247,7 +254,7 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     assert records("straight/metrics.jsonl") == records("stopped/metrics.jsonl")
     assert adapter_of("straight") == adapter_of("stopped")
     assert judged("--adapter nowhere") == 2
-    assert "--adapter nowhere: neither a run nor a checkpoint" in error_of(capsys)
+    assert "--adapter nowhere: no run, no checkpoint and no adapter" in error_of(capsys)
 
 
 def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick):
@@ -255,6 +262,119 @@ def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick):
     assert steps_saved("run") == ["000000", "000002", "000003", "000004"]
     assert resume("run --steps 5 --eval-every 4") == 0
     assert steps_saved("run") == ["000000", "000004", "000005"]
+
+
+# ---- what is damaged -----------------------------------------------------------------------------
+
+
+def error_from(function, *given):
+    with pytest.raises(UserError) as caught:
+        function(*given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def rewritten(file, change):
+    """A file of tensors, with the (key, tensor) pairs that `change` makes of each."""
+    tensors = load_file(file)
+    save_file(dict(map(change, tensors, tensors.values())), file)
+
+
+KEY = "base_model.model.model.language_model.layers.0.mlp.down_proj.lora_A.weight"
+WEIGHTS = "adapter/adapter_model.safetensors"
+DAMAGE = [
+    (WEIGHTS, Path.unlink, "No such file"),
+    (WEIGHTS, lambda file: file.write_bytes(b""), "header"),
+    (WEIGHTS, lambda file: file.write_bytes(file.read_bytes()[:-1]), "file not fully covered"),
+    (WEIGHTS, lambda file: rewritten(file, lambda k, x: (f"own.{k}", x)), f"({KEY} is missing; "),
+    (WEIGHTS, lambda file: rewritten(file, lambda k, x: (k, x[:1])), f"({KEY} is [1, 256]; "),
+]
+
+
+@pytest.mark.parametrize("name, damage, words", DAMAGE)
+def test_an_adapter_is_taken_whole_or_refused(one_step, tmp_path, name, damage, words):
+    shutil.copytree(one_step / "adapter", tmp_path / "adapter")
+    damage(tmp_path / name)
+    settings = tiny_settings("--adapter", str(tmp_path))
+    read = lambda folder: checkpoints.find_adapters(folder) and build_run(settings)
+    error = error_from(read, tmp_path)
+    assert str(tmp_path / "adapter") in error and words in error
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora", "pissa_niter_16"])
+def test_an_adapter_that_changes_the_base_is_refused(one_step, tmp_path, start):
+    """Loaded once for the policy and once for the reference, it would change the base twice."""
+    shutil.copytree(one_step / "adapter", tmp_path / "own")
+    config = tmp_path / "own" / "adapter_config.json"
+    config.write_text(
+        config.read_text().replace('"init_lora_weights": true', f'"init_lora_weights": "{start}"')
+    )
+    error = error_from(checkpoints.find_adapters, tmp_path / "own")
+    assert f"the adapter {tmp_path / 'own'} needs other base weights ({start}): convert it" in error
+
+
+OPTIMIZER, STATE = "adapter-optimizer.pt", "state.json"
+
+
+@pytest.mark.parametrize(
+    "name, damage, words",
+    [
+        *DAMAGE,
+        (OPTIMIZER, Path.unlink, "No such file"),
+        (OPTIMIZER, lambda file: file.write_bytes(b""), ""),
+        (OPTIMIZER, lambda file: file.write_bytes(file.read_bytes()[:9999]), ""),
+        (STATE, lambda file: file.write_text(""), "Expecting value"),
+        (STATE, lambda file: file.write_text('{"step": 2'), "Expecting ',' delimiter"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(whole, tmp_path, trainers, name, damage, words):
+    """Which says how to go on from the checkpoint before. Nothing is deleted but by the user."""
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    folder = tmp_path / "checkpoints" / "000002"
+    damage(folder / name)
+    read = lambda out: checkpoints.read_state(out) and checkpoints.load(out, trainers)
+    error = error_from(read, tmp_path)
+    assert error.startswith(f"cannot read {folder / name} (") and words in error
+    assert error.endswith(f"; to continue from 000001, rm -r {folder}")
+    assert steps_saved(tmp_path) == ["000000", "000001", "000002"]
+    shutil.rmtree(folder)
+    assert read(tmp_path) == 1
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    return build_run(tiny_settings()).trainers
+
+
+def test_folders_beside_the_checkpoints_are_left_alone(quick):
+    own = ["000001 copy", "000001-good", "1"]
+    assert quick(*write_reward(""), "--steps 1 --out run") == 0
+    for name in own:
+        shutil.copytree("run/checkpoints/000001", f"run/checkpoints/{name}")
+    assert resume("run --save-every 1 --steps 3") == 0
+    assert steps_saved("run") == ["000000", *own[:2], "000002", "000003", "1"]
+
+
+def test_a_damaged_line_costs_no_other(quick, capsys):
+    assert quick(*write_reward(""), "--steps 3 --out run") == 0
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    lines[1] = '{"step": 2, "rew\0\0'
+    Path("run/metrics.jsonl").write_text("\n".join([*lines, lines[0][:9]]))
+    assert resume("run") == 0
+    assert Path("run/metrics.jsonl").read_text().splitlines() == [lines[0], lines[2]]
+    assert capsys.readouterr().out.count("is damaged") == 1
+
+
+def test_a_resumed_run_says_which_code_it_runs_and_whether_that_has_changed(quick, capsys):
+    assert quick(*write_reward(""), "--steps 1 --out run") == 0
+    for body, changed in (("", False), ("return torch.zeros(len(images))", True)):
+        write_reward(body)
+        capsys.readouterr()
+        assert resume("run") == 0
+        output = capsys.readouterr().out
+        assert f"as when it began, run runs the code in {Path.cwd()}/mine.py\n" in output
+        words = "warning: the file of mine.py:reward has changed since the run began\n"
+        assert (words in output) == changed
 
 
 # ---- what breaks ---------------------------------------------------------------------------------
@@ -301,23 +421,19 @@ def test_what_comes_after_is_never_labelled_before(judged, one_step, capsys):
     assert Path("run/adapter/adapter_model.safetensors").exists()
 
 
-def test_log_probs_that_are_not_finite_stop_the_run_after_saving(judged, capsys, monkeypatch):
-    """In the second step: the first is saved."""
-    sample = GRPO.sample
-    calls = []
-
-    def broken(*arguments):
-        calls.append(1)
-        if len(calls) == 4:  # after two evaluations and a step
-            raise NotFinite("the log-probs are not finite")
-        return sample(*arguments)
-
-    monkeypatch.setattr(GRPO, "sample", broken)
-    assert judged("--steps 9 --prompts-per-step 2 --order file --out run") == 2
-    output, errors = capsys.readouterr()
-    assert errors.endswith("error: the log-probs are not finite\n")
-    assert "continue with --resume run" in output
-    assert steps_saved("run") == ["000000", "000001"]
+def test_a_run_that_diverges_says_where_to_start_again_and_saves_nothing_broken(quick, capsys):
+    """Resumed, it would diverge again, also from a checkpoint that was saved before it showed."""
+    reward = write_reward("")
+    for saves, saved in ((20, ["000000"]), (1, ["000000", "000001"])):
+        arguments = f"--lr 1e30 --warmup-steps 0 --steps 3 --save-every {saves} --out run-{saves}"
+        for again in (False, True):
+            assert (resume(f"run-{saves}") if again else quick(*reward, arguments)) == 2
+            output, errors = capsys.readouterr()
+            assert "error: sampled log-probs are not finite" in errors
+            start = f"--adapter run-{saves}/checkpoints/000000"
+            assert output.endswith(f"from an earlier step with a lower --lr: {start}\n")
+            assert steps_saved(f"run-{saves}") == saved
+    assert quick(*reward, start, "--steps 1") == 0
 
 
 def gradients_of(norms, monkeypatch):
@@ -431,14 +547,16 @@ def test_a_signal_in_the_first_evaluation_ends_it(judged, capfd):
     assert steps_of("run/evaluation.jsonl") == [0, 1]
 
 
-def test_a_second_signal_ends_at_once(quick, capfd):
-    """It is no longer the run's."""
+def test_a_second_signal_ends_at_once_and_loses_no_whole_step(quick, capfd):
+    """It comes when the pictures of the third step are judged, and is no longer the run's."""
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
     reward = write_reward(f"if call >= 4:\n    {kill}\n    {kill}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     assert quick(*reward, "--steps 9 --out run") == 130
-    assert "stopping: what has begun" in capfd.readouterr().err
-    assert steps_saved("run") == ["000000"]
+    output, errors = capfd.readouterr()
+    assert "stopping: what has begun" in errors
+    assert "stopped in the phase 'score'; continue with --resume run\n" in output
+    assert steps_of("run/metrics.jsonl") == [1, 2] and steps_saved("run") == ["000000", "000002"]
 
 
 def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monkeypatch):
