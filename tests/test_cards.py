@@ -167,8 +167,8 @@ def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch, 
         assert quick(*write_reward(""), FLAGS, "--iterations 2 --out run") == 2
     assert steps_of("run/metrics.jsonl") == [1] and steps_saved("run") == ["000000", "000001"]
     assert quick(*write_reward(""), FLAGS, "--iterations 2 --steps 1 --out one") == 0
-    for name in ("adapter/adapter_model.safetensors", "adapter-optimizer.pt"):
-        run, one = (Path(out, "checkpoints/000001", name).read_bytes() for out in ("run", "one"))
+    for file in ("adapter/adapter_model.safetensors", "adapter-optimizer.pt"):
+        run, one = (Path(out, "checkpoints/000001", file).read_bytes() for out in ("run", "one"))
         assert run == one
 
 

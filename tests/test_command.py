@@ -652,26 +652,20 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
         return stock_paint(self, prompt, tokens, settings, seed)
 
     monkeypatch.setattr(train.GlmImage, "paint", paint)
-    Path("new.txt").write_text(
-        "a green ring\na blue ring\na red ring\na fourth that is never asked for\n"
-    )
-    arguments = str.split(
-        "--prompts-per-step 2 --eval-prompts new.txt --eval-targets none --eval-count 3"
-    )
-    deployed = ["--eval-decode-steps", "3", "--eval-guidance-scale", "1.5"]
-    assert judged("--steps 2", *arguments, *deployed, "--out run") == 0
+    new = ["a green ring", "a blue ring", "a red ring", "a green cross", "a pink cross"]
+    Path("new.txt").write_text("\n".join([*new, "a sixth that is never asked for"]))
+    arguments = "--prompts-per-step 1 --eval-prompts new.txt --eval-targets none --eval-count 5"
+    deployed = "--eval-decode-steps 3 --eval-guidance-scale 1.5"
+    assert judged("--steps 4", arguments, deployed, "--out run") == 0
+    sets = {"training": ["a red circle", "a blue cross"], "held out": new}  # 4 are sampled at once
     expected = [
-        ("a red circle", "training", 0),
-        ("a blue cross", "training", 1),
-        ("a green ring", "held out", 0),
+        (prompt, evaluation.SEEDS[name] + place, 3, 1.5)
+        for name, prompts in sets.items()
+        for place, prompt in enumerate(prompts)
     ]
-    expected += [("a blue ring", "held out", 1), ("a red ring", "held out", 2)]
-    expected = [
-        (prompt, evaluation.SEEDS[name] + place, 3, 1.5) for prompt, name, place in expected
-    ]
-    assert painted[:5] == painted[-5:] == expected
-    seeds = [seed for _, seed, *rest in painted[5:-5] if rest == [1, 1.0]]
-    assert len(set(seeds)) == len(seeds) == len(painted) - 10 == 4
+    assert painted[:7] == painted[-7:] == expected
+    seeds = [seed for _, seed, *rest in painted[7:-7] if rest == [1, 1.0]]
+    assert len(set(seeds)) == len(seeds) == len(painted) - 14 == 4
     assert max(seeds) < evaluation.SEEDS["training"] < evaluation.SEEDS["held out"] < 2**30
 
 

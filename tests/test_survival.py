@@ -19,6 +19,7 @@ import torch
 from conftest import (
     adapter_of,
     build_run,
+    prompts_of,
     records,
     resume,
     short_runs,
@@ -35,6 +36,7 @@ import train
 from glm_image.model import GlmImage
 from grpo import GRPO
 from runtime import UserError, checkpoints
+from runtime.data import hash_of
 from runtime.settings import build_parser
 
 
@@ -204,6 +206,8 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
             words = "run was started with other prompts or pictures; restore the files, or start a"
             assert f"{words} new run from its adapter: --adapter run" in error_of(capsys)
             Path(name).write_bytes(whole)
+    hashed = lambda own, new: hash_of(prompts_of(*own), prompts_of(*new), [])
+    assert hashed("a", "bc") != hashed("ab", "c")
     Path("prompts.txt").write_text("a red circle\n\na blue cross\n")  # the same prompts
     assert resume("run", "--steps 2") == 0
 
