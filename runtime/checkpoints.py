@@ -97,38 +97,32 @@ def find_adapter(folder, name):
 
 
 def find_adapters(folder):
-    """The folders of all adapters in --adapter, after a check of their files."""
+    """The folders of all adapters in --adapter. UserError for what can be seen to be wrong."""
     found = [find_adapter(folder, name) for name in ("adapter", "decoder-adapter")]
     found = [each for each in found if each]
     if folder and not found:
         raise UserError(f"--adapter {folder}: no run, no checkpoint and no adapter")
     for each in found:
-        check_adapter(each)
+        with readable(f"use the adapter {each}"):
+            load_file(each / WEIGHTS)
+            config = json.loads((each / "adapter_config.json").read_text())
+            start = config.get("init_lora_weights", True)
+            # For others, such as PiSSA and OLoRA, PEFT changes the model's own weights.
+            if start not in (True, False, "gaussian"):
+                hint = "convert it to LoRA: path_initial_model_for_weight_conversion in PEFT"
+                raise ValueError(f"with {start} the model has other weights; {hint}")
     return found
-
-
-def check_adapter(folder):
-    """UserError for an adapter that cannot be read, or is more than its own weights."""
-    config, weights = folder / "adapter_config.json", folder / WEIGHTS
-    with readable(f"read {config}"):
-        start = json.loads(config.read_text()).get("init_lora_weights")
-    with readable(f"read {weights}"):
-        load_file(weights)
-    # Of others, such as PiSSA and OLoRA, PEFT changes the model's own weights.
-    if start not in (None, True, False, "gaussian"):
-        hint = "convert it to LoRA first (path_initial_model_for_weight_conversion in PEFT)"
-        raise UserError(f"the adapter {folder} needs other base weights ({start}): {hint}")
 
 
 def load_adapter(model, file, name="default"):
     """The weights in a file, all of them, into the model's adapter of this name."""
     weights = load_file(file)
-    own = peft.get_peft_model_state_dict(model, adapter_name=name)
-    found, wanted = ({key: [*x.shape] for key, x in each.items()} for each in (weights, own))
-    for key in sorted(found.keys() | wanted.keys()):
-        if found.get(key) != wanted.get(key):
-            here, there = wanted.get(key, "not there"), found.get(key, "missing")
-            raise ValueError(f"{key} is {there}; in this model it is {here}")
+    wanted = peft.get_peft_model_state_dict(model, adapter_name=name)
+    shape = lambda tensors, key: list(tensors[key].shape) if key in tensors else "missing"
+    for key in sorted(weights.keys() | wanted.keys()):
+        if shape(weights, key) != shape(wanted, key):
+            here = f"in this model it is {shape(wanted, key)}"
+            raise ValueError(f"{key} is {shape(weights, key)}, {here}")
     peft.set_peft_model_state_dict(model, weights, adapter_name=name)
 
 

@@ -185,10 +185,10 @@ def read_inputs(settings, read):
     check_rewards(settings.eval_reward, held_out[0].target)
     adapters = checkpoints.find_adapters(settings.adapter)
     specs = split_spec(f"{settings.reward},{settings.eval_reward}")
-    files = {name: find_file(name) for name, _ in specs if ".py:" in name}
+    own = [name for name, _ in specs if ".py:" in name]
     hashed = {
         "inputs": hash_of(prompts, held_out, adapters),
-        "rewards": {name: sha256(x.read_bytes()).hexdigest() for name, x in files.items()},
+        "rewards": {name: sha256(find_file(name).read_bytes()).hexdigest() for name in own},
     }
     if settings.resume:
         compare(settings.resume, hashed)

@@ -50,7 +50,8 @@ class Settings:
     )
     adapter: str | None = flag(
         None,
-        "start from the adapters of the run in this folder; with --steps 0 only evaluate them",
+        "start from the adapters in this folder: of a run, of a checkpoint, or a published one; "
+        "with --steps 0 only evaluate them",
         is_path=True,
         may_change=True,
     )
@@ -300,15 +301,13 @@ def usual_settings(model, kind):
 
 
 def code_in(values):
-    """The files outside tiny-glm-image/ that settings {name: value} run: {"--FLAG VALUE": file}."""
-    code = {}
+    """Of settings {name: value}, as flags, those that run a file outside tiny-glm-image/."""
+    code = []
     for name, value in values.items():
-        for source in str(value).split(","):
-            if ".py:" in source:
-                file = find_file(split_spec(source)[0][0]).resolve()
-                if not file.is_relative_to(TINY):
-                    code[f"{option(name)} {value}"] = file
-    return code
+        sources = [source for source, _ in split_spec(str(value)) if ".py:" in source]
+        if not all(find_file(source).resolve().is_relative_to(TINY) for source in sources):
+            code.append(f"{option(name)} {value}")
+    return " ".join(code)
 
 
 def parse_settings(arguments=None, kind=Settings):
@@ -323,8 +322,7 @@ def parse_settings(arguments=None, kind=Settings):
     model = found(given.get("model")) or default_model()
     usual = {**usual_settings(model, kind), **given, "model": model}
     if code := code_in({name: x for name, x in usual.items() if name not in given}):
-        hint = f"if you trust the file, say so: {' '.join(code)}"
-        raise UserError(f"{model}/defaults.json would run {next(iter(code.values()))}: {hint}")
+        raise UserError(f"{model}/defaults.json runs code: if you trust it, give {code}")
     settings = kind(**usual)
     if given.get("frame_by") != settings.frame_by and "frame_by" in given:
         raise UserError(f"--frame-by {given['frame_by']}: --eval-reward has no reward of this name")
@@ -353,8 +351,8 @@ def resumed(given, kind):
     if state["ranks"] != ranks.count():  # the prompts of a step would be others
         made = f"{out} was made by {state['ranks']} processes, not {ranks.count()}"
         raise UserError(f"{made}: start {state['ranks']} processes with torchrun")
-    for file in {*code_in({name: x for name, x in before.items() if name not in given}).values()}:
-        print(f"as when it began, {out} runs the code in {file}")
+    if code := code_in({name: x for name, x in before.items() if name not in given}):
+        print(f"{out} runs code, as when it began: {code}")
     return before | given
 
 

@@ -481,7 +481,7 @@ def test_a_models_folder_runs_no_code_unless_a_flag_says_so(tmp_path, monkeypatc
         flag = [f"--{name.replace('_', '-')}", value]
         with pytest.raises(UserError) as caught:
             train.parse_settings(given)
-        message = f"{defaults} would run {file}: if you trust the file, say so: {' '.join(flag)}"
+        message = f"{defaults} runs code: if you trust it, give {' '.join(flag)}"
         assert str(caught.value) == message
         assert train.parse_settings([*given, *flag]).lr == 0.5
     (tmp_path / "processor").unlink()

@@ -290,8 +290,8 @@ DAMAGE = [
     (WEIGHTS, Path.unlink, "No such file"),
     (WEIGHTS, lambda file: file.write_bytes(b""), "header"),
     (WEIGHTS, lambda file: file.write_bytes(file.read_bytes()[:-1]), "file not fully covered"),
-    (WEIGHTS, lambda file: rewritten(file, lambda k, x: (f"own.{k}", x)), f"({KEY} is missing; "),
-    (WEIGHTS, lambda file: rewritten(file, lambda k, x: (k, x[:1])), f"({KEY} is [1, 256]; "),
+    (WEIGHTS, lambda file: rewritten(file, lambda k, x: (f"own.{k}", x)), f"({KEY} is missing, "),
+    (WEIGHTS, lambda file: rewritten(file, lambda k, x: (k, x[:1])), f"({KEY} is [1, 256], "),
 ]
 
 
@@ -314,7 +314,7 @@ def test_an_adapter_that_changes_the_base_is_refused(one_step, tmp_path, start):
         config.read_text().replace('"init_lora_weights": true', f'"init_lora_weights": "{start}"')
     )
     error = error_from(checkpoints.find_adapters, tmp_path / "own")
-    assert f"the adapter {tmp_path / 'own'} needs other base weights ({start}): convert it" in error
+    assert f"the adapter {tmp_path / 'own'} (with {start} the model has other weights;" in error
 
 
 OPTIMIZER, STATE = "adapter-optimizer.pt", "state.json"
@@ -376,7 +376,7 @@ def test_a_resumed_run_says_which_code_it_runs_and_whether_that_has_changed(quic
         capsys.readouterr()
         assert resume("run") == 0
         output = capsys.readouterr().out
-        assert f"as when it began, run runs the code in {Path.cwd()}/mine.py\n" in output
+        assert "run runs code, as when it began: --reward mine.py:reward\n" in output
         words = "warning: the file of mine.py:reward has changed since the run began\n"
         assert (words in output) == changed
 
