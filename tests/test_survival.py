@@ -34,7 +34,6 @@ from train_decoder import DecoderRun
 
 import train
 from glm_image.model import GlmImage
-from grpo import GRPO
 from runtime import UserError, checkpoints
 from runtime.data import hash_of
 from runtime.settings import build_parser
@@ -80,14 +79,24 @@ def killed_copy(whole):
     shutil.rmtree("run/adapter")
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole):
-    """With what a kill may leave in the files: records of later steps, and half a line."""
+def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
+    """With what a kill may leave in the files: records of later steps, half a line, and a damaged
+    line. A checkpoint that somebody has copied is left alone."""
     killed_copy(whole)
     for name in ("metrics", "groups"):
-        with open(f"run/{name}.jsonl", "a") as file:
-            file.write('{"step": 3, "of": "a step without a checkpoint"}\n{"step": 4, "rew')
+        file = Path(f"run/{name}.jsonl")
+        later = '{"step": 3, "of": "a step without a checkpoint"}\n{"step": 4, "rew'
+        file.write_text('{"step": 1, "rew\0\0\n' + file.read_text() + later)
+    shutil.copytree("run/checkpoints/000000", "run/checkpoints/000000-good")
     assert resume("run") == 0
     same_run(whole, "run")
+    assert steps_saved("run") == ["000000", "000000-good", "000001", "000002"]
+    output = capsys.readouterr().out
+    assert output.count("is damaged, and left out") == 2
+    assert "run runs code, as when it began: --reward mine.py:reward\n" in output
+    changed = "warning: the file of mine.py:reward has changed since the run began\n"
+    write_reward("return torch.zeros(len(images))")
+    assert resume("run") == 0 and changed in capsys.readouterr().out and changed not in output
 
 
 def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monkeypatch):
@@ -116,23 +125,14 @@ def test_an_evaluation_that_a_kill_came_before_is_made_up_for(judged, whole):
     same_run(whole, "run")
 
 
-def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
+def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd):
     """A connection that breaks, in the fourth step: its traceback is shown, and what --save-every
     left out is saved."""
-    update = GRPO.update
-    calls = []
-
-    def broken(self, groups):
-        calls.append(1)
-        if len(calls) == 4:
-            raise ConnectionError("503 Service Unavailable")
-        return update(self, groups)
-
-    monkeypatch.setattr(GRPO, "update", broken)
+    reward = write_reward("if call > 4:\n    raise ConnectionError('503 Service Unavailable')")
     with pytest.raises(ConnectionError, match="503"):
-        quick("--steps 5 --save-every 2 --out run")
+        quick(*reward, "--steps 5 --save-every 2 --out run")
     output = "".join(capfd.readouterr())
-    assert "stopped in the phase 'update'; continue with --resume run" in output
+    assert "stopped in the phase 'score'; continue with --resume run" in output
     assert "cannot write" not in output and steps_saved("run") == ["000000", "000002", "000003"]
 
 
@@ -284,14 +284,18 @@ def rewritten(file, change):
     save_file(dict(map(change, tensors, tensors.values())), file)
 
 
+def cut(end):
+    return lambda file: file.write_bytes(file.read_bytes()[:end])
+
+
 KEY = "base_model.model.model.language_model.layers.0.mlp.down_proj.lora_A.weight"
-WEIGHTS = "adapter/adapter_model.safetensors"
+ADAPTER, OPTIMIZER = "adapter/adapter_model.safetensors", "adapter-optimizer.pt"
 DAMAGE = [
-    (WEIGHTS, Path.unlink, "No such file"),
-    (WEIGHTS, lambda file: file.write_bytes(b""), "header"),
-    (WEIGHTS, lambda file: file.write_bytes(file.read_bytes()[:-1]), "file not fully covered"),
-    (WEIGHTS, lambda file: rewritten(file, lambda k, x: (f"own.{k}", x)), f"({KEY} is missing, "),
-    (WEIGHTS, lambda file: rewritten(file, lambda k, x: (k, x[:1])), f"({KEY} is [1, 256], "),
+    (ADAPTER, Path.unlink, "No such file"),
+    (ADAPTER, cut(0), "header"),
+    (ADAPTER, cut(-1), "file not fully covered"),
+    (ADAPTER, lambda file: rewritten(file, lambda k, x: (f"own.{k}", x)), f"({KEY} is missing, "),
+    (ADAPTER, lambda file: rewritten(file, lambda k, x: (k, x[:1])), f"({KEY} is [1, 256], "),
 ]
 
 
@@ -305,19 +309,13 @@ def test_an_adapter_is_taken_whole_or_refused(one_step, tmp_path, name, damage, 
     assert str(tmp_path / "adapter") in error and words in error
 
 
-@pytest.mark.parametrize("start", ["pissa", "olora", "pissa_niter_16"])
-def test_an_adapter_that_changes_the_base_is_refused(one_step, tmp_path, start):
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_an_adapter_that_changes_the_base_is_refused(tmp_path, start):
     """Loaded once for the policy and once for the reference, it would change the base twice."""
-    shutil.copytree(one_step / "adapter", tmp_path / "own")
-    config = tmp_path / "own" / "adapter_config.json"
-    config.write_text(
-        config.read_text().replace('"init_lora_weights": true', f'"init_lora_weights": "{start}"')
-    )
-    error = error_from(checkpoints.find_adapters, tmp_path / "own")
-    assert f"the adapter {tmp_path / 'own'} (with {start} the model has other weights;" in error
-
-
-OPTIMIZER, STATE = "adapter-optimizer.pt", "state.json"
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"init_lora_weights": start}))
+    error = error_from(checkpoints.find_adapters, tmp_path)
+    assert f"cannot use the adapter {tmp_path} (with {start} the model has other weights;" in error
 
 
 @pytest.mark.parametrize(
@@ -325,10 +323,10 @@ OPTIMIZER, STATE = "adapter-optimizer.pt", "state.json"
     [
         *DAMAGE,
         (OPTIMIZER, Path.unlink, "No such file"),
-        (OPTIMIZER, lambda file: file.write_bytes(b""), ""),
-        (OPTIMIZER, lambda file: file.write_bytes(file.read_bytes()[:9999]), ""),
-        (STATE, lambda file: file.write_text(""), "Expecting value"),
-        (STATE, lambda file: file.write_text('{"step": 2'), "Expecting ',' delimiter"),
+        (OPTIMIZER, cut(0), ""),
+        (OPTIMIZER, cut(9999), ""),
+        ("state.json", cut(0), "Expecting value"),
+        ("state.json", cut(10), "Expecting ',' delimiter"),
     ],
 )
 def test_a_damaged_checkpoint_is_one_line(whole, tmp_path, trainers, name, damage, words):
@@ -348,37 +346,6 @@ def test_a_damaged_checkpoint_is_one_line(whole, tmp_path, trainers, name, damag
 @pytest.fixture(scope="module")
 def trainers():
     return build_run(tiny_settings()).trainers
-
-
-def test_folders_beside_the_checkpoints_are_left_alone(quick):
-    own = ["000001 copy", "000001-good", "1"]
-    assert quick(*write_reward(""), "--steps 1 --out run") == 0
-    for name in own:
-        shutil.copytree("run/checkpoints/000001", f"run/checkpoints/{name}")
-    assert resume("run --save-every 1 --steps 3") == 0
-    assert steps_saved("run") == ["000000", *own[:2], "000002", "000003", "1"]
-
-
-def test_a_damaged_line_costs_no_other(quick, capsys):
-    assert quick(*write_reward(""), "--steps 3 --out run") == 0
-    lines = Path("run/metrics.jsonl").read_text().splitlines()
-    lines[1] = '{"step": 2, "rew\0\0'
-    Path("run/metrics.jsonl").write_text("\n".join([*lines, lines[0][:9]]))
-    assert resume("run") == 0
-    assert Path("run/metrics.jsonl").read_text().splitlines() == [lines[0], lines[2]]
-    assert capsys.readouterr().out.count("is damaged") == 1
-
-
-def test_a_resumed_run_says_which_code_it_runs_and_whether_that_has_changed(quick, capsys):
-    assert quick(*write_reward(""), "--steps 1 --out run") == 0
-    for body, changed in (("", False), ("return torch.zeros(len(images))", True)):
-        write_reward(body)
-        capsys.readouterr()
-        assert resume("run") == 0
-        output = capsys.readouterr().out
-        assert "run runs code, as when it began: --reward mine.py:reward\n" in output
-        words = "warning: the file of mine.py:reward has changed since the run began\n"
-        assert (words in output) == changed
 
 
 # ---- what breaks ---------------------------------------------------------------------------------
