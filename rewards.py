@@ -260,7 +260,7 @@ def combine(rewards, weights, group_size=1, how="sum"):
         how: "sum" adds the values as they are, so the reward with the largest spread rules;
             "zscore" first turns each into its z-score within its group, so weights alone decide.
 
-    Raises ValueError for an unknown `how`, or values that do not form groups.
+    Raises ValueError for an unknown `how`, RuntimeError for values that do not form groups.
     """
     if how not in ("sum", "zscore"):
         raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")

@@ -34,6 +34,7 @@ from conftest import (
     shorten,
     steps_of,
     tiny_settings,
+    words_of,
 )
 from PIL import Image
 from safetensors.torch import load_file
@@ -48,16 +49,10 @@ from runtime.log import LINE, format_step, reward_metrics
 from runtime.settings import TINY
 
 NAN = math.nan
-SHORT = str.split("--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1")
+SHORT = "--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1"
 # Nothing to download.
-SHAPES = [
-    "--reward",
-    "ssim:1",
-    "--eval-reward",
-    "",
-    "--prompts",
-    f"{TINY}/prompts.txt",
-]
+SHAPES = f"--reward ssim:1 --eval-reward '' --prompts {TINY}/prompts.txt"
+BOTH = "--train both --paintings 2 --decode-steps 2"
 
 
 # ---- what a run leaves ---------------------------------------------------------------------------
@@ -68,12 +63,12 @@ def promised_run(tmp_path_factory):
     """A run with KL, two iterations and two rewards: its folder, and what it has printed."""
     folder = tmp_path_factory.mktemp("promised")
     output = io.StringIO()
-    arguments = str.split("--steps 1 --prompts-per-step 2 --iterations 2 --reward ssim:1,mse:0.5")
+    arguments = "--steps 1 --prompts-per-step 2 --iterations 2 --reward ssim:1,mse:0.5"
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
         patch.delenv("OMP_NUM_THREADS")
         with short_runs(folder) as run:
-            assert run(*arguments) == 0
+            assert run(arguments) == 0
     return folder / "runs" / "1", output.getvalue()
 
 
@@ -206,10 +201,8 @@ def test_prompts_of_every_kind_work(quick):
     Path("mine.py").write_text(
         "def length(images, prompts, targets):\n    return [len(p) for p in prompts]\n"
     )
-    arguments = str.split(
-        "--targets none --eval-targets none --reward mine.py:length --prompts-per-step 4"
-    )
-    assert quick(*arguments, "--steps 1 --out run") == 0
+    arguments = "--targets none --eval-targets none --reward mine.py:length --prompts-per-step 4"
+    assert quick(arguments, "--steps 1 --out run") == 0
     lengths = {prompt: [len(prompt)] * 2 for prompt in text.split("\n\n")}
     assert {
         group["prompt"]: group["reward/mine.py:length"] for group in records("run/groups.jsonl")
@@ -226,11 +219,10 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(judged):
         "def red(images, prompts, targets):\n    return [float('red' in p) for p in prompts]\n"
     )
     Path("twice.txt").write_text("a red circle\n\na blue cross\na red circle\n")
-    arguments = str.split("--prompts twice.txt --targets none --reward mine.py:count,mine.py:red")
-    arguments += str.split("--order file --prompts-per-step 3 --steps 1")
-    both = str.split("--train both --paintings 2 --decode-steps 2")
-    for name, flags, size in (("codes", [], 2), ("both", both, 4)):
-        assert judged(*arguments, *flags, "--out", name) == 0
+    arguments = "--prompts twice.txt --targets none --reward mine.py:count,mine.py:red"
+    arguments += " --order file --prompts-per-step 3 --steps 1"
+    for name, flags, size in (("codes", "", 2), ("both", BOTH, 4)):
+        assert judged(arguments, flags, "--out", name) == 0
         groups = records(f"{name}/groups.jsonl")
         found = [(group["step"], group["line"], group["prompt"]) for group in groups]
         assert found == [(1, 1, "a red circle"), (1, 3, "a blue cross"), (1, 4, "a red circle")]
@@ -274,7 +266,7 @@ def test_rewards_have_short_names_in_files_and_trackers(judged, tracked):
 
 
 def test_a_step_on_whole_pictures():
-    run = build_run(settings := tiny_settings(*SHORT, "--group-size 2"))
+    run = build_run(settings := tiny_settings(SHORT, "--group-size 2"))
     rewards = {"counted": (lambda images, prompts, targets: range(len(images)), 1.0)}
     prompts = prompts_of("a red circle", "a blue cross")
     batch, metrics = train.grpo_step(run, settings, rewards, prompts, 0)
@@ -403,42 +395,36 @@ def good(images, prompts, targets):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--group-sise", "4"], "unrecognized arguments: --group-sise 4"),
-        (["--group-size", "1"], "--group-size: must be at least 2, got 1"),
-        (["--height", "100"], "--height and --width must be multiples of 32, got 100"),
-        (["--top-p", "0"], "--top-p: must be above 0 and at most 1, got 0.0"),
-        (["--lr", "nan"], "--lr: must be above 0, got nan"),
-        (["--prompts", "missing.txt"], "cannot read the prompts file missing.txt"),
-        (["--prompts", "empty.txt"], "has no prompt in it"),
-        (["--prompts", "cut.txt"], "cannot read the prompts file cut.txt"),
-        (["--prompts", "sign.txt"], "line 3 of sign.txt contains <|image|>"),
-        (["--targets", "few"], "few has 1 picture for "),
-        (["--prompts", "one.txt", "--targets", "broken"], "broken/1.png cannot be read"),
-        (["--eval-targets", "missing"], "missing does not exist"),
-        (["--reward", "beauty"], "unknown reward 'beauty'"),
-        (["--reward", "pickscore:1,vqq:1"], "unknown reward 'vqq'"),
-        (["--reward", "bad.py:good,ssim", "--prompts", "one.txt"], "'ssim' needs --targets"),
-        (["--eval-reward", "pickscore,ssim"], "'ssim' needs --targets, or --eval-targets"),
-        (["--reward", "bad.py:one"], "reward 'bad.py:one' gave shape (1,), not (2,)"),
-        (["--reward", "text:0,vqa:0.0"], "--reward text:0,vqa:0.0: no weight above 0, so nothing"),
-        (["--reward", ""], "no weight above 0, so nothing can be learned"),
-        (["--eval-reward", "clip=few"], "cannot load reward 'clip'"),
-        (["--tracker", "wandb"], "pip install wandb"),
-        (["--model", "nobody/nothing", *SHAPES], "cannot load nobody/nothing"),
-        (["--model", "few", *SHAPES], "cannot load few"),
-        (
-            ["--reward", "pickscore", "--adapter", "few"],
-            "--adapter few: no run, no checkpoint and no adapter",
-        ),
-        (["--out", "one.txt/run"], "cannot write to one.txt/run"),
-        (["--paintings", "4"], "unrecognized arguments: --paintings 4"),
-        (["--out", "one.txt"], "cannot write to one.txt"),
-        (
-            ["--out", "old"],
-            "old already holds a run; choose another --out, or continue with --resume",
-        ),
-        (["--out", "judged"], "judged already holds a run; choose another --out"),
-        (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
+        ("--group-sise 4", "unrecognized arguments: --group-sise 4"),
+        ("--group-size 1", "--group-size: must be at least 2, got 1"),
+        ("--height 100", "--height and --width must be multiples of 32, got 100"),
+        ("--top-p 0", "--top-p: must be above 0 and at most 1, got 0.0"),
+        ("--lr nan", "--lr: must be above 0, got nan"),
+        ("--prompts missing.txt", "cannot read the prompts file missing.txt"),
+        ("--prompts empty.txt", "has no prompt in it"),
+        ("--prompts cut.txt", "cannot read the prompts file cut.txt"),
+        ("--prompts sign.txt", "line 3 of sign.txt contains <|image|>"),
+        ("--targets few", "few has 1 picture for "),
+        ("--prompts one.txt --targets broken", "broken/1.png cannot be read"),
+        ("--eval-targets missing", "missing does not exist"),
+        ("--reward beauty", "unknown reward 'beauty'"),
+        ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'"),
+        ("--reward bad.py:good,ssim --prompts one.txt", "'ssim' needs --targets"),
+        ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
+        ("--reward bad.py:one", "reward 'bad.py:one' gave shape (1,), not (2,)"),
+        ("--reward text:0,vqa:0.0", "--reward text:0,vqa:0.0: no weight above 0, so nothing"),
+        ("--reward ''", "no weight above 0, so nothing can be learned"),
+        ("--eval-reward clip=few", "cannot load reward 'clip'"),
+        ("--tracker wandb", "pip install wandb"),
+        (f"--model nobody/nothing {SHAPES}", "cannot load nobody/nothing"),
+        (f"--model few {SHAPES}", "cannot load few"),
+        ("--reward pickscore --adapter few", "--adapter few: no run, no checkpoint and no adapter"),
+        ("--out one.txt/run", "cannot write to one.txt/run"),
+        ("--paintings 4", "unrecognized arguments: --paintings 4"),
+        ("--out one.txt", "cannot write to one.txt"),
+        ("--out old", "old already holds a run; choose another --out, or continue with --resume"),
+        ("--out judged", "judged already holds a run; choose another --out"),
+        ("--resume nothing", "there is no checkpoint in nothing to resume"),
     ],
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, words):
@@ -457,8 +443,9 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     Path("new").mkdir()
     draw(RED_CIRCLE).save("few/1.png")
     before = sorted(tmp_path.rglob("*"))
-    for out in ([],) if {"--out", "--resume"} & set(arguments) else ([], ["--out", "new/a/run"]):
-        assert train.main(["--steps", "1", *arguments, *out]) == 2
+    named = "--out" in arguments or "--resume" in arguments
+    for out in [""] if named else ["", "--out new/a/run"]:
+        assert train.main(words_of(["--steps 1", arguments, out])) == 2
         message = capsys.readouterr().err.strip().splitlines()[-1]
         assert message.startswith("error: ")
         assert words in message
@@ -514,9 +501,9 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     Path("chinese.txt").write_text("一只红色的圆\na blue cross\n")
     there = lambda *_: pytest.fail("the rewards are there", pytrace=False)
     monkeypatch.setattr(train, "load", there)
-    files = str.split("--prompts chinese.txt --targets none --eval-targets none")
+    files = "--prompts chinese.txt --targets none --eval-targets none"
     with pytest.raises(pytest.fail.Exception, match="the rewards are there"):
-        quick("--reward mine.py:mine --eval-reward mine.py:mine --steps 1", *files)
+        quick("--reward mine.py:mine --eval-reward mine.py:mine --steps 1", files)
     *_, rest = capsys.readouterr().out.partition("warning: 1 of the 2 held-out")
     assert "output folder: runs/1\nloading --reward mine.py:mine\n" in rest
     assert rest.splitlines()[-6:] == [
@@ -550,11 +537,9 @@ def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatc
     sheets = []
     draw_grid = lambda title, *rows: sheets.append((title, rows[0])) or Image.new("RGB", (8, 8))
     monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
-    both = str.split("--train both --paintings 2 --decode-steps 2")
-    for flags in ([], both):
+    for flags in ("", BOTH):
         sheets.clear()
-        more = [*str.split("--reward mine.py:mine --prompts-per-step 2 --steps 1"), *flags]
-        assert quick(*more, "--out", f"run{len(flags)}") == 0
+        assert quick("--reward mine.py:mine --prompts-per-step 2 --steps 1", flags) == 0
         ((title, rows),) = [sheet for sheet in sheets if sheet[0].startswith("step")]
         assert title == "step 1" and rows[0][0] == "a blue cross"
         captions = [caption for _, cells in rows for _, caption, _ in cells]
@@ -806,7 +791,7 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     b = torch.tensor([300.0, 100.0, NAN, 500.0])
     functions = {"a": (lambda *_: a, 2.0), "b": (lambda *_: b, 0.5)}
     seen = []
-    run = build_run(settings := tiny_settings(*SHORT, "--combine", combine))
+    run = build_run(settings := tiny_settings(SHORT, "--combine", combine))
     monkeypatch.setattr(run.policy, "update", lambda groups: seen.extend(groups) or {})
     prompts = prompts_of("a red circle")
     rolled, metrics = train.grpo_step(run, settings, functions, prompts, 0)
@@ -830,7 +815,7 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     colours = lambda tokens, size: [
         Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens
     ]
-    settings = tiny_settings(*SHORT, "--group-size 3")
+    settings = tiny_settings(SHORT, "--group-size 3")
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
     prompts = prompts_of("a red circle", "a blue cross")
     run = build_run(settings)
