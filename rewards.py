@@ -210,7 +210,7 @@ def score(rewards, images, prompts, targets=None, **more):
         images: N*G PIL images, prompt after prompt.
         prompts, targets: N of each, as all that `more` has for rewards with such parameters.
 
-    Raises UserError for infinity, or what is not a number per picture. What a reward raises passes.
+    Raises UserError for infinity, or what is not a number per picture, and what a reward raises.
     """
     group_size = len(images) // len(prompts)  # G
     given = {"prompts": prompts, "targets": targets or [None] * len(prompts), **more}

@@ -254,7 +254,7 @@ def load(model, device, **options):
     check_version()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with readable_loading(model):
-        # By itself the pipeline would ask whether the processor may run code out of the folder.
+        # By itself the pipeline would ask whether the processor may run code from its folder.
         trusted = {"subfolder": "processor", "trust_remote_code": False}
         processor = GlmImageProcessor.from_pretrained(model, **trusted)
         usual = {"processor": processor, "dtype": dtype, "use_safetensors": True}

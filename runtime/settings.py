@@ -300,14 +300,18 @@ def usual_settings(model, kind):
     return {"model": model, **usual}
 
 
-def code_in(values):
-    """Of settings {name: value}, as flags, those that run a file outside tiny-glm-image/."""
-    code = []
-    for name, value in values.items():
-        sources = [source for source, _ in split_spec(str(value)) if ".py:" in source]
-        if not all(find_file(source).resolve().is_relative_to(TINY) for source in sources):
-            code.append(f"{option(name)} {value}")
-    return " ".join(code)
+def code_in(settings, given):
+    """As flags, the settings that run a file outside tiny-glm-image/, and are not among the given.
+
+    Both are {name: value}.
+    """
+    flags = []
+    for name in settings.keys() - given.keys():
+        value = str(settings[name])
+        files = [find_file(source) for source, _ in split_spec(value) if ".py:" in source]
+        if not all(file.resolve().is_relative_to(TINY) for file in files):
+            flags.append(f"{option(name)} {value}")
+    return " ".join(sorted(flags))
 
 
 def parse_settings(arguments=None, kind=Settings):
@@ -321,7 +325,7 @@ def parse_settings(arguments=None, kind=Settings):
         return kind(**resumed(given, kind))
     model = found(given.get("model")) or default_model()
     usual = {**usual_settings(model, kind), **given, "model": model}
-    if code := code_in({name: x for name, x in usual.items() if name not in given}):
+    if code := code_in(usual, given):
         raise UserError(f"{model}/defaults.json runs code: if you trust it, give {code}")
     settings = kind(**usual)
     if given.get("frame_by") != settings.frame_by and "frame_by" in given:
@@ -351,7 +355,7 @@ def resumed(given, kind):
     if state["ranks"] != ranks.count():  # the prompts of a step would be others
         made = f"{out} was made by {state['ranks']} processes, not {ranks.count()}"
         raise UserError(f"{made}: start {state['ranks']} processes with torchrun")
-    if code := code_in({name: x for name, x in before.items() if name not in given}):
+    if code := code_in(before, given):
         print(f"{out} runs code, as when it began: {code}")
     return before | given
 
