@@ -33,7 +33,6 @@ from safetensors.torch import load_file, save_file
 from train_decoder import DecoderRun
 
 import train
-from glm_image.model import GlmImage
 from runtime import UserError, checkpoints
 from runtime.data import hash_of
 from runtime.settings import build_parser
@@ -432,23 +431,18 @@ def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
     assert found == [(1, 0, None), (0.5, 0.25, None), (1, 0, None)]
 
 
-def out_of_memory(*arguments, **parts):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
+    """Here before the first step; see test_cards.py for the others."""
 
+    def load(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-@pytest.mark.parametrize("phase", ["paint", "load"])
-def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeypatch, phase):
-    monkeypatch.setattr(GlmImage if phase == "paint" else train, phase, out_of_memory)
+    monkeypatch.setattr(train, "load", load)
     assert quick("--steps 2 --out run") == 2
-    output, errors = capsys.readouterr()
-    line = errors.splitlines()[-1]
+    line = error_of(capsys)
     assert line.startswith("error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00")
     assert all(word in line for word in ("--offload yes", "--micro-batch-size", "--group-size"))
-    if phase == "load":
-        assert not Path("run").exists()
-    else:
-        assert "stopped in the phase 'paint'; continue with --resume run" in output
-        assert steps_saved("run") == ["000000"]
+    assert not Path("run").exists()
 
 
 def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
