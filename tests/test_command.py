@@ -35,6 +35,7 @@ from conftest import (
     steps_of,
     tiny_settings,
     words_of,
+    write_reward,
 )
 from PIL import Image
 from safetensors.torch import load_file
@@ -198,14 +199,12 @@ def test_prompts_of_every_kind_work(quick):
     )
     text += "a circle " * 100 + "."
     Path("prompts.txt").write_text(text)
-    Path("mine.py").write_text(
-        "def length(images, prompts, targets):\n    return [len(p) for p in prompts]\n"
-    )
-    arguments = "--targets none --eval-targets none --reward mine.py:length --prompts-per-step 4"
-    assert quick(arguments, "--steps 1 --out run") == 0
+    reward = write_reward("return [len(prompt) for prompt in prompts]")
+    arguments = "--targets none --eval-targets none --prompts-per-step 4"
+    assert quick(*reward, arguments, "--steps 1 --out run") == 0
     lengths = {prompt: [len(prompt)] * 2 for prompt in text.split("\n\n")}
     assert {
-        group["prompt"]: group["reward/mine.py:length"] for group in records("run/groups.jsonl")
+        group["prompt"]: group["reward/mine.py:reward"] for group in records("run/groups.jsonl")
     } == lengths
 
 
@@ -307,12 +306,9 @@ def test_tensorboard_gets_the_numbers_of_a_run(judged):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert judged("--steps 1 --tracker tensorboard --out run") == 0
     found = events.EventAccumulator("run/grpo-glm-image").Reload()
-    (metrics,) = records("run/metrics.jsonl")
-    _, after = records("run/evaluation.jsonl")
-    for name, value in (
-        ("reward", metrics["reward"]),
-        ("held out/reward", after["held out"]["reward"][0]),
-    ):
+    (metrics,), (_, after) = (records(f"run/{x}.jsonl") for x in ("metrics", "evaluation"))
+    wanted = {"reward": metrics["reward"], "held out/reward": after["held out"]["reward"][0]}
+    for name, value in wanted.items():
         last = found.Scalars(name)[-1]
         assert (last.step, last.value) == (1, pytest.approx(value))
 
@@ -338,12 +334,9 @@ def test_defaults_depend_on_the_model():
 
 
 def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
-    for arguments, expected in (
-        (["mse"], "sum"),
-        (["ssim,mse"], "zscore"),
-        (["ssim,mse", "--combine", "sum"], "sum"),
-    ):
-        assert tiny_settings("--reward", *arguments).combine == expected
+    found = [("mse", "sum"), ("ssim,mse", "zscore"), ("ssim,mse --combine sum", "sum")]
+    for given, expected in found:
+        assert tiny_settings("--reward", given).combine == expected
 
 
 def test_every_setting_is_a_flag_with_help(capsys):
@@ -462,15 +455,14 @@ def test_a_models_folder_runs_no_code_unless_a_flag_says_so(tmp_path, monkeypatc
     file = tmp_path / "own.py"
     file.write_text("raise KeyError('it ran')\n")
     defaults = tmp_path / "defaults.json"
-    for name, value in (("eval_reward", f"hps,{file}:f:2"), ("targets", f"{file}:f")):
-        defaults.unlink()
-        defaults.write_text(json.dumps({"usual": {name: value, "lr": 0.5}}))
-        flag = [f"--{name.replace('_', '-')}", value]
-        with pytest.raises(UserError) as caught:
-            train.parse_settings(given)
-        message = f"{defaults} runs code: if you trust it, give {' '.join(flag)}"
-        assert str(caught.value) == message
-        assert train.parse_settings([*given, *flag]).lr == 0.5
+    defaults.unlink()
+    code = {"eval_reward": f"hps,{file}:f:2", "targets": f"{file}:f"}
+    defaults.write_text(json.dumps({"usual": {**code, "reward": "mse", "lr": 0.5}}))
+    flags = f"--eval-reward {code['eval_reward']} --targets {code['targets']}"
+    with pytest.raises(UserError) as caught:
+        train.parse_settings(given)
+    assert str(caught.value) == f"{defaults} runs code: if you trust it, give {flags}"
+    assert train.parse_settings([*given, *flags.split()]).lr == 0.5
     (tmp_path / "processor").unlink()
     shutil.copytree(f"{TINY}/processor", tmp_path / "processor")
     config = tmp_path / "processor" / "tokenizer_config.json"
@@ -531,15 +523,13 @@ def test_a_run_names_the_projects_files_by_their_place_in_it(one_step, monkeypat
 
 
 def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatch):
-    Path("mine.py").write_text(
-        "def mine(images, prompts, targets):\n    return [float('cross' in p) * i for i, p in enumerate(prompts)]\n"
-    )
+    reward = write_reward("return [float('cross' in p) * i for i, p in enumerate(prompts)]")
     sheets = []
     draw_grid = lambda title, *rows: sheets.append((title, rows[0])) or Image.new("RGB", (8, 8))
     monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
     for flags in ("", BOTH):
         sheets.clear()
-        assert quick("--reward mine.py:mine --prompts-per-step 2 --steps 1", flags) == 0
+        assert quick(*reward, "--prompts-per-step 2 --steps 1", flags) == 0
         ((title, rows),) = [sheet for sheet in sheets if sheet[0].startswith("step")]
         assert title == "step 1" and rows[0][0] == "a blue cross"
         captions = [caption for _, cells in rows for _, caption, _ in cells]
@@ -682,11 +672,7 @@ def test_reward_metrics_by_hand():
         }
     )
     nothing = reward_metrics({"reward": TOTAL[None, 3:6], "reward/b": RAW["b"][None, 3:6]})
-    assert (
-        math.isnan(nothing["reward/b"])
-        and math.isnan(nothing["reward_std/b"])
-        and math.isnan(nothing["reward_std"])
-    )
+    assert all(math.isnan(nothing[name]) for name in ("reward/b", "reward_std/b", "reward_std"))
     assert nothing["reward"] == 10
 
 
@@ -707,11 +693,8 @@ def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
     assert both["decoder/reward_std"] == pytest.approx(
         (np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2
     )
-    assert (
-        decoder["reward_std"]
-        == decoder["reward_std/a"]
-        == pytest.approx(np.std(values.numpy(), ddof=1))
-    )
+    spread = pytest.approx(np.std(values.numpy(), ddof=1))
+    assert decoder["reward_std"] == decoder["reward_std/a"] == spread
     values[0] = NAN
     both = metrics(2, 2)
     # Of the others.
@@ -834,18 +817,12 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
 def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(
     judged, tracked, capfd
 ):
-    Path("mine.py").write_text(
-        "def nothing(images, prompts, targets):\n    return [float('nan')] * len(images)\n"
-    )
-    assert judged("--reward mine.py:nothing --steps 1 --tracker trackio --out run") == 0
+    reward = write_reward("return [float('nan')] * len(images)")
+    assert judged(*reward, "--steps 1 --tracker trackio --out run") == 0
     assert "entropy" in tracked and not any(map(math.isnan, tracked.values()))
     (line,) = records("run/metrics.jsonl")
-    assert (line["reward"], line["unscored"], line["groups_without_spread"], line["grad_norm"]) == (
-        None,
-        1,
-        1,
-        0,
-    )
+    assert line["reward"] is None and line["grad_norm"] == 0
+    assert line["unscored"] == line["groups_without_spread"] == 1
     for record in records("run/evaluation.jsonl"):
         assert record["training"]["reward"] == [None, None]
     assert Path("run/before-after.png").exists()
