@@ -172,6 +172,7 @@ def add_adapter(module, half, rank, folder=None):
     with readable(f"use the adapter {folder}"):
         config = PeftConfig.from_pretrained(folder)
         config.inference_mode = False
+        config.base_model_name_or_path = None  # PEFT would warn of another place
         model = get_peft_model(module, config)
         model.add_adapter("reference", replace(config, inference_mode=True))
         for name in ("default", "reference"):

@@ -117,7 +117,9 @@ def find_adapters(folder):
 def load_adapter(model, file, name="default"):
     """The weights in a file, all of them, into the model's adapter of this name."""
     weights = load_file(file)
-    wanted = peft.get_peft_model_state_dict(model, adapter_name=name)
+    # By itself it would ask the hub about the vocabulary.
+    own = {"adapter_name": name, "save_embedding_layers": False}
+    wanted = peft.get_peft_model_state_dict(model, **own)
     shape = lambda tensors, key: list(tensors[key].shape) if key in tensors else "missing"
     for key in sorted(weights.keys() | wanted.keys()):
         if shape(weights, key) != shape(wanted, key):

@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -230,7 +231,10 @@ def test_zero_steps_evaluates_only(judged):
         assert checkpoints.find_adapter(folder, "decoder-adapter") is None
     assert checkpoints.find_adapter("decoder-adapter", "adapter") is None
     assert str(checkpoints.find_adapter("decoder-adapter", "decoder-adapter")) == "decoder-adapter"
-    assert judged("--adapter downloaded --steps 0") == 0
+    config = Path("downloaded/adapter_config.json")
+    config.write_text(config.read_text().replace("vision_language_encoder", "elsewhere"))
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        assert judged("--adapter downloaded --steps 0") == 0
     (record,) = records("runs/1/evaluation.jsonl")
     assert record | {"step": 2} == after  # of the trained adapter
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
