@@ -13,8 +13,8 @@ from reward_models import CHINESE, lend_gpu, load_pretrained, load_weights
 
 @functools.cache  # clip and aesthetic share one
 def _clip(model, processor):
-    reader = CLIPProcessor.from_pretrained(processor, trust_remote_code=False)
-    return load_pretrained(CLIPModel, model, torch.float32), reader
+    clip = load_pretrained(CLIPModel, model, torch.float32)
+    return clip, CLIPProcessor.from_pretrained(processor, trust_remote_code=False)
 
 
 class Clip:
