@@ -36,7 +36,11 @@ import torch.nn.functional as F
 from PIL import Image
 
 from grpo import centre_groups
-from runtime import UserError
+
+
+class UserError(Exception):
+    """An error that the user can fix: shown as one line, exit code 2."""
+
 
 # ---- likeness to a target ------------------------------------------------------------------------
 
@@ -167,7 +171,10 @@ def check_rewards(spec, target):
 
     target: of the first prompt.
     """
-    for source, _ in split_spec(spec):
+    named = [source for source, _ in split_spec(spec)]
+    for source in named:
+        if named.count(source) > 1:
+            raise UserError(f"reward {source!r} is named twice: give it one weight")
         name, _, folder = source.partition("=")
         if folder and not Path(folder).is_dir():
             raise UserError(f"reward {name!r} finds no folder {folder}")
@@ -231,7 +238,7 @@ def score(rewards, images, prompts, targets=None, **more):
         images: N*G PIL images, prompt after prompt.
         prompts, targets: N of each, as all that `more` has for rewards with such parameters.
 
-    Raises UserError for infinity, or what is not a number per picture; else what a reward raised.
+    Raises UserError for infinity, or what is not a number per picture, and what a reward raises.
     """
     group_size = len(images) // len(prompts)  # G
     given = {"prompts": prompts, "targets": targets or [None] * len(prompts), **more}
@@ -239,7 +246,13 @@ def score(rewards, images, prompts, targets=None, **more):
     values = {}
     for name, (function, _) in rewards.items():
         answer = ask(function, images, **given, group_size=group_size)
-        values[name] = torch.as_tensor(answer).float().cpu()
+        try:
+            numbers = torch.as_tensor(answer)
+        except (TypeError, ValueError, RuntimeError):
+            wanted = f"return {len(images)} numbers, one per picture"
+            raise UserError(f"reward {name!r} gave {answer!r:.60}: {wanted}") from None
+        # A copy: the reward may use its own tensor again.
+        values[name] = numbers.detach().float().cpu().clone()
         shape, expected = tuple(values[name].shape), (len(images),)
         if shape != expected:
             raise UserError(f"reward {name!r} gave shape {shape}, not {expected}")
@@ -275,7 +288,7 @@ def combine(rewards, weights, group_size=1, how="sum"):
         how: "sum" adds the values as they are, so the reward with the largest spread rules;
             "zscore" first turns each into its z-score within its group, so weights alone decide.
 
-    Raises ValueError for an unknown `how`, or values that do not form groups.
+    Raises ValueError for an unknown `how`, RuntimeError for values that do not form groups.
     """
     if how not in ("sum", "zscore"):
         raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")

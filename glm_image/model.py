@@ -8,11 +8,16 @@ import torch
 import transformers
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from packaging.version import Version
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import GlmImageForConditionalGeneration, T5EncoderModel, set_seed
+from peft import LoraConfig, PeftConfig, get_peft_model
+from transformers import (
+    GlmImageForConditionalGeneration,
+    GlmImageProcessor,
+    T5EncoderModel,
+    set_seed,
+)
 
-from runtime import UserError
-from runtime.checkpoints import find_adapter
+from runtime import UserError, readable
+from runtime.checkpoints import WEIGHTS, find_adapter, load_adapter
 from runtime.data import readable_loading
 from runtime.forward import CapturedForward, SharedForward, or_plain
 from runtime.int8 import round_linears
@@ -67,7 +72,8 @@ class GlmImage:
     def adapt_decoder(self, settings, device):
         """An adapter that examples/train_decoder.py has left paints along, and does not learn."""
         if folder := find_adapter(settings.adapter, "decoder-adapter"):
-            PeftModel.from_pretrained(self.pipe.transformer, folder)
+            add_adapter(self.pipe.transformer, "decoder", None, folder)
+            self.pipe.transformer.requires_grad_(False)
 
     @classmethod
     def sizes(cls, settings, device):
@@ -163,8 +169,14 @@ def add_adapter(module, half, rank, folder=None):
     if folder is None:
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_TARGETS[half])
         return get_peft_model(module, lora), None
-    model = PeftModel.from_pretrained(module, folder, is_trainable=True)
-    model.load_adapter(folder, "reference")
+    with readable(f"use the adapter {folder}"):
+        config = PeftConfig.from_pretrained(folder)
+        config.inference_mode = False
+        config.base_model_name_or_path = None  # PEFT would warn of another place
+        model = get_peft_model(module, config)
+        model.add_adapter("reference", replace(config, inference_mode=True))
+        for name in ("default", "reference"):
+            load_adapter(model, folder / WEIGHTS, name)
     return model, partial(with_reference, model)
 
 
@@ -243,9 +255,11 @@ def load(model, device, **options):
     check_version()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with readable_loading(model):
-        return GlmImagePipeline.from_pretrained(
-            model, **{"dtype": dtype, "use_safetensors": True, **options}
-        )
+        # By itself the pipeline would ask whether the processor may run code from its folder.
+        trusted = {"subfolder": "processor", "trust_remote_code": False}
+        processor = GlmImageProcessor.from_pretrained(model, **trusted)
+        usual = {"processor": processor, "dtype": dtype, "use_safetensors": True}
+        return GlmImagePipeline.from_pretrained(model, **{**usual, **options})
 
 
 def load_sizes(model, device):

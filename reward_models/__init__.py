@@ -34,9 +34,8 @@ def load_weights(source, file):
 
 
 def load_pretrained(kind, source, dtype):
-    model, report = kind.from_pretrained(
-        source, dtype=dtype, weights_only=True, output_loading_info=True
-    )
+    only_data = {"weights_only": True, "trust_remote_code": False}
+    model, report = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **only_data)
     if report["missing_keys"]:  # which transformers fills with noise
         raise ValueError(f"{source} lacks {min(report['missing_keys'])}")
     return model

@@ -13,9 +13,8 @@ from reward_models import CHINESE, lend_gpu, load_pretrained, load_weights
 
 @functools.cache  # clip and aesthetic share one
 def _clip(model, processor):
-    return load_pretrained(CLIPModel, model, torch.float32), CLIPProcessor.from_pretrained(
-        processor
-    )
+    clip = load_pretrained(CLIPModel, model, torch.float32)
+    return clip, CLIPProcessor.from_pretrained(processor, trust_remote_code=False)
 
 
 class Clip:

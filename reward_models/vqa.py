@@ -38,7 +38,7 @@ class Vqa:
         self.reads_chinese = model != rewards.SMOLVLM
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         self.model = load_pretrained(transformers.AutoModelForImageTextToText, model, dtype)
-        self.processor = transformers.AutoProcessor.from_pretrained(model)
+        self.processor = transformers.AutoProcessor.from_pretrained(model, trust_remote_code=False)
         tokenizer = self.processor.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         self.yes = answer_ids(tokenizer, "yes")

@@ -5,11 +5,14 @@ import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
 import diffusers
 import torch
 import transformers
 from safetensors import SafetensorError
+
+from rewards import UserError
 
 # PEFT's about transformers: nothing a user can act on.
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -25,16 +28,13 @@ if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar w
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class UserError(Exception):
-    """An error that the user can fix: shown as one line, exit code 2."""
-
-
 @contextmanager
 def readable(what, hint=""):
     """What is wrong with a file becomes one line: "cannot WHAT (REASON)HINT"."""
+    unreadable = OSError, EOFError, UnpicklingError, SafetensorError
     try:
         yield
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, SafetensorError) as error:
+    except (*unreadable, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"cannot {what} ({reason}){hint}") from None
 

@@ -6,21 +6,23 @@ import os
 import shlex
 import shutil
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 
 import peft
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from runtime import ROOT, UserError, ranks
+from runtime import ROOT, UserError, ranks, readable
 
+WEIGHTS = "adapter_model.safetensors"  # PEFT's name
 KEPT = 2  # the newest checkpoints, beside those of evaluated steps
 
 
 def find(out):
-    """The checkpoints of a run, oldest first."""
-    return sorted((out / "checkpoints").glob("[0-9]*"))
+    """The checkpoints of a run, oldest first; not what people put beside them."""
+    return sorted((out / "checkpoints").glob("[0-9]" * 6))
 
 
 def saved(settings):
@@ -34,10 +36,26 @@ def shortened(values):
     return {name: short(value) for name, value in values.items()}
 
 
-def save(out, step, trainers, state):
+def copied(trainers):
+    """Adapters and optimisers as they are now, for save: what breaks the next step off moves some.
+
+    trainers: {folder of its adapter: GRPO}. Returns {folder: (model, weights, file)}, on the host.
+    """
+    copies = {}
+    for name, trainer in trainers.items():
+        learns = [pair for pair in trainer.model.named_parameters() if pair[1].requires_grad]
+        weights = {key: weight.detach().to("cpu", copy=True) for key, weight in learns}
+        # Given a file, torch.save hides that the disk is full.
+        file = io.BytesIO()
+        torch.save(trainer.optimizer.state_dict(), file)
+        copies[name] = trainer.model, weights, file.getbuffer()
+    return copies
+
+
+def save(out, step, copies, state):
     """Write a checkpoint to a temporary folder and rename it; remove old ones.
 
-    trainers: {folder of its adapter: GRPO}. state: {"settings": see saved, "inputs": see hash_of in
+    copies: see copied. state: {"settings": see saved, "inputs", "rewards": see read_inputs in
     data.py}. No random states: the prompts and all random draws of a step are functions of the seed
     and the step.
     """
@@ -47,12 +65,9 @@ def save(out, step, trainers, state):
         return
     with writing(out):
         shutil.rmtree(unfinished, ignore_errors=True)
-        for name, trainer in trainers.items():
-            save_adapter(trainer.model, unfinished / name)
-            # Given a file, torch.save hides that the disk is full.
-            buffer = io.BytesIO()
-            torch.save(trainer.optimizer.state_dict(), buffer)
-            (unfinished / f"{name}-optimizer.pt").write_bytes(buffer.getvalue())
+        for name, (model, weights, optimizer) in copies.items():
+            save_adapter(model, unfinished / name, weights)
+            (unfinished / f"{name}-optimizer.pt").write_bytes(optimizer)
         state = {"step": step, "ranks": ranks.count(), **state}
         (unfinished / "state.json").write_text(json.dumps(state))
         os.replace(unfinished, final)
@@ -62,37 +77,84 @@ def save(out, step, trainers, state):
                 shutil.rmtree(old)
 
 
-def save_adapter(model, folder):
-    """The adapter that learns, as PEFT writes it."""
-    model.save_pretrained(folder, selected_adapters=["default"])
+def save_adapter(model, folder, weights=None):
+    """The adapter that learns, as PEFT writes it. weights: see copied; None: as it is now."""
+    model.save_pretrained(folder, selected_adapters=["default"], state_dict=weights)
     (folder / "README.md").unlink()  # an empty template
 
 
 def find_adapter(folder, name):
     """The folder of an adapter, "adapter" or "decoder-adapter"; None if there is none.
 
-    folder: of a run, whose newest checkpoint counts, or of a checkpoint; or None.
+    folder: of a run, whose newest checkpoint counts, of a checkpoint, or of an adapter, which is
+    the decoder's if it is named like that; or None.
     """
+    if folder and Path(folder, "adapter_config.json").is_file():
+        of_decoder = Path(folder).resolve().name == "decoder-adapter"
+        return Path(folder) if of_decoder == (name == "decoder-adapter") else None
     places = [Path(folder), *find(Path(folder))] if folder else []
     return next((place / name for place in places[::-1] if (place / name).is_dir()), None)
 
 
+def find_adapters(folder):
+    """The folders of all adapters in --adapter. UserError for what can be seen to be wrong."""
+    found = [find_adapter(folder, name) for name in ("adapter", "decoder-adapter")]
+    found = [each for each in found if each]
+    if folder and not found:
+        raise UserError(f"--adapter {folder}: no run, no checkpoint and no adapter")
+    for each in found:
+        with readable(f"use the adapter {each}"):
+            load_file(each / WEIGHTS)
+            config = json.loads((each / "adapter_config.json").read_text())
+            start = config.get("init_lora_weights", True)
+            # For others, such as PiSSA and OLoRA, PEFT changes the model's own weights.
+            if start not in (True, False, "gaussian"):
+                hint = "convert it to LoRA: path_initial_model_for_weight_conversion in PEFT"
+                raise ValueError(f"with {start} the model has other weights; {hint}")
+    return found
+
+
+def load_adapter(model, file, name="default"):
+    """The weights in a file, all of them, into the model's adapter of this name."""
+    weights = load_file(file)
+    # By itself it would ask the hub about the vocabulary.
+    own = {"adapter_name": name, "save_embedding_layers": False}
+    wanted = peft.get_peft_model_state_dict(model, **own)
+    shape = lambda tensors, key: list(tensors[key].shape) if key in tensors else "missing"
+    for key in sorted(weights.keys() | wanted.keys()):
+        if shape(weights, key) != shape(wanted, key):
+            here = f"in this model it is {shape(wanted, key)}"
+            raise ValueError(f"{key} is {shape(weights, key)}, {here}")
+    peft.set_peft_model_state_dict(model, weights, adapter_name=name)
+
+
 def read_state(out):
-    """{"step", "ranks", "settings", "inputs"} of the newest checkpoint, see save."""
+    """{"step", "ranks", "settings", "inputs", "rewards"} of the newest checkpoint, see save."""
     if not find(out):
         raise UserError(f"there is no checkpoint in {out} to resume")
-    return json.loads((find(out)[-1] / "state.json").read_text())
+    with of_newest(out, "state.json") as file:
+        return json.loads(file.read_text())
 
 
 def load(out, trainers):
     """Adapters and optimisers from the newest checkpoint, onto their devices. Returns its step."""
-    folder = find(out)[-1]
     for name, trainer in trainers.items():
-        weights = peft.load_peft_weights(folder / name, device="cpu")
-        peft.set_peft_model_state_dict(trainer.model, weights)
-        file = folder / f"{name}-optimizer.pt"
-        trainer.optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-    return int(folder.name)
+        with of_newest(out, f"{name}/{WEIGHTS}") as file:
+            load_adapter(trainer.model, file)
+        with of_newest(out, f"{name}-optimizer.pt") as file:
+            trainer.optimizer.load_state_dict(torch.load(file, "cpu", weights_only=True))
+    return int(find(out)[-1].name)
+
+
+@contextmanager
+def of_newest(out, name):
+    """Yields a file of the newest checkpoint; if it is damaged, one line says how to go on."""
+    *before, folder = find(out)
+    hint = "; no checkpoint is before it: start a new run"
+    if before:
+        hint = f"; to continue from {before[-1].name}, rm -r {shlex.quote(str(folder))}"
+    with readable(f"read {folder / name}", hint):
+        yield folder / name
 
 
 def how_to_continue(out):
@@ -115,8 +177,10 @@ def writing(out):
 def claimed(resume, name):
     """The folder of --resume or --out, or the next free runs/N: no other process can take it.
 
-    If nothing is written to it, it is removed.
+    If nothing is written to it, it is removed, with what folders were made for it.
     """
+    wanted = Path(resume or name or "runs")
+    before = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
     with open_locked(resume, name) if ranks.rank() == 0 else nullcontext() as file:
         out = ranks.gather(file and Path(file.name).parent)[0]
         try:
@@ -125,7 +189,8 @@ def claimed(resume, name):
             with suppress(OSError):  # there are other files in it
                 if file and os.path.getsize(file.name) == 0:
                     os.remove(file.name)
-                    os.removedirs(out)
+                    for folder in takewhile(lambda folder: folder != before, (out, *out.parents)):
+                        folder.rmdir()
 
 
 def open_locked(resume, name):

@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageOps
 from transformers.utils import cached_file
 
-from rewards import check_rewards, load_from_file, parse_rewards, score, split_spec
+from rewards import (
+    check_rewards,
+    find_file,
+    load_from_file,
+    parse_rewards,
+    score,
+    split_spec,
+)
 from runtime import UserError, checkpoints, counted, ranks, readable, short_name
 from runtime.settings import TINY
 
@@ -99,7 +107,7 @@ def read_lines(path):
 
 
 def read_pictures(folder, kind, count, size):
-    """`count` pictures of a folder, sorted by name, 2 before 10.
+    """`count` pictures of a folder, sorted by name as file browsers do: a2, A10, b1.
 
     Each is made to size (width, height) as it is read: of another shape, its middle is cut out. In
     place of a folder my_file.py:function may draw them.
@@ -109,7 +117,9 @@ def read_pictures(folder, kind, count, size):
     elif not Path(folder).is_dir():
         raise UserError(f"the folder of {kind} pictures {folder} does not exist")
     else:
-        in_order = lambda file: re.sub("[0-9]+", lambda digits: digits[0].zfill(9), file.name)
+        in_order = lambda file: re.sub(
+            "[0-9]+", lambda digits: digits[0].zfill(9), file.name.casefold()
+        )
         found = sorted((x for x in Path(folder).iterdir() if x.name[0] != "."), key=in_order)
         images = (read_picture(kind, file) for file in found)
     if len(found) != count:
@@ -120,10 +130,16 @@ def read_pictures(folder, kind, count, size):
 def read_picture(kind, file):
     """Upright, in RGB, and on white where it is transparent."""
     try:
-        with Image.open(file) as image:
-            image = ImageOps.exif_transpose(image).convert("RGBA")
+        # No others: for some of them Pillow starts another program.
+        with Image.open(file, formats=["PNG", "JPEG", "WEBP"]) as image:
+            image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits of grey, which convert would cut to 255
+            image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+        image = image.convert("RGBA")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"the {kind} picture {file} cannot be read: {error}") from None
+        raise UserError(
+            f"the {kind} picture {file} cannot be read as PNG, JPEG or WebP: {error}"
+        ) from None
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
@@ -152,7 +168,9 @@ class Data:
 
 
 def read_inputs(settings, read):
-    """Prompts of training and held out, and a hash of all that the run reads, see hash_of.
+    """Prompts of training and held out, and hashes of what a run reads, for --resume.
+
+    They are {"inputs": see hash_of, "rewards": {"FILE.py:FUNCTION": of its file}}.
 
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError before anything loads: for files
     and names that are wrong, and for a resumed run that began with other files.
@@ -165,20 +183,32 @@ def read_inputs(settings, read):
     prompts, held_out = read(settings), read(settings, "eval_")
     check_rewards(settings.reward, prompts[0].target)
     check_rewards(settings.eval_reward, held_out[0].target)
-    names = "adapter", "decoder-adapter"
-    adapters = [checkpoints.find_adapter(settings.adapter, name) for name in names]
-    if settings.adapter and not any(adapters):
-        raise UserError(f"--adapter {settings.adapter}: neither a run nor a checkpoint")
-    hashed = hash_of(prompts, held_out, filter(None, adapters))
-    if settings.resume and hashed != checkpoints.read_state(Path(settings.resume))["inputs"]:
-        raise UserError(
-            f"{settings.resume} was started with other prompts or pictures; restore the files, "
-            f"or start a new run from its adapter: --adapter {settings.resume}"
-        )
+    adapters = checkpoints.find_adapters(settings.adapter)
+    specs = split_spec(f"{settings.reward},{settings.eval_reward}")
+    own = [name for name, _ in specs if ".py:" in name]
+    hashed = {
+        "inputs": hash_of(prompts, held_out, adapters),
+        "rewards": {name: sha256(find_file(name).read_bytes()).hexdigest() for name in own},
+    }
+    if settings.resume:
+        compare(settings.resume, hashed)
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):
         print(f"warning: {common} of the {len(new)} held-out prompts are also training prompts")
     return prompts, held_out, hashed
+
+
+def compare(out, hashed):
+    """With what the run in `out` has read: UserError for other inputs, a warning for rewards."""
+    before = checkpoints.read_state(Path(out))
+    if hashed["inputs"] != before["inputs"]:
+        raise UserError(
+            f"{out} was started with other prompts or pictures; restore the files, "
+            f"or start a new run from its adapter: --adapter {out}"
+        )
+    for name, own in hashed["rewards"].items():
+        if own != before["rewards"][name]:
+            print(f"warning: the file of {name} has changed since the run began")
 
 
 def hash_of(prompts, held_out, adapters):
@@ -189,7 +219,7 @@ def hash_of(prompts, held_out, adapters):
         for given in prompt.for_rewards().values():
             digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
     for folder in adapters:
-        digest.update(Path(folder, "adapter_model.safetensors").read_bytes())
+        digest.update((folder / checkpoints.WEIGHTS).read_bytes())
     return digest.hexdigest()
 
 

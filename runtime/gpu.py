@@ -212,8 +212,8 @@ def plan(sizes_of, settings, device):
     pinned = together <= host
     reason = (
         f"{together / 1e9:.1f} GB of weights (--base {settings.base}), the largest model "
-        f"{largest / 1e9:.1f}; free are {free / 1e9:.1f} GB of the GPU and {host / 1e9:.1f} of the "
-        "host"
+        f"{largest / 1e9:.1f}; {free / 1e9:.1f} GB of GPU memory and {host / 1e9:.1f} GB of host "
+        "memory are free"
     )
     # Weights in int8 are in no file: in turns the host has to hold them.
     unheld = turns and settings.base == "int8" and not pinned

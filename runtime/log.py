@@ -4,7 +4,6 @@ import json
 import math
 import os
 import warnings
-from contextlib import suppress
 from itertools import chain
 
 import numpy as np
@@ -67,7 +66,7 @@ class Record:
             if settings.tracker != "none":
                 self.tracker = start_tracker(settings.tracker, saved, out)
         self.stop = StopRequest()
-        self.optimizer_steps = self.count_optimizer_steps()  # up to the end of the last step
+        self.keep(done)
 
     def append(self, name, records):
         """To a .jsonl file, with None for NaN, which JSON does not have."""
@@ -88,7 +87,6 @@ class Record:
     def step(self, done, prompts, batch, metrics):
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
         self.done = done
-        self.optimizer_steps = self.count_optimizer_steps()
         rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
         metrics |= self.reward_metrics(rewards) | self.clock.read()
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
@@ -98,6 +96,7 @@ class Record:
             for i, prompt in enumerate(prompts)
         ]
         self.append("groups", [*chain(*ranks.gather(groups))])
+        self.keep(done)
         numbers = self.records["metrics"][-1]
         self.track(numbers)
         self.clock.bar.update()
@@ -196,18 +195,15 @@ class Record:
 
     # ---- a checkpoint, and the end ---------------------------------------------------------------
 
-    def count_optimizer_steps(self):
-        return [trainer.steps for trainer in self.trainers.values()]
+    def keep(self, step):
+        """What was learned up to a step, to be saved even if the next one breaks off midway."""
+        self.whole = step, checkpoints.copied(self.trainers) if self.writes else {}
 
     def save(self):
+        """The last whole step."""
         if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
-            state = {"settings": checkpoints.saved(self.settings), "inputs": self.hashed}
-            checkpoints.save(self.out, self.done, self.trainers, state)
-
-    def save_whole_step(self):
-        """After an error. What has moved in a step that did not end is not saved."""
-        if self.optimizer_steps == self.count_optimizer_steps():
-            self.save()
+            state = {"settings": checkpoints.saved(self.settings), **self.hashed}
+            checkpoints.save(self.out, *self.whole, state)
 
     def end(self):
         """What was learned, for other programs to load; a warning if that is nothing."""
@@ -242,12 +238,17 @@ def start_tracker(kind, configuration, out):
 
 
 def read_jsonl(path, last_step=math.inf):
-    """The records in a file, up to a step. A line cut short by a kill is left out."""
+    """The records in a file, up to a step. Damaged lines are left out."""
     records = []
-    with suppress(FileNotFoundError, json.JSONDecodeError):
-        for line in path.read_text().splitlines():
-            records.append(json.loads(line))
-    return [record for record in records if record["step"] <= last_step]
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            records += [record] if record["step"] <= last_step else []
+        except (ValueError, LookupError, TypeError):
+            if number < len(lines):  # else a kill has cut it short
+                print(f"warning: line {number} of {path} is damaged, and left out")
+    return records
 
 
 def as_lines(records):

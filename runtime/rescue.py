@@ -1,6 +1,7 @@
 """What breaks a run off: the last whole step is saved, and the user reads one line."""
 
 import os
+import shlex
 import signal
 from contextlib import contextmanager, suppress
 
@@ -33,15 +34,24 @@ def exit_code(run):
 
 @contextmanager
 def rescued(record):
-    """Whatever breaks a run off, its last whole step is saved."""
+    """Whatever breaks a run off, a second signal too, its last whole step is saved.
+
+    But not where the policy has diverged: with the same settings it would diverge again.
+    """
     try:
         yield
         record.finish()
-    except Exception:
-        with suppress(UserError):  # a full disk: the checkpoint before stays
-            record.save_whole_step()
-        if checkpoints.find(record.out):
-            hint = checkpoints.how_to_continue(record.out)
+    except BaseException as error:
+        if isinstance(error, NotFinite):
+            # The policy as it was after this step.
+            before = [each for each in checkpoints.find(record.out) if int(each.name) < record.done]
+            start = before and f"--adapter {shlex.quote(str(before[-1]))}"
+            hint = start and f"start a new run from an earlier step with a lower --lr: {start}"
+        else:
+            with suppress(UserError):  # a full disk: the checkpoint before stays
+                record.save()
+            hint = checkpoints.find(record.out) and checkpoints.how_to_continue(record.out)
+        if hint:
             record.write(f"stopped in the phase '{record.clock.name}'; {hint}")
         raise
 

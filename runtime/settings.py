@@ -11,8 +11,8 @@ from typing import ClassVar, Literal, get_args, get_type_hints
 
 import torch
 
-from rewards import REWARDS, split_spec
-from runtime import ROOT, UserError, checkpoints, counted, ranks
+from rewards import REWARDS, find_file, split_spec
+from runtime import ROOT, UserError, checkpoints, counted, ranks, readable
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
@@ -53,7 +53,8 @@ class Settings:
     )
     adapter: str | None = flag(
         None,
-        "start from the adapters of the run in this folder; with --steps 0 only evaluate them",
+        "start from the adapters in this folder: of a run, of a checkpoint, or a published one; "
+        "with --steps 0 only evaluate them",
         is_path=True,
         may_change=True,
     )
@@ -291,7 +292,8 @@ def read_defaults(model):
     file = Path(model) / "defaults.json"
     if not file.is_file():
         return {}
-    return json.loads(file.read_text())
+    with readable(f"read {file}"):
+        return json.loads(file.read_text())
 
 
 def usual_settings(model, kind):
@@ -299,6 +301,20 @@ def usual_settings(model, kind):
     defaults = read_defaults(model)
     usual = kind.overrides | defaults.get("usual", {}) | defaults.get(kind.section, {})
     return {"model": model, **usual}
+
+
+def code_in(settings, given):
+    """As flags, the settings that run a file outside tiny-glm-image/, and are not among the given.
+
+    Both are {name: value}.
+    """
+    flags = []
+    for name in settings.keys() - given.keys():
+        value = str(settings[name])
+        files = [find_file(source) for source, _ in split_spec(value) if ".py:" in source]
+        if not all(file.resolve().is_relative_to(TINY) for file in files):
+            flags.append(f"{option(name)} {value}")
+    return " ".join(sorted(flags))
 
 
 def parse_settings(arguments=None, kind=Settings):
@@ -311,7 +327,10 @@ def parse_settings(arguments=None, kind=Settings):
     if "resume" in given:
         return kind(**resumed(given, kind))
     model = found(given.get("model")) or default_model()
-    settings = kind(**{**usual_settings(model, kind), **given, "model": model})
+    usual = {**usual_settings(model, kind), **given, "model": model}
+    if code := code_in(usual, given):
+        raise UserError(f"{model}/defaults.json runs code: if you trust it, give {code}")
+    settings = kind(**usual)
     if given.get("frame_by") != settings.frame_by and "frame_by" in given:
         raise UserError(f"--frame-by {given['frame_by']}: --eval-reward has no reward of this name")
     least, most = read_defaults(model).get("pixels", (2**20, 2**22))  # 1024x1024 to 2048x2048
@@ -339,6 +358,8 @@ def resumed(given, kind):
     if state["ranks"] != ranks.count():  # the prompts of a step would be others
         made = f"{out} was made by {state['ranks']} processes, not {ranks.count()}"
         raise UserError(f"{made}: start {state['ranks']} processes with torchrun")
+    if code := code_in(before, given):
+        print(f"{out} runs code, as when it began: {code}")
     return before | given
 
 

@@ -60,6 +60,15 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", warning)
 
 
+@pytest.fixture(autouse=True)
+def limited():
+    """A test that waits for ever, as for a rank that never comes, fails after five minutes."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for ever"))
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
+
+
 @pytest.fixture(scope="session")
 def pipe():
     """The shipped model, in the stock pipeline. Its distributions are sharp, so a wrong position is

@@ -2,6 +2,7 @@
 
 import weakref
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -159,11 +160,16 @@ def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys
 
 @pytest.mark.parametrize("owner, name", [(grpo, "compute_grpo_loss"), (torch.optim.AdamW, "step")])
 def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch, owner, name):
-    """Nor is the step before it saved. In the second of two iterations of the second step, or in
-    the optimizer itself, which may be half done."""
-    runs_out(monkeypatch, owner, name, [4 if owner is grpo else 3])
-    assert quick(*write_reward(""), FLAGS, "--iterations 2 --out run") == 2
-    assert steps_of("run/metrics.jsonl") == [1] and steps_saved("run") == ["000000"]
+    """The step before it is saved as it was. In the second of two iterations of the second step, or
+    in the optimizer itself, which may be half done."""
+    with monkeypatch.context() as patch:
+        runs_out(patch, owner, name, [4 if owner is grpo else 3])
+        assert quick(*write_reward(""), FLAGS, "--iterations 2 --out run") == 2
+    assert steps_of("run/metrics.jsonl") == [1] and steps_saved("run") == ["000000", "000001"]
+    assert quick(*write_reward(""), FLAGS, "--iterations 2 --steps 1 --out one") == 0
+    for file in ("adapter/adapter_model.safetensors", "adapter-optimizer.pt"):
+        run, one = (Path(out, "checkpoints/000001", file).read_bytes() for out in ("run", "one"))
+        assert run == one
 
 
 def room_for(*micro_batches, placement=None):

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,8 @@ from conftest import (
     shorten,
     steps_of,
     tiny_settings,
+    words_of,
+    write_reward,
 )
 from PIL import Image
 from safetensors.torch import load_file
@@ -47,16 +50,10 @@ from runtime.log import LINE, format_step, reward_metrics
 from runtime.settings import TINY
 
 NAN = math.nan
-SHORT = str.split("--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1")
+SHORT = "--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1"
 # Nothing to download.
-SHAPES = [
-    "--reward",
-    "ssim:1",
-    "--eval-reward",
-    "",
-    "--prompts",
-    f"{TINY}/prompts.txt",
-]
+SHAPES = f"--reward ssim:1 --eval-reward '' --prompts {TINY}/prompts.txt"
+BOTH = "--train both --paintings 2 --decode-steps 2"
 
 
 # ---- what a run leaves ---------------------------------------------------------------------------
@@ -67,12 +64,12 @@ def promised_run(tmp_path_factory):
     """A run with KL, two iterations and two rewards: its folder, and what it has printed."""
     folder = tmp_path_factory.mktemp("promised")
     output = io.StringIO()
-    arguments = str.split("--steps 1 --prompts-per-step 2 --iterations 2 --reward ssim:1,mse:0.5")
+    arguments = "--steps 1 --prompts-per-step 2 --iterations 2 --reward ssim:1,mse:0.5"
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
         patch.delenv("OMP_NUM_THREADS")
         with short_runs(folder) as run:
-            assert run(*arguments) == 0
+            assert run(arguments) == 0
     return folder / "runs" / "1", output.getvalue()
 
 
@@ -202,16 +199,12 @@ def test_prompts_of_every_kind_work(quick):
     )
     text += "a circle " * 100 + "."
     Path("prompts.txt").write_text(text)
-    Path("mine.py").write_text(
-        "def length(images, prompts, targets):\n    return [len(p) for p in prompts]\n"
-    )
-    arguments = str.split(
-        "--targets none --eval-targets none --reward mine.py:length --prompts-per-step 4"
-    )
-    assert quick(*arguments, "--steps 1 --out run") == 0
+    reward = write_reward("return [len(prompt) for prompt in prompts]")
+    arguments = "--targets none --eval-targets none --prompts-per-step 4"
+    assert quick(*reward, arguments, "--steps 1 --out run") == 0
     lengths = {prompt: [len(prompt)] * 2 for prompt in text.split("\n\n")}
     assert {
-        group["prompt"]: group["reward/mine.py:length"] for group in records("run/groups.jsonl")
+        group["prompt"]: group["reward/mine.py:reward"] for group in records("run/groups.jsonl")
     } == lengths
 
 
@@ -225,11 +218,10 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(judged):
         "def red(images, prompts, targets):\n    return [float('red' in p) for p in prompts]\n"
     )
     Path("twice.txt").write_text("a red circle\n\na blue cross\na red circle\n")
-    arguments = str.split("--prompts twice.txt --targets none --reward mine.py:count,mine.py:red")
-    arguments += str.split("--order file --prompts-per-step 3 --steps 1")
-    both = str.split("--train both --paintings 2 --decode-steps 2")
-    for name, flags, size in (("codes", [], 2), ("both", both, 4)):
-        assert judged(*arguments, *flags, "--out", name) == 0
+    arguments = "--prompts twice.txt --targets none --reward mine.py:count,mine.py:red"
+    arguments += " --order file --prompts-per-step 3 --steps 1"
+    for name, flags, size in (("codes", "", 2), ("both", BOTH, 4)):
+        assert judged(arguments, flags, "--out", name) == 0
         groups = records(f"{name}/groups.jsonl")
         found = [(group["step"], group["line"], group["prompt"]) for group in groups]
         assert found == [(1, 1, "a red circle"), (1, 3, "a blue cross"), (1, 4, "a red circle")]
@@ -273,7 +265,7 @@ def test_rewards_have_short_names_in_files_and_trackers(judged, tracked):
 
 
 def test_a_step_on_whole_pictures():
-    run = build_run(settings := tiny_settings(*SHORT, "--group-size 2"))
+    run = build_run(settings := tiny_settings(SHORT, "--group-size 2"))
     rewards = {"counted": (lambda images, prompts, targets: range(len(images)), 1.0)}
     prompts = prompts_of("a red circle", "a blue cross")
     batch, metrics = train.grpo_step(run, settings, rewards, prompts, 0)
@@ -314,12 +306,9 @@ def test_tensorboard_gets_the_numbers_of_a_run(judged):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert judged("--steps 1 --tracker tensorboard --out run") == 0
     found = events.EventAccumulator("run/grpo-glm-image").Reload()
-    (metrics,) = records("run/metrics.jsonl")
-    _, after = records("run/evaluation.jsonl")
-    for name, value in (
-        ("reward", metrics["reward"]),
-        ("held out/reward", after["held out"]["reward"][0]),
-    ):
+    (metrics,), (_, after) = (records(f"run/{x}.jsonl") for x in ("metrics", "evaluation"))
+    wanted = {"reward": metrics["reward"], "held out/reward": after["held out"]["reward"][0]}
+    for name, value in wanted.items():
         last = found.Scalars(name)[-1]
         assert (last.step, last.value) == (1, pytest.approx(value))
 
@@ -345,12 +334,9 @@ def test_defaults_depend_on_the_model():
 
 
 def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
-    for arguments, expected in (
-        (["mse"], "sum"),
-        (["ssim,mse"], "zscore"),
-        (["ssim,mse", "--combine", "sum"], "sum"),
-    ):
-        assert tiny_settings("--reward", *arguments).combine == expected
+    found = [("mse", "sum"), ("ssim,mse", "zscore"), ("ssim,mse --combine sum", "sum")]
+    for given, expected in found:
+        assert tiny_settings("--reward", given).combine == expected
 
 
 def test_every_setting_is_a_flag_with_help(capsys):
@@ -402,42 +388,36 @@ def good(images, prompts, targets):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--group-sise", "4"], "unrecognized arguments: --group-sise 4"),
-        (["--group-size", "1"], "--group-size: must be at least 2, got 1"),
-        (["--height", "100"], "--height and --width must be multiples of 32, got 100"),
-        (["--top-p", "0"], "--top-p: must be above 0 and at most 1, got 0.0"),
-        (["--lr", "nan"], "--lr: must be above 0, got nan"),
-        (["--prompts", "missing.txt"], "cannot read the prompts file missing.txt"),
-        (["--prompts", "empty.txt"], "has no prompt in it"),
-        (["--prompts", "cut.txt"], "cannot read the prompts file cut.txt"),
-        (["--prompts", "sign.txt"], "line 3 of sign.txt contains <|image|>"),
-        (["--targets", "few"], "few has 1 picture for "),
-        (["--prompts", "one.txt", "--targets", "broken"], "broken/1.png cannot be read"),
-        (["--eval-targets", "missing"], "missing does not exist"),
-        (["--reward", "beauty"], "unknown reward 'beauty'"),
-        (["--reward", "pickscore:1,vqq:1"], "unknown reward 'vqq'"),
-        (["--reward", "bad.py:good,ssim", "--prompts", "one.txt"], "'ssim' needs --targets"),
-        (["--eval-reward", "pickscore,ssim"], "'ssim' needs --targets, or --eval-targets"),
-        (["--reward", "bad.py:one"], "reward 'bad.py:one' gave shape (1,), not (2,)"),
-        (["--reward", "text:0,vqa:0.0"], "--reward text:0,vqa:0.0: no weight above 0, so nothing"),
-        (["--reward", ""], "no weight above 0, so nothing can be learned"),
-        (["--eval-reward", "clip=few"], "cannot load reward 'clip'"),
-        (["--tracker", "wandb"], "pip install wandb"),
-        (["--model", "nobody/nothing", *SHAPES], "cannot load nobody/nothing"),
-        (["--model", "few", *SHAPES], "cannot load few"),
-        (
-            ["--reward", "pickscore", "--adapter", "few"],
-            "--adapter few: neither a run nor a checkpoint",
-        ),
-        (["--out", "one.txt/run"], "cannot write to one.txt/run"),
-        (["--paintings", "4"], "unrecognized arguments: --paintings 4"),
-        (["--out", "one.txt"], "cannot write to one.txt"),
-        (
-            ["--out", "old"],
-            "old already holds a run; choose another --out, or continue with --resume",
-        ),
-        (["--out", "judged"], "judged already holds a run; choose another --out"),
-        (["--resume", "nothing"], "there is no checkpoint in nothing to resume"),
+        ("--group-sise 4", "unrecognized arguments: --group-sise 4"),
+        ("--group-size 1", "--group-size: must be at least 2, got 1"),
+        ("--height 100", "--height and --width must be multiples of 32, got 100"),
+        ("--top-p 0", "--top-p: must be above 0 and at most 1, got 0.0"),
+        ("--lr nan", "--lr: must be above 0, got nan"),
+        ("--prompts missing.txt", "cannot read the prompts file missing.txt"),
+        ("--prompts empty.txt", "has no prompt in it"),
+        ("--prompts cut.txt", "cannot read the prompts file cut.txt"),
+        ("--prompts sign.txt", "line 3 of sign.txt contains <|image|>"),
+        ("--targets few", "few has 1 picture for "),
+        ("--prompts one.txt --targets broken", "broken/1.png cannot be read"),
+        ("--eval-targets missing", "missing does not exist"),
+        ("--reward beauty", "unknown reward 'beauty'"),
+        ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'"),
+        ("--reward bad.py:good,ssim --prompts one.txt", "'ssim' needs --targets"),
+        ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
+        ("--reward bad.py:one", "reward 'bad.py:one' gave shape (1,), not (2,)"),
+        ("--reward text:0,vqa:0.0", "--reward text:0,vqa:0.0: no weight above 0, so nothing"),
+        ("--reward ''", "no weight above 0, so nothing can be learned"),
+        ("--eval-reward clip=few", "cannot load reward 'clip'"),
+        ("--tracker wandb", "pip install wandb"),
+        (f"--model nobody/nothing {SHAPES}", "cannot load nobody/nothing"),
+        (f"--model few {SHAPES}", "cannot load few"),
+        ("--reward pickscore --adapter few", "--adapter few: no run, no checkpoint and no adapter"),
+        ("--out one.txt/run", "cannot write to one.txt/run"),
+        ("--paintings 4", "unrecognized arguments: --paintings 4"),
+        ("--out one.txt", "cannot write to one.txt"),
+        ("--out old", "old already holds a run; choose another --out, or continue with --resume"),
+        ("--out judged", "judged already holds a run; choose another --out"),
+        ("--resume nothing", "there is no checkpoint in nothing to resume"),
     ],
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, words):
@@ -453,14 +433,44 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         Path(name).write_text(text)
     Path("cut.txt").write_bytes("a red circle\n一只".encode()[:-1])
     Path("few").mkdir()
+    Path("new").mkdir()
     draw(RED_CIRCLE).save("few/1.png")
     before = sorted(tmp_path.rglob("*"))
-    for out in ([],) if {"--out", "--resume"} & set(arguments) else ([], ["--out", "new/run"]):
-        assert train.main(["--steps", "1", *arguments, *out]) == 2
+    named = "--out" in arguments or "--resume" in arguments
+    for out in [""] if named else ["", "--out new/a/run"]:
+        assert train.main(words_of(["--steps 1", arguments, out])) == 2
         message = capsys.readouterr().err.strip().splitlines()[-1]
         assert message.startswith("error: ")
         assert words in message
     assert sorted(tmp_path.rglob("*")) == before  # no empty run is left
+
+
+def test_a_models_folder_runs_no_code_unless_a_flag_says_so(tmp_path, monkeypatch):
+    """Of its defaults, those of the tiny model are trusted; its processor's code is never run."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for name in os.listdir(TINY):
+        (tmp_path / name).symlink_to(f"{TINY}/{name}")
+    given = ["--model", str(tmp_path)]
+    assert train.parse_settings(given).reward == "tiny-glm-image/check.py:facts"
+    file = tmp_path / "own.py"
+    file.write_text("raise KeyError('it ran')\n")
+    defaults = tmp_path / "defaults.json"
+    defaults.unlink()
+    code = {"eval_reward": f"hps,{file}:f:2", "targets": f"{file}:f"}
+    defaults.write_text(json.dumps({"usual": {**code, "reward": "mse", "lr": 0.5}}))
+    flags = f"--eval-reward {code['eval_reward']} --targets {code['targets']}"
+    with pytest.raises(UserError) as caught:
+        train.parse_settings(given)
+    assert str(caught.value) == f"{defaults} runs code: if you trust it, give {flags}"
+    assert train.parse_settings([*given, *flags.split()]).lr == 0.5
+    (tmp_path / "processor").unlink()
+    shutil.copytree(f"{TINY}/processor", tmp_path / "processor")
+    config = tmp_path / "processor" / "tokenizer_config.json"
+    auto_map = {"AutoTokenizer": ["own.Own", "own.Own"]}
+    config.write_text(json.dumps({"tokenizer_class": "Own", "auto_map": auto_map}))
+    file.rename(tmp_path / "processor" / "own.py")
+    with pytest.raises(UserError, match="contains custom code"):
+        train.load(str(tmp_path), CPU)
 
 
 def test_old_transformers_are_refused_before_anything_loads(quick, capsys, monkeypatch):
@@ -483,9 +493,9 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     Path("chinese.txt").write_text("一只红色的圆\na blue cross\n")
     there = lambda *_: pytest.fail("the rewards are there", pytrace=False)
     monkeypatch.setattr(train, "load", there)
-    files = str.split("--prompts chinese.txt --targets none --eval-targets none")
+    files = "--prompts chinese.txt --targets none --eval-targets none"
     with pytest.raises(pytest.fail.Exception, match="the rewards are there"):
-        quick("--reward mine.py:mine --eval-reward mine.py:mine --steps 1", *files)
+        quick("--reward mine.py:mine --eval-reward mine.py:mine --steps 1", files)
     *_, rest = capsys.readouterr().out.partition("warning: 1 of the 2 held-out")
     assert "output folder: runs/1\nloading --reward mine.py:mine\n" in rest
     assert rest.splitlines()[-6:] == [
@@ -513,17 +523,13 @@ def test_a_run_names_the_projects_files_by_their_place_in_it(one_step, monkeypat
 
 
 def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatch):
-    Path("mine.py").write_text(
-        "def mine(images, prompts, targets):\n    return [float('cross' in p) * i for i, p in enumerate(prompts)]\n"
-    )
+    reward = write_reward("return [float('cross' in p) * i for i, p in enumerate(prompts)]")
     sheets = []
     draw_grid = lambda title, *rows: sheets.append((title, rows[0])) or Image.new("RGB", (8, 8))
     monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
-    both = str.split("--train both --paintings 2 --decode-steps 2")
-    for flags in ([], both):
+    for flags in ("", BOTH):
         sheets.clear()
-        more = [*str.split("--reward mine.py:mine --prompts-per-step 2 --steps 1"), *flags]
-        assert quick(*more, "--out", f"run{len(flags)}") == 0
+        assert quick(*reward, "--prompts-per-step 2 --steps 1", flags) == 0
         ((title, rows),) = [sheet for sheet in sheets if sheet[0].startswith("step")]
         assert title == "step 1" and rows[0][0] == "a blue cross"
         captions = [caption for _, cells in rows for _, caption, _ in cells]
@@ -621,26 +627,20 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
         return stock_paint(self, prompt, tokens, settings, seed)
 
     monkeypatch.setattr(train.GlmImage, "paint", paint)
-    Path("new.txt").write_text(
-        "a green ring\na blue ring\na red ring\na fourth that is never asked for\n"
-    )
-    arguments = str.split(
-        "--prompts-per-step 2 --eval-prompts new.txt --eval-targets none --eval-count 3"
-    )
-    deployed = ["--eval-decode-steps", "3", "--eval-guidance-scale", "1.5"]
-    assert judged("--steps 2", *arguments, *deployed, "--out run") == 0
+    new = ["a green ring", "a blue ring", "a red ring", "a green cross", "a pink cross"]
+    Path("new.txt").write_text("\n".join([*new, "a sixth that is never asked for"]))
+    arguments = "--prompts-per-step 1 --eval-prompts new.txt --eval-targets none --eval-count 5"
+    deployed = "--eval-decode-steps 3 --eval-guidance-scale 1.5"
+    assert judged("--steps 4", arguments, deployed, "--out run") == 0
+    sets = {"training": ["a red circle", "a blue cross"], "held out": new}  # 4 are sampled at once
     expected = [
-        ("a red circle", "training", 0),
-        ("a blue cross", "training", 1),
-        ("a green ring", "held out", 0),
+        (prompt, evaluation.SEEDS[name] + place, 3, 1.5)
+        for name, prompts in sets.items()
+        for place, prompt in enumerate(prompts)
     ]
-    expected += [("a blue ring", "held out", 1), ("a red ring", "held out", 2)]
-    expected = [
-        (prompt, evaluation.SEEDS[name] + place, 3, 1.5) for prompt, name, place in expected
-    ]
-    assert painted[:5] == painted[-5:] == expected
-    seeds = [seed for _, seed, *rest in painted[5:-5] if rest == [1, 1.0]]
-    assert len(set(seeds)) == len(seeds) == len(painted) - 10 == 4
+    assert painted[:7] == painted[-7:] == expected
+    seeds = [seed for _, seed, *rest in painted[7:-7] if rest == [1, 1.0]]
+    assert len(set(seeds)) == len(seeds) == len(painted) - 14 == 4
     assert max(seeds) < evaluation.SEEDS["training"] < evaluation.SEEDS["held out"] < 2**30
 
 
@@ -672,11 +672,7 @@ def test_reward_metrics_by_hand():
         }
     )
     nothing = reward_metrics({"reward": TOTAL[None, 3:6], "reward/b": RAW["b"][None, 3:6]})
-    assert (
-        math.isnan(nothing["reward/b"])
-        and math.isnan(nothing["reward_std/b"])
-        and math.isnan(nothing["reward_std"])
-    )
+    assert all(math.isnan(nothing[name]) for name in ("reward/b", "reward_std/b", "reward_std"))
     assert nothing["reward"] == 10
 
 
@@ -697,11 +693,8 @@ def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
     assert both["decoder/reward_std"] == pytest.approx(
         (np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2
     )
-    assert (
-        decoder["reward_std"]
-        == decoder["reward_std/a"]
-        == pytest.approx(np.std(values.numpy(), ddof=1))
-    )
+    spread = pytest.approx(np.std(values.numpy(), ddof=1))
+    assert decoder["reward_std"] == decoder["reward_std/a"] == spread
     values[0] = NAN
     both = metrics(2, 2)
     # Of the others.
@@ -781,7 +774,7 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     b = torch.tensor([300.0, 100.0, NAN, 500.0])
     functions = {"a": (lambda *_: a, 2.0), "b": (lambda *_: b, 0.5)}
     seen = []
-    run = build_run(settings := tiny_settings(*SHORT, "--combine", combine))
+    run = build_run(settings := tiny_settings(SHORT, "--combine", combine))
     monkeypatch.setattr(run.policy, "update", lambda groups: seen.extend(groups) or {})
     prompts = prompts_of("a red circle")
     rolled, metrics = train.grpo_step(run, settings, functions, prompts, 0)
@@ -805,7 +798,7 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     colours = lambda tokens, size: [
         Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens
     ]
-    settings = tiny_settings(*SHORT, "--group-size 3")
+    settings = tiny_settings(SHORT, "--group-size 3")
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
     prompts = prompts_of("a red circle", "a blue cross")
     run = build_run(settings)
@@ -824,18 +817,12 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
 def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(
     judged, tracked, capfd
 ):
-    Path("mine.py").write_text(
-        "def nothing(images, prompts, targets):\n    return [float('nan')] * len(images)\n"
-    )
-    assert judged("--reward mine.py:nothing --steps 1 --tracker trackio --out run") == 0
+    reward = write_reward("return [float('nan')] * len(images)")
+    assert judged(*reward, "--steps 1 --tracker trackio --out run") == 0
     assert "entropy" in tracked and not any(map(math.isnan, tracked.values()))
     (line,) = records("run/metrics.jsonl")
-    assert (line["reward"], line["unscored"], line["groups_without_spread"], line["grad_norm"]) == (
-        None,
-        1,
-        1,
-        0,
-    )
+    assert line["reward"] is None and line["grad_norm"] == 0
+    assert line["unscored"] == line["groups_without_spread"] == 1
     for record in records("run/evaluation.jsonl"):
         assert record["training"]["reward"] == [None, None]
     assert Path("run/before-after.png").exists()

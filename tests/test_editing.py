@@ -304,6 +304,9 @@ def test_what_cannot_work_is_one_line_before_the_model_loads(
 
 
 def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd):
+    """The same wish about two pictures is two edits."""
+    first, second = (editing.EditPrompt("", source=world.draw(x)) for x in (RED_CIRCLE, BLUE_CROSS))
+    assert first.identity() != second.identity()
     for arguments in (["--sources", "targets"], ["--eval-sources", "targets"]):
         assert quick(*arguments, run_class=train_edits.EditRun, usual=QUICK[:2]) == 2
         assert "targets has 2 pictures for" in capfd.readouterr().err

@@ -85,17 +85,33 @@ def test_there_is_one_picture_for_each_prompt(tmp_path):
 
 
 def test_pictures_are_sorted_as_people_count(tmp_path):
-    names = ("a10.png", "a2.png", "b1.png", "a2-10.png", "a2-9.png")
+    """And as file browsers do, without regard to case."""
+    names = "A10.png", "a2.png", "b1.png", "a2-10.png", "a2-9.png", "C.png"
     drawn = ((name, Image.new("RGB", (64, 64), (i, 0, 0))) for i, name in enumerate(names))
-    order = [picture.getpixel((0, 0))[0] for picture in read(tmp_path, *drawn)]
-    assert [names[i] for i in order] == ["a2-9.png", "a2-10.png", "a2.png", "a10.png", "b1.png"]
+    order = [names[picture.getpixel((0, 0))[0]] for picture in read(tmp_path, *drawn)]
+    assert order == ["a2-9.png", "a2-10.png", "a2.png", "A10.png", "b1.png", "C.png"]
+
+
+def test_16_bits_of_grey_are_grey(tmp_path):
+    """A ramp over all of them, which Pillow's convert would make white."""
+    ramp = np.linspace(0, 2**16 - 1, 64).round().astype(np.uint16)
+    (image,) = read(tmp_path, ("1.png", Image.fromarray(np.tile(ramp, (64, 1)))))
+    assert np.abs(np.asarray(image)[5, :, 0] - np.linspace(0, 255, 64)).max() <= 1
+
+
+def test_a_file_for_which_pillow_starts_another_program_is_refused(tmp_path, monkeypatch):
+    start = lambda *given, **more: pytest.fail("it was started")
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", start)
+    read(tmp_path, ("1.png", Image.new("RGB", (9, 9))))
+    Image.new("RGB", (9, 9)).save(tmp_path / "1.png", "EPS")
+    assert "1.png cannot be read as PNG, JPEG or WebP: " in refusal(tmp_path)
 
 
 def test_a_picture_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatch):
     read(tmp_path, ("1.png", Image.effect_noise((64, 64), 90)))
     file = tmp_path / "1.png"
     whole = file.read_bytes()
-    words = f"the target picture {file} cannot be read: "
+    words = f"the target picture {file} cannot be read as PNG, JPEG or WebP: "
     with monkeypatch.context() as patch:
         patch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
         assert refusal(tmp_path).startswith(f"{words}Image size (4096 pixels) exceeds limit")

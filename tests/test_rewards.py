@@ -3,6 +3,7 @@ no GPU."""
 
 import asyncio
 import importlib.util
+import json
 import math
 import pickle
 import re
@@ -70,9 +71,13 @@ def test_ssim_equals_the_published_value():
 
 def test_mse_by_hand():
     image = Image.new("RGB", (8, 8), (255, 0, 51))
-    target = Image.new("RGB", (16, 16), (255, 255, 0))  # another size: resized to the image's
+    target = Image.new("RGB", (16, 16), (255, 255, 0))
     values = rewards.mse([image, image.convert("RGBA"), target], [""] * 3, [target] * 3)
     assert values.tolist() == pytest.approx([-(0 + 1 + 0.2**2) / 3] * 2 + [0])
+    # Compared at the size of the image: there the fine grid of the target is a flat grey.
+    grid = Image.fromarray(np.indices((64, 64)).sum(0).astype(np.uint8) % 2 * 255)
+    (value,) = rewards.mse([Image.new("RGB", (8, 8), (128,) * 3)], [""], [grid]).tolist()
+    assert -0.01 < value < 0
 
 
 def test_variety_by_hand():
@@ -476,7 +481,7 @@ def test_combine_says_what_is_wrong():
     raw_rewards = {"a": torch.zeros(4)}
     with pytest.raises(ValueError, match="sum or zscore, not 'product'"):
         rewards.combine(raw_rewards, {"a": 1}, 2, "product")
-    with pytest.raises(ValueError, match="groups of 3"):
+    with pytest.raises(RuntimeError, match="shape"):
         rewards.combine(raw_rewards, {"a": 1}, 3, "zscore")
 
 
@@ -486,19 +491,6 @@ def test_combine_says_what_is_wrong():
 def score_by(function, prompts):
     count = len(prompts)
     return rewards.score({"mine": (function, 1.0)}, noise(count), prompts, noise(count))["mine"]
-
-
-def test_prompts_and_targets_are_repeated_for_the_pictures_of_each():
-    seen = []
-    function = lambda images, prompts, targets: seen.append((prompts, targets)) or [0] * len(images)
-    images, targets = noise(6), noise(2)
-    rewards.score({"a": (function, 1.0)}, images, ["x", "y"], targets)
-    rewards.score({"a": (function, 1.0)}, images, ["x"] * 6, None)
-    repeated = ["x"] * 3 + ["y"] * 3, [targets[0]] * 3 + [targets[1]] * 3
-    assert seen == [repeated, (["x"] * 6, [None] * 6)]
-
-
-IMAGE, TARGET, SOURCE = (Image.new("L", (1, 1), grey) for grey in (1, 2, 3))
 
 
 def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it_names():
@@ -519,14 +511,15 @@ def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it
     images, (target, source) = noise(6), noise(2)
     functions = {"mine": (mine, 1.0), "judge": (Judge(), 1.0)}
     more = {"sources": [source] * 2, "unheard": [1, 1]}
-    found = rewards.score(functions, images, ["a", "b"], [target] * 2, **more)
+    found = rewards.score(functions, images, ["a", "b"], [target, source], **more)
     assert found["judge"].tolist() == [0, 2, 4, 6, 8, 10] and not found["judge"].requires_grad
     rewards.score({"judge": (Judge(), 1.0)}, images, ["a", "b"])
     assert len(loops) == 2 and loops[0] is loops[1]
-    texts = ["a"] * 3 + ["b"] * 3
-    assert seen[:2] == [
-        (images, texts, [target] * 6, 3, [source] * 6),
-        (images, texts, [target] * 6, 3),
+    texts, targets = ["a"] * 3 + ["b"] * 3, [target] * 3 + [source] * 3
+    assert seen == [
+        (images, texts, targets, 3, [source] * 6),
+        (images, texts, targets, 3),
+        (images, texts, [None] * 6, 3),
     ]
 
 
@@ -542,12 +535,27 @@ def test_what_a_reward_raises_passes_through():
     assert caught.value is error
 
 
+def test_a_reward_may_use_its_own_tensor_again():
+    buffer = torch.zeros(2, requires_grad=True)
+
+    def reward(images, prompts, targets):
+        buffer.add_(1)
+        return buffer
+
+    first, second = (score_by(reward, ["a", "b"]) for _ in range(2))
+    assert (first.tolist(), second.tolist()) == ([1, 1], [2, 2])
+    assert not first.requires_grad
+
+
 @pytest.mark.parametrize(
     "values, message",
     [
         (1.0, "reward 'mine' gave shape (), not (2,)"),
         ([[1.0], [2.0]], "reward 'mine' gave shape (2, 1), not (2,)"),
         ([NAN, -math.inf], "reward 'mine' is infinite for image 1, of 'b'"),
+        (None, "reward 'mine' gave None: return 2 numbers, one per picture"),
+        (["good", "bad"], "reward 'mine' gave ['good', 'bad']: return 2 numbers, one per picture"),
+        ([1, None], "reward 'mine' gave [1, None]: return 2 numbers, one per picture"),
     ],
 )
 def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
@@ -566,12 +574,18 @@ def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
         ("ssim:nan", "unknown reward 'ssim:nan'"),
         ("clip=none/here:0.5", "reward 'clip' finds no folder none/here"),
         ("none.py:f", "the file none.py does not exist"),
+        ("mse:2", "reward 'mse' is named twice: give it one weight"),
     ],
 )
 def test_a_bad_spec_is_one_line(spec, words):
     with pytest.raises(UserError, match=re.escape(words)) as caught:
         rewards.check_rewards(f"mse:1,{spec}", noise(1)[0])
     assert "\n" not in str(caught.value)
+
+
+def test_rewards_py_can_be_copied_with_grpo_py_alone():
+    imported = re.findall(r"(?m)^(?:from|import) (\w+)", Path(rewards.__file__).read_text())
+    assert {*imported} & {path.stem for path in ROOT.iterdir()} == {"grpo"}
 
 
 def test_a_function_that_is_not_in_its_file_is_named():
@@ -592,11 +606,8 @@ def test_an_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):
         "import beside_it\n\ndef seven(images, prompts, targets):\n"
         "    return [beside_it.seven()] * len(images)\n"
     )
-    for spec, weight in ((f"{tmp_path}/mine.py:seven", 1), (f"{tmp_path}/mine.py:seven:2", 2)):
-        parsed = rewards.parse_rewards(spec)
-        assert next(iter(parsed.values()))[1] == weight
-        values = rewards.score(parsed, noise(2), ["a"], None)
-        assert values[f"{tmp_path}/mine.py:seven"].tolist() == [7, 7]
+    ((seven, weight),) = rewards.parse_rewards(f"{tmp_path}/mine.py:seven:2").values()
+    assert (seven(noise(2), ["a"] * 2, None), weight) == ([7, 7], 2)
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -623,12 +634,8 @@ def test_missing_weights_say_what_to_download(name, state, tmp_path, monkeypatch
     spec = f"{name}={tmp_path}"
     if state == "corrupt":
         tiny_clip(tmp_path)
-        for file in (
-            "model.safetensors",
-            "alexnet-owt-7be5be79.pth",
-            "alex.pth",
-            "aesthetic-model.pth",
-        ):
+        files = "model.safetensors", "alexnet-owt-7be5be79.pth", "alex.pth", "aesthetic-model.pth"
+        for file in files:
             (tmp_path / file).write_bytes(b"<html>not found</html>")
     if state == "no network":
         spec = name
@@ -656,6 +663,17 @@ def test_weights_are_loaded_without_pickle(tmp_path):
         with pytest.raises(UserError, match=f"cannot load reward '{name}' .*: UnpicklingError"):
             rewards.parse_rewards(f"{name}={tmp_path}")
     assert not marker.exists()
+
+
+def test_a_rewards_folder_runs_no_code(tmp_path, monkeypatch):
+    """Nor does transformers ask whether it may, which `yes |` would answer."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    auto_map = {name: "own.Own" for name in ("AutoConfig", "AutoModelForImageTextToText")}
+    config = {"model_type": "own", "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise KeyError('it ran')\n")
+    with pytest.raises(UserError, match="contains custom code"):
+        rewards.parse_rewards(f"vqa={tmp_path}")
 
 
 def test_downloaded_weights_are_checked(monkeypatch):

@@ -12,27 +12,30 @@ import resource
 import shutil
 import signal
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
     adapter_of,
+    build_run,
+    prompts_of,
     records,
     resume,
     short_runs,
     steps_of,
     steps_saved,
+    tiny_settings,
     unheard,
     write_reward,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from train_decoder import DecoderRun
 
 import train
-from glm_image.model import GlmImage
-from grpo import GRPO, NotFinite
 from runtime import UserError, checkpoints
+from runtime.data import hash_of
 from runtime.settings import build_parser
 
 
@@ -76,14 +79,24 @@ def killed_copy(whole):
     shutil.rmtree("run/adapter")
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole):
-    """With what a kill may leave in the files: records of later steps, and half a line."""
+def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
+    """With what a kill may leave in the files: records of later steps, half a line, and a damaged
+    line. A checkpoint that somebody has copied is left alone."""
     killed_copy(whole)
     for name in ("metrics", "groups"):
-        with open(f"run/{name}.jsonl", "a") as file:
-            file.write('{"step": 3, "of": "a step without a checkpoint"}\n{"step": 4, "rew')
+        file = Path(f"run/{name}.jsonl")
+        later = '{"step": 3, "of": "a step without a checkpoint"}\n{"step": 4, "rew'
+        file.write_text('{"step": 1, "rew\0\0\n' + file.read_text() + later)
+    shutil.copytree("run/checkpoints/000000", "run/checkpoints/000000-good")
     assert resume("run") == 0
     same_run(whole, "run")
+    assert steps_saved("run") == ["000000", "000000-good", "000001", "000002"]
+    output = capsys.readouterr().out
+    assert output.count("is damaged, and left out") == 2
+    assert "run runs code, as when it began: --reward mine.py:reward\n" in output
+    changed = "warning: the file of mine.py:reward has changed since the run began\n"
+    write_reward("return torch.zeros(len(images))")
+    assert resume("run") == 0 and changed in capsys.readouterr().out and changed not in output
 
 
 def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monkeypatch):
@@ -112,23 +125,14 @@ def test_an_evaluation_that_a_kill_came_before_is_made_up_for(judged, whole):
     same_run(whole, "run")
 
 
-def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd, monkeypatch):
+def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd):
     """A connection that breaks, in the fourth step: its traceback is shown, and what --save-every
     left out is saved."""
-    update = GRPO.update
-    calls = []
-
-    def broken(self, groups):
-        calls.append(1)
-        if len(calls) == 4:
-            raise ConnectionError("503 Service Unavailable")
-        return update(self, groups)
-
-    monkeypatch.setattr(GRPO, "update", broken)
+    reward = write_reward("if call > 4:\n    raise ConnectionError('503 Service Unavailable')")
     with pytest.raises(ConnectionError, match="503"):
-        quick("--steps 5 --save-every 2 --out run")
+        quick(*reward, "--steps 5 --save-every 2 --out run")
     output = "".join(capfd.readouterr())
-    assert "stopped in the phase 'update'; continue with --resume run" in output
+    assert "stopped in the phase 'score'; continue with --resume run" in output
     assert "cannot write" not in output and steps_saved("run") == ["000000", "000002", "000003"]
 
 
@@ -202,6 +206,8 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
             words = "run was started with other prompts or pictures; restore the files, or start a"
             assert f"{words} new run from its adapter: --adapter run" in error_of(capsys)
             Path(name).write_bytes(whole)
+    hashed = lambda own, new: hash_of(prompts_of(*own), prompts_of(*new), [])
+    assert hashed("a", "bc") != hashed("ab", "c")
     Path("prompts.txt").write_text("a red circle\n\na blue cross\n")  # the same prompts
     assert resume("run", "--steps 2") == 0
 
@@ -217,10 +223,18 @@ def test_zero_steps_evaluates_only(judged):
     assert before == records("base/evaluation.jsonl")[0]
     left = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     shutil.copytree("run/adapter", "alone/adapter")
-    for folder in ("run", "run/checkpoints/000002", "alone"):
+    shutil.copytree("run/adapter", "downloaded")
+    shutil.copytree("run/adapter", "decoder-adapter")
+    for folder in ("run", "run/checkpoints/000002", "alone", "downloaded"):
         weights = checkpoints.find_adapter(folder, "adapter") / "adapter_model.safetensors"
         assert weights.read_bytes() == adapter_of("run")
-    assert judged("--adapter run --steps 0") == 0
+        assert checkpoints.find_adapter(folder, "decoder-adapter") is None
+    assert checkpoints.find_adapter("decoder-adapter", "adapter") is None
+    assert str(checkpoints.find_adapter("decoder-adapter", "decoder-adapter")) == "decoder-adapter"
+    config = Path("downloaded/adapter_config.json")
+    config.write_text(config.read_text().replace("vision_language_encoder", "elsewhere"))
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        assert judged("--adapter downloaded --steps 0") == 0
     (record,) = records("runs/1/evaluation.jsonl")
     assert record | {"step": 2} == after  # of the trained adapter
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
@@ -247,7 +261,7 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     assert records("straight/metrics.jsonl") == records("stopped/metrics.jsonl")
     assert adapter_of("straight") == adapter_of("stopped")
     assert judged("--adapter nowhere") == 2
-    assert "--adapter nowhere: neither a run nor a checkpoint" in error_of(capsys)
+    assert "--adapter nowhere: no run, no checkpoint and no adapter" in error_of(capsys)
 
 
 def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick):
@@ -255,6 +269,86 @@ def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick):
     assert steps_saved("run") == ["000000", "000002", "000003", "000004"]
     assert resume("run --steps 5 --eval-every 4") == 0
     assert steps_saved("run") == ["000000", "000004", "000005"]
+
+
+# ---- what is damaged -----------------------------------------------------------------------------
+
+
+def error_from(function, *given):
+    with pytest.raises(UserError) as caught:
+        function(*given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def rewritten(file, change):
+    """A file of tensors, with the (key, tensor) pairs that `change` makes of each."""
+    tensors = load_file(file)
+    save_file(dict(map(change, tensors, tensors.values())), file)
+
+
+def cut(end):
+    return lambda file: file.write_bytes(file.read_bytes()[:end])
+
+
+KEY = "base_model.model.model.language_model.layers.0.mlp.down_proj.lora_A.weight"
+ADAPTER, OPTIMIZER = "adapter/adapter_model.safetensors", "adapter-optimizer.pt"
+DAMAGE = [
+    (ADAPTER, Path.unlink, "No such file"),
+    (ADAPTER, cut(0), "header"),
+    (ADAPTER, cut(-1), "file not fully covered"),
+    (ADAPTER, lambda file: rewritten(file, lambda k, x: (f"own.{k}", x)), f"({KEY} is missing, "),
+    (ADAPTER, lambda file: rewritten(file, lambda k, x: (k, x[:1])), f"({KEY} is [1, 256], "),
+]
+
+
+@pytest.mark.parametrize("name, damage, words", DAMAGE)
+def test_an_adapter_is_taken_whole_or_refused(one_step, tmp_path, name, damage, words):
+    shutil.copytree(one_step / "adapter", tmp_path / "adapter")
+    damage(tmp_path / name)
+    settings = tiny_settings("--adapter", str(tmp_path))
+    read = lambda folder: checkpoints.find_adapters(folder) and build_run(settings)
+    error = error_from(read, tmp_path)
+    assert str(tmp_path / "adapter") in error and words in error
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_an_adapter_that_changes_the_base_is_refused(tmp_path, start):
+    """Loaded once for the policy and once for the reference, it would change the base twice."""
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"init_lora_weights": start}))
+    error = error_from(checkpoints.find_adapters, tmp_path)
+    assert f"cannot use the adapter {tmp_path} (with {start} the model has other weights;" in error
+
+
+@pytest.mark.parametrize(
+    "name, damage, words",
+    [
+        *DAMAGE,
+        (OPTIMIZER, Path.unlink, "No such file"),
+        (OPTIMIZER, cut(0), ""),
+        (OPTIMIZER, cut(9999), ""),
+        ("state.json", cut(0), "Expecting value"),
+        ("state.json", cut(10), "Expecting ',' delimiter"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(whole, tmp_path, trainers, name, damage, words):
+    """Which says how to go on from the checkpoint before. Nothing is deleted but by the user."""
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    folder = tmp_path / "checkpoints" / "000002"
+    damage(folder / name)
+    read = lambda out: checkpoints.read_state(out) and checkpoints.load(out, trainers)
+    error = error_from(read, tmp_path)
+    assert error.startswith(f"cannot read {folder / name} (") and words in error
+    assert error.endswith(f"; to continue from 000001, rm -r {folder}")
+    assert steps_saved(tmp_path) == ["000000", "000001", "000002"]
+    shutil.rmtree(folder)
+    assert read(tmp_path) == 1
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    return build_run(tiny_settings()).trainers
 
 
 # ---- what breaks ---------------------------------------------------------------------------------
@@ -301,23 +395,19 @@ def test_what_comes_after_is_never_labelled_before(judged, one_step, capsys):
     assert Path("run/adapter/adapter_model.safetensors").exists()
 
 
-def test_log_probs_that_are_not_finite_stop_the_run_after_saving(judged, capsys, monkeypatch):
-    """In the second step: the first is saved."""
-    sample = GRPO.sample
-    calls = []
-
-    def broken(*arguments):
-        calls.append(1)
-        if len(calls) == 4:  # after two evaluations and a step
-            raise NotFinite("the log-probs are not finite")
-        return sample(*arguments)
-
-    monkeypatch.setattr(GRPO, "sample", broken)
-    assert judged("--steps 9 --prompts-per-step 2 --order file --out run") == 2
-    output, errors = capsys.readouterr()
-    assert errors.endswith("error: the log-probs are not finite\n")
-    assert "continue with --resume run" in output
-    assert steps_saved("run") == ["000000", "000001"]
+def test_a_run_that_diverges_says_where_to_start_again_and_saves_nothing_broken(quick, capsys):
+    """Resumed, it would diverge again, also from a checkpoint that was saved before it showed."""
+    reward = write_reward("")
+    for saves, saved in ((20, ["000000"]), (1, ["000000", "000001"])):
+        arguments = f"--lr 1e30 --warmup-steps 0 --steps 3 --save-every {saves} --out run-{saves}"
+        for again in (False, True):
+            assert (resume(f"run-{saves}") if again else quick(*reward, arguments)) == 2
+            output, errors = capsys.readouterr()
+            assert "error: sampled log-probs are not finite" in errors
+            start = f"--adapter run-{saves}/checkpoints/000000"
+            assert output.endswith(f"from an earlier step with a lower --lr: {start}\n")
+            assert steps_saved(f"run-{saves}") == saved
+    assert quick(*reward, start, "--steps 1") == 0
 
 
 def gradients_of(norms, monkeypatch):
@@ -345,23 +435,18 @@ def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
     assert found == [(1, 0, None), (0.5, 0.25, None), (1, 0, None)]
 
 
-def out_of_memory(*arguments, **parts):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
+    """Here before the first step; see test_cards.py for the others."""
 
+    def load(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-@pytest.mark.parametrize("phase", ["paint", "load"])
-def test_out_of_gpu_memory_names_the_phase_and_what_helps(quick, capsys, monkeypatch, phase):
-    monkeypatch.setattr(GlmImage if phase == "paint" else train, phase, out_of_memory)
+    monkeypatch.setattr(train, "load", load)
     assert quick("--steps 2 --out run") == 2
-    output, errors = capsys.readouterr()
-    line = errors.splitlines()[-1]
+    line = error_of(capsys)
     assert line.startswith("error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00")
     assert all(word in line for word in ("--offload yes", "--micro-batch-size", "--group-size"))
-    if phase == "load":
-        assert not Path("run").exists()
-    else:
-        assert "stopped in the phase 'paint'; continue with --resume run" in output
-        assert steps_saved("run") == ["000000"]
+    assert not Path("run").exists()
 
 
 def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
@@ -431,14 +516,16 @@ def test_a_signal_in_the_first_evaluation_ends_it(judged, capfd):
     assert steps_of("run/evaluation.jsonl") == [0, 1]
 
 
-def test_a_second_signal_ends_at_once(quick, capfd):
-    """It is no longer the run's."""
+def test_a_second_signal_ends_at_once_and_loses_no_whole_step(quick, capfd):
+    """It comes when the pictures of the third step are judged, and is no longer the run's."""
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
     reward = write_reward(f"if call >= 4:\n    {kill}\n    {kill}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     assert quick(*reward, "--steps 9 --out run") == 130
-    assert "stopping: what has begun" in capfd.readouterr().err
-    assert steps_saved("run") == ["000000"]
+    output, errors = capfd.readouterr()
+    assert "stopping: what has begun" in errors
+    assert "stopped in the phase 'score'; continue with --resume run\n" in output
+    assert steps_of("run/metrics.jsonl") == [1, 2] and steps_saved("run") == ["000000", "000002"]
 
 
 def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monkeypatch):
