@@ -959,7 +959,7 @@ def test_log_probs_that_are_not_finite_are_an_error():
 @pytest.mark.parametrize(
     "rewards, size", [([1, 2, 3, 4], 1), ([1, math.inf, 3, 4], 2), ([1, 2, -math.inf, 4], 4)]
 )
-def test_advantages_refuse(rewards, size):
+def test_what_has_no_z_score_is_refused(rewards, size):
     """A lone sample has no baseline; infinity has no z-score."""
     with pytest.raises(ValueError, match="G > 1, none infinite"):
         compute_advantages(torch.tensor(rewards), size)
@@ -975,13 +975,13 @@ def test_advantages_refuse(rewards, size):
         ("advantages", (1,)),
     ],
 )
-def test_loss_refuses_what_would_be_broadcast(name, shape):
+def test_what_would_be_broadcast_is_refused(name, shape):
     given = {"old_logprobs": torch.zeros(2, 3), "advantages": torch.zeros(2)}
     with pytest.raises(ValueError, match=r"give \(B, T\)"):
         compute_grpo_loss(torch.zeros(2, 3), **given | {name: torch.zeros(shape)})
 
 
-def test_loss_with_a_kl_term_needs_a_reference():
+def test_a_kl_term_needs_a_reference():
     with pytest.raises(ValueError, match="needs ref_logprobs"):
         compute_grpo_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), kl_coef=0.1)
 
