@@ -87,7 +87,8 @@ def test_advantages_leave_nan_out():
 
 @pytest.mark.parametrize("reward", [9.9, 0.1, -1e-3, 1e6])
 def test_equal_rewards_get_exactly_zero(reward):
-    """The mean may be off by an ulp, which would be all the spread there is."""
+    """The mean may be off by an ulp, which would be all the spread there is. In float64 the mean of
+    float32 numbers is exact; of three numbers that are float64 it is not."""
     assert compute_advantages(torch.full((16,), reward), 8).tolist() == [0] * 16
     with_nan = torch.tensor([reward, NAN, reward, reward], dtype=torch.float64)
     assert compute_advantages(with_nan, 4).tolist() == [0] * 4
