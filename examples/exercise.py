@@ -1,6 +1,7 @@
 """Empties a function of grpo.py (docs/exercises.md): python examples/exercise.py _nucleus"""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def emptied(source, name):
     """The source, with nothing left of a function but its head and docstring."""
     hole = "raise NotImplementedError"
     if name == "update":  # of it, one line
-        return source.replace("(loss * size(group, rows) / total).backward()", hole)
+        return re.sub(r"\(loss .*\.backward\(\)", hole, source)
     if name == "compute_advantages":
         source = emptied(source, "centre_groups")  # its other half
     lines = source.splitlines()
