@@ -376,10 +376,6 @@ def adapter_of(model):
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def assert_unmoved(model, before):
-    assert all(torch.equal(p, before[name]) for name, p in adapter_of(model).items())
-
-
 def formula(model, groups, kl_coef, temperature):
     """The loss in a few lines, over all samples at once, and what the metrics should say."""
     total, learned = 0, []
@@ -460,7 +456,7 @@ def test_what_teaches_nothing_gives_no_step(case):
     assert (metrics["skipped"], metrics["grad_norm"], steps) == (skipped, 0, [])
     assert metrics["groups_without_spread"] == (case == "no spread")
     assert all(math.isnan(metrics[name]) for name in METRICS) == (case == "no spread")
-    assert_unmoved(run.model, before)
+    assert all(torch.equal(p, before[name]) for name, p in adapter_of(run.model).items())
     assert step(run, "one", seed=2)[1]["grad_norm"] > 0  # and nothing of it is left behind
     assert all(p.isfinite().all() for p in run.parameters)
 
@@ -734,26 +730,20 @@ def test_group_i_depends_on_its_prompt_and_on_seed_plus_i_alone():
 
 
 def test_no_token_sees_nothing(monkeypatch):
-    """Attention may answer NaN to such a one, here it does; and no mask is left for transformers to
-    ask about."""
-    attend, masks = torch.nn.functional.scaled_dot_product_attention, []
+    """Attention may answer NaN to such a token; and no mask is left for transformers to ask about."""
+    model, masks, sees = text_model(), [], []
+    attend = torch.nn.functional.scaled_dot_product_attention
 
-    def attention(query, key, value, attn_mask=None, **options):
-        sees = attn_mask.any(-1)[..., None]
-        return attend(query, key, value, attn_mask=attn_mask, **options).masked_fill(~sees, NAN)
+    def attention(*given, attn_mask, **options):
+        sees.append(attn_mask.any(-1).all().item())
+        return attend(*given, attn_mask=attn_mask, **options)
 
-    model = text_model()
-    model.register_forward_pre_hook(
-        lambda model, _, inputs: masks.append(inputs["attention_mask"].ndim), with_kwargs=True
-    )
-
-    def sample():
-        prompts, generators = [LONG, SHORT, LONG[:4]], seeded(0, 1, 2)
-        return generate_with_logprobs(model, prompts, 5, num_samples=2, generators=generators)[:2]
-
-    healthy = sample()
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-    assert all(map(torch.equal, healthy, sample())) and masks == [4] * 10
+    model.register_forward_pre_hook(
+        lambda *given: masks.append(given[2]["attention_mask"].ndim), with_kwargs=True
+    )
+    generate_with_logprobs(model, [LONG, SHORT, LONG[:4]], 5, num_samples=2)
+    assert sees == [True] * 10 and masks == [4] * 5  # two layers
 
 
 def test_each_prompt_is_read_once():
