@@ -1,7 +1,9 @@
-"""The specification of grpo.py. Every number has a second witness: transformers' generate(),
-autograd, a case by hand.
+"""The specification of grpo.py. Each part is first worked out by hand; then it meets the formula,
+autograd, and transformers' own generate().
 
-pytest test_grpo.py            # no network, no GPU, under a minute on one core
+    pytest test_grpo.py  # no network, no GPU, under a minute on one core
+
+The text model that learns here is also the lab of docs/exercises.md: learn().
 """
 
 import copy
@@ -11,6 +13,7 @@ import sys
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,9 +35,13 @@ from make import NUM_CODES
 from glm_image.model import encode_prompt
 from grpo import (
     GRPO,
+    Group,
     GRPOSettings,
     NotFinite,
     Offload,
+    _log_distribution,
+    _nucleus,
+    _warn_of,
     compute_advantages,
     compute_grpo_loss,
     generate_with_logprobs,
@@ -53,23 +60,220 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:(mean_logprob_gap|kl is above 0|rewards differ|the gradient)",
 )
 NAN = math.nan
-CODES = slice(0, NUM_CODES)
-SHORT, LONG = torch.tensor([9, 8]), torch.tensor([5, 6, 7, 3, 4])  # prompts of a text model
-# Prompts of GLM-Image, of two lengths.
-RED, BLUE = (
-    "a red circle on a pink background",
-    "a blue cross",
+
+
+# ---- 3. advantages -------------------------------------------------------------------------------
+
+
+def test_advantages_by_hand():
+    advantages = compute_advantages(torch.tensor([1.0, 2, 3, 6, 10, 20, 30, 60]), 4)
+    std = ((4 + 1 + 0 + 9) / 3) ** 0.5  # of 1, 2, 3, 6 with mean 3: unbiased, over G - 1
+    assert advantages.tolist() == pytest.approx([-2 / std, -1 / std, 0, 3 / std] * 2, abs=1e-6)
+    assert advantages.dtype == torch.float32
+    std, eps = 2**0.5, 1.0  # of 0 and 2
+    advantages = compute_advantages(torch.tensor([0.0, 2.0]), 2, eps)
+    assert advantages.tolist() == pytest.approx([-1 / (std + eps), 1 / (std + eps)])
+    neighbours = torch.tensor([1e6, 1e6 + 0.0625])  # in float32 their mean is one of them
+    assert compute_advantages(neighbours, 2).tolist() == pytest.approx([-1 / std, 1 / std], 1e-4)
+
+
+def test_advantages_leave_nan_out():
+    rewards = [0, NAN, 4] + [NAN, NAN, NAN] + [NAN, 5, NAN] + [7, NAN, 7]
+    z = 2 / 8**0.5  # of 4, among 0 and 4
+    advantages = compute_advantages(torch.tensor(rewards), 3).tolist()
+    assert advantages == pytest.approx([-z, 0, z] + [0] * 9, abs=1e-5)
+
+
+@pytest.mark.parametrize("reward", [9.9, 0.1, -1e-3, 1e6])
+def test_equal_rewards_get_exactly_zero(reward):
+    """The mean may be off by an ulp, which would be all the spread there is. In float64 the mean of
+    float32 numbers is exact; of three numbers that are float64 it is not."""
+    assert compute_advantages(torch.full((16,), reward), 8).tolist() == [0] * 16
+    with_nan = torch.tensor([reward, NAN, reward, reward], dtype=torch.float64)
+    assert compute_advantages(with_nan, 4).tolist() == [0] * 4
+
+
+def test_rewards_meet_their_own_samples():
+    """Prompt after prompt; and no more of them than there are samples, nor fewer."""
+    groups = [Group(None, None, None, old_logprobs=torch.zeros(4, 2)) for _ in range(2)]
+    rewards = torch.tensor([1, NAN, 3, 5, 0, 0, 0, 8])  # means 3 and 2, std 2 and 4
+    set_advantages(groups, rewards)
+    assert groups[0].advantages.tolist() == pytest.approx([-1, 0, 0, 1], abs=1e-5)
+    assert groups[1].advantages.tolist() == pytest.approx([-0.5, -0.5, -0.5, 1.5], abs=1e-5)
+    for wrong in (rewards[:4], torch.cat([rewards, rewards[:4]])):
+        with pytest.raises(ValueError):
+            set_advantages(groups, wrong)
+
+
+# ---- 5. loss -------------------------------------------------------------------------------------
+
+
+def test_loss_by_hand():
+    """Two samples of two tokens. Ratios 1.5, 0.9 | 0.5, 1.1; advantages 2, -1; clip 0.2; KL 0.1."""
+    new = torch.tensor([[1.5, 0.9], [0.5, 1.1]]).log().requires_grad_()
+    ref = torch.tensor([[1.5, 1.8], [0.5, 1.1]]).log()
+    advantages = torch.tensor([2.0, -1.0])
+    loss, metrics = compute_grpo_loss(new, torch.zeros(2, 2), advantages, ref, kl_coef=0.1)
+    # 1.5 is clipped for a good sample, 0.5 for a bad one.
+    policy_loss = -(2 * 1.2 + 2 * 0.9 - 0.8 - 1.1) / 4
+    kl = (2 - math.log(2) - 1) / 4  # only the second token differs: ref / new = 2
+    expected = {"loss": policy_loss + 0.1 * kl, "policy_loss": policy_loss, "kl": kl}
+    gaps = [abs(math.log(ratio)) for ratio in (1.5, 0.9, 0.5, 1.1)]  # from old log-probs of 0
+    expected |= {"mean_logprob_gap": sum(gaps) / 4, "max_logprob_gap": math.log(2)}
+    assert metrics == pytest.approx({**expected, "clip_fraction": 0.5, "ratio_mean": 1.0}, abs=1e-6)
+    assert loss.item() == metrics["loss"]
+    loss.backward()
+    # d(-r A)/d(log r) = -r A / 4 unless clipped; d k3 / d(log new) = 1 - ref/new
+    by_hand = [0, -0.9 * 2 / 4 + 0.1 * (1 - 2) / 4, 0, 1.1 / 4]
+    assert new.grad.flatten().tolist() == pytest.approx(by_hand, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, gradient",
+    [
+        pytest.param(1.3, 1.0, 0, id="good and likelier by 30%: clipped"),
+        pytest.param(1.3, -1.0, 1.3, id="bad and likelier by 30%"),
+        pytest.param(0.7, 1.0, -0.7, id="good and rarer by 30%"),
+        pytest.param(0.7, -1.0, 0, id="bad and rarer by 30%: clipped"),
+        pytest.param(1.1, 1.0, -1.1, id="good and likelier by 10%"),
+        pytest.param(0.9, -1.0, 0.9, id="bad and rarer by 10%"),
+    ],
 )
+def test_clipping_acts_on_the_right_side(ratio, advantage, gradient):
+    new = torch.tensor([[ratio]]).log().requires_grad_()
+    loss, metrics = compute_grpo_loss(new, torch.zeros(1, 1), torch.tensor([advantage]))
+    loss.backward()
+    assert new.grad.item() == pytest.approx(gradient)
+    assert metrics["clip_fraction"] == (gradient == 0)
 
 
-# ---- models --------------------------------------------------------------------------------------
+def test_loss_averages_each_sample_then_samples():
+    """A short answer counts as much as a long one. All ratios are 1.1."""
+    new = torch.full((3, 4), math.log(1.1), requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
+    advantages = torch.tensor([1.0, 5.0, 9.0])
+    loss, metrics = compute_grpo_loss(new, torch.zeros(3, 4), advantages, mask=mask)
+    assert loss.item() == pytest.approx(-1.1 * (1 + 5 + 0) / 3)
+    assert metrics["mean_logprob_gap"] == pytest.approx(math.log(1.1) * 2 / 3)
+    loss.backward()
+    by_hand = [-1.1 / 12] * 4 + [-1.1 * 5 / 3, 0, 0, 0] + [0] * 4
+    assert new.grad.flatten().tolist() == pytest.approx(by_hand)
 
 
-@pytest.fixture(scope="session")
-def pipe():
-    """The shipped model, through the stock pipeline. Its distributions are sharp, so a wrong
-    position is expensive."""
-    return GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
+@pytest.mark.parametrize("number", [NAN, math.inf])
+def test_loss_of_a_masked_token_is_0_whatever_its_number(number):
+    """0 x NaN is NaN."""
+    new = torch.zeros(1, 2, requires_grad=True)
+    spoilt = torch.tensor([[0.0, number]])
+    mask = torch.tensor([[1, 0]])
+    loss, metrics = compute_grpo_loss(new, spoilt, torch.ones(1), spoilt, mask, kl_coef=0.1)
+    loss.backward()
+    assert (loss.item(), metrics["kl"], new.grad.tolist()) == (-1, 0, [[-1, 0]])
+
+
+def test_loss_gives_the_new_log_probs_alone_a_gradient():
+    """An old that is the new, not detached, would take all of the gradient."""
+    new = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
+    advantages = torch.tensor([1.0, -2.0], requires_grad=True)
+    loss, _ = compute_grpo_loss(new, new, advantages, new + math.log(2), kl_coef=0.5)
+    (gradient,) = torch.autograd.grad(loss, new)
+    by_hand = [(0.5 * (1 - 2) - A) / 4 for A in (1, 1, -2, -2)]  # ref / new is 2
+    assert gradient.flatten().tolist() == pytest.approx(by_hand)
+
+
+def test_k3_has_the_value_and_the_gradient_that_the_comment_claims():
+    """Exactly, by summing over a distribution of 6: value KL(pi || ref), gradient KL(ref || pi)."""
+    torch.manual_seed(0)
+    logits, ref = torch.randn(6, requires_grad=True), torch.randn(6).log_softmax(0)
+    pi, value, gradient = logits.log_softmax(0), 0, 0
+    for i in range(6):  # as the only token of a sample, weighted by how often pi draws it
+        new, chance = pi[i].view(1, 1), pi[i].exp().detach()
+        loss, metrics = compute_grpo_loss(
+            new, new.detach(), torch.zeros(1), ref[i].view(1, 1), kl_coef=1.0
+        )
+        value += chance * metrics["kl"]
+        gradient += chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    assert value.item() == pytest.approx((pi.exp() * (pi - ref)).sum().item(), abs=1e-5)
+    (expected,) = torch.autograd.grad((ref.exp() * (ref - pi)).sum(), logits)
+    assert gradient.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+# ---- texts that end ------------------------------------------------------------------------------
+
+
+def test_mask_through_end_by_hand():
+    tokens = torch.tensor([[5, 7, 3, 7], [7, 7, 9, 3], [3, 9, 5, 7], [3, 5, 5, 9], [5, 5, 5, 5]])
+    assert mask_through_end(tokens, (7, 9)).tolist() == [
+        [1, 1, 0, 0],
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 1],
+        [1, 1, 1, 1],
+    ]
+
+
+# ---- 1 and 4. one distribution, from which both sampling and recomputing take log-probs ----------
+
+
+@pytest.mark.parametrize(
+    "top_p, expected",
+    [
+        (0.4, [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]]),
+        (0.6, [[0, 1, 0, 1], [1, 0, 0, 0], [1, 0, 1, 0]]),  # the id that crosses the border is in
+        (0.9, [[1, 1, 0, 1], [1, 0, 1, 1], [1, 0, 1, 1]]),
+    ],
+)
+def test_nucleus_by_hand(top_p, expected):
+    p = [[0.15, 0.5, 0.05, 0.3], [0.7, 0.04, 0.16, 0.1], [0.42, 0.05, 0.45, 0.08]]
+    assert _nucleus(torch.tensor(p).log(), top_p).int().tolist() == expected
+
+
+def test_distribution_by_hand():
+    logits = math.log(2) * torch.tensor([[9.0, 0.0, 2.0, 4.0]])  # divided by 2: 1, 2, 4 in ids 1..3
+    everything = _log_distribution(logits, slice(1, 4), 2.0).exp()
+    assert everything.flatten().tolist() == pytest.approx([1 / 7, 2 / 7, 4 / 7])
+    kept = torch.tensor([[False, True, True]])
+    nucleus = _log_distribution(logits, slice(1, 4), 2.0, kept).exp()
+    assert nucleus.flatten().tolist() == pytest.approx([0, 1 / 3, 2 / 3])
+
+
+def test_distribution_of_bfloat16_logits_is_in_float32():
+    logits = torch.tensor([[3, 1.1, -2.3, 0.4]]).bfloat16()
+    expected = (logits.double() / 0.9).log_softmax(-1).flatten().tolist()
+    found = _log_distribution(logits, slice(0, None), 0.9).flatten().tolist()
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+class Bigram:
+    """After a token the same comes with 1/2, the next with 1/3, the one after that with 1/6."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.table = torch.tensor([[3.0, 2, 1], [1, 3, 2], [2, 1, 3]]).log().requires_grad_()
+
+    def __call__(self, input_ids, position_ids, **_):
+        self.position_ids = position_ids
+        return SimpleNamespace(logits=self.table[input_ids], past_key_values=())
+
+
+def test_logprobs_by_hand():
+    model = Bigram()
+    ids = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 2]])  # a prompt of two, then two samples
+    places = torch.tensor([[5, 6, 7, 8]] * 3)
+    logprobs = get_per_token_logprobs(model, ids, 2, position_ids=places)
+    by_hand = [1 / 3, 1 / 2, 1 / 2, 1 / 6]
+    assert logprobs.exp().flatten().tolist() == pytest.approx(by_hand)
+    # The last id predicts nothing here: neither it nor its place goes in.
+    assert model.position_ids.tolist() == [[[5, 6, 7]] * 2] * 3
+    logprobs[0, 0].backward()  # of 1 after 0: the gradient is one-hot less the probabilities
+    assert model.table.grad[0].tolist() == pytest.approx([-1 / 2, 2 / 3, -1 / 6])
+
+
+# ---- a text model that learns: the lab of docs/exercises.md --------------------------------------
+
+SHORT, LONG = torch.tensor([9, 8]), torch.tensor([5, 6, 7, 3, 4])
+PROMPTS = {"one": LONG, "two": SHORT}
 
 
 def text_model(**settings):
@@ -82,8 +286,6 @@ def text_model(**settings):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=2,
         pad_token_id=0,
         **settings,
     )
@@ -92,30 +294,11 @@ def text_model(**settings):
     return model
 
 
-def model_with_learned_positions():
-    """A random GPT-2. Llama knows distances only: it would not notice if all positions were
-    shifted."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=50,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = GPT2LMHeadModel(config).eval()
-    model.transformer.wpe.weight.data.mul_(50)
-    model.transformer.ln_f.weight.data.mul_(20)
-    return model
-
-
-def with_adapter(model, size=0.0, **settings):
+def with_adapter(model, size=0.0):
     """`size` above 0: the adapter has moved, so that policy and reference differ."""
     torch.manual_seed(1)
     targets = ["q_proj", "v_proj", "gate_up_proj", "up_proj"]
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings))
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
     perturb(model, size)
     return model
 
@@ -127,8 +310,252 @@ def perturb(model, size):
             parameter.data.normal_(0, size)
 
 
+def trainer(
+    model=None,
+    optimizer=torch.optim.SGD,
+    lr=0.1,
+    allowed_ids=slice(0, None),
+    token_forward=None,
+    **settings,
+):
+    model = model or with_adapter(text_model())
+    optimizer = optimizer([p for p in model.parameters() if p.requires_grad], lr=lr)
+    return GRPO(model, optimizer, GRPOSettings(**settings), allowed_ids, token_forward)
+
+
+def likes_low_ids(groups):
+    """A reward with spread: the share of tokens below 25, and a little for the first id."""
+    tokens = torch.cat([group.tokens for group in groups])  # (N*G, T)
+    return (tokens < 25).float().mean(1) + tokens[:, 0] * 1e-3
+
+
+def roll_out(run, *names, seed=0, size=4, rewards=likes_low_ids, length=6):
+    """1 to 3: groups with their advantages."""
+    groups = run.sample([(PROMPTS[name], None, length) for name in names], size, seed)
+    set_advantages(groups, rewards(groups))
+    return groups
+
+
+def step(run, *names, **given):
+    """A whole step, as train.py makes it."""
+    groups = roll_out(run, *names, **given)
+    run.add_reference(groups)
+    return groups, run.update(groups)
+
+
+def learn(seed=0, rewards=likes_low_ids, steps=30, size=8, length=6, lr=2e-2, **settings):
+    """Trains the text model in about a second: {"reward" or metric: its value at each step}."""
+    run, seen = trainer(optimizer=torch.optim.AdamW, lr=lr, **settings), []
+    for i in range(steps):
+        drawn = {"seed": 100_000 * seed + 10 * i, "size": size, "length": length}
+        groups, metrics = step(run, "one", "two", rewards=rewards, **drawn)
+        seen.append(metrics | {"reward": rewards(groups).mean().item()})
+    return {name: np.array([each[name] for each in seen]) for name in seen[0]}
+
+
+def test_training_raises_the_reward():
+    reward = learn(micro_batch_size=8)["reward"]
+    assert reward[-5:].mean() > reward[:5].mean() + 0.1
+
+
+# ---- 6. update, against the formula (a reader of docs/exercises.md skips formula()) --------------
+
+METRICS = (
+    "loss",
+    "policy_loss",
+    "kl",
+    "clip_fraction",
+    "ratio_mean",
+    "mean_logprob_gap",
+    "max_logprob_gap",
+)
+NAMES = {*METRICS, "grad_norm", "skipped", "groups_without_spread"}
+
+
 def adapter_of(model):
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def formula(model, groups, kl_coef, temperature):
+    """The loss in a few lines, over all samples at once, and what the metrics should say."""
+    total, learned = 0, []
+
+    def logprobs(group):
+        ids = torch.cat([group.prompt_ids.expand(len(group.tokens), -1), group.tokens], 1)
+        logits = model(input_ids=ids).logits[:, -7:-1] / temperature  # T is 6
+        logp = logits.masked_fill(~group.nucleus, -torch.inf).log_softmax(-1)
+        return logp.gather(-1, group.tokens[..., None])[..., 0]
+
+    for group in groups:
+        if not group.advantages.any():
+            continue  # but it counts among the groups
+        mask = torch.ones(group.tokens.shape) if group.mask is None else group.mask
+        mean = lambda x, mask=mask: ((x * mask).sum(1) / mask.sum(1).clamp(1)).mean()
+        new, old, A = logprobs(group), group.old_logprobs, group.advantages[:, None]
+        with torch.no_grad(), model.disable_adapter():
+            ref = logprobs(group)
+        ratio, k3 = (new - old).exp(), (ref - new).exp() - (ref - new) - 1
+        gain = torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
+        cut = ((ratio > 1.2) & (A > 0)) | ((ratio < 0.8) & (A < 0))
+        gap, loss = (new - old).abs() * mask, kl_coef * k3 - gain
+        total = total + mean(loss) / len(groups)
+        means = [mean(x).item() for x in (loss, -gain, k3, cut, ratio, gap)]
+        learned.append([*means, gap.max().item()])
+    metrics = dict(zip(METRICS, np.mean(learned, axis=0)))
+    return total, metrics | {"max_logprob_gap": max(row[-1] for row in learned)}
+
+
+@pytest.mark.parametrize(
+    "size, masked", [(5, False), (1, False), (2, False), (3, False), (5, True), (1, True)]
+)
+def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size, masked):
+    """Three groups of five, one of them constant; 2 and 3 do not divide 5. SGD: the change is the
+    gradient."""
+
+    def rewards(groups):
+        values = likes_low_ids(groups)
+        return torch.cat([values[:5], torch.ones(5), values[10:]])
+
+    model = with_adapter(text_model(), 0.3)
+    run = trainer(model, lr=1.0, kl_coef=0.1, micro_batch_size=size, temperature=1.3, top_p=0.9)
+    groups = roll_out(run, "one", "two", "one", size=5, rewards=rewards)
+    if masked:  # texts that end early, one of which does not count at all
+        groups[0].mask = torch.ones(5, 6).tril(-1)
+    run.add_reference(groups)
+    perturb(model, 0.6)  # ratios other than 1, some of them clipped
+    total, expected = formula(model, groups, 0.1, 1.3)
+    before = adapter_of(model)
+    gradients = torch.autograd.grad(total, run.parameters)
+    norm = torch.stack([g.norm() for g in gradients]).norm().item()
+    assert 0 < expected["clip_fraction"] < 1 and (norm > 1) == masked  # cut to 1, or left alone
+    expected |= {"grad_norm": norm, "skipped": 0, "groups_without_spread": 1 / 3}
+    assert run.update(groups) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    for (name, p), g in zip(adapter_of(model).items(), gradients, strict=True):
+        torch.testing.assert_close(before[name] - p, g / max(norm, 1), atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["no spread", "all clipped", "not a number", "overflow"])
+def test_what_teaches_nothing_gives_no_step(case):
+    """Not even Adam's momentum may move the adapter."""
+    run, steps = trainer(optimizer=torch.optim.AdamW), []
+    step(run, "one")
+    run.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    before, (group,) = adapter_of(run.model), roll_out(run, "one", seed=1)
+    if case == "no spread":
+        group.advantages.zero_()
+    elif case == "all clipped":  # the gradient is there, and exactly 0
+        group.old_logprobs -= group.advantages.sign()[:, None]
+    elif case == "not a number":
+        group.old_logprobs[0] = NAN
+    else:
+        hook = run.parameters[0].register_hook(lambda gradient: gradient * torch.inf)
+    metrics = run.update([group])
+    if case == "overflow":
+        hook.remove()
+    skipped = case in ("not a number", "overflow")
+    assert (metrics["skipped"], metrics["grad_norm"], steps) == (skipped, 0, [])
+    assert metrics["groups_without_spread"] == (case == "no spread")
+    assert all(math.isnan(metrics[name]) for name in METRICS) == (case == "no spread")
+    assert all(torch.equal(p, before[name]) for name, p in adapter_of(run.model).items())
+    assert step(run, "one", seed=2)[1]["grad_norm"] > 0  # and nothing of it is left behind
+    assert all(p.isfinite().all() for p in run.parameters)
+
+
+def test_clipping_acts_from_the_second_iteration():
+    """Metrics are means over the iterations; the gaps are measured before the policy moves."""
+    run = lambda **more: trainer(with_adapter(text_model(), 0.3), lr=5.0, kl_coef=0.1, **more)
+    _, twice = step(run(iterations=2), "one", "two")
+    again = run()
+    groups, first = step(again, "one", "two")
+    second = again.update(groups)
+    assert first["clip_fraction"] == 0 < second["clip_fraction"]
+    gaps = {name: first[name] for name in ("mean_logprob_gap", "max_logprob_gap")}
+    assert 0 < gaps["mean_logprob_gap"] < gaps["max_logprob_gap"] < 1e-4
+    means = {name: (first[name] + second[name]) / 2 for name in first}
+    assert twice == pytest.approx(means | gaps, rel=1e-4, abs=1e-6)
+
+
+def test_reference_is_the_base_without_gradient_and_skipped_where_nothing_needs_it(monkeypatch):
+    """In eval mode, though an update may have left the model in train mode."""
+    model = with_adapter(text_model(attention_dropout=0.5), 0.3)
+    run = trainer(model, kl_coef=0.1, micro_batch_size=3)
+    constant = lambda groups: torch.cat([likes_low_ids(groups)[:8], torch.ones(4)])
+    *with_spread, equal = groups = roll_out(run, "one", "two", "one", rewards=constant)
+    model.train()
+    run.add_reference(groups)
+    assert equal.ref_logprobs is None
+    for group in with_spread:
+        expected = reread(text_model(), group.prompt_ids, group.tokens)  # never adapted
+        assert not group.ref_logprobs.requires_grad
+        torch.testing.assert_close(group.ref_logprobs, expected, atol=1e-5, rtol=0)
+
+    run.settings.kl_coef = 0.0
+    unused = lambda *_: pytest.fail("a reference pass that nothing uses")
+    monkeypatch.setattr(run, "logprobs", unused)
+    run.add_reference(groups)
+
+
+def test_a_tiny_update_moves_the_adapter_and_not_the_bf16_base():
+    """PEFT keeps the adapter in float32: 5e-6 on top of 0.02 is below what bf16 can hold."""
+    model = with_adapter(text_model().to(torch.bfloat16))
+    base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    for p in model.parameters():
+        if p.requires_grad:
+            assert p.dtype == torch.float32
+            p.data.fill_(0.02)
+    step(trainer(model, optimizer=torch.optim.Adam, lr=5e-6, kl_coef=0.1), "one", "two")
+    assert all(2e-6 < (p - 0.02).abs().max() < 8e-6 for p in adapter_of(model).values())
+    assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
+
+
+def test_gradient_checkpointing_is_awake_in_training_and_changes_nothing():
+    """A layer then runs twice in training, but once in sampling, where its cache is needed."""
+    found = []
+    for passes in (1, 2):
+        base, phases, counts = text_model(), [], Counter()
+        if passes == 2:  # before PEFT, which then lets gradients into the frozen layers
+            base.activation_checkpointing_enable()
+        count = lambda *_, counts=counts, phases=phases: counts.update(phases[-1:])
+        base.model.layers[0].mlp.register_forward_pre_hook(count)
+        run, metrics = trainer(with_adapter(base), lr=1.0, kl_coef=0.1), []
+        for seed in (0, 1):  # the second begins in training mode
+            phases.append("sample")
+            groups = roll_out(run, "one", "two", seed=seed)
+            phases.append("reference")
+            run.add_reference(groups)
+            phases.append("update")
+            metrics.append(run.update(groups))
+        assert counts == {"sample": 2 * 6, "reference": 2 * 2, "update": 2 * 2 * passes}
+        found.append((metrics, adapter_of(run.model)))
+    (plain, expected), (checkpointed, weights) = found
+    for metrics, again in zip(plain, checkpointed):
+        assert again == pytest.approx(metrics, abs=1e-5)
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], atol=1e-5, rtol=1e-4)
+
+
+# ---- 1 and 4, against transformers' generate() ---------------------------------------------------
+
+CODES = slice(0, NUM_CODES)
+RED, BLUE = "a red circle on a pink background", "a blue cross"  # of two lengths
+
+
+@pytest.fixture(scope="session")
+def pipe():
+    """The shipped model, through the stock pipeline. Its distributions are sharp, so a wrong
+    position is expensive."""
+    return GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
+
+
+def model_with_learned_positions():
+    """A random GPT-2. Llama knows distances only: it would not notice if all positions were
+    shifted."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, eos_token_id=2)
+    model = GPT2LMHeadModel(config).eval()
+    model.transformer.wpe.weight.data.mul_(50)
+    model.transformer.ln_f.weight.data.mul_(20)
+    return model
 
 
 def seeded(*seeds):
@@ -188,20 +615,10 @@ def oracle(model, inputs, tokens, nucleus, allowed_ids, temperature, top_p):
         assert nucleus is None
     else:
         assert nucleus.shape == logits.shape and nucleus.dtype == torch.bool
-        ordered = logits.softmax(-1).sort(descending=True)
-        likelier = torch.zeros_like(logits).scatter(
-            -1, ordered.indices, ordered.values.cumsum(-1) - ordered.values
-        )
-        # An id is kept while those likelier than it hold less than top_p. On the very border
-        # rounding may decide.
-        assert likelier[nucleus].max() < top_p + 1e-4
-        assert likelier[~nucleus].min() > top_p - 1e-4
+        assert logits.softmax(-1).where(nucleus, 0).sum(-1).min() > top_p - 1e-4
         logits = logits.masked_fill(~nucleus, -torch.inf)
     drawn = tokens.unsqueeze(-1) - allowed_ids.start
     return logits.log_softmax(-1).gather(-1, drawn).squeeze(-1)
-
-
-# ---- 1 and 4. sampling and reading again, against transformers -----------------------------------
 
 
 def check_against_generate(
@@ -233,6 +650,15 @@ def check_against_generate(
         torch.testing.assert_close(again, expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("make_model", [text_model, model_with_learned_positions])
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+@pytest.mark.parametrize("prompts", [[LONG, SHORT, LONG[:4]], [LONG, SHORT, LONG.flip(0)]])
+def test_logprobs_of_a_text_model_equal_generate(make_model, top_p, prompts):
+    inputs = [{"input_ids": ids[None]} for ids in prompts]
+    shaping = {"allowed_ids": slice(3, 48), "temperature": 0.7, "top_p": top_p}
+    check_against_generate(make_model(), prompts, inputs, 12, **shaping, tolerance=1e-4)
+
+
 @pytest.mark.parametrize(
     "first, second, size, temperature, top_p",
     # Wide and tall: an exchange of rows and columns shows. The first prompt is padded in one, but
@@ -247,170 +673,77 @@ def test_glm_image_equals_generate(pipe, first, second, size, temperature, top_p
     check_against_generate(pipe.vision_language_encoder, ids, inputs, length, positions, **shaping)
 
 
-@pytest.mark.parametrize("make_model", [text_model, model_with_learned_positions])
-@pytest.mark.parametrize("top_p", [1.0, 0.6])
-@pytest.mark.parametrize("prompts", [[LONG, SHORT, LONG[:4]], [LONG, SHORT, LONG.flip(0)]])
-def test_text_model_equals_generate(make_model, top_p, prompts):
-    inputs = [{"input_ids": ids[None]} for ids in prompts]
-    shaping = {"allowed_ids": slice(3, 48), "temperature": 0.7, "top_p": top_p}
-    check_against_generate(make_model(), prompts, inputs, 12, **shaping, tolerance=1e-4)
-
-
-@pytest.mark.parametrize("forgotten", ["position_ids", "allowed_ids", "temperature", "nucleus"])
-def test_reading_again_has_to_know_how_it_was_sampled(pipe, forgotten):
+def test_reading_again_has_to_know_how_it_was_sampled(pipe):
     """The silent trap, above all of positions: without them the same call runs, and is wrong by
     nats."""
-    model, ((ids,), (positions,), length) = (
-        pipe.vision_language_encoder,
-        glm_prompts(pipe, RED, length=60),
-    )
-    told = {"position_ids": positions, "allowed_ids": CODES, "temperature": 3.0}
-    sampling = {**told, "position_ids": [positions], "top_p": 0.7, "generators": seeded(0)}
-    tokens, logprobs, nucleus = generate_with_logprobs(
-        model, [ids], length, num_samples=2, **sampling
-    )
-    # It is as wide as there are codes.
-    told["nucleus"] = None if forgotten == "allowed_ids" else nucleus
-    del told[forgotten]
-    gap = (reread(model, ids, tokens, **told) - logprobs).abs().max()
-    assert gap > (1 if forgotten == "position_ids" else 0.1)
+    model, how = pipe.vision_language_encoder, {"allowed_ids": CODES, "temperature": 3.0}
+    (ids,), places, T = glm_prompts(pipe, RED, length=60)
+    sampling = {"position_ids": places, "top_p": 0.7, "generators": seeded(0), **how}
+    tokens, logprobs, nucleus = generate_with_logprobs(model, [ids], T, **sampling)
+    how |= {"position_ids": places[0], "nucleus": nucleus}
+    without = {name: {k: v for k, v in how.items() if k != name} for name in how}
+    without["allowed_ids"]["nucleus"] = None  # it is as wide as there are codes
+    gap = lambda told: (reread(model, ids, tokens, **told) - logprobs).abs().max()
+    gaps = {name: gap(told) for name, told in without.items()}
+    assert gaps["position_ids"] > 1 and min(gaps.values()) > 0.1
 
 
-def test_greedy_codes_equal_generate(pipe):
-    model, (ids, positions, count) = (
-        pipe.vision_language_encoder,
-        glm_prompts(pipe, BLUE, size=(64, 64), length=24),
-    )
-    sampling = {"num_samples": 2, "position_ids": positions, "allowed_ids": CODES, "top_p": 1e-6}
-    tokens, logprobs, _ = generate_with_logprobs(model, ids, count, **sampling)
-    banned = list(range(NUM_CODES, model.lm_head.out_features))
-    inputs = glm_inputs(pipe, BLUE, 64, 64)
-    expected = model.generate(
-        **inputs, max_new_tokens=count, do_sample=False, suppress_tokens=banned
-    )
-    assert torch.equal(tokens, expected[:, len(ids[0]) :].expand(2, -1))
-    assert logprobs.eq(0).all()  # under the distribution they were drawn from there was no choice
-
-
-def test_exactly_t_codes_even_when_the_model_wants_to_stop(pipe):
-    model, (ids, positions, count) = pipe.vision_language_encoder, glm_prompts(pipe, RED, length=30)
-
-    def want_to_stop(module, inputs, logits):
-        logits[..., model.config.image_end_token_id] += 100
-        return logits
-
-    sampling = {
-        "num_samples": 3,
-        "position_ids": positions,
-        "allowed_ids": CODES,
-        "generators": seeded(0),
-    }
-    with model.lm_head.register_forward_hook(want_to_stop):
-        tokens, logprobs, _ = generate_with_logprobs(model, ids, count, **sampling)
-    assert tokens.shape == (3, count)
-    assert tokens.max() < NUM_CODES
+def test_exactly_t_codes_even_when_the_model_wants_to_stop():
+    model = text_model()
+    wants = torch.zeros(50).index_fill(0, torch.tensor([2]), 100)  # its end
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits + wants)
+    tokens, logprobs, _ = generate_with_logprobs(model, [LONG], 30, allowed_ids=slice(3, 50))
+    assert tokens.shape == (1, 30) and tokens.min() >= 3
     assert logprobs.min() > -30  # not charged for the ids that were ruled out
 
 
 def test_samples_follow_the_distribution():
-    """Frequencies of 20,000 draws of one token against softmax by hand, after temperature and
-    top-p."""
-    model = text_model()
-    shaping = {"allowed_ids": slice(0, 30), "temperature": 1.5, "top_p": 0.8}
+    """20,000 samples of two tokens after 0. Of 1/2, 1/3, 1/6 a top-p of 0.7 keeps the first two."""
     tokens, _, _ = generate_with_logprobs(
-        model, [LONG], 1, num_samples=20_000, generators=seeded(0), **shaping
+        Bigram(), [torch.tensor([0])], 2, num_samples=20_000, top_p=0.7, generators=seeded(0)
     )
-    with torch.no_grad():
-        p = (model(LONG[None]).logits[0, -1, :30] / 1.5).softmax(-1).double().numpy()
-    order = np.argsort(-p)
-    kept = order[: np.searchsorted(np.cumsum(p[order]), 0.8) + 1]
-    expected = np.zeros(30)
-    expected[kept] = p[kept] / p[kept].sum()
-    assert 2 < len(kept) < 30
-    frequency = np.bincount(tokens.flatten().numpy(), minlength=30) / 20_000
-    assert np.abs(frequency - expected).max() < 0.015
-    assert frequency[expected == 0].sum() == 0
+    counts = Counter(map(tuple, tokens.tolist()))
+    frequency = {pair: count / 20_000 for pair, count in counts.items()}
+    by_hand = {(0, 0): 0.6 * 0.6, (0, 1): 0.6 * 0.4, (1, 1): 0.4 * 0.6, (1, 2): 0.4 * 0.4}
+    assert frequency == pytest.approx(by_hand, abs=0.015)
 
 
-@pytest.mark.parametrize("kind", ["GLM-Image", "text"])
-def test_a_group_depends_on_its_own_generator_alone(pipe, kind):
+# ---- the sampler ---------------------------------------------------------------------------------
+
+
+def test_group_i_depends_on_its_prompt_and_on_seed_plus_i_alone():
     """A neighbour removed or exchanged changes the padding, and with it nothing but rounding."""
-    if kind == "text":
-        model, ids, positions, length, top_p = text_model(), [LONG, SHORT, LONG[:4]], None, 12, 0.9
-    else:  # top-p of 1,024 codes has so many borders that rounding may decide on one
-        model, top_p = pipe.vision_language_encoder, 1.0
-        ids, positions, length = glm_prompts(pipe, RED, BLUE, "a green square on white", length=24)
-
-    def sample(*chosen):
-        """{prompt: its tokens, log-probs and nucleus}, drawn by generators numbered as the
-        prompts."""
-        found = generate_with_logprobs(
-            model,
-            [ids[i] for i in chosen],
-            length,
-            num_samples=3,
-            temperature=3.0,
-            top_p=top_p,
-            position_ids=positions and [positions[i] for i in chosen],
-            generators=seeded(*chosen),
-        )
-        groups = zip(
-            *([None] * len(chosen) if x is None else x.split(3) for x in found), strict=True
-        )
-        return dict(zip(chosen, groups))
-
-    assert len({len(i) for i in ids}) == 3
-    everyone = sample(0, 1, 2)
-    for others in ((0,), (1,), (2,), (1, 2), (2, 1)):
-        for i, (tokens, logprobs, nucleus) in sample(*others).items():
-            assert torch.equal(tokens, everyone[i][0])
-            torch.testing.assert_close(logprobs, everyone[i][1], atol=2e-4, rtol=0)
-            assert nucleus is None if top_p == 1 else torch.equal(nucleus, everyone[i][2])
-
-
-def test_in_bfloat16_sampling_and_reading_again_differ_by_rounding(pipe):
-    model = with_adapter(copy.deepcopy(pipe.vision_language_encoder).to(torch.bfloat16), 0.05)
-    (ids,), (positions,), length = glm_prompts(pipe, RED, length=30)
-    shaping = {"allowed_ids": CODES, "temperature": 0.9}
-    sampling = {"num_samples": 4, "position_ids": [positions], "generators": seeded(0), **shaping}
-    tokens, logprobs, _ = generate_with_logprobs(model, [ids], length, **sampling)
-    gap = (reread(model, ids, tokens, position_ids=positions, **shaping) - logprobs).abs()
-    assert gap.mean() < 0.01
-    assert gap.max() < 0.5
-    with torch.no_grad():
-        start = positions[:, None, : len(ids)].expand(-1, 4, -1)
-        logits = model(input_ids=ids.expand(4, -1), position_ids=start, logits_to_keep=1).logits[
-            :, -1, :NUM_CODES
-        ]
-    first = (logits.double() / 0.9).log_softmax(-1).gather(-1, tokens[:, :1])
-    # Softmax itself is not in bfloat16.
-    torch.testing.assert_close(logprobs[:, :1].double(), first, atol=1e-5, rtol=0)
+    forwards, model = [], with_adapter(text_model(), 0.3)
+    count = lambda **inputs: forwards.append(1) or model(**inputs)
+    shaping = {"temperature": 3.0, "top_p": 0.9, "allowed_ids": slice(0, 45)}
+    run, prompts = trainer(model, token_forward=count, **shaping), [LONG, SHORT, LONG[:4], LONG]
+    sample = lambda seed, *ids: run.sample([(each, None, 12) for each in ids], 3, seed)
+    together = sample(70, *prompts)
+    assert len(forwards) == 11  # for all tokens but the first
+    alone = [sample(70 + i, ids)[0] for i, ids in enumerate(prompts)]
+    for group, other in [*zip(together, alone), *zip(together[1:], sample(71, SHORT, LONG[:4]))]:
+        for name in ("prompt_ids", "tokens", "nucleus"):
+            assert torch.equal(getattr(group, name), getattr(other, name))
+        torch.testing.assert_close(group.old_logprobs, other.old_logprobs, atol=2e-4, rtol=0)
+    # The same prompt twice makes two groups.
+    assert not torch.equal(together[0].tokens, together[3].tokens)
 
 
 def test_no_token_sees_nothing(monkeypatch):
-    """Attention may answer NaN to such a one, here it does; and no mask is left for transformers to
-    ask about."""
-    attend, seen = torch.nn.functional.scaled_dot_product_attention, []
+    """Attention may answer NaN to such a token; and no mask is left for transformers to ask about."""
+    model, masks, sees = text_model(), [], []
+    attend = torch.nn.functional.scaled_dot_product_attention
 
-    def attention(query, key, value, attn_mask=None, **options):
-        seen.append(attn_mask.any(-1).all())
-        return attend(query, key, value, attn_mask=attn_mask, **options).masked_fill(
-            ~attn_mask.any(-1)[..., None], NAN
-        )
+    def attention(*given, attn_mask, **options):
+        sees.append(attn_mask.any(-1).all().item())
+        return attend(*given, attn_mask=attn_mask, **options)
 
-    model, masks, ids = text_model(), [], [LONG, SHORT, LONG[:4]]
-    model.register_forward_pre_hook(
-        lambda model, _, inputs: masks.append(inputs["attention_mask"].ndim), with_kwargs=True
-    )
-    sampling = {"num_samples": 2, "generators": seeded(0, 1, 2)}
-    healthy = generate_with_logprobs(model, ids, 5, **sampling)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-    found = generate_with_logprobs(model, ids, 5, **sampling | {"generators": seeded(0, 1, 2)})
-    assert (
-        all(torch.equal(a, b) for a, b in zip(healthy[:2], found[:2]))
-        and all(seen)
-        and masks == [4] * 10
+    model.register_forward_pre_hook(
+        lambda *given: masks.append(given[2]["attention_mask"].ndim), with_kwargs=True
     )
+    generate_with_logprobs(model, [LONG, SHORT, LONG[:4]], 5, num_samples=2)
+    assert sees == [True] * 10 and masks == [4] * 5  # two layers
 
 
 def test_each_prompt_is_read_once():
@@ -426,262 +759,37 @@ def test_each_prompt_is_read_once():
     assert ids == [(2, 5), (8, 1), (8, 1)] and logits == [(2, 1), (8, 1), (8, 1)]
 
 
-def test_mask_through_end_by_hand():
-    tokens = torch.tensor([[5, 7, 3, 7], [7, 7, 9, 3], [3, 5, 5, 9], [5, 5, 5, 5]])
-    assert mask_through_end(tokens, (7, 9)).tolist() == [
-        [1, 1, 0, 0],
-        [1, 0, 0, 0],
-        [1, 1, 1, 1],
-        [1, 1, 1, 1],
-    ]
-
-
-def test_sampling_stops_when_all_texts_have_ended():
-    """What was sampled until then is what it would have been; and the trainer learns from it
-    through each end."""
-    sampling = {"num_samples": 2, "temperature": 2.0}
-    tokens, logprobs, _ = generate_with_logprobs(
-        text_model(), [LONG, SHORT], 40, **sampling, generators=seeded(3, 4)
-    )
-    ends = tuple(range(0, 50, 3))
-    first = [next(t for t, token in enumerate(row) if token in ends) for row in tokens.tolist()]
-    run = trainer(with_adapter(text_model()), temperature=2.0, end_ids=ends, kl_coef=0.1)
-    passes = []
+def test_sampling_goes_through_the_end_of_every_text():
+    """What was sampled until then is what it would have been. That some end ids are allowed is
+    enough."""
+    ends, shaping = tuple(range(1, 50, 9)), {"temperature": 2.0, "allowed_ids": slice(0, 45)}
+    run, passes = trainer(end_ids=ends, **shaping), []
     run.model.register_forward_pre_hook(lambda *_: passes.append(1))
-    groups = run.sample([(ids, None, 40) for ids in (LONG, SHORT)], 2, 3)
-    assert len(set(first)) > 1 and max(first) < 16
-    length = groups[0].tokens.shape[1]
-    assert length == max(first) + 1 and len(passes) == 16  # it looks at every 16th token
-    mask = torch.cat([group.mask for group in groups])
-    expected = tokens[:, :length].where(mask > 0, ends[0])  # nothing stands after an end
-    assert torch.equal(torch.cat([group.tokens for group in groups]), expected)
-    torch.testing.assert_close(
-        torch.cat([group.old_logprobs for group in groups]), logprobs[:, :length]
+    cat = lambda groups, name: torch.cat([getattr(group, name) for group in groups])
+    groups, endless = (
+        each.sample([(ids, None, 40) for ids in (LONG, SHORT)], 2, 3)
+        for each in (run, trainer(**shaping))
     )
-    assert torch.cat([group.mask for group in groups]).sum(1).tolist() == [1 + end for end in first]
-    set_advantages(groups, [0.0, 1.0, 2.0, 5.0])
-    run.add_reference(groups)
-    assert run.update(groups)["mean_logprob_gap"] < 1e-5
+    tokens, logprobs, mask = (cat(groups, name) for name in ("tokens", "old_logprobs", "mask"))
+    rows = cat(endless, "tokens").tolist()
+    first = [next(t for t, token in enumerate(row) if token in ends) for row in rows]
+    assert min(first) < 16 <= max(first) < 32 and len(passes) == 32  # it looks at every 16th token
+    length = max(first) + 1
+    assert mask.sum(1).tolist() == [end + 1 for end in first] and mask.shape[1] == length
+    expected = cat(endless, "tokens")[:, :length]
+    assert torch.equal(tokens, expected.where(mask > 0, ends[0]))  # nothing stands after an end
+    torch.testing.assert_close(logprobs, cat(endless, "old_logprobs")[:, :length])
 
 
-def test_log_probs_that_are_not_finite_are_an_error():
-    model = text_model()
-    spoil = lambda _, inputs, logits: (
-        logits.index_fill(0, torch.tensor([3]), NAN) if len(logits) > 3 else None
-    )
-    model.lm_head.register_forward_hook(spoil)
-    # Of the second prompt's second sample.
-    with pytest.raises(NotFinite, match=r"sampled for prompts \[1\] are not finite"):
-        generate_with_logprobs(
-            model, [LONG, SHORT, LONG], 3, num_samples=2, generators=seeded(0, 1, 2)
-        )
-
-
-def test_cudnns_attention_is_left_out():
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@pytest.mark.parametrize(
-    "bad", [{"temperature": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}]
-)
-def test_sampler_refuses(bad):
-    with pytest.raises(ValueError, match="temperature must be above 0"):
-        generate_with_logprobs(text_model(), [SHORT], 1, **bad)
-    with pytest.raises(ValueError, match="1 generators for 2 prompts"):
-        generate_with_logprobs(text_model(), [SHORT, LONG], 1, num_samples=3, generators=seeded(0))
-
-
-# ---- 3. advantages -------------------------------------------------------------------------------
-
-
-def test_advantages_by_hand():
-    scores = compute_advantages(torch.tensor([1.0, 2.0, 3.0, 6.0, 10.0, 20.0, 30.0, 60.0]), 4)
-    # Mean 3, unbiased variance (4+1+0+9)/3.
-    by_hand = torch.tensor([-2.0, -1.0, 0.0, 3.0]) / (14 / 3) ** 0.5
-    assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores, by_hand.repeat(2), atol=1e-6, rtol=0)
-    z = torch.tensor([-1.0, 1.0]) / 2**0.5
-    # Of float32, in which their mean would be one of them.
-    neighbours = torch.tensor([1e6, 1e6 + 0.0625])
-    torch.testing.assert_close(compute_advantages(neighbours, 2), z, atol=1e-4, rtol=0)
-    # Eps: their spread.
-    torch.testing.assert_close(compute_advantages(torch.tensor([0.0, 2.0]), 2, eps=2**0.5), z / 2)
-
-
-def test_advantages_leave_nan_out():
-    z = 2 / math.sqrt(8)  # of 0 and 4
-    values = [0, NAN, 4] + [NAN] * 3 + [NAN, 5, NAN] + [7, NAN, 7]
-    expected = torch.tensor([-z, 0, z] + [0] * 9)
-    torch.testing.assert_close(
-        compute_advantages(torch.tensor(values), 3), expected, atol=1e-5, rtol=0
-    )
-    tenths = torch.tensor([0.1, NAN, 0.1, 0.1], dtype=torch.float64)  # their mean is off by an ulp
-    assert not compute_advantages(tenths, 4).any()
-
-
-@pytest.mark.parametrize("reward", [9.9, 0.1, -1e-3, 1e6])
-def test_equal_rewards_get_exactly_zero(reward):
-    """The mean may be off by an ulp, which would be all the spread there is."""
-    assert compute_advantages(torch.full((16,), reward), 8).eq(0).all()
-
-
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf])
-def test_advantages_name_a_bad_reward(bad):
-    with pytest.raises(ValueError, match="sample 1 of prompt 1"):
-        compute_advantages(torch.tensor([0.0, 1, 2, NAN, 4, bad, 6, 7]), 4)
-
-
-@pytest.mark.parametrize("count, size", [(4, 1), (5, 2), (4, 0)])
-def test_advantages_refuse_groups(count, size):
-    with pytest.raises(ValueError, match="G > 1"):
-        compute_advantages(torch.arange(float(count)), size)
-
-
-# ---- 5. loss -------------------------------------------------------------------------------------
-
-
-def test_loss_by_hand():
-    """Two sequences of two tokens, ratios 1.5, 0.9 | 0.5, 1.1; advantages 2, -1; clip 0.2; KL
-    0.1."""
-    new = torch.tensor([[1.5, 0.9], [0.5, 1.1]]).log().requires_grad_()
-    ref = torch.tensor([[1.5, 1.8], [0.5, 1.1]]).log()
-    advantages = torch.tensor([2.0, -1.0])
-    loss, metrics = compute_grpo_loss(
-        new, torch.zeros(2, 2), advantages, ref, clip_range=0.2, kl_coef=0.1
-    )
-    # 1.5 is clipped for a good sample, 0.5 for a bad one.
-    policy_loss = -(2 * 1.2 + 2 * 0.9 - 0.8 - 1.1) / 4
-    kl = (2 - math.log(2) - 1) / 4  # only the second token differs: ref / new = 2
-    expected = {"loss": policy_loss + 0.1 * kl, "policy_loss": policy_loss, "kl": kl}
-    gaps = [abs(math.log(ratio)) for ratio in (1.5, 0.9, 0.5, 1.1)]  # from old log-probs of 0
-    expected |= {"mean_logprob_gap": sum(gaps) / 4, "max_logprob_gap": math.log(2)}
-    assert metrics == pytest.approx({**expected, "clip_fraction": 0.5, "ratio_mean": 1.0}, abs=1e-6)
-    assert loss.item() == metrics["loss"]
-    loss.backward()
-    # d(-r A)/d(log r) = -r A / 4 unless clipped; d k3 / d(log new) = 1 - ref/new
-    by_hand = torch.tensor([[0.0, -0.9 * 2 / 4 + 0.1 * (1 - 2) / 4], [0.0, 1.1 / 4]])
-    torch.testing.assert_close(new.grad, by_hand, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "ratio, advantage, learns",
-    [
-        (1.3, 1.0, False),
-        (1.3, -1.0, True),
-        (0.7, 1.0, True),
-        (0.7, -1.0, False),
-        (1.1, 1.0, True),
-        (0.9, -1.0, True),
-    ],
-)
-def test_clipping_acts_on_the_right_side(ratio, advantage, learns):
-    new = torch.tensor([[ratio]]).log().requires_grad_()
-    loss, metrics = compute_grpo_loss(new, torch.zeros(1, 1), torch.tensor([advantage]))
-    loss.backward()
-    assert (new.grad.abs().item() > 0) == learns
-    assert metrics["clip_fraction"] == (0.0 if learns else 1.0)
-
-
-def test_mask_averages_each_sequence_then_sequences():
-    new = torch.zeros(3, 4, requires_grad=True)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
-    loss, metrics = compute_grpo_loss(
-        new, torch.zeros(3, 4), torch.tensor([1.0, 5.0, 9.0]), mask=mask
-    )
-    # Not -(4 * 1 + 5) / 5: a short answer counts as much as a long one.
-    assert loss.item() == pytest.approx(-2.0)
-    assert metrics["ratio_mean"] == pytest.approx(2 / 3)
-    loss.backward()
-    torch.testing.assert_close(new.grad, -torch.tensor([[1 / 12] * 4, [5 / 3, 0, 0, 0], [0] * 4]))
-
-
-def test_kl_needs_a_reference():
-    with pytest.raises(ValueError, match="ref_logprobs"):
-        compute_grpo_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), kl_coef=0.1)
-
-
-def test_k3_has_the_value_and_the_gradient_that_the_comment_claims():
-    """Exactly, by summing over a distribution of 6: value KL(pi || ref), gradient KL(ref || pi)."""
-    torch.manual_seed(0)
-    logits, ref = torch.randn(6, requires_grad=True), torch.randn(6).log_softmax(0)
-    pi, value, gradient = logits.log_softmax(0), 0, 0
-    for i in range(6):  # as the only token of a sequence, weighted by how often pi draws it
-        new, chance = pi[i].view(1, 1), pi[i].exp().detach()
-        loss, metrics = compute_grpo_loss(
-            new, new.detach(), torch.zeros(1), ref[i].view(1, 1), kl_coef=1.0
-        )
-        value += chance * metrics["kl"]
-        gradient += chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    torch.testing.assert_close(value, (pi.exp() * (pi - ref)).sum().detach(), atol=1e-5, rtol=0)
-    expected = torch.autograd.grad((ref.exp() * (ref - pi)).sum(), logits)[0]
-    torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
-
-
-# ---- 6. the trainer, on a text model -------------------------------------------------------------
-
-PROMPTS = {"one": LONG, "two": SHORT}
-METRICS = (
-    "loss",
-    "policy_loss",
-    "kl",
-    "clip_fraction",
-    "ratio_mean",
-    "mean_logprob_gap",
-    "max_logprob_gap",
-)
-NAMES = {*METRICS, "grad_norm", "skipped", "groups_without_spread"}
-
-
-def trainer(model=None, optimizer=torch.optim.SGD, lr=0.1, extras=None, **settings):
-    """GRPO over a text model."""
-    model = model or with_adapter(text_model())
-    optimizer = optimizer([p for p in model.parameters() if p.requires_grad], lr=lr)
-    return GRPO(model, optimizer, GRPOSettings(**settings), **(extras or {}))
-
-
-def likes_low_ids(groups):
-    """A reward with spread: the share of tokens below 25."""
-    tokens = torch.cat([group.tokens for group in groups])
-    return (tokens < 25).float().mean(1) + tokens[:, 0] * 1e-3
-
-
-def roll_out(run, *names, seed=0, size=4, rewards=likes_low_ids):
-    """1 to 3: groups with their advantages, of prompts of the text model."""
-    groups = run.sample([(PROMPTS[name], None, 6) for name in names], size, seed)
-    set_advantages(groups, rewards(groups))
-    return groups
-
-
-def step(run, *names, **given):
-    """A whole step, as train.py makes it."""
-    groups = roll_out(run, *names, **given)
-    run.add_reference(groups)
-    return groups, run.update(groups)
-
-
-def assert_unmoved(model, before):
-    assert all(torch.equal(p, before[name]) for name, p in adapter_of(model).items())
-
-
-@pytest.mark.parametrize("kind", ["GLM-Image", "text"])
-def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe, kind):
+def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe):
     """Whatever shapes the sampler's distribution reaches reading again too: positions, codes,
     temperature and nucleus."""
     settings = {"kl_coef": 0.1, "top_p": 0.7, "temperature": 3.0, "micro_batch_size": 3}
-    if kind == "text":
-        run, prompts = (
-            trainer(**settings, extras={"allowed_ids": slice(0, 45)}),
-            [(LONG, None, 6), (SHORT, None, 6)],
-        )
-    else:
-        ids, places, length = glm_prompts(pipe, RED, BLUE, length=24)
-        model, prompts = (
-            with_adapter(copy.deepcopy(pipe.vision_language_encoder)),
-            zip(ids, places, [length] * 2),
-        )
-        run = trainer(model, **settings, extras={"allowed_ids": CODES})
-    groups = run.sample(list(prompts), 4, 0)
-    set_advantages(groups, likes_low_ids(groups) + torch.arange(8.0) % 4)
+    ids, places, length = glm_prompts(pipe, RED, BLUE, length=24)
+    model = with_adapter(copy.deepcopy(pipe.vision_language_encoder))
+    run = trainer(model, allowed_ids=CODES, **settings)
+    groups = run.sample([*zip(ids, places, [length] * 2)], 4, 0)
+    set_advantages(groups, torch.arange(8.0))
     run.add_reference(groups)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -693,6 +801,9 @@ def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe, kind):
     assert 0 < metrics["mean_logprob_gap"] < metrics["max_logprob_gap"] < 2e-4
 
 
+# ---- one GPU for two models ----------------------------------------------------------------------
+
+
 def test_a_prompt_on_the_gpu_comes_to_the_cpu_where_its_tokens_are():
     class Far(torch.Tensor):
         def cpu(self):
@@ -702,312 +813,127 @@ def test_a_prompt_on_the_gpu_comes_to_the_cpu_where_its_tokens_are():
     assert type(group.prompt_ids) is torch.Tensor
 
 
-def test_groups_are_what_the_sampler_draws_from_their_seeds():
-    """The same operations in the same order: the same bits."""
-    forwards, model = [], with_adapter(text_model(), 0.3)
-    shaping = {"temperature": 2.0, "top_p": 0.7}
-    extras = {
-        "allowed_ids": slice(0, 45),
-        "token_forward": lambda **inputs: forwards.append(1) or model(**inputs),
-    }
-    groups = roll_out(trainer(model, **shaping, extras=extras), "one", "two", "one", seed=70)
-    sampling = {"num_samples": 4, "allowed_ids": slice(0, 45), "generators": seeded(70, 71, 72)}
-    expected = generate_with_logprobs(model, [LONG, SHORT, LONG], 6, **sampling, **shaping)
-    assert len(forwards) == 5
-    for i, group in enumerate(groups):
-        assert torch.equal(group.prompt_ids, (LONG, SHORT, LONG)[i])
-        found = (group.tokens, group.old_logprobs, group.nucleus)
-        assert all(torch.equal(x, y[4 * i : 4 * i + 4]) for x, y in zip(found, expected))
-        tensors = [v for v in vars(group).values() if isinstance(v, torch.Tensor)]
-        assert len(tensors) == 5
-        # They wait there.
-        assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors)
-    # The same prompt twice makes two groups.
-    assert not torch.equal(groups[0].tokens, groups[2].tokens)
-
-
-def test_what_stands_beside_the_new_log_probs_gets_no_gradient():
-    """As if detached: an old that is the new would take all of the gradient."""
-    gradients = []
-    for detached in (True, False):
-        new = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
-        old = new.detach() if detached else new
-        advantages = torch.tensor([1.0, -2.0], requires_grad=not detached)
-        loss, _ = compute_grpo_loss(new, old, advantages, old, kl_coef=0.5)
-        gradients.append(torch.autograd.grad(loss, new)[0])
-    assert torch.equal(*gradients) and gradients[0].abs().min() > 0.1
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 3, 4)])
-def test_log_probs_of_another_shape_are_one_line(shape):
-    with pytest.raises(ValueError, match=r"^log-probs \(.*\): give \(B, T\)$"):
-        compute_grpo_loss(torch.zeros(shape), torch.zeros(shape), torch.zeros(2))
-
-
-def test_rewards_meet_their_own_samples():
-    """Prompt after prompt, NaN left out; and no more of them than there are samples, nor fewer."""
-    rewards = torch.tensor([1, NAN, 3, 5, 0, 0, 0, 8])
-    groups = roll_out(trainer(), "one", "two", rewards=lambda groups: rewards)
-    expected = compute_advantages(rewards, 4).split(4)
-    assert torch.equal(groups[0].advantages, expected[0]) and torch.equal(
-        groups[1].advantages, expected[1]
-    )
-    for wrong in (rewards[:4], torch.cat([rewards, rewards[:4]])):
-        with pytest.raises(ValueError):
-            set_advantages(groups, wrong)
-
-
-def test_sequences_of_two_lengths_are_refused():
-    with pytest.raises(ValueError, match="one T for all"):
-        trainer().sample([(LONG, None, 6), (SHORT, None, 5)], 2, 0)
-
-
-def formula(model, groups, kl_coef, temperature):
-    """The objective in a few lines, over all samples at once: its loss, and what the metrics should
-    say."""
-    total, learned = 0, []
-    for r in groups:
-        sequence = torch.cat([r.prompt_ids.expand(5, -1), r.tokens], 1)
-
-        def logprobs(sequence=sequence, nucleus=r.nucleus, tokens=r.tokens):
-            logits = model(input_ids=sequence).logits[:, -7:-1] / temperature
-            return (
-                logits.masked_fill(~nucleus, -torch.inf)
-                .log_softmax(-1)
-                .gather(-1, tokens[..., None])[..., 0]
-            )
-
-        def mean(x, mask=r.mask):  # of the tokens that count: of each sequence, then of sequences
-            return (
-                x.float().mean()
-                if mask is None
-                else ((x * mask).sum(1) / mask.sum(1).clamp(1)).mean()
-            )
-
-        if not r.advantages.any():
-            continue  # but it counts among the groups
-        new = logprobs()
-        with torch.no_grad(), model.disable_adapter():
-            ref = logprobs()
-        advantages, ratio, k3 = (
-            r.advantages[:, None],
-            (new - r.old_logprobs).exp(),
-            (ref - new).exp() - (ref - new) - 1,
-        )
-        gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        cut = ((ratio > 1.2) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
-        gap, losses = (new - r.old_logprobs).abs(), kl_coef * k3 - gain
-        gap = gap if r.mask is None else gap * r.mask
-        total = total + mean(losses) / len(groups)
-        learned.append(
-            [*(mean(x).item() for x in (losses, -gain, k3, cut, ratio, gap)), gap.max().item()]
-        )
-    metrics = dict(zip(METRICS, np.mean(learned, axis=0)))
-    return total, metrics | {"max_logprob_gap": max(row[-1] for row in learned)}
-
-
-@pytest.mark.parametrize(
-    "size, masked", [(5, False), (1, False), (2, False), (3, False), (5, True), (1, True)]
-)
-def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size, masked):
-    """Three groups of five, one of them constant; 2 and 3 do not divide 5. SGD: the change is the
-    gradient."""
-
-    def rewards(groups):
-        values = likes_low_ids(groups)
-        return torch.cat([values[:5], torch.ones(5), values[10:]])
-
-    model = with_adapter(text_model(), 0.3)
-    run = trainer(model, lr=1.0, kl_coef=0.1, micro_batch_size=size, temperature=1.3, top_p=0.9)
-    groups = roll_out(run, "one", "two", "one", size=5, rewards=rewards)
-    if masked:  # texts that end early, one of which does not count at all
-        groups[0].mask = torch.ones(5, 6).tril(-1)
-    run.add_reference(groups)
-    perturb(model, 0.6)  # ratios other than 1, some of them clipped
-    total, expected = formula(model, groups, 0.1, 1.3)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(total, parameters)
-    norm = torch.stack([g.norm() for g in gradients]).norm().item()
-    before = [p.detach().clone() for p in parameters]
-    metrics = run.update(groups)
-    assert 0 < expected["clip_fraction"] < 1
-    expected |= {
-        "grad_norm": norm,
-        "skipped": 0,
-        "groups_without_spread": 1 / 3,
-    }
-    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    for p, b, g in zip(parameters, before, gradients):
-        torch.testing.assert_close(b - p.detach(), g / max(norm, 1), atol=1e-5, rtol=1e-3)
-
-
-@pytest.mark.parametrize("temperature, clipped", [(1.0, True), (10.0, False)])
-def test_a_long_gradient_is_cut_to_length_one(temperature, clipped):
-    model = with_adapter(text_model(), 0.3)
-    run, before = trainer(model, temperature=temperature, lr=1.0), adapter_of(model)
-    _, metrics = step(run, "one")
-    moved = torch.stack([(p - before[name]).norm() for name, p in adapter_of(model).items()]).norm()
-    assert (metrics["grad_norm"] > 1) == clipped  # logged as it was
-    assert moved.item() == pytest.approx(min(metrics["grad_norm"], 1), rel=1e-3)
-
-
-def test_training_raises_the_reward():
-    run, seen = trainer(optimizer=torch.optim.AdamW, lr=2e-2, micro_batch_size=8), []
-    for seed in range(0, 300, 10):
-        groups, _ = step(run, "one", "two", seed=seed, size=8)
-        seen.append(likes_low_ids(groups).mean())
-    assert np.mean(seen[-5:]) > np.mean(seen[:5]) + 0.1
-
-
-def test_a_tiny_update_moves_the_adapter_and_not_the_bf16_base():
-    """PEFT keeps the adapter in float32: 5e-6 on top of 0.02 is below what bf16 can hold."""
-    model = with_adapter(text_model().to(torch.bfloat16))
-    base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-    for p in model.parameters():
-        if p.requires_grad:
-            assert p.dtype == torch.float32
-            p.data.fill_(0.02)
-    step(trainer(model, optimizer=torch.optim.Adam, lr=5e-6, kl_coef=0.1), "one", "two")
-    assert all(2e-6 < (p - 0.02).abs().max() < 8e-6 for p in adapter_of(model).values())
-    assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
-
-
-@pytest.mark.parametrize("case", ["no spread", "all clipped", "not a number", "overflow"])
-def test_what_teaches_nothing_gives_no_step(case):
-    """Not even Adam's momentum may move the adapter."""
-    run, steps = trainer(optimizer=torch.optim.AdamW), []
-    step(run, "one")
-    run.optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    before, (group,) = adapter_of(run.model), roll_out(run, "one", seed=1)
-    if case == "no spread":
-        group.advantages.zero_()
-    elif case == "all clipped":  # the gradient is there, and exactly 0
-        group.old_logprobs -= group.advantages.sign()[:, None]
-    elif case == "not a number":
-        group.old_logprobs[0] = NAN
-    else:
-        parameter = next(p for p in run.model.parameters() if p.requires_grad)
-        hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
-    metrics = run.update([group])
-    if case == "overflow":
-        hook.remove()
-    skipped = case in ("not a number", "overflow")
-    assert (metrics["skipped"], metrics["grad_norm"], steps) == (skipped, 0, [])
-    assert metrics["groups_without_spread"] == (case == "no spread")
-    assert all(math.isnan(metrics[name]) for name in METRICS) == (case == "no spread")
-    assert_unmoved(run.model, before)
-    assert step(run, "one", seed=2)[1]["grad_norm"] > 0  # and nothing of it is left behind
-    assert all(p.isfinite().all() for p in adapter_of(run.model).values())
-
-
-def test_clipping_acts_from_the_second_iteration():
-    once = step(trainer(lr=5.0), "one", "two")[1]
-    thrice = step(trainer(lr=5.0, iterations=3), "one", "two")[1]
-    assert once["clip_fraction"] == 0
-    assert thrice["clip_fraction"] > 0
-    assert abs(thrice["ratio_mean"] - 1) > 1e-3
-    # Measured before the policy moves.
-    assert 0 < thrice["mean_logprob_gap"] < thrice["max_logprob_gap"] < 1e-4
-
-
-def test_metrics_are_means_over_the_iterations():
-    settings = {"lr": 5.0, "kl_coef": 0.1, "iterations": 2}
-    twice = step(trainer(with_adapter(text_model(), 0.3), **settings), "one", "two")[1]
-    again = trainer(with_adapter(text_model(), 0.3), lr=5.0, kl_coef=0.1)
-    groups, first = step(again, "one", "two")
-    second = again.update(groups)
-    for name in ("loss", "kl", "clip_fraction", "ratio_mean", "grad_norm"):
-        assert twice[name] == pytest.approx((first[name] + second[name]) / 2, rel=1e-4, abs=1e-6)
-
-
-def test_reference_is_the_base_without_gradient_and_skipped_where_nothing_needs_it(monkeypatch):
-    model = with_adapter(text_model(), 0.3)
-    constant = lambda groups: torch.cat([likes_low_ids(groups)[:4], torch.ones(4)])
-    (first, second), _ = step(
-        trainer(model, kl_coef=0.1, micro_batch_size=3), "one", "two", rewards=constant
-    )
-    expected = reread(text_model(), LONG, first.tokens)  # the same base, never adapted
-    # A group without spread.
-    assert not first.ref_logprobs.requires_grad and second.ref_logprobs is None
-    torch.testing.assert_close(first.ref_logprobs, expected, atol=1e-5, rtol=0)
-
-    run = trainer(model, kl_coef=0.0)
-    groups = roll_out(run, "one")
-    monkeypatch.setattr(
-        run, "logprobs", lambda *_: pytest.fail("a reference pass that nothing uses")
-    )
-    run.add_reference(groups)
-
-
 def test_models_take_turns_on_the_gpu(monkeypatch):
     """With the CPU as the 'GPU', and a copy as pinned memory, the coming and going of weights can
     be watched."""
-    pinned = []
-    monkeypatch.setattr(
-        torch.Tensor, "pin_memory", lambda tensor: pinned.append(1) or tensor.clone()
-    )
-    resident, run = trainer(kl_coef=0.1), trainer(kl_coef=0.1)
-    _, expected = step(resident, "one", "two")
-    decoder, seen = torch.nn.Linear(3, 3).requires_grad_(False), []
-    offload = Offload(
-        [run.model, decoder],
-        torch.device("cpu"),
-        lambda: seen.append((is_up(run.model), is_up(decoder))),
-    )
+    pinned, seen = [], []
+    pin = lambda tensor: pinned.append(1) or tensor.clone()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    policy, decoder = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3).requires_grad_(False)
+    policy.weight.requires_grad_(False)  # its bias learns
+    policy.register_buffer("rope", torch.ones(3))
+    x, learning = torch.ones(3), policy.bias.data_ptr()
+    expected = policy(x), decoder(x)
 
-    def is_up(model):
-        up = {weight.data_ptr() != home.data_ptr() for weight, home in offload.homes[model]}
-        assert len(up) == 1  # all of a model or nothing
-        return up.pop()
+    def up():
+        """Which of the two are on the GPU: all of their frozen weights or none."""
+        gone = lambda pairs: {weight.data_ptr() != home.data_ptr() for weight, home in pairs}
+        (of_policy,), (of_decoder,) = (gone(offload.homes[model]) for model in (policy, decoder))
+        return of_policy, of_decoder
 
-    trained = [p for p in run.model.parameters() if p.requires_grad]
-    places = [p.data_ptr() for p in trained]
-    homes = [(home, home.clone()) for weights in offload.homes.values() for _, home in weights]
-    assert (
-        len(pinned)
-        == len(homes)
-        == len([*run.model.parameters(), *run.model.buffers()]) + 2 - len(trained)
-    )
-    assert not is_up(run.model) and not is_up(decoder)
-    offload.all_but(run.model)
-    offload.all_but(run.model)
-    assert is_up(run.model) and not is_up(decoder) and seen == []  # nothing has left
-    groups = roll_out(run, "one", "two")
+    offload = Offload([policy, decoder], torch.device("cpu"), on_evict=lambda: seen.append(up()))
+    assert up() == (False, False) and len(pinned) == 4
+    for _ in range(2):
+        offload.all_but(policy)
+    assert up() == (True, False) and seen == []  # nothing has left
     offload.all_but(decoder)
-    assert is_up(decoder) and not is_up(run.model)
+    assert up() == (False, True)
     assert seen == [(False, False)]  # whoever holds addresses is told once they are no longer good
-    decoder.weight.data += 1  # of the copy, which is dropped
-    offload.all_but(run.model)
-    assert is_up(run.model) and not is_up(decoder) and len(seen) == 2
-    run.add_reference(groups)
-    assert run.update(groups) == expected
-    # Frozen weights never change, nor come back.
-    assert all(torch.equal(home, before) for home, before in homes)
-    assert [p.data_ptr() for p in trained] == places  # what is trained stays
-    assert_unmoved(run.model, adapter_of(resident.model))
+    decoder.weight.data += 1  # of the copy, which is dropped: frozen weights never come back
+    offload.all_but(policy, decoder)
+    assert up() == (True, True) and len(seen) == 1
+    offload.all_but(policy)
+    assert up() == (True, False) and len(seen) == 2
+    assert torch.equal(policy(x), expected[0]) and torch.equal(decoder(x), expected[1])
+    assert policy.bias.data_ptr() == learning
 
 
-def test_gradient_checkpointing_is_awake_in_training_and_changes_nothing():
-    """A layer then runs twice in training, but once in sampling, where its cache is needed."""
-    found = []
-    for passes in (1, 2):
-        base, phases, counts = text_model(), [], Counter()
-        if passes == 2:  # before PEFT, which then lets gradients into the frozen layers
-            base.activation_checkpointing_enable()
-        count = lambda *_, counts=counts, phases=phases: counts.update(phases[-1:])
-        base.model.layers[0].mlp.register_forward_pre_hook(count)
-        run, metrics = trainer(with_adapter(base), lr=1.0, kl_coef=0.1), []
-        for seed in (0, 1):  # the second begins in training mode
-            phases.append("sample")
-            groups = roll_out(run, "one", "two", seed=seed)
-            phases.append("reference")
-            run.add_reference(groups)
-            phases.append("update")
-            metrics.append(run.update(groups))
-        assert counts == {"sample": 2 * 6, "reference": 2 * 2, "update": 2 * 2 * passes}
-        found.append((metrics, adapter_of(run.model)))
-    (plain, expected), (checkpointed, weights) = found
-    for metrics, again in zip(plain, checkpointed):
-        assert again == pytest.approx(metrics, abs=1e-5)
-    for name in expected:
-        torch.testing.assert_close(weights[name], expected[name], atol=1e-5, rtol=1e-4)
+# ---- what would be silent (more in tests/test_zoo.py) --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 75}]
+)
+def test_sampler_refuses(bad):
+    with pytest.raises(ValueError, match="must be above 0"):
+        generate_with_logprobs(text_model(), [SHORT], 1, **bad)
+
+
+def test_samples_of_two_lengths_are_refused():
+    with pytest.raises(ValueError):
+        trainer().sample([(LONG, None, 6), (SHORT, None, 5)], 2, 0)
+
+
+def test_log_probs_that_are_not_finite_are_an_error():
+    spoil = lambda module, inputs, logits: logits.index_fill(0, torch.tensor([1]), NAN)
+    model = text_model()
+    model.lm_head.register_forward_hook(spoil)  # of one of two samples
+    with pytest.raises(NotFinite):
+        generate_with_logprobs(model, [LONG, SHORT], 1)
+
+
+@pytest.mark.parametrize(
+    "rewards, size", [([1, 2, 3, 4], 1), ([1, math.inf, 3, 4], 2), ([1, 2, -math.inf, 4], 4)]
+)
+def test_what_has_no_z_score_is_refused(rewards, size):
+    """A lone sample has no baseline; infinity has no z-score."""
+    with pytest.raises(ValueError, match="G > 1, none infinite"):
+        compute_advantages(torch.tensor(rewards), size)
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("old_logprobs", (2, 1)),
+        ("old_logprobs", (3,)),
+        ("ref_logprobs", (1, 3)),
+        ("mask", (1, 3)),
+        ("advantages", (1,)),
+    ],
+)
+def test_what_would_be_broadcast_is_refused(name, shape):
+    given = {"old_logprobs": torch.zeros(2, 3), "advantages": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"give \(B, T\)"):
+        compute_grpo_loss(torch.zeros(2, 3), **given | {name: torch.zeros(shape)})
+
+
+def test_a_kl_term_needs_a_reference():
+    with pytest.raises(ValueError, match="needs ref_logprobs"):
+        compute_grpo_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), kl_coef=0.1)
+
+
+EQUAL, UNEQUAL = (SimpleNamespace(old_logprobs=torch.tensor(x)) for x in ([[1], [1]], [[1], [2]]))
+
+
+@pytest.mark.parametrize(
+    "seen, sign",
+    [
+        ({"gap": 5e-4}, ""),
+        ({"gap": 2e-3}, "mean_logprob_gap is above 0.001"),
+        ({"gap": 5e-2, "dtype": torch.bfloat16}, ""),
+        ({"gap": 2e-1, "dtype": torch.bfloat16}, "mean_logprob_gap is above 0.1"),
+        ({"kl": 0.005, "at_start": True}, ""),
+        ({"kl": 0.02, "at_start": True}, "the reference is not the model before training"),
+        ({"kl": 0.02}, ""),
+        ({"norms": [1.0, 0.0]}, ""),
+        ({"norms": [0.0, 1.0]}, "exactly 0: does the optimizer hold the active adapter"),
+        ({"norms": [0.0], "groups": []}, ""),
+        ({"norms": [0.0], "groups": [EQUAL, EQUAL]}, "exactly 0: equal samples"),
+        ({"norms": [1.0, NAN]}, "no step was taken"),
+    ],
+)
+def test_update_warns_of(seen, sign):
+    """Rounding makes a gap of 4e-6 in float32, and of 0.05 in bfloat16."""
+    default = {"gap": 0, "kl": 0, "at_start": False, "norms": [1.0], "groups": [EQUAL, UNEQUAL]}
+    case = SimpleNamespace(**default | {"dtype": torch.float32} | seen)
+    metrics = {"mean_logprob_gap": case.gap, "kl": case.kl}
+    model = torch.nn.Linear(1, 1, dtype=case.dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _warn_of(metrics, case.norms, case.at_start, case.groups, model)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == bool(sign) and sign in "".join(messages)
+
+
+def test_cudnns_attention_is_left_out():
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
