@@ -65,7 +65,7 @@ class GRPOSettings:
     # Optimiser steps on the same samples. Above 1 the ratios leave 1, and the clip can act.
     iterations: int = 1
     clip_range: float = 0.2
-    # 0 needs no reference. GLM-Image trains with 0.01, the tiny model with 0.2: see train.py --help.
+    # 0 needs no reference. GLM-Image trains with 0.01, the tiny model with 0.2 (train.py --help).
     kl_coef: float = 0.0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -641,8 +641,8 @@ def _attended(not_padding, start, end):
 
 
 def _all_ended(samples, end_ids):
-    """Whether every text has ended; asked at every 16th token, as the CPU waits for the GPU here."""
-    if len(samples) % 16:
+    """Whether every text has ended. (N*G, 1) tokens and more, per token -> bool."""
+    if len(samples) % 16:  # rarely, as the CPU waits for the GPU here
         return False
     tokens = torch.cat([token for token, *_ in samples], dim=1)  # (N*G, tokens so far)
     return torch.isin(tokens, tokens.new_tensor(end_ids)).any(1).all()
