@@ -123,11 +123,9 @@ class Placement:
             self.offload = offload(pin=False)
 
     def can_take_turns(self):
-        """Whether they could: on a GPU, not yet, and the host holds the weights in no file."""
-        if self.device.type == "cpu" or self.offload is not None:
-            return False
+        """Whether they do not yet, and the host has room for the weights that are in no file."""
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
-        return unfiled <= room_of_host()
+        return self.offload is None and unfiled <= room_of_host()
 
     def fits_host(self):
         return sum(home.nbytes for _, home in self.homes) <= room_of_host()

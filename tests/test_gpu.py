@@ -34,7 +34,13 @@ import train
 from glm_image.model import GlmImage, encode_prompt, token_forward
 from grpo import GRPO, Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
-from runtime.forward import CapturedForward, SharedForward, grouped_attention, or_plain
+from runtime.forward import (
+    CapturedForward,
+    CheckedGRPO,
+    SharedForward,
+    grouped_attention,
+    or_plain,
+)
 from runtime.gpu import Placement, plan
 from test_grpo import text_model, with_adapter
 from train import adamw
@@ -555,7 +561,7 @@ def test_a_capture_that_fails_leaves_the_step_as_it_is(
 
 
 @pytest.mark.parametrize("wrong", [0.5, torch.nan, None])
-def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graphs):
+def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graphs, monkeypatch):
     """Its first samples disagree with what is recomputed, or are not finite."""
 
     class Wrong(GraphedForward):
@@ -565,6 +571,7 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
                 torch.manual_seed(0)
                 self.logits = self.logits + wrong * torch.randn_like(self.logits)
 
+    monkeypatch.setattr(train, "GRPO", CheckedGRPO)  # as on a GPU
     run = build_run(settings := tiny_settings("--temperature 6 --top-p 1"))
     prompts = run.glm_image.encode(prompts_of("a ring"), settings)
     prompts = [(ids, positions[:, : len(ids) + LENGTH], LENGTH) for ids, positions, _ in prompts]
