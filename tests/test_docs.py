@@ -30,7 +30,7 @@ FILES = [ROOT / name for name in NAMES] or sorted([*ROOT.glob("*.py"), *ROOT.glo
 FILES = [file for file in FILES if file.exists()]
 TESTS = [file for file in FILES if "test" in str(file.relative_to(ROOT))]
 SOURCES = [file for file in FILES if file not in TESTS]
-FLAGS = 38  # of --help
+FLAGS = 39  # of --help
 LONGEST = 50  # lines of code in a function's body
 WIDTH = 100  # columns
 # Not "--eval-...", which names several.
