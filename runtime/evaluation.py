@@ -1,6 +1,10 @@
 """What was learned: training and held-out prompts, painted from the same seeds each time."""
 
+from copy import copy
+from dataclasses import replace
 from functools import partial
+
+import torch
 
 from runtime import ranks
 from runtime.data import evenly
@@ -25,20 +29,28 @@ def evaluate(run, settings, data, record, stop=None):
         return
     sets = [evenly(each, settings.eval_count) for each in (data.prompts, data.held_out)]
     rewards = data.rewards | data.judges
+    shares = []
     with run.clock.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
         given = zip(sets, SEEDS.values())
-        results = [judge(run, settings, rewards, prompts, seed, stop) for prompts, seed in given]
+        judged = partial(judge, run, settings, rewards, stop=stop, shares=shares)
+        results = [judged(prompts, seed) for prompts, seed in given]
     if all(results):
         record.evaluation(*zip(sets, results))
+        warn_of_other_ids(record, shares)
 
 
-def judge(run, settings, rewards, prompts, seed, stop=None):
-    """For each prompt its raw rewards {name: (G,)} and its G pictures; None once stopped."""
+def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
+    """For each prompt its raw rewards {name: (G,)} and its G pictures; None once stopped.
+
+    shares: a list, to which that of other ids is added for some prompts of this rank.
+    """
 
     def make(some, seed):
         own = settings.for_evaluation()
         with run.phase("sample", run.policy.model):
             groups = run.policy.sample(run.glm_image.encode(some, own), own.group_size, seed)
+            if shares is not None:
+                shares.extend(share_of_other_ids(run.policy, group) for group in groups[:4])
         return run.paint_and_score(own, rewards, some, groups, seed)
 
     # A CPU's passes cost more for their number than for their rows: fewer and larger ones.
@@ -55,3 +67,30 @@ def judge(run, settings, rewards, prompts, seed, stop=None):
             results[row] = {name: x[group] for name, x in raw_rewards.items()}, images[group]
     results = {row: result for part in ranks.gather(results) for row, result in part.items()}
     return [results[row] for row in range(len(prompts))]
+
+
+# ---- deployed as trained? ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def share_of_other_ids(policy, group):
+    """The chance that a picture drawn from all ids has one that is no code, without top-p.
+
+    Training draws from the codes alone, so that other ids are in no loss and no KL term. Here from
+    the first sample: log p(o_t) among all ids less that among the codes is log p(any code),
+    whatever o_t; and the mean of prod_t p(any code) over samples is the chance of codes alone.
+    """
+    anything = copy(policy)
+    anything.allowed_ids = slice(0, None)
+    group, first = replace(group, nucleus=None), torch.tensor([0])
+    log_codes = anything.logprobs(group, first) - policy.logprobs(group, first)  # (1, T)
+    return -log_codes.sum().expm1().item()
+
+
+def warn_of_other_ids(record, shares, most=1e-3):
+    """shares: of this rank's prompts, see share_of_other_ids."""
+    shares = [share for part in ranks.gather(shares) for share in part]
+    if (mean := sum(shares) / len(shares)) > most:
+        why = "drawn from all ids, as the stock pipeline does (here without top-p)"
+        hint = "suppress these ids: docs/memory.md, After the run"
+        record.write(f"warning: {mean:.1%} of pictures {why}, have an id that is no code; {hint}")

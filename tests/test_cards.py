@@ -76,7 +76,7 @@ PLACES = [
     (AutoencoderKL, "decode", [3]),
     (torch, "rand", [4]),  # after a trial
     # In the second step.
-    (GRPO, "logprobs", [3]),
+    (GRPO, "logprobs", [9]),
     (grpo, "compute_grpo_loss", [2]),
 ]
 PHASES = ["paint", "sample", "paint", "vae", "score", "reference", "update"]

@@ -5,15 +5,29 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import CPU, adapter_of, records, shorten, tiny_settings, write_reward
+import torch
+from conftest import (
+    CPU,
+    adapter_of,
+    build_run,
+    load_once,
+    prompts_of,
+    records,
+    shorten,
+    tiny_settings,
+    write_reward,
+)
+from make import NUM_CODES
 from PIL import Image
 from test_rewards import tiny_clip
 from tqdm import tqdm
 
 import train
+from runtime import evaluation
 from runtime.gpu import Clock
 from runtime.pictures import draw_curves
 from runtime.settings import RELEASE, TINY
@@ -224,3 +238,47 @@ def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(judg
     for record in records("run/evaluation.jsonl"):
         of_set = record["held out"]
         assert of_set["reward"][0] == pytest.approx(1 + of_set["reward/ssim"][0])
+
+
+# ---- deployed as trained? ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def talkative(monkeypatch):
+    """The tiny model with an end token that is likely now and then."""
+
+    def load(*given, **options):
+        pipe = load_once(*given, **options)
+        head = pipe.vision_language_encoder.lm_head.weight.data
+        head[pipe.vision_language_encoder.generation_config.eos_token_id] = head[442] * 0.9
+        return pipe
+
+    monkeypatch.setattr(train, "load", load)
+
+
+def test_the_share_of_other_ids_is_that_of_the_whole_distribution(judged, talkative):
+    """For a nucleus as well, which does not count."""
+    run = build_run(settings := tiny_settings("--temperature 1.5"), train.load(TINY, CPU))
+    (group,) = run.policy.sample(run.glm_image.encode(prompts_of("a ring"), settings), 2, 5)
+    ids, positions = torch.cat([group.prompt_ids, group.tokens[0]]), group.position_ids
+    with torch.no_grad():
+        logits = run.policy.model(ids[None], position_ids=positions[:, None]).logits[0]
+    written = logits[len(group.prompt_ids) - 1 : -1] / 1.5  # (T, vocabulary)
+    codes_alone = written.softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
+    share = evaluation.share_of_other_ids(run.policy, group)
+    assert share == pytest.approx(1 - codes_alone, rel=1e-4) and 0.01 < share < 0.99
+
+
+def test_an_evaluation_says_that_other_ids_are_likely(judged, capsys, talkative):
+    assert judged("--temperature 1 --steps 0 --out run") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no code" in line]
+    (line,) = lines
+    share = float(re.match(r"warning: ([\d.]+)% of pictures drawn from all ids", line)[1])
+    assert share > 0.1 and "docs/memory.md" in line
+
+
+def test_ids_that_are_unlikely_are_not_spoken_of():
+    lines = []
+    for shares in ([0.0, 1.9e-3], [0.0, 2.1e-3]):
+        evaluation.warn_of_other_ids(SimpleNamespace(write=lines.append), shares)
+    assert len(lines) == 1 and "0.1%" in lines[0]
