@@ -221,7 +221,7 @@ def check_range(name, value, limits):
 
 
 def default_model():
-    """GLM-Image on a GPU that can train it; else the tiny model, and a line where that surprises."""
+    """GLM-Image on a GPU that can train it, else the tiny model."""
     if torch.cuda.is_available():
         if not (too_old := ranks.gpu_without_bfloat16()):
             return RELEASE
