@@ -165,6 +165,10 @@ def read_inputs(settings, read):
     prompts, held_out = read(settings), read(settings, "eval_")
     check_rewards(settings.reward, prompts[0].target)
     check_rewards(settings.eval_reward, held_out[0].target)
+    if prompts[0].target and not held_out[0].target:
+        print(
+            "warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated"
+        )
     names = "adapter", "decoder-adapter"
     adapters = [checkpoints.find_adapter(settings.adapter, name) for name in names]
     if settings.adapter and not any(adapters):

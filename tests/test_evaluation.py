@@ -58,6 +58,16 @@ def test_what_only_judges_is_logged_and_not_trained_on(judged, capfd):
     assert re.search(r"\| prompts .*\| seven.py:judge +\|\n", output)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_held_out_prompts_without_targets_are_spoken_of_once(judged, capsys):
+    Path("typed.txt").write_text("# type: a\na green ring\n# type: b\na black square\n")
+    held_out = "--eval-prompts typed.txt --eval-targets none --eval-count 2"
+    assert judged(held_out, "--steps 1 --out run") == 0
+    output = capsys.readouterr().out
+    assert output.count("warning: no held-out prompt has a target (--eval-targets)") == 1
+    assert re.search(r"\| held out, mean of types \| 2 x 2 .*\| none -> none +\|", output)
+
+
 @pytest.mark.parametrize("without", [False, True])
 def test_prompts_without_targets_are_judged_by_what_applies(judged, without):
     Path("new.txt").write_text("a green ring\n")
@@ -182,6 +192,18 @@ def test_a_curve_has_steps_and_both_evaluations(tmp_path):
         assert {colour for colour, columns in found.items() if columns.sum() > 200} == drawn
         if grey in drawn:  # from the first step on
             assert not found[grey][8:18].any() and found[grey][30:220].mean() > 0.9
+
+
+def test_an_evaluation_alone_is_a_dot():
+    """As after the first step: its reward, and the evaluation before."""
+    panel = draw_curves({"reward/a": [[(1, 0.5)], [(0, 0.75)], [(0, 0.25)]]}).crop(
+        (50, 0, 310, 185)
+    )
+    pixels = np.asarray(panel).astype(int)
+    for colour, (x, y) in (("#888888", (250, 100)), ("#2060c0", (10, 65)), ("#d02030", (10, 135))):
+        wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        near = np.abs(pixels[y - 1 : y + 2, x - 1 : x + 2] - wanted).sum(-1)
+        assert near.max() < 40, colour
 
 
 def columns_with(picture, colour):
