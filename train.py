@@ -209,7 +209,9 @@ def train(settings, run_class=Run):
             loop(run, settings, data, record, begun)
     more = "; already complete: raise --steps for more" if 0 < settings.steps <= begun else ""
     seconds = f"{time.time() - start:.0f} s{more}"
-    print(f"{counted(record.done, 'step')}, {seconds}; output folder: {out}")
+    pictures = out / "before-after.png"
+    look = f"; look at {pictures}" if pictures.exists() else ""
+    print(f"{counted(record.done, 'step')}, {seconds}; output folder: {out}{look}")
     return 130 if record.done < settings.steps else 0
 
 

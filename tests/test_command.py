@@ -151,7 +151,8 @@ def test_a_run_says_what_it_does(promised_run):
     # In a file no bars, only lines.
     assert "evaluating 2 prompts" in output and not re.search(r"\r|\x1b|%\|", output)
     assert "nothing was learned" not in output
-    assert output.splitlines()[-1].endswith("output folder: runs/1")
+    last = "output folder: runs/1; look at runs/1/before-after.png"
+    assert output.splitlines()[-1].endswith(last)
 
 
 def test_the_same_seed_gives_the_same_run(judged, one_step):
