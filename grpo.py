@@ -496,7 +496,8 @@ class GRPO:
         total = total.item()
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
         # Eval mode, so that nothing drops out; but gradient checkpointing works in train mode only.
-        self.model.train(getattr(self.model, "is_gradient_checkpointing", False))
+        new, old = "is_activation_checkpointing", "is_gradient_checkpointing"  # transformers' names
+        self.model.train(getattr(self.model, new if hasattr(self.model, new) else old, False))
         self.optimizer.zero_grad()  # an update that failed may have left half of a gradient
         reports = []  # (size, metrics) of each micro-batch
         norms = []  # of the gradient before clipping, per iteration

@@ -23,6 +23,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
+    PreTrainedModel,
 )
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "tiny-glm-image")]
@@ -985,6 +986,19 @@ def test_models_take_turns_on_the_gpu(monkeypatch):
     assert all(torch.equal(home, before) for home, before in homes)
     assert [p.data_ptr() for p in trained] == places  # what is trained stays
     assert_unmoved(run.model, adapter_of(resident.model))
+
+
+@pytest.mark.parametrize("gone", ["is_gradient_checkpointing", "is_activation_checkpointing"])
+def test_checkpointing_has_two_names(monkeypatch, gone):
+    """The first will go, and transformers warns of it; older releases have it alone."""
+    now = PreTrainedModel.is_activation_checkpointing
+    monkeypatch.setattr(PreTrainedModel, "is_gradient_checkpointing", now)
+    monkeypatch.delattr(PreTrainedModel, gone)
+    base = text_model()
+    base.activation_checkpointing_enable()
+    run = trainer(with_adapter(base))
+    run.update(roll_out(run, "one"))
+    assert run.model.training
 
 
 def test_gradient_checkpointing_is_awake_in_training_and_changes_nothing():
