@@ -19,7 +19,9 @@ from transformers import GlmImageConfig, GlmImageForConditionalGeneration
 
 import rewards
 from benchmarks import losses, variants
-from runtime.settings import Settings, build_parser
+from rewards import split_spec
+from runtime import short_name
+from runtime.settings import TINY, Settings, build_parser, usual_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
@@ -157,6 +159,13 @@ def test_the_pages_list_the_rewards(name):
     rows = [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in table.splitlines()[2:] if row]
     listed = {name for names in rows for name in names} - {"my_file.py:function"}
     assert sorted(listed) == sorted(rewards.REWARDS)
+
+
+def test_the_columns_of_the_first_tables_are_explained():
+    page = (ROOT / "docs" / "numbers.md").read_text()
+    usual = usual_settings(TINY, Settings)
+    rewards = [*split_spec(usual["reward"]), *split_spec(usual["eval_reward"])]
+    assert [name for name, _ in rewards if f"| `{short_name(name)}` |" not in page] == []
 
 
 def test_every_page_is_reached_from_the_readme():
