@@ -24,7 +24,7 @@ def join():
         return
     # A rank may wait for another's whole update, or for its download.
     timeout = timedelta(hours=3)
-    # Where the models stay on the CPU, NCCL is never asked for anything, and connects to nothing.
+    # NCCL connects when it is first used: where the models are on the CPU it never is.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timeout)
     if rank() > 0:
@@ -56,7 +56,10 @@ def device(wanted):
     if too_old := gpu_without_bfloat16():
         instead = "use an Ampere GPU or newer, or --model tiny-glm-image --device cpu"
         raise UserError(f"{too_old} has no bfloat16: {instead}")
-    return torch.device("cuda", torch.cuda.current_device())
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    if count() > 1:
+        average([torch.zeros(1, device=gpu)])  # NCCL connects now, not after the first evaluation
+    return gpu
 
 
 def gpu_without_bfloat16():

@@ -235,8 +235,11 @@ def test_processes_of_the_tiny_model_leave_the_gpus_alone(card, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     assert ranks.device(tiny_settings().device) == CPU
     assert begun[0].get("device_id") is None and not chosen
-    card.current = 3
-    assert ranks.device("auto") == torch.device("cuda", 3) and chosen == [3]
+    card.current, gpu = 3, torch.device("cuda", 3)
+    monkeypatch.setattr(ranks, "count", lambda: 4)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: device)
+    monkeypatch.setattr(ranks, "average", chosen.extend)
+    assert ranks.device("auto") == gpu and chosen == [3, gpu]  # it connects before work begins
 
 
 # ---- who is on the GPU ---------------------------------------------------------------------------
