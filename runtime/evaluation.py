@@ -88,8 +88,7 @@ def share_of_other_ids(policy, group):
 
 
 def warn_of_other_ids(record, shares, most=1e-3):
-    """shares: of this rank's prompts, see share_of_other_ids."""
-    shares = [share for part in ranks.gather(shares) for share in part]
+    """shares: of some prompts, see share_of_other_ids."""
     if (mean := sum(shares) / len(shares)) > most:
         why = "drawn from all ids, as the stock pipeline does (here without top-p)"
         hint = "suppress these ids: docs/memory.md, After the run"

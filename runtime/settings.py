@@ -226,8 +226,7 @@ def default_model():
         if not (too_old := ranks.gpu_without_bfloat16()):
             return RELEASE
         print(f"warning: {too_old} has no bfloat16: training the tiny model, on the CPU")
-        return TINY
-    if Path("/dev/nvidia0").exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+    elif Path("/dev/nvidia0").exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
         print("warning: torch cannot use the GPU (is the driver too old?): training the tiny model")
     return TINY
 
