@@ -61,10 +61,6 @@ class Drawn:
         codes = make.codes_of(scenes, make.corner_codes(make.make_codebook()))[:, 256:]
         return [Group(None, None, own.expand(group_size, -1), torch.zeros(1, 1)) for own in codes]
 
-    def logprobs(self, group, rows):
-        """Drawn is sure of its codes."""
-        return torch.zeros(len(rows), 1)
-
 
 class DrawnGlmImage(LearningDecoder):
     def encode(self, prompts, settings):

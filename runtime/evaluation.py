@@ -49,7 +49,7 @@ def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
         own = settings.for_evaluation()
         with run.phase("sample", run.policy.model):
             groups = run.policy.sample(run.glm_image.encode(some, own), own.group_size, seed)
-            if shares is not None:
+            if shares is not None and run.policy.model is not None:
                 shares.extend(share_of_other_ids(run.policy, group) for group in groups[:4])
         return run.paint_and_score(own, rewards, some, groups, seed)
 
@@ -74,22 +74,26 @@ def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
 
 @torch.no_grad()
 def share_of_other_ids(policy, group):
-    """The chance that a picture drawn from all ids has one that is no code, without top-p.
+    """The chance that a picture of generate() has an id that is no code, without top-p.
 
-    Training draws from the codes alone, so that other ids are in no loss and no KL term. Here from
-    the first sample: log p(o_t) among all ids less that among the codes is log p(any code),
-    whatever o_t; and the mean of prod_t p(any code) over samples is the chance of codes alone.
+    Training draws from the codes alone, so that other ids are in no loss and no KL term. generate()
+    draws from all ids but those that its config suppresses. From the first sample: log p(o_t) among
+    these less that among the codes is log p(any code), whatever o_t; and the mean of prod_t p(any
+    code) over samples is the chance of codes alone.
     """
-    anything = copy(policy)
-    anything.allowed_ids = slice(0, None)
-    group, first = replace(group, nucleus=None), torch.tensor([0])
-    log_codes = anything.logprobs(group, first) - policy.logprobs(group, first)  # (1, T)
+    generating, first = copy(policy), torch.tensor([0])
+    generating.allowed_ids = slice(0, None)
+    drawn = torch.ones(policy.model.lm_head.out_features, dtype=torch.bool)
+    drawn[policy.model.generation_config.suppress_tokens or []] = False
+    of_all = replace(group, nucleus=drawn.expand(*group.tokens.shape, -1))
+    of_codes = replace(group, nucleus=None)
+    log_codes = generating.logprobs(of_all, first) - policy.logprobs(of_codes, first)  # (1, T)
     return -log_codes.sum().expm1().item()
 
 
 def warn_of_other_ids(record, shares, most=1e-3):
     """shares: of some prompts, see share_of_other_ids."""
-    if (mean := sum(shares) / len(shares)) > most:
-        why = "drawn from all ids, as the stock pipeline does (here without top-p)"
+    if shares and (mean := sum(shares) / len(shares)) > most:
+        what = f"in {mean:.1%} of pictures the stock pipeline would draw an id that is no code"
         hint = "suppress these ids: docs/memory.md, After the run"
-        record.write(f"warning: {mean:.1%} of pictures {why}, have an id that is no code; {hint}")
+        record.write(f"warning: {what} (without top-p), and fail; {hint}")

@@ -267,12 +267,14 @@ def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(judg
 
 @pytest.fixture
 def talkative(monkeypatch):
-    """The tiny model with an end token that is likely now and then."""
+    """The tiny model with an end token that is likely now and then, and not suppressed."""
 
     def load(*given, **options):
         pipe = load_once(*given, **options)
         head = pipe.vision_language_encoder.lm_head.weight.data
-        head[pipe.vision_language_encoder.generation_config.eos_token_id] = head[442] * 0.9
+        config = pipe.vision_language_encoder.generation_config
+        head[config.eos_token_id] = head[442] * 0.9
+        config.suppress_tokens = None
         return pipe
 
     monkeypatch.setattr(train, "load", load)
@@ -289,13 +291,21 @@ def test_the_share_of_other_ids_is_that_of_the_whole_distribution(judged, talkat
     codes_alone = written.softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
     share = evaluation.share_of_other_ids(run.policy, group)
     assert share == pytest.approx(1 - codes_alone, rel=1e-4) and 0.01 < share < 0.99
+    config = run.policy.model.generation_config
+    config.suppress_tokens = [NUM_CODES, config.eos_token_id]
+    drawn = [i for i in range(written.shape[1]) if i not in config.suppress_tokens]
+    codes_alone = written[:, drawn].softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
+    share = evaluation.share_of_other_ids(run.policy, group)
+    assert share == pytest.approx(1 - codes_alone, abs=1e-6) and share < 1e-3
+    config.suppress_tokens = [*range(NUM_CODES, written.shape[1])]  # as docs/memory.md does
+    assert evaluation.share_of_other_ids(run.policy, group) == pytest.approx(0, abs=1e-6)
 
 
 def test_an_evaluation_says_that_other_ids_are_likely(judged, capsys, talkative):
     assert judged("--temperature 1 --steps 0 --out run") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "no code" in line]
     (line,) = lines
-    share = float(re.match(r"warning: ([\d.]+)% of pictures drawn from all ids", line)[1])
+    share = float(re.match(r"warning: in ([\d.]+)% of pictures the stock pipeline", line)[1])
     assert share > 0.1 and "docs/memory.md" in line
 
 
