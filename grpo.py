@@ -497,7 +497,8 @@ class GRPO:
         self.average([total])
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
         # Eval mode, so that nothing drops out; but gradient checkpointing works in train mode only.
-        self.model.train(getattr(self.model, "is_gradient_checkpointing", False))
+        new, old = "is_activation_checkpointing", "is_gradient_checkpointing"  # transformers' names
+        self.model.train(getattr(self.model, new if hasattr(self.model, new) else old, False))
         reports = []  # (size, metrics) of each micro-batch
         norms = []  # of the gradient before clipping, per iteration
         for _ in range(self.settings.iterations):

@@ -26,6 +26,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
+    PreTrainedModel,
 )
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "tiny-glm-image")]
@@ -506,6 +507,19 @@ def test_a_tiny_update_moves_the_adapter_and_not_the_bf16_base():
     step(trainer(model, optimizer=torch.optim.Adam, lr=5e-6, kl_coef=0.1), "one", "two")
     assert all(2e-6 < (p - 0.02).abs().max() < 8e-6 for p in adapter_of(model).values())
     assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
+
+
+@pytest.mark.parametrize("gone", ["is_gradient_checkpointing", "is_activation_checkpointing"])
+def test_checkpointing_has_two_names(monkeypatch, gone):
+    """The first will go, and transformers warns of it; older releases have it alone."""
+    now = PreTrainedModel.is_activation_checkpointing
+    monkeypatch.setattr(PreTrainedModel, "is_gradient_checkpointing", now)
+    monkeypatch.delattr(PreTrainedModel, gone)
+    base = text_model()
+    base.activation_checkpointing_enable()
+    run = trainer(with_adapter(base))
+    run.update(roll_out(run, "one"))
+    assert run.model.training
 
 
 def test_gradient_checkpointing_is_awake_in_training_and_changes_nothing():

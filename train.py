@@ -195,7 +195,7 @@ def train(settings, run_class=Run):
     """The whole run: prepare, loop, end. Returns the exit code: 130 if a signal ended it early."""
     start = time.time()
     check_version()  # load() does too, but after the rewards have loaded
-    device = ranks.device()
+    device = ranks.device(settings.device)
     prompts, held_out, hashed = read_inputs(settings, run_class.read_prompts)
     turns = plan(run_class.Model.sizes, settings, device)  # before anything is downloaded
     with checkpoints.claimed(settings.resume, settings.out) as out:
@@ -208,7 +208,9 @@ def train(settings, run_class=Run):
             loop(run, settings, data, record, begun)
     more = "; already complete: raise --steps for more" if 0 < settings.steps <= begun else ""
     seconds = f"{time.time() - start:.0f} s{more}"
-    print(f"{counted(record.done, 'step')}, {seconds}; output folder: {out}")
+    pictures = out / "before-after.png"
+    look = f"; look at {pictures}" if pictures.exists() else ""
+    print(f"{counted(record.done, 'step')}, {seconds}; output folder: {out}{look}")
     return 130 if record.done < settings.steps else 0
 
 

@@ -167,7 +167,7 @@ FUNCTIONS = {  # go along
     "STAGE's weights": weighted,
 }
 LOSSES = {  # what docs/copying.md says of each
-    "Dr. GRPO": "",
+    "Dr. GRPO": ", with one reward or `train.py --combine sum`",
     "DAPO's token mean": ", over all tokens of the step, as verl and TRL do (eq. 8: per group)",
     "DAPO's two clip ranges": ", 0.2 below and 0.28 above",
     "GSPO": ", with `train.py --clip-range 3e-4`",

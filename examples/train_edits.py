@@ -2,10 +2,13 @@ r"""Train GLM-Image to edit pictures: a run of train.py whose prompts are wishes
 
     python examples/train_edits.py --model tiny-glm-image     # "make the triangle red"
     python examples/train_edits.py --sources photos --prompts wishes.txt \
-        --eval-sources others --eval-prompts others.txt
+        --eval-sources others --eval-prompts others.txt \
+        --targets none --eval-targets none --reward edit:1,keep:0.2
 
-photos/ holds a picture per line of wishes.txt, sorted by name. Takes the flags of train.py, and
-knows two more rewards, keep and edit. What edits need beside captions: glm_image/editing.py.
+photos/ holds a picture per line of wishes.txt, sorted by name. The flags of the last line are
+GLM-Image's defaults; the tiny model's compare with targets that it draws. (Without a download:
+--reward keep.) Takes the flags of train.py, and knows two more rewards, keep and edit. What edits
+need beside captions: glm_image/editing.py.
 """
 
 import signal

@@ -32,7 +32,7 @@ def saved(settings):
 
 def shortened(values):
     """Files of this project by their place in it, so that another clone finds its own."""
-    short = lambda value: value.replace(f"{ROOT}/", "") if isinstance(value, str) else value
+    short = lambda value: value.replace(f"{ROOT}{os.sep}", "") if isinstance(value, str) else value
     return {name: short(value) for name, value in values.items()}
 
 
@@ -188,6 +188,7 @@ def claimed(resume, name):
         finally:
             with suppress(OSError):  # there are other files in it
                 if file and os.path.getsize(file.name) == 0:
+                    file.close()  # Windows removes no open file
                     os.remove(file.name)
                     for folder in takewhile(lambda folder: folder != before, (out, *out.parents)):
                         folder.rmdir()

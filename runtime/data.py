@@ -183,6 +183,10 @@ def read_inputs(settings, read):
     prompts, held_out = read(settings), read(settings, "eval_")
     check_rewards(settings.reward, prompts[0].target)
     check_rewards(settings.eval_reward, held_out[0].target)
+    if prompts[0].target and not held_out[0].target:
+        print(
+            "warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated"
+        )
     adapters = checkpoints.find_adapters(settings.adapter)
     specs = split_spec(f"{settings.reward},{settings.eval_reward}")
     own = [name for name, _ in specs if ".py:" in name]

@@ -1,6 +1,10 @@
 """What was learned: training and held-out prompts, painted from the same seeds each time."""
 
+from copy import copy
+from dataclasses import replace
 from functools import partial
+
+import torch
 
 from runtime import ranks
 from runtime.data import evenly
@@ -24,20 +28,28 @@ def evaluate(run, settings, data, record, stop=None):
         return
     sets = [evenly(each, settings.eval_count) for each in (data.prompts, data.held_out)]
     rewards = data.rewards | data.judges
+    shares = []
     with run.clock.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
         given = zip(sets, SEEDS.values())
-        results = [judge(run, settings, rewards, prompts, seed, stop) for prompts, seed in given]
+        judged = partial(judge, run, settings, rewards, stop=stop, shares=shares)
+        results = [judged(prompts, seed) for prompts, seed in given]
     if all(results):
         record.evaluation(*zip(sets, results))
+        warn_of_other_ids(record, shares)
 
 
-def judge(run, settings, rewards, prompts, seed, stop=None):
-    """For each prompt its raw rewards {name: (G,)} and its G pictures; None once stopped."""
+def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
+    """For each prompt its raw rewards {name: (G,)} and its G pictures; None once stopped.
+
+    shares: a list, to which that of other ids is added for some prompts of this rank.
+    """
 
     def make(some, seed):
         own = settings.for_evaluation()
         with run.phase("sample", run.policy.model):
             groups = run.policy.sample(run.glm_image.encode(some, own), own.group_size, seed)
+            if shares is not None and run.policy.model is not None:
+                shares.extend(share_of_other_ids(run.policy, group) for group in groups[:4])
         return run.paint_and_score(own, rewards, some, groups, seed)
 
     # A CPU's passes cost more for their number than for their rows: fewer and larger ones.
@@ -54,3 +66,33 @@ def judge(run, settings, rewards, prompts, seed, stop=None):
             results[row] = {name: x[group] for name, x in raw_rewards.items()}, images[group]
     results = {row: result for part in ranks.gather(results) for row, result in part.items()}
     return [results[row] for row in range(len(prompts))]
+
+
+# ---- deployed as trained? ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def share_of_other_ids(policy, group):
+    """The chance that a picture of generate() has an id that is no code, without top-p.
+
+    Training draws from the codes alone, so that other ids are in no loss and no KL term. generate()
+    draws from all ids but those that its config suppresses. From the first sample: log p(o_t) among
+    these less that among the codes is log p(any code), whatever o_t; and the mean of prod_t p(any
+    code) over samples is the chance of codes alone.
+    """
+    generating, first = copy(policy), torch.tensor([0])
+    generating.allowed_ids = slice(0, None)
+    drawn = torch.ones(policy.model.lm_head.out_features, dtype=torch.bool)
+    drawn[policy.model.generation_config.suppress_tokens or []] = False
+    of_all = replace(group, nucleus=drawn.expand(*group.tokens.shape, -1))
+    of_codes = replace(group, nucleus=None)
+    log_codes = generating.logprobs(of_all, first) - policy.logprobs(of_codes, first)  # (1, T)
+    return -log_codes.sum().expm1().item()
+
+
+def warn_of_other_ids(record, shares, most=1e-3):
+    """shares: of some prompts, see share_of_other_ids."""
+    if shares and (mean := sum(shares) / len(shares)) > most:
+        what = f"in {mean:.1%} of pictures the stock pipeline would draw an id that is no code"
+        hint = "suppress these ids: docs/memory.md, After the run"
+        record.write(f"warning: {what} (without top-p), and fail; {hint}")

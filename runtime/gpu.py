@@ -123,11 +123,9 @@ class Placement:
             self.offload = offload(pin=False)
 
     def can_take_turns(self):
-        """Whether they could: on a GPU, not yet, and the host holds the weights in no file."""
-        if self.device.type == "cpu" or self.offload is not None:
-            return False
+        """Whether they do not yet, and the host has room for the weights that are in no file."""
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
-        return unfiled <= room_of_host()
+        return self.offload is None and unfiled <= room_of_host()
 
     def fits_host(self):
         return sum(home.nbytes for _, home in self.homes) <= room_of_host()
@@ -197,9 +195,6 @@ def plan(sizes_of, settings, device):
     if device.type != "cuda":
         settings.base = "bfloat16" if settings.base == "auto" else settings.base
         return None
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        name = torch.cuda.get_device_name(device)
-        raise UserError(f"{name} has no bfloat16: use an Ampere GPU or newer")
     free, host = free_memory(device)
     bases = ["bfloat16", "int8"] if settings.base == "auto" else [settings.base]
     for settings.base in bases:
@@ -218,7 +213,8 @@ def plan(sizes_of, settings, device):
     # Weights in int8 are in no file: in turns the host has to hold them.
     unheld = turns and settings.base == "int8" and not pinned
     if with_work(largest if turns else together, ALONE) > free or unheld:
-        raise UserError(f"too little memory: {reason}; docs/memory.md says what each card can hold")
+        hints = "docs/memory.md says what each card can hold; --model tiny-glm-image fits any"
+        raise UserError(f"too little memory: {reason}; {hints}")
     words = "take turns on the GPU" if turns else "all stay on the GPU"
     slower = ", more slowly: the host cannot page-lock that much" if turns and not pinned else ""
     print(f"memory: {reason}: the models {words}{slower} (--offload {settings.offload})")

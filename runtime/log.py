@@ -298,9 +298,10 @@ def evaluation_metrics(name, rewards, types):
     if kinds:
         mean = dict(metrics[name])
         for reward in rewards:
-            pairs = np.array([metrics[f"{name}, {kind}"][reward] for kind in kinds])  # (types, 2)
-            means, errors = pairs[~np.isnan(pairs[:, 0])].T
-            mean[reward] = [float(means.mean()), float(np.linalg.norm(errors) / len(errors))]
+            pairs = [metrics[f"{name}, {kind}"][reward] for kind in kinds]
+            pairs = torch.tensor(pairs, dtype=torch.double)  # (types, 2)
+            means, errors = pairs[~pairs[:, 0].isnan()].T  # none, if it applies to no prompt
+            mean[reward] = [means.mean().item(), (errors.norm() / len(errors)).item()]
         metrics[f"{name}, mean of types"] = mean
     return metrics
 

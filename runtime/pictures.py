@@ -82,4 +82,6 @@ def draw_curves(panels):
             x = [left + 480 * step / last for step, _ in curve]
             y = [340 - 280 * (value - low) / (high - low or 1) for _, value in curve]
             pen.line([*zip(x, y)], colour, 4)
+            if len(curve) == 1:  # which no line shows
+                pen.circle((x[0], y[0]), 6, colour)
     return sheet.reduce(2)  # for smooth lines

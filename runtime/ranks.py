@@ -22,14 +22,11 @@ def join():
     """Meet the other processes of torchrun, if there are any. Only the first prints and writes."""
     if not dist.is_torchelastic_launched():
         return
-    device = None
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
     # A rank may wait for another's whole update, or for its download.
     timeout = timedelta(hours=3)
-    backend = "cpu:gloo,cuda:nccl" if device else "gloo"
-    dist.init_process_group(backend, device_id=device, timeout=timeout)
+    # NCCL connects when it is first used: where the models are on the CPU it never is.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timeout)
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         transformers.utils.logging.disable_progress_bar()
@@ -41,17 +38,33 @@ def leave():
         dist.destroy_process_group()
 
 
-def device():
+def device(wanted):
     """This rank's GPU; or the CPU, with a single thread unless OMP_NUM_THREADS says otherwise.
 
     For matrices as small as the tiny model's a second thread gains nothing, and beside a busy
-    program it costs a lot.
+    program it costs a lot. wanted: "auto", "cpu" or "cuda". UserError for a GPU that will not do.
     """
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    return torch.device("cpu")
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cpu" or (wanted == "auto" and not has_gpu):
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+        return torch.device("cpu")
+    if not has_gpu:
+        raise UserError("--device cuda: torch finds no GPU that it can use")
+    if dist.is_initialized():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if too_old := gpu_without_bfloat16():
+        instead = "use an Ampere GPU or newer, or --model tiny-glm-image --device cpu"
+        raise UserError(f"{too_old} has no bfloat16: {instead}")
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    if count() > 1:
+        average([torch.zeros(1, device=gpu)])  # NCCL connects now, not after the first evaluation
+    return gpu
+
+
+def gpu_without_bfloat16():
+    """The name of this rank's GPU if it is older than Ampere, else None."""
+    return torch.cuda.get_device_name() if torch.cuda.get_device_capability() < (8, 0) else None
 
 
 def rank():

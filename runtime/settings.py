@@ -148,11 +148,16 @@ class Settings:
     eval_decode_steps: int = flag(30, "denoising steps in an evaluation", at_least=1)
     eval_guidance_scale: float = flag(1.5, "decoder's guidance in an evaluation", at_least=1)
 
+    device: Literal["auto", "cpu", "cuda"] = flag(
+        "auto",
+        "where the models are; auto: on the GPU, if there is one",
+        group="memory and speed",
+        may_change=True,
+    )
     base: Literal["auto", "bfloat16", "int8"] = flag(
         "auto",
         "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory; auto: int8 if "
         "the largest model does not fit otherwise",
-        group="memory and speed",
     )
     micro_batch_size: int = flag(
         4,
@@ -220,9 +225,12 @@ def check_range(name, value, limits):
 
 
 def default_model():
+    """GLM-Image on a GPU that can train it, else the tiny model."""
     if torch.cuda.is_available():
-        return RELEASE
-    if Path("/dev/nvidia0").exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        if not (too_old := ranks.gpu_without_bfloat16()):
+            return RELEASE
+        print(f"warning: {too_old} has no bfloat16: training the tiny model, on the CPU")
+    elif Path("/dev/nvidia0").exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
         print("warning: torch cannot use the GPU (is the driver too old?): training the tiny model")
     return TINY
 

@@ -26,7 +26,6 @@ from conftest import (
 from diffusers import AutoencoderKL
 
 import grpo
-import train
 from benchmarks import random_weights
 from glm_image.model import GlmImage
 from grpo import GRPO, Offload
@@ -78,7 +77,7 @@ PLACES = [
     (AutoencoderKL, "decode", [3]),
     (torch, "rand", [4]),  # after a trial
     # In the second step.
-    (GRPO, "logprobs", [3]),
+    (GRPO, "logprobs", [9]),
     (grpo, "compute_grpo_loss", [2]),
 ]
 PHASES = ["paint", "sample", "paint", "vae", "score", "reference", "update"]
@@ -112,7 +111,7 @@ def test_what_ran_out_of_memory_is_made_again_exactly(judged, undisturbed, monke
     for place in PLACES:
         runs_out(monkeypatch, *place)
     # Groups of 2 fit micro-batches of 2 and of more alike.
-    assert judged(*reward, FLAGS, "--micro-batch-size 256 --out run") == 0
+    assert judged(*reward, FLAGS, "--micro-batch-size 256 --offload no --out run") == 0
     sizes = [128, 64, 32, 16, 8, 4, 2]
     lines = [full(*x) for x in zip(PHASES, [f"--micro-batch-size is {size}" for size in sizes])]
     assert memory_lines(capsys) == lines
@@ -123,13 +122,6 @@ def test_models_take_turns_first_then_micro_batches_are_halved(
     quick, undisturbed, monkeypatch, capsys, lockable
 ):
     """With a CPU in place of the GPU; the last time memory runs out in CUDA's own words."""
-
-    def place(models, device, forward, turns):
-        placement = Placement(models, device)
-        placement.stay()
-        return placement
-
-    monkeypatch.setattr(train, "place", place)
     reward = write_reward(DRAWS)
     runs_out(monkeypatch, grpo, "compute_grpo_loss", [1, 2, 4], RuntimeError(CUBLAS))
     assert quick(*reward, FLAGS, "--micro-batch-size 8 --out run") == 0
@@ -149,7 +141,7 @@ def lockable(monkeypatch):
 
 def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys):
     calls = runs_out(monkeypatch, grpo, "compute_grpo_loss", range(2, 99))
-    assert quick(*write_reward(""), FLAGS, "--out run") == 2
+    assert quick(*write_reward(""), FLAGS, "--offload no --out run") == 2
     output, errors = capsys.readouterr()
     assert output.count("from here on") == 1 and len(calls) == 3  # of micro-batches of 2, then 1
     (line,) = errors.splitlines()[-1:]

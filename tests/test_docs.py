@@ -19,7 +19,9 @@ from transformers import GlmImageConfig, GlmImageForConditionalGeneration
 
 import rewards
 from benchmarks import losses, variants
-from runtime.settings import Settings, build_parser
+from rewards import split_spec
+from runtime import short_name
+from runtime.settings import TINY, Settings, build_parser, usual_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
@@ -30,7 +32,7 @@ FILES = [ROOT / name for name in NAMES] or sorted([*ROOT.glob("*.py"), *ROOT.glo
 FILES = [file for file in FILES if file.exists()]
 TESTS = [file for file in FILES if "test" in str(file.relative_to(ROOT))]
 SOURCES = [file for file in FILES if file not in TESTS]
-FLAGS = 38  # of --help
+FLAGS = 39  # of --help
 LONGEST = 50  # lines of code in a function's body
 WIDTH = 100  # columns
 # Not "--eval-...", which names several.
@@ -157,6 +159,13 @@ def test_the_pages_list_the_rewards(name):
     rows = [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in table.splitlines()[2:] if row]
     listed = {name for names in rows for name in names} - {"my_file.py:function"}
     assert sorted(listed) == sorted(rewards.REWARDS)
+
+
+def test_the_columns_of_the_first_tables_are_explained():
+    page = (ROOT / "docs" / "numbers.md").read_text()
+    usual = usual_settings(TINY, Settings)
+    rewards = [*split_spec(usual["reward"]), *split_spec(usual["eval_reward"])]
+    assert [name for name, _ in rewards if f"| `{short_name(name)}` |" not in page] == []
 
 
 def test_every_page_is_reached_from_the_readme():

@@ -35,6 +35,7 @@ from test_vqa import bounded, by_generate, pictures, tiny_model
 
 import grpo
 import rewards
+import train
 from glm_image import editing
 from glm_image.editing import (
     EditingGlmImage,
@@ -312,6 +313,20 @@ def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd):
         assert "targets has 2 pictures for" in capfd.readouterr().err
     with pytest.raises(UserError, match="--sources, --prompts, --eval-sources and --eval-prompts"):
         train_edits.EditSettings(model=RELEASE, sources="targets")
+
+
+def test_pictures_of_ones_own_are_edited_by_the_printed_command(edits):
+    """With the tiny model; and with keep alone, which needs no download."""
+    words = train_edits.__doc__.partition("train_edits.py --sources")[2].partition("\n\n")[0]
+    flags = f"--sources {words}".replace("\\", "").replace("edit:1,keep:0.2", "keep").split()
+    for folder in ("photos", "others"):
+        shutil.copytree("sources", folder)
+    for file in ("wishes.txt", "others.txt"):
+        shutil.copy("edits.txt", file)
+    words = ["--model", str(TINY), *flags, *EDITS[4:8], *str.split("--steps 1 --out run")]
+    words += str.split("--prompts-per-step 1 --group-size 2 --eval-count 1 --decode-steps 1")
+    assert train.main(words, train_edits.EditRun) == 0
+    assert all(np.isfinite(record["reward"]) for record in records("run/metrics.jsonl"))
 
 
 def test_the_adapter_edits_in_the_stock_pipeline(edits):

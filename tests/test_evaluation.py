@@ -5,15 +5,29 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import CPU, adapter_of, records, shorten, tiny_settings, write_reward
+import torch
+from conftest import (
+    CPU,
+    adapter_of,
+    build_run,
+    load_once,
+    prompts_of,
+    records,
+    shorten,
+    tiny_settings,
+    write_reward,
+)
+from make import NUM_CODES
 from PIL import Image
 from test_rewards import tiny_clip
 from tqdm import tqdm
 
 import train
+from runtime import evaluation
 from runtime.gpu import Clock
 from runtime.pictures import draw_curves
 from runtime.settings import RELEASE, TINY
@@ -42,6 +56,16 @@ def test_what_only_judges_is_logged_and_not_trained_on(judged, capfd):
     output = "".join(capfd.readouterr())
     assert re.search(r"\| held out +\| 1 x 2 .*\| 7.000 -> 7.000 +\|\n", output)
     assert re.search(r"\| prompts .*\| seven.py:judge +\|\n", output)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_held_out_prompts_without_targets_are_spoken_of_once(judged, capsys):
+    Path("typed.txt").write_text("# type: a\na green ring\n# type: b\na black square\n")
+    held_out = "--eval-prompts typed.txt --eval-targets none --eval-count 2"
+    assert judged(held_out, "--steps 1 --out run") == 0
+    output = capsys.readouterr().out
+    assert output.count("warning: no held-out prompt has a target (--eval-targets)") == 1
+    assert re.search(r"\| held out, mean of types \| 2 x 2 .*\| none -> none +\|", output)
 
 
 @pytest.mark.parametrize("without", [False, True])
@@ -170,6 +194,18 @@ def test_a_curve_has_steps_and_both_evaluations(tmp_path):
             assert not found[grey][8:18].any() and found[grey][30:220].mean() > 0.9
 
 
+def test_an_evaluation_alone_is_a_dot():
+    """As after the first step: its reward, and the evaluation before."""
+    panel = draw_curves({"reward/a": [[(1, 0.5)], [(0, 0.75)], [(0, 0.25)]]}).crop(
+        (50, 0, 310, 185)
+    )
+    pixels = np.asarray(panel).astype(int)
+    for colour, (x, y) in (("#888888", (250, 100)), ("#2060c0", (10, 65)), ("#d02030", (10, 135))):
+        wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        near = np.abs(pixels[y - 1 : y + 2, x - 1 : x + 2] - wanted).sum(-1)
+        assert near.max() < 40, colour
+
+
 def columns_with(picture, colour):
     """Which columns of a picture have something in this colour, above the axis."""
     pixels = np.asarray(picture).astype(int)[:148] if colour == "#888888" else np.asarray(picture)
@@ -224,3 +260,57 @@ def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(judg
     for record in records("run/evaluation.jsonl"):
         of_set = record["held out"]
         assert of_set["reward"][0] == pytest.approx(1 + of_set["reward/ssim"][0])
+
+
+# ---- deployed as trained? ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def talkative(monkeypatch):
+    """The tiny model with an end token that is likely now and then, and not suppressed."""
+
+    def load(*given, **options):
+        pipe = load_once(*given, **options)
+        head = pipe.vision_language_encoder.lm_head.weight.data
+        config = pipe.vision_language_encoder.generation_config
+        head[config.eos_token_id] = head[442] * 0.9
+        config.suppress_tokens = None
+        return pipe
+
+    monkeypatch.setattr(train, "load", load)
+
+
+def test_the_share_of_other_ids_is_that_of_the_whole_distribution(judged, talkative):
+    """For a nucleus as well, which does not count."""
+    run = build_run(settings := tiny_settings("--temperature 1.5"), train.load(TINY, CPU))
+    (group,) = run.policy.sample(run.glm_image.encode(prompts_of("a ring"), settings), 2, 5)
+    ids, positions = torch.cat([group.prompt_ids, group.tokens[0]]), group.position_ids
+    with torch.no_grad():
+        logits = run.policy.model(ids[None], position_ids=positions[:, None]).logits[0]
+    written = logits[len(group.prompt_ids) - 1 : -1] / 1.5  # (T, vocabulary)
+    codes_alone = written.softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
+    share = evaluation.share_of_other_ids(run.policy, group)
+    assert share == pytest.approx(1 - codes_alone, rel=1e-4) and 0.01 < share < 0.99
+    config = run.policy.model.generation_config
+    config.suppress_tokens = [NUM_CODES, config.eos_token_id]
+    drawn = [i for i in range(written.shape[1]) if i not in config.suppress_tokens]
+    codes_alone = written[:, drawn].softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
+    share = evaluation.share_of_other_ids(run.policy, group)
+    assert share == pytest.approx(1 - codes_alone, abs=1e-6) and share < 1e-3
+    config.suppress_tokens = [*range(NUM_CODES, written.shape[1])]  # as docs/memory.md does
+    assert evaluation.share_of_other_ids(run.policy, group) == pytest.approx(0, abs=1e-6)
+
+
+def test_an_evaluation_says_that_other_ids_are_likely(judged, capsys, talkative):
+    assert judged("--temperature 1 --steps 0 --out run") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no code" in line]
+    (line,) = lines
+    share = float(re.match(r"warning: in ([\d.]+)% of pictures the stock pipeline", line)[1])
+    assert share > 0.1 and "docs/memory.md" in line
+
+
+def test_ids_that_are_unlikely_are_not_spoken_of():
+    lines = []
+    for shares in ([0.0, 1.9e-3], [0.0, 2.1e-3]):
+        evaluation.warn_of_other_ids(SimpleNamespace(write=lines.append), shares)
+    assert len(lines) == 1 and "0.1%" in lines[0]

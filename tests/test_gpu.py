@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import train_decoder
 import train_edits
 from conftest import (
@@ -34,8 +35,15 @@ import train
 from glm_image.model import GlmImage, encode_prompt, token_forward
 from grpo import GRPO, Offload, generate_with_logprobs, get_per_token_logprobs
 from runtime import UserError, gpu, ranks
-from runtime.forward import CapturedForward, SharedForward, grouped_attention, or_plain
+from runtime.forward import (
+    CapturedForward,
+    CheckedGRPO,
+    SharedForward,
+    grouped_attention,
+    or_plain,
+)
 from runtime.gpu import Placement, plan
+from runtime.settings import RELEASE, TINY, parse_settings
 from test_grpo import text_model, with_adapter
 from train import adamw
 
@@ -57,11 +65,14 @@ SIZES = {"bfloat16": (17.8, 0.44, 13.86, 0.81), "int8": (9.7, 0.44, 7.06, 0.81)}
 def card(monkeypatch):
     """A GPU and a host with so many GB free, told apart from this machine's."""
     machine = SimpleNamespace(free=80.0, cap=1.0, host=60.0, capability=(8, 0), fraction=None)
+    machine.current = 0
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (machine.free * 1e9, 100e9))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: machine.cap)
     limit = lambda fraction, device: setattr(machine, "fraction", fraction)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine.capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: machine.current)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: machine.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
     monkeypatch.setattr(gpu, "host_memory", lambda: machine.host * 1e9)
     return machine
@@ -122,13 +133,6 @@ def test_on_a_cpu_auto_is_the_weights_as_they_are(quick, capsys):
     assert json.loads(Path("run/settings.json").read_text())["base"] == "bfloat16"
 
 
-def test_a_gpu_without_bfloat16_is_refused(card):
-    card.capability = (7, 5)
-    words = "Tesla T4 has no bfloat16: use an Ampere GPU or newer"
-    with pytest.raises(UserError, match=words):
-        planned()
-
-
 def test_the_rank_with_the_least_memory_decides_for_all(card, monkeypatch):
     for other, expected in (((24e9, 60e9), "pinned"), ((24e9, 3e9), "mapped")):
         monkeypatch.setattr(ranks, "gather", lambda value, other=other: [value, other])
@@ -176,10 +180,67 @@ def test_nothing_loads_where_it_does_not_fit(quick, card, capsys, monkeypatch):
     """The command itself, as on a card: one line, and no weight and no reward has been looked
     for."""
     card.free, loaded = 1e-3, []
-    monkeypatch.setattr(ranks, "device", lambda: CUDA)
     monkeypatch.setattr(train, "load_data", lambda *given: loaded.append(given))
-    assert quick("--out small") == 2 and not loaded
-    assert "error: too little memory: " in capsys.readouterr().err
+    assert quick("--device cuda --out small") == 2 and not loaded
+    line = capsys.readouterr().err
+    assert "error: too little memory: " in line and "--model tiny-glm-image" in line
+
+
+# ---- which device --------------------------------------------------------------------------------
+
+
+def test_the_tiny_model_trains_on_the_cpu_beside_any_gpu(quick, card, one_step, capsys):
+    """With the same digits."""
+    assert quick("--steps 1 --out beside") == 0
+    assert "device: CPU in float32" in capsys.readouterr().out
+    assert records("beside/metrics.jsonl") == records(one_step / "metrics.jsonl")
+
+
+def test_without_a_model_a_gpu_trains_glm_image_if_it_has_bfloat16(card, capsys):
+    assert parse_settings([]).model == RELEASE
+    assert not capsys.readouterr().out
+    card.capability = (7, 5)
+    settings = parse_settings([])
+    assert (settings.model, ranks.device(settings.device)) == (TINY, CPU)
+    line = "warning: Tesla T4 has no bfloat16: training the tiny model, on the CPU\n"
+    assert capsys.readouterr().out == line
+
+
+@pytest.mark.parametrize("flags", [f"--model {RELEASE}", "--device cuda"])
+def test_a_gpu_without_bfloat16_is_refused_before_anything_is_asked_for(
+    quick, card, flags, capsys, monkeypatch
+):
+    card.capability = (7, 5)
+    monkeypatch.setattr(train, "read_inputs", lambda *given: pytest.fail("it was asked for"))
+    assert quick(flags, "--out run") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: Tesla T4 has no bfloat16: use an Ampere GPU or newer, or ")
+    # As it says.
+    given = line.partition(" or --")[2]
+    assert ranks.device(parse_settings(f"--{given}".split()).device) == CPU
+
+
+def test_a_gpu_is_asked_for_where_there_is_none(quick, capsys):
+    assert quick("--device cuda --out run") == 2
+    assert capsys.readouterr().err == "error: --device cuda: torch finds no GPU that it can use\n"
+
+
+def test_processes_of_the_tiny_model_leave_the_gpus_alone(card, monkeypatch):
+    """Of four on a machine with one GPU none asks for a GPU of its own, nor for NCCL to connect."""
+    begun, chosen = [], []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **more: begun.append(more))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    ranks.join()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    assert ranks.device(tiny_settings().device) == CPU
+    assert begun[0].get("device_id") is None and not chosen
+    card.current, gpu = 3, torch.device("cuda", 3)
+    monkeypatch.setattr(ranks, "count", lambda: 4)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: device)
+    monkeypatch.setattr(ranks, "average", chosen.extend)
+    assert ranks.device("auto") == gpu and chosen == [3, gpu]  # it connects before work begins
 
 
 # ---- who is on the GPU ---------------------------------------------------------------------------
@@ -557,7 +618,7 @@ def test_a_capture_that_fails_leaves_the_step_as_it_is(
 
 
 @pytest.mark.parametrize("wrong", [0.5, torch.nan, None])
-def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graphs):
+def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graphs, monkeypatch):
     """Its first samples disagree with what is recomputed, or are not finite."""
 
     class Wrong(GraphedForward):
@@ -567,6 +628,7 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
                 torch.manual_seed(0)
                 self.logits = self.logits + wrong * torch.randn_like(self.logits)
 
+    monkeypatch.setattr(train, "GRPO", CheckedGRPO)  # as on a GPU
     run = build_run(settings := tiny_settings("--temperature 6 --top-p 1"))
     prompts = run.glm_image.encode(prompts_of("a ring"), settings)
     prompts = [(ids, positions[:, : len(ids) + LENGTH], LENGTH) for ids, positions, _ in prompts]

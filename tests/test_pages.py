@@ -1,13 +1,19 @@
 """What the pages tell a user to paste does what they say."""
 
+import functools
+import json
 import re
 import runpy
+import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
-from conftest import ROOT, TINY, painted, tiny_settings
+from conftest import ROOT, TINY, chat_inputs, painted, tiny_settings
 from diffusers import GlmImagePipeline
+from make import NUM_CODES
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -34,14 +40,41 @@ def outputs(pipe):
     return logits, painted(pipe, "three circles", torch.tensor([[5]]), settings, 0)[0]
 
 
-def test_merged_adapters_do_what_adapters_do(quick, tmp_path):
+def drawn(pipe, count=24):
+    """Ids that the stock pipeline's sampler draws."""
+    inputs = chat_inputs(pipe.processor, "three circles", 32, 32)
+    torch.manual_seed(0)
+    ids = pipe.vision_language_encoder.generate(**inputs, max_new_tokens=count)
+    return ids[:, inputs["input_ids"].shape[1] :]
+
+
+@pytest.fixture
+def talkative(tmp_path):
+    """A copy of the tiny model that suppresses nothing; its end token is as likely as a common
+    code."""
+    folder = tmp_path / "tiny-glm-image"
+    shutil.copytree(TINY, folder)
+    encoder = folder / "vision_language_encoder"
+    config = json.loads((encoder / "generation_config.json").read_text())
+    del config["suppress_tokens"]
+    (encoder / "generation_config.json").write_text(json.dumps(config))
+    weights = load_file(encoder / "model.safetensors")
+    head, end = weights["lm_head.weight"], config["eos_token_id"]
+    head[end] = head[drawn(GlmImagePipeline.from_pretrained(TINY)).mode().values]
+    save_file(weights, encoder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match="is invalid for input"):
+        GlmImagePipeline.from_pretrained(folder)("three circles", height=32, width=32)
+    return folder
+
+
+def test_merged_adapters_do_what_adapters_do(quick, tmp_path, talkative):
+    """And a merged model draws codes alone."""
     reward = ["--reward", str(ROOT / "examples" / "my_reward.py:blueness")]
     assert quick("--train both --steps 1 --decode-steps 2 --out runs/1", *reward) == 0
     # A step moves them too little to be seen.
     for file in tmp_path.glob("runs/1/*adapter/*.safetensors"):
         weights = {name: torch.randn_like(weight) / 10 for name, weight in load_file(file).items()}
         save_file(weights, file, {"format": "pt"})
-    (tmp_path / "tiny-glm-image").symlink_to(TINY)
 
     plain = GlmImagePipeline.from_pretrained("tiny-glm-image", dtype=torch.float32)
     base = outputs(plain)
@@ -57,6 +90,24 @@ def test_merged_adapters_do_what_adapters_do(quick, tmp_path):
     assert not [
         name for module in modules for name, _ in module.named_parameters() if "lora" in name
     ]
+    codes = drawn(merged)
+    assert codes.shape[1] == 24 and codes.max() < NUM_CODES
+
+
+def test_the_first_program_draws_codes_alone_and_needs_no_trained_decoder(
+    quick, talkative, monkeypatch
+):
+    """On a CPU, and with the copy in place of the released model."""
+    assert quick("--steps 1 --out runs/1") == 0
+    load = functools.partial(GlmImagePipeline.from_pretrained, talkative)
+    monkeypatch.setattr(GlmImagePipeline, "from_pretrained", lambda *given, **more: load())
+    monkeypatch.setattr(GlmImagePipeline, "to", lambda *given: None)
+    painted = SimpleNamespace(images=[Image.new("RGB", (32, 32))])
+    monkeypatch.setattr(GlmImagePipeline, "__call__", lambda *given, **more: painted)
+    codes = drawn(run_code("memory.md", "enable_model_cpu_offload")["pipe"])
+    assert codes.shape[1] == 24 and codes.max() < NUM_CODES
+    run_code("memory.md", "merge_and_unload")  # no HFValidationError
+    assert Path("merged").is_dir()
 
 
 def test_a_win_rate_compares_within_a_group():
