@@ -2,9 +2,9 @@
 
 For a prompt, the policy pi writes a group of G sequences of T tokens o_1..o_T. A decoder paints
 them, and a reward R scores each picture. The tokens of pictures that score above the mean of their
-group become more likely, the tokens of the others less likely. So the group itself says what is
-usual, the baseline, and no value network is needed. GRPO (Shao et al. 2024, "DeepSeekMath",
-arXiv:2402.03300, section 4.1) minimises
+group become more likely, the tokens of the others less likely. The mean is the baseline: it says
+what is usual. So no second network, a value network, has to predict that. GRPO (Shao et al. 2024,
+"DeepSeekMath", arXiv:2402.03300, section 4.1) minimises
 
     loss = -1/G sum_i 1/T sum_t [ min(r A, clip(r, 1 - c, 1 + c) A) - kl_coef * k3 ]
 
@@ -13,11 +13,12 @@ arXiv:2402.03300, section 4.1) minimises
     k3 = ref/pi - log(ref/pi) - 1            an estimate of KL(pi || reference), never negative
 
 averaged over the N prompts of a step. A group of equal rewards has A = 0 and is left out, with its
-KL term. What GRPO adds to REINFORCE, whose loss is -R log pi(o_t): the group's mean, so that only
-what is better than usual is reinforced; its std, so that all prompts count alike; the ratio and its
-clip, so that the same samples can serve several optimiser steps; k3, so that the policy stays near
-its start. With one optimiser step per batch of samples, the default, the ratio is 1 up to rounding.
-The clip then has nothing to do, and the gradient is that of -A log pi(o_t) and of the KL term.
+KL term. REINFORCE, an older method, minimises -R log pi(o_t). GRPO adds four things. Subtracting
+the mean makes only samples above the mean more likely. Dividing by the std makes all prompts count
+alike. The ratio and its clip let the same samples serve several optimiser steps. k3 keeps the
+policy near its start. With one optimiser step per batch of samples, the default, the ratio is 1 up
+to rounding, and the clip has nothing to do. The loss then has the gradient of -A log pi(o_t), a
+cross-entropy weighted by A, and of the KL term.
 
 One training step, in the order in which its functions stand below; class GRPO calls them:
 
@@ -30,8 +31,8 @@ One training step, in the order in which its functions stand below; class GRPO c
     5. loss                compute_grpo_loss: the formula above
     6. update              GRPO.update: micro-batches, gradient clipping, the optimiser
 
-Between the parts the samples wait on the CPU, as Groups. Class Offload lets the policy and what
-paints take turns on a GPU. The rest of the file is not needed to understand GRPO: padding, texts
+Between the parts the samples wait on the CPU, as Groups. Class Offload lets the policy and the
+decoder take turns on a GPU. The rest of the file is not needed to understand GRPO: padding, texts
 that end, and guards against silent mistakes.
 
 The reference is the model before training. It costs no memory: the policy is a frozen base plus a
@@ -60,7 +61,8 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 class GRPOSettings:
     """Settings of the algorithm."""
 
-    # Sequences per pass of parts 4 to 6, at most a group: bounds memory, changes only rounding.
+    # Sequences per pass in parts 4 to 6, at most a group. Fewer take less memory; only rounding
+    # differs.
     micro_batch_size: int = 4
     # Optimiser steps on the same samples. Above 1 the ratios leave 1, and the clip can act.
     iterations: int = 1
@@ -69,7 +71,7 @@ class GRPOSettings:
     kl_coef: float = 0.0
     temperature: float = 1.0
     top_p: float = 1.0
-    end_ids: tuple = ()  # what ends a text; pictures have none
+    end_ids: tuple = ()  # the tokens that end a text; pictures have none
     max_grad_norm: float = 1.0  # one rare prompt must not undo a run
 
 
@@ -81,7 +83,7 @@ class Group:
     position_ids: torch.Tensor | None  # (3, L+T)
     tokens: torch.Tensor  # (G, T)
     old_logprobs: torch.Tensor  # (G, T)
-    nucleus: torch.Tensor | None = None  # (G, T, V) bool
+    nucleus: torch.Tensor | None = None  # (G, T, V) bool, the ids that top-p left
     mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all count
     advantages: torch.Tensor | None = None  # (G,) or (G, T)
     ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
@@ -114,14 +116,14 @@ def generate_with_logprobs(
     Args:
         prompt_ids: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is
             masked.
-        position_ids: N tensors (3, L_i+T) int64, or None: the model makes its own. A model with 3-D
-            positions that is not given them falls back to text positions, silently.
+        position_ids: N tensors (3, L_i+T) int64, or None: the model makes its own. Without
+            them a model with 3-D positions, such as GLM-Image, silently takes text positions.
         allowed_ids: slice(first, end), the ids that may be sampled, V of them; for pictures no end
             tokens.
         temperature: divides the logits; above 0.
         top_p: in (0, 1]; 1 keeps every id.
-        end_ids: the ids that end a text, a tuple. T is then that of the longest text, at most
-            `num_new_tokens`; without end_ids it is exactly that.
+        end_ids: the ids that end a text, a tuple. With them T is the length of the longest
+            text, at most `num_new_tokens`; without them T is `num_new_tokens`.
         generators: N torch.Generators on the model's device, so that no group depends on its
             neighbours. None: torch's.
         token_forward: called instead of the model for every token but the first, such as a graph
@@ -134,7 +136,8 @@ def generate_with_logprobs(
     """
     _check_sampling(allowed_ids, temperature, top_p, end_ids)
     ids, positions, not_padding = _pad_left(prompt_ids, position_ids, num_new_tokens, model.device)
-    last = torch.tensor([-1], device=model.device)  # why a tensor: see get_per_token_logprobs
+    # A tensor: given a number, transformers copies the head's weight for each row.
+    last = torch.tensor([-1], device=model.device)
 
     def next_logits(ids, rows, end, cache=None):
         """Logits (B, vocabulary) for the token after `ids` (B, length), and the cache with `ids`.
@@ -152,7 +155,7 @@ def generate_with_logprobs(
             use_cache=True,
             logits_to_keep=last,
         )
-        if output.past_key_values is None:  # each token would see the last one alone
+        if output.past_key_values is None:  # a token would see only the token before it
             raise ValueError("the model returns no past_key_values: it cannot be sampled here")
         return output.logits[:, -1], output.past_key_values
 
@@ -166,7 +169,7 @@ def generate_with_logprobs(
     if hasattr(cache, "reorder_cache"):
         cache.reorder_cache(rows)
         logits = logits[rows]
-    else:  # each has to be read G times
+    else:  # this cache cannot repeat rows: each prompt is read G times
         logits, cache = next_logits(ids[rows], rows, length)
 
     # The samples: the first tokens follow from that pass, then each pass gives one more.
@@ -191,7 +194,7 @@ def generate_with_logprobs(
 def _sample_token(logits, allowed_ids, temperature, top_p, generators):
     """One id per row: logits (N*G, vocabulary) -> ids (N*G, 1), log-probs (N*G, 1), nucleus.
 
-    nucleus: (N*G, V) bool, the most likely ids that together hold top_p. None if that is 1.
+    nucleus: (N*G, V) bool, the most likely ids that together hold top_p. None if top_p is 1.
     """
     logp = _log_distribution(logits, allowed_ids, temperature)  # (N*G, V)
     nucleus = None
@@ -201,7 +204,7 @@ def _sample_token(logits, allowed_ids, temperature, top_p, generators):
     # The Gumbel-max trick in its exponential form: with E = -log(uniform), argmax(p / E) is a draw
     # from p. torch.multinomial does the same, but checks p first, which would make the CPU wait for
     # the GPU at every token.
-    noise = torch.empty_like(logp)
+    noise = torch.empty_like(logp)  # E
     generators = generators or [None]
     for group, generator in zip(noise.chunk(len(generators)), generators, strict=True):
         group.exponential_(generator=generator)
@@ -233,7 +236,7 @@ def compute_advantages(rewards, group_size, eps=1e-6):
             NaN is a sample without a reward: it takes no part in mean and std, and gets 0.
         eps: keeps the division finite, in units of the reward.
 
-    Returns: (N*G,) float32. ValueError for a G below 2 (a lone sample has no baseline), infinity.
+    Returns: (N*G,) float32. ValueError for infinity, and for G = 1, which has no baseline.
     """
     centred, std = centre_groups(rewards, group_size)
     return (centred / (std + eps)).nan_to_num(0).flatten().float()
@@ -284,7 +287,7 @@ def get_per_token_logprobs(
         allowed_ids, temperature: as in sampling.
         nucleus: (B, T, V) bool as sampling returned it. New, old and reference policy renormalise
             over this same set: a ratio of probabilities over different sets would not be an
-            importance weight. The KL term too is that of the distributions cut off by top-p.
+            importance weight. The KL term too compares the distributions cut off by top-p.
 
     Returns: (B, T) float32, with gradient. The value for an id that is not allowed is meaningless:
     mask it in the loss.
@@ -342,7 +345,7 @@ def compute_grpo_loss(
     """
     _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
-    # The share of each token in a mean over the tokens of a sample, then over samples.
+    # A mean over the tokens of a sample, then over samples: a long text counts like a short one.
     share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T)
     # Hook: other losses weigh the tokens otherwise (docs/copying.md); metrics stay means.
     loss_share = share
@@ -357,13 +360,15 @@ def compute_grpo_loss(
     ratio = log_ratio.exp()
     advantages = masked(advantages.detach().view(len(advantages), -1))  # (B, T)
     unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages  # no gradient beyond it
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages  # flat beyond the range
+    # The smaller of both: a push ends beyond the range, but a code that moved the wrong way keeps
+    # its gradient back.
     loss = policy_loss = -(torch.min(unclipped, clipped) * loss_share).sum()
     kl = torch.tensor(float("nan"))  # not measured
     if ref_logprobs is not None:
         # k3 (Schulman 2020, "Approximating KL divergence"): its value estimates KL(pi || ref), but
-        # as a loss term its gradient on fresh samples is that of KL(ref || pi). Both pull towards
-        # the reference, which is what it is for.
+        # as a loss term on fresh samples it has the gradient of KL(ref || pi). Both pull towards
+        # the reference.
         log_ref = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         k3 = log_ref.exp() - log_ref - 1
         kl = average(k3)
@@ -397,7 +402,7 @@ class GRPO:
         reference: makes a context within which the model is the reference; None: with its adapter
             disabled.
         average: takes tensors, and averages each over all processes in place; None: there is one
-            process. W processes, with N prompts and seeds of their own, equal one with W*N.
+            process. W processes, each with its own N prompts and seeds, equal one with W*N.
 
     add_reference and update use a group's old_logprobs, mask, advantages and ref_logprobs. Only
     logprobs() reads the rest: override it for another type of policy, as glm_image/decoder.py does.
@@ -430,7 +435,7 @@ class GRPO:
 
         encoded: N times (prompt_ids (L,), position_ids (3, L+T) or None for a text model, T), with
         one T for all. Group i draws from `seed + i` alone: the same prompts and seed give the same
-        samples until the policy moves. So the next step's seed is N higher.
+        samples until the policy moves. So the seeds of two steps must differ by N or more.
         """
         self.model.eval()
         prompt_ids, position_ids, lengths = zip(*encoded, strict=True)
@@ -454,7 +459,7 @@ class GRPO:
         mask = None
         if ends:
             mask = mask_through_end(tokens, ends)  # (N*G, T)
-            # The pass goes on for the longest text: a reward must not see what others wrote then.
+            # Ended texts are sampled on until the longest ends. No reward may see those tokens.
             tokens = tokens.where(mask > 0, ends[0])
         by_group = lambda x: [None] * len(encoded) if x is None else x.split(group_size)
         drawn = map(by_group, (tokens, logprobs, nucleus, mask))
@@ -463,7 +468,7 @@ class GRPO:
 
     @torch.no_grad()
     def add_reference(self, groups):
-        """4: log-probs under the reference, for groups with spread."""
+        """4: log-probs under the reference, for groups whose rewards are not all equal."""
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
@@ -496,13 +501,13 @@ class GRPO:
         total = torch.tensor(sizes, device=self.model.device).sum()
         self.average([total])
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
-        # Eval mode, so that nothing drops out; but gradient checkpointing works in train mode only.
-        new, old = "is_activation_checkpointing", "is_gradient_checkpointing"  # transformers' names
-        self.model.train(getattr(self.model, new if hasattr(self.model, new) else old, False))
+        # Eval mode switches dropout off, but gradient checkpointing works in train mode only.
+        now, was = "is_activation_checkpointing", "is_gradient_checkpointing"  # transformers' names
+        self.model.train(getattr(self.model, now if hasattr(self.model, now) else was, False))
         reports = []  # (size, metrics) of each micro-batch
         norms = []  # of the gradient before clipping, per iteration
         for _ in range(self.settings.iterations):
-            for each in self.parameters:  # not None, for a process whose groups have no spread
+            for each in self.parameters:  # not None: all processes average, also without spread
                 each.grad = torch.zeros_like(each)
             for group, rows in micro_batches:
                 new_logprobs = self.logprobs(group, rows)  # 4
@@ -515,7 +520,7 @@ class GRPO:
                     self.settings.clip_range,
                     self.settings.kl_coef,
                 )
-                # The gradients of micro-batches add up to that of the step, however it is cut.
+                # The gradients of micro-batches add up to the gradient of the step.
                 (loss * size(group, rows) / total.item()).backward()
                 reports.append((size(group, rows), metrics))
             self.average([each.grad for each in self.parameters])
@@ -600,7 +605,7 @@ class Offload:
             for tensor, home in others:
                 tensor.data = home
             self.on_evict()
-        torch.cuda.empty_cache()  # what one model left in fragments would not fit the other
+        torch.cuda.empty_cache()  # free memory in small pieces would not fit the next model
         for tensor, home in [pair for model in models for pair in self.homes[model]]:
             if tensor.data_ptr() == home.data_ptr():
                 tensor.data = home.to(self.device, non_blocking=True, copy=True)

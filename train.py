@@ -44,8 +44,8 @@ from runtime.settings import Settings, parse_settings, print_start
 def grpo_step(run, settings, rewards, prompts, seed):
     """One step of GRPO, its six parts in their order.
 
-    rewards: {name: (function, weight)}. prompts: N of them. seed: of sampling and painting. Returns
-    the Batch and {name: number}.
+    rewards: {name: (function, weight)}. prompts: N. seed: for sampling and painting. Returns the
+    Batch and the metrics, {name: number}.
     """
     policy, group_size = run.policy, settings.group_size  # policy: a GRPO, see grpo.py
 
@@ -59,9 +59,9 @@ def grpo_step(run, settings, rewards, prompts, seed):
 
     set_advantages(groups, reward)  # 3. advantages: z-scores within each group
 
-    with run.phase("reference", policy.model):  # 4. recompute the log-probs: with the adapter off
+    with run.phase("reference", policy.model):  # 4. recompute the log-probs: adapter off
         policy.add_reference(groups)
-    with run.phase("update", policy.model):  # and on, with gradient; 5. the clipped loss; 6. AdamW
+    with run.phase("update", policy.model):  # 4. adapter on; 5. the clipped loss; 6. AdamW
         metrics = policy.update(groups)
 
     return Batch(groups, images, raw_rewards), metrics | {"entropy": entropy(groups)}
@@ -71,14 +71,14 @@ def paint_and_score(run, settings, rewards, prompts, groups, seed):
     """N*G PIL images, prompt after prompt, and their raw rewards {name: (N*G,)}."""
     images = []
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-        # Equal codes make equal pictures: each is painted once.
+        # Equal codes and the same noise make equal pictures: each picture is painted once.
         codes, which = group.tokens.unique(dim=0, return_inverse=True)
         with run.phase("paint", *run.glm_image.painters):
             latents = run.glm_image.paint(prompt, codes, settings, seed + i)
         with run.phase("vae", run.glm_image.vae):  # alone, as it takes the most memory
             painted = run.glm_image.to_images(latents, settings.micro_batch_size)
         images += [painted[k] for k in which]
-    with run.phase("score"):  # the GPU is for the rewards' models
+    with run.phase("score"):  # no model is named: the GPU is free for the rewards
         return images, score(rewards, images, **for_rewards(prompts))
 
 
@@ -129,7 +129,7 @@ class Run:
         """
         glm_image = cls.Model(pipe or load(settings.model, device))
         glm_image.prepare_training(settings, device, home=None if turns else device)
-        # On a GPU the first samples check the captured step.
+        # On a GPU a CUDA graph samples; CheckedGRPO compares its first samples with the model.
         trainer = CheckedGRPO if device.type == "cuda" else GRPO
         policy = trainer(
             glm_image.language_model,
@@ -152,7 +152,7 @@ class Run:
     def phase(self, name, *models):
         """Within it these models are on the GPU; the others leave a GPU too small for all of them.
 
-        The time it takes is logged under its name, that of moving under "move".
+        Its time is logged under its name, the time of moving models under "move".
         """
         if self.placement.offload is not None:
             with self.clock("move"):
@@ -223,8 +223,8 @@ def loop(run, settings, data, record, begun):
     for step in range(begun, settings.steps):
         if any(ranks.gather(record.stop.received)):  # together, or others would wait for this rank
             break
-        # All draws of a step, even those of a reward, start from the step's seed: no random state
-        # needs saving.
+        # All random draws of a step, also the draws of a reward, start from the step's seed. So no
+        # random state needs saving.
         seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
         run.set_learning_rates(settings, step)
         prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]

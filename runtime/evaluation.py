@@ -10,7 +10,8 @@ from runtime import ranks
 from runtime.data import evenly
 from runtime.gpu import retry_with_room
 
-# Prompt i of an evaluation has seed SEEDS[...] + i. No training step before the 500,000th has it.
+# Prompt i of an evaluation has seed SEEDS[...] + i. Training with --seed 0 needs 536,870 steps to
+# reach these seeds. Training with another --seed never reaches them: see seed_of_step.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
 
 
@@ -41,7 +42,7 @@ def evaluate(run, settings, data, record, stop=None):
 def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
     """For each prompt its raw rewards {name: (G,)} and its G pictures; None once stopped.
 
-    shares: a list, to which that of other ids is added for some prompts of this rank.
+    shares: a list that gets share_of_other_ids() of some prompts of this rank.
     """
 
     def make(some, seed):
@@ -52,7 +53,7 @@ def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
                 shares.extend(share_of_other_ids(run.policy, group) for group in groups[:4])
         return run.paint_and_score(own, rewards, some, groups, seed)
 
-    # A CPU's passes cost more for their number than for their rows: fewer and larger ones.
+    # On a CPU a pass costs much and a row of it little: fewer, larger passes.
     at_once = settings.prompts_per_step * (4 if run.clock.device.type == "cpu" else 1)
     results = {}
     for rows in ranks.batches(len(prompts), at_once):
@@ -77,8 +78,8 @@ def share_of_other_ids(policy, group):
 
     Training draws from the codes alone, so that other ids are in no loss and no KL term. generate()
     draws from all ids but those that its config suppresses. From the first sample: log p(o_t) among
-    these less that among the codes is log p(any code), whatever o_t; and the mean of prod_t p(any
-    code) over samples is the chance of codes alone.
+    these less log p(o_t) among the codes is log p(any code), whatever o_t. The mean of
+    prod_t p(any code) over samples is the chance of codes alone.
     """
     generating, first = copy(policy), torch.tensor([0])
     generating.allowed_ids = slice(0, None)
