@@ -38,6 +38,7 @@ import world
 
 import train
 from benchmarks import losses
+from grpo import _log_distribution
 from runtime import evaluation
 from runtime.data import evenly
 from runtime.log import read_jsonl
@@ -52,7 +53,7 @@ PICTURES = 16  # of each held-out caption
 JUDGES = {"correct": (check.correct, 1.0), "clean": (check.clean, 1.0)}
 HARD_START = {"steps": 160, "lr": 1e-4}
 COLUMNS = ["start", "variant", "lr", "seed", "step", "pictures", *world.KINDS, "clean", "objects"]
-COLUMNS += ["clipped", "chosen_on"]
+COLUMNS += ["clipped", "chosen_on", "kl"]
 
 
 class Variant(NamedTuple):
@@ -132,6 +133,8 @@ def lines_of(variant, lr, seed):
         # A step without a group to learn from has none.
         clipped = [x["clip_fraction"] for x in metrics if x["step"] <= step]
         row["clipped"] = np.mean([share for share in clipped if share is not None])
+        if variant.start == "gamed":
+            row["kl"] = exact_kl(model, checkpoint)
         if variant.start == "hard" and step == 20 and seed == 0:
             row["chosen_on"] = share_of_training(model, checkpoint)
         lines.append(
@@ -178,6 +181,33 @@ def share_of_training(model, adapter):
     given = settings, JUDGES, known, evaluation.SEEDS["training"]
     correct = [rewards["correct"] for rewards, _ in evaluation.judge(run, *given)]
     return np.mean([*mean_by_type([x.mean().item() for x in correct], known).values()])
+
+
+@torch.no_grad()
+def exact_kl(model, adapter):
+    """KL(pi || reference) in nats per code, along 4 pictures of each held-out caption.
+
+    A sum over all codes that top-p leaves, not an estimate from the code that was drawn.
+    """
+    settings, data, run = loaded(model, adapter)
+    own = replace(settings, group_size=PICTURES).for_evaluation()
+    policy, values = run.policy, []
+
+    def distribution(group, rows=4):
+        ids = torch.cat([group.prompt_ids.expand(rows, -1), group.tokens[:rows]], dim=1)[:, :-1]
+        positions = group.position_ids[:, None, :-1].expand(-1, rows, -1)
+        last = torch.arange(-group.tokens.shape[1], 0)
+        logits = policy.model(input_ids=ids, position_ids=positions, logits_to_keep=last).logits
+        return _log_distribution(logits, policy.allowed_ids, own.temperature, group.nucleus[:rows])
+
+    for i in range(0, len(data.held_out), 16):
+        encoded = run.glm_image.encode(data.held_out[i : i + 16], own)
+        for group in policy.sample(encoded, PICTURES, evaluation.SEEDS["held out"] + i):
+            pi = distribution(group)
+            with policy.model.disable_adapter():
+                ref = distribution(group)
+            values.append((pi.exp() * (pi - ref)).nan_to_num(0).sum(-1).mean())
+    return torch.stack(values).mean().item()
 
 
 def start_of(name):

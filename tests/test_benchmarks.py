@@ -3,11 +3,22 @@
 import itertools
 import re
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import check
 import pytest
 import torch
-from conftest import CPU, TINY, painted, tiny_settings
+from conftest import (
+    CPU,
+    TINY,
+    build_run,
+    painted,
+    perturb,
+    prompts_of,
+    shorten,
+    tiny_settings,
+)
 from PIL import Image
 from test_tiny_model import few_captions
 
@@ -119,6 +130,34 @@ def test_the_harder_start_is_another_policy(monkeypatch, tmp_path):
     variants.make_hard_start()
     weights = "vision_language_encoder/model.safetensors"
     assert (tmp_path / "hard-start" / weights).read_bytes() != (TINY / weights).read_bytes()
+
+
+def test_the_exact_kl_by_trying_every_code(monkeypatch):
+    """Each code of each place in turn, read again as the only one that differs."""
+    shorten(monkeypatch.setattr)
+    run, prompts = (
+        build_run(settings := tiny_settings("--temperature 2")),
+        prompts_of("a red circle"),
+    )
+    perturb(run.policy.model, 0.2)
+    data = SimpleNamespace(held_out=prompts)
+    monkeypatch.setattr(variants, "loaded", lambda model, adapter: (settings, data, run))
+    monkeypatch.setattr(variants, "PICTURES", 4)
+    found = variants.exact_kl(None, None)
+    encoded = run.glm_image.encode(prompts, settings)
+    (group,) = run.policy.sample(encoded, 4, variants.evaluation.SEEDS["held out"])
+    expected = 0
+    for place in range(group.tokens.shape[1]):
+        for code in group.nucleus[:, place].any(0).nonzero().flatten():
+            changed = replace(group, tokens=group.tokens.clone())
+            changed.tokens[:, place] = code
+            with torch.no_grad():
+                pi = run.policy.logprobs(changed, torch.arange(4))[:, place]
+                with run.policy.reference():
+                    ref = run.policy.logprobs(changed, torch.arange(4))[:, place]
+            drawable = group.nucleus[:, place, code]
+            expected += (pi.exp() * (pi - ref))[drawable].sum() / group.tokens.numel()
+    assert found == pytest.approx(expected.item(), rel=1e-4) and found > 0.01
 
 
 # ---- the best of k -------------------------------------------------------------------------------
