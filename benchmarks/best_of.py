@@ -52,26 +52,29 @@ def curve(rows):
     """pass@k for KS: (mean of the six types, its standard error over captions).
 
     The chance that at least one of k pictures is correct, without bias from n of which c are: 1 -
-    C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374).
+    C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374). rows: of one seed, or of several.
     """
+    types = {row["caption"]: row["type"] for row in rows}
     wrong = [PICTURES - int(row["correct"]) for row in rows]
     for k in KS:
-        values = torch.tensor([1 - comb(each, k) / comb(PICTURES, k) for each in wrong])[:, None]
-        metrics = evaluation_metrics("all", {"reward": values}, [row["type"] for row in rows])
+        values = torch.tensor([1 - comb(each, k) / comb(PICTURES, k) for each in wrong])
+        values = values.view(-1, len(types)).mean(0)[:, None]  # a caption's mean over seeds
+        metrics = evaluation_metrics("all", {"reward": values}, [*types.values()])
         yield metrics["all, mean of types"]["reward"]
 
 
 def table(rows):
-    """Lines of docs/worth.md."""
-    titles = ["run", *(f"pass@{k}" for k in KS), "never correct", *COLUMNS[4:]]
+    """Lines of docs/worth.md; of runs that differ in their seed alone the means."""
+    titles = ["", *(f"pass@{k}" for k in (1, 8, 64)), "never correct", *COLUMNS[4:]]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for run, own in groupby(rows, itemgetter("run")):
+    for name, own in groupby(rows, lambda row: row["run"].partition(", seed")[0]):
         own = [*own]
-        (first, error), *others = curve(own)
-        cells = [f"{first:.1%} +- {error:.1%}", *(f"{mean:.1%}" for mean, _ in others)]
-        cells.append(str(sum(int(row["correct"]) == 0 for row in own)))
+        means, errors = zip(*curve(own))
+        cells = [f"{mean:.1%}" for mean in means[::3]]
+        cells[0] += f" +- {errors[0]:.1%}"
+        cells.append(f"{sum(int(row['correct']) == 0 for row in own) / len(own):.0%}")
         cells += [f"{np.mean([float(row[key]) for row in own]):.3g}" for key in COLUMNS[4:]]
-        lines.append(f"| {run} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

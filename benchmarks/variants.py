@@ -100,7 +100,13 @@ SHIPPED = [
 GAMED = [
     Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3),
     Variant("gamed", "KL 0.2", "", "", f"{GAME} 0.2", 2e-3),
+    Variant("gamed", "KL 0.5", "", "", f"{GAME} 0.5", 2e-3, range(1)),
     Variant("gamed", "KL 1", "", "", f"{GAME} 1", 2e-3),
+    Variant("gamed", "KL 1.4", "", "", f"{GAME} 1.4", 2e-3, range(1)),
+    Variant("gamed", "KL 2", "", "", f"{GAME} 2", 2e-3, range(1)),
+    Variant("gamed", "KL 0.1, k2", "", "k2", f"{GAME} 0.1", 2e-3, range(1)),
+    Variant("gamed", "KL 0.2, k2", "", "k2", f"{GAME} 0.2", 2e-3),
+    Variant("gamed", "KL 0.4, k2", "", "k2", f"{GAME} 0.4", 2e-3, range(1)),
 ]
 
 
@@ -397,11 +403,15 @@ def table_of_clip(rows):
 
 
 def table_of_gamed(rows):
-    lines = ["| | reward | correct | clean |", "|---" * 4 + "|"]
+    lines = ["| | seeds | reward | correct | clean | exact KL |", "|---" * 6 + "|"]
+    measured = [row for row in rows if row["kl"] is not None]
     for variant in GAMED:
         columns = ["objects"], world.KINDS, ["clean"]
-        objects, right, clean = (of_seeds(rows, variant, 12, each).mean() for each in columns)
-        lines.append(f"| {variant.name} | {objects / 4:.2f} | {right:.0%} | {clean:.0%} |")
+        objects, right, clean = (of_seeds(rows, variant, 12, each) for each in columns)
+        kls = of_seeds(measured, variant, 12, ["kl"])
+        cells = f"{len(right)} | {objects.mean() / 4:.2f} | {right.mean():.0%} | {clean.mean():.0%}"
+        kl = f"{kls.mean():.4f}" if len(kls) else ""
+        lines.append(f"| {variant.name} | {cells} | {kl} |")
     return "\n".join(lines)
 
 

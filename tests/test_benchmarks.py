@@ -135,10 +135,7 @@ def test_the_harder_start_is_another_policy(monkeypatch, tmp_path):
 def test_the_exact_kl_by_trying_every_code(monkeypatch):
     """Each code of each place in turn, read again as the only one that differs."""
     shorten(monkeypatch.setattr)
-    run, prompts = (
-        build_run(settings := tiny_settings("--temperature 2")),
-        prompts_of("a red circle"),
-    )
+    run, prompts = build_run(settings := tiny_settings("--temperature 2")), prompts_of("a ring")
     perturb(run.policy.model, 0.2)
     data = SimpleNamespace(held_out=prompts)
     monkeypatch.setattr(variants, "loaded", lambda model, adapter: (settings, data, run))
@@ -170,11 +167,17 @@ def test_the_best_of_k_by_hand(run, monkeypatch, tmp_path):
     (tmp_path / "runs").mkdir()
     rows = [("two", 0), ("two", 64), ("colours", 1), ("colours", 1)]
     lines = [f"{best_of.BEFORE},{kind},{i},{n},2,1,0.25" for i, (kind, n) in enumerate(rows)]
+    for seed, correct in enumerate((64, 0)):  # all are correct, none is
+        lines += [
+            f'"default run, seed {seed}",{kind},{i},{correct},{seed + 1},1,0'
+            for i, (kind, _) in enumerate(rows)
+        ]
     best_of.CSV.write_text("\n".join([",".join(best_of.COLUMNS), *lines, ""]))
-    *_, line = run(best_of)
-    # 1/64, 2/64, ... and 1/2, halved: the mean of both types.
-    shares = " | ".join(f"{(0.5 + k / 64) / 2:.1%}" for k in best_of.KS[1:])
-    assert line == f"| before training | 25.8% +- 25.0% | {shares} | 1 | 2 | 1 | 0.25 |"
+    *_, line, of_two_seeds = run(best_of)
+    assert of_two_seeds == "| default run | 50.0% +- 0.0% | 50.0% | 50.0% | 50% | 1.5 | 1 | 0 |"
+    # 1/64, 8/64 and 1 in the one type, 1/2 in the other: the mean of both.
+    numbers = "25.8% +- 25.0% | 31.2% | 75.0% | 25% | 2 | 1 | 0.25"
+    assert line == f"| before training | {numbers} |"
     assert Image.open(tmp_path / "runs" / "best-of.png").width == 880
 
 
