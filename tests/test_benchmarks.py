@@ -135,7 +135,8 @@ def test_the_harder_start_is_another_policy(monkeypatch, tmp_path):
 def test_the_exact_kl_by_trying_every_code(monkeypatch):
     """Each code of each place in turn, read again as the only one that differs."""
     shorten(monkeypatch.setattr)
-    run, prompts = build_run(settings := tiny_settings("--temperature 2")), prompts_of("a ring")
+    settings, prompts = tiny_settings("--temperature 2"), prompts_of("a red circle")
+    run = build_run(settings)
     perturb(run.policy.model, 0.2)
     data = SimpleNamespace(held_out=prompts)
     monkeypatch.setattr(variants, "loaded", lambda model, adapter: (settings, data, run))
