@@ -374,23 +374,6 @@ def table(rows, variants):
     return "\n".join(lines)
 
 
-def table_of_rates(rows):
-    """Lines of docs/worth.md: of seed 0, after 20 steps, held out, at each rate that was tried."""
-    shown = [each for each in HARD if not each.lr]
-    tried = sorted({lr for variant in shown for lr in rates(rows, variant)})
-    lines = [f"| Variant | {' | '.join(map(written, tried))} |", "|---" * (len(tried) + 1) + "|"]
-    for variant in shown:
-        chosen = rate_of(rows, variant)
-        cells = dict.fromkeys(tried, "")
-        for lr, share in rates(rows, variant).items():
-            at = variant._replace(lr=lr)
-            mark = "**" if lr == chosen else ""
-            held_out = "".join(f"{x:.1%} " for x in of_seeds(rows, at, 20)[:1])
-            cells[lr] = f"{mark}{held_out}({share:.1%}){mark}"
-        lines.append(f"| {variant.name} | {' | '.join(cells.values())} |")
-    return "\n".join(lines)
-
-
 def table_of_clip(rows):
     seeds = FOUR_ITERATIONS.seeds
     lines = [f"| After 20 steps | {' | '.join(f'seed {i}' for i in seeds)} | mean |"]
@@ -417,8 +400,7 @@ def table_of_gamed(rows):
 
 def tables(rows):
     """All of docs/worth.md."""
-    of_best_rates = [table(rows, HARD), table_of_rates(rows)]
-    return [*of_best_rates, table_of_clip(rows), table(rows, SHIPPED), table_of_gamed(rows)]
+    return [table(rows, HARD), table_of_clip(rows), table(rows, SHIPPED), table_of_gamed(rows)]
 
 
 def draw(rows, file):
