@@ -1,5 +1,6 @@
 """The benchmarks run, and what they print follows from what they measure."""
 
+import csv
 import itertools
 import re
 import sys
@@ -200,3 +201,8 @@ def test_a_run_is_measured_by_its_distinct_pictures(run, monkeypatch, tmp_path):
     assert name == "mine" and numbers[:3] == ["2", "2", "1"]
     different = 1 - rewards.ssim_map(rewards.to_tensor(red), rewards.to_tensor(blue)).mean().item()
     assert float(numbers[3]) == pytest.approx((2 * 0.5 + 1) / 3 * different, abs=1e-4)
+
+
+def test_worth_has_the_table_of_best_of():
+    rows = [*csv.DictReader(best_of.CSV.read_text().splitlines())]
+    assert best_of.table(rows) in (best_of.ROOT / "docs" / "worth.md").read_text()
