@@ -400,7 +400,7 @@ def table_of_gamed(rows):
 
 def tables(rows):
     """All of docs/worth.md."""
-    return [table(rows, HARD), table_of_clip(rows), table(rows, SHIPPED), table_of_gamed(rows)]
+    return [table(rows, HARD), table_of_clip(rows), table_of_gamed(rows)]
 
 
 def draw(rows, file):
