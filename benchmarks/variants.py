@@ -356,13 +356,12 @@ def compare(rows, variants):
 def table(rows, variants):
     """Lines of docs/worth.md."""
     differences, error, threshold = compare(rows, variants)
-    titles = "Variant", "rate", "pictures", "after 10 steps", "20", "the four", "compared with"
-    lines = [f"| {' | '.join(titles)} | difference |", "|---" * 8 + "|"]
+    titles = "Variant", "rate", "after 10 steps", "20", "the four", "compared with"
+    lines = [f"| {' | '.join(titles)} | difference |", "|---" * 7 + "|"]
     for variant in variants:
         columns = (10, world.KINDS), (20, world.KINDS), (20, MOVING)
         shares = [of_seeds(rows, variant, *each).mean() for each in columns]
-        pictures = of_seeds(rows, variant, 20, ["pictures"]).mean()
-        cells = variant.name, written(rate_of(rows, variant)), f"{pictures:.0f}"
+        cells = variant.name, written(rate_of(rows, variant))
         cells = *cells, *map("{:.1%}".format, shares), variant.reference
         difference = differences[variant.name]
         mark = "**" if abs(difference) > threshold else ""

@@ -94,7 +94,7 @@ def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     variants.append(made_up(**{"4 iterations": 0.4}))
     lines = run(variants)
     (line,) = [line for line in lines if line.startswith("| 4 iterations | 1e-3")]
-    assert line == "| 4 iterations | 1e-3 | 0 | 50.0% | 40.0% | 40.0% | plain GRPO | **-30.0** |"
+    assert line == "| 4 iterations | 1e-3 | 50.0% | 40.0% | 40.0% | plain GRPO | **-30.0** |"
     assert [line for line in lines if line.endswith("| plain GRPO | +0.0 |")]  # not told apart
     assert Image.open(tmp_path / "variants.png").width == 880
 
