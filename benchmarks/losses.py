@@ -173,7 +173,7 @@ LOSSES = {  # what docs/copying.md says of each
     "GSPO": ", with `train.py --clip-range 3e-4`",
     "CISPO": ", for `--iterations` above 1: the clipped ratio, detached, weighs log pi",
     "GPG": ", with `--kl-coef 0`; groups of equal rewards do not count in the mean",
-    "k2": ": the KL term with the gradient of KL(pi \\|\\| ref); the `kl` that is logged is then k2",
+    "k2": ": the KL term with the gradient of KL(pi \\|\\| ref); `kl` is then k2",
     "old = new.detach()": ", where the gap is large and `iterations` is 1",
     "REINFORCE": ": neither a baseline nor a division",
     "REINFORCE with a constant": " as the baseline, here 1",
