@@ -1,13 +1,25 @@
 """The benchmarks run, and what they print follows from what they measure."""
 
+import csv
 import itertools
 import re
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import check
 import pytest
 import torch
-from conftest import CPU, TINY, painted, tiny_settings
+from conftest import (
+    CPU,
+    TINY,
+    build_run,
+    painted,
+    perturb,
+    prompts_of,
+    shorten,
+    tiny_settings,
+)
 from PIL import Image
 from test_tiny_model import few_captions
 
@@ -82,7 +94,7 @@ def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     variants.append(made_up(**{"4 iterations": 0.4}))
     lines = run(variants)
     (line,) = [line for line in lines if line.startswith("| 4 iterations | 1e-3")]
-    assert line == "| 4 iterations | 1e-3 | 0 | 50.0% | 40.0% | 40.0% | plain GRPO | **-30.0** |"
+    assert line == "| 4 iterations | 1e-3 | 50.0% | 40.0% | 40.0% | plain GRPO | **-30.0** |"
     assert [line for line in lines if line.endswith("| plain GRPO | +0.0 |")]  # not told apart
     assert Image.open(tmp_path / "variants.png").width == 880
 
@@ -121,6 +133,32 @@ def test_the_harder_start_is_another_policy(monkeypatch, tmp_path):
     assert (tmp_path / "hard-start" / weights).read_bytes() != (TINY / weights).read_bytes()
 
 
+def test_the_exact_kl_by_trying_every_code(monkeypatch):
+    """Each code of each place in turn, read again as the only one that differs."""
+    shorten(monkeypatch.setattr)
+    settings, prompts = tiny_settings("--temperature 2"), prompts_of("a red circle")
+    run = build_run(settings)
+    perturb(run.policy.model, 0.2)
+    data = SimpleNamespace(held_out=prompts)
+    monkeypatch.setattr(variants, "loaded", lambda model, adapter: (settings, data, run))
+    monkeypatch.setattr(variants, "PICTURES", 4)
+    found = variants.exact_kl(None, None)
+    encoded = run.glm_image.encode(prompts, settings)
+    (group,) = run.policy.sample(encoded, 4, variants.evaluation.SEEDS["held out"])
+    expected = 0
+    for place in range(group.tokens.shape[1]):
+        for code in group.nucleus[:, place].any(0).nonzero().flatten():
+            changed = replace(group, tokens=group.tokens.clone())
+            changed.tokens[:, place] = code
+            with torch.no_grad():
+                pi = run.policy.logprobs(changed, torch.arange(4))[:, place]
+                with run.policy.reference():
+                    ref = run.policy.logprobs(changed, torch.arange(4))[:, place]
+            drawable = group.nucleus[:, place, code]
+            expected += (pi.exp() * (pi - ref))[drawable].sum() / group.tokens.numel()
+    assert found == pytest.approx(expected.item(), rel=1e-4) and found > 0.01
+
+
 # ---- the best of k -------------------------------------------------------------------------------
 
 
@@ -131,11 +169,17 @@ def test_the_best_of_k_by_hand(run, monkeypatch, tmp_path):
     (tmp_path / "runs").mkdir()
     rows = [("two", 0), ("two", 64), ("colours", 1), ("colours", 1)]
     lines = [f"{best_of.BEFORE},{kind},{i},{n},2,1,0.25" for i, (kind, n) in enumerate(rows)]
+    for seed, correct in enumerate((64, 0)):  # all are correct, none is
+        lines += [
+            f'"default run, seed {seed}",{kind},{i},{correct},{seed + 1},1,0'
+            for i, (kind, _) in enumerate(rows)
+        ]
     best_of.CSV.write_text("\n".join([",".join(best_of.COLUMNS), *lines, ""]))
-    *_, line = run(best_of)
-    # 1/64, 2/64, ... and 1/2, halved: the mean of both types.
-    shares = " | ".join(f"{(0.5 + k / 64) / 2:.1%}" for k in best_of.KS[1:])
-    assert line == f"| before training | 25.8% +- 25.0% | {shares} | 1 | 2 | 1 | 0.25 |"
+    *_, line, of_two_seeds = run(best_of)
+    assert of_two_seeds == "| default run | 50.0% +- 0.0% | 50.0% | 1.5 | 1 | 0 |"
+    # 1/64 and 1 in the one type, 1/2 in the other: the mean of both.
+    numbers = "25.8% +- 25.0% | 75.0% | 2 | 1 | 0.25"
+    assert line == f"| before training | {numbers} |"
     assert Image.open(tmp_path / "runs" / "best-of.png").width == 880
 
 
@@ -157,3 +201,8 @@ def test_a_run_is_measured_by_its_distinct_pictures(run, monkeypatch, tmp_path):
     assert name == "mine" and numbers[:3] == ["2", "2", "1"]
     different = 1 - rewards.ssim_map(rewards.to_tensor(red), rewards.to_tensor(blue)).mean().item()
     assert float(numbers[3]) == pytest.approx((2 * 0.5 + 1) / 3 * different, abs=1e-4)
+
+
+def test_worth_has_the_table_of_best_of():
+    rows = [*csv.DictReader(best_of.CSV.read_text().splitlines())]
+    assert best_of.table(rows) in (best_of.ROOT / "docs" / "worth.md").read_text()
