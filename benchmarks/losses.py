@@ -49,7 +49,10 @@ def redrawn(run, settings, rewards, prompts, groups, seed):
 
 
 def answered(run, prompts, groups):
-    """In place of samples the codes of a correct picture; returns a reward of 1 for each."""
+    """In place of samples the codes of a correct picture; returns a reward of 1 for each.
+
+    They are known of the tiny model's captions.
+    """
     import make  # of tiny-glm-image
     import world
 
@@ -65,7 +68,10 @@ def answered(run, prompts, groups):
 
 
 def weighted(groups, rewards):
-    """In place of set_advantages: codes alike in samples of opposite sign get less."""
+    """In place of set_advantages: codes equal in samples of opposite sign get less.
+
+    STAGE compares the codes' vectors.
+    """
     set_advantages(groups, rewards)
     for group in groups:
         advantages = group.advantages  # (G,)
@@ -182,9 +188,9 @@ LOSSES = {  # what docs/copying.md says of each
     "The batch's mean and std": " in place of the group's",
     "RAFT": ": the best of each group, as it is, with `--kl-coef 0`",
     "Rewards shuffled": " within the groups: a control, nothing should be learned",
-    "DAPO's dynamic sampling": ", in train.py, with the function `redrawn` below",
-    "Given answers": " in place of samples (supervised), in train.py, with `answered` below",
-    "STAGE's weights": " without its entropy reward, in train.py, with `weighted` below",
+    "DAPO's dynamic sampling": ", in train.py, with `redrawn` of losses.py",
+    "Given answers": " in place of samples (supervised), in train.py, with `answered`",
+    "STAGE's weights": " (arXiv 2509.25027) without its entropy reward, with `weighted`",
 }
 
 

@@ -1,7 +1,6 @@
 """The pages: links lead somewhere; flags, rewards and tests that they name exist."""
 
 import ast
-import inspect
 import io
 import re
 import subprocess
@@ -206,8 +205,8 @@ def test_the_tables_of_variants_are_those_of_the_file():
 def test_copying_shows_the_losses_of_the_file():
     page = (ROOT / "docs" / "copying.md").read_text()
     assert losses.table() in page
-    for function in losses.FUNCTIONS.values():
-        assert f"```python\n{inspect.getsource(function)}```" in page
+    named = set(re.findall(r"with `(\w+)`", losses.table()))
+    assert named == {function.__name__ for function in losses.FUNCTIONS.values()}
 
 
 def test_the_rows_that_worth_names_can_be_trained():
