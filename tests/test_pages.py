@@ -52,7 +52,7 @@ def drawn(pipe, count=24):
 def talkative(tmp_path):
     """A copy of the tiny model that suppresses nothing; its end token is as likely as a common
     code."""
-    folder = tmp_path / "tiny-glm-image"
+    folder = tmp_path / "copy"
     shutil.copytree(TINY, folder)
     encoder = folder / "vision_language_encoder"
     config = json.loads((encoder / "generation_config.json").read_text())
@@ -76,6 +76,7 @@ def test_merged_adapters_do_what_adapters_do(quick, tmp_path, talkative):
         weights = {name: torch.randn_like(weight) / 10 for name, weight in load_file(file).items()}
         save_file(weights, file, {"format": "pt"})
 
+    talkative.rename("tiny-glm-image")  # as the page names it
     plain = GlmImagePipeline.from_pretrained("tiny-glm-image", dtype=torch.float32)
     base = outputs(plain)
     plain.vision_language_encoder.load_adapter("runs/1/adapter")
@@ -99,7 +100,8 @@ def test_the_first_program_draws_codes_alone_and_needs_no_trained_decoder(
 ):
     """On a CPU, and with the copy in place of the released model."""
     assert quick("--steps 1 --out runs/1") == 0
-    load = functools.partial(GlmImagePipeline.from_pretrained, talkative)
+    talkative.rename("tiny-glm-image")
+    load = functools.partial(GlmImagePipeline.from_pretrained, "tiny-glm-image")
     monkeypatch.setattr(GlmImagePipeline, "from_pretrained", lambda *given, **more: load())
     monkeypatch.setattr(GlmImagePipeline, "to", lambda *given: None)
     painted = SimpleNamespace(images=[Image.new("RGB", (32, 32))])
