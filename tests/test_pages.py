@@ -20,6 +20,9 @@ from safetensors.torch import load_file, save_file
 from glm_image.model import encode_prompt
 
 
+SMALL = tiny_settings("--height 32 --width 32 --decode-steps 2")
+
+
 def run_code(page, word):
     """Runs the first block of Python on a page that contains a word; returns the names it
     defines."""
@@ -32,12 +35,11 @@ def run_code(page, word):
 def outputs(pipe):
     """What both models make of a prompt: the logits of the first code, and the latents of a picture
     of another."""
-    settings = tiny_settings("--height 32 --width 32 --decode-steps 2")
     ids, positions, _ = encode_prompt(pipe.processor, "three circles", 32, 32)
     start = {"input_ids": ids[None], "position_ids": positions[:, None, : len(ids)]}
     with torch.no_grad():
         logits = pipe.vision_language_encoder(**start, logits_to_keep=1).logits
-    return logits, painted(pipe, "three circles", torch.tensor([[5]]), settings, 0)[0]
+    return logits, painted(pipe, "three circles", torch.tensor([[5]]), SMALL, 0)[0]
 
 
 def drawn(pipe, count=24):
