@@ -245,7 +245,7 @@ def compute_advantages(rewards, group_size, eps=1e-6):
 def centre_groups(rewards, group_size):
     """The rewards less the mean of their group, (N, G) float64, and each group's std, (N, 1).
 
-    The std is the unbiased one, over G - 1.
+    The std is the unbiased one, over G - 1. NaN stays NaN, and is not counted.
     """
     rewards = torch.as_tensor(rewards, device="cpu")
     if rewards.ndim != 1 or group_size < 2 or rewards.isinf().any():
@@ -340,8 +340,8 @@ def compute_grpo_loss(
 
     Returns: the loss, a scalar, and metrics as floats: loss, policy_loss, kl (nats per token; NaN
     without a reference), clip_fraction (share of tokens whose gradient was cut), ratio_mean, and
-    mean and largest |new - old|, the gap: on fresh samples it is rounding, between sampling with a
-    cache and recomputing in one pass. ValueError for other shapes.
+    mean_logprob_gap and max_logprob_gap, of |new - old|: on fresh samples it is rounding, between
+    sampling with a cache and recomputing in one pass. ValueError for other shapes: _check_loss.
     """
     _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
