@@ -34,7 +34,7 @@ def emptied(source, name):
 if __name__ == "__main__":
     name, answer = sys.argv[-1], Path("answer.py")
     if name not in HOLES or answer.exists():
-        sys.exit(f"give one of {', '.join(HOLES)}; first end an open exercise: mv answer.py grpo.py")
+        sys.exit(f"give one of {', '.join(HOLES)}; an open one ends by: mv answer.py grpo.py")
     answer.write_text(source := Path("grpo.py").read_text())
     Path("grpo.py").write_text(emptied(source, name))
     print(f'grade: pytest test_grpo.py -k "{HOLES[name]}"; compare: answer.py, the file as it was')
