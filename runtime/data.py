@@ -14,14 +14,14 @@ from transformers.utils import cached_file
 
 from rewards import (
     check_rewards,
-    find_file,
     load_from_file,
+    own_files,
     parse_rewards,
     score,
     split_spec,
 )
 from runtime import UserError, checkpoints, counted, ranks, readable, short_name
-from runtime.settings import TINY
+from runtime.settings import TINY, option
 
 # A line for the prompts below it.
 TYPE = re.compile(r"#+ *(?:type|kind) *[:=] *(\S.*)", re.IGNORECASE)
@@ -188,11 +188,10 @@ def read_inputs(settings, read):
             "warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated"
         )
     adapters = checkpoints.find_adapters(settings.adapter)
-    specs = split_spec(f"{settings.reward},{settings.eval_reward}")
-    own = [name for name, _ in specs if ".py:" in name]
+    own = own_files(f"{settings.reward},{settings.eval_reward}")
     hashed = {
         "inputs": hash_of(prompts, held_out, adapters),
-        "rewards": {name: sha256(find_file(name).read_bytes()).hexdigest() for name in own},
+        "rewards": {name: sha256(file.read_bytes()).hexdigest() for name, file in own.items()},
     }
     if settings.resume:
         compare(settings.resume, hashed)
@@ -241,7 +240,7 @@ def load_rewards(settings, flag, files):
     """
     spec = getattr(settings, flag)
     if split_spec(spec):
-        print(f"loading --{flag.replace('_', '-')} {spec}", flush=True)
+        print(f"loading {option(flag)} {spec}", flush=True)
     rewards = parse_rewards(spec)
     for prompts in files:
         blank = [Image.new("RGB", (settings.width, settings.height))] * 2
