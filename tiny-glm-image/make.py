@@ -22,6 +22,7 @@ import itertools
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 from diffusers import GlmImagePipeline, ModelMixin
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
 from transformers import GenerationConfig
@@ -238,16 +240,14 @@ def collate(prompts, padding):
     Returns ids (B, L), positions (3, B, L+T) and the attention mask (B, 1, L+T, L+T), with L that
     of the longest.
     """
-    longest = max(len(ids) for ids, _ in prompts)
-    empty = [longest - len(ids) for ids, _ in prompts]
-    both = list(zip(empty, prompts))
-    ids = torch.stack([F.pad(ids, (n, 0), value=padding) for n, (ids, _) in both])
-    positions = torch.stack([F.pad(at, (n, 0)) for n, (_, at) in both], dim=1)  # (3, B, L+T)
-    length = positions.shape[-1]
-    real = torch.arange(length) >= torch.tensor(empty).unsqueeze(1)  # (B, L+T)
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    itself = torch.eye(length, dtype=torch.bool)  # padding too: a row that sees nothing is NaN
-    return ids, positions, (causal & real[:, None, None, :]) | itself
+    side_by_side = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids, positions = zip(*prompts)
+    real = side_by_side([torch.ones_like(at[0], dtype=torch.bool) for at in positions])  # (B, L+T)
+    causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool).tril()
+    itself = torch.eye(real.shape[1], dtype=torch.bool)  # padding: a row that sees nothing is NaN
+    mask = (causal & real[:, None, None, :]) | itself
+    positions = side_by_side([at.T for at in positions]).permute(2, 0, 1)
+    return side_by_side(ids, padding_value=padding), positions, mask
 
 
 def train_policy(policy, codebook, steps, lr, misreads, same=True):
