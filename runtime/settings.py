@@ -190,9 +190,6 @@ class Settings:
         """Fills in what follows from other settings; refuses what cannot work."""
         for each in fields(self):
             check_range(option(each.name), getattr(self, each.name), each.metadata["limits"])
-        if self.model is None:
-            self.model = default_model()
-        for each in fields(self):
             if each.metadata["is_path"]:
                 setattr(self, each.name, found(getattr(self, each.name)))
         if self.height % 32 or self.width % 32:
@@ -334,7 +331,7 @@ def parse_settings(arguments=None, kind=Settings):
     if "resume" in given:
         return kind(**resumed(given, kind))
     model = found(given.get("model")) or default_model()
-    usual = usual_settings(model, kind) | given
+    usual = usual_settings(model, kind) | given | {"model": model}
     if code := code_in(usual, given):
         raise UserError(f"{model}/defaults.json runs code: if you trust it, give {code}")
     settings = kind(**usual)
