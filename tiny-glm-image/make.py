@@ -253,7 +253,7 @@ def collate(prompts, padding):
 def train_policy(policy, codebook, steps, lr, misreads, same=True):
     """On captions and edits; with `misreads` what is painted is what was read, see misread."""
     rng = random.Random(2)
-    seen, (_, held_out) = seen_captions(), split_edits(random.Random(0))
+    seen, (_, held_out) = seen_captions(), split_edits()
     # With room for the codes of a source.
     codes = torch.full((16,), policy.config.image_token_id)
     edits = [EditPrompt(text, source=draw((None,) * 4), codes=codes) for text in WISHES]
@@ -368,8 +368,9 @@ COUNTS = {"one": (2, 2), "two": (6, 6), "counting": (4, 2), "position": (7, 3)}
 COLOURED = {"counting": (5, 2), "colours": (4, 6), "binding": (45, 10)}
 
 
-def split_captions(rng):
+def split_captions():
     """112 captions to train on and 48 held out, which no stage has seen, kind after kind."""
+    rng = random.Random(0)
     training, held_out = [], []
     for kind, captions in CAPTIONS.items():
         alike = {}
@@ -391,8 +392,7 @@ def split_captions(rng):
 
 def write_prompts():
     """Captions and edits to train on with GRPO, and others that no stage has seen."""
-    captions = split_captions(random.Random(0))
-    edits = split_edits(random.Random(0))
+    captions, edits = split_captions(), split_edits()
     for prefix, name, part in (("", "prompts", 0), ("heldout-", "heldout", 1)):
         write_lines(f"{name}.txt", captions[part])
         write_lines(f"{prefix}edits.txt", [wish for _, wish in edits[part]])
