@@ -46,8 +46,8 @@ class GlmImage:
     def prepare_training(self, settings, device, home=None):
         """Adds the adapter; freezes all else, and makes it small where memory is short.
 
-        All models are still on the CPU: runtime.gpu.place moves them. Only int8 weights go straight
-        to `home`, if that is given, so that the host never holds them.
+        All models are still on the CPU: Placement in runtime/gpu.py moves them. Only int8 weights
+        go straight to `home`, if that is given, so that the host never holds them.
         """
         inner, transformer = self.language_model.model, self.pipe.transformer
         inner.visual = inner.vqmodel = None  # they read pictures
@@ -259,7 +259,7 @@ def load(model, device, **options):
         trusted = {"subfolder": "processor", "trust_remote_code": False}
         processor = GlmImageProcessor.from_pretrained(model, **trusted)
         usual = {"processor": processor, "dtype": dtype, "use_safetensors": True}
-        return GlmImagePipeline.from_pretrained(model, **{**usual, **options})
+        return GlmImagePipeline.from_pretrained(model, **(usual | options))
 
 
 def load_sizes(model, device):

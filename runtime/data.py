@@ -247,8 +247,9 @@ def load_rewards(settings, flag, files):
         score(rewards, blank, **for_rewards(prompts[:1]))
     texts = [prompt.text for prompt in files[0]]
     for name, (function, _) in rewards.items():
-        if (applies := getattr(function, "applies", None)) and not all(map(applies, texts)):
-            prompts = f"{len(texts) - sum(map(applies, texts))} of {counted(len(texts), 'prompt')}"
+        applies = getattr(function, "applies", lambda prompt: True)
+        if left_out := sum(not applies(text) for text in texts):
+            prompts = f"{left_out} of {counted(len(texts), 'prompt')}"
             print(f"{short_name(name)}: does not apply to {prompts}", flush=True)
     return rewards
 
