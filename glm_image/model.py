@@ -1,8 +1,10 @@
 """GLM-Image: prompts in, pictures out; its weights from files, and what of them learns."""
 
+import json
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
@@ -15,6 +17,7 @@ from transformers import (
     T5EncoderModel,
     set_seed,
 )
+from transformers.utils import cached_file
 
 from runtime import UserError, readable
 from runtime.checkpoints import WEIGHTS, find_adapter, load_adapter
@@ -27,6 +30,12 @@ LORA_TARGETS = {
     "codes": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
     # The attention of every block.
     "decoder": ["to_q", "to_k", "to_v", "to_out.0"],
+}
+PARTS = {  # of the pipeline, those with weights
+    "vision_language_encoder": GlmImageForConditionalGeneration,
+    "text_encoder": T5EncoderModel,
+    "transformer": GlmImageTransformer2DModel,
+    "vae": AutoencoderKL,
 }
 # Added to a group's seed for the noise that its pictures start from; see train.py.
 NOISE_SEED = 2**31
@@ -170,9 +179,9 @@ def add_adapter(module, half, rank, folder=None):
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_TARGETS[half])
         return get_peft_model(module, lora), None
     with readable(f"use the adapter {folder}"):
-        config = PeftConfig.from_pretrained(folder)
-        config.inference_mode = False
-        config.base_model_name_or_path = None  # PEFT would warn of another place
+        # With a base_model_name_or_path PEFT would warn of another place.
+        usual = {"inference_mode": False, "base_model_name_or_path": None}
+        config = replace(PeftConfig.from_pretrained(folder), **usual)
         model = get_peft_model(module, config)
         model.add_adapter("reference", replace(config, inference_mode=True))
         for name in ("default", "reference"):
@@ -264,22 +273,20 @@ def load(model, device, **options):
 
 def load_sizes(model, device):
     """The same without data: from a few kB of config files."""
-    kinds = {
-        "vision_language_encoder": GlmImageForConditionalGeneration,
-        "text_encoder": T5EncoderModel,
-        "transformer": GlmImageTransformer2DModel,
-        "vae": AutoencoderKL,
-    }
     modules = {}
     with readable_loading(model), torch.device("meta"):
-        for name, kind in kinds.items():
-            if hasattr(kind, "config_class"):  # from transformers, not from diffusers
-                config = kind.config_class.from_pretrained(model, subfolder=name)
-                module = kind(config)
-            else:
-                module = kind.from_config(kind.load_config(model, subfolder=name))
-            modules[name] = module.to(torch.bfloat16)
+        for name in PARTS:
+            config = json.loads(Path(cached_file(model, f"{name}/config.json")).read_text())
+            modules[name] = without_weights(name, config).to(torch.bfloat16)
     return load(model, device, **modules)
+
+
+def without_weights(name, config):
+    """A part of the pipeline with random weights. config: {name: value}, as in its config.json."""
+    part = PARTS[name]
+    if hasattr(part, "config_class"):  # from transformers, not from diffusers
+        return part(part.config_class.from_dict(config))
+    return part.from_config(config)
 
 
 def token_forward(glm_image, settings, device):

@@ -19,6 +19,7 @@ release. The sizes, the tokenizer and the scheduler stay as this folder's config
 
 import argparse
 import itertools
+import json
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -29,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import GlmImagePipeline, ModelMixin
+from diffusers import GlmImagePipeline
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
 from torch.nn.utils.rnn import pad_sequence
@@ -62,7 +63,7 @@ from world import (
 )
 
 from glm_image.editing import EditPrompt, encode_edit
-from glm_image.model import encode_prompt, for_decoder
+from glm_image.model import encode_prompt, for_decoder, without_weights
 
 NUM_CODES = 1024
 
@@ -160,9 +161,7 @@ def codes_of(scenes, corners):
 
 def fresh(part):
     """A model of this folder's pipeline: sizes as its config.json says, random weights."""
-    model = getattr(GlmImagePipeline.from_pretrained(HERE), part)
-    make = model.from_config if isinstance(model, ModelMixin) else type(model)
-    return make(model.config)
+    return without_weights(part, json.loads((HERE / part / "config.json").read_text()))
 
 
 # ---- 4. training ---------------------------------------------------------------------------------
