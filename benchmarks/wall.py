@@ -33,8 +33,9 @@ def judged(adapter):
     return [[(rewards[name].tolist(), images) for rewards, images in each] for each in results]
 
 
-def wall(results, cell=37):
+def wall(results):
     """A column for each caption, in two rows of columns; a red frame is a picture that is wrong."""
+    cell = 37  # pixels
     sheet = Image.new("RGB", (24 * cell, 8 * cell), "white")
     for i, (correct, images) in enumerate(results):
         for j, image in enumerate(images):

@@ -33,10 +33,6 @@ class EditPrompt(Prompt):
     def given(self):
         return {"source": self.source}
 
-    def identity(self):
-        """Two edits may share a text."""
-        return self.text, self.source.tobytes()
-
 
 def read_edits(settings, prefix=""):
     """The edits to train on, or with "eval_" the held-out edits."""

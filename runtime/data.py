@@ -45,8 +45,8 @@ class Prompt:
         return {}
 
     def identity(self):
-        """What tells prompts apart."""
-        return self.text
+        """What tells prompts apart: all that the policy reads."""
+        return self.text, *(picture.tobytes() for picture in self.given().values())
 
 
 def for_rewards(prompts):
