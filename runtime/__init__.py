@@ -18,10 +18,15 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", message="TensorFloat32")
 # It warns of modules to keep in float32 where there are none.
 diffusers.utils.logging.set_verbosity_error()
-if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar would be a line
+
+
+def disable_progress_bars():
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
 
+
+if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar would be a line
+    disable_progress_bars()
 
 ROOT = Path(__file__).resolve().parent.parent
 
