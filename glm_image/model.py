@@ -150,8 +150,7 @@ class GlmImage:
     @torch.no_grad()
     def to_images(self, latents, micro_batch_size):
         """Latents -> PIL images, by the VAE alone: meanwhile the decoder need not be on the GPU."""
-        scaling = self.vae.config.latents_mean, self.vae.config.latents_std
-        mean, std = (torch.tensor(numbers).view(1, -1, 1, 1) for numbers in scaling)
+        mean, std = latent_scaling(self.vae)
         images = []
         for batch in latents.split(micro_batch_size):
             batch = batch.to(self.vae.device, self.vae.dtype)
@@ -164,6 +163,12 @@ class GlmImage:
         # Micro-batches of two sizes, with text to paint and without, are more than torch's limit.
         transformer.compile_repeated_blocks(recompile_limit=32)
         transformer.forward = or_plain(transformer.forward)
+
+
+def latent_scaling(vae):
+    """Mean and std of its latents, (1, C, 1, 1) both: the decoder paints them standardised."""
+    numbers = vae.config.latents_mean, vae.config.latents_std
+    return [torch.tensor(of_channels).view(1, -1, 1, 1) for of_channels in numbers]
 
 
 # ---- LoRA adapters -------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ from world import (
 )
 
 from glm_image.editing import EditPrompt, encode_edit
-from glm_image.model import encode_prompt, for_decoder, without_weights
+from glm_image.model import encode_prompt, for_decoder, latent_scaling, without_weights
 
 NUM_CODES = 1024
 
@@ -71,8 +71,15 @@ NUM_CODES = 1024
 # ---- 1. captions and edits, misread --------------------------------------------------------------
 
 # Of the captions of a step.
-SHARES = {"one": 1, "two": 3, "counting": 5, "colours": 2, "position": 5, "binding": 5}
-SHARES |= {"coloured position": 4}
+SHARES = {
+    "one": 1,
+    "two": 3,
+    "counting": 5,
+    "colours": 2,
+    "position": 5,
+    "binding": 5,
+    "coloured position": 4,
+}
 
 
 def misread(caption, rng, same=True):
@@ -338,8 +345,7 @@ def make_decoder(vae, codebook, no_text):
     rng = random.Random(2)
     scenes = [random_scene(rng) for _ in range(1000)]  # what edits may lead to
     scenes += [rng.choice(CAPTIONS[rng.choice(KINDS)]).scene() for _ in scenes]
-    scaling = vae.config.latents_mean, vae.config.latents_std
-    mean, std = (torch.tensor(numbers).view(1, -1, 1, 1) for numbers in scaling)
+    mean, std = latent_scaling(vae)
     latents = (latents_of(vae, to_tensor([draw(scene) for scene in scenes])) - mean) / std
     large = codes_of(scenes, corner_codes(codebook))[:, 256:]
     # First to paint from captions, then to edit too: what is the same in both is learned by then.

@@ -18,8 +18,9 @@ COLOURS = {
     "blue": (40, 80, 205),
     "green": (35, 150, 70),
     "yellow": (250, 205, 40),
+    "purple": (125, 55, 165),
+    "black": (25, 25, 30),
 }
-COLOURS |= {"purple": (125, 55, 165), "black": (25, 25, 30)}
 WHITE = (245, 245, 240)
 USUAL = dict(zip(SHAPES, COLOURS))  # the colour of a shape where a caption names none
 SPRITES = list(itertools.product(SHAPES, COLOURS))  # 36
