@@ -98,13 +98,14 @@ def variety(images, prompts, targets, group_size):
     """
     values = []
     for first in range(0, len(images), group_size):
-        pixels = [image.tobytes() for image in images[first : first + group_size]]
-        distinct = list(dict.fromkeys(pixels))  # equal pictures are compared once
-        which = [distinct.index(each) for each in pixels]  # (G,)
-        small = [small_tensor(images[first + which.index(i)]) for i in range(len(distinct))]
-        alike = torch.eye(len(distinct))
-        for i, j in itertools.combinations(range(len(distinct)), 2):
+        group = images[first : first + group_size]
+        pixels = [image.tobytes() for image in group]
+        distinct = dict(zip(pixels, group))  # equal pictures are compared once
+        small = [small_tensor(image) for image in distinct.values()]
+        alike = torch.eye(len(small))
+        for i, j in itertools.combinations(range(len(small)), 2):
             alike[i, j] = alike[j, i] = ssim_map(small[i], small[j]).mean()
+        which = [list(distinct).index(each) for each in pixels]  # (G,)
         values.append((group_size - alike[which][:, which].sum(1)) / (group_size - 1))
     return torch.cat(values)
 
@@ -216,6 +217,11 @@ def find_file(name):
     if not file.is_file():
         raise UserError(f"the file {path} does not exist")
     return file
+
+
+def own_files(spec):
+    """{"my_file.py:function": its file} of what a spec names."""
+    return {name: find_file(name) for name, _ in split_spec(spec) if ".py:" in name}
 
 
 def load_from_file(name):

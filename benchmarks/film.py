@@ -25,8 +25,9 @@ def frame(run, record):
     return side_by_side(sheet)
 
 
-def side_by_side(sheet, top=42, row=95, label=150, pictures=176):
+def side_by_side(sheet):
     """Two captions beside two others: the sheet half as high, for the width of a page."""
+    top, row, label, pictures = 42, 95, 150, 176  # of a sheet of SIZE
     width, height = sheet.width - pictures + label, top + 2 * row
     columns = Image.new("RGB", (2 * width, height), "white")
     for source in ((0, 0, label, height), (pictures, 0, sheet.width, height)):

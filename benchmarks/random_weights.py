@@ -12,16 +12,13 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
-from diffusers import AutoencoderKL, GlmImageTransformer2DModel
-from transformers import (
-    GlmImageConfig,
-    GlmImageForConditionalGeneration,
-    T5Config,
-    T5EncoderModel,
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-TINY = Path(__file__).resolve().parents[1] / "tiny-glm-image"
+import torch
+
+from glm_image.model import without_weights
+from runtime.settings import TINY
+
 # All else is the default of the classes. The policy's vision tower, which does not train, has one
 # layer here.
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
@@ -53,27 +50,19 @@ SIZES = {
         "use_post_quant_conv": False,
     },
 }
-MAKE = {
-    "vision_language_encoder": lambda **sizes: GlmImageForConditionalGeneration(
-        GlmImageConfig(**sizes)
-    ),
-    "transformer": GlmImageTransformer2DModel,
-    "text_encoder": lambda **sizes: T5EncoderModel(T5Config(**sizes)),
-    "vae": AutoencoderKL,
-}
 
 
-def main(folder, device=None):
-    """device: on a CPU it takes minutes."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+def main(folder):
+    # On a CPU it takes minutes.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     left_out = shutil.ignore_patterns("*.safetensors", "*.png", "*.txt", "*.py")
     shutil.copytree(TINY, folder, ignore=left_out, dirs_exist_ok=True)
     # The tiny model's defaults are not for this one.
     Path(folder, "defaults.json").unlink(missing_ok=True)
     torch.set_default_dtype(torch.bfloat16)
-    for name, make in MAKE.items():
+    for name, sizes in SIZES.items():
         with torch.device(device):
-            make(**SIZES[name]).save_pretrained(Path(folder, name))
+            without_weights(name, sizes).save_pretrained(Path(folder, name))
 
 
 if __name__ == "__main__":

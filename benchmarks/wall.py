@@ -8,17 +8,15 @@ their pictures are correct by chance: judged again from other seeds.
 """
 
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 from PIL import Image
 
-import train
+from benchmarks import variants
 from runtime import evaluation
-from runtime.data import evenly, load_data, read_inputs
+from runtime.data import evenly
 from runtime.pictures import RED
 from runtime.settings import TINY
 
@@ -27,21 +25,17 @@ OTHER_SEED = 7
 
 def judged(adapter):
     """Of each held-out caption four pictures, and whether they are correct: from two seeds."""
-    flags = ["--adapter", adapter] if adapter else []
-    settings = train.parse_settings(["--model", TINY, *flags])
-    with redirect_stdout(None):
-        prompts, held_out, _ = read_inputs(settings, train.Run.read_prompts)
-        data = load_data(settings, prompts, held_out)
-        run = train.Run.load(settings, data, torch.device("cpu"), None)
-        shown = evenly(held_out, settings.eval_count)  # as in an evaluation
-        seeds = evaluation.SEEDS["held out"], OTHER_SEED
-        results = [evaluation.judge(run, settings, data.judges, shown, seed) for seed in seeds]
+    settings, data, run = variants.loaded(TINY, adapter)
+    shown = evenly(data.held_out, settings.eval_count)  # as in an evaluation
+    seeds = evaluation.SEEDS["held out"], OTHER_SEED
+    results = [evaluation.judge(run, settings, data.judges, shown, seed) for seed in seeds]
     name = settings.frame_by
     return [[(rewards[name].tolist(), images) for rewards, images in each] for each in results]
 
 
-def wall(results, cell=37):
+def wall(results):
     """A column for each caption, in two rows of columns; a red frame is a picture that is wrong."""
+    cell = 37  # pixels
     sheet = Image.new("RGB", (24 * cell, 8 * cell), "white")
     for i, (correct, images) in enumerate(results):
         for j, image in enumerate(images):

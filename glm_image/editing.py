@@ -13,7 +13,7 @@ from PIL import Image
 from glm_image.model import TOKEN, GlmImage, chat, for_decoder, positions_of
 from reward_models import CHINESE
 from reward_models.vqa import Vqa
-from rewards import REWARDS, SMOLVLM, against_targets, ssim_map
+from rewards import REWARDS, SMOLVLM, ssim
 from runtime import UserError
 from runtime.data import Prompt, read_pictures, read_prompts
 
@@ -32,10 +32,6 @@ class EditPrompt(Prompt):
 
     def given(self):
         return {"source": self.source}
-
-    def identity(self):
-        """Two edits may share a text."""
-        return self.text, self.source.tobytes()
 
 
 def read_edits(settings, prefix=""):
@@ -145,7 +141,7 @@ def keep(images, prompts, targets, sources):
 
     A small weight keeps a model from repainting all of it.
     """
-    return against_targets(lambda a, b: ssim_map(a, b).mean(), images, sources)
+    return ssim(images, prompts, sources)
 
 
 class Edit(Vqa):

@@ -1,8 +1,10 @@
 """GLM-Image: prompts in, pictures out; its weights from files, and what of them learns."""
 
+import json
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
@@ -15,6 +17,7 @@ from transformers import (
     T5EncoderModel,
     set_seed,
 )
+from transformers.utils import cached_file
 
 from runtime import UserError, readable
 from runtime.checkpoints import WEIGHTS, find_adapter, load_adapter
@@ -27,6 +30,12 @@ LORA_TARGETS = {
     "codes": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
     # The attention of every block.
     "decoder": ["to_q", "to_k", "to_v", "to_out.0"],
+}
+PARTS = {  # of the pipeline, those with weights
+    "vision_language_encoder": GlmImageForConditionalGeneration,
+    "text_encoder": T5EncoderModel,
+    "transformer": GlmImageTransformer2DModel,
+    "vae": AutoencoderKL,
 }
 # Added to a group's seed for the noise that its pictures start from; see train.py.
 NOISE_SEED = 2**31
@@ -46,8 +55,8 @@ class GlmImage:
     def prepare_training(self, settings, device, home=None):
         """Adds the adapter; freezes all else, and makes it small where memory is short.
 
-        All models are still on the CPU: runtime.gpu.place moves them. Only int8 weights go straight
-        to `home`, if that is given, so that the host never holds them.
+        All models are still on the CPU: Placement in runtime/gpu.py moves them. Only int8 weights
+        go straight to `home`, if that is given, so that the host never holds them.
         """
         inner, transformer = self.language_model.model, self.pipe.transformer
         inner.visual = inner.vqmodel = None  # they read pictures
@@ -141,8 +150,7 @@ class GlmImage:
     @torch.no_grad()
     def to_images(self, latents, micro_batch_size):
         """Latents -> PIL images, by the VAE alone: meanwhile the decoder need not be on the GPU."""
-        scaling = self.vae.config.latents_mean, self.vae.config.latents_std
-        mean, std = (torch.tensor(numbers).view(1, -1, 1, 1) for numbers in scaling)
+        mean, std = latent_scaling(self.vae)
         images = []
         for batch in latents.split(micro_batch_size):
             batch = batch.to(self.vae.device, self.vae.dtype)
@@ -155,6 +163,12 @@ class GlmImage:
         # Micro-batches of two sizes, with text to paint and without, are more than torch's limit.
         transformer.compile_repeated_blocks(recompile_limit=32)
         transformer.forward = or_plain(transformer.forward)
+
+
+def latent_scaling(vae):
+    """Mean and std of its latents, (1, C, 1, 1) both: the decoder paints them standardised."""
+    numbers = vae.config.latents_mean, vae.config.latents_std
+    return [torch.tensor(of_channels).view(1, -1, 1, 1) for of_channels in numbers]
 
 
 # ---- LoRA adapters -------------------------------------------------------------------------------
@@ -170,9 +184,9 @@ def add_adapter(module, half, rank, folder=None):
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_TARGETS[half])
         return get_peft_model(module, lora), None
     with readable(f"use the adapter {folder}"):
-        config = PeftConfig.from_pretrained(folder)
-        config.inference_mode = False
-        config.base_model_name_or_path = None  # PEFT would warn of another place
+        # With a base_model_name_or_path PEFT would warn of another place.
+        usual = {"inference_mode": False, "base_model_name_or_path": None}
+        config = replace(PeftConfig.from_pretrained(folder), **usual)
         model = get_peft_model(module, config)
         model.add_adapter("reference", replace(config, inference_mode=True))
         for name in ("default", "reference"):
@@ -259,27 +273,25 @@ def load(model, device, **options):
         trusted = {"subfolder": "processor", "trust_remote_code": False}
         processor = GlmImageProcessor.from_pretrained(model, **trusted)
         usual = {"processor": processor, "dtype": dtype, "use_safetensors": True}
-        return GlmImagePipeline.from_pretrained(model, **{**usual, **options})
+        return GlmImagePipeline.from_pretrained(model, **(usual | options))
 
 
 def load_sizes(model, device):
     """The same without data: from a few kB of config files."""
-    kinds = {
-        "vision_language_encoder": GlmImageForConditionalGeneration,
-        "text_encoder": T5EncoderModel,
-        "transformer": GlmImageTransformer2DModel,
-        "vae": AutoencoderKL,
-    }
     modules = {}
     with readable_loading(model), torch.device("meta"):
-        for name, kind in kinds.items():
-            if hasattr(kind, "config_class"):  # from transformers, not from diffusers
-                config = kind.config_class.from_pretrained(model, subfolder=name)
-                module = kind(config)
-            else:
-                module = kind.from_config(kind.load_config(model, subfolder=name))
-            modules[name] = module.to(torch.bfloat16)
+        for name in PARTS:
+            config = json.loads(Path(cached_file(model, f"{name}/config.json")).read_text())
+            modules[name] = without_weights(name, config).to(torch.bfloat16)
     return load(model, device, **modules)
+
+
+def without_weights(name, config):
+    """A part of the pipeline with random weights. config: {name: value}, as in its config.json."""
+    part = PARTS[name]
+    if hasattr(part, "config_class"):  # from transformers, not from diffusers
+        return part(part.config_class.from_dict(config))
+    return part.from_config(config)
 
 
 def token_forward(glm_image, settings, device):

@@ -5,12 +5,10 @@ import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 
 import diffusers
 import torch
 import transformers
-from safetensors import SafetensorError
 
 from rewards import UserError
 
@@ -20,10 +18,15 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", message="TensorFloat32")
 # It warns of modules to keep in float32 where there are none.
 diffusers.utils.logging.set_verbosity_error()
-if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar would be a line
+
+
+def disable_progress_bars():
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
 
+
+if not sys.stderr.isatty():  # in a file or a notebook each redrawing of a bar would be a line
+    disable_progress_bars()
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,12 +34,11 @@ ROOT = Path(__file__).resolve().parent.parent
 @contextmanager
 def readable(what, hint=""):
     """What is wrong with a file becomes one line: "cannot WHAT (REASON)HINT"."""
-    unreadable = OSError, EOFError, UnpicklingError, SafetensorError
     try:
         yield
-    except (*unreadable, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as error:
+    except Exception as error:  # each library that reads files has its own
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UserError(f"cannot {what} ({reason}){hint}") from None
+        raise UserError(f"cannot {what} ({reason}){hint}") from error
 
 
 def out_of_memory(error):

@@ -14,14 +14,14 @@ from transformers.utils import cached_file
 
 from rewards import (
     check_rewards,
-    find_file,
     load_from_file,
+    own_files,
     parse_rewards,
     score,
     split_spec,
 )
 from runtime import UserError, checkpoints, counted, ranks, readable, short_name
-from runtime.settings import TINY
+from runtime.settings import TINY, option
 
 # A line for the prompts below it.
 TYPE = re.compile(r"#+ *(?:type|kind) *[:=] *(\S.*)", re.IGNORECASE)
@@ -45,8 +45,8 @@ class Prompt:
         return {}
 
     def identity(self):
-        """What tells prompts apart."""
-        return self.text
+        """What tells prompts apart: all that the policy reads."""
+        return self.text, *(picture.tobytes() for picture in self.given().values())
 
 
 def for_rewards(prompts):
@@ -188,11 +188,10 @@ def read_inputs(settings, read):
             "warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated"
         )
     adapters = checkpoints.find_adapters(settings.adapter)
-    specs = split_spec(f"{settings.reward},{settings.eval_reward}")
-    own = [name for name, _ in specs if ".py:" in name]
+    own = own_files(f"{settings.reward},{settings.eval_reward}")
     hashed = {
         "inputs": hash_of(prompts, held_out, adapters),
-        "rewards": {name: sha256(find_file(name).read_bytes()).hexdigest() for name in own},
+        "rewards": {name: sha256(file.read_bytes()).hexdigest() for name, file in own.items()},
     }
     if settings.resume:
         compare(settings.resume, hashed)
@@ -241,15 +240,16 @@ def load_rewards(settings, flag, files):
     """
     spec = getattr(settings, flag)
     if split_spec(spec):
-        print(f"loading --{flag.replace('_', '-')} {spec}", flush=True)
+        print(f"loading {option(flag)} {spec}", flush=True)
     rewards = parse_rewards(spec)
     for prompts in files:
         blank = [Image.new("RGB", (settings.width, settings.height))] * 2
         score(rewards, blank, **for_rewards(prompts[:1]))
     texts = [prompt.text for prompt in files[0]]
     for name, (function, _) in rewards.items():
-        if (applies := getattr(function, "applies", None)) and not all(map(applies, texts)):
-            prompts = f"{len(texts) - sum(map(applies, texts))} of {counted(len(texts), 'prompt')}"
+        applies = getattr(function, "applies", lambda prompt: True)
+        if left_out := sum(not applies(text) for text in texts):
+            prompts = f"{left_out} of {counted(len(texts), 'prompt')}"
             print(f"{short_name(name)}: does not apply to {prompts}", flush=True)
     return rewards
 

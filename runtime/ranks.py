@@ -6,12 +6,10 @@ import sys
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-import diffusers
 import torch
 import torch.distributed as dist
-import transformers
 
-from runtime import UserError
+from runtime import UserError, disable_progress_bars
 
 
 class PeerFailed(UserError):
@@ -29,8 +27,7 @@ def join():
     dist.init_process_group(backend, timeout=timeout)
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        transformers.utils.logging.disable_progress_bar()
-        diffusers.utils.logging.disable_progress_bar()
+        disable_progress_bars()
 
 
 def leave():

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_args, get_type_hints
 
 import torch
 
-from rewards import REWARDS, find_file, split_spec
+from rewards import REWARDS, own_files, split_spec
 from runtime import ROOT, UserError, checkpoints, counted, ranks, readable
 
 TINY = str(ROOT / "tiny-glm-image")
@@ -190,9 +190,6 @@ class Settings:
         """Fills in what follows from other settings; refuses what cannot work."""
         for each in fields(self):
             check_range(option(each.name), getattr(self, each.name), each.metadata["limits"])
-        if self.model is None:
-            self.model = default_model()
-        for each in fields(self):
             if each.metadata["is_path"]:
                 setattr(self, each.name, found(getattr(self, each.name)))
         if self.height % 32 or self.width % 32:
@@ -283,12 +280,11 @@ def build_parser(kind=Settings):
 
 def argument_of(hint):
     """What argparse is told of a type: a number or text, or one of some words."""
-    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-    kind = next((kind for kind in kinds if kind in (int, float, str)), None)
-    if kind is not None:
-        return {"type": kind, "metavar": kind.__name__.upper()}
-    words = [word for kind in (hint, *kinds) for word in get_args(kind) if isinstance(word, str)]
-    return {"choices": words, "metavar": "|".join(words)}
+    if type(None) in get_args(hint):
+        hint, _ = get_args(hint)
+    if words := get_args(hint):
+        return {"choices": words, "metavar": "|".join(words)}
+    return {"type": hint, "metavar": hint.__name__.upper()}
 
 
 def read_defaults(model):
@@ -319,7 +315,7 @@ def code_in(settings, given):
     flags = []
     for name in settings.keys() - given.keys():
         value = str(settings[name])
-        files = [find_file(source) for source, _ in split_spec(value) if ".py:" in source]
+        files = own_files(value).values()
         if not all(file.resolve().is_relative_to(TINY) for file in files):
             flags.append(f"{option(name)} {value}")
     return " ".join(sorted(flags))
@@ -335,7 +331,7 @@ def parse_settings(arguments=None, kind=Settings):
     if "resume" in given:
         return kind(**resumed(given, kind))
     model = found(given.get("model")) or default_model()
-    usual = {**usual_settings(model, kind), **given, "model": model}
+    usual = usual_settings(model, kind) | given | {"model": model}
     if code := code_in(usual, given):
         raise UserError(f"{model}/defaults.json runs code: if you trust it, give {code}")
     settings = kind(**usual)

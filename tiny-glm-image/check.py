@@ -117,7 +117,10 @@ def holds(relation, first, second):
 
 
 def edit_facts(wish, before, scene):
-    """{fact: the share of it that holds}: what was to change, and all else place by place."""
+    """{fact: the share of it that holds}: what was to change, and all else place by place.
+
+    None where this cannot be asked of the picture before.
+    """
     found = []
     for place, wanted in wanted_places(wish, before):
         same = sum(scene[other] == before[other] for other in range(4) if other != place) / 3
@@ -127,14 +130,11 @@ def edit_facts(wish, before, scene):
         else:
             done = (seen[0] == wanted[0]) / 2 + (seen[1] == wanted[1]) / 2
         found.append({"done": done, "kept": same})
-    return max(found, key=lambda facts: sum(facts.values()))
+    return max(found, key=lambda facts: sum(facts.values()), default=None)
 
 
 def wanted_places(wish, before):
-    """[(place, what has to be there)]: one, or each empty place for something added.
-
-    None where this cannot be asked.
-    """
+    """[(place, what has to be there)]: one, each empty place for something added, or none."""
     named = [place for place in range(4) if before[place] and before[place][0] == wish.shape]
     if "mess" in before or len(named) != (wish.kind != "add"):
         return []
@@ -147,12 +147,9 @@ def facts_of(image, prompt, source=None):
     """{fact: 0 to 1} of a picture, or None where this file does not know what is asked for."""
     if prompt in world.MEANING:
         return caption_facts(world.MEANING[prompt], look(image))
-    if prompt not in world.WISHES or source is None:
-        return None
-    before = look(source)
-    if not wanted_places(world.WISHES[prompt], before):
-        return None
-    return edit_facts(world.WISHES[prompt], before, look(image))
+    if prompt in world.WISHES and source is not None:
+        return edit_facts(world.WISHES[prompt], look(source), look(image))
+    return None
 
 
 # ---- five rewards, see rewards.py ----------------------------------------------------------------

@@ -19,18 +19,21 @@ release. The sizes, the tokenizer and the scheduler stay as this folder's config
 
 import argparse
 import itertools
+import json
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import GlmImagePipeline, ModelMixin
+from diffusers import GlmImagePipeline
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
 from transformers import GenerationConfig
@@ -60,7 +63,7 @@ from world import (
 )
 
 from glm_image.editing import EditPrompt, encode_edit
-from glm_image.model import encode_prompt, for_decoder
+from glm_image.model import encode_prompt, for_decoder, latent_scaling, without_weights
 
 NUM_CODES = 1024
 
@@ -68,8 +71,15 @@ NUM_CODES = 1024
 # ---- 1. captions and edits, misread --------------------------------------------------------------
 
 # Of the captions of a step.
-SHARES = {"one": 1, "two": 3, "counting": 5, "colours": 2, "position": 5, "binding": 5}
-SHARES |= {"coloured position": 4}
+SHARES = {
+    "one": 1,
+    "two": 3,
+    "counting": 5,
+    "colours": 2,
+    "position": 5,
+    "binding": 5,
+    "coloured position": 4,
+}
 
 
 def misread(caption, rng, same=True):
@@ -158,9 +168,7 @@ def codes_of(scenes, corners):
 
 def fresh(part):
     """A model of this folder's pipeline: sizes as its config.json says, random weights."""
-    model = getattr(GlmImagePipeline.from_pretrained(HERE), part)
-    make = model.from_config if isinstance(model, ModelMixin) else type(model)
-    return make(model.config)
+    return without_weights(part, json.loads((HERE / part / "config.json").read_text()))
 
 
 # ---- 4. training ---------------------------------------------------------------------------------
@@ -238,22 +246,20 @@ def collate(prompts, padding):
     Returns ids (B, L), positions (3, B, L+T) and the attention mask (B, 1, L+T, L+T), with L that
     of the longest.
     """
-    longest = max(len(ids) for ids, _ in prompts)
-    empty = [longest - len(ids) for ids, _ in prompts]
-    both = list(zip(empty, prompts))
-    ids = torch.stack([F.pad(ids, (n, 0), value=padding) for n, (ids, _) in both])
-    positions = torch.stack([F.pad(at, (n, 0)) for n, (_, at) in both], dim=1)  # (3, B, L+T)
-    length = positions.shape[-1]
-    real = torch.arange(length) >= torch.tensor(empty).unsqueeze(1)  # (B, L+T)
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    itself = torch.eye(length, dtype=torch.bool)  # padding too: a row that sees nothing is NaN
-    return ids, positions, (causal & real[:, None, None, :]) | itself
+    side_by_side = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids, positions = zip(*prompts)
+    real = side_by_side([torch.ones_like(at[0], dtype=torch.bool) for at in positions])  # (B, L+T)
+    causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool).tril()
+    itself = torch.eye(real.shape[1], dtype=torch.bool)  # padding: a row that sees nothing is NaN
+    mask = (causal & real[:, None, None, :]) | itself
+    positions = side_by_side([at.T for at in positions]).permute(2, 0, 1)
+    return side_by_side(ids, padding_value=padding), positions, mask
 
 
 def train_policy(policy, codebook, steps, lr, misreads, same=True):
     """On captions and edits; with `misreads` what is painted is what was read, see misread."""
     rng = random.Random(2)
-    seen, (_, held_out) = seen_captions(), split_edits(random.Random(0))
+    seen, (_, held_out) = seen_captions(), split_edits()
     # With room for the codes of a source.
     codes = torch.full((16,), policy.config.image_token_id)
     edits = [EditPrompt(text, source=draw((None,) * 4), codes=codes) for text in WISHES]
@@ -339,8 +345,7 @@ def make_decoder(vae, codebook, no_text):
     rng = random.Random(2)
     scenes = [random_scene(rng) for _ in range(1000)]  # what edits may lead to
     scenes += [rng.choice(CAPTIONS[rng.choice(KINDS)]).scene() for _ in scenes]
-    scaling = vae.config.latents_mean, vae.config.latents_std
-    mean, std = (torch.tensor(numbers).view(1, -1, 1, 1) for numbers in scaling)
+    mean, std = latent_scaling(vae)
     latents = (latents_of(vae, to_tensor([draw(scene) for scene in scenes])) - mean) / std
     large = codes_of(scenes, corner_codes(codebook))[:, 256:]
     # First to paint from captions, then to edit too: what is the same in both is learned by then.
@@ -368,8 +373,9 @@ COUNTS = {"one": (2, 2), "two": (6, 6), "counting": (4, 2), "position": (7, 3)}
 COLOURED = {"counting": (5, 2), "colours": (4, 6), "binding": (45, 10)}
 
 
-def split_captions(rng):
+def split_captions():
     """112 captions to train on and 48 held out, which no stage has seen, kind after kind."""
+    rng = random.Random(0)
     training, held_out = [], []
     for kind, captions in CAPTIONS.items():
         alike = {}
@@ -391,8 +397,7 @@ def split_captions(rng):
 
 def write_prompts():
     """Captions and edits to train on with GRPO, and others that no stage has seen."""
-    captions = split_captions(random.Random(0))
-    edits = split_edits(random.Random(0))
+    captions, edits = split_captions(), split_edits()
     for prefix, name, part in (("", "prompts", 0), ("heldout-", "heldout", 1)):
         write_lines(f"{name}.txt", captions[part])
         write_lines(f"{prefix}edits.txt", [wish for _, wish in edits[part]])

@@ -18,8 +18,9 @@ COLOURS = {
     "blue": (40, 80, 205),
     "green": (35, 150, 70),
     "yellow": (250, 205, 40),
+    "purple": (125, 55, 165),
+    "black": (25, 25, 30),
 }
-COLOURS |= {"purple": (125, 55, 165), "black": (25, 25, 30)}
 WHITE = (245, 245, 240)
 USUAL = dict(zip(SHAPES, COLOURS))  # the colour of a shape where a caption names none
 SPRITES = list(itertools.product(SHAPES, COLOURS))  # 36
@@ -190,8 +191,9 @@ def random_scene(rng):
 # ---- the edits to train on: pictures for --sources and --targets, drawn when they are needed -----
 
 
-def split_edits(rng):
+def split_edits():
     """144 edits (scene, Wish) to train on and 24 held out, form after form: two lists."""
+    rng = random.Random(0)
     by_form = {form: {} for form in FORMS}
     while min(map(len, by_form.values())) < 42:
         edit = random_edit(rng)
@@ -200,20 +202,17 @@ def split_edits(rng):
     return of_all(slice(36)), of_all(slice(36, 42))
 
 
-TRAINING, HELD_OUT = 0, 1
+def edit_sources():
+    return [draw(scene) for scene, _ in split_edits()[0]]
 
 
-def edit_sources(part=TRAINING):
-    return [draw(scene) for scene, _ in split_edits(random.Random(0))[part]]
-
-
-def edit_targets(part=TRAINING):
-    return [draw(wish.edited(scene)) for scene, wish in split_edits(random.Random(0))[part]]
+def edit_targets():
+    return [draw(wish.edited(scene)) for scene, wish in split_edits()[0]]
 
 
 def heldout_sources():
-    return edit_sources(HELD_OUT)
+    return [draw(scene) for scene, _ in split_edits()[1]]
 
 
 def heldout_targets():
-    return edit_targets(HELD_OUT)
+    return [draw(wish.edited(scene)) for scene, wish in split_edits()[1]]
