@@ -27,8 +27,10 @@ from conftest import (
     prompts_of,
     records,
     run_class_of,
+    seeded,
     tiny_settings,
 )
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
 import train
@@ -127,12 +129,6 @@ def test_a_cap_counts_like_a_smaller_card(card):
     assert planned() == ("bfloat16", "pinned") and card.fraction == 0.234
 
 
-def test_on_a_cpu_auto_is_the_weights_as_they_are(quick, capsys):
-    assert quick("--steps 0 --out run") == 0
-    assert "base=" not in capsys.readouterr().out
-    assert json.loads(Path("run/settings.json").read_text())["base"] == "bfloat16"
-
-
 def test_the_rank_with_the_least_memory_decides_for_all(card, monkeypatch):
     for other, expected in (((24e9, 60e9), "pinned"), ((24e9, 3e9), "mapped")):
         monkeypatch.setattr(ranks, "gather", lambda value, other=other: [value, other])
@@ -192,7 +188,10 @@ def test_nothing_loads_where_it_does_not_fit(quick, card, capsys, monkeypatch):
 def test_the_tiny_model_trains_on_the_cpu_beside_any_gpu(quick, card, one_step, capsys):
     """With the same digits."""
     assert quick("--steps 1 --out beside") == 0
-    assert "device: CPU in float32" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "device: CPU in float32" in output and "base=" not in output
+    # On a CPU "auto" are the weights as they are.
+    assert json.loads(Path("beside/settings.json").read_text())["base"] == "bfloat16"
     assert records("beside/metrics.jsonl") == records(one_step / "metrics.jsonl")
 
 
@@ -323,18 +322,12 @@ def compiled_at_once(monkeypatch):
 
 def test_grouped_attention_equals_repeated_heads():
     torch.manual_seed(0)
-    query, key, value = (
-        torch.randn(2, 8, 1, 16),
-        torch.randn(2, 2, 10, 16),
-        torch.randn(2, 2, 10, 16),
-    )
+    query, key, value = (torch.randn(2, *size, 16) for size in ((8, 1), (2, 10), (2, 10)))
     mask = (torch.arange(10) < torch.tensor([4, 7])[:, None]).view(2, 1, 1, 10)
-    scores = (query @ key.repeat_interleave(4, 1).transpose(2, 3) * 0.3).masked_fill(
-        ~mask, -torch.inf
-    )
-    expected = (scores.softmax(-1) @ value.repeat_interleave(4, 1)).transpose(1, 2)  # (2, 1, 8, 16)
+    repeated = (x.repeat_interleave(4, 1) for x in (key, value))
+    expected = scaled_dot_product_attention(query, *repeated, mask, scale=0.3).transpose(1, 2)
     output, _ = grouped_attention(None, query, key, value, mask, scaling=0.3)
-    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(output, expected)  # (2, 1, 8, 16)
 
 
 class RecordedGraph:
@@ -410,10 +403,8 @@ def glm(pipe):
 
 def encode(pipe, *texts):
     """Prompts of the tiny model, for pictures of which only the first LENGTH codes are written."""
-    encoded = [encode_prompt(pipe.processor, text, 64, 32) for text in texts]
-    return [ids for ids, _, _ in encoded], [
-        positions[:, : len(ids) + LENGTH] for ids, positions, _ in encoded
-    ]
+    ids, positions, _ = zip(*(encode_prompt(pipe.processor, text, 64, 32) for text in texts))
+    return ids, [at[:, : len(each) + LENGTH] for each, at in zip(ids, positions)]
 
 
 def same_samples(model, forward, prompts, positions=None, group=2, length=LENGTH, **shaping):
@@ -431,7 +422,7 @@ def same_samples(model, forward, prompts, positions=None, group=2, length=LENGTH
             num_samples=group,
             position_ids=positions,
             token_forward=forward,
-            generators=[torch.Generator().manual_seed(seed) for seed in range(len(prompts))],
+            generators=[*map(seeded, range(len(prompts)))],
             **shaping,
         )
 
@@ -514,18 +505,16 @@ def test_the_step_is_captured_once_for_the_rows_that_are_to_come(
     assert token_forward(GlmImage(pipe), settings, CUDA).rows == 15
 
 
-@pytest.mark.parametrize("kind", ["compiled", "graph"])
+@pytest.mark.parametrize("kind", [CapturedForward, GraphedForward])
 def test_captured_forward_follows_the_adapter(kind, compiled_at_once, recorded_graphs):
     model = with_adapter(text_model())
-    forward = (GraphedForward if kind == "graph" else CapturedForward)(
-        model, LENGTH, compile=kind == "compiled"
-    )
-    sizes = ((0.0, 2), (0.3, 2), (0.6, 5)) if kind == "graph" else ((0.0, 2), (0.3, 2))
-    for size, group in sizes:
+    graph = kind is GraphedForward
+    forward = kind(model, LENGTH, compile=not graph)
+    for size, group in ((0.0, 2), (0.3, 2), (0.6, 5))[: 2 + graph]:
         perturb(model, size)
         same_samples(model, forward, PROMPTS, group=group, temperature=1.5)
-    assert RecordedGraph.made == (2 if kind == "graph" else 0)  # one for each number of rows
-    assert (model.config._attn_implementation == "grouped") == (kind == "compiled")
+    assert RecordedGraph.made == 2 * graph  # one for each number of rows
+    assert (model.config._attn_implementation == "grouped") != graph
 
 
 def test_a_released_cache_is_free_at_once(compiled_at_once):

@@ -47,20 +47,28 @@ SIZES = {
     "initializer_range": 0.3,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    # As other models call these.
+    "init_std": 0.3,
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 32,
+    # Mixtures of experts, latent and linear attention.
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
-BART = SIZES | {
+BART = {
     "decoder_layers": 2,
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 64,
     "encoder_ffn_dim": 64,
-    "init_std": 0.3,
     "max_target_positions": 64,
     "decoder_start_token_id": 2,
-}
-EXPERTS = {
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
 }
 LATENT = {
     "q_lora_rank": 16,
@@ -74,43 +82,34 @@ LATENT = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }
-LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 
 ANY_PROMPTS = {
-    "llama": SIZES,
-    "gpt2": SIZES,
-    "opt": SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3},
-    "mixtral": SIZES | EXPERTS | {"num_local_experts": 4},
-    "deepseek_v3": SIZES | EXPERTS | LATENT,
-    "emu3_text_model": SIZES,
-    "qwen3_next": SIZES | EXPERTS | LINEAR | {"num_experts": 4, "num_hidden_layers": 4},
-    "lfm2": SIZES | {"layer_types": ["conv", "full_attention"]},
+    "llama": {},
+    "gpt2": {},
+    "opt": {},
+    "mixtral": {},
+    "deepseek_v3": LATENT,
+    "emu3_text_model": {},
+    "qwen3_next": {"num_hidden_layers": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 ONE_LENGTH = {
-    "mistral": SIZES | {"sliding_window": 4},
-    "gemma3_text": SIZES | {"sliding_window": 4, "query_pre_attn_scalar": 8},
-    "gpt_oss": SIZES | EXPERTS | {"num_local_experts": 4, "sliding_window": 4},
+    "mistral": {"sliding_window": 4},
+    "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    "gpt_oss": {"sliding_window": 4},
     "bart": BART,
-    "roberta": SIZES | {"is_decoder": True},
-    "bloom": SIZES,
+    "roberta": {"is_decoder": True},
+    "bloom": {},
 }
-REFUSED = {"mamba": SIZES, "recurrent_gemma": SIZES | {"num_hidden_layers": 3}}
+REFUSED = {"mamba": {}, "recurrent_gemma": {"num_hidden_layers": 3}}
 
 
-def build(kind, settings):
+def build(kind, **changes):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **settings)
-    model = (
-        Emu3ForCausalLM(config)
-        if kind.startswith("emu3")
-        else AutoModelForCausalLM.from_config(config)
-    )
-    return model.eval()
+    settings = (ANY_PROMPTS | ONE_LENGTH | REFUSED)[kind]
+    config = AutoConfig.for_model(kind, **SIZES | settings | changes)
+    make = Emu3ForCausalLM if kind.startswith("emu3") else AutoModelForCausalLM.from_config
+    return make(config).eval()
 
 
 def on_the_page(begin, folder, **names):
@@ -152,7 +151,7 @@ def check(model, prompts):
 
 @pytest.mark.parametrize("kind", ANY_PROMPTS)
 def test_prompts_of_any_lengths(kind):
-    model = build(kind, ANY_PROMPTS[kind])
+    model = build(kind)
     check(model, EQUAL)
     check(model, RAGGED)
 
@@ -164,9 +163,8 @@ def test_prompts_of_one_length(kind, tmp_path):
     if kind == "home-made":
         model = home_made(tmp_path)
     else:
-        kind, *eager = kind.split(", ")
-        model = build(kind, (ONE_LENGTH | ANY_PROMPTS)[kind])
-        model.config._attn_implementation = eager[0] if eager else model.config._attn_implementation
+        eager = {"attn_implementation": "eager"} if kind == "llama, eager" else {}
+        model = build(kind.split(",")[0], **eager)
     check(model, EQUAL)
     run = trainer(model.train().requires_grad_(True))
     try:
@@ -186,14 +184,14 @@ def test_weights_that_are_not_float32_are_warned_of():
 @pytest.mark.parametrize("kind", REFUSED)
 def test_models_without_a_cache_of_keys_and_values_are_refused(kind):
     with pytest.raises((ValueError, AttributeError), match="no (attribute ')?past_key_values"):
-        check(build(kind, REFUSED[kind]), EQUAL)
+        check(build(kind), EQUAL)
 
 
 # ---- faults that would be silent -----------------------------------------------------------------
 
 
 def llama(**settings):
-    return build("llama", SIZES | settings)
+    return build("llama", **settings)
 
 
 def with_adapter(model, **settings):
@@ -251,7 +249,7 @@ NOISY = {
 
 def noisy(kind):
     if kind in NOISY:
-        return build(kind, ANY_PROMPTS[kind] | NOISY[kind])
+        return build(kind, **NOISY[kind])
     model = with_adapter(llama(), lora_dropout=0.5)
     perturb(model, 0.3)  # dropout acts where the adapter is no longer 0
     return model
