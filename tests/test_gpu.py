@@ -63,19 +63,25 @@ CUDA = torch.device("cuda", 0)
 SIZES = {"bfloat16": (17.8, 0.44, 13.86, 0.81), "int8": (9.7, 0.44, 7.06, 0.81)}  # GB, the release
 
 
+def patch_cuda(monkeypatch, **values):
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
 @pytest.fixture
 def card(monkeypatch):
     """A GPU and a host with so many GB free, told apart from this machine's."""
-    machine = SimpleNamespace(free=80.0, cap=1.0, host=60.0, capability=(8, 0), fraction=None)
-    machine.current = 0
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (machine.free * 1e9, 100e9))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: machine.cap)
-    limit = lambda fraction, device: setattr(machine, "fraction", fraction)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: machine.current)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: machine.capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+    machine = SimpleNamespace(free=80.0, cap=1.0, host=60.0, capability=(8, 0), current=0)
+    patch_cuda(
+        monkeypatch,
+        mem_get_info=lambda device: (machine.free * 1e9, 100e9),
+        get_per_process_memory_fraction=lambda device: machine.cap,
+        set_per_process_memory_fraction=lambda x, device: setattr(machine, "fraction", x),
+        is_available=lambda: True,
+        current_device=lambda: machine.current,
+        get_device_capability=lambda: machine.capability,
+        get_device_name=lambda device=None: "Tesla T4",
+    )
     monkeypatch.setattr(gpu, "host_memory", lambda: machine.host * 1e9)
     return machine
 
@@ -385,11 +391,14 @@ def recorded_graphs(monkeypatch):
             RecordedGraph.recording = None
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
-    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    patch_cuda(
+        monkeypatch,
+        Stream=lambda: stream,
+        current_stream=lambda: stream,
+        stream=lambda stream: nullcontext(),
+        CUDAGraph=RecordedGraph,
+        graph=Recording,
+    )
     monkeypatch.setattr(RecordedGraph, "made", 0)
 
 
@@ -447,11 +456,12 @@ def same_samples(model, forward, prompts, positions=None, group=2, length=LENGTH
 
 
 def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_graphs):
-    """Prompts of several lengths side by side; fewer of them; longer ones, for which the cache must
-    grow; released."""
+    """Fewer prompts than are to come, as in the first evaluation; several lengths side by side;
+    fewer of them; longer ones, for which the cache must grow; released."""
     monkeypatch.setattr(CapturedForward, "ROOM", 32)
-    forward = GraphedForward(glm, LENGTH, compile=False)
+    forward = GraphedForward(glm, LENGTH, rows=6, compile=False)
     three = encode(pipe, "a ring", "a red circle and a blue cross", "three squares")
+    same_samples(glm, forward, *(part[:1] for part in three), **SHAPING)
     same_samples(glm, forward, *three, **SHAPING)
     cache, size = forward.cache, forward.size
     assert isinstance(cache, StaticCache) and size == 32
@@ -488,21 +498,9 @@ def test_the_decoders_blocks_are_compiled_where_only_the_codes_learn(
     compile_blocks = lambda model, recompile_limit: calls.append(recompile_limit)
     monkeypatch.setattr(type(pipe.transformer), "compile_repeated_blocks", compile_blocks)
     monkeypatch.setattr(pipe.transformer, "forward", pipe.transformer.forward)
-    token_forward(kind(pipe), tiny_settings(), CUDA)
-    assert calls == [32] * compiled  # torch's own limit is 8
-
-
-def test_the_step_is_captured_once_for_the_rows_that_are_to_come(
-    glm, pipe, recorded_graphs, monkeypatch
-):
-    """The first evaluation may have fewer than a step."""
-    forward = GraphedForward(glm, LENGTH, rows=6, compile=False)
-    for texts in (["a ring"], ["a ring", "three squares"], ["a ring", "a cross", "two rings"]):
-        same_samples(glm, forward, *encode(pipe, *texts), **SHAPING)
-    assert RecordedGraph.made == 1
-    monkeypatch.setattr(GlmImage, "compile_decoder", lambda model: None)
     settings = tiny_settings("--prompts-per-step 3 --group-size 5")
-    assert token_forward(GlmImage(pipe), settings, CUDA).rows == 15
+    assert token_forward(kind(pipe), settings, CUDA).rows == 15
+    assert calls == [32] * compiled  # torch's own limit is 8
 
 
 @pytest.mark.parametrize("kind", [CapturedForward, GraphedForward])

