@@ -1,7 +1,6 @@
 """What a run meets on a card: memory that runs out, models that take turns, several GPUs."""
 
 import weakref
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,18 +207,6 @@ def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch):
 
 
 # ---- models that take turns ----------------------------------------------------------------------
-
-
-def test_the_paths_of_the_decoder_are_kept_once():
-    settings = tiny_settings("--train both --paintings 2 --decode-steps 4")
-    run = build_run(settings)
-    codes = torch.zeros(1, 16, dtype=torch.long)
-    (prompt,) = prompts_of("a red circle")
-    images, steps = run.decoder.paint_paths(prompt, codes, 2, settings, 3)
-    assert len(images) == 2
-    assert all(step.next_latents is after.latents for step, after in pairwise(steps))
-    # On a GPU they would stay there beside the copies.
-    assert not run.decoder.scheduler.recorded
 
 
 def test_a_step_has_left_the_host_when_the_next_begins(quick):

@@ -184,7 +184,8 @@ def test_scored_again_the_log_probs_are_those_of_the_draw(guidance, calls):
         assert all(call["hidden_states"] is None for call in step.calls)  # kept once, as latents
     level, next_level = steps[1].levels
     assert 1 > level > next_level > 0 and steps[0].levels[1] == level
-    assert torch.equal(steps[1].latents, steps[0].next_latents)  # a path
+    assert steps[1].latents is steps[0].next_latents  # a path, kept once
+    assert not run.decoder.scheduler.recorded  # on a GPU it would stay there beside the copies
 
 
 def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():

@@ -417,40 +417,30 @@ def encode(pipe, *texts):
 
 
 def same_samples(model, forward, prompts, positions=None, group=2, length=LENGTH, **shaping):
-    """What is sampled through `forward` against the plain model, from equal seeds.
-
-    Another order of summation may tip a draw, and the rest of that sequence is then another: as far
-    as they agree the log-probs are the same, and nearly all agree to the end.
-    """
-
-    def sample(forward):
-        return generate_with_logprobs(
-            model,
-            prompts,
-            length,
-            num_samples=group,
-            position_ids=positions,
-            token_forward=forward,
-            generators=[*map(seeded, range(len(prompts)))],
-            **shaping,
-        )
-
-    (expected, expected_logp, _), (tokens, logp, nucleus) = sample(None), sample(forward)
-    equal = (tokens == expected).cumprod(1).bool()
-    torch.testing.assert_close(logp[equal], expected_logp[equal], atol=1e-4, rtol=0)
-    assert equal[:, -1].float().mean() > 0.6
+    """What is sampled through `forward` is what the plain model has, which reads it again in one
+    pass."""
+    tokens, logp, nucleus = generate_with_logprobs(
+        model,
+        prompts,
+        length,
+        num_samples=group,
+        position_ids=positions,
+        token_forward=forward,
+        generators=[*map(seeded, range(len(prompts)))],
+        **shaping,
+    )
     assert len(tokens.unique(dim=0)) > len(prompts)  # or the samples of a group could be mixed up
     nothing = [None] * len(prompts)
     nuclei = nothing if nucleus is None else nucleus.split(group)
     groups = zip(
         prompts, positions or nothing, tokens.split(group), logp.split(group), nuclei, strict=True
     )
-    for ids, at, rows, found, kept in groups:  # and read again in one pass
+    shaping.pop("top_p", None)
+    for ids, at, rows, found, kept in groups:
         sequences = torch.cat([ids.expand(group, -1), rows], dim=1)
-        told = {name: value for name, value in shaping.items() if name != "top_p"}
         with torch.no_grad():
             again = get_per_token_logprobs(
-                model, sequences, length, position_ids=at, nucleus=kept, **told
+                model, sequences, length, position_ids=at, nucleus=kept, **shaping
             )
         torch.testing.assert_close(found, again, atol=1e-4, rtol=0)
 
