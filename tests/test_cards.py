@@ -1,7 +1,6 @@
 """What a run meets on a card: memory that runs out, models that take turns, several GPUs."""
 
 import weakref
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +11,10 @@ from conftest import (
     CPU,
     adapter_of,
     build_run,
-    painting_models,
     prompts_of,
     records,
-    rolled_out,
-    seeded,
     short_runs,
+    shorten,
     steps_of,
     steps_saved,
     tiny_settings,
@@ -212,18 +209,6 @@ def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch):
 # ---- models that take turns ----------------------------------------------------------------------
 
 
-def test_the_paths_of_the_decoder_are_kept_once():
-    settings = tiny_settings("--train both --paintings 2 --decode-steps 4")
-    run = build_run(settings)
-    codes = torch.zeros(1, 16, dtype=torch.long)
-    (prompt,) = prompts_of("a red circle")
-    images, steps = run.decoder.paint_paths(prompt, codes, 2, settings, 3)
-    assert len(images) == 2
-    assert all(step.next_latents is after.latents for step, after in pairwise(steps))
-    # On a GPU they would stay there beside the copies.
-    assert not run.decoder.scheduler.recorded
-
-
 def test_a_step_has_left_the_host_when_the_next_begins(quick):
     left = []
 
@@ -239,43 +224,50 @@ def test_a_step_has_left_the_host_when_the_next_begins(quick):
     assert quick(flags, run_class=Watched) == 0 and len(left) == 3
 
 
-def test_the_vae_has_a_turn_of_its_own(monkeypatch, lockable):
-    """Beside the decoder it only reads sources. All models leave while rewards score."""
-    run, seen, stock = build_run(settings := tiny_settings("--group-size 2")), [], {}
-    tokens = torch.randint(1024, (2, 16), generator=seeded(0))
-    monkeypatch.setattr(
-        run.policy, "sample", lambda *given: [type("Group", (), {"tokens": tokens})] * 2
+@pytest.mark.parametrize("flags", ["", "--train both --paintings 2"])
+def test_each_model_has_a_turn_of_its_own_which_changes_nothing(monkeypatch, lockable, flags):
+    """With the CPU as the GPU. All models leave while rewards score."""
+    shorten(monkeypatch.setattr)
+    sizes = "--height 64 --width 64 --group-size 2 --decode-steps 3 --kl-coef 0.1"
+    settings = tiny_settings(flags, sizes, "--temperature 9 --top-p 1")
+    seen = set()
+
+    def step(turns):
+        """Adam's first moments. Adds to `seen` which models are on the GPU for which work."""
+        run = build_run(settings)
+        parts, learners = run.glm_image.parts, list(run.trainers.values())
+        run.placement.offload = Offload(parts, CPU) if turns else None
+        weights = [next(p for p in part.parameters() if not p.requires_grad) for part in parts]
+        places = lambda: [weight.data_ptr() for weight in weights]
+        homes = places()
+        look = lambda name: seen.add((name, *(at != home for at, home in zip(places(), homes))))
+
+        def watch(owner, name):
+            stock = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *given: (look(name), stock(*given))[1])
+
+        watch(run.policy, "sample")
+        watch(getattr(learners[-1], "painter", run.glm_image), "paint")
+        watch(run.glm_image, "to_images")
+        for learner in learners:
+            watch(learner, "logprobs")
+        reward = lambda images, *_: (look("score"), range(len(images)))[1]
+        run.step(settings, {"mine": (reward, 1.0)}, prompts_of("a red circle", "a blue cross"), 5)
+        # What moves is timed by itself.
+        assert ("seconds/move" in run.clock.read()) == turns
+        states = [each for learner in learners for each in learner.optimizer.state.values()]
+        return torch.cat([state["exp_avg"].flatten() for state in states])
+
+    resident = step(False)
+    assert not any(up for _, *each in seen for up in each)
+    seen.clear()
+    torch.testing.assert_close(
+        step(True), resident, atol=1e-4 * resident.abs().max().item(), rtol=0
     )
-    run.placement.offload = Offload(run.glm_image.parts, CPU)
-    up = lambda model: any(
-        weight.data_ptr() != home.data_ptr() for weight, home in run.placement.offload.homes[model]
-    )
-    for name in ("paint", "to_images"):
-        stock[name] = getattr(run.glm_image, name)
-        look = lambda *given, name=name: (
-            seen.append((name, *map(up, painting_models(run)))) or stock[name](*given)
-        )
-        monkeypatch.setattr(run.glm_image, name, look)
-
-    def reward(images, *_):
-        seen.append(("score", *map(up, run.glm_image.parts)))
-        return [0.0] * len(images)
-
-    prompts = prompts_of("a red circle", "a blue cross")
-    rolled_out(run, settings, {"mine": (reward, 1.0)}, prompts, 5)
-    turns = [("paint", True, True, False), ("to_images", False, False, True)] * 2
-    assert seen == [*turns, ("score", False, False, False, False)]
-    # What moves is timed by itself.
-    assert {f"seconds/{name}" for name in ("move", "paint", "score")} < run.clock.read().keys()
-
-
-def test_what_was_left_is_freed_before_weights_are_copied_up(monkeypatch):
-    """Rewards leave blocks behind, though no model has to leave after them."""
-    calls, model = [], torch.nn.Linear(2, 2).requires_grad_(False)
-    offload = Offload([model], CPU, pin=False)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(model.weight.data_ptr()))
-    offload.all_but(model)
-    assert calls == [offload.homes[model][0][1].data_ptr()] != [model.weight.data_ptr()]
+    # The language model, the glyph encoder, the decoder, the VAE.
+    turns = {("sample", 1, 0, 0, 0), ("paint", 0, 1, 1, 0), ("to_images", 0, 0, 0, 1)}
+    turns |= {("score", 0, 0, 0, 0), ("logprobs", 1, 0, 0, 0)}
+    assert seen == (turns | {("logprobs", 0, 0, 1, 0)} if flags else turns)
 
 
 # ---- a model without the download ----------------------------------------------------------------

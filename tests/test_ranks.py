@@ -199,27 +199,21 @@ def test_an_error_before_the_run_ends_all_ranks(start):
     assert outputs[1].strip().endswith("error: rank 1: stopped because rank 0 has failed")
 
 
-def test_a_rank_that_vanishes_does_not_leave_the_other_waiting(start):
-    reward = on_rank_1(5, f"os.kill(os.getpid(), {int(signal.SIGKILL)})")
-    codes, outputs = together(start, *reward, *str.split("--steps 9 --save-every 1 --out run"))
-    assert codes == [2, -signal.SIGKILL]
-    assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone")
-    assert "Traceback" not in outputs[0]
-    assert steps_saved("run") == ["000000", "000001"]
-
-
 def vanish():
     """For `prepare`: rank 1 is killed in its first update."""
     if os.environ["RANK"] == "1":
         grpo.GRPO.update = lambda self, groups: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_vanishes_in_an_update_is_one_line(start):
-    codes, outputs = together(
-        start, *write_reward(""), "--steps", "1", "--out", "run", prepare=vanish
-    )
+@pytest.mark.parametrize("call, prepare, saved", [(5, None, 2), (0, vanish, 1)])
+def test_a_rank_that_vanishes_does_not_leave_the_other_waiting(start, call, prepare, saved):
+    """In a reward of the second step, or in the first update."""
+    reward = on_rank_1(call, f"os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    flags = *reward, *str.split("--steps 9 --save-every 1 --out run")
+    codes, outputs = together(start, *flags, prepare=prepare)
     assert codes == [2, -signal.SIGKILL] and "Traceback" not in outputs[0]
     assert outputs[0].strip().splitlines()[-1].startswith("error: rank 0: another rank has gone: ")
+    assert steps_saved("run") == ["000000", "000001"][:saved]
 
 
 def out_of_memory_amid_the_second_update():
@@ -292,19 +286,21 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
 
 
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):
-    """This rank has 1, NaN, 5 and NaN; the other 3, 7, NaN and NaN. Of a peak it is the largest."""
+    """Of a peak it is the largest."""
     assert ranks.mean({"a": 1.0}) == {"a": 1.0}  # alone
-    nan, peaks = torch.nan, {"gpu_gb/update": 9.0, "decoder/max_logprob_gap": 0.25}
-    other = {"a": 3.0, "b": 7.0, "c": nan, "d": nan} | {
-        name: value / 2 for name, value in peaks.items()
+    nan = torch.nan
+    rows = {
+        "a": (1.0, 3.0, 2.0),
+        "b": (nan, 7.0, 7.0),
+        "c": (5.0, nan, 5.0),
+        "d": (nan, nan, nan),
+        "gpu_gb/update": (9.0, 4.5, 9.0),
+        "decoder/max_logprob_gap": (0.25, 0.5, 0.5),
+        "reward/softmax_score": (2.0, 1.0, 1.5),  # which is no largest of anything
     }
+    own, other, expected = ({name: row[i] for name, row in rows.items()} for i in range(3))
     monkeypatch.setattr(ranks, "gather", lambda own: [own, other])
-    other["reward/softmax_score"] = 1.0  # which is no largest of anything
-    found = ranks.mean(
-        {"a": 1.0, "b": nan, "c": 5.0, "d": nan, "reward/softmax_score": 2.0} | peaks
-    )
-    expected = {"a": 2.0, "b": 7.0, "c": 5.0, "d": nan, "reward/softmax_score": 1.5} | peaks
-    assert found == pytest.approx(expected, nan_ok=True)
+    assert ranks.mean(own) == pytest.approx(expected, nan_ok=True)
 
 
 def test_torchrun_takes_no_flag_of_ours_for_its_own():
