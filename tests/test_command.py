@@ -241,17 +241,6 @@ def test_rewards_have_short_names_in_files_and_trackers(judged, tracked):
     assert {f"held out/{name}" for name in names} < of_run.keys()
 
 
-def test_a_step_on_whole_pictures():
-    run = build_run(settings := tiny_settings(SHORT, "--group-size 2"))
-    rewards = {"counted": (lambda images, prompts, targets: range(len(images)), 1.0)}
-    prompts = prompts_of("a red circle", "a blue cross")
-    batch, metrics = train.grpo_step(run, settings, rewards, prompts, 0)
-    assert batch.raw_rewards["counted"].tolist() == [0, 1, 2, 3]
-    # Read again in one pass as they were written, one code after another.
-    assert 0 < metrics["mean_logprob_gap"] <= metrics["max_logprob_gap"] < 1e-3
-    assert batch.groups[0].tokens.shape == (2, 256 + 1) and abs(metrics["kl"]) < 1e-6
-
-
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
 def test_trackers_get_a_run_and_its_settings(judged, tracked, kind):
     """A stand-in for the package: which calls reach it."""
@@ -726,9 +715,8 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
 
 
 def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
-    """Two prompts, three sequences each: a picture's colour is a number of its codes, and its
-    reward is that colour."""
-    shorten(monkeypatch.setattr)
+    """Two prompts, three sequences each, of whole pictures: a picture's colour is a number of its
+    codes, and its reward is that colour."""
     number = lambda codes: int(codes.sum()) % 251
     colours = lambda tokens, size: [Image.new("RGB", (8, 8), (number(x), 0, 0)) for x in tokens]
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
@@ -736,13 +724,17 @@ def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
     monkeypatch.setattr(run.glm_image, "paint", lambda prompt, tokens, *_: tokens)
     monkeypatch.setattr(run.glm_image, "to_images", colours)
     prompts = prompts_of("a red circle", "a blue cross")
-    rolled, _ = train.grpo_step(run, settings, {"colour": (colour, 1.0)}, prompts, 0)
+    rolled, metrics = train.grpo_step(run, settings, {"colour": (colour, 1.0)}, prompts, 0)
     assert len(rolled.groups) == 2 and len(rolled.images) == 6
     for group in rolled.groups:
+        assert group.tokens.shape == (3, 256 + 1)
         numbers = torch.tensor([float(number(codes)) for codes in group.tokens])
         assert numbers.std() > 1
         expected = compute_advantages(numbers, 3)
         torch.testing.assert_close(group.advantages, expected, atol=1e-5, rtol=0)
+    # Read again in one pass as they were written, one code after another.
+    assert 0 < metrics["mean_logprob_gap"] <= metrics["max_logprob_gap"] < 1e-3
+    assert abs(metrics["kl"]) < 1e-6
 
 
 def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(
