@@ -75,22 +75,20 @@ def whole(tmp_path_factory):
     return folder / "run"
 
 
-def killed_copy(whole):
-    """As a kill in the second step leaves a run."""
+def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
+    """With what a kill may leave in the files: records of later steps, half a line, a damaged line,
+    and no evaluation of the step that was saved last. A checkpoint that somebody has copied is left
+    alone."""
     write_reward(DICE)
     shutil.copytree(whole, "run")
     shutil.rmtree("run/checkpoints/000002")
     shutil.rmtree("run/adapter")
-
-
-def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
-    """With what a kill may leave in the files: records of later steps, half a line, and a damaged
-    line. A checkpoint that somebody has copied is left alone."""
-    killed_copy(whole)
     for name in ("metrics", "groups"):
         file = Path(f"run/{name}.jsonl")
         later = '{"step": 3, "of": "a step without a checkpoint"}\n{"step": 4, "rew'
         file.write_text('{"step": 1, "rew\0\0\n' + file.read_text() + later)
+    first = Path("run/evaluation.jsonl").read_text().splitlines()[0]
+    Path("run/evaluation.jsonl").write_text(f"{first}\n")
     shutil.copytree("run/checkpoints/000000", "run/checkpoints/000000-good")
     assert resume("run") == 0
     same_run(whole, "run")
@@ -117,15 +115,6 @@ def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monk
     weights = load_file("run/checkpoints/000001/adapter/adapter_model.safetensors")
     moved = max(weight.abs().max().item() for name, weight in weights.items() if "lora_B" in name)
     assert moved == pytest.approx(0.01 / 3, rel=0.01)
-
-
-def test_an_evaluation_that_a_kill_came_before_is_made_up_for(judged, whole):
-    """Killed after the checkpoint of step 1, which was to be evaluated."""
-    killed_copy(whole)
-    first = Path("run/evaluation.jsonl").read_text().splitlines()[0]
-    Path("run/evaluation.jsonl").write_text(f"{first}\n")
-    assert resume("run") == 0
-    same_run(whole, "run")
 
 
 def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd):
