@@ -37,6 +37,7 @@ from world import draw
 
 import train
 from glm_image import editing, model
+from runtime import UserError
 from runtime.data import Prompt
 
 gc.freeze()  # millions of objects of the libraries, which no collection needs to look at again
@@ -263,6 +264,21 @@ def write_reward(body):
     code += "".join(f"    {line}\n" for line in body.splitlines())
     Path("mine.py").write_text(code + "    return torch.arange(len(images)).float()\n")
     return ["--reward", "mine.py:reward"]
+
+
+def judge_file(name, value):
+    """NAME.py:judge, a reward of the user's own: `value` is Python for what it returns."""
+    code = f"def judge(images, prompts, targets):\n    return {value}\n"
+    Path(f"{name}.py").write_text(code)
+    return f"{name}.py:judge"
+
+
+def error_from(function, *given):
+    """The one line with which it refuses."""
+    with pytest.raises(UserError) as caught:
+        function(*given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def records(path):

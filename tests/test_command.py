@@ -15,6 +15,8 @@ import sys
 import time
 import types
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +30,8 @@ from conftest import (
     ROOT,
     adapter_of,
     build_run,
+    error_from,
+    judge_file,
     prompts_of,
     records,
     short_runs,
@@ -76,52 +80,23 @@ def promised_run(tmp_path_factory):
 def test_a_run_leaves_every_promised_file(promised_run):
     out, _ = promised_run
     left = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()}
-    expected = {
-        "settings.json",
-        "metrics.jsonl",
-        "groups.jsonl",
-        "evaluation.jsonl",
-        "reward.png",
-        "before-after.png",
-    }
-    expected |= {
-        "group-000001.png",
-        "adapter/adapter_config.json",
-        "adapter/adapter_model.safetensors",
-    }
-    expected |= {
-        f"evaluation/{step}/{name}.png"
-        for step in ("000000", "000001")
-        for name in ("1-1", "1-2", "sheet")
-    }
-    assert expected <= left and "adapter/README.md" not in left  # PEFT's form, empty
+    expected = "settings.json metrics.jsonl groups.jsonl evaluation.jsonl reward.png"
+    expected += " before-after.png group-000001.png adapter/adapter_config.json"
+    expected += " adapter/adapter_model.safetensors"
+    for name in ("1-1", "1-2", "sheet"):
+        expected += f" evaluation/000000/{name}.png evaluation/000001/{name}.png"
+    assert {*expected.split()} <= left and "adapter/README.md" not in left  # PEFT's form, empty
     saved = json.loads((out / "settings.json").read_text())
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
 
 
 def test_a_run_logs_every_step_and_evaluation(promised_run):
     out, _ = promised_run
-    (line,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    names = [
-        "loss",
-        "policy_loss",
-        "kl",
-        "clip_fraction",
-        "ratio_mean",
-        "grad_norm",
-        "max_logprob_gap",
-        "skipped",
-    ]
-    names += [
-        "reward",
-        "reward_std",
-        "reward/ssim",
-        "reward/mse",
-        "groups_without_spread",
-        "unscored",
-    ]
-    names += [f"seconds/{phase}" for phase in ("sample", "paint", "score", "reference", "update")]
-    assert line["step"] == 1 and all(math.isfinite(line[name]) for name in names)
+    line = json.loads((out / "metrics.jsonl").read_text())
+    names = "loss policy_loss kl clip_fraction ratio_mean grad_norm max_logprob_gap skipped"
+    names += " reward reward_std reward/ssim reward/mse groups_without_spread unscored"
+    names += " seconds/sample seconds/paint seconds/score seconds/reference seconds/update"
+    assert line["step"] == 1 and all(math.isfinite(line[name]) for name in names.split())
     # the log is the weighted sum of raw rewards, though z-scores were maximised
     assert line["reward"] == pytest.approx(line["reward/ssim"] + 0.5 * line["reward/mse"], abs=1e-5)
     assert 0 < line["mean_logprob_gap"] <= line["max_logprob_gap"] < 1e-3
@@ -154,13 +129,10 @@ def test_a_run_says_what_it_does(promised_run):
 
 def test_the_same_seed_gives_the_same_run(judged, one_step):
     for out, seed in (("same", 0), ("other", 1)):
-        assert judged("--steps 1 --seed", str(seed), "--out", out) == 0
+        assert judged("--steps 1 --seed", seed, "--out", out) == 0
     assert records("same/evaluation.jsonl") == records(one_step / "evaluation.jsonl")
-    assert (
-        records("same/metrics.jsonl")
-        == records(one_step / "metrics.jsonl")
-        != records("other/metrics.jsonl")
-    )
+    same, first, other = (records(f"{run}/metrics.jsonl") for run in ("same", one_step, "other"))
+    assert same == first != other
     assert adapter_of("same") == adapter_of(one_step) != adapter_of("other")
 
 
@@ -215,11 +187,11 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(judged):
     Path("mine.py").write_text(
         "seen = []\n\ndef count(images, prompts, targets):\n    seen.extend(images)\n"
         "    numbers = range(len(seen) - len(images), len(seen))\n"
-        "    return [float('nan') if i % 3 == 2 else i for i in numbers]\n\n"
-        "def red(images, prompts, targets):\n    return [float('red' in p) for p in prompts]\n"
+        "    return [float('nan') if i % 3 == 2 else i for i in numbers]\n"
     )
+    judge_file("red", "[float('red' in p) for p in prompts]")
     Path("twice.txt").write_text("a red circle\n\na blue cross\na red circle\n")
-    arguments = "--prompts twice.txt --targets none --reward mine.py:count,mine.py:red"
+    arguments = "--prompts twice.txt --targets none --reward mine.py:count,red.py:judge"
     arguments += " --order file --prompts-per-step 3 --steps 1"
     for name, flags, size in (("codes", "", 2), ("both", BOTH, 4)):
         assert judged(arguments, flags, "--out", name) == 0
@@ -229,78 +201,56 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(judged):
         first = 2 + 2 * 2  # pictures of the trial, and of two evaluations
         numbers = [None if i % 3 == 2 else i for i in range(first, first + 3 * size)]
         assert [value for group in groups for value in group["reward/mine.py:count"]] == numbers
-        assert [group["reward/mine.py:red"] for group in groups] == [
-            [1.0] * size,
-            [0.0] * size,
-            [1.0] * size,
-        ]
+        reds = [[red] * size for red in (1.0, 0.0, 1.0)]
+        assert [group["reward/red.py:judge"] for group in groups] == reds
 
 
 @pytest.fixture
 def tracked(monkeypatch):
-    """What a tracker gets of a run with --tracker trackio."""
-    tracked = {}
-    tracker = SimpleNamespace(log=lambda values, step: tracked.update(values), finish=lambda: None)
-    monkeypatch.setattr("runtime.log.start_tracker", lambda *_: tracker)
-    package = types.ModuleType("trackio")
-    package.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
-    monkeypatch.setitem(sys.modules, "trackio", package)
-    return tracked
+    """What stand-ins for the packages of two trackers get of a run: their calls, and the
+    numbers."""
+    calls, numbers = [], {}
+
+    def log(values, step):
+        numbers.update(values)
+        if "reward" in values:
+            calls.append(("step", step))
+
+    run = SimpleNamespace(log=log, finish=lambda: calls.append("finish"))
+    for name in ("wandb", "trackio"):
+        package = types.ModuleType(name)
+        package.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        package.init = lambda **options: calls.append(options) or run
+        config = lambda values, **options: calls.append(("settings", values["lr"]))
+        package.config = SimpleNamespace(update=config)
+        monkeypatch.setitem(sys.modules, name, package)
+    return SimpleNamespace(calls=calls, numbers=numbers)
 
 
 def test_rewards_have_short_names_in_files_and_trackers(judged, tracked):
     """Of two that would share a short name the second keeps its name."""
-    code = "def f(images, prompts, targets):\n    return range(len(images))\n"
-    for file in ("a/mine.py", "b/mine.py", "b/own.py"):
-        Path(file).parent.mkdir(exist_ok=True)
-        Path(file).write_text(code)
-    given = "--reward a/mine.py:f,b/mine.py:f,b/own.py:f"
-    assert judged(given, "--steps 1 --tracker trackio --out run") == 0
+    for folder in "ab":
+        Path(folder).mkdir()
+    given = [judge_file(name, "range(len(images))") for name in ("a/mine", "b/mine", "b/own")]
+    assert judged("--reward", ",".join(given), "--steps 1 --tracker trackio --out run") == 0
     (metrics,), (group,) = records("run/metrics.jsonl"), records("run/groups.jsonl")
-    names = {f"reward/{name}" for name in ("mine.py:f", "b/mine.py:f", "own.py:f")}
-    of_rewards = lambda record: {name for name in record if name.startswith("reward/")}
-    (evaluation, _) = records("run/evaluation.jsonl")
-    for record in (group, metrics, evaluation["training"], evaluation["held out"], tracked):
-        assert of_rewards(record) == names
-    assert {f"held out/{name}" for name in names} < tracked.keys()
-
-
-def test_a_step_on_whole_pictures():
-    run = build_run(settings := tiny_settings(SHORT, "--group-size 2"))
-    rewards = {"counted": (lambda images, prompts, targets: range(len(images)), 1.0)}
-    prompts = prompts_of("a red circle", "a blue cross")
-    batch, metrics = train.grpo_step(run, settings, rewards, prompts, 0)
-    assert batch.raw_rewards["counted"].tolist() == [0, 1, 2, 3]
-    # Read again in one pass as they were written, one code after another.
-    assert 0 < metrics["mean_logprob_gap"] <= metrics["max_logprob_gap"] < 1e-3
-    assert batch.groups[0].tokens.shape == (2, 256 + 1) and abs(metrics["kl"]) < 1e-6
+    names = {f"reward/{name}" for name in ("mine.py:judge", "b/mine.py:judge", "own.py:judge")}
+    (evaluation, _), of_run = records("run/evaluation.jsonl"), tracked.numbers
+    for record in (group, metrics, evaluation["training"], evaluation["held out"], of_run):
+        assert {name for name in record if name.startswith("reward/")} == names
+    assert {f"held out/{name}" for name in names} < of_run.keys()
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_trackers_get_a_run_and_its_settings(judged, monkeypatch, kind):
+def test_trackers_get_a_run_and_its_settings(judged, tracked, kind):
     """A stand-in for the package: which calls reach it."""
-    package = types.ModuleType(kind)
-    seen = []
-    tracked = {}
-    package.__spec__ = importlib.machinery.ModuleSpec(kind, None)
-    package.config = SimpleNamespace(
-        update=lambda values, **options: seen.append(("settings", values["lr"]))
-    )
-
-    def log(values, step):
-        tracked.update(values)
-        if "reward" in values:
-            seen.append(("step", step))
-
-    run = SimpleNamespace(log=log, finish=lambda: seen.append("finish"))
-    package.init = lambda **options: seen.append(options) or run
-    monkeypatch.setitem(sys.modules, kind, package)
     assert judged("--steps 1 --tracker", kind, "--out run") == 0
-    begun = seen[0]
-    assert seen == [begun, ("settings", 2e-3), ("step", 1), "finish"]
+    begun, *calls = tracked.calls
+    assert calls == [("settings", 2e-3), ("step", 1), "finish"]
     assert begun["project"] == "grpo-glm-image" and begun["name"] == "run"
-    assert {"training/reward", "held out/reward"} < tracked.keys()
-    assert not {"step", "training/images", "held out/prompts"} & tracked.keys()  # no curves
+    names = tracked.numbers.keys()
+    assert {"training/reward", "held out/reward"} < names
+    assert not {"step", "training/images", "held out/prompts"} & names  # no curves
 
 
 def test_tensorboard_gets_the_numbers_of_a_run(judged):
@@ -320,19 +270,15 @@ def test_tensorboard_gets_the_numbers_of_a_run(judged):
 def test_defaults_depend_on_the_model():
     tiny = tiny_settings()
     other = train.parse_settings(["--model", settings.RELEASE, "--height", "1280"])
-    found = tiny.steps, tiny.lr, tiny.height, tiny.temperature, tiny.top_p, tiny.device
-    assert found == (20, 5e-4, 128, 1.0, 0.95, "cpu")
-    assert (other.steps, other.lr, other.height, other.width) == (200, 2e-5, 1280, 1024)
-    assert (other.temperature, other.top_p) == (0.9, 0.75)  # its own sampler's
-    assert other.device == "auto"
+    names = "steps", "lr", "height", "width", "temperature", "top_p", "device"
+    assert attrgetter(*names)(tiny) == (20, 5e-4, 128, 128, 1.0, 0.95, "cpu")
+    # The temperature and the nucleus of its own sampler.
+    assert attrgetter(*names)(other) == (200, 2e-5, 1280, 1024, 0.9, 0.75, "auto")
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps,variety")
-    assert (
-        other.prompts.endswith("prompts/train.txt") and other.targets is other.eval_targets is None
-    )
-    assert train.parse_settings([]).model == (
-        settings.RELEASE if torch.cuda.is_available() else TINY
-    )
-    assert tiny.targets is None
+    assert other.prompts.endswith("prompts/train.txt")
+    assert tiny.targets is other.targets is other.eval_targets is None
+    default = settings.RELEASE if torch.cuda.is_available() else TINY
+    assert train.parse_settings([]).model == default
 
 
 def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
@@ -454,23 +400,22 @@ def test_a_models_folder_runs_no_code_unless_a_flag_says_so(tmp_path, monkeypatc
         (tmp_path / name).symlink_to(f"{TINY}/{name}")
     given = ["--model", str(tmp_path)]
     assert train.parse_settings(given).reward == "tiny-glm-image/check.py:facts"
-    file = tmp_path / "own.py"
+    file, defaults = tmp_path / "own.py", tmp_path / "defaults.json"
     file.write_text("raise KeyError('it ran')\n")
-    defaults = tmp_path / "defaults.json"
     defaults.unlink()
     code = {"eval_reward": f"hps,{file}:f:2", "targets": f"{file}:f"}
     defaults.write_text(json.dumps({"usual": {**code, "reward": "mse", "lr": 0.5}}))
     flags = f"--eval-reward {code['eval_reward']} --targets {code['targets']}"
-    with pytest.raises(UserError) as caught:
-        train.parse_settings(given)
-    assert str(caught.value) == f"{defaults} runs code: if you trust it, give {flags}"
+    error = error_from(train.parse_settings, given)
+    assert error == f"{defaults} runs code: if you trust it, give {flags}"
     assert train.parse_settings([*given, *flags.split()]).lr == 0.5
-    (tmp_path / "processor").unlink()
-    shutil.copytree(f"{TINY}/processor", tmp_path / "processor")
-    config = tmp_path / "processor" / "tokenizer_config.json"
+    processor = tmp_path / "processor"
+    processor.unlink()
+    shutil.copytree(f"{TINY}/processor", processor)
     auto_map = {"AutoTokenizer": ["own.Own", "own.Own"]}
-    config.write_text(json.dumps({"tokenizer_class": "Own", "auto_map": auto_map}))
-    file.rename(tmp_path / "processor" / "own.py")
+    config = json.dumps({"tokenizer_class": "Own", "auto_map": auto_map})
+    (processor / "tokenizer_config.json").write_text(config)
+    file.rename(processor / "own.py")
     with pytest.raises(UserError, match="contains custom code"):
         train.load(str(tmp_path), CPU)
 
@@ -513,14 +458,11 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
 def test_a_run_names_the_projects_files_by_their_place_in_it(one_step, monkeypatch):
     """So another clone finds its own, from whatever folder; others may lie elsewhere if they are
     the same."""
-    state = json.loads((one_step / "checkpoints" / "000001" / "state.json").read_text())["settings"]
+    state = json.loads((one_step / "checkpoints/000001/state.json").read_text())["settings"]
     assert state["model"] == "tiny-glm-image" and str(ROOT) not in json.dumps(state)
     monkeypatch.chdir(one_step.parent)
-    assert train.parse_settings(["--resume", "run"]).model == str(ROOT / "tiny-glm-image")
-    assert (
-        train.parse_settings(["--resume", "run", "--prompts", "elsewhere.txt"]).prompts
-        == "elsewhere.txt"
-    )
+    resumed = train.parse_settings(["--resume", "run", "--prompts", "elsewhere.txt"])
+    assert resumed.model == str(ROOT / "tiny-glm-image") and resumed.prompts == "elsewhere.txt"
     assert tiny_settings().reward == "tiny-glm-image/check.py:facts"
 
 
@@ -565,19 +507,15 @@ def test_the_script_ends_with_an_exit_code_of_2_and_one_line(monkeypatch, capsys
 
 def test_prompts_come_round_once_an_epoch_in_another_order():
     settings = SimpleNamespace(seed=0, prompts_per_step=3, order="shuffled")
-    rows = [row for step in range(20) for row in train.prompt_indices(step, settings, 4)]
-    epochs = [rows[i : i + 4] for i in range(0, 60, 4)]
-    assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 5
-    assert train.prompt_indices(7, settings, 4) == rows[21:24]  # a function of the step
+    indices = lambda step: train.prompt_indices(step, settings, 4)
+    rows = [row for step in range(20) for row in indices(step)]
+    epochs = {tuple(rows[i : i + 4]) for i in range(0, 60, 4)}
+    assert {tuple(sorted(epoch)) for epoch in epochs} == {(0, 1, 2, 3)} and len(epochs) > 5
+    assert indices(7) == rows[21:24]  # a function of the step
+    settings.order = "file"
+    assert [*map(indices, range(3))] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
     other = SimpleNamespace(seed=1, prompts_per_step=60, order="shuffled")
     assert train.prompt_indices(0, other, 4) != rows
-    settings.order = "file"
-    assert [train.prompt_indices(step, settings, 4) for step in range(3)] == [
-        [0, 1, 2],
-        [3, 0, 1],
-        [2, 3, 0],
-    ]
 
 
 def test_no_two_groups_share_a_seed(monkeypatch):
@@ -599,15 +537,12 @@ def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps
     """Codes, noise and the decoder's draws of the first seeds, and those of the evaluations."""
     for seed in range(seeds):
         first, last = (train.seed_of_step(s, seed, 4) for s in (0, steps))
-        own, *evaluations = (
-            [start + offset for offset in (0, 2**30, 2**31)]
-            for start in (first, evaluation.SEEDS["training"], evaluation.SEEDS["held out"])
-        )
-        for start in own:
-            for other in {*own, *evaluations[0], *evaluations[1]} - {start}:
-                assert (other - start) % 2**32 > last - first and (
-                    start - other
-                ) % 2**32 >= evaluated
+        starts = (first, *evaluation.SEEDS.values())
+        streams = [start + offset for start in starts for offset in (0, 2**30, 2**31)]
+        for own in streams[:3]:
+            for other in {*streams} - {own}:
+                assert (other - own) % 2**32 > last - first
+                assert (own - other) % 2**32 >= evaluated
 
 
 def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_deployed(
@@ -619,7 +554,8 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
 
     def paint(self, prompt, tokens, settings, seed):
         painted.append((prompt.text, seed, settings.decode_steps, settings.guidance_scale))
-        return stock_paint(self, prompt, tokens, settings, seed)
+        quick = replace(settings, decode_steps=1, guidance_scale=1.0)
+        return stock_paint(self, prompt, tokens, quick, seed)
 
     monkeypatch.setattr(train.GlmImage, "paint", paint)
     new = ["a green ring", "a blue ring", "a red ring", "a green cross", "a pink cross"]
@@ -641,32 +577,28 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
 
 # ---- numbers -------------------------------------------------------------------------------------
 
-RAW = {
-    "a": torch.tensor([1.0, 2.0, 3.0] + [NAN, 5.0, NAN] + [4.0, 4.0, 4.0]),
-    "b": torch.tensor([10.0, NAN, 30.0] + [NAN, NAN, NAN] + [0.0, 0.0, 6.0]),
-}
-# 2a + b/2, of those that apply.
-TOTAL = torch.tensor([2 + 5, 4, 6 + 15] + [NAN, 10, NAN] + [8, 8, 8 + 3])
-
 
 def test_reward_metrics_by_hand():
     """Means over all pictures; spreads within groups, then their mean, of which a lone one has none.
     NaN is no picture of this reward."""
-    raw = {f"reward/{name}": values.view(3, 3) for name, values in RAW.items()}
-    metrics = reward_metrics({"reward": TOTAL.view(3, 3)} | raw)
-    totals = [7, 4, 21, 10, 8, 8, 11]
-    assert metrics == pytest.approx(
+    total = [[2 + 5, 4, 6 + 15], [NAN, 10, NAN], [8, 8, 8 + 3]]  # 2a + b/2, of those that apply
+    a = [[1, 2, 3], [NAN, 5, NAN], [4, 4, 4]]
+    b = [[10, NAN, 30], [NAN] * 3, [0, 0, 6]]
+    rewards = {"reward": total, "reward/a": a, "reward/b": b}
+    rewards = {name: torch.tensor(values) for name, values in rewards.items()}
+    spread = lambda *values: np.std(values, ddof=1)
+    assert reward_metrics(rewards) == pytest.approx(
         {
             "unscored": 2 / 9,
-            "reward": np.mean(totals),
-            "reward_std": np.mean([np.std([7, 4, 21], ddof=1), np.std([8, 8, 11], ddof=1)]),
+            "reward": np.mean([7, 4, 21, 10, 8, 8, 11]),
+            "reward_std": (spread(7, 4, 21) + spread(8, 8, 11)) / 2,
             "reward/a": np.mean([1, 2, 3, 5, 4, 4, 4]),
             "reward_std/a": (1 + 0) / 2,
             "reward/b": np.mean([10, 30, 0, 0, 6]),
-            "reward_std/b": np.mean([np.std([10, 30], ddof=1), np.std([0, 0, 6], ddof=1)]),
+            "reward_std/b": (spread(10, 30) + spread(0, 0, 6)) / 2,
         }
     )
-    nothing = reward_metrics({"reward": TOTAL[None, 3:6], "reward/b": RAW["b"][None, 3:6]})
+    nothing = reward_metrics({name: rewards[name][1:2] for name in ("reward", "reward/b")})
     assert all(math.isnan(nothing[name]) for name in ("reward/b", "reward_std/b", "reward_std"))
     assert nothing["reward"] == 10
 
@@ -675,25 +607,23 @@ def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
     """One prompt, two code sequences, painted twice each; or one code sequence, painted four
     times."""
     values = torch.tensor([0.0, 2.0, 10.0, 16.0])
+    spread = lambda *values: pytest.approx(np.std(values, ddof=1))
 
     def metrics(sequences, paintings):
-        sizes = SimpleNamespace(sequences=sequences, paintings=paintings)
+        record = SimpleNamespace(settings=SimpleNamespace(sequences=sequences, paintings=paintings))
         rewards = {"reward": values[None], "reward/a": values[None]}
-        record = SimpleNamespace(settings=sizes)
         return train_decoder.DecoderRecord.reward_metrics(record, rewards)
 
     both, decoder = metrics(2, 2), metrics(1, 4)
     assert both["reward"] == decoder["reward"] == both["reward/a"] == 7
-    assert both["reward_std"] == pytest.approx(np.std([1, 13], ddof=1))  # of the means
-    assert both["decoder/reward_std"] == pytest.approx(
-        (np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2
-    )
-    spread = pytest.approx(np.std(values.numpy(), ddof=1))
-    assert decoder["reward_std"] == decoder["reward_std/a"] == spread
+    assert both["reward_std"] == spread(1, 13)  # of the means
+    within = (np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2
+    assert both["decoder/reward_std"] == pytest.approx(within)
+    assert decoder["reward_std"] == decoder["reward_std/a"] == spread(0, 2, 10, 16)
     values[0] = NAN
     both = metrics(2, 2)
     # Of the others.
-    assert both["reward"] == 7.5 and both["reward_std/a"] == pytest.approx(np.std([2, 13], ddof=1))
+    assert both["reward"] == 7.5 and both["reward_std/a"] == spread(2, 13)
 
 
 NUMBERS = {
@@ -768,45 +698,43 @@ def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monke
     a = torch.tensor([1.0, 2.0, NAN, 6.0])
     b = torch.tensor([300.0, 100.0, NAN, 500.0])
     functions = {"a": (lambda *_: a, 2.0), "b": (lambda *_: b, 0.5)}
-    seen = []
     run = build_run(settings := tiny_settings(SHORT, "--combine", combine))
-    monkeypatch.setattr(run.policy, "update", lambda groups: seen.extend(groups) or {})
-    prompts = prompts_of("a red circle")
-    rolled, metrics = train.grpo_step(run, settings, functions, prompts, 0)
+    monkeypatch.setattr(run.policy, "update", lambda groups: {})
+    rolled, metrics = train.grpo_step(run, settings, functions, prompts_of("a red circle"), 0)
     total = 2 * a + 0.5 * b
     if combine == "zscore":
         total = 2 * compute_advantages(a, 4) + 0.5 * compute_advantages(b, 4)
         total[2] = NAN
-    (advantages,) = (group.advantages for group in seen)
-    torch.testing.assert_close(advantages, compute_advantages(total, 4), atol=1e-5, rtol=0)
-    assert advantages[2] == 0 and advantages[1] < 0 < advantages[3]
-    assert metrics["entropy"] == pytest.approx(-seen[0].old_logprobs.mean().item())
-    assert metrics["entropy"] > 0 and rolled.raw_rewards["a"][3] == 6  # the log has these
+    (group,) = rolled.groups
+    torch.testing.assert_close(group.advantages, compute_advantages(total, 4), atol=1e-5, rtol=0)
+    assert group.advantages[2] == 0 and group.advantages[1] < 0 < group.advantages[3]
+    assert metrics["entropy"] == pytest.approx(-group.old_logprobs.mean().item())
+    # The log has these.
+    assert metrics["entropy"] > 0 and rolled.raw_rewards["a"][3] == 6
     assert rolled.raw_rewards["b"][3] == 500
 
 
 def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
-    """Two prompts, three sequences each: a picture's colour is a number of its codes, and its
-    reward is that colour."""
-    shorten(monkeypatch.setattr)
+    """Two prompts, three sequences each, of whole pictures: a picture's colour is a number of its
+    codes, and its reward is that colour."""
     number = lambda codes: int(codes.sum()) % 251
-    colours = lambda tokens, size: [
-        Image.new("RGB", (8, 8), (number(codes), 0, 0)) for codes in tokens
-    ]
-    settings = tiny_settings(SHORT, "--group-size 3")
+    colours = lambda tokens, size: [Image.new("RGB", (8, 8), (number(x), 0, 0)) for x in tokens]
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
-    prompts = prompts_of("a red circle", "a blue cross")
-    run = build_run(settings)
+    run = build_run(settings := tiny_settings(SHORT, "--group-size 3"))
     monkeypatch.setattr(run.glm_image, "paint", lambda prompt, tokens, *_: tokens)
     monkeypatch.setattr(run.glm_image, "to_images", colours)
-    rolled, _ = train.grpo_step(run, settings, {"colour": (colour, 1.0)}, prompts, 0)
+    prompts = prompts_of("a red circle", "a blue cross")
+    rolled, metrics = train.grpo_step(run, settings, {"colour": (colour, 1.0)}, prompts, 0)
     assert len(rolled.groups) == 2 and len(rolled.images) == 6
     for group in rolled.groups:
+        assert group.tokens.shape == (3, 256 + 1)
         numbers = torch.tensor([float(number(codes)) for codes in group.tokens])
         assert numbers.std() > 1
-        torch.testing.assert_close(
-            group.advantages, compute_advantages(numbers, 3), atol=1e-5, rtol=0
-        )
+        expected = compute_advantages(numbers, 3)
+        torch.testing.assert_close(group.advantages, expected, atol=1e-5, rtol=0)
+    # Read again in one pass as they were written, one code after another.
+    assert 0 < metrics["mean_logprob_gap"] <= metrics["max_logprob_gap"] < 1e-3
+    assert abs(metrics["kl"]) < 1e-6
 
 
 def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(
@@ -814,7 +742,8 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
 ):
     reward = write_reward("return [float('nan')] * len(images)")
     assert judged(*reward, "--steps 1 --tracker trackio --out run") == 0
-    assert "entropy" in tracked and not any(map(math.isnan, tracked.values()))
+    numbers = tracked.numbers
+    assert "entropy" in numbers and not any(map(math.isnan, numbers.values()))
     (line,) = records("run/metrics.jsonl")
     assert line["reward"] is None and line["grad_norm"] == 0
     assert line["unscored"] == line["groups_without_spread"] == 1

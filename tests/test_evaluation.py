@@ -14,6 +14,7 @@ from conftest import (
     CPU,
     adapter_of,
     build_run,
+    judge_file,
     load_once,
     prompts_of,
     records,
@@ -22,7 +23,7 @@ from conftest import (
     write_reward,
 )
 from make import NUM_CODES
-from PIL import Image
+from PIL import Image, ImageColor
 from test_rewards import tiny_clip
 from tqdm import tqdm
 
@@ -32,19 +33,15 @@ from runtime.gpu import Clock
 from runtime.pictures import draw_curves
 from runtime.settings import RELEASE, TINY
 
-
-def judge_file(name, value):
-    Path(f"{name}.py").write_text(
-        f"def judge(images, prompts, targets):\n    return [{value}] * len(images)\n"
-    )
-    return f"{name}.py:judge"
+GREY, BLUE, RED = "#888888", "#2060c0", "#d02030"
+SEVENS = "[7.0] * len(images)"
 
 
 def test_what_only_judges_is_logged_and_not_trained_on(judged, capfd):
     Path("other.txt").write_text("a green ring\na black square\n")
-    arguments = str.split("--steps 1 --eval-prompts other.txt --eval-targets targets")
-    assert judged(*arguments, "--out without") == 0
-    assert judged(*arguments, "--eval-reward", judge_file("seven", 7.0), "--out with") == 0
+    arguments = "--steps 1 --eval-prompts other.txt --eval-targets targets"
+    assert judged(arguments, "--out without") == 0
+    assert judged(arguments, "--eval-reward", judge_file("seven", SEVENS), "--out with") == 0
     for record in records("with/evaluation.jsonl"):
         for numbers in (record["training"], record["held out"]):
             assert numbers["reward/seven.py:judge"] == [7, None]
@@ -71,28 +68,16 @@ def test_held_out_prompts_without_targets_are_spoken_of_once(judged, capsys):
 @pytest.mark.parametrize("without", [False, True])
 def test_prompts_without_targets_are_judged_by_what_applies(judged, without):
     Path("new.txt").write_text("a green ring\n")
-    new = ["new.txt", None]
-    known = ["prompts.txt", "targets"]
-    (prompts, targets), (held_out, held_out_targets) = (known, new) if without else (new, known)
-    short = ["--model", TINY, *str.split("--height 32 --width 32 --decode-steps 1 --group-size 2")]
-    arguments = [
-        "--prompts",
-        prompts,
-        "--eval-prompts",
-        held_out,
-        *str.split("--eval-count 1 --steps 0 --out run"),
-    ]
-    arguments += ["--targets", targets] if targets else ["--eval-targets", held_out_targets]
-    two = judge_file("two", 2.0)
-    arguments += (
-        ["--reward", "ssim", "--eval-reward", two]
-        if without
-        else ["--reward", two, "--eval-reward", "ssim"]
-    )
-    assert train.main([*short, *arguments]) == 0
+    sevens = judge_file("seven", SEVENS)
+    flags = "--prompts new.txt --eval-prompts prompts.txt --eval-targets targets --reward {} --eval-reward ssim"
+    if without:
+        flags = "--prompts prompts.txt --targets targets --eval-prompts new.txt --reward ssim --eval-reward {}"
+    short = "--height 32 --width 32 --decode-steps 1 --group-size 2 --eval-count 1 --steps 0"
+    words = ["--model", TINY, *short.split(), *flags.format(sevens).split(), "--out", "run"]
+    assert train.main(words) == 0
     (record,) = records("run/evaluation.jsonl")
     for name in ("training", "held out"):
-        assert record[name]["reward/two.py:judge"] == [2, None]
+        assert record[name]["reward/seven.py:judge"] == [7, None]
         missing = (name == "held out") == without
         assert (record[name]["reward/ssim"][0] is None) == missing
     assert (record["held out"]["reward"][0] is None) == without
@@ -101,12 +86,10 @@ def test_prompts_without_targets_are_judged_by_what_applies(judged, without):
 def test_every_prompt_is_judged_by_its_own_target(judged):
     """In steps and in evaluations: one of the two prompts is drawn in red. What is trained for may
     be named again."""
-    Path("mine.py").write_text(
-        "def fits(images, prompts, targets):\n"
-        "    return [float(('red' in p) == (t.getpixel((8, 8))[0] > 200)) for p, t in zip(prompts, targets)]\n"
-    )
-    arguments = str.split("--reward mine.py:fits --eval-reward mine.py:fits --eval-count 2")
-    assert judged(*arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
+    red = "(t.getpixel((8, 8))[0] > 200)"
+    fits = judge_file("fits", f"[('red' in p) == {red} for p, t in zip(prompts, targets)]")
+    arguments = f"--reward {fits} --eval-reward {fits} --eval-count 2"
+    assert judged(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
     for record in records("run/evaluation.jsonl"):
         for numbers in (record["training"], record["held out"]):
             assert numbers["reward"] == [1, 0] and numbers["prompts"] == 2
@@ -115,23 +98,19 @@ def test_every_prompt_is_judged_by_its_own_target(judged):
 
 def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
     """Four of each of the held-out prompts: here a picture's reward is its place."""
-    lines = [f"a {colour} circle" for colour in ("red", "blue", "green", "pink")]
+    lines = ["a ring", "a red circle", "a blue ring", "a pink ring"]
     Path("new.txt").write_text("\n".join(lines))
-    Path("mine.py").write_text(
-        f"lines = {lines}\n\ndef place(images, prompts, targets):\n"
-        "    return [10 * lines.index(p) + i % 5 if p in lines else 0 for i, p in enumerate(prompts)]\n"
-    )
+    place = "[10 * len(prompt) + i % 5 for i, prompt in enumerate(prompts)]"
     sheets = []
-    draw_grid = lambda title, rows, *_: sheets.append(rows) or Image.new("RGB", (8, 8))
+    draw_grid = lambda *given: sheets.append(given) or Image.new("RGB", (8, 8))
     monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
-    arguments = str.split(
-        "--eval-prompts new.txt --eval-targets none --group-size 5 --eval-count 4"
-    )
-    arguments += str.split("--reward mine.py:place --prompts-per-step 2 --steps 0")
-    assert judged(*arguments, "--out run") == 0
-    (rows,) = sheets
+    arguments = "--eval-prompts new.txt --eval-targets none --group-size 5 --eval-count 4"
+    arguments += f" --reward {judge_file('place', place)} --prompts-per-step 2 --steps 0"
+    assert judged(arguments, "--out run") == 0
+    ((_, rows, corner),) = sheets
+    assert corner == "" and not any(framed for _, cells in rows for *_, framed in cells)
     assert [(label, [caption for _, caption, _ in cells]) for label, cells in rows] == [
-        (line, [f"reward {10 * i + j}.000" for j in range(4)]) for i, line in enumerate(lines)
+        (line, [f"reward {10 * len(line) + j}.000" for j in range(4)]) for line in lines
     ]
     files = sorted(file.name for file in Path("run/evaluation/000000").iterdir())
     assert files == [*(f"{i}-{j}.png" for i in range(1, 5) for j in range(1, 5)), "sheet.png"]
@@ -173,9 +152,15 @@ def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(judged, monkeypatch
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.gpu.tqdm", Bar)
     Path("new.txt").write_text("a green ring\n")
-    arguments = str.split("--eval-prompts new.txt --eval-targets none --eval-count 2")
-    assert judged(*arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
+    arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2"
+    assert judged(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
     assert bars == [("prompt", 3, [2, 1]), ("step", 1, [1]), ("prompt", 3, [2, 1])]
+
+
+def where(picture, colour):
+    """Which pixels have about this colour."""
+    wanted = np.array(ImageColor.getrgb(colour))
+    return np.abs(np.asarray(picture).astype(int) - wanted).sum(-1) < 40
 
 
 def test_a_curve_has_steps_and_both_evaluations(tmp_path):
@@ -185,32 +170,19 @@ def test_a_curve_has_steps_and_both_evaluations(tmp_path):
     panels = {"reward/a": [steps, flat(0.6), flat(0.2)]}
     panels["reward/b"] = [[(step, None) for step, _ in steps], flat(1.0), []]
     sheet = draw_curves(panels)
-    grey, blue, red = "#888888", "#2060c0", "#d02030"
-    for left, drawn in ((62, {grey, blue, red}), (382, {blue})):
-        panel = sheet.crop((left, 20, left + 236, 174))
-        found = {colour: columns_with(panel, colour) for colour in (grey, blue, red)}
-        assert {colour for colour, columns in found.items() if columns.sum() > 200} == drawn
-        if grey in drawn:  # from the first step on
-            assert not found[grey][8:18].any() and found[grey][30:220].mean() > 0.9
+    for left, drawn in ((62, [True, True, True]), (382, [False, True, False])):
+        panel = sheet.crop((left, 20, left + 236, 168))  # above the axis, which is grey
+        columns = [where(panel, colour).any(0) for colour in (GREY, BLUE, RED)]
+        assert [each.sum() > 200 for each in columns] == drawn
+        if drawn[0]:  # from the first step on
+            assert not columns[0][8:18].any() and columns[0][30:220].mean() > 0.9
 
 
 def test_an_evaluation_alone_is_a_dot():
     """As after the first step: its reward, and the evaluation before."""
-    panel = draw_curves({"reward/a": [[(1, 0.5)], [(0, 0.75)], [(0, 0.25)]]}).crop(
-        (50, 0, 310, 185)
-    )
-    pixels = np.asarray(panel).astype(int)
-    for colour, (x, y) in (("#888888", (250, 100)), ("#2060c0", (10, 65)), ("#d02030", (10, 135))):
-        wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-        near = np.abs(pixels[y - 1 : y + 2, x - 1 : x + 2] - wanted).sum(-1)
-        assert near.max() < 40, colour
-
-
-def columns_with(picture, colour):
-    """Which columns of a picture have something in this colour, above the axis."""
-    pixels = np.asarray(picture).astype(int)[:148] if colour == "#888888" else np.asarray(picture)
-    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return (np.abs(pixels.astype(int) - wanted).sum(-1) < 40).any(0)
+    sheet = draw_curves({"reward/a": [[(1, 0.5)], [(0, 0.75)], [(0, 0.25)]]})
+    for colour, x, y in ((GREY, 300, 100), (BLUE, 60, 65), (RED, 60, 135)):
+        assert where(sheet.crop((x - 1, y - 1, x + 2, y + 2)), colour).all()
 
 
 def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, capsys):
@@ -218,25 +190,20 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     zai-org/GLM-Image gets."""
     monkeypatch.chdir(tmp_path)
     shorten(monkeypatch.setattr)
-    model = tmp_path / "released"
-    shutil.copytree(TINY, model)
+    shutil.copytree(TINY, "released")
+    Path("released/defaults.json").unlink()
     clip = tiny_clip(tmp_path / "clip")
-    (model / "defaults.json").unlink()
-    flags = f"--model {model} --height 32 --width 32 --eval-count 1 --group-size 2"
-    arguments = [*flags.split(), "--reward", f"pickscore={clip}:1,clip={clip}:1"]
-    arguments += ["--eval-reward", f"hps={clip}"]
-    assert train.main([*arguments, *str.split("--steps 1 --prompts-per-step 1 --out run")]) == 0
+    flags = "--model released --height 32 --width 32 --eval-count 1 --group-size 2"
+    flags += f" --reward pickscore={clip}:1,clip={clip}:1 --eval-reward hps={clip}"
+    flags += " --steps 1 --prompts-per-step 1 --out run"
+    assert train.main(flags.split()) == 0
     settings = json.loads(Path("run/settings.json").read_text())
-    assert (settings["decode_steps"], settings["guidance_scale"], settings["top_p"]) == (
-        12,
-        1.5,
-        0.75,
-    )
+    found = settings["decode_steps"], settings["guidance_scale"], settings["top_p"]
+    assert found == (12, 1.5, 0.75)
     assert settings["prompts"] == "prompts/train.txt" and settings["targets"] is None
     before, _ = records("run/evaluation.jsonl")
     assert {f"reward/{name}" for name in ("pickscore", "clip", "hps")} <= before["held out"].keys()
-    output = capsys.readouterr().out
-    assert "| clip -" in output  # for people without the folder
+    assert "| clip -" in capsys.readouterr().out  # for people without the folder
 
 
 def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
@@ -251,10 +218,8 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
 def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(judged):
     """In the numbers of steps and evaluations as in training: every second picture lacks the 1 that
     others have."""
-    Path("mine.py").write_text(
-        "def half(images, prompts, targets):\n    return [float('nan') if i % 2 else 1.0 for i in range(len(images))]\n"
-    )
-    assert judged("--reward mine.py:half,ssim --steps 1 --out run") == 0
+    half = judge_file("half", "[float('nan') if i % 2 else 1.0 for i in range(len(images))]")
+    assert judged("--reward", f"{half},ssim", "--steps 1 --out run") == 0
     (step,) = records("run/metrics.jsonl")
     assert step["reward"] == pytest.approx(1 + step["reward/ssim"])
     for record in records("run/evaluation.jsonl"):
@@ -288,23 +253,23 @@ def test_the_share_of_other_ids_is_that_of_the_whole_distribution(judged, talkat
     with torch.no_grad():
         logits = run.policy.model(ids[None], position_ids=positions[:, None]).logits[0]
     written = logits[len(group.prompt_ids) - 1 : -1] / 1.5  # (T, vocabulary)
-    codes_alone = written.softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
-    share = evaluation.share_of_other_ids(run.policy, group)
-    assert share == pytest.approx(1 - codes_alone, rel=1e-4) and 0.01 < share < 0.99
     config = run.policy.model.generation_config
+    share = lambda: evaluation.share_of_other_ids(run.policy, group)
+
+    def expected(suppressed):
+        drawn = [i for i in range(written.shape[1]) if i not in suppressed]
+        return 1 - written[:, drawn].softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
+
+    assert share() == pytest.approx(expected([]), rel=1e-4) and 0.01 < share() < 0.99
     config.suppress_tokens = [NUM_CODES, config.eos_token_id]
-    drawn = [i for i in range(written.shape[1]) if i not in config.suppress_tokens]
-    codes_alone = written[:, drawn].softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
-    share = evaluation.share_of_other_ids(run.policy, group)
-    assert share == pytest.approx(1 - codes_alone, abs=1e-6) and share < 1e-3
+    assert share() == pytest.approx(expected(config.suppress_tokens), abs=1e-6) and share() < 1e-3
     config.suppress_tokens = [*range(NUM_CODES, written.shape[1])]  # as docs/memory.md does
-    assert evaluation.share_of_other_ids(run.policy, group) == pytest.approx(0, abs=1e-6)
+    assert share() == pytest.approx(0, abs=1e-6)
 
 
 def test_an_evaluation_says_that_other_ids_are_likely(judged, capsys, talkative):
     assert judged("--temperature 1 --steps 0 --out run") == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "no code" in line]
-    (line,) = lines
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "no code" in line)
     share = float(re.match(r"warning: in ([\d.]+)% of pictures the stock pipeline", line)[1])
     assert share > 0.1 and "docs/memory.md" in line
 

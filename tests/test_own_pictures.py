@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from conftest import error_from
 from PIL import Image, ImageDraw
 
-from runtime import UserError
 from runtime.data import read_lines, read_pictures
 
 WHITE = (255, 255, 255)
@@ -20,10 +20,7 @@ def read(folder, *pictures, size=(64, 64), **options):
 
 def refusal(folder, count=1):
     """The line with which these pictures are refused, where there are so many prompts."""
-    with pytest.raises(UserError) as raised:
-        read_pictures(str(folder), "target", count, (64, 64))
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
+    return error_from(read_pictures, str(folder), "target", count, (64, 64))
 
 
 @pytest.mark.parametrize(

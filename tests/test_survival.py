@@ -20,6 +20,7 @@ import torch
 from conftest import (
     adapter_of,
     build_run,
+    error_from,
     prompts_of,
     records,
     resume,
@@ -39,12 +40,15 @@ from runtime.data import hash_of
 from runtime.settings import build_parser
 
 
+def files_in(folder):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
 def error_of(capsys):
     """The one line that a user reads."""
     output = capsys.readouterr().err
-    assert "Traceback" not in output
     message = output.strip().splitlines()[-1]
-    assert message.startswith("error: ")
+    assert "Traceback" not in output and message.startswith("error: ")
     return message
 
 
@@ -71,22 +75,20 @@ def whole(tmp_path_factory):
     return folder / "run"
 
 
-def killed_copy(whole):
-    """As a kill in the second step leaves a run."""
+def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
+    """With what a kill may leave in the files: records of later steps, half a line, a damaged line,
+    and no evaluation of the step that was saved last. A checkpoint that somebody has copied is left
+    alone."""
     write_reward(DICE)
     shutil.copytree(whole, "run")
     shutil.rmtree("run/checkpoints/000002")
     shutil.rmtree("run/adapter")
-
-
-def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
-    """With what a kill may leave in the files: records of later steps, half a line, and a damaged
-    line. A checkpoint that somebody has copied is left alone."""
-    killed_copy(whole)
     for name in ("metrics", "groups"):
         file = Path(f"run/{name}.jsonl")
         later = '{"step": 3, "of": "a step without a checkpoint"}\n{"step": 4, "rew'
         file.write_text('{"step": 1, "rew\0\0\n' + file.read_text() + later)
+    first = Path("run/evaluation.jsonl").read_text().splitlines()[0]
+    Path("run/evaluation.jsonl").write_text(f"{first}\n")
     shutil.copytree("run/checkpoints/000000", "run/checkpoints/000000-good")
     assert resume("run") == 0
     same_run(whole, "run")
@@ -103,26 +105,16 @@ def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monk
     """Adam's first step is as long as the rate, whatever the gradient: a third of it, where the
     third step has all."""
     monkeypatch.setattr(checkpoints, "KEPT", 9)
-    arguments = str.split("--warmup-steps 2 --lr 0.01 --save-every 1")
-    assert quick(*write_reward(""), *arguments, "--steps 1 --out run") == 0
+    arguments = "--warmup-steps 2 --lr 0.01 --save-every 1"
+    assert quick(*write_reward(""), arguments, "--steps 1 --out run") == 0
     assert resume("run", "--steps 3") == 0
-    load = lambda step: torch.load(
-        f"run/checkpoints/{step:06d}/adapter-optimizer.pt", weights_only=True
-    )
-    rates = [load(step)["param_groups"][0]["lr"] for step in range(1, 4)]
+    files = sorted(Path("run/checkpoints").glob("*/adapter-optimizer.pt"))
+    states = [torch.load(file, weights_only=True) for file in files]
+    rates = [state["param_groups"][0]["lr"] for state in states[1:]]
     assert rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
     weights = load_file("run/checkpoints/000001/adapter/adapter_model.safetensors")
     moved = max(weight.abs().max().item() for name, weight in weights.items() if "lora_B" in name)
     assert moved == pytest.approx(0.01 / 3, rel=0.01)
-
-
-def test_an_evaluation_that_a_kill_came_before_is_made_up_for(judged, whole):
-    """Killed after the checkpoint of step 1, which was to be evaluated."""
-    killed_copy(whole)
-    first = Path("run/evaluation.jsonl").read_text().splitlines()[0]
-    Path("run/evaluation.jsonl").write_text(f"{first}\n")
-    assert resume("run") == 0
-    same_run(whole, "run")
 
 
 def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd):
@@ -162,17 +154,17 @@ def test_a_resumed_run_keeps_every_setting_but_these(one_step):
 
 def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
     shutil.copytree(one_step, "run")
-    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    before = files_in("run")
     for arguments, words in [
-        (["--lr", "0.1", "--seed", "3"], "--lr 0.1 (was 0.002), --seed 3 (was 0)"),
-        (["--out", "other"], "--out other (was run)"),
-        (["--steps", "-1"], "--steps"),
+        ("--lr 0.1 --seed 3", "--lr 0.1 (was 0.002), --seed 3 (was 0)"),
+        ("--out other", "--out other (was run)"),
+        ("--steps -1", "--steps"),
     ]:
-        assert resume("run", *arguments) == 2
+        assert resume("run", arguments) == 2
         assert words in error_of(capsys)
-    assert train.main(["--resume", "run"], DecoderRun) == 2
+    assert resume("run", run_class=DecoderRun) == 2
     assert "run was made by another script or version" in error_of(capsys)
-    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    assert files_in("run") == before
     assert resume("run") == 0
     assert "1 step, " in (last := capsys.readouterr().out.splitlines()[-1])
     assert "already complete: raise --steps for more; output folder: run" in last
@@ -216,28 +208,29 @@ def test_zero_steps_evaluates_only(judged):
     assert judged("--steps 0 --out base") == 0
     # A run that has ended leaves signals as it found them.
     assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == unheard
-    assert steps_of("base/evaluation.jsonl") == [0]
+    (base,) = records("base/evaluation.jsonl")
+    assert base["step"] == 0
     assert not Path("base/adapter").exists() and not Path("base/checkpoints").exists()
     assert judged("--steps 2 --lr 0.1 --out run") == 0
     before, after = records("run/evaluation.jsonl")
-    assert before == records("base/evaluation.jsonl")[0]
-    left = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-    shutil.copytree("run/adapter", "alone/adapter")
-    shutil.copytree("run/adapter", "downloaded")
-    shutil.copytree("run/adapter", "decoder-adapter")
+    assert before == base
+    left = files_in("run")
+    for folder in ("alone/adapter", "downloaded", "decoder-adapter"):
+        shutil.copytree("run/adapter", folder)
+    find = checkpoints.find_adapter
     for folder in ("run", "run/checkpoints/000002", "alone", "downloaded"):
-        weights = checkpoints.find_adapter(folder, "adapter") / "adapter_model.safetensors"
+        weights = find(folder, "adapter") / "adapter_model.safetensors"
         assert weights.read_bytes() == adapter_of("run")
-        assert checkpoints.find_adapter(folder, "decoder-adapter") is None
-    assert checkpoints.find_adapter("decoder-adapter", "adapter") is None
-    assert str(checkpoints.find_adapter("decoder-adapter", "decoder-adapter")) == "decoder-adapter"
+        assert find(folder, "decoder-adapter") is None
+    assert find("decoder-adapter", "adapter") is None
+    assert str(find("decoder-adapter", "decoder-adapter")) == "decoder-adapter"
     config = Path("downloaded/adapter_config.json")
     config.write_text(config.read_text().replace("vision_language_encoder", "elsewhere"))
     with warnings.catch_warnings(action="error", category=UserWarning):
         assert judged("--adapter downloaded --steps 0") == 0
     (record,) = records("runs/1/evaluation.jsonl")
     assert record | {"step": 2} == after  # of the trained adapter
-    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == left
+    assert files_in("run") == left
     # As if it had been killed before the last one.
     Path("run/evaluation.jsonl").write_text(json.dumps(before) + "\n")
     assert resume("run") == 0
@@ -246,20 +239,20 @@ def test_zero_steps_evaluates_only(judged):
 
 def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, one_step, capsys):
     """With another rate; the first KL is 0, and resumed it is as if it had not stopped."""
-    second = ["--adapter", str(one_step), *str.split("--kl-coef 0.5 --lr 0.03 --warmup-steps 0")]
-    assert judged(*second, "--steps 2 --save-every 1 --out straight") == 0
+    second = f"--adapter {one_step} --kl-coef 0.5 --lr 0.03 --warmup-steps 0"
+    assert judged(second, "--steps 2 --save-every 1 --out straight") == 0
     first, last = (line["kl"] for line in records("straight/metrics.jsonl"))
     assert first == 0 and last > 1e-3
     last = records(one_step / "evaluation.jsonl")[-1]
     assert records("straight/evaluation.jsonl")[0] == last | {"step": 0}
-    assert load_file("straight/adapter/adapter_model.safetensors").keys() == (
-        load_file(one_step / "adapter/adapter_model.safetensors").keys()
+    trained, adapter = (
+        load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("straight", one_step)
     )
+    assert trained.keys() == adapter.keys()
     shutil.copytree("straight", "stopped")
     shutil.rmtree("stopped/checkpoints/000002")
     assert resume("stopped") == 0
-    assert records("straight/metrics.jsonl") == records("stopped/metrics.jsonl")
-    assert adapter_of("straight") == adapter_of("stopped")
+    same_run("straight", "stopped")
     assert judged("--adapter nowhere") == 2
     assert "--adapter nowhere: no run, no checkpoint and no adapter" in error_of(capsys)
 
@@ -272,13 +265,6 @@ def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick):
 
 
 # ---- what is damaged -----------------------------------------------------------------------------
-
-
-def error_from(function, *given):
-    with pytest.raises(UserError) as caught:
-        function(*given)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def rewritten(file, change):
@@ -411,29 +397,18 @@ def test_a_run_that_diverges_says_where_to_start_again_and_saves_nothing_broken(
     assert quick(*reward, start, "--steps 1") == 0
 
 
-def gradients_of(norms, monkeypatch):
-    norms = iter(norms)
-    monkeypatch.setattr(
-        torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: torch.tensor(next(norms))
-    )
-
-
-def test_a_step_of_many_iterations_is_skipped_if_all_are(quick, monkeypatch):
-    """Ten tenths are one."""
-    gradients_of([torch.nan, torch.inf] * 5, monkeypatch)
-    assert quick("--steps 1 --iterations 10 --out run") == 0
-    assert [record["skipped"] for record in records("run/metrics.jsonl")] == [1]
-
-
 def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
-    """In the second an iteration of two has a finite gradient; `norm` is that one's. And no KL is
-    no KL of 0."""
-    gradients_of([torch.nan, torch.nan, torch.inf, 0.25, torch.inf, torch.nan], monkeypatch)
-    assert quick(*write_reward(""), "--steps 3 --iterations 2 --kl-coef 0 --out run") == 0
-    found = [
-        (line["skipped"], line["grad_norm"], line["kl"]) for line in records("run/metrics.jsonl")
-    ]
-    assert found == [(1, 0, None), (0.5, 0.25, None), (1, 0, None)]
+    """One of ten iterations of the second step has a finite gradient; `norm` is that one's. Ten
+    tenths are one. And no KL is no KL of 0."""
+    norms = iter([torch.nan, torch.inf] * 5 + [torch.inf] * 4 + [0.25] + [torch.nan] * 15)
+    clip = lambda parameters, limit: torch.tensor(next(norms))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    assert quick(*write_reward(""), "--steps 3 --iterations 10 --kl-coef 0 --out run") == 0
+    skipped, grad_norm, kl = zip(
+        *((line["skipped"], line["grad_norm"], line["kl"]) for line in records("run/metrics.jsonl"))
+    )
+    assert skipped == (1, pytest.approx(0.9), 1)
+    assert grad_norm == (0, 0.25, 0) and kl == (None,) * 3
 
 
 def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
@@ -451,9 +426,8 @@ def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
 
 
 def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
-    assert (
-        quick(*write_reward("if call == 4:\n    shutil.rmtree('run')"), "--steps 9 --out run") == 2
-    )
+    reward = write_reward("if call == 4:\n    shutil.rmtree('run')")
+    assert quick(*reward, "--steps 9 --out run") == 2
     assert "cannot write to run" in error_of(capsys)
 
 
@@ -468,12 +442,12 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
     output, errors = capsys.readouterr()
     assert errors.endswith("No space left on device\n")
     assert "continue with --resume 'a run'" in output
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, hard))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, limits[1]))
     try:
         assert resume("'a run' --steps 2") == 2
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot write to a run" in error_of(capsys)
     assert steps_saved("a run")[-1] == "000001"  # what was written before is whole
     assert resume("'a run' --steps 2") == 0
@@ -508,10 +482,8 @@ def test_a_signal_in_the_first_evaluation_ends_it(judged, capfd):
     assert judged(*reward, "--eval-count 2 --steps 9 --out run") == 130
     assert "saved; continue with --resume run" in "".join(capfd.readouterr())
     assert len(Path("calls").read_text()) == 2  # the trial, and a first prompt of two
-    assert (
-        steps_saved("run") == ["000000"]
-        and records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
-    )
+    assert steps_saved("run") == ["000000"]
+    assert records("run/metrics.jsonl") == records("run/evaluation.jsonl") == []
     write_reward("")
     assert resume("run", "--steps 1") == 0
     assert steps_of("run/evaluation.jsonl") == [0, 1]
@@ -553,12 +525,11 @@ def test_a_run_is_resumed_by_one_process_at_a_time(quick, one_step, capsys):
     process.start()
     while process.is_alive() and not Path("held").exists():
         time.sleep(0.01)
-    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    times = lambda: {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    before = times()
     assert resume("run", "--steps 2") == 2
-    assert "another process is at work on the run in run: wait for it, or stop it" in error_of(
-        capsys
-    )
-    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    words = "another process is at work on the run in run: wait for it, or stop it"
+    assert words in error_of(capsys) and times() == before
     process.kill()
     process.join()
     assert resume("run", "--steps 2") == 0
@@ -597,12 +568,9 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(quick, monkeypatch):
         patch.setattr(os, "replace", rename_late)
         patch.setattr(shutil, "rmtree", remove_half)
         assert quick(*write_reward(""), "--steps 4 --save-every 1 --out run") == 0
-    for moment, newest in (
-        ("amid the optimiser", "000002"),
-        ("before the renaming", "000002"),
-        ("amid pruning", "000003"),
-    ):
-        assert steps_saved(moment)[-1] == newest
+    moments = {"amid the optimiser": 2, "before the renaming": 2, "amid pruning": 3}
+    for moment, newest in moments.items():
+        assert steps_saved(moment)[-1] == f"{newest:06d}"
         assert resume(f"'{moment}'") == 0
         same_run("run", moment)
         assert steps_saved(moment) == ["000000", "000003", "000004"]  # nothing unfinished is left

@@ -21,7 +21,7 @@ from glm_image.editing import EditPrompt, encode_edit, read_sources
 from glm_image.model import encode_prompt
 from runtime.data import Data
 
-RED_CIRCLE = "a red circle"
+RED, BLUE, GREEN = ("circle", "red"), ("circle", "blue"), ("square", "green")
 
 
 def lines(name):
@@ -39,8 +39,9 @@ def drawn(kind, prefix=""):
     return getattr(world, name)()
 
 
-def pictures(folder):
-    return [Image.open(file) for file in sorted((TINY / folder).iterdir())]
+def shown(*things):
+    """The picture of up to four things, or of None, place by place."""
+    return world.draw((*things, None, None, None, None)[:4])
 
 
 def some_scenes(count):
@@ -76,16 +77,16 @@ def wrong_scenes(caption):
     """Scenes that differ from what a caption says in one thing that it says: shape, colour, number
     or place."""
     scene = caption.scene()
+    at = lambda place, thing: (*scene[:place], thing, *scene[place + 1 :])
     occupied = [place for place in range(4) if scene[place]]
     for place in occupied:
         shape, colour = scene[place]
-        for other in set(world.SHAPES) - {shape}:
-            yield (*scene[:place], (other, colour), *scene[place + 1 :])
-        for other in set(world.COLOURS) - {colour} if caption.colours else ():
-            yield (*scene[:place], (shape, other), *scene[place + 1 :])
-        yield (*scene[:place], None, *scene[place + 1 :])
+        yield from (at(place, (other, colour)) for other in set(world.SHAPES) - {shape})
+        if caption.colours:
+            yield from (at(place, (shape, other)) for other in set(world.COLOURS) - {colour})
+        yield at(place, None)
     for place in set(range(4)) - set(occupied):
-        yield (*scene[:place], scene[occupied[0]], *scene[place + 1 :])
+        yield at(place, scene[occupied[0]])
     if len(caption.colours) == 2:
         yield caption._replace(colours=caption.colours[::-1]).scene()
     if caption.kind == "position":
@@ -98,120 +99,104 @@ def test_the_judge_fails_every_picture_with_one_thing_wrong():
     tried = 0
     for kind in world.KINDS:
         for caption in some(world.CAPTIONS[kind], 4):
-            scenes = list(wrong_scenes(caption))
-            images = [world.draw(scene) for scene in scenes]
-            shares = check.facts(images, [str(caption)] * len(images))
-            assert (
-                shares.max() < 1 and check.correct(images, [str(caption)] * len(images)).max() == 0
-            )
+            images = [world.draw(scene) for scene in wrong_scenes(caption)]
+            given = images, [str(caption)] * len(images)
+            assert check.facts(*given).max() < 1 and check.correct(*given).max() == 0
             assert check.clean(images).all()  # wrong, but clean
             tried += len(images)
     assert tried > 200
 
 
 def test_the_judge_leaves_free_what_a_caption_does_not_say():
-    blue, green = ("circle", "blue"), ("square", "green")
-    # Its place and its colour.
-    assert check.correct([world.draw((None, None, blue, None))], ["a circle"]) == 1
-    assert check.correct([world.draw((None, green, None, blue))], ["a circle and a square"]) == 1
-    assert check.correct(
-        [world.draw((blue, None, None, green))] * 2,
-        ["a circle left of a square", "a circle above a square"],
-    ).all()
+    for prompt, *things in (
+        ("a circle", None, None, BLUE),  # its place and its colour
+        ("a circle and a square", None, GREEN, None, BLUE),
+        ("a circle left of a square", BLUE, None, None, GREEN),
+        ("a circle above a square", BLUE, None, None, GREEN),
+    ):
+        assert check.correct([shown(*things)], [prompt]) == 1
 
 
 def test_the_share_of_facts_by_hand():
-    red, blue, square = ("circle", "red"), ("circle", "blue"), ("square", "blue")
+    square = ("square", "blue")
     cases = [
-        ("three circles", (red, blue, None, None), (0 + 2 / 3) / 2),
-        ("two circles", (red, red, red, None), (0 + 1) / 2),
-        ("two red circles", (red, blue, None, None), (1 + 1 + 1 / 2) / 3),
-        ("a red circle", (blue, None, None, None), 2 / 3),
-        ("a red circle and a blue square", (blue, ("square", "red"), None, None), (1 + 1 + 0) / 3),
-        ("a circle left of a square", (square, red, None, None), (1 + 1 + 0) / 3),
-        ("a circle left of a square", (red, None, None, None), (0 + 1 / 2 + 0) / 3),
-        ("a circle", (None,) * 4, 0),
+        ("three circles", (RED, BLUE), (0 + 2 / 3) / 2),
+        ("two circles", (RED, RED, RED), (0 + 1) / 2),
+        ("two red circles", (RED, BLUE), (1 + 1 + 1 / 2) / 3),
+        ("a red circle", (BLUE,), 2 / 3),
+        ("a red circle and a blue square", (BLUE, ("square", "red")), (1 + 1 + 0) / 3),
+        ("a circle left of a square", (square, RED), (1 + 1 + 0) / 3),
+        ("a circle left of a square", (RED,), (0 + 1 / 2 + 0) / 3),
+        ("a circle", (), 0),
     ]
-    for prompt, scene, share in cases:
-        assert check.facts([world.draw(scene)], [prompt]).item() == pytest.approx(share), prompt
+    for prompt, things, share in cases:
+        assert check.facts([shown(*things)], [prompt]).item() == pytest.approx(share), prompt
 
 
 def test_near_falls_with_every_pixel_that_was_not_drawn():
-    drawn = world.draw((("circle", "red"), None, None, None))
-    smeared = drawn.filter(ImageFilter.GaussianBlur(2))
-    other = world.draw((("circle", "blue"), None, None, None))
-    near = check.near([drawn, smeared, smeared.filter(ImageFilter.GaussianBlur(2)), other]).tolist()
-    assert near[0] == near[3] == 1 > near[1] > near[2] > 0.9
+    images = [shown(RED), shown(BLUE)]
+    for _ in range(2):
+        images.append(images[-1].filter(ImageFilter.GaussianBlur(2)))
+    near = check.near(images).tolist()
+    assert near[0] == near[1] == 1 > near[2] > near[3] > 0.9
 
 
 def test_the_judge_calls_a_mess_a_mess():
     """Noise, half a shape, two colours, another colour, two shapes in one, a stray patch: none
     clean, none right."""
-    red, blue, cross, blank = (
-        world.draw((thing, None, None, None))
-        for thing in (("circle", "red"), ("circle", "blue"), ("cross", "red"), None)
-    )
+    red, blank = shown(RED), shown()
     noise = np.random.default_rng(0).integers(0, 255, (128, 128, 3), dtype=np.uint8)
     images = [Image.blend(red, blank, 0.6), Image.fromarray(noise), Image.new("RGB", (128, 128))]
     for other, box in (
         (blank, (0, 0, 32, 128)),
-        (blue, (0, 0, 32, 128)),
-        (cross, (0, 0, 64, 32)),
+        (shown(BLUE), (0, 0, 32, 128)),
+        (shown(("cross", "red")), (0, 0, 64, 32)),
         (Image.new("RGB", (24, 24), "blue"), (0, 0, 24, 24)),
     ):
         images.append(red.copy())
         images[-1].paste(other.crop(box), box)
     assert [check.look(image)[0] for image in images] == ["mess"] * 7
-    assert not check.clean(images).any() and not check.correct(images, [RED_CIRCLE] * 7).any()
+    assert not check.clean(images).any() and not check.correct(images, ["a red circle"] * 7).any()
     assert check.clean([red, blank]).all()
 
 
 def test_the_judge_reads_a_wish_with_its_source():
-    red, blue, square = ("circle", "red"), ("circle", "blue"), ("square", "green")
-    source = world.draw((red, None, square, None))
+    source, cross, ring = shown(RED, None, GREEN), ("cross", "red"), ("ring", "blue")
     wishes = {
-        "make the circle blue": (blue, None, square, None),
-        "make the circle a cross": (("cross", "red"), None, square, None),
-        "remove the circle": (None, None, square, None),
-        "add a blue ring": (red, ("ring", "blue"), square, None),
+        "make the circle blue": shown(BLUE, None, GREEN),
+        "make the circle a cross": shown(cross, None, GREEN),
+        "remove the circle": shown(None, None, GREEN),
+        "add a blue ring": shown(RED, ring, GREEN),
     }
-    images = [world.draw(scene) for scene in wishes.values()]
-    for shift in range(4):
-        asked = [*wishes][shift:] + [*wishes][:shift]
-        judged = check.correct(images, asked, sources=[source.resize((256, 256))] * 4)
-        assert judged.tolist() == [float(shift == 0)] * 4
-    added_elsewhere = world.draw((red, None, square, ("ring", "blue")))
-    # It does not say where.
-    assert check.correct([added_elsewhere], ["add a blue ring"], sources=[source]) == 1
-    shares = {
-        "make the circle blue": ((red, None, square, None), (1 / 2 + 1) / 2),
-        "make the circle a cross": ((("cross", "red"), square, square, None), (1 + 2 / 3) / 2),
-        "remove the circle": ((red, None, None, None), (0 + 2 / 3) / 2),
-    }
-    for wish, (scene, share) in shares.items():
-        assert check.facts([world.draw(scene)], [wish], sources=[source]).item() == pytest.approx(
-            share
+    for asked in wishes:
+        judged = check.correct(
+            [*wishes.values()], [asked] * 4, sources=[source.resize((256,) * 2)] * 4
         )
+        assert judged.tolist() == [wish == asked for wish in wishes]
+    elsewhere = shown(RED, None, GREEN, ring)
+    # It does not say where.
+    assert check.correct([elsewhere], ["add a blue ring"], sources=[source]) == 1
+    for wish, things, share in (
+        ("make the circle blue", (RED, None, GREEN), (1 / 2 + 1) / 2),
+        ("make the circle a cross", (cross, GREEN, GREEN), (1 + 2 / 3) / 2),
+        ("remove the circle", (RED,), (0 + 2 / 3) / 2),
+    ):
+        (found,) = check.facts([shown(*things)], [wish], sources=[source]).tolist()
+        assert found == pytest.approx(share)
 
 
 def test_the_judge_judges_only_what_it_can():
-    source, two = (
-        world.draw((("circle", "red"), None, None, None)),
-        world.draw((("circle", "red"),) * 4),
-    )
+    source, two = shown(RED), shown(*[RED] * 4)
     messy = source.copy()
     messy.paste("grey", (80, 80, 90, 110))
-    prompts = ["make the circle blue"] * 3 + [
-        "make the square blue",
-        "add a red ring",
-        "make it bigger",
-        RED_CIRCLE,
-    ]
-    sources = [None, messy, two, source, two, source, None]
+    blue = "make the circle blue"
+    given = [(blue, None), (blue, messy), (blue, two), ("make the square blue", source)]
+    given += [("add a red ring", two), ("make it bigger", source), ("a red circle", None)]
+    prompts, sources = zip(*given)
     for judge in (check.facts, check.correct):
         judged = judge([source] * 7, prompts, sources=sources)
         assert judged.isnan().tolist() == [True] * 6 + [False] and judged[6] == 1
-        assert judge([source], ["make the circle blue"]).isnan().all()
+        assert judge([source], [blue]).isnan().all()
 
 
 # ---- the data ------------------------------------------------------------------------------------
@@ -221,16 +206,14 @@ def test_captions_of_the_tiny_model():
     """Six kinds in both files; pairs of shapes, and of a number and a shape, are in one of them."""
     counts = {"one": 6, "two": 30, "counting": 126, "colours": 36, "position": 120, "binding": 900}
     assert {kind: len(captions) for kind, captions in world.CAPTIONS.items()} == counts
-    parts = [[world.MEANING[line] for line in lines(name)] for name in ("prompts", "heldout")]
-    pairs = []
-    numbered = []
-    for captions, count in zip(parts, (112, 48)):
-        assert len(captions) == len(set(captions)) == count and {
-            caption.kind for caption in captions
-        } == set(world.KINDS)
-        pairs.append(
-            {frozenset(caption.shapes) for caption in captions if len(set(caption.shapes)) == 2}
-        )
+    pairs, numbered, parts = [], [], []
+    for name, count in (("prompts", 112), ("heldout", 48)):
+        captions = {world.MEANING[line] for line in lines(name)}
+        assert len(captions) == len(lines(name)) == count
+        assert {caption.kind for caption in captions} == {*world.KINDS}
+        parts.append(captions)
+        shapes = [frozenset(caption.shapes) for caption in captions]
+        pairs.append({pair for pair in shapes if len(pair) == 2})
         counting = [caption for caption in captions if caption.kind == "counting"]
         numbered.append({(caption.word, caption.shapes[0]) for caption in counting})
         assert {caption.word for caption in counting} == set(world.NUMBERS)
@@ -238,7 +221,7 @@ def test_captions_of_the_tiny_model():
         assert {len(caption.colours) for caption in counting} == {0, 1}
     assert [*map(len, numbered)] == [12, 6]
     for first, second in (parts, pairs, numbered):
-        assert first and second and not set(first) & set(second)
+        assert first and second and not first & second
 
 
 def few_captions(monkeypatch):
@@ -329,22 +312,15 @@ def read_prompt(policy, processor, text, picture=None):
 def test_prompts_side_by_side_end_alike(pipe):
     """One batch of captions of three lengths has the log-probs of each by itself."""
     policy, corners = pipe.vision_language_encoder, make.corner_codes(make.make_codebook())
-    captions = [
-        world.MEANING[text]
-        for text in ("a ring", "three crosses", "a red circle and a blue square")
-    ]
-    prompts = [read_prompt(policy, pipe.processor, str(caption)) for caption in captions]
-    codes = make.codes_of([caption.scene() for caption in captions], corners)
+    texts = ["a ring", "three crosses", "a red circle and a blue square"]
+    prompts = [read_prompt(policy, pipe.processor, text) for text in texts]
+    codes = make.codes_of([world.MEANING[text].scene() for text in texts], corners)
     ids, positions, mask = make.collate(prompts, pipe.processor.tokenizer.pad_token_id)
 
     def logprobs(ids, codes, positions, mask=None):
+        given = {"position_ids": positions, "attention_mask": mask, "logits_to_keep": 273}
         with torch.no_grad():
-            logits = policy(
-                input_ids=torch.cat([ids, codes], 1),
-                position_ids=positions,
-                attention_mask=mask,
-                logits_to_keep=273,
-            ).logits
+            logits = policy(torch.cat([ids, codes], 1), **given).logits
         return logits[:, :-1].log_softmax(-1).gather(-1, codes.unsqueeze(-1)).squeeze(-1)
 
     together = logprobs(ids, codes, positions, mask)
@@ -373,9 +349,7 @@ def read_codes(pipe, images):
     policy = pipe.vision_language_encoder
     inputs = pipe.processor.image_processor(images, return_tensors="pt")
     with torch.no_grad():
-        features = policy.get_image_features(
-            inputs["pixel_values"], inputs["image_grid_thw"]
-        ).pooler_output
+        features = policy.get_image_features(**inputs).pooler_output
         return policy.get_image_tokens(features).view(len(images), 16)
 
 
@@ -394,22 +368,18 @@ def test_the_tower_reads_the_codes_that_the_model_was_taught(pipe):
 def test_prompts_of_the_tiny_model(pipe):
     """The trainer reads captions and wishes as the model was taught to; every word is one token."""
     policy = pipe.vision_language_encoder
-    picture = world.draw((("circle", "red"), None, None, None))
     ids, positions = read_prompt(policy, pipe.processor, "three circles")
     trained_on, trained_positions, count = encode_prompt(pipe.processor, "three circles", 128, 128)
-    assert (
-        torch.equal(ids, trained_on)
-        and torch.equal(positions, trained_positions)
-        and count == 256 + 16
-    )
+    assert torch.equal(ids, trained_on) and torch.equal(positions, trained_positions)
+    assert count == 256 + 16
     words_of = pipe.processor.tokenizer.convert_ids_to_tokens
     words = " ".join(word for word in words_of(ids) if not word.startswith("<|"))
     assert words == "three Ġcircles <sop> 4 Ġ4 <eop> <sop> 16 Ġ16 <eop>"
-    ids, positions = read_prompt(policy, pipe.processor, "make the circle blue", picture)
+    edit = EditPrompt("make the circle blue", source=shown(RED))
+    ids, positions = read_prompt(policy, pipe.processor, edit.text, edit.source)
     words = words_of(ids)
     assert words[1:19] == ["<|begin_of_image|>", *["<|image|>"] * 16, "<|end_of_image|>"]
     assert words[19:23] == ["make", "Ġthe", "Ġcircle", "Ġblue"]
-    edit = EditPrompt("make the circle blue", source=picture)
     read_sources(pipe, [edit], torch.device("cpu"))
     trained_on, trained_positions, count = encode_edit(pipe.processor, edit, 128, 128)
     assert torch.equal(positions, trained_positions) and count == 16  # no preview
@@ -420,22 +390,14 @@ def test_prompts_of_the_tiny_model(pipe):
 def test_the_decoder_paints_with_a_source_and_without(pipe):
     """Its codes alone say what it paints: a source that the policy has misread does not break the
     picture."""
-    wishes, sources, targets = (
-        lines("edits")[:4],
-        drawn("sources")[:4],
-        drawn("targets")[:4],
-    )
+    wishes, sources, targets = lines("edits")[:4], drawn("sources")[:4], drawn("targets")[:4]
     call = {**STOCK_CALL, "prompt": wishes, "prior_token_ids": twice(read_codes(pipe, targets))}
     call["latents"] = torch.randn(4, 8, 16, 16, generator=seeded(0))
     painted = [pipe(**call).images]
+    call["source_image_grid_thw"] = [torch.tensor([[1, 8, 8]])] * 4
     for others in (sources, sources[::-1]):
-        codes = list(twice(read_codes(pipe, others)))
-        grids = [torch.tensor([[1, 8, 8]])] * 4
-        call |= {
-            "image": [[each] for each in others],
-            "prior_token_image_ids": codes,
-            "source_image_grid_thw": grids,
-        }
+        call["image"] = [[each] for each in others]
+        call["prior_token_image_ids"] = list(twice(read_codes(pipe, others)))
         painted.append(pipe(**call).images)
     for images in painted:
         assert check.correct(images, wishes, sources=sources).all()

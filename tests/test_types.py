@@ -47,53 +47,38 @@ def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
 
 def test_evaluated_are_the_first_prompts_of_each_kind_in_turn():
     prompts = [Prompt(text, kind) for text, kind in zip("abcdefg", "xxxyyzx")]
-    for count, expected in ((5, "adfbe"), (99, "adfbecg"), (4, "adfb")):
-        assert "".join(prompt.text for prompt in evenly(prompts, count)) == expected
-    assert "".join(prompt.text for prompt in evenly(prompts_of(*"abcd"), 3)) == "abc"
+    order = lambda prompts, count: "".join(prompt.text for prompt in evenly(prompts, count))
+    assert [order(prompts, count) for count in (5, 99, 4)] == ["adfbe", "adfbecg", "adfb"]
+    assert order(prompts_of(*"abcd"), 3) == "abc"
 
 
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def test_errors_are_over_prompts():
-    """Four pictures of a prompt that are all alike say no more than one: by numpy, prompt by
-    prompt."""
-    values = [[0.0] * 4, [1.0] * 4, [1.0] * 4]
-    own = numbers_of(values)
-    error = np.std([0, 1, 1], ddof=1) / math.sqrt(3)
-    assert own["reward"] == own["reward/a"] == pytest.approx([2 / 3, error])
-    assert (own["images"], own["prompts"]) == (12, 3)
-    # One prompt says nothing of others.
-    assert math.isnan(numbers_of(values[:1])["reward"][1])
-
-
-def numbers_of(values):
-    return evaluation_metrics("all", rewards_of(a=values), [None] * len(values))["all"]
-
-
 def test_kinds_by_hand():
     """Of unequal size, with a picture that has no reward, and a type to which one reward does not
-    apply."""
+    apply. Errors are over prompts: pictures of a prompt that are alike say no more than one."""
     a = [[0.0, 1.0], [1.0, 1.0], [NAN, 0.5], [0.0, 0.0]]  # four prompts, two pictures each
     b = [[1.0, 0.0], [2.0, 4.0], [3.0, 3.0], [NAN, NAN]]
-    metrics = evaluation_metrics("all", rewards_of(a=a, b=b), ["x", "x", "x", "y"])
+    error = lambda *means: np.std(means, ddof=1) / math.sqrt(3)
+    metrics = evaluation_metrics("all", rewards_of(a=a, b=b), "xxxy")
     assert [*metrics] == ["all", "all, x", "all, y", "all, mean of types"]
     whole, x, y, mean = metrics.values()
     assert [each["prompts"] for each in metrics.values()] == [4, 3, 1, 4] and x["images"] == 6
     assert whole["reward/a"][0] == pytest.approx(np.mean([0, 1, 1, 1, 0.5, 0, 0]))
-    error = np.std([0.5, 1, 0.5], ddof=1) / math.sqrt(3)
-    assert x["reward/a"] == pytest.approx([np.mean([0, 1, 1, 1, 0.5]), error])
-    assert y["reward/a"][0] == 0 and math.isnan(y["reward/a"][1])
+    expected = pytest.approx([np.mean([0, 1, 1, 1, 0.5]), error(0.5, 1, 0.5)])
+    assert x["reward/a"] == x["reward"] == expected
+    assert y["reward/a"][0] == 0 and math.isnan(y["reward/a"][1])  # one prompt says nothing more
     assert mean["reward/a"][0] == pytest.approx((x["reward/a"][0] + 0) / 2) != whole["reward/a"][0]
     assert math.isnan(mean["reward/a"][1])  # one of its parts is not known
     assert np.isnan(y["reward/b"]).all()
     # Of those that it has.
     assert x["reward/b"] == whole["reward/b"] == mean["reward/b"]
-    assert x["reward/b"][1] == pytest.approx(np.std([0.5, 3, 3], ddof=1) / math.sqrt(3))
+    assert x["reward/b"][1] == pytest.approx(error(0.5, 3, 3))
     pairs = evaluation_metrics("all", rewards_of(a=[[0.0], [1.0], [2.0], [4.0]]), "xxyy")
     # Errors of types are independent.
     assert pairs["all, mean of types"]["reward"][1] == pytest.approx(math.hypot(0.5, 1.0) / 2)
-    for kinds in ([None] * 4, ["x"] * 4):
+    for kinds in ([None] * 4, "xxxx"):
         assert [*evaluation_metrics("all", rewards_of(a=a), kinds)] == ["all"]  # one is all
 
 
@@ -122,14 +107,9 @@ def test_the_table_by_hand():
     alone = evaluation_table([after], False).splitlines()
     assert alone[0] == "evaluation after 3 steps" and len(alone) == 4
     assert "| training | 4 x 2    | 0.500 +- " in alone[3]
-
-
-def test_two_rewards_have_their_sum_in_the_table():
-    values = torch.tensor([[0.0], [1.0], [2.0], [4.0]])
-    rewards = {"reward": 2 * values, "reward/a": values, "reward/b": values}
-    record = {"step": 0, **evaluation_metrics("training", rewards, "xxyy")}
-    head = evaluation_table([record], True).splitlines()[1]
-    assert head.split()[1::2] == ["prompts", "pictures", "reward", "a", "b"]
+    after["training"]["reward"] = [1.5, 0.1]  # of two rewards there is a sum
+    head = evaluation_table([after], True).splitlines()[1]
+    assert head.split()[1::2] == ["prompts", "pictures", "reward", "f.py:facts", "g.py:right"]
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -149,32 +129,24 @@ def test_prompts_without_a_correct_picture_are_shown():
     assert shown(plain, right, *[wrong] * 10) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("judge", ["g.py:right", None])
-def test_pictures_that_are_not_correct_are_framed(tmp_path, monkeypatch, judge):
-    """If the settings name a judge; if not, their rewards stand below."""
+def test_pictures_that_are_not_correct_are_framed(tmp_path, monkeypatch):
+    """If the settings name a judge; if not, their rewards stand below: see test_evaluation.py."""
     grids = []
     draw_grid = lambda *arguments: grids.append(arguments) or Image.new("RGB", (8, 8))
     monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
-    settings = SimpleNamespace(frame_by=judge)
+    settings = SimpleNamespace(frame_by="g.py:right")
     record = SimpleNamespace(settings=settings, done=7, out=tmp_path)
     record.folder = lambda step: tmp_path / str(step)
     rewards = torch.tensor([[NAN] * 3, [0.2, 0.4, 0.6]])
-    wrong = torch.tensor([[False] * 3, [True, False, False]]) if judge else None
+    wrong = torch.tensor([[False] * 3, [True, False, False]])
     images = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
     prompts = prompts_of("first", "second")
     Record.draw_evaluation(record, [1], prompts, [None, images], rewards, wrong)
     ((title, ((label, cells),), corner, *_),) = grids
     assert (title, label) == ("after 7 steps", "second")
-    assert [image for image, *_ in cells] == images
     assert Image.open(tmp_path / "7" / "1-2.png").getpixel((0, 0)) == (1, 0, 0)
-    frames = [bool(framed) for *_, framed in cells]
-    captions = [caption for _, caption, _ in cells]
-    if judge:
-        assert corner.split() == ["red", "frame:", "not", "correct,", "says", "g.py:right"]
-        assert frames == [True, False, False] and captions == [""] * 3
-    else:
-        assert corner == "" and not any(frames)
-        assert captions == ["reward 0.200", "reward 0.400", "reward 0.600"]
+    assert cells == [(image, "", i == 0) for i, image in enumerate(images)]
+    assert corner.split() == ["red", "frame:", "not", "correct,", "says", "g.py:right"]
 
 
 def test_what_frames_pictures_is_said_and_never_guessed():
@@ -207,12 +179,9 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd):
     Path("own.txt").write_text("# type: low\none\ntwo\nzero\n# type: high\nthree\nfour\nfive\n")
     Path("new.txt").write_text("two\nfive\n")
     Path("mine.py").write_text(JUDGES)
-    arguments = str.split(
-        "--prompts own.txt --targets none --eval-prompts new.txt --eval-targets none"
-    )
-    arguments += str.split("--reward mine.py:place --eval-reward mine.py:right --eval-count 4")
-    arguments += str.split("--frame-by mine.py:right")
-    assert judged(*arguments, "--steps 1 --out run") == 0
+    files = "--prompts own.txt --targets none --eval-prompts new.txt --eval-targets none"
+    arguments = "--reward mine.py:place --eval-reward mine.py:right --eval-count 4"
+    assert judged(files, arguments, "--frame-by mine.py:right --steps 1 --out run") == 0
     before, after = records("run/evaluation.jsonl")
     assert before["rows"] == after["rows"] == [1]  # not correct, before
     low, high = after["training, low"], after["training, high"]

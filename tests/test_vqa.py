@@ -4,11 +4,13 @@ values by hand."""
 import functools
 import json
 import math
+import re
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+from conftest import error_from
 from PIL import Image
 from tokenizers import (
     Tokenizer,
@@ -34,7 +36,6 @@ import rewards
 from glm_image import editing
 from reward_models import vqa as vqa_module
 from reward_models.vqa import AT_ONCE, QUESTIONS, Vqa, answer_ids, read_questions
-from runtime import UserError
 
 TEMPLATE = (
     "{% for message in messages %}User:{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
@@ -47,14 +48,8 @@ TEA = "一张茶馆的木质招牌，上面写着「清风明月共此一壶茶�
 
 
 def build_tokenizer(words):
-    special = [
-        "<pad>",
-        "<end>",
-        "<image>",
-        "<fake_token_around_image>",
-        "<end_of_utterance>",
-        "<global-img>",
-    ]
+    special = ["<pad>", "<end>", "<image>", "<fake_token_around_image>", "<end_of_utterance>"]
+    special += ["<global-img>"]
     special += [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
     tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -109,9 +104,7 @@ def pictures(*shapes, mode="RGB"):
 
 @functools.cache
 def load(folder):
-    return AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(
-        folder
-    )
+    return [auto.from_pretrained(folder) for auto in (AutoModelForImageTextToText, AutoProcessor)]
 
 
 def by_generate(folder, shown, question):
@@ -156,10 +149,8 @@ def with_odds(monkeypatch, vqa, odds):
 
 
 def row_file(path, *rows):
-    path.write_text(
-        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows),
-        encoding="utf-8",
-    )
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines), encoding="utf-8")
     return path
 
 
@@ -208,18 +199,20 @@ def test_the_reward_is_the_mean_over_the_questions_the_foils_and_the_whole_promp
     """Of a prompt with questions beside one without; a foil counts by the log-odds of no."""
     ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
     one, two = pictures((64, 64), (64, 64))
-    found = vqa([one, two, one], [LEMONS, LEMONS, "no questions about this"], None)
+    alone = "no questions about this"
+    found = vqa([one, two, one], [LEMONS, LEMONS, alone], None)
     (row,) = (json.loads(line) for line in QUESTIONS.open() if json.loads(line)["prompt"] == LEMONS)
     assert len(row["questions"]) == 6 and len(row["foils"]) == 1
     for value, image in zip(found[:2].tolist(), (one, two)):
-        values = [
-            bounded(by_generate(folder, image, question))
-            for question in (whole(LEMONS), *row["questions"])
-        ]
-        values += [bounded(-by_generate(folder, image, foil)) for foil in row["foils"]]
-        assert value == pytest.approx(np.mean(values), abs=1e-4)
-    alone = by_generate(folder, one, whole("no questions about this"))
-    assert found[2].item() == pytest.approx(bounded(alone), abs=1e-4)
+        asked = (whole(LEMONS), *row["questions"])
+        values = {each: bounded(by_generate(folder, image, each)) for each in asked}
+        for foil in row["foils"]:
+            values[foil] = bounded(-by_generate(folder, image, foil))
+        assert value == pytest.approx(np.mean([*values.values()]), abs=1e-4)
+        answers = vqa.answers(image, LEMONS)
+        assert [*answers] == [*values] and answers == pytest.approx(values, abs=1e-4)
+    expected = bounded(by_generate(folder, one, whole(alone)))
+    assert found[2].item() == pytest.approx(expected, abs=1e-4)
     assert found.isfinite().all() and not found.requires_grad
 
 
@@ -242,15 +235,11 @@ def test_who_says_yes_to_everything_gains_nothing_from_a_question_and_its_foil(
 
 
 def test_a_space_at_the_end_of_a_prompt_loses_no_question(folder, tmp_path):
-    rows = [
-        {"prompt": "a cat ", "questions": ["Is it black?"]},
-        {"prompt": "a dog", "questions": ["Is it old?"]},
-    ]
-    vqa = Vqa(
-        folder, row_file(tmp_path / "q.jsonl", *rows, {**rows[0], "questions": ["Is it asleep?"]})
-    )
+    """Nor does a second row of the same prompt."""
+    rows = [("a cat ", "Is it black?"), ("a dog", "Is it old?"), ("a cat ", "Is it asleep?")]
+    rows = [{"prompt": prompt, "questions": [question]} for prompt, question in rows]
+    vqa = Vqa(folder, row_file(tmp_path / "q.jsonl", *rows))
     expected = {whole("a cat"): 1, "Is it black?": 1, "Is it asleep?": 1}
-    # Nor does a second row of the same prompt.
     assert vqa.about("a cat") == vqa.about(" a cat\n") == expected
     assert vqa.about("a dog ") == {whole("a dog"): 1, "Is it old?": 1}
 
@@ -273,39 +262,23 @@ def test_a_model_of_english_is_not_asked_in_chinese(folder, monkeypatch, tmp_pat
     assert rewards.REWARDS["vqa"][1] == {"model": "HuggingFaceTB/SmolVLM-Instruct"}
 
 
-# ---- looking at answers --------------------------------------------------------------------------
-
-
-def test_answers_are_the_questions_whose_mean_is_the_reward(folder):
-    vqa = Vqa(folder)
-    (image,) = pictures((64, 64))
-    found = vqa.answers(image, LEMONS)
-    assert list(found) == [whole(LEMONS), *vqa.questions[LEMONS]] and len(found) == 8
-    assert np.mean(list(found.values())) == pytest.approx(
-        vqa([image], [LEMONS], None).item(), abs=1e-5
-    )
-    foil = "Are there exactly six lemons?"
-    assert found[foil] == pytest.approx(bounded(-by_generate(folder, image, foil)), abs=1e-4)
-
-
 # ---- spellings, memory ---------------------------------------------------------------------------
 
 
 def test_spellings_that_begin_alike_count_once():
     """A tokenizer of single letters: "Yes" begins with Y, " Yes" with a space, which is no
     answer."""
-    letters = build_tokenizer("a b c d e")
-    as_text = lambda word: sorted(letters.convert_ids_to_tokens(answer_ids(letters, word)))
-    assert as_text("yes") == ["Y", "y"] and as_text("no") == ["N", "n"]
-    whole_words = build_tokenizer("Yes yes No no")
-    found = whole_words.convert_ids_to_tokens(answer_ids(whole_words, "no"))
+
+    def starts(tokenizer, word):
+        return sorted(tokenizer.convert_ids_to_tokens(answer_ids(tokenizer, word)))
+
+    letters, whole_words, lower = map(build_tokenizer, ("a b c d e", "Yes yes No no", "yes no"))
+    assert starts(letters, "yes") == ["Y", "y"] and starts(letters, "no") == ["N", "n"]
+    found = starts(whole_words, "no")
     assert len(found) == len(set(found)) >= 3 and all("n" in token.lower() for token in found)
-    lower = build_tokenizer("yes no")
-    lower.backend_tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Strip(), normalizers.Lowercase()]
-    )
-    # All four are one.
-    assert lower.convert_ids_to_tokens(answer_ids(lower, "yes")) == ["yes"]
+    steps = [normalizers.Strip(), normalizers.Lowercase()]
+    lower.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+    assert starts(lower, "yes") == ["yes"]  # all four are one
 
 
 def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
@@ -318,20 +291,18 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
 
 def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, monkeypatch):
     """However many questions there are, over several passes; pictures of several sizes too, padded
-    together."""
+    together. One that has changed is prepared again."""
     vqa = Vqa(folder)
-    plain = vqa.processor.image_processor.preprocess
-    prepared, seen, cached = [], [], []
+    plain, forward = vqa.processor.image_processor.preprocess, vqa.model.forward
+    prepared, seen = [], []
     count = lambda images, **options: prepared.append(len(images)) or plain(images, **options)
     monkeypatch.setattr(vqa.processor.image_processor, "preprocess", count)
-    forward = vqa.model.forward
 
     def spy(**inputs):
         output = forward(**inputs)
-        seen.append(
-            {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask", "input_ids")}
-        )
-        cached.append(output.past_key_values)
+        names = "pixel_values", "pixel_attention_mask", "input_ids"
+        seen.append([inputs[name] for name in names])
+        assert not output.past_key_values  # nothing would read it
         return output
 
     monkeypatch.setattr(vqa.model, "forward", spy)
@@ -342,20 +313,14 @@ def test_a_picture_is_prepared_once_and_the_model_sees_the_same_bits(folder, mon
         with monkeypatch.context() as patch:
             patch.setattr(vqa_module, "preparing_once", lambda processor: nullcontext())
             assert torch.equal(vqa(images, ["a cat", LEMONS], None), once)
-        assert len(seen) == 4  # two passes each
-        for ours, theirs in zip(seen[:2], seen[2:]):
-            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        first, second, *again = seen
+        for ours, theirs in zip((first, second), again, strict=True):
+            assert all(map(torch.equal, ours, theirs))
         seen.clear()
         prepared.clear()
-    assert not any(cached)  # nothing would read it
-
-
-def test_a_picture_that_has_changed_is_prepared_again(folder):
-    vqa = Vqa(folder)
-    (image,) = pictures((64, 64))
-    before = vqa([image], ["a cat"], None)
-    image.paste("black", (0, 0, 64, 64))
-    assert vqa([image], ["a cat"], None) != before
+    before = vqa([one], ["a cat"], None)
+    one.paste("black", (0, 0, 64, 64))
+    assert vqa([one], ["a cat"], None) != before
 
 
 def test_a_pass_has_as_many_pictures_whether_one_or_two_are_shown_together(folder, monkeypatch):
@@ -390,9 +355,8 @@ def test_a_model_that_cannot_be_asked_is_one_line(tmp_path, monkeypatch, broken,
     if broken == "bad questions":
         make = lambda model: Vqa(model, row_file(tmp_path / "questions.jsonl", "", "{"))
         monkeypatch.setitem(rewards.REWARDS, "vqa", (make, {"model": "hub/id"}))
-    with pytest.raises(UserError, match=f"cannot load reward 'vqa' .*{words}") as caught:
-        rewards.parse_rewards(f"vqa={tmp_path}")
-    assert "\n" not in str(caught.value)
+    error = error_from(rewards.parse_rewards, f"vqa={tmp_path}")
+    assert re.match(f"cannot load reward 'vqa' .*{words}", error)
 
 
 @pytest.mark.parametrize("row", ["not JSON", {"prompt": "a cat"}])
