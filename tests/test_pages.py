@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from glm_image.model import encode_prompt
 
-
 SMALL = tiny_settings("--height 32 --width 32 --decode-steps 2")
 
 
