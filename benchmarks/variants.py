@@ -99,7 +99,7 @@ SHIPPED = [
 ]
 # {kl_coef: number of seeds}
 K3 = {0.2: 3, 0.5: 1, 1: 3, 1.4: 1, 2: 1}
-K2 = {0.02: 1, 0.05: 1, 0.1: 1, 0.2: 3, 0.4: 1, 1: 1}
+K2 = {0.02: 1, 0.05: 1, 0.1: 1, 0.2: 3, 0.4: 1, 0.5: 1, 1: 1}
 GAMED = [Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3)] + [
     Variant("gamed", f"KL {coef}{end}", "", loss, f"{GAME} {coef}", 2e-3, range(seeds))
     for loss, end, coefs in (("", "", K3), ("k2", ", k2", K2))
