@@ -11,12 +11,11 @@ import sys
 from dataclasses import replace
 from itertools import groupby
 from math import comb
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -65,8 +64,7 @@ def curve(rows):
 
 def table(rows):
     """Lines of docs/worth.md; of runs that differ in their seed alone the means."""
-    titles = ["", "pass@1", "pass@64", *COLUMNS[4:]]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = [f"|  | pass@1 | pass@64 | {' | '.join(COLUMNS[4:])} |", "|---" * 6 + "|"]
     for name, own in groupby(rows, lambda row: row["run"].partition(", seed")[0]):
         own = [*own]
         (one, error), *_, (last, _) = curve(own)
@@ -78,21 +76,15 @@ def table(rows):
 
 def draw(rows, file):
     """pass@k of the runs that have a colour, a line per seed."""
-    font, sheet = ImageFont.load_default(26), Image.new("RGB", (1760, 700), "white")
+    sheet = Image.new("RGB", (1760, 640), "white")
     pen = ImageDraw.Draw(sheet)
-    place = lambda k, share: (130 + 190 * np.log2(k), 600 - 1400 * (share - 0.6))
-    for share in (0.6, 0.7, 0.8, 0.9, 1):
-        pen.line((*place(1, share), *place(64, share)), "#ddd", 2)
-        pen.text((110, place(1, share)[1]), f"{share:.0%}", "#555", font, "rm")
-    for k in KS:
-        pen.text((place(k, 0)[0], 635), str(k), "#555", font, "mm")
-    pen.text((700, 675), "k pictures: the chance that one at least is correct", "#555", font, "mm")
-    for run, own in groupby(rows, itemgetter("run")):
+    place = variants.plane(pen, (130, 1270), KS, (0.6, 0.7, 0.8, 0.9, 1), "k of pass@k")
+    for run, own in groupby(rows, lambda row: row["run"]):
         if colour := COLOURS.get(run.partition(", seed")[0]):
             pen.line([place(k, mean) for k, (mean, _) in zip(KS, curve([*own]))], colour, 5)
     for i, (name, colour) in enumerate(COLOURS.items()):
-        pen.text((1320, 440 + 50 * i), name, colour, font, "lm")
-    sheet.resize((880, 350), Image.Resampling.LANCZOS).save(file)
+        pen.text((1320, 400 + 50 * i), name, colour, anchor="lm")
+    sheet.reduce(2).save(file)
 
 
 def main(arguments=None):
@@ -102,15 +94,14 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = [*csv.DictReader(CSV.read_text().splitlines())]
-    if options.run or options.add:
-        new = [*measured(options.add or str(options.run), options.run)]
-        rows = [*(row for row in rows if row["run"] == BEFORE), *new]
-    print(table(rows))
+    if not (options.run or options.add):
+        draw(rows, ROOT / "runs" / "best-of.png")
+        return print(table(rows))
+    new = [*measured(options.add or str(options.run), options.run)]
+    print(table([*(row for row in rows if row["run"] == BEFORE), *new]))
     if options.add:
         with open(CSV, "a", newline="") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(new)
-    elif not options.run:
-        draw(rows, ROOT / "runs" / "best-of.png")
 
 
 if __name__ == "__main__":

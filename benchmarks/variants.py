@@ -97,16 +97,13 @@ SHIPPED = [
     Variant("shipped", "with KL", SHUFFLED, "", "", 5e-4),
     Variant("shipped", SHUFFLED, "before training", "Rewards shuffled", "", 5e-4),
 ]
-GAMED = [
-    Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3),
-    Variant("gamed", "KL 0.2", "", "", f"{GAME} 0.2", 2e-3),
-    Variant("gamed", "KL 0.5", "", "", f"{GAME} 0.5", 2e-3, range(1)),
-    Variant("gamed", "KL 1", "", "", f"{GAME} 1", 2e-3),
-    Variant("gamed", "KL 1.4", "", "", f"{GAME} 1.4", 2e-3, range(1)),
-    Variant("gamed", "KL 2", "", "", f"{GAME} 2", 2e-3, range(1)),
-    Variant("gamed", "KL 0.1, k2", "", "k2", f"{GAME} 0.1", 2e-3, range(1)),
-    Variant("gamed", "KL 0.2, k2", "", "k2", f"{GAME} 0.2", 2e-3),
-    Variant("gamed", "KL 0.4, k2", "", "k2", f"{GAME} 0.4", 2e-3, range(1)),
+# {kl_coef: number of seeds}
+K3 = {0.2: 3, 0.5: 1, 1: 3, 1.4: 1, 2: 1}
+K2 = {0.02: 1, 0.05: 1, 0.1: 1, 0.2: 3, 0.4: 1, 0.5: 1, 1: 1}
+GAMED = [Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3)] + [
+    Variant("gamed", f"KL {coef}{end}", "", loss, f"{GAME} {coef}", 2e-3, range(seeds))
+    for loss, end, coefs in (("", "", K3), ("k2", ", k2", K2))
+    for coef, seeds in coefs.items()
 ]
 
 
@@ -385,15 +382,17 @@ def table_of_clip(rows):
 
 
 def table_of_gamed(rows):
-    lines = ["| | seeds | reward | correct | clean | exact KL |", "|---" * 6 + "|"]
+    """The variants with several seeds; draw_gamed shows the others too."""
+    lines = ["| | reward | correct | clean | exact KL |", "|---" * 5 + "|"]
     measured = [row for row in rows if row["kl"] is not None]
     for variant in GAMED:
-        columns = ["objects"], world.KINDS, ["clean"]
-        objects, right, clean = (of_seeds(rows, variant, 12, each) for each in columns)
-        kls = of_seeds(measured, variant, 12, ["kl"])
-        cells = f"{len(right)} | {objects.mean() / 4:.2f} | {right.mean():.0%} | {clean.mean():.0%}"
-        kl = f"{kls.mean():.4f}" if len(kls) else ""
-        lines.append(f"| {variant.name} | {cells} | {kl} |")
+        if len(variant.seeds) > 1:
+            columns = ["objects"], world.KINDS, ["clean"]
+            objects, right, clean = (of_seeds(rows, variant, 12, each).mean() for each in columns)
+            kls = of_seeds(measured, variant, 12, ["kl"])
+            kl = f"{kls.mean():.4f}" if len(kls) else ""
+            cells = f"{objects / 4:.2f} | {right:.0%} | {clean:.0%} | {kl}"
+            lines.append(f"| {variant.name} | {cells} |")
     return "\n".join(lines)
 
 
@@ -438,6 +437,52 @@ def draw(rows, file):
     sheet.resize((880, sheet.height // 2), Image.Resampling.LANCZOS).save(file)
 
 
+def plane(pen, ends, values, shares, title):
+    """Draws axes from ends[0] to ends[1]; returns (value, share) -> its place.
+
+    The axis of values is logarithmic.
+    """
+    pen.font = ImageFont.load_default(24)
+    left, right = ends
+
+    def place(value, share):
+        along = np.log(value / values[0]) / np.log(values[-1] / values[0])
+        height = (share - shares[0]) / (shares[-1] - shares[0])
+        return left + (right - left) * along, 540 - 500 * height
+
+    for share in shares:
+        start, end = place(values[0], share), place(values[-1], share)
+        pen.line((start, end), "#ddd", 2)
+        pen.text((left - 20, start[1]), f"{share:.0%}", "#555", anchor="rm")
+    for value in values:
+        pen.text((place(value, 0)[0], 575), f"{value:g}", "#555", anchor="mm")
+    pen.text(((left + right) / 2, 615), title, "#555", anchor="mm")
+    return place
+
+
+def draw_gamed(rows, file):
+    """Gamed runs, a dot for each: correct pictures over kl_coef and over the exact KL."""
+    sheet = Image.new("RGB", (1760, 640), "white")
+    pen = ImageDraw.Draw(sheet)
+    shares = 0, 0.2, 0.4, 0.6, 0.8, 1
+    before = of_seeds(rows, Variant("shipped", "before training"), 0).mean()
+    coefs, kls = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2), (0.0005, 0.002, 0.005, 0.02, 0.05, 0.2)
+    for ends, values, title in ((100, 800), coefs, "kl_coef"), ((980, 1680), kls, "exact KL"):
+        place = plane(pen, ends, values, shares, title)
+        pen.line((place(values[0], before), place(values[-1], before)), "#444", 4)
+        for row in rows:
+            if row["start"] == "gamed" and row["step"] == 12 and row["variant"] != "no KL":
+                _, coef, *loss = re.split(",? ", row["variant"])
+                colour = "#2d6cae" if loss else "#c62828"
+                share = np.mean([row[kind] for kind in world.KINDS])
+                if value := float(coef) if values is coefs else row["kl"]:
+                    pen.circle(place(value, share), 9, colour)
+    legend = {"k2": "#2d6cae", "k3": "#c62828", "before training": "#444"}
+    for y, (words, colour) in zip((60, 90, 120), legend.items()):
+        pen.text((120, y), words, colour, anchor="lm")
+    sheet.reduce(2).save(file)
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="What each part of GRPO is worth.")
     parser.add_argument("names", nargs="*", help="rows of the first table, to train again")
@@ -459,6 +504,7 @@ def main(arguments=None):
     rows = read()
     print(*tables(rows), sep="\n\n")
     draw(rows, OUT / "variants.png")
+    draw_gamed(rows, OUT / "kl.png")
 
 
 if __name__ == "__main__":

@@ -99,6 +99,18 @@ def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     assert Image.open(tmp_path / "variants.png").width == 880
 
 
+def test_a_gamed_run_is_a_dot_in_both_panels(tmp_path):
+    """At 0.2 and at a KL of 0.01, each the geometric mean of its axis' ends; 90% from the bottom."""
+    before, run = dict.fromkeys(variants.COLUMNS, 0.3), dict.fromkeys(variants.COLUMNS, 0.9)
+    before |= {"start": "shipped", "variant": "before training", "seed": 0}
+    run |= {"start": "gamed", "variant": "KL 0.2, k2", "step": 12, "kl": 0.01}
+    variants.draw_gamed([before, run], tmp_path / "kl.png")
+    figure = Image.open(tmp_path / "kl.png").convert("RGB")
+    places = [(225, 45), (665, 45)]
+    assert [figure.getpixel(place) for place in places] == [(0x2D, 0x6C, 0xAE)] * 2
+    assert figure.getpixel((225, 195)) == (0x44, 0x44, 0x44)  # 30%, before training
+
+
 def test_rates_are_tried_until_the_best_has_both_neighbours():
     assert variants.further_rates({}) == [1e-3, 2e-3]
     assert variants.further_rates({1e-3: 0.8, 2e-3: 0.7}) == [5e-4]
