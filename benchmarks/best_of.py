@@ -95,6 +95,7 @@ def main(arguments=None):
     torch.set_num_threads(1)
     rows = [*csv.DictReader(CSV.read_text().splitlines())]
     if not (options.run or options.add):
+        (ROOT / "runs").mkdir(exist_ok=True)
         draw(rows, ROOT / "runs" / "best-of.png")
         return print(table(rows))
     new = [*measured(options.add or str(options.run), options.run)]

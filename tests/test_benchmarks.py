@@ -178,7 +178,6 @@ def test_the_best_of_k_by_hand(run, monkeypatch, tmp_path):
     """Of one type never and always correct, of another twice 1 picture in 64."""
     monkeypatch.setattr(best_of, "CSV", tmp_path / "best-of.csv")
     monkeypatch.setattr(best_of, "ROOT", tmp_path)
-    (tmp_path / "runs").mkdir()
     rows = [("two", 0), ("two", 64), ("colours", 1), ("colours", 1)]
     lines = [f"{best_of.BEFORE},{kind},{i},{n},2,1,0.25" for i, (kind, n) in enumerate(rows)]
     for seed, correct in enumerate((64, 0)):  # all are correct, none is
