@@ -28,7 +28,8 @@ from make import make_codebook
 from PIL import Image
 
 import train
-from benchmarks.best_of import BEFORE, CSV, curve
+from benchmarks.best_of import CSV, curve
+from benchmarks.variants import BEFORE
 from rewards import parse_rewards
 from runtime.data import Prompt, evenly, read_prompts
 from runtime.log import read_jsonl
@@ -48,9 +49,8 @@ def number_of(image):
     return PICTURES.setdefault(base64.b64encode(file.getvalue()).decode(), len(PICTURES))
 
 
-def group_of(settings, text, seed):
+def group_of(run, settings, text, seed):
     """A group before training, and its choices: where top-p has left more codes than one."""
-    run = train.Run.load(settings, None, torch.device("cpu"), None)
     policy, prompts, functions = run.policy, [Prompt(text)], parse_rewards(settings.reward)
     groups = policy.sample(run.glm_image.encode(prompts, settings), 4, seed)
     images, raw_rewards = train.paint_and_score(run, settings, functions, prompts, groups, seed)
@@ -108,7 +108,8 @@ def film_of(settings, folder):
 
 def main(folder):
     settings = train.parse_settings(["--model", "tiny-glm-image"])
-    data = {"groups": [group_of(settings, *each) for each in GROUPS]}
+    run = train.Run.load(settings, None, torch.device("cpu"), None)
+    data = {"groups": [group_of(run, settings, *each) for each in GROUPS]}
     rows = [*csv.DictReader(CSV.read_text().splitlines())]
     runs = [[row for row in rows if row["run"] == run] for run in (BEFORE, "default run, seed 0")]
     before, after = ([round(share, 4) for share, _ in curve(run)] for run in runs)

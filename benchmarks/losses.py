@@ -39,7 +39,6 @@ def redrawn(run, settings, rewards, prompts, groups, seed):
             with run.phase("sample", run.policy.model):
                 new = run.policy.sample(run.glm_image.encode(some, settings), size, other_seed)
             painted, scored = paint_and_score(run, settings, rewards, some, new, other_seed)
-            run.clock.bar.write(f"drawn again: {len(rows) * size} pictures")
         for j, i in enumerate(rows):
             own, other = slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size)
             groups[i] = new[j]

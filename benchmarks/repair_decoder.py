@@ -79,9 +79,9 @@ class RepairRun(DecoderRun):
         return run
 
 
-def main():
-    return train.main([*FLAGS.split(), *sys.argv[1:]], RepairRun)
+def main(*arguments):
+    return train.main([*FLAGS.split(), *arguments], RepairRun)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

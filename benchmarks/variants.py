@@ -27,7 +27,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import transformers
-from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny-glm-image")]
@@ -66,27 +65,30 @@ class Variant(NamedTuple):
     seeds: range = SEEDS
 
 
+BEFORE = "before training"
 PLAIN = "plain GRPO"  # without a KL term
 NO_KL = "--kl-coef 0"
 FOUR = "--kl-coef 0 --iterations 4"
-GAME = "--reward tiny-glm-image/check.py:many --warmup-steps 0 --steps 12 --kl-coef"
+GAME = "--reward tiny-glm-image/check.py:many --warmup-steps 0 --steps 12 --save-every 12 --kl-coef"
 SHUFFLED = "rewards shuffled within each group"
 
 FOUR_ITERATIONS = Variant("hard", "4 iterations", PLAIN, "", FOUR, seeds=range(5))
+WITH_KL = Variant("hard", "with KL", PLAIN)
 NO_CLIP = "4 iterations, no clip"
 
 # From the harder start, each at its best rate.
 HARD = [
-    Variant("hard", PLAIN, "before training", "", NO_KL),
+    Variant("hard", PLAIN, BEFORE, "", NO_KL),
     Variant("hard", "REINFORCE", PLAIN, "REINFORCE", NO_KL),
     Variant("hard", "no baseline", PLAIN, "No baseline, divided", NO_KL),
     Variant("hard", "no std", PLAIN, "Dr. GRPO", NO_KL),
     Variant("hard", "a constant baseline, 1", "no std", "REINFORCE with a constant", NO_KL),
-    Variant("hard", "with KL", PLAIN),
+    WITH_KL,
     Variant("hard", SHUFFLED, "with KL", "Rewards shuffled", "", 4e-3),
     Variant("hard", "RAFT", PLAIN, "RAFT", NO_KL),
     Variant("hard", "supervised", PLAIN, "Given answers", NO_KL),
     FOUR_ITERATIONS,
+    Variant("hard", "STAGE's weights", PLAIN, "STAGE's weights", NO_KL),
 ]
 # The clip, at the best rate of four iterations. Some runs fail, so each is shown.
 CLIP = [
@@ -95,16 +97,24 @@ CLIP = [
 ]
 SHIPPED = [
     Variant("shipped", "with KL", SHUFFLED, "", "", 5e-4),
-    Variant("shipped", SHUFFLED, "before training", "Rewards shuffled", "", 5e-4),
+    Variant("shipped", SHUFFLED, BEFORE, "Rewards shuffled", "", 5e-4),
 ]
-# {kl_coef: number of seeds}
-K3 = {0.2: 3, 0.5: 1, 1: 3, 1.4: 1, 2: 1}
-K2 = {0.02: 1, 0.05: 1, 0.1: 1, 0.2: 3, 0.4: 1, 0.5: 1, 1: 1}
-GAMED = [Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3)] + [
-    Variant("gamed", f"KL {coef}{end}", "", loss, f"{GAME} {coef}", 2e-3, range(seeds))
-    for loss, end, coefs in (("", "", K3), ("k2", ", k2", K2))
-    for coef, seeds in coefs.items()
+# The KL term as k3 and as k2: where the reward is gamed, and from the harder start.
+COEFS = 0.02, 0.05, 0.1, 0.2, 0.5, 1
+GAMED = [
+    Variant("gamed", f"KL {coef}{end}", "", loss, f"{GAME} {coef}", 2e-3)
+    for loss, end in (("", ""), ("k2", ", k2"))
+    for coef in COEFS
 ]
+WITHOUT_TERM = Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3)
+HONEST = {
+    "KL 0.2": WITH_KL,
+    "KL 1": Variant("hard", "with KL 1", "", "", "--kl-coef 1"),
+    "KL 0.05, k2": Variant("hard", "with KL 0.05, k2", "", "k2", "--kl-coef 0.05"),
+    "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2"),
+}
+
+ALL = dict.fromkeys([*HARD, *CLIP, *SHIPPED, *GAMED, WITHOUT_TERM, *HONEST.values()])
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -122,24 +132,22 @@ def lines_of(variant, lr, seed):
         (out / "project" / file).write_text(text, encoding="utf-8")
     flags = f"--eval-count 1 --eval-every 0 --save-every 10 {variant.flags} --lr {lr} --seed {seed}"
     call = [sys.executable, "train.py", "--model", model, *flags.split(), "--out", out / "run"]
-    piped = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    log = subprocess.run(call, cwd=out / "project", check=True, **piped).stdout
+    quiet = {"stdout": subprocess.DEVNULL, "start_new_session": True}
+    subprocess.run(call, cwd=out / "project", check=True, **quiet)
     groups, metrics = (read_jsonl(out / "run" / f"{name}.jsonl") for name in ("groups", "metrics"))
     lines = []
     for checkpoint in sorted((out / "run" / "checkpoints").glob("*[1-9]*")):
         step = int(checkpoint.name)
-        painted = sum(len(group["reward"]) for group in groups if group["step"] <= step)
-        again = re.findall(r"drawn again: (\d+)", log.partition(f"\nstep {step}/")[0])
-        pictures = painted + sum(map(int, again))
+        pictures = sum(len(group["reward"]) for group in groups if group["step"] <= step)
         row = dict(zip(COLUMNS, [variant.start, variant.name, lr, seed, step, pictures]))
         row |= judged(model, checkpoint)
         # A step without a group to learn from has none.
         clipped = [x["clip_fraction"] for x in metrics if x["step"] <= step]
         row["clipped"] = np.mean([share for share in clipped if share is not None])
-        if variant.start == "gamed":
+        if variant in GAMED or variant in HONEST.values():
             row["kl"] = exact_kl(model, checkpoint)
         if variant.start == "hard" and step == 20 and seed == 0:
-            row["chosen_on"] = share_of_training(model, checkpoint)
+            row["chosen_on"] = mean_of_types(judged(model, checkpoint, "training", 4))
         lines.append(
             {k: f"{v:.5f}" if isinstance(v, float) and v != lr else v for k, v in row.items()}
         )
@@ -157,33 +165,26 @@ def loaded(model, adapter):
         return settings, data, train.Run.load(settings, data, torch.device("cpu"), None)
 
 
-def mean_by_type(values, prompts):
-    """{type of captions: the mean of its captions' values}"""
-    kinds = np.array([prompt.type for prompt in prompts])
-    return {kind: np.array(values)[kinds == kind].mean() for kind in world.KINDS}
+def judged(model, adapter=None, prompts="held out", pictures=PICTURES):
+    """Shares of pictures of the held-out captions, or of 48 captions that are trained on.
 
-
-def judged(model, adapter=None):
-    """Shares of the held-out captions' pictures, with the sampler and the decoder as deployed."""
+    With the sampler and the decoder as deployed.
+    """
     settings, data, run = loaded(model, adapter)
-    settings = replace(settings, group_size=PICTURES, prompts_per_step=4)
-    given = settings, JUDGES, data.held_out, evaluation.SEEDS["held out"]
+    settings = replace(settings, group_size=pictures, prompts_per_step=4)
+    some = data.held_out if prompts == "held out" else evenly(data.prompts, 48)
     correct, clean, objects = [], [], []
-    for rewards, images in evaluation.judge(run, *given):
+    for rewards, images in evaluation.judge(run, settings, JUDGES, some, evaluation.SEEDS[prompts]):
         correct.append(rewards["correct"].mean().item())
         clean += rewards["clean"].tolist()
         objects += (4 * check.many(images)).tolist()
-    shares = mean_by_type(correct, data.held_out)
+    kinds = np.array([prompt.type for prompt in some])
+    shares = {kind: np.mean(np.array(correct)[kinds == kind]) for kind in world.KINDS}
     return shares | {"clean": np.mean(clean), "objects": np.mean(objects)}
 
 
-def share_of_training(model, adapter):
-    """What a rate is chosen on: 4 pictures of each of 48 captions that are trained on."""
-    settings, data, run = loaded(model, adapter)
-    known = evenly(data.prompts, 48)
-    given = settings, JUDGES, known, evaluation.SEEDS["training"]
-    correct = [rewards["correct"] for rewards, _ in evaluation.judge(run, *given)]
-    return np.mean([*mean_by_type([x.mean().item() for x in correct], known).values()])
+def mean_of_types(row):
+    return np.mean([row[kind] for kind in world.KINDS])
 
 
 @torch.no_grad()
@@ -253,7 +254,7 @@ def missing(rows):
     """[(variant, rate, seed)]: the next rates of those whose best is not known, else more seeds."""
     found = {(row["start"], row["variant"], row["lr"], row["seed"]) for row in rows}
     wanted = []
-    for variant in dict.fromkeys([*HARD, *CLIP, *SHIPPED, *GAMED]):  # each once
+    for variant in ALL:
         further = [] if variant.lr else further_rates(rates(rows, variant))
         wanted += [(variant, lr, 0) for lr in further]
         if not further:
@@ -284,7 +285,7 @@ def train_again(variants):
     for variant in variants:
         lr = rate_of(read(), variant)
         for line in lines_of(variant, lr, 0):
-            share = np.mean([float(line[kind]) for kind in world.KINDS])
+            share = mean_of_types({kind: float(line[kind]) for kind in world.KINDS})
             words = f"{variant.name}, rate {written(lr)}, after {line['step']} steps"
             print(f"{words}: {share:.1%}", flush=True)
 
@@ -321,7 +322,7 @@ def written(lr):
 def of_seeds(rows, variant, step, columns=world.KINDS, seeds=SEEDS):
     """A mean of columns per seed of SEEDS; of the model before training a lone one."""
     where = {"start": variant.start, "variant": variant.name}
-    if variant.name != "before training":
+    if variant.name != BEFORE:
         where |= {"lr": rate_of(rows, variant), "step": step}
     found = [row for row in rows if all(row[key] == value for key, value in where.items())]
     found = [row for row in found if row["clean"] is not None]  # else only its rate was judged
@@ -337,7 +338,7 @@ def compare(rows, variants):
     difference 5 tables in 100 have one above it.
     """
     pairs = {each.name: each.reference for each in variants}
-    before = Variant(variants[0].start, "before training")
+    before = Variant(variants[0].start, BEFORE)
     shares = {each.name: of_seeds(rows, each, 20) for each in [*variants, before]}
     names = list(dict.fromkeys([*pairs, *pairs.values()]))
     draws = np.random.default_rng(0).normal(size=(len(names), 100_000, len(SEEDS)))
@@ -350,140 +351,129 @@ def compare(rows, variants):
     return dict(zip(pairs, found.mean(-1))), errors[0], critical * errors[0]
 
 
+def markdown(titles, lines):
+    """A table of cells that are texts."""
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (titles, *lines))
+    return "\n".join([first, "|---" * len(titles) + "|", *others])
+
+
 def table(rows, variants):
-    """Lines of docs/worth.md."""
     differences, error, threshold = compare(rows, variants)
-    titles = "Variant", "rate", "after 10 steps", "20", "the four", "compared with"
-    lines = [f"| {' | '.join(titles)} | difference |", "|---" * 7 + "|"]
+    titles = "Variant", "rate", "after 10 steps", "20", "the four", "compared with", "difference"
+    lines = []
     for variant in variants:
         columns = (10, world.KINDS), (20, world.KINDS), (20, MOVING)
         shares = [of_seeds(rows, variant, *each).mean() for each in columns]
-        cells = variant.name, written(rate_of(rows, variant))
-        cells = *cells, *map("{:.1%}".format, shares), variant.reference
         difference = differences[variant.name]
         mark = "**" if abs(difference) > threshold else ""
-        lines.append(f"| {' | '.join(cells)} | {mark}{100 * difference:+.1f}{mark} |")
-    words = (
-        f"\nBold: told apart, from {threshold:.1%} on. Standard error of a difference {error:.1%}"
-    )
-    lines.append(f"{words}; one of {threshold + 0.84 * error:.1%} is found 8 times in 10.")
-    return "\n".join(lines)
+        cells = [variant.name, written(rate_of(rows, variant)), *map("{:.1%}".format, shares)]
+        lines.append([*cells, variant.reference, f"{mark}{100 * difference:+.1f}{mark}"])
+    words = f"Bold: told apart, from {threshold:.1%} on. Standard error of a difference {error:.1%}"
+    words += f"; one of {threshold + 0.84 * error:.1%} is found 8 times in 10."
+    return f"{markdown(titles, lines)}\n\n{words}"
 
 
 def table_of_clip(rows):
     seeds = FOUR_ITERATIONS.seeds
-    lines = [f"| After 20 steps | {' | '.join(f'seed {i}' for i in seeds)} | mean |"]
-    lines.append("|---" * (len(seeds) + 2) + "|")
+    lines = []
     for variant in CLIP:
         shares = of_seeds(rows, variant, 20, seeds=seeds)
-        cells = map("{:.1%}".format, [*shares, shares.mean()])
-        lines.append(f"| {variant.name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([variant.name, *map("{:.1%}".format, [*shares, shares.mean()])])
+    return markdown(["After 20 steps", *(f"seed {i}" for i in seeds), "mean"], lines)
 
 
-def table_of_gamed(rows):
-    """The variants with several seeds; draw_gamed shows the others too."""
-    lines = ["| | reward | correct | clean | exact KL |", "|---" * 5 + "|"]
-    measured = [row for row in rows if row["kl"] is not None]
-    for variant in GAMED:
-        if len(variant.seeds) > 1:
-            columns = ["objects"], world.KINDS, ["clean"]
-            objects, right, clean = (of_seeds(rows, variant, 12, each).mean() for each in columns)
-            kls = of_seeds(measured, variant, 12, ["kl"])
-            kl = f"{kls.mean():.4f}" if len(kls) else ""
-            cells = f"{objects / 4:.2f} | {right:.0%} | {clean:.0%} | {kl}"
-            lines.append(f"| {variant.name} | {cells} |")
-    return "\n".join(lines)
+def table_of_kl(rows):
+    """The KL term where the reward is gamed, and from the harder start, where it is honest."""
+    titles = (
+        "KL term",
+        "gamed: reward",
+        "correct",
+        "exact KL",
+        "honest: rate",
+        "correct",
+        "exact KL",
+    )
+    lines = []
+    for gamed in GAMED:
+        if honest := HONEST.get(gamed.name):
+            columns = ["objects"], world.KINDS, ["kl"]
+            reward, share, kl = (of_seeds(rows, gamed, 12, each).mean() for each in columns)
+            cells = [gamed.name, f"{reward / 4:.2f}", f"{share:.1%}", f"{kl:.4f}"]
+            share, kl = (of_seeds(rows, honest, 20, each).mean() for each in columns[1:])
+            lines.append([*cells, written(rate_of(rows, honest)), f"{share:.1%}", f"{kl:.4f}"])
+    return markdown(titles, lines)
 
 
 def tables(rows):
     """All of docs/worth.md."""
-    return [table(rows, HARD), table_of_clip(rows), table_of_gamed(rows)]
+    return [table(rows, HARD), table_of_clip(rows), table_of_kl(rows)]
+
+
+def panels(height, *titles):
+    """A figure as wide as a page, and its axes, with shares upwards and a title below."""
+    from matplotlib.figure import Figure  # the tables do without
+
+    figure = Figure((8.8, height), dpi=100, layout="constrained")
+    axes = figure.subplots(1, len(titles), squeeze=False)[0]
+    for each, title in zip(axes, titles):
+        each.spines[:].set_visible(False)
+        each.grid(color="#ddd")
+        each.set_axisbelow(True)
+        each.tick_params(length=0, which="both", labelsize=9)
+        each.yaxis.set_major_formatter("{x:.0%}")
+        each.set_xlabel(title, size=9)
+    return figure, axes
 
 
 def draw(rows, file):
     """Shares after 10 steps and 20, with error and seeds, by outcome."""
     differences, error, threshold = compare(rows, HARD)
-    variants = [Variant("hard", "before training"), *HARD]
-    bottom, font = 60 + 44 * len(variants), ImageFont.load_default(24)
-    sheet = Image.new("RGB", (1760, bottom + 60), "white")
-    pen = ImageDraw.Draw(sheet)
-    words = "correct after 10 steps (grey), after 20 (points: seeds)"
-    pen.text((30, 30), words, "#555", font, anchor="lm")
-    pen.text((1730, 30), "in colour: significant", "#555", font, anchor="rm")
-    place = lambda share: 560 + 1250 * (share - 0.4)
-    for tick in np.arange(0.4, 1.01, 0.1):
-        pen.line((place(tick), 60, place(tick), bottom), "#ddd", 2)
-        pen.text((place(tick), bottom + 25), f"{tick:.0%}", "#555", font, anchor="mm")
-    order = sorted(variants, key=lambda each: -of_seeds(rows, each, 20).mean())
-    for i, variant in enumerate(order):
+    variants = [Variant("hard", BEFORE), *HARD]
+    variants.sort(key=lambda each: of_seeds(rows, each, 20).mean())
+    words = "correct after 10 steps (grey), after 20 (points: seeds); in colour: told apart"
+    figure, (axes,) = panels(0.7 + 0.22 * len(variants), words)
+    labels = []
+    for y, variant in enumerate(variants):
         shares = of_seeds(rows, variant, 20)
-        y, mean = 82 + 44 * i, shares.mean()
-        colour, label = "#444", variant.name
-        if variant.name in differences:
+        colour, words, label = "#444", "", variant.name
+        if variant.reference:
             difference = differences[variant.name]
             if abs(difference) > threshold:
                 colour = "#2d6cae" if difference > 0 else "#c62828"
-            label = f"{variant.name}, {written(rate_of(rows, variant))}"
             words = f"{100 * difference:+.1f} vs {variant.reference}"
-            pen.text((1340, y), words, colour, font, anchor="lm")
-            half = error / np.sqrt(2)  # of a share
-            pen.line((place(mean - half), y, place(mean + half), y), colour, 4)
-        pen.text((540, y), label, "black", font, anchor="rm")
-        pen.circle((place(of_seeds(rows, variant, 10).mean()), y), 7, "#bbb")
-        pen.circle((place(mean), y), 11, colour)
-        for share in shares:
-            pen.circle((place(share), y), 4, "white", colour, 2)
-    sheet.resize((880, sheet.height // 2), Image.Resampling.LANCZOS).save(file)
-
-
-def plane(pen, ends, values, shares, title):
-    """Draws axes from ends[0] to ends[1]; returns (value, share) -> its place.
-
-    The axis of values is logarithmic.
-    """
-    pen.font = ImageFont.load_default(24)
-    left, right = ends
-
-    def place(value, share):
-        along = np.log(value / values[0]) / np.log(values[-1] / values[0])
-        height = (share - shares[0]) / (shares[-1] - shares[0])
-        return left + (right - left) * along, 540 - 500 * height
-
-    for share in shares:
-        start, end = place(values[0], share), place(values[-1], share)
-        pen.line((start, end), "#ddd", 2)
-        pen.text((left - 20, start[1]), f"{share:.0%}", "#555", anchor="rm")
-    for value in values:
-        pen.text((place(value, 0)[0], 575), f"{value:g}", "#555", anchor="mm")
-    pen.text(((left + right) / 2, 615), title, "#555", anchor="mm")
-    return place
+            label = f"{variant.name}, {written(rate_of(rows, variant))}"
+            axes.errorbar(shares.mean(), y, xerr=error / np.sqrt(2), color=colour)  # of a share
+        labels.append(label)
+        axes.plot(of_seeds(rows, variant, 10).mean(), y, "o", color="#bbb", markersize=6)
+        axes.plot(shares.mean(), y, "o", color=colour, markersize=9)
+        axes.plot(shares, [y] * len(shares), "o", color=colour, markerfacecolor="w", markersize=4)
+        place = {"xytext": (1.02, y), "textcoords": axes.get_yaxis_transform(), "va": "center"}
+        axes.annotate(words, (1, y), color=colour, size=9, annotation_clip=False, **place)
+    axes.set_yticks(range(len(variants)), labels)
+    axes.grid(visible=False, axis="y")
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    figure.savefig(file)
 
 
 def draw_gamed(rows, file):
     """Gamed runs, a dot for each: correct pictures over kl_coef and over the exact KL."""
-    sheet = Image.new("RGB", (1760, 640), "white")
-    pen = ImageDraw.Draw(sheet)
-    shares = 0, 0.2, 0.4, 0.6, 0.8, 1
-    before = of_seeds(rows, Variant("shipped", "before training"), 0).mean()
-    coefs, kls = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2), (0.0005, 0.002, 0.005, 0.02, 0.05, 0.2)
-    for ends, values, title in ((100, 800), coefs, "kl_coef"), ((980, 1680), kls, "exact KL"):
-        place = plane(pen, ends, values, shares, title)
-        pen.line((place(values[0], before), place(values[-1], before)), "#444", 4)
-        for row in rows:
-            if row["start"] == "gamed" and row["step"] == 12 and row["variant"] != "no KL":
-                _, coef, *loss = re.split(",? ", row["variant"])
-                colour = "#2d6cae" if loss else "#c62828"
-                share = np.mean([row[kind] for kind in world.KINDS])
-                if value := float(coef) if values is coefs else row["kl"]:
-                    pen.circle(place(value, share), 9, colour)
-    legend = {"k2": "#2d6cae", "k3": "#c62828", "before training": "#444"}
-    for y, (words, colour) in zip((60, 90, 120), legend.items()):
-        pen.text((120, y), words, colour, anchor="lm")
-    sheet.reduce(2).save(file)
+    before = of_seeds(rows, Variant("shipped", BEFORE), 0).mean()
+    runs = [row for row in rows if row["start"] == "gamed" and row["kl"] is not None]
+    figure, axes = panels(3.2, "kl_coef", "exact KL")
+    for each in axes:
+        for loss, colour in (("k2", "#2d6cae"), ("k3", "#c62828")):
+            own = [row for row in runs if row["variant"].endswith("k2") == (loss == "k2")]
+            coefs = [float(re.search("[0-9.]+", row["variant"])[0]) for row in own]
+            values = coefs if each is axes[0] else [row["kl"] for row in own]
+            each.scatter(values, [*map(mean_of_types, own)], color=colour, label=loss)
+        each.axhline(before, color="#444", label=BEFORE)
+        each.set_xscale("log")
+        each.xaxis.set_major_formatter("{x:g}")
+    axes[0].legend(frameon=False, fontsize=9)
+    figure.savefig(file)
 
 
-def main(arguments=None):
+def main(*arguments):
     parser = argparse.ArgumentParser(description="What each part of GRPO is worth.")
     parser.add_argument("names", nargs="*", help="rows of the first table, to train again")
     parser.add_argument("--hard-start", action="store_true", help="make the harder start")
@@ -508,4 +498,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
