@@ -97,6 +97,7 @@ CLIP = [
 ]
 SHIPPED = [
     Variant("shipped", "with KL", SHUFFLED, "", "", 5e-4),
+    Variant("shipped", "with KL, k2", "with KL", "k2", "", 5e-4),
     Variant("shipped", SHUFFLED, BEFORE, "Rewards shuffled", "", 5e-4),
 ]
 # The KL term as k3 and as k2: where the reward is gamed, and from the harder start.
@@ -109,9 +110,9 @@ GAMED = [
 WITHOUT_TERM = Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3)
 HONEST = {
     "KL 0.2": WITH_KL,
-    "KL 1": Variant("hard", "with KL 1", "", "", "--kl-coef 1"),
-    "KL 0.05, k2": Variant("hard", "with KL 0.05, k2", "", "k2", "--kl-coef 0.05"),
-    "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2"),
+    "KL 1": Variant("hard", "with KL 1", "", "", "--kl-coef 1 --save-every 20"),
+    "KL 0.05, k2": Variant("hard", "with KL 0.05, k2", "", "k2", "--kl-coef 0.05 --save-every 20"),
+    "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2 --save-every 20"),
 }
 
 ALL = dict.fromkeys([*HARD, *CLIP, *SHIPPED, *GAMED, WITHOUT_TERM, *HONEST.values()])
