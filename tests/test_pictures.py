@@ -14,7 +14,6 @@ from conftest import (
     build_run,
     chat_inputs,
     painted,
-    painting_models,
     prompts_of,
     seeded,
     tiny_settings,
@@ -145,9 +144,7 @@ def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
 
 
 def test_only_adapters_are_trained_and_the_vision_tower_is_left_behind(run):
-    painters = painting_models(run)
-    assert len(painters) == 3  # glyph encoder, transformer, VAE
-    for name, p in torch.nn.ModuleList([run.policy.model, *painters]).named_parameters():
+    for name, p in torch.nn.ModuleList(run.glm_image.parts).named_parameters():
         assert p.requires_grad == ("lora_" in name)
         assert ".visual." not in name and ".vqmodel." not in name
 
