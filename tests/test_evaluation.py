@@ -20,7 +20,6 @@ from conftest import (
     records,
     shorten,
     tiny_settings,
-    write_reward,
 )
 from make import NUM_CODES
 from PIL import Image, ImageColor
@@ -30,6 +29,7 @@ from tqdm import tqdm
 import train
 from runtime import evaluation
 from runtime.gpu import Clock
+from runtime.log import named
 from runtime.pictures import draw_curves
 from runtime.settings import RELEASE, TINY
 
@@ -37,50 +37,48 @@ GREY, BLUE, RED = "#888888", "#2060c0", "#d02030"
 SEVENS = "[7.0] * len(images)"
 
 
-def test_what_only_judges_is_logged_and_not_trained_on(judged, capfd):
+def test_what_only_judges_is_logged_and_not_trained_on(judged, one_step, capfd):
+    """A judge that throws dice throws the same in every evaluation."""
     Path("other.txt").write_text("a green ring\na black square\n")
-    arguments = "--steps 1 --eval-prompts other.txt --eval-targets targets"
-    assert judged(arguments, "--out without") == 0
-    assert judged(arguments, "--eval-reward", judge_file("seven", SEVENS), "--out with") == 0
-    for record in records("with/evaluation.jsonl"):
+    judges = f"{judge_file('seven', SEVENS)},{judge_file('dice', 'torch.rand(len(images))')}"
+    arguments = "--steps 1 --eval-prompts other.txt --eval-targets targets --out run"
+    assert judged(arguments, "--eval-reward", judges) == 0
+    before, after = records("run/evaluation.jsonl")
+    for record in (before, after):
         for numbers in (record["training"], record["held out"]):
             assert numbers["reward/seven.py:judge"] == [7, None]
             assert (numbers["images"], numbers["prompts"]) == (2, 1)
-        rewards = numbers["reward/ssim"][0] + numbers["reward/mse"][0]
+        rewards = numbers["reward/ssim"][0] + 0.5 * numbers["reward/mse"][0]
         assert numbers["reward"][0] == pytest.approx(rewards)
-    assert not any("seven" in name for line in records("with/metrics.jsonl") for name in line)
-    assert adapter_of("with") == adapter_of("without")
+    dice = "reward/dice.py:judge"
+    assert before["training"][dice] == after["training"][dice]
+    assert not any("judge" in name for line in records("run/metrics.jsonl") for name in line)
+    assert adapter_of("run") == adapter_of(one_step)
     output = "".join(capfd.readouterr())
-    assert re.search(r"\| held out +\| 1 x 2 .*\| 7.000 -> 7.000 +\|\n", output)
-    assert re.search(r"\| prompts .*\| seven.py:judge +\|\n", output)
+    assert re.search(r"\| held out +\| 1 x 2 .*\| 7.000 -> 7.000 +\|", output)
+    assert re.search(r"\| prompts .*\| seven.py:judge +\|", output)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_held_out_prompts_without_targets_are_spoken_of_once(judged, capsys):
+def test_held_out_prompts_without_targets_are_judged_by_what_applies(judged, capsys):
     Path("typed.txt").write_text("# type: a\na green ring\n# type: b\na black square\n")
-    held_out = "--eval-prompts typed.txt --eval-targets none --eval-count 2"
-    assert judged(held_out, "--steps 1 --out run") == 0
+    held_out = "--eval-prompts typed.txt --eval-targets none --eval-count 2 --eval-reward"
+    assert judged(held_out, judge_file("seven", SEVENS), "--steps 0 --out run") == 0
     output = capsys.readouterr().out
     assert output.count("warning: no held-out prompt has a target (--eval-targets)") == 1
-    assert re.search(r"\| held out, mean of types \| 2 x 2 .*\| none -> none +\|", output)
-
-
-@pytest.mark.parametrize("without", [False, True])
-def test_prompts_without_targets_are_judged_by_what_applies(judged, without):
-    Path("new.txt").write_text("a green ring\n")
-    sevens = judge_file("seven", SEVENS)
-    flags = "--prompts new.txt --eval-prompts prompts.txt --eval-targets targets --reward {} --eval-reward ssim"
-    if without:
-        flags = "--prompts prompts.txt --targets targets --eval-prompts new.txt --reward ssim --eval-reward {}"
-    short = "--height 32 --width 32 --decode-steps 1 --group-size 2 --eval-count 1 --steps 0"
-    words = ["--model", TINY, *short.split(), *flags.format(sevens).split(), "--out", "run"]
-    assert train.main(words) == 0
+    assert re.search(r"\| held out, mean of types \| 2 x 2 .*\| none .*\| 7.000 +\|", output)
     (record,) = records("run/evaluation.jsonl")
-    for name in ("training", "held out"):
-        assert record[name]["reward/seven.py:judge"] == [7, None]
-        missing = (name == "held out") == without
-        assert (record[name]["reward/ssim"][0] is None) == missing
-    assert (record["held out"]["reward"][0] is None) == without
+    assert record["training"]["reward/ssim"][0] is not None
+    assert record["held out"]["reward"][0] is record["held out"]["reward/ssim"][0] is None
+
+
+def test_training_prompts_without_targets_are_judged_by_what_applies(judged):
+    sevens = f"--reward {judge_file('seven', SEVENS)} --eval-reward ssim"
+    assert judged("--targets none", sevens, "--steps 0 --out run") == 0
+    (record,) = records("run/evaluation.jsonl")
+    assert record["training"]["reward/seven.py:judge"] == [7, None]
+    assert record["training"]["reward/ssim"][0] is None
+    assert record["held out"]["reward/ssim"][0] is not None
 
 
 def test_every_prompt_is_judged_by_its_own_target(judged):
@@ -115,12 +113,6 @@ def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
     files = sorted(file.name for file in Path("run/evaluation/000000").iterdir())
     assert files == [*(f"{i}-{j}.png" for i in range(1, 5) for j in range(1, 5)), "sheet.png"]
     assert Image.open("run/evaluation/000000/3-2.png").tobytes() == rows[2][1][1][0].tobytes()
-
-
-def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(judged):
-    assert judged(*write_reward("return torch.rand(len(images))"), "--steps 1 --out run") == 0
-    before, after = records("run/evaluation.jsonl")
-    assert before["training"]["reward"] == after["training"]["reward"]
 
 
 def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
@@ -186,16 +178,16 @@ def test_an_evaluation_alone_is_a_dot():
 
 
 def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, capsys):
-    """Everything but the size, the rewards' weights and the number of steps is what
-    zai-org/GLM-Image gets."""
+    """Everything but sizes, the rewards' weights and numbers of steps is what zai-org/GLM-Image
+    gets."""
     monkeypatch.chdir(tmp_path)
     shorten(monkeypatch.setattr)
-    shutil.copytree(TINY, "released")
-    Path("released/defaults.json").unlink()
-    clip = tiny_clip(tmp_path / "clip")
+    monkeypatch.setattr(train, "load", lambda model, device: load_once(TINY, device))
+    shutil.copytree(TINY, "released", ignore=shutil.ignore_patterns("*.safetensors", "d*.json"))
+    tiny_clip("clip", "clip")
     flags = "--model released --height 32 --width 32 --eval-count 1 --group-size 2"
-    flags += f" --reward pickscore={clip}:1,clip={clip}:1 --eval-reward hps={clip}"
-    flags += " --steps 1 --prompts-per-step 1 --out run"
+    flags += " --reward pickscore=clip:1,clip=clip:1 --eval-reward hps=clip"
+    flags += " --steps 1 --prompts-per-step 1 --eval-decode-steps 1 --out run"
     assert train.main(flags.split()) == 0
     settings = json.loads(Path("run/settings.json").read_text())
     found = settings["decode_steps"], settings["guidance_scale"], settings["top_p"]
@@ -215,16 +207,11 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
         assert ("trained on 16,384 pixels" in capsys.readouterr().out) == warned
 
 
-def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(judged):
-    """In the numbers of steps and evaluations as in training: every second picture lacks the 1 that
-    others have."""
-    half = judge_file("half", "[float('nan') if i % 2 else 1.0 for i in range(len(images))]")
-    assert judged("--reward", f"{half},ssim", "--steps 1 --out run") == 0
-    (step,) = records("run/metrics.jsonl")
-    assert step["reward"] == pytest.approx(1 + step["reward/ssim"])
-    for record in records("run/evaluation.jsonl"):
-        of_set = record["held out"]
-        assert of_set["reward"][0] == pytest.approx(1 + of_set["reward/ssim"][0])
+def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group():
+    """In the numbers of steps and evaluations as in training."""
+    raw = {"half": torch.tensor([1, np.nan, 3, np.nan]), "all": torch.tensor([0.0, 4, 2, 2])}
+    rewards = named(raw, {"half": 1.0, "all": 0.5}, 2)
+    assert rewards["reward"].tolist() == [[1, 3], [4, 4]]
 
 
 # ---- deployed as trained? ------------------------------------------------------------------------
