@@ -274,7 +274,7 @@ def good(images, prompts, targets):
         ("--group-sise 4", "unrecognized arguments: --group-sise 4"),
         ("--height 100", "--height and --width must be multiples of 32, got 100"),
         ("--top-p 0", "--top-p: must be above 0 and at most 1, got 0.0"),
-        ("--lr nan", "--lr: must be above 0, got nan"),
+        ("--lr inf", "--lr: must be above 0, got inf"),
         ("--prompts missing.txt", "cannot read the prompts file missing.txt"),
         ("--prompts empty.txt", "has no prompt in it"),
         ("--prompts sign.txt", "line 3 of sign.txt contains <|image|>"),
@@ -283,7 +283,7 @@ def good(images, prompts, targets):
         ("--reward bad.py:good,ssim --prompts one.txt", "'ssim' needs --targets"),
         ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
         ("--reward bad.py:one", "reward 'bad.py:one' gave shape (1,), not (2,)"),
-        ("--reward text:0,vqa:0.0", "--reward text:0,vqa:0.0: no weight above 0, so nothing"),
+        ("--reward ssim:0,mse:0.0", "--reward ssim:0,mse:0.0: no weight above 0, so nothing"),
         ("--eval-reward clip=few", "cannot load reward 'clip'"),
         ("--tracker wandb", "pip install wandb"),
         ("--model few --reward ssim --eval-reward ''", "cannot load few"),
@@ -587,13 +587,13 @@ def test_the_line_of_a_step_by_hand():
     assert tiny.startswith("step 3/20 | reward 1.250 +- 4e-05 | a")
     lone = {name: x for name, x in (NUMBERS | trouble).items() if "/b" not in name}
     assert format_step(20, lone, {}) == "step 3/20 | reward 1.250 +- 0.500"
-    decoder = {**NUMBERS, "reward_std": None, "decoder/groups_without_spread": 0.5}
-    line = format_step(20, decoder | {"decoder/kl": 0.0, "decoder/reward_std": 0.0625}, {})
-    assert line == "step 3/20 | reward 1.250 | a 0.750 | b none"
-    line = format_step(
-        20, decoder | {"decoder/reward_std": 0.0625}, train_decoder.DecoderRecord.line
+    decoder = {"groups_without_spread": 0.5, "kl": 0.0, "reward_std": 0.0625}
+    decoder = {f"decoder/{name}": x for name, x in decoder.items()} | {"reward_std": None}
+    line = format_step(20, NUMBERS | decoder, train_decoder.DecoderRecord.line)
+    assert line.startswith(
+        "step 3/20 | reward 1.250 | a 0.750 | b none | decoder +- 0.062 | "
+        "decoder: 50% without spread | 25% without spread | kl 0.0125 | entropy"
     )
-    assert "| decoder +- 0.062 | decoder: 50% without spread | 25% without spread | kl" in line
 
 
 def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):

@@ -35,22 +35,20 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w.-]*\.\.)")
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+BLOCK = re.compile(r"^ *```.*?\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
 def without_code(text):
-    return re.sub(
-        r"`[^`\n]+`", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
-    )
+    return re.sub(r"`[^`\n]+`", "", BLOCK.sub("", text))
 
 
 def code_of(text):
     """The commands of code blocks, without their comments, and code within lines."""
-    blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL)
-    commands = [
-        re.sub(r"(^| )#.*", "", line)
-        for block in blocks
-        for line in block.replace("\\\n", " ").splitlines()
+    lines = "\n".join(BLOCK.findall(text)).replace("\\\n", " ").splitlines()
+    commands = [re.sub(r"(^| )#.*", "", line) for line in lines]
+    return commands + [
+        span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text))
     ]
-    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return commands + [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", text)]
 
 
 def anchors(page):

@@ -129,24 +129,19 @@ def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
 
 def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(judged, monkeypatch):
     """Two of training and one held out, before and after; a step's prompts do not count."""
-    bars = []
+    updates = []
 
     class Bar(tqdm):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            self.seen = []
-            if not options["disable"]:
-                bars.append((options["unit"], options["total"], self.seen))
-
         def update(self, n=1):
-            self.seen.append(n)
+            updates.append((self.unit, self.total, n))
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.gpu.tqdm", Bar)
     Path("new.txt").write_text("a green ring\n")
     arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2"
     assert judged(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
-    assert bars == [("prompt", 3, [2, 1]), ("step", 1, [1]), ("prompt", 3, [2, 1])]
+    evaluation = [("prompt", 3, 2), ("prompt", 3, 1)]
+    assert updates == [*evaluation, ("step", 1, 1), *evaluation]
 
 
 def where(picture, colour):
@@ -155,25 +150,17 @@ def where(picture, colour):
     return np.abs(np.asarray(picture).astype(int) - wanted).sum(-1) < 40
 
 
-def test_a_curve_has_steps_and_both_evaluations(tmp_path):
-    """Grey for steps, blue for training prompts, red for held-out ones; each panel has its own."""
-    steps = [(step, step / 10) for step in range(1, 11)]
+def test_a_curve_has_steps_and_both_evaluations():
+    """Grey for steps, blue for training prompts, red for held-out ones. What is alone is a dot."""
+    steps = [(0, None), *((step, step / 10) for step in range(1, 11))]
     flat = lambda height: [(0, height), (10, height)]
-    panels = {"reward/a": [steps, flat(0.6), flat(0.2)]}
-    panels["reward/b"] = [[(step, None) for step, _ in steps], flat(1.0), []]
-    sheet = draw_curves(panels)
-    for left, drawn in ((62, [True, True, True]), (382, [False, True, False])):
-        panel = sheet.crop((left, 20, left + 236, 168))  # above the axis, which is grey
-        columns = [where(panel, colour).any(0) for colour in (GREY, BLUE, RED)]
-        assert [each.sum() > 200 for each in columns] == drawn
-        if drawn[0]:  # from the first step on
-            assert not columns[0][8:18].any() and columns[0][30:220].mean() > 0.9
-
-
-def test_an_evaluation_alone_is_a_dot():
-    """As after the first step: its reward, and the evaluation before."""
-    sheet = draw_curves({"reward/a": [[(1, 0.5)], [(0, 0.75)], [(0, 0.25)]]})
-    for colour, x, y in ((GREY, 300, 100), (BLUE, 60, 65), (RED, 60, 135)):
+    dots = [(1, 0.5)], [(0, 0.75)], [(0, 0.25)]
+    sheet = draw_curves({"reward/a": [steps, flat(0.6), flat(0.2)], "reward/b": dots})
+    panel = sheet.crop((62, 20, 298, 168))  # above the axis, which is grey
+    columns = [where(panel, colour).any(0) for colour in (GREY, BLUE, RED)]
+    assert all(each.sum() > 200 for each in columns)
+    assert not columns[0][8:18].any() and columns[0][30:220].mean() > 0.9  # from the first step on
+    for colour, x, y in ((GREY, 620, 100), (BLUE, 380, 65), (RED, 380, 135)):
         assert where(sheet.crop((x - 1, y - 1, x + 2, y + 2)), colour).all()
 
 

@@ -99,14 +99,12 @@ def test_a_file_for_which_pillow_starts_another_program_is_refused(tmp_path, mon
 def test_a_picture_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatch):
     read(tmp_path, ("1.png", Image.effect_noise((64, 64), 90)))
     file = tmp_path / "1.png"
-    whole = file.read_bytes()
     words = f"the target picture {file} cannot be read as PNG, JPEG or WebP: "
     with monkeypatch.context() as patch:
         patch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
         assert refusal(tmp_path).startswith(f"{words}Image size (4096 pixels) exceeds limit")
-    for damaged in (whole[:100], whole.replace(b"IDAT", b"IDBT")):
-        file.write_bytes(damaged)
-        assert refusal(tmp_path).startswith(words)
+    file.write_bytes(file.read_bytes()[:100])
+    assert refusal(tmp_path).startswith(words)
 
 
 def test_blanks_in_a_row_are_one(tmp_path):

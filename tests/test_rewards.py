@@ -562,8 +562,7 @@ def test_weights_are_loaded_without_pickle(tmp_path):
         def __reduce__(self):
             return (open, (str(marker), "w"))
 
-    tiny_lpips(tmp_path)
-    torch.save({"weights": Bomb()}, tmp_path / "alex.pth")
+    torch.save({"weights": Bomb()}, tmp_path / "alexnet-owt-7be5be79.pth")
     error = refusal(f"lpips={tmp_path}")
     assert re.match("cannot load reward 'lpips' .*: UnpicklingError", error)
     assert not marker.exists()
