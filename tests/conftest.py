@@ -197,7 +197,7 @@ def short_runs(folder):
     code."""
     write_prompts(folder)
     numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = {number: signal.signal(number, unheard) for number in numbers}
+    handlers = [signal.signal(number, unheard) for number in numbers]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         shorten(patch.setattr)
@@ -211,7 +211,7 @@ def short_runs(folder):
             return train.main([*usual, *words], run_class or run_class_of(words))
 
         yield run
-    for number, handler in handlers.items():
+    for number, handler in zip(numbers, handlers):
         signal.signal(number, handler)
 
 

@@ -223,11 +223,8 @@ def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
 def test_every_setting_is_a_flag_with_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--help"])
-    text = capsys.readouterr().out
+    assert "with NAME one of mse, ssim, lpips" in " ".join(capsys.readouterr().out.split())
     assert all(action.help for action in settings.build_parser()._actions)
-    for name in vars(tiny_settings()):
-        assert f"--{name.replace('_', '-')} " in text
-    assert "NAME[=FOLDER][:WEIGHT],... with NAME one of mse, ssim, lpips" in " ".join(text.split())
     with pytest.raises(UserError):  # no abbreviations: later flags must not change a command
         train.parse_settings(["--group", "4"])
 
@@ -258,13 +255,6 @@ FILES = {
     "judged/settings.json": "{}",
     "old/settings.json": "{}",
     "old/checkpoints/000001/state.json": "{}",
-    "bad.py": """
-def one(images, prompts, targets):
-    return [1.0]
-
-def good(images, prompts, targets):
-    return [1.0] * len(images)
-""",
 }
 
 
@@ -280,9 +270,9 @@ def good(images, prompts, targets):
         ("--prompts sign.txt", "line 3 of sign.txt contains <|image|>"),
         ("--eval-targets missing", "missing does not exist"),
         ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'"),
-        ("--reward bad.py:good,ssim --prompts one.txt", "'ssim' needs --targets"),
+        ("--reward good.py:judge,ssim --prompts one.txt", "'ssim' needs --targets"),
         ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
-        ("--reward bad.py:one", "reward 'bad.py:one' gave shape (1,), not (2,)"),
+        ("--reward bad.py:judge", "reward 'bad.py:judge' gave shape (1,), not (2,)"),
         ("--reward ssim:0,mse:0.0", "--reward ssim:0,mse:0.0: no weight above 0, so nothing"),
         ("--eval-reward clip=few", "cannot load reward 'clip'"),
         ("--tracker wandb", "pip install wandb"),
@@ -303,6 +293,8 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     for name, text in FILES.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
+    judge_file("bad", "[1.0]")
+    judge_file("good", "[1.0] * len(images)")
     Path("few").mkdir()
     Path("new").mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -318,22 +310,18 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
 def test_a_models_folder_runs_no_code_unless_a_flag_says_so(tmp_path, monkeypatch):
     """Of its defaults, those of the tiny model are trusted; its processor's code is never run."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for name in os.listdir(TINY):
-        (tmp_path / name).symlink_to(f"{TINY}/{name}")
+    shutil.copy(f"{TINY}/defaults.json", tmp_path)
     given = ["--model", str(tmp_path)]
     assert train.parse_settings(given).reward == "tiny-glm-image/check.py:facts"
     file, defaults = tmp_path / "own.py", tmp_path / "defaults.json"
     file.write_text("raise KeyError('it ran')\n")
-    defaults.unlink()
     code = {"eval_reward": f"hps,{file}:f:2", "targets": f"{file}:f"}
     defaults.write_text(json.dumps({"usual": {**code, "reward": "mse", "lr": 0.5}}))
     flags = f"--eval-reward {code['eval_reward']} --targets {code['targets']}"
     error = error_from(train.parse_settings, given)
     assert error == f"{defaults} runs code: if you trust it, give {flags}"
     assert train.parse_settings([*given, *flags.split()]).lr == 0.5
-    processor = tmp_path / "processor"
-    processor.unlink()
-    shutil.copytree(f"{TINY}/processor", processor)
+    processor = shutil.copytree(f"{TINY}/processor", tmp_path / "processor")
     auto_map = {"AutoTokenizer": ["own.Own", "own.Own"]}
     config = json.dumps({"tokenizer_class": "Own", "auto_map": auto_map})
     (processor / "tokenizer_config.json").write_text(config)
@@ -479,7 +467,7 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
         return torch.zeros(len(tokens), 8, 4, 4)
 
     monkeypatch.setattr(train.GlmImage, "paint", paint)
-    new = ["a green ring", "a blue ring", "a red ring", "a green cross", "a pink cross"]
+    new = [f"ring {number}" for number in range(5)]
     Path("new.txt").write_text("\n".join([*new, "a sixth that is never asked for"]))
     arguments = "--prompts-per-step 1 --eval-prompts new.txt --eval-targets none --eval-count 5"
     deployed = "--eval-decode-steps 3 --eval-guidance-scale 1.5"
@@ -524,26 +512,24 @@ def test_reward_metrics_by_hand():
 
 
 def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
-    """One prompt, two code sequences, painted twice each; or one code sequence, painted four
-    times."""
-    values = torch.tensor([0.0, 2.0, 10.0, 16.0])
+    """One prompt, three code sequences, painted twice each; or one code sequence, painted six
+    times. NaN is no painting of this reward."""
+    values = torch.tensor([[NAN, 2.0, 10.0, 16.0, 3.0, 5.0]])
     spread = lambda *values: pytest.approx(np.std(values, ddof=1))
 
     def metrics(sequences, paintings):
         record = SimpleNamespace(settings=SimpleNamespace(sequences=sequences, paintings=paintings))
-        rewards = {"reward": values[None], "reward/a": values[None]}
+        rewards = {"reward": values, "reward/a": values}
         return train_decoder.DecoderRecord.reward_metrics(record, rewards)
 
-    both, decoder = metrics(2, 2), metrics(1, 4)
-    assert both["reward"] == decoder["reward"] == both["reward/a"] == 7
-    assert both["reward_std"] == spread(1, 13)  # of the means
-    within = (np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2
+    both, decoder = metrics(3, 2), metrics(1, 6)
+    assert both["reward"] == both["reward/a"] == pytest.approx((2 + 13 + 4) / 3)
+    assert both["reward_std"] == both["reward_std/a"] == spread(2, 13, 4)  # of the means
+    within = (np.std([10, 16], ddof=1) + np.std([3, 5], ddof=1)) / 2
     assert both["decoder/reward_std"] == pytest.approx(within)
-    assert decoder["reward_std"] == decoder["reward_std/a"] == spread(0, 2, 10, 16)
-    values[0] = NAN
-    both = metrics(2, 2)
-    # Of the others.
-    assert both["reward"] == 7.5 and both["reward_std/a"] == spread(2, 13)
+    assert decoder["reward"] == pytest.approx((2 + 10 + 16 + 3 + 5) / 5)
+    assert decoder["reward_std"] == decoder["reward_std/a"] == spread(2, 10, 16, 3, 5)
+    assert both["unscored"] == decoder["unscored"] == pytest.approx(1 / 6)
 
 
 NUMBERS = {
@@ -587,10 +573,9 @@ def test_the_line_of_a_step_by_hand():
     assert tiny.startswith("step 3/20 | reward 1.250 +- 4e-05 | a")
     lone = {name: x for name, x in (NUMBERS | trouble).items() if "/b" not in name}
     assert format_step(20, lone, {}) == "step 3/20 | reward 1.250 +- 0.500"
-    decoder = {"groups_without_spread": 0.5, "kl": 0.0, "reward_std": 0.0625}
-    decoder = {f"decoder/{name}": x for name, x in decoder.items()} | {"reward_std": None}
-    line = format_step(20, NUMBERS | decoder, train_decoder.DecoderRecord.line)
-    assert line.startswith(
+    decoder = {**NUMBERS, "reward_std": None, "decoder/groups_without_spread": 0.5}
+    decoder |= {"decoder/kl": 0.0, "decoder/reward_std": 0.0625}
+    assert format_step(20, decoder, train_decoder.DecoderRecord.line).startswith(
         "step 3/20 | reward 1.250 | a 0.750 | b none | decoder +- 0.062 | "
         "decoder: 50% without spread | 25% without spread | kl 0.0125 | entropy"
     )

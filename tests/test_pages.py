@@ -41,11 +41,11 @@ def outputs(pipe):
     return logits, painted(pipe, "three circles", torch.tensor([[5]]), SMALL, 0)[0]
 
 
-def drawn(pipe, count=24):
+def drawn(pipe):
     """Ids that the stock pipeline's sampler draws."""
     inputs = chat_inputs(pipe.processor, "three circles", 32, 32)
     torch.manual_seed(0)
-    ids = pipe.vision_language_encoder.generate(**inputs, max_new_tokens=count)
+    ids = pipe.vision_language_encoder.generate(**inputs, max_new_tokens=24)
     return ids[:, inputs["input_ids"].shape[1] :]
 
 

@@ -103,9 +103,9 @@ def test_variety_costs_nothing_where_pictures_are_equal(monkeypatch):
     measure = rewards.ssim_map
     monkeypatch.setattr(rewards, "ssim_map", lambda a, b: calls.append(a.shape) or measure(a, b))
     one, other = noise(2)
-    large = one.resize((1024, 512))
+    large = [image.resize((1024, 512)) for image in (one, other)]
     rewards.variety([one] * 7 + [other], [""] * 8, None, 8)
-    rewards.variety([large] * 3 + [other.resize((1024, 512))], [""] * 4, None, 4)
+    rewards.variety([large[0], *large], [""] * 3, None, 3)
     assert calls == [(3, 32, 32), (3, 128, 256)]
 
 
@@ -441,7 +441,7 @@ def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it
     """Whether it is `async def` or not; calls share an event loop."""
     seen, loops = [], []
 
-    def mine(pictures, texts, wanted, group_size, limit=7, sources=()):
+    def mine(pictures, texts, wanted, group_size, sources):
         seen.append((pictures, texts, wanted, group_size, sources))
         return [0.0] * len(pictures)
 
@@ -449,7 +449,6 @@ def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it
         async def __call__(self, images, prompts, targets, *, group_size):
             seen.append((images, prompts, targets, group_size))
             loops.append(asyncio.get_running_loop())
-            await asyncio.sleep(0)
             return torch.arange(6.0)
 
     images, (target, source) = noise(6), noise(2)
