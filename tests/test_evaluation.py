@@ -123,6 +123,7 @@ def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
     with phase.evaluation(3), phase("score"):
         pass
     assert phase.read()["seconds"] == 0 and waited == [2]  # nor in the progress bar
+    assert phase.bar is phase.steps
     phase.close()
 
 
