@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -47,7 +47,7 @@ RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture of 64x64, half as many of 32x32: see shorten
 
-QUICK = "--prompts prompts.txt --targets targets --height 32 --width 32 --reward ssim:1,mse:1"
+QUICK = "--prompts prompts.txt --targets targets --height 32 --width 32 --reward ssim,mse:0.5"
 QUICK += " --prompts-per-step 1 --group-size 2 --decode-steps 1 --eval-prompts prompts.txt"
 # Sharp as the shipped model is, short pictures would all be the same.
 QUICK += " --eval-targets targets --eval-count 1 --eval-decode-steps 1"
@@ -153,11 +153,6 @@ def chat_inputs(processor, text, height, width, picture=None):
     )
 
 
-def painting_models(run):
-    """Glyph encoder, decoder, VAE."""
-    return run.glm_image.parts[1:]
-
-
 def shorten(setattr):
     """Pictures of a few codes, for tests of files, signals and errors: a preview of 256 takes a
     second to write."""
@@ -202,7 +197,7 @@ def short_runs(folder):
     code."""
     write_prompts(folder)
     numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = {number: signal.signal(number, unheard) for number in numbers}
+    handlers = [signal.signal(number, unheard) for number in numbers]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         shorten(patch.setattr)
@@ -216,7 +211,7 @@ def short_runs(folder):
             return train.main([*usual, *words], run_class or run_class_of(words))
 
         yield run
-    for number, handler in handlers.items():
+    for number, handler in zip(numbers, handlers):
         signal.signal(number, handler)
 
 
@@ -236,9 +231,14 @@ def quick(judged, monkeypatch):
 @pytest.fixture(scope="session")
 def one_step(tmp_path_factory):
     """The folder of a run of one step, to read, and to copy where a test changes it or goes on from
-    there."""
+    there. What it has printed is beside it, in output.txt."""
     folder = tmp_path_factory.mktemp("one-step")
-    with short_runs(folder) as run:
+    with (
+        short_runs(folder) as run,
+        open("output.txt", "w") as file,
+        redirect_stdout(file),
+        redirect_stderr(file),
+    ):
         assert run("--steps 1 --out run") == 0
     return folder / "run"
 
@@ -268,7 +268,7 @@ def write_reward(body):
 
 def judge_file(name, value):
     """NAME.py:judge, a reward of the user's own: `value` is Python for what it returns."""
-    code = f"def judge(images, prompts, targets):\n    return {value}\n"
+    code = f"import torch\n\ndef judge(images, prompts, targets):\n    return {value}\n"
     Path(f"{name}.py").write_text(code)
     return f"{name}.py:judge"
 

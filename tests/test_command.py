@@ -2,7 +2,6 @@
 its numbers."""
 
 import importlib.machinery
-import io
 import json
 import math
 import os
@@ -14,8 +13,6 @@ import subprocess
 import sys
 import time
 import types
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,24 +23,19 @@ import torch
 import train_decoder
 from conftest import (
     CPU,
-    RED_CIRCLE,
     ROOT,
-    adapter_of,
     build_run,
     error_from,
     judge_file,
     prompts_of,
     records,
-    short_runs,
     shorten,
-    steps_of,
     tiny_settings,
     words_of,
     write_reward,
 )
 from PIL import Image
 from safetensors.torch import load_file
-from world import draw
 
 import train
 from grpo import compute_advantages
@@ -55,67 +47,47 @@ from runtime.settings import TINY
 
 NAN = math.nan
 SHORT = "--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1"
-# Nothing to download.
-SHAPES = f"--reward ssim:1 --eval-reward '' --prompts {TINY}/prompts.txt"
 BOTH = "--train both --paintings 2 --decode-steps 2"
 
 
 # ---- what a run leaves ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def promised_run(tmp_path_factory):
-    """A run with KL, two iterations and two rewards: its folder, and what it has printed."""
-    folder = tmp_path_factory.mktemp("promised")
-    output = io.StringIO()
-    arguments = "--steps 1 --prompts-per-step 2 --iterations 2 --reward ssim:1,mse:0.5"
-    torch.set_num_threads(2)
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
-        patch.delenv("OMP_NUM_THREADS")
-        with short_runs(folder) as run:
-            assert run(arguments) == 0
-    return folder / "runs" / "1", output.getvalue()
-
-
-def test_a_run_leaves_every_promised_file(promised_run):
-    out, _ = promised_run
-    left = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()}
+def test_a_run_leaves_every_promised_file(one_step):
+    left = {file.relative_to(one_step).as_posix() for file in one_step.rglob("*")}
     expected = "settings.json metrics.jsonl groups.jsonl evaluation.jsonl reward.png"
     expected += " before-after.png group-000001.png adapter/adapter_config.json"
     expected += " adapter/adapter_model.safetensors"
     for name in ("1-1", "1-2", "sheet"):
         expected += f" evaluation/000000/{name}.png evaluation/000001/{name}.png"
     assert {*expected.split()} <= left and "adapter/README.md" not in left  # PEFT's form, empty
-    saved = json.loads((out / "settings.json").read_text())
+    saved = json.loads((one_step / "settings.json").read_text())
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
 
 
-def test_a_run_logs_every_step_and_evaluation(promised_run):
-    out, _ = promised_run
-    line = json.loads((out / "metrics.jsonl").read_text())
+def test_a_run_logs_every_step_and_evaluation(one_step):
+    line = json.loads((one_step / "metrics.jsonl").read_text())
     names = "loss policy_loss kl clip_fraction ratio_mean grad_norm max_logprob_gap skipped"
     names += " reward reward_std reward/ssim reward/mse groups_without_spread unscored"
     names += " seconds/sample seconds/paint seconds/score seconds/reference seconds/update"
     assert line["step"] == 1 and all(math.isfinite(line[name]) for name in names.split())
-    # the log is the weighted sum of raw rewards, though z-scores were maximised
+    # The log is the weighted sum of raw rewards, though z-scores were maximised.
     assert line["reward"] == pytest.approx(line["reward/ssim"] + 0.5 * line["reward/mse"], abs=1e-5)
     assert 0 < line["mean_logprob_gap"] <= line["max_logprob_gap"] < 1e-3
     assert line["grad_norm"] > 0
-    before, after = records(out / "evaluation.jsonl")
+    before, after = records(one_step / "evaluation.jsonl")
     assert (before["step"], after["step"]) == (0, 1)
     assert (before["training"]["images"], after["held out"]["prompts"]) == (2, 1)
-    weights = load_file(out / "adapter" / "adapter_model.safetensors")
+    weights = load_file(one_step / "adapter" / "adapter_model.safetensors")
     # The adapter has moved.
     assert all(weight.any() for name, weight in weights.items() if "lora_B" in name)
 
 
-def test_a_run_says_what_it_does(promised_run):
-    out, output = promised_run
-    assert "device: CPU in float32, 1 thread (OMP_NUM_THREADS)" in output
-    assert "a step: 2 groups of 2; an evaluation: 4 pictures\n2 prompts, 2 held out" in output
-    line = json.loads((out / "metrics.jsonl").read_text())
+def test_a_run_says_what_it_does(one_step):
+    output = (one_step.parent / "output.txt").read_text()
+    line = json.loads((one_step / "metrics.jsonl").read_text())
     assert f"step 1/1 | reward {line['reward']:.3f} +- {line['reward_std']:.3f}" in output
-    before, after = records(out / "evaluation.jsonl")
+    before, after = records(one_step / "evaluation.jsonl")
     assert "evaluation after 1 step, before -> after\n| prompts " in output
     for name in ("training", "held out"):
         rewards = f"{before[name]['reward'][0]:.3f} -> {after[name]['reward'][0]:.3f}"
@@ -123,17 +95,7 @@ def test_a_run_says_what_it_does(promised_run):
     # In a file no bars, only lines.
     assert "evaluating 2 prompts" in output and not re.search(r"\r|\x1b|%\|", output)
     assert "nothing was learned" not in output
-    last = "output folder: runs/1; look at runs/1/before-after.png"
-    assert output.splitlines()[-1].endswith(last)
-
-
-def test_the_same_seed_gives_the_same_run(judged, one_step):
-    for out, seed in (("same", 0), ("other", 1)):
-        assert judged("--steps 1 --seed", seed, "--out", out) == 0
-    assert records("same/evaluation.jsonl") == records(one_step / "evaluation.jsonl")
-    same, first, other = (records(f"{run}/metrics.jsonl") for run in ("same", one_step, "other"))
-    assert same == first != other
-    assert adapter_of("same") == adapter_of(one_step) != adapter_of("other")
+    assert output.endswith("output folder: run; look at run/before-after.png\n")
 
 
 def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
@@ -158,57 +120,39 @@ def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
     assert [len(records(f"runs/{name}/metrics.jsonl")) for name in "13"] == [1, 0]
 
 
-def test_pictures_and_evaluations_come_when_asked_for(judged, monkeypatch):
-    monkeypatch.setattr("runtime.log.SAMPLE_EVERY", 2)
-    assert judged("--steps 4 --eval-every 3 --out run") == 0
+def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
+    evaluated = []
+    note = lambda run, settings, data, record, *stop: evaluated.append(record.done)
+    monkeypatch.setattr(train, "evaluate", note)
+    monkeypatch.setattr("runtime.log.SAMPLE_EVERY", 3)
+    assert quick("--steps 4 --eval-every 3 --out run") == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
-    assert groups == ["group-000001.png", "group-000002.png", "group-000004.png"]
-    assert steps_of("run/evaluation.jsonl") == [0, 3, 4]
+    assert groups == ["group-000001.png", "group-000003.png", "group-000004.png"]
+    assert evaluated == [0, 3, 4]
 
 
-def test_prompts_of_every_kind_work(quick):
-    text = (
-        "一只红色的圆 「你好」\n\nвывеска “привет”\n\ndon't say \"hi\" or 'bye' or “so”, 「它」\n\n"
-    )
-    text += "a circle " * 100 + "."
-    Path("prompts.txt").write_text(text)
-    reward = write_reward("return [len(prompt) for prompt in prompts]")
-    arguments = "--targets none --eval-targets none --prompts-per-step 4"
-    assert quick(*reward, arguments, "--steps 1 --out run") == 0
-    lengths = {prompt: [len(prompt)] * 2 for prompt in text.split("\n\n")}
-    assert {
-        group["prompt"]: group["reward/mine.py:reward"] for group in records("run/groups.jsonl")
-    } == lengths
-
-
-def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(judged):
-    """Blank lines count, as in an editor, and a prompt may come twice. The reward leaves out each
-    third picture."""
-    Path("mine.py").write_text(
-        "seen = []\n\ndef count(images, prompts, targets):\n    seen.extend(images)\n"
-        "    numbers = range(len(seen) - len(images), len(seen))\n"
-        "    return [float('nan') if i % 3 == 2 else i for i in numbers]\n"
-    )
-    judge_file("red", "[float('red' in p) for p in prompts]")
-    Path("twice.txt").write_text("a red circle\n\na blue cross\na red circle\n")
-    arguments = "--prompts twice.txt --targets none --reward mine.py:count,red.py:judge"
-    arguments += " --order file --prompts-per-step 3 --steps 1"
+def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
+    """Blank lines count, as in an editor; a prompt may come twice, and quote in any script. One
+    reward leaves out each third picture."""
+    odd = "don't write 「它」, “привет” or 'bye' " + "on it " * 9 + "."
+    Path("odd.txt").write_text(f"一只红色的圆\n\n{odd}\n一只红色的圆\n")
+    count = "[float('nan') if i % 3 == 2 else i for i in range(len(images))]"
+    given = [judge_file("count", count), judge_file("length", "[len(p) for p in prompts]")]
+    arguments = "--prompts odd.txt --targets none --order file --prompts-per-step 3 --steps 1"
     for name, flags, size in (("codes", "", 2), ("both", BOTH, 4)):
-        assert judged(arguments, flags, "--out", name) == 0
+        assert quick(arguments, flags, "--reward", ",".join(given), "--out", name) == 0
         groups = records(f"{name}/groups.jsonl")
         found = [(group["step"], group["line"], group["prompt"]) for group in groups]
-        assert found == [(1, 1, "a red circle"), (1, 3, "a blue cross"), (1, 4, "a red circle")]
-        first = 2 + 2 * 2  # pictures of the trial, and of two evaluations
-        numbers = [None if i % 3 == 2 else i for i in range(first, first + 3 * size)]
-        assert [value for group in groups for value in group["reward/mine.py:count"]] == numbers
-        reds = [[red] * size for red in (1.0, 0.0, 1.0)]
-        assert [group["reward/red.py:judge"] for group in groups] == reds
+        assert found == [(1, 1, "一只红色的圆"), (1, 3, odd), (1, 4, "一只红色的圆")]
+        numbers = [None if i % 3 == 2 else i for i in range(3 * size)]
+        assert [value for group in groups for value in group["reward/count.py:judge"]] == numbers
+        for group in groups:
+            assert group["reward/length.py:judge"] == [len(group["prompt"])] * size
 
 
 @pytest.fixture
 def tracked(monkeypatch):
-    """What stand-ins for the packages of two trackers get of a run: their calls, and the
-    numbers."""
+    """What a stand-in for a tracker's package gets of a run: its calls, and the numbers."""
     calls, numbers = [], {}
 
     def log(values, step):
@@ -216,52 +160,41 @@ def tracked(monkeypatch):
         if "reward" in values:
             calls.append(("step", step))
 
+    package = types.ModuleType("trackio")
+    package.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
     run = SimpleNamespace(log=log, finish=lambda: calls.append("finish"))
-    for name in ("wandb", "trackio"):
-        package = types.ModuleType(name)
-        package.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        package.init = lambda **options: calls.append(options) or run
-        config = lambda values, **options: calls.append(("settings", values["lr"]))
-        package.config = SimpleNamespace(update=config)
-        monkeypatch.setitem(sys.modules, name, package)
+    package.init = lambda **options: calls.append(options) or run
+    config = lambda values, **options: calls.append(("settings", values["lr"]))
+    package.config = SimpleNamespace(update=config)
+    monkeypatch.setitem(sys.modules, "trackio", package)
     return SimpleNamespace(calls=calls, numbers=numbers)
 
 
-def test_rewards_have_short_names_in_files_and_trackers(judged, tracked):
-    """Of two that would share a short name the second keeps its name."""
+def test_a_tracker_gets_a_run_its_settings_and_numbers(judged, tracked):
+    """Rewards have short names, as in files: of two that would share one the second keeps its
+    name."""
     for folder in "ab":
         Path(folder).mkdir()
     given = [judge_file(name, "range(len(images))") for name in ("a/mine", "b/mine", "b/own")]
     assert judged("--reward", ",".join(given), "--steps 1 --tracker trackio --out run") == 0
+    begun, *calls = tracked.calls
+    assert calls == [("settings", 2e-3), ("step", 1), "finish"]
+    assert begun["project"] == "grpo-glm-image" and begun["name"] == "run"
     (metrics,), (group,) = records("run/metrics.jsonl"), records("run/groups.jsonl")
     names = {f"reward/{name}" for name in ("mine.py:judge", "b/mine.py:judge", "own.py:judge")}
     (evaluation, _), of_run = records("run/evaluation.jsonl"), tracked.numbers
     for record in (group, metrics, evaluation["training"], evaluation["held out"], of_run):
         assert {name for name in record if name.startswith("reward/")} == names
-    assert {f"held out/{name}" for name in names} < of_run.keys()
+    assert {f"{row}/{name}" for row in ("training", "held out") for name in names} < of_run.keys()
+    assert not {"step", "training/images", "held out/prompts"} & of_run.keys()  # no curves
 
 
-@pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_trackers_get_a_run_and_its_settings(judged, tracked, kind):
-    """A stand-in for the package: which calls reach it."""
-    assert judged("--steps 1 --tracker", kind, "--out run") == 0
-    begun, *calls = tracked.calls
-    assert calls == [("settings", 2e-3), ("step", 1), "finish"]
-    assert begun["project"] == "grpo-glm-image" and begun["name"] == "run"
-    names = tracked.numbers.keys()
-    assert {"training/reward", "held out/reward"} < names
-    assert not {"step", "training/images", "held out/prompts"} & names  # no curves
-
-
-def test_tensorboard_gets_the_numbers_of_a_run(judged):
+def test_tensorboard_gets_the_numbers_of_a_run(quick):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    assert judged("--steps 1 --tracker tensorboard --out run") == 0
-    found = events.EventAccumulator("run/grpo-glm-image").Reload()
-    (metrics,), (_, after) = (records(f"run/{x}.jsonl") for x in ("metrics", "evaluation"))
-    wanted = {"reward": metrics["reward"], "held out/reward": after["held out"]["reward"][0]}
-    for name, value in wanted.items():
-        last = found.Scalars(name)[-1]
-        assert (last.step, last.value) == (1, pytest.approx(value))
+    assert quick("--steps 1 --tracker tensorboard --out run") == 0
+    (reward,) = events.EventAccumulator("run/grpo-glm-image").Reload().Scalars("reward")
+    (metrics,) = records("run/metrics.jsonl")
+    assert (reward.step, reward.value) == (1, pytest.approx(metrics["reward"]))
 
 
 # ---- settings and refusals -----------------------------------------------------------------------
@@ -290,11 +223,8 @@ def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
 def test_every_setting_is_a_flag_with_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--help"])
-    text = capsys.readouterr().out
+    assert "with NAME one of mse, ssim, lpips" in " ".join(capsys.readouterr().out.split())
     assert all(action.help for action in settings.build_parser()._actions)
-    for name in vars(tiny_settings()):
-        assert f"--{name.replace('_', '-')} " in text
-    assert "NAME[=FOLDER][:WEIGHT],... with NAME one of mse, ssim, lpips" in " ".join(text.split())
     with pytest.raises(UserError):  # no abbreviations: later flags must not change a command
         train.parse_settings(["--group", "4"])
 
@@ -305,31 +235,26 @@ def test_the_start_shows_the_settings_that_are_no_default_and_how_much_there_is_
     flags = "--group-size 8 --guidance-scale 1.5 --prompts-per-step 4"
     chosen = tiny_settings(flags, "--eval-count 16 --seed 0")
     chosen.prompts = "a-folder-" * 11
-    settings.print_start(chosen, Path("runs/1"), CPU, 32, 16)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(2)
+    settings.print_start(chosen, Path("runs/1"), ranks.device("cpu"), 32, 12)
     output = capsys.readouterr().out
+    assert output.startswith("device: CPU in float32, 1 thread (OMP_NUM_THREADS)\n")
     assert "settings: runs/1/settings.json; changed: " in output
     shown = output.partition("changed:")[2].partition("\na step:")[0]
     flags = "group_size=8 guidance_scale=1.5 prompts_per_step=4 eval_count=16"
     # A path can be copied.
     assert set(shown.split()) == {*flags.split(), f"prompts={chosen.prompts}"}
-    assert "a step: 4 groups of 8; an evaluation: 256 pictures\n32 prompts, 16 held out" in output
+    assert "a step: 4 groups of 8; an evaluation: 224 pictures\n32 prompts, 12 held out" in output
 
 
 FILES = {
     "empty.txt": "\n  \n",
     "one.txt": "a red circle\n",
     "sign.txt": "a red circle\n\na blue <|image|>\n",
-    "broken/1.png": "not a picture",
     "judged/settings.json": "{}",
     "old/settings.json": "{}",
     "old/checkpoints/000001/state.json": "{}",
-    "bad.py": """
-def one(images, prompts, targets):
-    return [1.0]
-
-def good(images, prompts, targets):
-    return [1.0] * len(images)
-""",
 }
 
 
@@ -337,32 +262,23 @@ def good(images, prompts, targets):
     "arguments, words",
     [
         ("--group-sise 4", "unrecognized arguments: --group-sise 4"),
-        ("--group-size 1", "--group-size: must be at least 2, got 1"),
         ("--height 100", "--height and --width must be multiples of 32, got 100"),
         ("--top-p 0", "--top-p: must be above 0 and at most 1, got 0.0"),
-        ("--lr nan", "--lr: must be above 0, got nan"),
+        ("--lr inf", "--lr: must be above 0, got inf"),
         ("--prompts missing.txt", "cannot read the prompts file missing.txt"),
         ("--prompts empty.txt", "has no prompt in it"),
-        ("--prompts cut.txt", "cannot read the prompts file cut.txt"),
         ("--prompts sign.txt", "line 3 of sign.txt contains <|image|>"),
-        ("--targets few", "few has 1 picture for "),
-        ("--prompts one.txt --targets broken", "broken/1.png cannot be read"),
         ("--eval-targets missing", "missing does not exist"),
-        ("--reward beauty", "unknown reward 'beauty'"),
         ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'"),
-        ("--reward bad.py:good,ssim --prompts one.txt", "'ssim' needs --targets"),
+        ("--reward good.py:judge,ssim --prompts one.txt", "'ssim' needs --targets"),
         ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
-        ("--reward bad.py:one", "reward 'bad.py:one' gave shape (1,), not (2,)"),
-        ("--reward text:0,vqa:0.0", "--reward text:0,vqa:0.0: no weight above 0, so nothing"),
-        ("--reward ''", "no weight above 0, so nothing can be learned"),
+        ("--reward bad.py:judge", "reward 'bad.py:judge' gave shape (1,), not (2,)"),
+        ("--reward ssim:0,mse:0.0", "--reward ssim:0,mse:0.0: no weight above 0, so nothing"),
         ("--eval-reward clip=few", "cannot load reward 'clip'"),
         ("--tracker wandb", "pip install wandb"),
-        (f"--model nobody/nothing {SHAPES}", "cannot load nobody/nothing"),
-        (f"--model few {SHAPES}", "cannot load few"),
+        ("--model few --reward ssim --eval-reward ''", "cannot load few"),
         ("--reward pickscore --adapter few", "--adapter few: no run, no checkpoint and no adapter"),
         ("--out one.txt/run", "cannot write to one.txt/run"),
-        ("--paintings 4", "unrecognized arguments: --paintings 4"),
-        ("--out one.txt", "cannot write to one.txt"),
         ("--out old", "old already holds a run; choose another --out, or continue with --resume"),
         ("--out judged", "judged already holds a run; choose another --out"),
         ("--resume nothing", "there is no checkpoint in nothing to resume"),
@@ -370,8 +286,6 @@ def good(images, prompts, targets):
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
-    # Without a network it tries for a while.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(train, "load", lambda *_: pytest.fail("this was not refused"))
     download = lambda **_: pytest.fail("a download, before all is checked")
@@ -379,10 +293,10 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     for name, text in FILES.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
-    Path("cut.txt").write_bytes("a red circle\n一只".encode()[:-1])
+    judge_file("bad", "[1.0]")
+    judge_file("good", "[1.0] * len(images)")
     Path("few").mkdir()
     Path("new").mkdir()
-    draw(RED_CIRCLE).save("few/1.png")
     before = sorted(tmp_path.rglob("*"))
     named = "--out" in arguments or "--resume" in arguments
     for out in [""] if named else ["", "--out new/a/run"]:
@@ -396,22 +310,18 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
 def test_a_models_folder_runs_no_code_unless_a_flag_says_so(tmp_path, monkeypatch):
     """Of its defaults, those of the tiny model are trusted; its processor's code is never run."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for name in os.listdir(TINY):
-        (tmp_path / name).symlink_to(f"{TINY}/{name}")
+    shutil.copy(f"{TINY}/defaults.json", tmp_path)
     given = ["--model", str(tmp_path)]
     assert train.parse_settings(given).reward == "tiny-glm-image/check.py:facts"
     file, defaults = tmp_path / "own.py", tmp_path / "defaults.json"
     file.write_text("raise KeyError('it ran')\n")
-    defaults.unlink()
     code = {"eval_reward": f"hps,{file}:f:2", "targets": f"{file}:f"}
     defaults.write_text(json.dumps({"usual": {**code, "reward": "mse", "lr": 0.5}}))
     flags = f"--eval-reward {code['eval_reward']} --targets {code['targets']}"
     error = error_from(train.parse_settings, given)
     assert error == f"{defaults} runs code: if you trust it, give {flags}"
     assert train.parse_settings([*given, *flags.split()]).lr == 0.5
-    processor = tmp_path / "processor"
-    processor.unlink()
-    shutil.copytree(f"{TINY}/processor", processor)
+    processor = shutil.copytree(f"{TINY}/processor", tmp_path / "processor")
     auto_map = {"AutoTokenizer": ["own.Own", "own.Own"]}
     config = json.dumps({"tokenizer_class": "Own", "auto_map": auto_map})
     (processor / "tokenizer_config.json").write_text(config)
@@ -539,6 +449,7 @@ def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps
         first, last = (train.seed_of_step(s, seed, 4) for s in (0, steps))
         starts = (first, *evaluation.SEEDS.values())
         streams = [start + offset for start in starts for offset in (0, 2**30, 2**31)]
+        assert len({*streams}) == 9
         for own in streams[:3]:
             for other in {*streams} - {own}:
                 assert (other - own) % 2**32 > last - first
@@ -550,19 +461,17 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
 ):
     """And seeds that training never draws from."""
     painted = []
-    stock_paint = train.GlmImage.paint
 
     def paint(self, prompt, tokens, settings, seed):
         painted.append((prompt.text, seed, settings.decode_steps, settings.guidance_scale))
-        quick = replace(settings, decode_steps=1, guidance_scale=1.0)
-        return stock_paint(self, prompt, tokens, quick, seed)
+        return torch.zeros(len(tokens), 8, 4, 4)
 
     monkeypatch.setattr(train.GlmImage, "paint", paint)
-    new = ["a green ring", "a blue ring", "a red ring", "a green cross", "a pink cross"]
+    new = [f"ring {number}" for number in range(5)]
     Path("new.txt").write_text("\n".join([*new, "a sixth that is never asked for"]))
     arguments = "--prompts-per-step 1 --eval-prompts new.txt --eval-targets none --eval-count 5"
     deployed = "--eval-decode-steps 3 --eval-guidance-scale 1.5"
-    assert judged("--steps 4", arguments, deployed, "--out run") == 0
+    assert judged("--steps 2 --seed 3", arguments, deployed, "--out run") == 0
     sets = {"training": ["a red circle", "a blue cross"], "held out": new}  # 4 are sampled at once
     expected = [
         (prompt, evaluation.SEEDS[name] + place, 3, 1.5)
@@ -570,9 +479,8 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
         for place, prompt in enumerate(prompts)
     ]
     assert painted[:7] == painted[-7:] == expected
-    seeds = [seed for _, seed, *rest in painted[7:-7] if rest == [1, 1.0]]
-    assert len(set(seeds)) == len(seeds) == len(painted) - 14 == 4
-    assert max(seeds) < evaluation.SEEDS["training"] < evaluation.SEEDS["held out"] < 2**30
+    steps = [(train.seed_of_step(step, 3, 1), 1, 1.0) for step in range(2)]
+    assert [of_step for _, *of_step in painted[7:-7]] == [*map(list, steps)]
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -604,26 +512,24 @@ def test_reward_metrics_by_hand():
 
 
 def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
-    """One prompt, two code sequences, painted twice each; or one code sequence, painted four
-    times."""
-    values = torch.tensor([0.0, 2.0, 10.0, 16.0])
+    """One prompt, three code sequences, painted twice each; or one code sequence, painted six
+    times. NaN is no painting of this reward."""
+    values = torch.tensor([[NAN, 2.0, 10.0, 16.0, 3.0, 5.0]])
     spread = lambda *values: pytest.approx(np.std(values, ddof=1))
 
     def metrics(sequences, paintings):
         record = SimpleNamespace(settings=SimpleNamespace(sequences=sequences, paintings=paintings))
-        rewards = {"reward": values[None], "reward/a": values[None]}
+        rewards = {"reward": values, "reward/a": values}
         return train_decoder.DecoderRecord.reward_metrics(record, rewards)
 
-    both, decoder = metrics(2, 2), metrics(1, 4)
-    assert both["reward"] == decoder["reward"] == both["reward/a"] == 7
-    assert both["reward_std"] == spread(1, 13)  # of the means
-    within = (np.std([0, 2], ddof=1) + np.std([10, 16], ddof=1)) / 2
+    both, decoder = metrics(3, 2), metrics(1, 6)
+    assert both["reward"] == both["reward/a"] == pytest.approx((2 + 13 + 4) / 3)
+    assert both["reward_std"] == both["reward_std/a"] == spread(2, 13, 4)  # of the means
+    within = (np.std([10, 16], ddof=1) + np.std([3, 5], ddof=1)) / 2
     assert both["decoder/reward_std"] == pytest.approx(within)
-    assert decoder["reward_std"] == decoder["reward_std/a"] == spread(0, 2, 10, 16)
-    values[0] = NAN
-    both = metrics(2, 2)
-    # Of the others.
-    assert both["reward"] == 7.5 and both["reward_std/a"] == spread(2, 13)
+    assert decoder["reward"] == pytest.approx((2 + 10 + 16 + 3 + 5) / 5)
+    assert decoder["reward_std"] == decoder["reward_std/a"] == spread(2, 10, 16, 3, 5)
+    assert both["unscored"] == decoder["unscored"] == pytest.approx(1 / 6)
 
 
 NUMBERS = {
@@ -668,12 +574,11 @@ def test_the_line_of_a_step_by_hand():
     lone = {name: x for name, x in (NUMBERS | trouble).items() if "/b" not in name}
     assert format_step(20, lone, {}) == "step 3/20 | reward 1.250 +- 0.500"
     decoder = {**NUMBERS, "reward_std": None, "decoder/groups_without_spread": 0.5}
-    line = format_step(20, decoder | {"decoder/kl": 0.0, "decoder/reward_std": 0.0625}, {})
-    assert line == "step 3/20 | reward 1.250 | a 0.750 | b none"
-    line = format_step(
-        20, decoder | {"decoder/reward_std": 0.0625}, train_decoder.DecoderRecord.line
+    decoder |= {"decoder/kl": 0.0, "decoder/reward_std": 0.0625}
+    assert format_step(20, decoder, train_decoder.DecoderRecord.line).startswith(
+        "step 3/20 | reward 1.250 | a 0.750 | b none | decoder +- 0.062 | "
+        "decoder: 50% without spread | 25% without spread | kl 0.0125 | entropy"
     )
-    assert "| decoder +- 0.062 | decoder: 50% without spread | 25% without spread | kl" in line
 
 
 def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
@@ -692,47 +597,32 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])
-def test_advantages_come_from_the_combination_and_the_log_from_raw_rewards(monkeypatch, combine):
-    """A group's advantages by hand; the spread of "b" is a hundred times that of "a"."""
+def test_code_sequences_get_the_advantages_of_their_own_pictures(monkeypatch, combine):
+    """Two prompts, three sequences each: a picture's colour is a number of its codes. The spread of
+    another reward is a hundredth of that of the colour."""
     shorten(monkeypatch.setattr)
-    a = torch.tensor([1.0, 2.0, NAN, 6.0])
-    b = torch.tensor([300.0, 100.0, NAN, 500.0])
-    functions = {"a": (lambda *_: a, 2.0), "b": (lambda *_: b, 0.5)}
-    run = build_run(settings := tiny_settings(SHORT, "--combine", combine))
-    monkeypatch.setattr(run.policy, "update", lambda groups: {})
-    rolled, metrics = train.grpo_step(run, settings, functions, prompts_of("a red circle"), 0)
-    total = 2 * a + 0.5 * b
-    if combine == "zscore":
-        total = 2 * compute_advantages(a, 4) + 0.5 * compute_advantages(b, 4)
-        total[2] = NAN
-    (group,) = rolled.groups
-    torch.testing.assert_close(group.advantages, compute_advantages(total, 4), atol=1e-5, rtol=0)
-    assert group.advantages[2] == 0 and group.advantages[1] < 0 < group.advantages[3]
-    assert metrics["entropy"] == pytest.approx(-group.old_logprobs.mean().item())
-    # The log has these.
-    assert metrics["entropy"] > 0 and rolled.raw_rewards["a"][3] == 6
-    assert rolled.raw_rewards["b"][3] == 500
-
-
-def test_code_sequences_get_the_rewards_of_their_own_pictures(monkeypatch):
-    """Two prompts, three sequences each, of whole pictures: a picture's colour is a number of its
-    codes, and its reward is that colour."""
     number = lambda codes: int(codes.sum()) % 251
     colours = lambda tokens, size: [Image.new("RGB", (8, 8), (number(x), 0, 0)) for x in tokens]
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
-    run = build_run(settings := tiny_settings(SHORT, "--group-size 3"))
+    place = torch.tensor([0.0, NAN, 2.0])
+    functions = {"colour": (colour, 0.5), "place": (lambda *_: place.repeat(2), 2.0)}
+    run = build_run(settings := tiny_settings(SHORT, "--group-size 3 --combine", combine))
     monkeypatch.setattr(run.glm_image, "paint", lambda prompt, tokens, *_: tokens)
     monkeypatch.setattr(run.glm_image, "to_images", colours)
     prompts = prompts_of("a red circle", "a blue cross")
-    rolled, metrics = train.grpo_step(run, settings, {"colour": (colour, 1.0)}, prompts, 0)
+    rolled, metrics = train.grpo_step(run, settings, functions, prompts, 0)
     assert len(rolled.groups) == 2 and len(rolled.images) == 6
-    for group in rolled.groups:
-        assert group.tokens.shape == (3, 256 + 1)
-        numbers = torch.tensor([float(number(codes)) for codes in group.tokens])
-        assert numbers.std() > 1
-        expected = compute_advantages(numbers, 3)
+    numbers = torch.tensor([[float(number(x)) for x in group.tokens] for group in rolled.groups])
+    assert rolled.raw_rewards["colour"].tolist() == numbers.flatten().tolist()
+    for group, own in zip(rolled.groups, numbers, strict=True):
+        assert own.std() > 1
+        total = 0.5 * own + 2 * place.nan_to_num(1)
+        if combine == "zscore":
+            total = 0.5 * compute_advantages(own, 3) + 2 * torch.tensor([-1, 0, 1]) / 2**0.5
+        expected = compute_advantages(total, 3)
         torch.testing.assert_close(group.advantages, expected, atol=1e-5, rtol=0)
-    # Read again in one pass as they were written, one code after another.
+    entropy = -torch.stack([group.old_logprobs for group in rolled.groups]).mean().item()
+    assert metrics["entropy"] == pytest.approx(entropy) and entropy > 0
     assert 0 < metrics["mean_logprob_gap"] <= metrics["max_logprob_gap"] < 1e-3
     assert abs(metrics["kl"]) < 1e-6
 

@@ -20,7 +20,6 @@ from conftest import (
     records,
     shorten,
     tiny_settings,
-    write_reward,
 )
 from make import NUM_CODES
 from PIL import Image, ImageColor
@@ -30,6 +29,7 @@ from tqdm import tqdm
 import train
 from runtime import evaluation
 from runtime.gpu import Clock
+from runtime.log import named
 from runtime.pictures import draw_curves
 from runtime.settings import RELEASE, TINY
 
@@ -37,50 +37,47 @@ GREY, BLUE, RED = "#888888", "#2060c0", "#d02030"
 SEVENS = "[7.0] * len(images)"
 
 
-def test_what_only_judges_is_logged_and_not_trained_on(judged, capfd):
+def test_what_only_judges_is_logged_and_not_trained_on(judged, one_step, capfd):
+    """A judge that throws dice throws the same in every evaluation."""
     Path("other.txt").write_text("a green ring\na black square\n")
-    arguments = "--steps 1 --eval-prompts other.txt --eval-targets targets"
-    assert judged(arguments, "--out without") == 0
-    assert judged(arguments, "--eval-reward", judge_file("seven", SEVENS), "--out with") == 0
-    for record in records("with/evaluation.jsonl"):
+    judges = f"{judge_file('seven', SEVENS)},{judge_file('dice', 'torch.rand(len(images))')}"
+    arguments = "--steps 1 --eval-prompts other.txt --eval-targets targets --out run"
+    assert judged(arguments, "--eval-reward", judges) == 0
+    before, after = records("run/evaluation.jsonl")
+    for record in (before, after):
         for numbers in (record["training"], record["held out"]):
             assert numbers["reward/seven.py:judge"] == [7, None]
-            assert (numbers["images"], numbers["prompts"]) == (2, 1)
-        rewards = numbers["reward/ssim"][0] + numbers["reward/mse"][0]
-        assert numbers["reward"][0] == pytest.approx(rewards)
-    assert not any("seven" in name for line in records("with/metrics.jsonl") for name in line)
-    assert adapter_of("with") == adapter_of("without")
+            rewards = numbers["reward/ssim"][0] + 0.5 * numbers["reward/mse"][0]
+            assert numbers["reward"][0] == pytest.approx(rewards)
+    dice = "reward/dice.py:judge"
+    assert before["training"][dice] == after["training"][dice]
+    assert not any("judge" in name for line in records("run/metrics.jsonl") for name in line)
+    assert adapter_of("run") == adapter_of(one_step)
     output = "".join(capfd.readouterr())
-    assert re.search(r"\| held out +\| 1 x 2 .*\| 7.000 -> 7.000 +\|\n", output)
-    assert re.search(r"\| prompts .*\| seven.py:judge +\|\n", output)
+    assert re.search(r"\| held out +\| 1 x 2 .*\| 7.000 -> 7.000 +\|", output)
+    assert re.search(r"\| prompts .*\| seven.py:judge +\|", output)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_held_out_prompts_without_targets_are_spoken_of_once(judged, capsys):
+def test_held_out_prompts_without_targets_are_judged_by_what_applies(judged, capsys):
     Path("typed.txt").write_text("# type: a\na green ring\n# type: b\na black square\n")
-    held_out = "--eval-prompts typed.txt --eval-targets none --eval-count 2"
-    assert judged(held_out, "--steps 1 --out run") == 0
+    held_out = "--eval-prompts typed.txt --eval-targets none --eval-count 2 --eval-reward"
+    assert judged(held_out, judge_file("seven", SEVENS), "--steps 0 --out run") == 0
     output = capsys.readouterr().out
     assert output.count("warning: no held-out prompt has a target (--eval-targets)") == 1
-    assert re.search(r"\| held out, mean of types \| 2 x 2 .*\| none -> none +\|", output)
-
-
-@pytest.mark.parametrize("without", [False, True])
-def test_prompts_without_targets_are_judged_by_what_applies(judged, without):
-    Path("new.txt").write_text("a green ring\n")
-    sevens = judge_file("seven", SEVENS)
-    flags = "--prompts new.txt --eval-prompts prompts.txt --eval-targets targets --reward {} --eval-reward ssim"
-    if without:
-        flags = "--prompts prompts.txt --targets targets --eval-prompts new.txt --reward ssim --eval-reward {}"
-    short = "--height 32 --width 32 --decode-steps 1 --group-size 2 --eval-count 1 --steps 0"
-    words = ["--model", TINY, *short.split(), *flags.format(sevens).split(), "--out", "run"]
-    assert train.main(words) == 0
+    assert re.search(r"\| held out, mean of types \| 2 x 2 .*\| none .*\| 7.000 +\|", output)
     (record,) = records("run/evaluation.jsonl")
-    for name in ("training", "held out"):
-        assert record[name]["reward/seven.py:judge"] == [7, None]
-        missing = (name == "held out") == without
-        assert (record[name]["reward/ssim"][0] is None) == missing
-    assert (record["held out"]["reward"][0] is None) == without
+    assert record["training"]["reward/ssim"][0] is not None
+    assert record["held out"]["reward"][0] is record["held out"]["reward/ssim"][0] is None
+
+
+def test_training_prompts_without_targets_are_judged_by_what_applies(judged):
+    sevens = f"--reward {judge_file('seven', SEVENS)} --eval-reward ssim"
+    assert judged("--targets none", sevens, "--steps 0 --out run") == 0
+    (record,) = records("run/evaluation.jsonl")
+    assert record["training"]["reward/seven.py:judge"] == [7, None]
+    assert record["training"]["reward/ssim"][0] is None
+    assert record["held out"]["reward/ssim"][0] is not None
 
 
 def test_every_prompt_is_judged_by_its_own_target(judged):
@@ -117,12 +114,6 @@ def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
     assert Image.open("run/evaluation/000000/3-2.png").tobytes() == rows[2][1][1][0].tobytes()
 
 
-def test_a_reward_that_throws_dice_throws_the_same_in_every_evaluation(judged):
-    assert judged(*write_reward("return torch.rand(len(images))"), "--steps 1 --out run") == 0
-    before, after = records("run/evaluation.jsonl")
-    assert before["training"]["reward"] == after["training"]["reward"]
-
-
 def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
     waited = []
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
@@ -132,29 +123,25 @@ def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
     with phase.evaluation(3), phase("score"):
         pass
     assert phase.read()["seconds"] == 0 and waited == [2]  # nor in the progress bar
+    assert phase.bar is phase.steps
     phase.close()
 
 
 def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(judged, monkeypatch):
     """Two of training and one held out, before and after; a step's prompts do not count."""
-    bars = []
+    updates = []
 
     class Bar(tqdm):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            self.seen = []
-            if not options["disable"]:
-                bars.append((options["unit"], options["total"], self.seen))
-
         def update(self, n=1):
-            self.seen.append(n)
+            updates.append((self.unit, self.total, n))
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.gpu.tqdm", Bar)
     Path("new.txt").write_text("a green ring\n")
     arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2"
     assert judged(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
-    assert bars == [("prompt", 3, [2, 1]), ("step", 1, [1]), ("prompt", 3, [2, 1])]
+    evaluation = [("prompt", 3, 2), ("prompt", 3, 1)]
+    assert updates == [*evaluation, ("step", 1, 1), *evaluation]
 
 
 def where(picture, colour):
@@ -163,39 +150,31 @@ def where(picture, colour):
     return np.abs(np.asarray(picture).astype(int) - wanted).sum(-1) < 40
 
 
-def test_a_curve_has_steps_and_both_evaluations(tmp_path):
-    """Grey for steps, blue for training prompts, red for held-out ones; each panel has its own."""
-    steps = [(step, step / 10) for step in range(1, 11)]
+def test_a_curve_has_steps_and_both_evaluations():
+    """Grey for steps, blue for training prompts, red for held-out ones. What is alone is a dot."""
+    steps = [(0, None), *((step, step / 10) for step in range(1, 11))]
     flat = lambda height: [(0, height), (10, height)]
-    panels = {"reward/a": [steps, flat(0.6), flat(0.2)]}
-    panels["reward/b"] = [[(step, None) for step, _ in steps], flat(1.0), []]
-    sheet = draw_curves(panels)
-    for left, drawn in ((62, [True, True, True]), (382, [False, True, False])):
-        panel = sheet.crop((left, 20, left + 236, 168))  # above the axis, which is grey
-        columns = [where(panel, colour).any(0) for colour in (GREY, BLUE, RED)]
-        assert [each.sum() > 200 for each in columns] == drawn
-        if drawn[0]:  # from the first step on
-            assert not columns[0][8:18].any() and columns[0][30:220].mean() > 0.9
-
-
-def test_an_evaluation_alone_is_a_dot():
-    """As after the first step: its reward, and the evaluation before."""
-    sheet = draw_curves({"reward/a": [[(1, 0.5)], [(0, 0.75)], [(0, 0.25)]]})
-    for colour, x, y in ((GREY, 300, 100), (BLUE, 60, 65), (RED, 60, 135)):
+    dots = [(1, 0.5)], [(0, 0.75)], [(0, 0.25)]
+    sheet = draw_curves({"reward/a": [steps, flat(0.6), flat(0.2)], "reward/b": dots})
+    panel = sheet.crop((62, 20, 298, 168))  # above the axis, which is grey
+    columns = [where(panel, colour).any(0) for colour in (GREY, BLUE, RED)]
+    assert all(each.sum() > 200 for each in columns)
+    assert not columns[0][8:18].any() and columns[0][30:220].mean() > 0.9  # from the first step on
+    for colour, x, y in ((GREY, 620, 100), (BLUE, 380, 65), (RED, 380, 135)):
         assert where(sheet.crop((x - 1, y - 1, x + 2, y + 2)), colour).all()
 
 
 def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, capsys):
-    """Everything but the size, the rewards' weights and the number of steps is what
-    zai-org/GLM-Image gets."""
+    """Everything but sizes, the rewards' weights and numbers of steps is what zai-org/GLM-Image
+    gets."""
     monkeypatch.chdir(tmp_path)
     shorten(monkeypatch.setattr)
-    shutil.copytree(TINY, "released")
-    Path("released/defaults.json").unlink()
-    clip = tiny_clip(tmp_path / "clip")
+    monkeypatch.setattr(train, "load", lambda model, device: load_once(TINY, device))
+    shutil.copytree(TINY, "released", ignore=shutil.ignore_patterns("*.safetensors", "d*.json"))
+    tiny_clip("clip", "clip")
     flags = "--model released --height 32 --width 32 --eval-count 1 --group-size 2"
-    flags += f" --reward pickscore={clip}:1,clip={clip}:1 --eval-reward hps={clip}"
-    flags += " --steps 1 --prompts-per-step 1 --out run"
+    flags += " --reward pickscore=clip:1,clip=clip:1 --eval-reward hps=clip"
+    flags += " --steps 1 --prompts-per-step 1 --eval-decode-steps 1 --out run"
     assert train.main(flags.split()) == 0
     settings = json.loads(Path("run/settings.json").read_text())
     found = settings["decode_steps"], settings["guidance_scale"], settings["top_p"]
@@ -215,16 +194,11 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
         assert ("trained on 16,384 pixels" in capsys.readouterr().out) == warned
 
 
-def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group(judged):
-    """In the numbers of steps and evaluations as in training: every second picture lacks the 1 that
-    others have."""
-    half = judge_file("half", "[float('nan') if i % 2 else 1.0 for i in range(len(images))]")
-    assert judged("--reward", f"{half},ssim", "--steps 1 --out run") == 0
-    (step,) = records("run/metrics.jsonl")
-    assert step["reward"] == pytest.approx(1 + step["reward/ssim"])
-    for record in records("run/evaluation.jsonl"):
-        of_set = record["held out"]
-        assert of_set["reward"][0] == pytest.approx(1 + of_set["reward/ssim"][0])
+def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group():
+    """In the numbers of steps and evaluations as in training."""
+    raw = {"half": torch.tensor([1, np.nan, 3, np.nan]), "all": torch.tensor([0.0, 4, 2, 2])}
+    rewards = named(raw, {"half": 1.0, "all": 0.5}, 2)
+    assert rewards["reward"].tolist() == [[1, 3], [4, 4]]
 
 
 # ---- deployed as trained? ------------------------------------------------------------------------
@@ -253,17 +227,11 @@ def test_the_share_of_other_ids_is_that_of_the_whole_distribution(judged, talkat
     with torch.no_grad():
         logits = run.policy.model(ids[None], position_ids=positions[:, None]).logits[0]
     written = logits[len(group.prompt_ids) - 1 : -1] / 1.5  # (T, vocabulary)
-    config = run.policy.model.generation_config
     share = lambda: evaluation.share_of_other_ids(run.policy, group)
-
-    def expected(suppressed):
-        drawn = [i for i in range(written.shape[1]) if i not in suppressed]
-        return 1 - written[:, drawn].softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
-
-    assert share() == pytest.approx(expected([]), rel=1e-4) and 0.01 < share() < 0.99
-    config.suppress_tokens = [NUM_CODES, config.eos_token_id]
-    assert share() == pytest.approx(expected(config.suppress_tokens), abs=1e-6) and share() < 1e-3
-    config.suppress_tokens = [*range(NUM_CODES, written.shape[1])]  # as docs/memory.md does
+    expected = 1 - written.softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
+    assert share() == pytest.approx(expected, rel=1e-4) and 0.01 < expected < 0.99
+    others = [*range(NUM_CODES, written.shape[1])]
+    run.policy.model.generation_config.suppress_tokens = others  # as docs/memory.md does
     assert share() == pytest.approx(0, abs=1e-6)
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import re
+import shutil
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -102,9 +103,9 @@ def test_variety_costs_nothing_where_pictures_are_equal(monkeypatch):
     measure = rewards.ssim_map
     monkeypatch.setattr(rewards, "ssim_map", lambda a, b: calls.append(a.shape) or measure(a, b))
     one, other = noise(2)
-    large = one.resize((1024, 512))
+    large = [image.resize((1024, 512)) for image in (one, other)]
     rewards.variety([one] * 7 + [other], [""] * 8, None, 8)
-    rewards.variety([large] * 3 + [other.resize((1024, 512))], [""] * 4, None, 4)
+    rewards.variety([large[0], *large], [""] * 3, None, 3)
     assert calls == [(3, 32, 32), (3, 128, 256)]
 
 
@@ -184,16 +185,12 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
 @pytest.mark.parametrize(
     "prompt, strings",
     [
-        ("a shop called “Joe” beside “Ann”", ["Joe", "Ann"]),
-        ("招牌写着「欢迎」和「光临」", ["欢迎", "光临"]),
         ("招牌写着'欢迎'的店", ["欢迎"]),  # no spaces in Chinese: the quote stands beside letters
         ("the dogs' and the cats' bowls", []),
         ("об'єкт і м'яч", []),
         ("Joe's sign says 'don't walk' and it's red", ["don't walk"]),
-        ("('open')", ["open"]),
         ("\"open\" it's 5' wide and 6' tall", ["open"]),
-        ("“one” \"two\" 「three」 'four'", ["four", "one", "two", "three"]),
-        ('an empty "" sign', [""]),
+        ("“1” \"two\" 「3」 'four' “5” 「6」", ["four", "1", "5", "two", "3", "6"]),
         ('a lone " quote, a lone “ too', []),
         ('two lines: "GRAND\nOPENING"', ["GRAND\nOPENING"]),
     ],
@@ -202,7 +199,7 @@ def test_quoted_strings(prompt, strings):
     assert quoted(prompt) == strings
 
 
-@pytest.mark.parametrize("prompt", ["a 'b' \"c\" “d” 「e」", "写着'你好'和“世界”", "''"])
+@pytest.mark.parametrize("prompt", ["a 'b' \"c\" “d” 「e」", "写着'你好'和“世界”", "'' \"\""])
 def test_quotes_are_the_pipelines_own(prompt):
     """Every string that the pipeline paints as a glyph is read, apostrophes aside."""
     assert quoted(prompt) == GlmImagePipeline.get_glyph_texts(None, prompt)[0]
@@ -213,10 +210,8 @@ def test_quotes_are_the_pipelines_own(prompt):
     [
         ("sale", "bigsaletoday", 0),
         ("sale", "bigsa1etoday", 1),
-        ("sale", "saale", 1),
+        ("sale", "sa-le", 1),
         ("sale", "sle", 1),
-        ("sale", "", 4),
-        ("", "sale", 0),
         ("abc", "xyz", 3),
         ("kitten", "sittingkit", 2),
     ],
@@ -238,7 +233,6 @@ def test_infix_distance_by_hand(pattern, text, distance):
         ),
         (["cafe 24"], "a \"Café!\" '２４'", 1 - 1 / 6),  # é is not e; wide digits are digits
         (["x"], 'a "!?"', NAN),
-        (["x"], "a sign", NAN),
         ([], 'a "Sale"', 0),
         (["STRASSE"], 'a "Straße"', 1),
         (["营业"], "写着「营业中」", 2 / 3),
@@ -250,36 +244,16 @@ def test_text_by_hand(lines, prompt, expected):
     same(text.accuracies(noise(1), [prompt]), [expected])
 
 
-@pytest.fixture(scope="module")
-def text():
+def test_text_reads_english():
     pytest.importorskip("rapidocr")
     pytest.importorskip("onnxruntime")
-    return only("text")
-
-
-def lettering(*lines, size=44, colours=("navy", "white")):
-    image = Image.new("RGB", (384, 256), colours[1])
-    for i, line in enumerate(lines):
-        ImageDraw.Draw(image).text(
-            (24, 40 + 80 * i), line, colours[0], ImageFont.load_default(size)
-        )
-    return image
-
-
-def test_text_reads_english(text):
-    banner = lettering("GRAND opening", "Open 24 hours")
-    cases = [
-        (banner, 'a banner "Grand Opening"', 1),
-        (banner, "a banner 'open 24 hours' and \"grand opening\"", 1),
-        (banner, "a banner", NAN),
-        (lettering("GRAND", "OPENING"), '"grand opening"', 1),
-        (Image.new("RGB", (128, 128)), '"SALE"', 0),
-        (lettering("SALE", colours=("red", "yellow")), '"SALE"', 1),
-    ]
-    images, prompts, expected = zip(*cases)
-    (values,) = rewards.score({"text": (text, 1.0)}, images, prompts, None).values()
-    same(values, expected)
-    assert text.accuracies([banner], ['a banner "Closed 7 days"']) < 0.6
+    banner = Image.new("RGB", (384, 256), "white")
+    pen, font = ImageDraw.Draw(banner), ImageFont.load_default(44)
+    pen.text((24, 40), "GRAND opening\nOpen 24 hours", "navy", font, spacing=40)
+    images = [banner, banner, Image.new("RGB", (128, 128))]
+    prompts = ["a banner 'open 24 hours' and \"grand opening\"", "a banner", '"SALE"']
+    (values,) = rewards.score(rewards.parse_rewards("text"), images, prompts, None).values()
+    same(values, [1, NAN, 0])
 
 
 # ---- CLIP and its relatives ----------------------------------------------------------------------
@@ -294,8 +268,8 @@ WORDS = {word: i for i, word in enumerate(VOCABULARY)}
 CAPTIONS = ["a", "bad cab", "j " * 200]  # the last is cut
 
 
-def tiny_clip(folder, model=True, processor=True):
-    """A random CLIPModel and its processor, saved as the hub has them."""
+def tiny_clip(folder, processor):
+    """A random CLIPModel and its processor, in two folders, saved as the hub has them."""
     torch.manual_seed(0)
     layers = {"hidden_size": 16, "intermediate_size": 32}
     layers |= {"num_hidden_layers": 2, "num_attention_heads": 2}
@@ -305,14 +279,20 @@ def tiny_clip(folder, model=True, processor=True):
         vision_config={**layers, "image_size": 32, "patch_size": 8},
         projection_dim=8,
     )
-    if model:
-        clip = CLIPModel(config)
-        for parameter in clip.parameters():  # as it starts, all its vectors are nearly one
-            parameter.data += torch.randn_like(parameter) * 0.2 * (parameter.ndim > 1)
-        clip.save_pretrained(folder)
-    if processor:
-        images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=32)
-        CLIPProcessor(images, CLIPTokenizer(vocab=WORDS, merges=[])).save_pretrained(folder)
+    model = CLIPModel(config)
+    for parameter in model.parameters():  # as it starts, all its vectors are nearly one
+        parameter.data += torch.randn_like(parameter) * 0.2 * (parameter.ndim > 1)
+    model.save_pretrained(folder)
+    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=32)
+    CLIPProcessor(images, CLIPTokenizer(vocab=WORDS, merges=[])).save_pretrained(processor)
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory):
+    """The folder of a random CLIP with the head of `aesthetic`, to read."""
+    folder = tmp_path_factory.mktemp("clip")
+    tiny_clip(folder, folder)
+    tiny_head(folder)
     return folder
 
 
@@ -331,39 +311,32 @@ def vectors_by_hand(folder, image, prompt):
     return (a / a.norm()).flatten(), (b / b.norm()).flatten()
 
 
-def test_clips_that_know_english_leave_chinese_out(tmp_path):
-    clip = Clip(tiny_clip(tmp_path), tmp_path)
-    assert clip.reads_chinese  # a model from a folder may
-    clip.reads_chinese = False
-    assert clip(noise(2), ["ad", "一只圆"], None).isnan().tolist() == [False, True]
-
-
-@pytest.mark.parametrize("name", ["clip", "pickscore", "hps"])
-def test_clip_is_the_cosine_by_hand(name, tmp_path):
-    folder, images = tiny_clip(tmp_path), noise(3)
+def test_clip_is_the_cosine_by_hand(clip):
+    images = noise(3)
     images[1] = images[1].convert("RGBA")
-    parsed = rewards.parse_rewards(f"{name}={folder}:0.5")
+    parsed = rewards.parse_rewards(f"clip={clip}:0.5")
     raw_rewards = rewards.score(parsed, images, CAPTIONS, None)
-    vectors = [vectors_by_hand(folder, i.convert("RGB"), p) for i, p in zip(images, CAPTIONS)]
+    vectors = [vectors_by_hand(clip, i.convert("RGB"), p) for i, p in zip(images, CAPTIONS)]
     expected = [(a @ b).item() for a, b in vectors]
     assert np.std(expected) > 0.05  # a test that tells prompts and pictures apart
-    same(raw_rewards[f"{name}={folder}"], expected)
+    same(raw_rewards[f"clip={clip}"], expected)
     same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
 
 
-def test_model_and_processor_come_from_where_the_table_says(tmp_path, monkeypatch):
-    """PickScore and HPS take their processor from another repository."""
-    model = tiny_clip(tmp_path / "model", processor=False)
-    processor = tiny_clip(tmp_path / "processor", model=False)
-    image, prompt = vectors_by_hand(model, noise(1)[0], "ad")
+def test_a_processor_may_come_from_another_place(tmp_path):
+    """As those of PickScore and HPS. Models that only know English leave Chinese out."""
+    folders = {"model": tmp_path / "model", "processor": tmp_path / "processor"}
+    tiny_clip(*folders.values())
+    clip, images, prompts = Clip(**folders), noise(2), ["ad", "一只圆"]
+    assert clip(images, prompts, None).isfinite().all()  # a model from a folder may know it
+    clip.reads_chinese = False
+    picture, prompt = vectors_by_hand(folders["model"], images[0], "ad")
+    same(clip(images, prompts, None), [(picture @ prompt).item(), NAN])
     for name, *stock in (
         ("pickscore", "yuvalkirstain/PickScore_v1", rewards.CLIP_H),
         ("hps", "adams-story/HPSv2-hf", rewards.CLIP_L),
     ):
-        assert rewards.REWARDS[name][1] == dict(zip(("model", "processor"), stock))
-        own = {"model": str(model), "processor": str(processor)}
-        monkeypatch.setitem(rewards.REWARDS, name, (Clip, own))
-        same(only(name)(noise(1), ["ad"], None), [(image @ prompt).item()])
+        assert rewards.REWARDS[name][1] == dict(zip(folders, stock))
 
 
 def tiny_head(folder):
@@ -375,21 +348,19 @@ def tiny_head(folder):
         weights |= {f"layers.{n}.weight": torch.randn(o, i), f"layers.{n}.bias": torch.randn(o)}
     # The order in the file is no matter.
     torch.save(dict(reversed(weights.items())), folder / "aesthetic-model.pth")
-    return weights
 
 
-def test_aesthetic_is_the_head_by_hand(tmp_path):
-    folder, images = tiny_clip(tmp_path), noise(3)
-    weights = tiny_head(folder)
+def test_aesthetic_is_the_head_by_hand(clip):
+    images, weights = noise(3), torch.load(clip / "aesthetic-model.pth")
     expected = []
     for image in images:
-        x = vectors_by_hand(folder, image, "a")[0]
+        x = vectors_by_hand(clip, image, "a")[0]
         for n in (0, 2, 4, 6, 7):
             x = weights[f"layers.{n}.weight"] @ x + weights[f"layers.{n}.bias"]
         expected.append(x.item())
     assert np.std(expected) > 0.05
-    aesthetic = only(f"aesthetic={folder}")
-    assert aesthetic.model is only(f"clip={folder}").model  # it is loaded once
+    aesthetic = only(f"aesthetic={clip}")
+    assert aesthetic.model is only(f"clip={clip}").model  # it is loaded once
     for prompts in (CAPTIONS, CAPTIONS[::-1]):  # which have no say
         same(aesthetic(images, prompts, None), expected, atol=1e-4, rtol=1e-4)
 
@@ -470,7 +441,7 @@ def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it
     """Whether it is `async def` or not; calls share an event loop."""
     seen, loops = [], []
 
-    def mine(pictures, texts, wanted, group_size, limit=7, sources=()):
+    def mine(pictures, texts, wanted, group_size, sources):
         seen.append((pictures, texts, wanted, group_size, sources))
         return [0.0] * len(pictures)
 
@@ -478,14 +449,13 @@ def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it
         async def __call__(self, images, prompts, targets, *, group_size):
             seen.append((images, prompts, targets, group_size))
             loops.append(asyncio.get_running_loop())
-            await asyncio.sleep(0)
-            return torch.arange(6.0, requires_grad=True) * 2
+            return torch.arange(6.0)
 
     images, (target, source) = noise(6), noise(2)
     functions = {"mine": (mine, 1.0), "judge": (Judge(), 1.0)}
     more = {"sources": [source] * 2, "unheard": [1, 1]}
     found = rewards.score(functions, images, ["a", "b"], [target, source], **more)
-    assert found["judge"].tolist() == [0, 2, 4, 6, 8, 10] and not found["judge"].requires_grad
+    assert found["judge"].tolist() == [*range(6)]
     rewards.score({"judge": (Judge(), 1.0)}, images, ["a", "b"])
     assert len(loops) == 2 and loops[0] is loops[1]
     texts, targets = ["a"] * 3 + ["b"] * 3, [target] * 3 + [source] * 3
@@ -510,15 +480,17 @@ def test_a_reward_may_use_its_own_tensor_again():
     assert not first.requires_grad
 
 
+WANTED = "return 2 numbers, one per picture"
+
+
 @pytest.mark.parametrize(
     "values, message",
     [
-        (1.0, "gave shape (), not (2,)"),
         ([[1.0], [2.0]], "gave shape (2, 1), not (2,)"),
         ([NAN, -math.inf], "is infinite for image 1, of 'b'"),
-        (None, "gave None: return 2 numbers, one per picture"),
-        (["good", "bad"], "gave ['good', 'bad']: return 2 numbers, one per picture"),
-        ([1, None], "gave [1, None]: return 2 numbers, one per picture"),
+        (None, f"gave None: {WANTED}"),
+        (["good", "bad"], f"gave ['good', 'bad']: {WANTED}"),
+        (np.array([1, None]), f"gave array([1, None], dtype=object): {WANTED}"),
     ],
 )
 def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
@@ -533,7 +505,6 @@ def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
     "spec, words",
     [
         ("beauty", f"unknown reward 'beauty'; known: {', '.join(sorted(rewards.REWARDS))}; your"),
-        ("ssim:much", "unknown reward 'ssim:much'"),
         ("ssim:nan", "unknown reward 'ssim:nan'"),
         ("clip=none/here:0.5", "reward 'clip' finds no folder none/here"),
         ("none.py:f", "the file none.py does not exist"),
@@ -574,33 +545,15 @@ def test_an_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):
     assert (seven(noise(2), ["a"] * 2, None), weight) == ([7, 7], 2)
 
 
-@pytest.mark.parametrize(
-    "name, state",
-    [
-        ("lpips", "no network"),
-        ("lpips", "corrupt"),
-        ("clip", "empty"),
-        ("pickscore", "no network"),
-        ("aesthetic", "corrupt"),
-    ],
-)
-def test_missing_weights_say_what_to_download(name, state, tmp_path, monkeypatch):
+def test_missing_weights_say_what_to_download(tmp_path, monkeypatch):
     def offline(*args, **kwargs):
         raise OSError("no route to the hub\nand a second line")
 
-    spec = f"{name}={tmp_path}"
-    if state == "corrupt":
-        tiny_clip(tmp_path)
-        files = "model.safetensors", "alexnet-owt-7be5be79.pth", "alex.pth", "aesthetic-model.pth"
-        for file in files:
-            (tmp_path / file).write_bytes(b"<html>not found</html>")
-    if state == "no network":
-        spec = name
-        monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
-        monkeypatch.setattr(CLIPModel, "from_pretrained", offline)
-    error = refusal(spec)
-    assert f"cannot load reward '{name}' " in error
-    assert all(source in error for source in rewards.REWARDS[name][1].values())
+    monkeypatch.setattr(CLIPModel, "from_pretrained", offline)
+    for name, folder in (("pickscore", ""), ("aesthetic", f"={tmp_path}")):
+        error = refusal(name + folder)
+        assert error.startswith(f"cannot load reward '{name}' ") and error.endswith(" the hub")
+        assert all(source in error for source in rewards.REWARDS[name][1].values())
 
 
 def test_weights_are_loaded_without_pickle(tmp_path):
@@ -611,12 +564,9 @@ def test_weights_are_loaded_without_pickle(tmp_path):
         def __reduce__(self):
             return (open, (str(marker), "w"))
 
-    tiny_lpips(tmp_path)
-    tiny_head(tiny_clip(tmp_path))
-    for file, name in [("alex.pth", "lpips"), ("aesthetic-model.pth", "aesthetic")]:
-        torch.save({"weights": Bomb()}, tmp_path / file)
-        error = refusal(f"{name}={tmp_path}")
-        assert re.match(f"cannot load reward '{name}' .*: UnpicklingError", error)
+    torch.save({"weights": Bomb()}, tmp_path / "alexnet-owt-7be5be79.pth")
+    error = refusal(f"lpips={tmp_path}")
+    assert re.match("cannot load reward 'lpips' .*: UnpicklingError", error)
     assert not marker.exists()
 
 
@@ -643,9 +593,10 @@ def test_downloaded_weights_are_checked(monkeypatch):
     assert seen == [(rewards.ALEXNET, True, True), (rewards.LPIPS_HEADS, True, True)]
 
 
-def test_weights_of_another_model_are_refused(tmp_path):
+def test_weights_of_another_model_are_refused(clip, tmp_path):
     """transformers would make up what it does not find, and the reward would be noise."""
-    weights = load_file(tiny_clip(tmp_path) / "model.safetensors")
+    shutil.copytree(clip, tmp_path, dirs_exist_ok=True)
+    weights = load_file(clip / "model.safetensors")
     del weights["text_projection.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert "lacks text_projection.weight" in refusal(f"clip={tmp_path}")
