@@ -33,8 +33,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
 import train
-from glm_image.model import GlmImage, encode_prompt, token_forward
-from grpo import GRPO, Offload, generate_with_logprobs, get_per_token_logprobs
+from glm_image.model import GlmImage, token_forward
+from grpo import GRPO, Offload, generate_with_logprobs
 from runtime import UserError, gpu, ranks
 from runtime.forward import (
     CapturedForward,
@@ -45,7 +45,7 @@ from runtime.forward import (
 )
 from runtime.gpu import Placement, plan
 from runtime.settings import RELEASE, TINY, parse_settings
-from test_grpo import text_model, with_adapter
+from test_grpo import glm_prompts, reread, text_model, with_adapter
 from train import adamw
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
@@ -411,8 +411,7 @@ def glm(pipe):
 
 def encode(pipe, *texts):
     """Prompts of the tiny model, for pictures of which only the first LENGTH codes are written."""
-    ids, positions, _ = zip(*(encode_prompt(pipe.processor, text, 64, 32) for text in texts))
-    return ids, [at[:, : len(each) + LENGTH] for each, at in zip(ids, positions)]
+    return glm_prompts(pipe, *texts, size=(64, 32), length=LENGTH)[:2]
 
 
 def same_samples(model, forward, prompts, positions=None, group=2, length=LENGTH, **shaping):
@@ -436,11 +435,7 @@ def same_samples(model, forward, prompts, positions=None, group=2, length=LENGTH
     )
     shaping.pop("top_p", None)
     for ids, at, rows, found, kept in groups:
-        sequences = torch.cat([ids.expand(group, -1), rows], dim=1)
-        with torch.no_grad():
-            again = get_per_token_logprobs(
-                model, sequences, length, position_ids=at, nucleus=kept, **shaping
-            )
+        again = reread(model, ids, rows, position_ids=at, nucleus=kept, **shaping)
         torch.testing.assert_close(found, again, atol=1e-4, rtol=0)
 
 

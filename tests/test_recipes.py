@@ -1,18 +1,17 @@
 """The losses of benchmarks/losses.py, edited into a copy to the letter: against the papers."""
 
 import importlib.util
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import make
 import pytest
 import torch
 from conftest import build_run, perturb, prompts_of, shorten, tiny_settings
-from test_zoo import EQUAL, IDS, LENGTH, llama, trainer, with_adapter
+from test_zoo import EQUAL, LENGTH, llama
 from world import MEANING
 
 from benchmarks import losses
 from grpo import Group, compute_advantages
+from test_grpo import trainer, with_adapter
 
 RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO"]
 RECIPES += ["old = new.detach()", "REINFORCE", "REINFORCE with a constant", "No baseline, divided"]
@@ -40,8 +39,8 @@ def paper(name, model, groups, kl_coef=0.1):
     terms, masks = [], []
     for group, rewards in zip(groups, REWARDS.split(4)):
         ids = torch.cat([group.prompt_ids.expand(4, -1), group.tokens], dim=1)
-        logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1, IDS].log_softmax(-1)
-        new = logprobs.gather(-1, (group.tokens - IDS.start)[..., None])[..., 0]  # (4, T)
+        logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1].log_softmax(-1)
+        new = logprobs.gather(-1, group.tokens[..., None])[..., 0]  # (4, T)
         over = REWARDS if name == "The batch's mean and std" else rewards
         constants = {"REINFORCE": 0, "REINFORCE with a constant": 1, "No baseline, divided": 0}
         baseline = constants.get(name, over.mean())
@@ -168,36 +167,27 @@ def test_stages_weights_by_hand(tmp_path):
     assert batch.advantages(0).shape == (4,)  # of which the run draws a group
 
 
-def side_by_side(ranks):
-    """The updates of two ranks, each with one of the groups, in two threads."""
-    barrier, given = threading.Barrier(2, timeout=60), {}
-
-    def average(tensors):
-        given[threading.get_ident()] = [tensor.clone() for tensor in tensors]
-        barrier.wait()
-        means = [torch.stack(both).double().mean(0) for both in zip(*given.values())]
-        barrier.wait()
-        for tensor, mean in zip(tensors, means):
-            tensor.copy_(mean)
-
-    for run, _ in ranks:
-        run.average = average
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [
-            pool.submit(taken, run, lambda run=run, group=groups[i]: run.update([group]))
-            for i, (run, groups) in enumerate(ranks)
-        ]
-    return jobs
-
-
 @moved_on_purpose
 def test_two_ranks_make_the_step_of_one_process(tmp_path):
-    """Each has one of two groups, whose tokens differ in number."""
-    ranks = [prepared("DAPO's token mean", tmp_path) for _ in range(2)]
-    expected = paper("DAPO's token mean", ranks[0][0].model, ranks[0][1])
-    for job in side_by_side(ranks):
-        for found, wanted in zip(job.result()[0], expected):
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
+    """Each has one of two groups, whose tokens differ in number. They average the number of tokens,
+    then the gradients."""
+    sent = []
+
+    def average(tensors):
+        sent.append([tensor.clone() for tensor in tensors])
+        if tensors[0].ndim == 0:
+            tensors[0].copy_(tokens / 2)
+
+    for i in range(2):
+        run, groups = prepared("DAPO's token mean", tmp_path)
+        expected = paper("DAPO's token mean", run.model, groups)
+        tokens = sum(group.mask.sum() for group in groups)
+        run.average = average
+        run.update([groups[i]])
+    numbers, gradients = zip(*(sent[:2], sent[2:]))
+    assert sum(number for (number,) in numbers) == tokens
+    for one, other, wanted in zip(*gradients, expected, strict=True):
+        torch.testing.assert_close((one + other) / 2, wanted, atol=1e-5, rtol=1e-3)
 
 
 def test_a_group_of_equal_rewards_teaches_nothing_without_a_baseline_too(tmp_path):
