@@ -33,11 +33,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "tiny-gl
 
 from make import NUM_CODES
 
+import grpo
 from glm_image.model import encode_prompt
 from grpo import (
-    GRPO,
     Group,
-    GRPOSettings,
     NotFinite,
     Offload,
     _log_distribution,
@@ -150,13 +149,13 @@ def test_clipping_acts_on_the_right_side(ratio, advantage, gradient):
     assert metrics["clip_fraction"] == (gradient == 0)
 
 
-@pytest.mark.parametrize("number", [NAN, math.inf])
-def test_loss_averages_each_sample_then_samples(number):
+def test_loss_averages_each_sample_then_samples():
     """A short answer counts as much as a long one. All ratios are 1.1. What is masked may hold any
     number: 0 x NaN is NaN."""
     new = torch.full((3, 4), math.log(1.1), requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
-    old, ref = (torch.full((3, 4), x).where(mask > 0, number) for x in (0, math.log(1.1)))
+    old = torch.zeros(3, 4).where(mask > 0, NAN)
+    ref = torch.full((3, 4), math.log(1.1)).where(mask > 0, math.inf)
     advantages = torch.tensor([1.0, 5.0, 9.0])
     loss, metrics = compute_grpo_loss(new, old, advantages, ref, mask, kl_coef=0.1)
     assert loss.item() == pytest.approx(-1.1 * (1 + 5 + 0) / 3) and metrics["kl"] == 0
@@ -272,12 +271,13 @@ def text_model(**settings):
     return model
 
 
-def with_adapter(model, size=0.0):
+def with_adapter(model, size=0.0, **settings):
     """`size` above 0: the adapter has moved, so that policy and reference differ."""
     torch.manual_seed(1)
     targets = ["q_proj", "v_proj", "gate_up_proj", "up_proj"]
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
-    perturb(model, size)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings))
+    if size > 0:
+        perturb(model, size)
     return model
 
 
@@ -294,11 +294,14 @@ def trainer(
     lr=0.1,
     allowed_ids=slice(0, None),
     token_forward=None,
+    module=grpo,
     **settings,
 ):
+    """`module`: grpo.py, or a copy with another loss."""
     model = model or with_adapter(text_model())
     optimizer = optimizer([p for p in model.parameters() if p.requires_grad], lr=lr)
-    return GRPO(model, optimizer, GRPOSettings(**settings), allowed_ids, token_forward)
+    settings = module.GRPOSettings(**settings)
+    return module.GRPO(model, optimizer, settings, allowed_ids, token_forward)
 
 
 def likes_low_ids(groups):
@@ -332,7 +335,7 @@ def learn(seed=0, rewards=likes_low_ids, steps=30, size=8, length=6, lr=2e-2, **
 
 
 def test_training_raises_the_reward():
-    reward = learn(micro_batch_size=8)["reward"]
+    reward = learn(steps=20, micro_batch_size=8)["reward"]
     assert reward[-5:].mean() > reward[:5].mean() + 0.1
 
 
@@ -383,9 +386,7 @@ def formula(model, groups, kl_coef, temperature):
     return total, metrics | {"max_logprob_gap": max(row[-1] for row in learned)}
 
 
-@pytest.mark.parametrize(
-    "size, masked", [(5, False), (1, False), (2, False), (3, False), (5, True), (1, True)]
-)
+@pytest.mark.parametrize("size, masked", [(5, False), (1, False), (2, True), (3, True)])
 def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size, masked):
     """Three groups of five, one of them constant; 2 and 3 do not divide 5. SGD: the change is the
     gradient."""
@@ -495,26 +496,16 @@ def test_gradient_checkpointing_is_awake_in_training_and_changes_nothing(gone, m
     monkeypatch.delattr(PreTrainedModel, gone)
     found = []
     for passes in (1, 2):
-        base, phases, counts = text_model(), [], Counter()
+        base, calls = text_model(), []
         if passes == 2:  # before PEFT, which then lets gradients into the frozen layers
             base.activation_checkpointing_enable()
-        count = lambda *_, counts=counts, phases=phases: counts.update(phases[-1:])
-        base.model.layers[0].mlp.register_forward_pre_hook(count)
-        run, metrics = trainer(with_adapter(base), lr=1.0, kl_coef=0.1), []
-        for seed in (0, 1):  # the second begins in training mode
-            phases.append("sample")
-            groups = roll_out(run, "one", "two", seed=seed)
-            phases.append("reference")
-            run.add_reference(groups)
-            phases.append("update")
-            metrics.append(run.update(groups))
-        assert counts == {"sample": 2 * 6, "reference": 2 * 2, "update": 2 * 2 * passes}
-        found.append((metrics, adapter_of(run.model)))
-    (plain, expected), (checkpointed, weights) = found
-    for metrics, again in zip(plain, checkpointed):
-        assert again == pytest.approx(metrics, abs=1e-5)
-    for name in expected:
-        torch.testing.assert_close(weights[name], expected[name], atol=1e-5, rtol=1e-4)
+        base.model.layers[0].mlp.register_forward_pre_hook(lambda *_, to=calls: to.append(1))
+        run = trainer(with_adapter(base), lr=1.0, kl_coef=0.1)
+        # The second step begins in training mode.
+        found.append([step(run, "one", "two", seed=seed)[1] for seed in (0, 1)])
+        assert len(calls) == 2 * (6 + 2 + 2 * passes)  # of sampling, reference, and update
+    for plain, checkpointed in zip(*found):
+        assert checkpointed == pytest.approx(plain, abs=1e-5)
 
 
 # ---- 1 and 4, against transformers' generate() ---------------------------------------------------
@@ -633,8 +624,9 @@ def check_against_generate(
         torch.testing.assert_close(again, expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("make_model", [text_model, model_with_learned_positions])
-@pytest.mark.parametrize("top_p", [1.0, 0.6])
+@pytest.mark.parametrize(
+    "make_model, top_p", [(text_model, 1.0), (model_with_learned_positions, 0.6)]
+)
 @pytest.mark.parametrize("prompts", [[LONG, SHORT, LONG[:4]], [LONG, SHORT, LONG.flip(0)]])
 def test_logprobs_of_a_text_model_equal_generate(make_model, top_p, prompts):
     inputs = [{"input_ids": ids[None]} for ids in prompts]
@@ -642,17 +634,11 @@ def test_logprobs_of_a_text_model_equal_generate(make_model, top_p, prompts):
     check_against_generate(make_model(), prompts, inputs, 12, **shaping, tolerance=1e-4)
 
 
-@pytest.mark.parametrize(
-    "first, second, size, temperature, top_p",
-    # Wide and tall: an exchange of rows and columns shows. The first prompt is padded in one, but
-    # not in the other.
-    [(BLUE, RED, (64, 128), 3.0, 1.0), (RED, BLUE, (160, 64), 4.0, 0.7)],
-    ids=["wide", "tall"],
-)
-def test_glm_image_equals_generate(pipe, first, second, size, temperature, top_p):
-    ids, positions, length = glm_prompts(pipe, first, second, size=size)
-    inputs = [glm_inputs(pipe, first, *size)]
-    shaping = {"allowed_ids": CODES, "temperature": temperature, "top_p": top_p}
+def test_glm_image_equals_generate(pipe):
+    """A wide picture: an exchange of rows and columns shows. The prompt is padded."""
+    size, shaping = (64, 128), {"allowed_ids": CODES, "temperature": 6.0, "top_p": 0.9}
+    ids, positions, length = glm_prompts(pipe, BLUE, RED, size=size)
+    inputs = [glm_inputs(pipe, BLUE, *size)]
     check_against_generate(pipe.vision_language_encoder, ids, inputs, length, positions, **shaping)
 
 
@@ -792,15 +778,11 @@ def test_a_prompt_on_the_gpu_comes_to_the_cpu_where_its_tokens_are():
 def test_models_take_turns_on_the_gpu(monkeypatch):
     """With the CPU as the 'GPU', and a copy as pinned memory, the coming and going of weights can
     be watched."""
-    pinned, seen, emptied = [], [], []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(up()))
-    pin = lambda tensor: pinned.append(1) or tensor.clone()
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     policy, decoder = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3).requires_grad_(False)
     policy.weight.requires_grad_(False)  # its bias learns
     policy.register_buffer("rope", torch.ones(3))
     x, learning = torch.ones(3), policy.bias.data_ptr()
-    expected = policy(x), decoder(x)
+    expected, evicted, emptied = (policy(x), decoder(x)), [], []
 
     def up():
         """Which of the two are on the GPU: all of their frozen weights or none."""
@@ -808,21 +790,17 @@ def test_models_take_turns_on_the_gpu(monkeypatch):
         (of_policy,), (of_decoder,) = (gone(offload.homes[model]) for model in (policy, decoder))
         return of_policy, of_decoder
 
-    offload = Offload([policy, decoder], torch.device("cpu"), on_evict=lambda: seen.append(up()))
-    assert up() == (False, False) and len(pinned) == 4
-    for _ in range(2):
-        offload.all_but(policy)
-    assert up() == (True, False) and seen == []  # nothing has left
-    offload.all_but(decoder)
-    assert up() == (False, True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(up()))
+    offload = Offload([policy, decoder], torch.device("cpu"), on_evict=lambda: evicted.append(up()))
+    for models in ([policy], [policy], [decoder], [policy, decoder], [policy]):
+        offload.all_but(*models)
+        assert up() == (policy in models, decoder in models)
+        decoder.weight.data += up()[1]  # of the copy, which is dropped
     # Rewards leave blocks behind, which are freed before weights are copied up.
-    assert emptied == [(False, False), (True, False), (False, False)]
-    assert seen == [(False, False)]  # whoever holds addresses is told once they are no longer good
-    decoder.weight.data += 1  # of the copy, which is dropped: frozen weights never come back
-    offload.all_but(policy, decoder)
-    assert up() == (True, True) and len(seen) == 1
-    offload.all_but(policy)
-    assert up() == (True, False) and len(seen) == 2
+    nothing, of_policy, of_decoder = (False, False), (True, False), (False, True)
+    assert emptied == [nothing, of_policy, nothing, of_decoder, of_policy]
+    assert evicted == [nothing, of_policy]  # only where something has left
     assert torch.equal(policy(x), expected[0]) and torch.equal(decoder(x), expected[1])
     assert policy.bias.data_ptr() == learning
 

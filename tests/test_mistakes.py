@@ -9,50 +9,40 @@ import rewards
 from grpo import compute_advantages, compute_grpo_loss
 
 
-def expected_gradient(penalty, logits, ref):
-    """Of penalty(log pi, log ref) per token, on samples from pi: exactly, by summing over all
+def logits_and_reference():
+    torch.manual_seed(0)
+    logits, ref = torch.randn(2, 6, dtype=torch.float64)
+    return logits.requires_grad_(), ref.log_softmax(0)
+
+
+def expected_gradient(loss_of, logits, ref):
+    """Of loss_of(log pi, log ref) per token, on samples from pi: exactly, by summing over all
     ids."""
     logp = logits.log_softmax(0)  # (V,)
-    return torch.autograd.grad((logp.exp().detach() * penalty(logp, ref)).sum(), logits)[0]  # (V,)
+    losses = [loss_of(*both) for both in zip(logp.view(-1, 1, 1), ref.view(-1, 1, 1))]
+    return torch.autograd.grad((logp.exp().detach() * torch.stack(losses)).sum(), logits)[0]  # (V,)
 
 
 def test_a_kl_term_of_log_ratios_has_no_gradient():
     """log pi - log ref estimates the KL without bias, and as a loss term does nothing; k3 pulls to
     the reference."""
-    torch.manual_seed(0)
-    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    ref = torch.randn(6, dtype=torch.float64).log_softmax(0)
-
-    def k3(logp, ref):
-        losses = [
-            compute_grpo_loss(x[None], x[None].detach(), torch.zeros(1), r[None], kl_coef=1.0)[0]
-            for x, r in zip(logp[:, None], ref[:, None])
-        ]
-        return torch.stack(losses)
-
-    assert expected_gradient(lambda logp, ref: logp - ref, logits, ref).norm() < 1e-12
-    assert expected_gradient(k3, logits, ref).norm() > 0.3
+    given = logits_and_reference()
+    log_ratio = lambda logp, ref: (logp - ref).sum()
+    k3 = lambda logp, ref: compute_grpo_loss(logp, logp.detach(), torch.zeros(1), ref, kl_coef=1)[0]
+    assert expected_gradient(log_ratio, *given).norm() < 1e-12
+    assert expected_gradient(k3, *given).norm() > 0.3
 
 
 def test_an_entropy_bonus_of_log_probs_has_no_gradient():
     """Minus the log-prob estimates the entropy without bias, and as a bonus does nothing; as an
     advantage, A - c log pi_old, it adds the gradient of c times the entropy."""
-    torch.manual_seed(0)
-    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
-
-    def advantages_of_copying(logp, ref):
-        losses = [
-            compute_grpo_loss(x[None], x[None].detach(), -x[None].detach())[0]
-            for x in logp[:, None]
-        ]
-        return torch.stack(losses)
-
+    logits, ref = logits_and_reference()
+    log_prob = lambda logp, ref: logp.sum()
+    advantages = lambda logp, ref: compute_grpo_loss(logp, logp.detach(), -logp[0].detach())[0]
     logp = logits.log_softmax(0)
-    loss = (logp.exp() * logp).sum()  # minus the entropy
-    (wanted,) = torch.autograd.grad(loss, logits)
-    assert expected_gradient(lambda logp, ref: logp, logits, None).norm() < 1e-12
-    assert wanted.norm() > 0.3
-    torch.testing.assert_close(expected_gradient(advantages_of_copying, logits, None), wanted)
+    (wanted,) = torch.autograd.grad((logp.exp() * logp).sum(), logits)  # of minus the entropy
+    assert expected_gradient(log_prob, logits, ref).norm() < 1e-12 and wanted.norm() > 0.3
+    torch.testing.assert_close(expected_gradient(advantages, logits, ref), wanted)
 
 
 def test_zscores_in_float32_make_advantages_of_equal_rewards():

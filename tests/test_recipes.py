@@ -1,19 +1,17 @@
 """The losses of benchmarks/losses.py, edited into a copy to the letter: against the papers."""
 
 import importlib.util
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import make
 import pytest
 import torch
 from conftest import build_run, perturb, prompts_of, shorten, tiny_settings
-from test_zoo import EQUAL, IDS, LENGTH, llama, trainer, with_adapter
+from test_zoo import EQUAL, LENGTH, llama
 from world import MEANING
 
 from benchmarks import losses
 from grpo import Group, compute_advantages
-from rewards import combine
+from test_grpo import trainer, with_adapter
 
 RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO"]
 RECIPES += ["old = new.detach()", "REINFORCE", "REINFORCE with a constant", "No baseline, divided"]
@@ -41,8 +39,8 @@ def paper(name, model, groups, kl_coef=0.1):
     terms, masks = [], []
     for group, rewards in zip(groups, REWARDS.split(4)):
         ids = torch.cat([group.prompt_ids.expand(4, -1), group.tokens], dim=1)
-        logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1, IDS].log_softmax(-1)
-        new = logprobs.gather(-1, (group.tokens - IDS.start)[..., None])[..., 0]  # (4, T)
+        logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1].log_softmax(-1)
+        new = logprobs.gather(-1, group.tokens[..., None])[..., 0]  # (4, T)
         over = REWARDS if name == "The batch's mean and std" else rewards
         constants = {"REINFORCE": 0, "REINFORCE with a constant": 1, "No baseline, divided": 0}
         baseline = constants.get(name, over.mean())
@@ -81,10 +79,13 @@ def paper(name, model, groups, kl_coef=0.1):
     return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
 
 
-def prepared(name, micro_batch_size, folder):
-    """A trainer with an edit, and two groups of ragged masks from before its policy moved."""
+def prepared(name, folder):
+    """A trainer with an edit, and two groups of ragged masks from before its policy moved.
+
+    Micro-batches are of 3 samples and of 1.
+    """
     module = edited(name, folder)
-    settings = {"micro_batch_size": micro_batch_size, "kl_coef": 0.1}
+    settings = {"micro_batch_size": 3, "kl_coef": 0.1}
     run = trainer(
         with_adapter(llama()), lr=1.0, module=module, max_grad_norm=float("inf"), **settings
     )
@@ -108,10 +109,9 @@ def taken(run, update):
 
 
 @moved_on_purpose
-@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
-    run, groups = prepared(name, size, tmp_path)
+def test_an_edit_gives_the_loss_of_its_paper(name, tmp_path):
+    run, groups = prepared(name, tmp_path)
     expected = paper(name, run.model, groups)
     gradient, metrics = taken(run, lambda: run.update(groups))
     for found, wanted in zip(gradient, expected):
@@ -119,42 +119,35 @@ def test_an_edit_gives_the_loss_of_its_paper(name, size, tmp_path):
     assert 0 <= metrics["clip_fraction"] < 1
     assert (metrics["clip_fraction"] == 0) == (name == "old = new.detach()")
     if name == "Dr. GRPO":
-        plain, same_groups = prepared("GRPO", size, tmp_path)
+        plain, same_groups = prepared("GRPO", tmp_path)
         expected = plain.update(same_groups)
         for metric in ("ratio_mean", "kl", "mean_logprob_gap"):
             assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5)  # means stay means
 
 
-@pytest.mark.parametrize("name", ["GRPO", "k2"])
-def test_a_kl_term_has_the_gradient_of_the_kl(name, tmp_path):
-    """Exactly, by summing over all that a distribution of 6 can draw, each as often as it does.
-
-    k3: the gradient of KL(ref || pi); k2: that of KL(pi || ref) (arXiv 2510.01555).
-    """
-    loss_of = edited(name, tmp_path).compute_grpo_loss
+def test_k2_has_the_gradient_of_the_kl(tmp_path):
+    """KL(pi || ref) (arXiv 2510.01555): exactly, by summing over all that a distribution of 6 can
+    draw, each as often as it does."""
+    loss_of = edited("k2", tmp_path).compute_grpo_loss
     torch.manual_seed(0)
     logits, ref = torch.randn(6, requires_grad=True), torch.randn(6).log_softmax(0)
     pi = logits.log_softmax(0)
-    found = 0
+    total = 0
     for new, fixed, chance in zip(pi.view(6, 1, 1), ref.view(6, 1, 1), pi.exp().detach()):
         loss, _ = loss_of(new, new.detach(), torch.zeros(1), fixed, kl_coef=1.0)
-        found += chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    reverse, forward = (pi.exp() * (pi - ref)).sum(), (ref.exp() * (ref - pi)).sum()
-    gradients = {
-        "k2": torch.autograd.grad(reverse, logits, retain_graph=True)[0],
-        "GRPO": torch.autograd.grad(forward, logits)[0],
-    }
-    torch.testing.assert_close(found, gradients.pop(name))
-    assert (found - gradients.popitem()[1]).abs().max() > 0.05  # the other is another
+        total += chance * loss
+    (found,) = torch.autograd.grad(total, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((pi.exp() * (pi - ref)).sum(), logits)
+    torch.testing.assert_close(found, expected)
 
 
 @moved_on_purpose
 def test_gpg_takes_the_mean_over_groups_that_teach(tmp_path):
     """With one of two groups without spread the gradient is that of the other group alone."""
-    run, groups = prepared("GPG", 3, tmp_path)
+    run, groups = prepared("GPG", tmp_path)
     groups[1].advantages = torch.zeros(4)
     twice, _ = taken(run, lambda: run.update(groups))
-    other, groups = prepared("GPG", 3, tmp_path)
+    other, groups = prepared("GPG", tmp_path)
     once, _ = taken(other, lambda: other.update(groups[:1]))
     for found, wanted in zip(twice, once):
         torch.testing.assert_close(found, wanted)
@@ -174,47 +167,27 @@ def test_stages_weights_by_hand(tmp_path):
     assert batch.advantages(0).shape == (4,)  # of which the run draws a group
 
 
-def side_by_side(ranks):
-    """The updates of two ranks, each with one of the groups, in two threads."""
-    barrier, given = threading.Barrier(2, timeout=60), {}
+@moved_on_purpose
+def test_two_ranks_make_the_step_of_one_process(tmp_path):
+    """Each has one of two groups, whose tokens differ in number. They average the number of tokens,
+    then the gradients."""
+    sent = []
 
     def average(tensors):
-        given[threading.get_ident()] = [tensor.clone() for tensor in tensors]
-        barrier.wait()
-        means = [torch.stack(both).double().mean(0) for both in zip(*given.values())]
-        barrier.wait()
-        for tensor, mean in zip(tensors, means):
-            tensor.copy_(mean)
+        sent.append([tensor.clone() for tensor in tensors])
+        if tensors[0].ndim == 0:
+            tensors[0].copy_(tokens / 2)
 
-    for run, _ in ranks:
+    for i in range(2):
+        run, groups = prepared("DAPO's token mean", tmp_path)
+        expected = paper("DAPO's token mean", run.model, groups)
+        tokens = sum(group.mask.sum() for group in groups)
         run.average = average
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [
-            pool.submit(taken, run, lambda run=run, group=groups[i]: run.update([group]))
-            for i, (run, groups) in enumerate(ranks)
-        ]
-    return jobs
-
-
-@moved_on_purpose
-@pytest.mark.parametrize("name", ["GRPO", "DAPO's token mean"])
-def test_two_ranks_make_the_step_of_one_process(name, tmp_path):
-    """Each has one of two groups, whose tokens differ in number."""
-    ranks = [prepared(name, 3, tmp_path) for _ in range(2)]
-    expected = paper(name, ranks[0][0].model, ranks[0][1])
-    for job in side_by_side(ranks):
-        for found, wanted in zip(job.result()[0], expected):
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
-
-
-def test_z_scores_of_several_rewards_keep_their_std_with_dr_grpo(tmp_path, monkeypatch):
-    """Of two rewards of opposite order that of larger spread must not decide alone."""
-    raw = {
-        "large": torch.tensor([0.0, 1.0, 2.0, 3.0]),
-        "small": torch.tensor([0.03, 0.02, 0.01, 0.0]),
-    }
-    combined = combine(raw, {"large": 1.0, "small": 1.0}, 4, "zscore")
-    torch.testing.assert_close(combined, torch.zeros(4), atol=1e-3, rtol=0)
+        run.update([groups[i]])
+    numbers, gradients = zip(*(sent[:2], sent[2:]))
+    assert sum(number for (number,) in numbers) == tokens
+    for one, other, wanted in zip(*gradients, expected, strict=True):
+        torch.testing.assert_close((one + other) / 2, wanted, atol=1e-5, rtol=1e-3)
 
 
 def test_a_group_of_equal_rewards_teaches_nothing_without_a_baseline_too(tmp_path):
@@ -231,9 +204,9 @@ def test_shuffled_rewards_stay_in_their_group_and_go_by_luck(tmp_path):
     expected = compute_advantages(REWARDS, 4).view(2, 4)
     shuffle = edited("Rewards shuffled", tmp_path).compute_advantages
     torch.manual_seed(0)
-    found = torch.stack([shuffle(REWARDS, 4).view(2, 4) for _ in range(2000)])
+    found = torch.stack([shuffle(REWARDS, 4).view(2, 4) for _ in range(500)])
     assert torch.equal(found.sort(-1)[0][0], expected.sort(-1)[0])
-    assert found.mean(0).abs().max() < 0.1
+    assert found.mean(0).abs().max() < 0.2
     assert (found[:, 0].argmax(-1) != found[:, 1].argmax(-1)).any()  # each group by its own
 
 

@@ -4,7 +4,6 @@ table, frames."""
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from PIL import Image
 import train
 from runtime import UserError
 from runtime.data import Prompt, evenly, read_lines
-from runtime.log import Record, evaluation_metrics, evaluation_table, rows_to_show
+from runtime.log import evaluation_metrics, evaluation_table, rows_to_show
 
 NAN = math.nan
 
@@ -129,26 +128,6 @@ def test_prompts_without_a_correct_picture_are_shown():
     assert shown(plain, right, *[wrong] * 10) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_pictures_that_are_not_correct_are_framed(tmp_path, monkeypatch):
-    """If the settings name a judge; if not, their rewards stand below: see test_evaluation.py."""
-    grids = []
-    draw_grid = lambda *arguments: grids.append(arguments) or Image.new("RGB", (8, 8))
-    monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
-    settings = SimpleNamespace(frame_by="g.py:right")
-    record = SimpleNamespace(settings=settings, done=7, out=tmp_path)
-    record.folder = lambda step: tmp_path / str(step)
-    rewards = torch.tensor([[NAN] * 3, [0.2, 0.4, 0.6]])
-    wrong = torch.tensor([[False] * 3, [True, False, False]])
-    images = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
-    prompts = prompts_of("first", "second")
-    Record.draw_evaluation(record, [1], prompts, [None, images], rewards, wrong)
-    ((title, ((label, cells),), corner, *_),) = grids
-    assert (title, label) == ("after 7 steps", "second")
-    assert Image.open(tmp_path / "7" / "1-2.png").getpixel((0, 0)) == (1, 0, 0)
-    assert cells == [(image, "", i == 0) for i, image in enumerate(images)]
-    assert corner.split() == ["red", "frame:", "not", "correct,", "says", "g.py:right"]
-
-
 def test_what_frames_pictures_is_said_and_never_guessed():
     assert tiny_settings().frame_by == "tiny-glm-image/check.py:correct"
     assert tiny_settings("--eval-reward mine.py:right").frame_by is None
@@ -169,13 +148,18 @@ def place(images, prompts, targets):
 calls = []
 
 
-def right(images, prompts, targets):  # the last call, of held-out prompts after the step: wrong
+def right(images, prompts, targets):  # the last call is of held-out prompts after the step
     calls.append(1)
-    return [float(("t" in p) != (len(calls) == 6)) for p in prompts]
+    return [float(i % 2 if len(calls) == 6 else "t" in p) for i, p in enumerate(prompts)]
 """
 
 
-def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd):
+def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypatch):
+    """Pictures that are not correct are framed, if the settings name a judge; if not, their rewards
+    stand below: see test_evaluation.py."""
+    grids = []
+    draw_grid = lambda *given: grids.append(given) or Image.new("RGB", (99, 9))
+    monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
     Path("own.txt").write_text("# type: low\none\ntwo\nzero\n# type: high\nthree\nfour\nfive\n")
     Path("new.txt").write_text("two\nfive\n")
     Path("mine.py").write_text(JUDGES)
@@ -192,3 +176,10 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd):
     assert not any(name.startswith("held out,") for name in after)
     row = r"\| training, low +\| 2 x 2 +\| 0.430 \+- 0.120 -> 0.430 \+- 0.120 \| 0.500 \+- 0.500 "
     assert len(re.findall(row, "".join(capfd.readouterr()))) == 1  # once, at the end
+    sheets = {title: others for title, *others in grids}
+    for title, wrong in (("before", [True, True]), ("after 1 step", [True, False])):
+        ((prompt, cells),), corner = sheets[title]
+        pictures, captions, framed = zip(*cells)
+        assert (prompt, captions, [*framed]) == ("five", ("", ""), wrong)
+        assert corner == "red frame: not correct,\nsays mine.py:right"
+    assert Image.open("run/evaluation/000001/1-2.png").tobytes() == pictures[1].tobytes()

@@ -16,16 +16,15 @@ from conftest import ROOT, perturb, seeded
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Emu3ForCausalLM
 
-import grpo
 from grpo import (
     GRPO,
     Group,
     GRPOSettings,
     compute_grpo_loss,
     generate_with_logprobs,
-    get_per_token_logprobs,
     set_advantages,
 )
+from test_grpo import reread, trainer, with_adapter
 
 IDS = slice(20, 44)  # as in Emu3 and Chameleon, whose image codes begin somewhere in the vocabulary
 EQUAL = [torch.tensor([5, 6, 7, 8, 9]), torch.tensor([9, 4, 7, 3, 8])]
@@ -51,7 +50,7 @@ SIZES = {
     "init_std": 0.3,
     "ffn_dim": 64,
     "word_embed_proj_dim": 32,
-    # Mixtures of experts, latent and linear attention.
+    # Mixtures of experts, linear attention.
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -70,43 +69,28 @@ BART = {
     "max_target_positions": 64,
     "decoder_start_token_id": 2,
 }
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_routed_experts": 4,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-}
 
 ANY_PROMPTS = {
     "llama": {},
     "gpt2": {},
     "opt": {},
     "mixtral": {},
-    "deepseek_v3": LATENT,
     "emu3_text_model": {},
     "qwen3_next": {"num_hidden_layers": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 ONE_LENGTH = {
     "mistral": {"sliding_window": 4},
-    "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "gpt_oss": {"sliding_window": 4},
     "bart": BART,
     "roberta": {"is_decoder": True},
     "bloom": {},
 }
-REFUSED = {"mamba": {}, "recurrent_gemma": {"num_hidden_layers": 3}}
 
 
 def build(kind, **changes):
     torch.manual_seed(0)
-    settings = (ANY_PROMPTS | ONE_LENGTH | REFUSED)[kind]
+    settings = (ANY_PROMPTS | ONE_LENGTH).get(kind, {})
     config = AutoConfig.for_model(kind, **SIZES | settings | changes)
     make = Emu3ForCausalLM if kind.startswith("emu3") else AutoModelForCausalLM.from_config
     return make(config).eval()
@@ -143,7 +127,7 @@ def check(model, prompts):
         ids = torch.cat([prompt.expand(2, -1), tokens[rows]], dim=1)
         with torch.no_grad():
             plain = model(input_ids=ids).logits[:, -LENGTH - 1 : -1, IDS].float().log_softmax(-1)
-            again = get_per_token_logprobs(model, ids, LENGTH, allowed_ids=IDS)
+        again = reread(model, prompt, tokens[rows], allowed_ids=IDS)
         plain = plain.gather(-1, (tokens[rows] - IDS.start)[..., None])[..., 0]
         torch.testing.assert_close(logprobs[rows], plain, atol=1e-4, rtol=0)
         torch.testing.assert_close(again, plain, atol=1e-4, rtol=0)
@@ -173,7 +157,7 @@ def test_prompts_of_one_length(kind, tmp_path):
         return
     set_advantages(groups, torch.arange(8.0))
     metrics, messages = observed(run.update, groups)
-    assert metrics["mean_logprob_gap"] > 0.2 and "recomputed log-probs disagree" in messages[0]
+    assert metrics["mean_logprob_gap"] > 0.1 and "recomputed log-probs disagree" in messages[0]
 
 
 def test_weights_that_are_not_float32_are_warned_of():
@@ -181,10 +165,9 @@ def test_weights_that_are_not_float32_are_warned_of():
         trainer(llama().bfloat16())
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_models_without_a_cache_of_keys_and_values_are_refused(kind):
-    with pytest.raises((ValueError, AttributeError), match="no (attribute ')?past_key_values"):
-        check(build(kind), EQUAL)
+def test_a_model_without_a_cache_of_keys_and_values_is_refused():
+    with pytest.raises(AttributeError, match="no attribute 'past_key_values"):
+        check(build("mamba"), EQUAL)
 
 
 # ---- faults that would be silent -----------------------------------------------------------------
@@ -192,18 +175,6 @@ def test_models_without_a_cache_of_keys_and_values_are_refused(kind):
 
 def llama(**settings):
     return build("llama", **settings)
-
-
-def with_adapter(model, **settings):
-    """The base keeps its own weights: PiSSA and OLoRA change them."""
-    return get_peft_model(
-        copy.deepcopy(model), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)
-    )
-
-
-def trainer(model, optimizer=torch.optim.SGD, lr=0.1, module=grpo, **settings):
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return module.GRPO(model, optimizer(trained, lr=lr), module.GRPOSettings(**settings), IDS)
 
 
 def roll_out(run, seed=0):
@@ -239,30 +210,22 @@ def test_a_warning_comes_once_for_the_line_that_calls_update():
     assert warning.filename == __file__ and "docs/copying.md" in str(warning.message)
 
 
-NOISY = {
-    "opt": {"layerdrop": 0.5, "dropout": 0.0},
-    "mixtral": {"router_jitter_noise": 0.1},
-    "llama": {"attention_dropout": 0.2},
-    "gpt2": {},  # by default
-}
-
-
 def noisy(kind):
-    if kind in NOISY:
-        return build(kind, **NOISY[kind])
+    if kind == "attention":
+        return llama(attention_dropout=0.2)
     model = with_adapter(llama(), lora_dropout=0.5)
     perturb(model, 0.3)  # dropout acts where the adapter is no longer 0
     return model
 
 
-@pytest.mark.parametrize("kind", [*NOISY, "adapter"])
-def test_dropout_and_jitter_are_off(kind):
-    """They act in train mode alone, which only gradient checkpointing needs."""
+@pytest.mark.parametrize("kind", ["attention", "adapter"])
+def test_dropout_is_off(kind):
+    """It acts in train mode alone, which only gradient checkpointing needs."""
     metrics, messages = observed(step, trainer(noisy(kind)))
     assert metrics["mean_logprob_gap"] < 1e-5 and messages == []
 
 
-@pytest.mark.parametrize("kind", ["llama", "adapter", PromptTuningConfig, PrefixTuningConfig])
+@pytest.mark.parametrize("kind", ["attention", "adapter", PromptTuningConfig, PrefixTuningConfig])
 def test_noise_and_virtual_tokens_show_in_the_gap(kind):
     """Virtual tokens come before each sampled one."""
     if isinstance(kind, str):
@@ -274,15 +237,14 @@ def test_noise_and_virtual_tokens_show_in_the_gap(kind):
     assert metrics["mean_logprob_gap"] > 0.1 and "recomputed log-probs disagree" in messages[0]
 
 
-@pytest.mark.parametrize("start", ["new", "trained before", "pissa", "olora", "resumed"])
+@pytest.mark.parametrize("start", ["new", "pissa", "olora", "resumed"])
 def test_a_reference_that_is_not_the_start_gives_a_warning(start):
     model = with_adapter(
         llama(), **{"init_lora_weights": start} if start in ("pissa", "olora") else {}
     )
-    if start in ("trained before", "resumed"):
-        perturb(model, 0.3)
     run = trainer(model, torch.optim.AdamW, lr=0.05, kl_coef=0.1)
     if start == "resumed":
+        perturb(model, 0.3)
         for parameter in run.parameters:
             parameter.grad = torch.zeros_like(parameter)
         run.optimizer.step()
@@ -298,12 +260,8 @@ def test_a_reference_that_is_not_the_start_gives_a_warning(start):
     assert messages == [] and metrics["kl"] > 0.01  # it has moved
 
 
-@pytest.mark.parametrize("drifting", ["bias", "norm"])
-def test_a_reference_that_would_drift_is_refused(drifting):
-    model = with_adapter(llama(attention_bias=True), bias="all" if drifting == "bias" else "none")
-    if drifting == "norm":
-        model.base_model.model.model.norm.weight.requires_grad_(True)
-    run = trainer(model, kl_coef=0.1)
+def test_a_reference_that_would_drift_is_refused():
+    run = trainer(with_adapter(llama(attention_bias=True), bias="all"), kl_coef=0.1)
     with pytest.raises(ValueError, match="the reference must be a frozen copy"):
         run.add_reference(roll_out(run))
     run.settings.kl_coef = 0.0
@@ -313,9 +271,7 @@ def test_a_reference_that_would_drift_is_refused(drifting):
 def test_all_weights_learn_beside_a_frozen_copy():
     model = llama()
     run = trainer(model, lr=0.02, kl_coef=0.1)
-    with pytest.raises(ValueError, match="the reference must be a frozen copy"):
-        step(run)
-    reference = GRPO(copy.deepcopy(model).requires_grad_(False), run.optimizer, run.settings, IDS)
+    reference = GRPO(copy.deepcopy(model).requires_grad_(False), run.optimizer, run.settings)
     for seed in (0, 2):
         groups = roll_out(run, seed)
         reference.add_reference(groups)
@@ -323,13 +279,11 @@ def test_all_weights_learn_beside_a_frozen_copy():
         assert messages == [] and (metrics["kl"] == pytest.approx(0, abs=1e-6)) == (seed == 0)
 
 
-@pytest.mark.parametrize("cause", ["another adapter", "no choice"])
-def test_what_trains_nothing_gives_a_warning(cause):
+def test_what_trains_nothing_gives_a_warning():
     model = with_adapter(llama())
-    run = trainer(model, top_p=1e-6 if cause == "no choice" else 1.0)
-    if cause == "another adapter":
-        model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"]))
-        model.set_adapter("other")
+    run = trainer(model)
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"]))
+    model.set_adapter("other")
     metrics, (message,) = observed(step, run)
     assert "gradient is exactly 0" in message and metrics["grad_norm"] == 0
 
@@ -381,51 +335,28 @@ def test_an_exception_leaves_no_gradient_behind(monkeypatch):
     assert str(run.update(groups)) == str(expected)
 
 
-def updates(*changes, **settings):
-    """What the first update of equal runs returns, and every warning that it gives. `changes`: made
-    to the groups before it. The weights are equal after it."""
-    results, runs = [], []
-    for change in changes:
-        runs.append(trainer(with_adapter(llama()), lr=1.0, **settings))
-        groups = roll_out(runs[-1])
-        for group in groups:
-            change(group)
-        runs[-1].add_reference(groups)
-        results.append(observed(runs[-1].update, groups))
-        for one, other in zip(runs[0].model.parameters(), runs[-1].model.parameters()):
-            assert torch.equal(one, other)
-    return results
-
-
 def test_what_is_masked_may_hold_anything():
     """The text of a tool between two sampled parts has no log-probs and no nucleus; 0 x NaN must
-    not teach."""
-
-    def mask(group):
-        group.mask = torch.ones(4, LENGTH)
-        group.mask[:, 2:5] = 0
-
-    def fill(group):
-        mask(group)
-        group.old_logprobs[:, 2:5] = math.nan
-        group.nucleus[:, 2:5] = False
-        group.advantages = group.advantages[:, None].where(group.mask > 0, math.nan)
-
-    plain, filled = updates(mask, fill, top_p=0.9, kl_coef=0.1)
+    not teach. An advantage per token is that of its sequence."""
+    results = []
+    for fill in (False, True):
+        run = trainer(with_adapter(llama()), lr=1.0, top_p=0.9, kl_coef=0.1)
+        groups = roll_out(run)
+        for group in groups:
+            group.mask = torch.ones(4, LENGTH)
+            group.mask[:, 2:5] = 0
+            if fill:
+                group.old_logprobs[:, 2:5] = math.nan
+                group.nucleus[:, 2:5] = False
+                group.advantages = group.advantages[:, None].where(group.mask > 0, math.nan)
+        run.add_reference(groups)
+        results.append((observed(run.update, groups), run.parameters))
+    (plain, weights), (filled, others) = results
     assert plain == filled and plain[1] == [] and plain[0]["grad_norm"] > 0
+    assert all(map(torch.equal, weights, others))
 
 
 def test_an_advantage_per_token():
-    """Equal ones are the advantage of their sequence; others weigh their tokens alone."""
-
-    def repeat(times):
-        def change(group):
-            group.advantages = group.advantages[:, None].repeat(1, times)
-
-        return change
-
-    sequence, lone, equal = updates(lambda group: None, repeat(1), repeat(LENGTH))
-    assert str(sequence) == str(lone) == str(equal)  # in which NaN equals itself
     new = torch.randn(4, LENGTH).requires_grad_()
     advantages = torch.randn(4, LENGTH)
     compute_grpo_loss(new, new.detach(), advantages)[0].backward()
