@@ -194,4 +194,4 @@ def nearest(pixels):
 @functools.cache
 def sprites():
     """All that a place may show, (37, 64, 64, 3): nothing, and each shape in each colour."""
-    return np.stack([*map(first_place, (None, *world.SPRITES))]).astype(np.float32)
+    return np.stack([*map(first_place, world.THINGS)]).astype(np.float32)

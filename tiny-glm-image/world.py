@@ -24,6 +24,7 @@ COLOURS = {
 WHITE = (245, 245, 240)
 USUAL = dict(zip(SHAPES, COLOURS))  # the colour of a shape where a caption names none
 SPRITES = list(itertools.product(SHAPES, COLOURS))  # 36
+THINGS = (None, *SPRITES)  # what a place may show
 NUMBERS = {"two": 2, "three": 3, "four": 4}
 # The places of both objects.
 RELATIONS = {"left of": (0, 1), "right of": (1, 0), "above": (0, 2), "below": (2, 0)}
