@@ -60,7 +60,7 @@ def build(*arguments, dtype=torch.float32):
 
 def paint_paths(run, settings, prompt, codes, seed):
     (prompt,) = prompts_of(prompt)
-    return run.decoder.paint_paths(prompt, codes, settings.paintings, settings, seed)
+    return run.decoder.paint_paths(prompt, codes, settings, seed)
 
 
 def roll_out(run, settings, seed=5):
@@ -150,7 +150,7 @@ def test_without_noise_the_moves_are_the_stock_schedulers_to_the_last_bit(pipe):
     x = latents
     paths.begin(0.7, [0, 1])
     paths.step(x, paths.timesteps[0], x.bfloat16())
-    ((drawn,),) = paths.recorded.values()
+    (drawn,) = paths.steps
     # bfloat16 would round by more than the spread of late steps.
     assert drawn.latents.dtype == drawn.next_latents.dtype == torch.float32
     for t, (level, next_level) in zip(
@@ -185,7 +185,6 @@ def test_scored_again_the_log_probs_are_those_of_the_draw(guidance, calls):
     level, next_level = steps[1].levels
     assert 1 > level > next_level > 0 and steps[0].levels[1] == level
     assert steps[1].latents is steps[0].next_latents  # a path, kept once
-    assert not run.decoder.scheduler.recorded  # on a GPU it would stay there beside the copies
 
 
 def test_all_paintings_of_a_group_start_from_one_noise_and_go_their_own_ways():

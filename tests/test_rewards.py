@@ -247,7 +247,7 @@ def test_infix_distance_by_hand(pattern, text, distance):
 def test_text_by_hand(lines, prompt, expected):
     text = object.__new__(Text)
     text.ocr = lambda image: SimpleNamespace(txts=lines or None)
-    same(text.accuracies(noise(1), [prompt]), [expected])
+    same(text(noise(1), [prompt], None), [expected])
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +279,7 @@ def test_text_reads_english(text):
     images, prompts, expected = zip(*cases)
     (values,) = rewards.score({"text": (text, 1.0)}, images, prompts, None).values()
     same(values, expected)
-    assert text.accuracies([banner], ['a banner "Closed 7 days"']) < 0.6
+    assert text([banner], ['a banner "Closed 7 days"'], None) < 0.6
 
 
 # ---- CLIP and its relatives ----------------------------------------------------------------------

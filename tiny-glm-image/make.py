@@ -174,8 +174,7 @@ def fresh(part):
 
 def optimise(name, module, steps, lr, loss_fn):
     """AdamW on a one-cycle schedule, with a progress bar; `loss_fn()` draws its own batch."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     module.train()
     bar = tqdm(range(steps), desc=name, mininterval=10)
@@ -183,23 +182,11 @@ def optimise(name, module, steps, lr, loss_fn):
         loss = loss_fn()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
     module.eval()
-
-
-def train_vae(vae, pixels, steps):
-    def loss():
-        batch = pixels[torch.randint(len(pixels), (4,))]
-        posterior = vae.encode(batch).latent_dist
-        painted = vae.decode(posterior.sample()).sample
-        # Without the squares it takes red for brown, for long.
-        likeness = F.l1_loss(painted, batch) + F.mse_loss(painted, batch)
-        return likeness + 1e-4 * posterior.kl().mean() / 2048
-
-    optimise("VAE", vae, steps, 2e-3, loss)
 
 
 def train_decoder(decoder, latents, codes, glyphs, steps, lr, sources=False):
@@ -309,7 +296,16 @@ def make_vae():
     vae = fresh("vae")
     rng = random.Random(1)
     pixels = to_tensor([draw(random_scene(rng)) for _ in range(600)])
-    train_vae(vae, pixels, steps=1500)
+
+    def loss():
+        batch = pixels[torch.randint(600, (4,))]
+        posterior = vae.encode(batch).latent_dist
+        painted = vae.decode(posterior.sample()).sample
+        # Without the squares it takes red for brown, for long.
+        likeness = F.l1_loss(painted, batch) + F.mse_loss(painted, batch)
+        return likeness + 1e-4 * posterior.kl().mean() / 2048
+
+    optimise("VAE", vae, 1500, 2e-3, loss)
     latents = latents_of(vae, pixels)
     mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3))
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
@@ -352,9 +348,10 @@ def make_painters():
 # ---- 6. what to train on, and what is held out ---------------------------------------------------
 
 
-# Captions to train on and held out, per kind, number and relation, without colours and with them.
-COUNTS = {"one": (2, 2), "two": (6, 6), "counting": (4, 2), "position": (7, 3)}
-COLOURED = {"counting": (5, 2), "colours": (4, 6), "binding": (45, 10)}
+# Captions to train on and held out, per kind, number and relation, without colours and with them;
+# fewer where there are no more.
+COUNTS = {"one": (2, 2), "two": (6, 6), "counting": (5, 2)}
+COUNTS |= {"colours": (4, 6), "position": (7, 3), "binding": (45, 10)}
 
 
 def split_captions():
@@ -366,8 +363,8 @@ def split_captions():
         for caption in rng.sample(captions, len(captions)):
             alike.setdefault((caption.word, bool(caption.colours)), []).append(caption)
         chosen = [], []
-        for (_, coloured), own in alike.items():
-            many, few = (COLOURED if coloured else COUNTS)[kind]
+        many, few = COUNTS[kind]
+        for own in alike.values():
             # Of single objects, two by chance.
             hidden = [caption for caption in own if unseen(caption)] or own[-few:]
             open_ones = [each for each in own if not unrewarded(each) and each not in hidden]

@@ -104,7 +104,7 @@ def unseen(caption):
 def seen_captions():
     """{type: the captions that the policy learns from}, more of them by relations with colours."""
     placed = itertools.product(CAPTIONS["binding"], RELATIONS)
-    coloured = [Caption("position", each.shapes, each.colours, word) for each, word in placed]
+    coloured = [each._replace(kind="position", word=word) for each, word in placed]
     kinds = CAPTIONS | {"coloured position": coloured}
     return {kind: [each for each in kinds[kind] if not unseen(each)] for kind in kinds}
 
