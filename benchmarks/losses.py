@@ -55,9 +55,8 @@ def answered(run, prompts, groups):
     import make  # of tiny-glm-image
     import world
 
-    corners = make.corner_codes(make.make_codebook())
     for group, prompt in zip(groups, prompts):
-        codes = make.codes_of([world.MEANING[prompt.text].scene()], corners)  # (1, T)
+        codes = make.codes_of([world.MEANING[prompt.text].scene()])  # (1, T)
         group.tokens = codes.expand(len(group.tokens), -1)
         group.nucleus = None
         with torch.no_grad():

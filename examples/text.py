@@ -49,8 +49,7 @@ def reward(group):
 def train(steps=30):
     torch.set_num_threads(1)  # of several, most would only wait on matrices this small
     model = build_model()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
     policy = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=(END,)))
     prompts = [(torch.tensor(ids), None, LENGTH) for ids in PROMPTS]
     means = []
@@ -65,8 +64,7 @@ def train(steps=30):
         means.append(rewards.mean().item())
         length = torch.cat([group.mask for group in groups]).sum(1).mean()
         # The gap shows what goes wrong with a model: sampled and recomputed log-probs differ.
-        gap = f"gap {metrics['mean_logprob_gap']:.0e}"
-        learned = f"kl {metrics['kl']:.4f}, {gap}"
+        learned = f"kl {metrics['kl']:.4f}, gap {metrics['mean_logprob_gap']:.0e}"
         if metrics["groups_without_spread"] == 1:
             learned = "equal rewards"
         print(f"step {step + 1}: reward {means[-1]:.3f}, length {length:.1f}, {learned}")

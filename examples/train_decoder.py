@@ -44,9 +44,7 @@ def decoder_step(run, settings, rewards, prompts, seed):
     paths = []  # a group for each denoising step of each code sequence
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         with run.phase("paint", *run.glm_image.painters):  # 2. paint each K times
-            latents, steps = decoder.paint_paths(
-                prompt, group.tokens, paintings, settings, seed + i
-            )
+            latents, steps = decoder.paint_paths(prompt, group.tokens, settings, seed + i)
         with run.phase("vae", run.glm_image.vae):
             images += run.glm_image.to_images(latents, settings.micro_batch_size)
         paths += steps
@@ -56,13 +54,13 @@ def decoder_step(run, settings, rewards, prompts, seed):
     metrics = {"skipped": 0}
     if settings.train == "both":
         # 3. A code sequence has the mean reward of its K paintings, among the G of its prompt.
-        means = {name: mean_of(x, paintings) for name, x in raw_rewards.items()}
+        means = {name: x.view(-1, paintings).nanmean(1) for name, x in raw_rewards.items()}
         set_advantages(groups, combine(means, weights, sequences, settings.combine))
         metrics = learn(run, policy, policy.model, groups)  # 4 to 6
 
     # 3. A painting is compared among the K of the same codes, at each denoising step.
-    of_steps = {name: repeat_for_steps(x, paths) for name, x in raw_rewards.items()}
-    set_advantages(paths, combine(of_steps, weights, paintings, settings.combine))
+    reward = combine(raw_rewards, weights, paintings, settings.combine)
+    set_advantages(paths, repeat_for_steps(reward, paths))
     own = learn(run, decoder, run.glm_image.pipe.transformer, paths, "decoder/")  # 4 to 6
 
     metrics |= own | {"entropy": train.entropy(groups)}
@@ -77,11 +75,6 @@ def learn(run, trainer, model, groups, prefix=""):
     with run.phase(f"{prefix}update", model):
         metrics = trainer.update(groups)
     return {prefix + name: value for name, value in metrics.items()}
-
-
-def mean_of(rewards, paintings):
-    """The mean reward of each code sequence: (N*G*K,) -> (N*G,)."""
-    return rewards.view(-1, paintings).nanmean(1)
 
 
 @dataclass
@@ -161,11 +154,11 @@ class DecoderRecord(Record):
         """Of code sequences by their means; or, of a lone one, of its paintings."""
         if self.settings.sequences == 1:
             return reward_metrics(rewards)
-        paintings = {name: x.view(-1, self.settings.paintings) for name, x in rewards.items()}
-        means = {name: x.nanmean(1).view(len(rewards[name]), -1) for name, x in paintings.items()}
-        of_paintings = reward_metrics({"reward": paintings["reward"]})
-        own = {"decoder/reward_std": of_paintings["reward_std"]}
-        return reward_metrics(means) | own | {"unscored": of_paintings["unscored"]}
+        count = self.settings.paintings
+        means = {name: x.unflatten(1, (-1, count)).nanmean(2) for name, x in rewards.items()}
+        own = reward_metrics({"reward": rewards["reward"].view(-1, count)})
+        own = {"decoder/reward_std": own["reward_std"], "unscored": own["unscored"]}
+        return reward_metrics(means) | own
 
     def save_adapters(self):
         """As --adapter reads them, and for the stock pipeline, too."""

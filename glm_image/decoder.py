@@ -26,8 +26,7 @@ their log-probs: the same gradient on fresh samples, KL term 1/D.)
 """
 
 import math
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -86,35 +85,31 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
     """The stock scheduler, its levels and times, but all steps except the last are drawn."""
 
     def begin(self, noise_level, seeds):
-        """Paintings of the same codes, each drawn by a seed of its own: alike in any batch."""
+        """A batch of the same codes; each painting has its own seed, so it is alike in any batch."""
         self.noise_level = noise_level
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.calls = []
-        self.recorded = {}  # {number of the step: a DenoisingStep per batch}
+        self.steps = []  # DenoisingSteps
 
     def record_call(self, transformer, _, options):
         """For a hook. All paintings share codes, prompt and time: a row of each tensor will do."""
         row = {name: x[:1] if torch.is_tensor(x) else x for name, x in options.items()}
         self.calls = [*self.calls, row | {"hidden_states": None}]  # kept as latents
 
-    def step(self, model_output, timestep, sample, return_dict=True, **options):
+    def step(self, model_output, timestep, sample, **options):
         if self.step_index is None:
             self._init_step_index(timestep)
         i = self.step_index
         level, next_level = self.sigmas[i : i + 2].tolist()
         calls, self.calls = self.calls, []
         if next_level == 0:  # the last step
-            return super().step(model_output, timestep, sample, return_dict=return_dict, **options)
-        if i == 0:  # a batch begins
-            self.batch = self.generators[: len(sample)]
-            self.generators = self.generators[len(sample) :]
+            return super().step(model_output, timestep, sample, **options)
         x = sample.float()  # and so it stays: bfloat16 would round by more than a late step's std
         mean, std = gaussian_step(x, model_output, level, next_level, self.noise_level)
-        noise = [torch.randn(x.shape[1:], generator=generator) for generator in self.batch]
+        noise = [torch.randn(x.shape[1:], generator=generator) for generator in self.generators]
         after = mean + std * torch.stack(noise).to(x.device)
-        logprobs = log_density(after, mean, std)
-        step = DenoisingStep(x, after, logprobs, levels=(level, next_level), calls=calls)
-        self.recorded.setdefault(i, []).append(step)
+        tensors = [each.cpu() for each in (x, after, log_density(after, mean, std))]
+        self.steps.append(DenoisingStep(*tensors, levels=(level, next_level), calls=calls))
         self._step_index = i + 1
         return (after,)
 
@@ -147,13 +142,11 @@ class DecoderGRPO(GRPO):
         self.noise_level = noise_level
         self.guidance_scale = guidance_scale
         self.scheduler = PathScheduler.from_config(model.pipe.scheduler.config)
-        self.painter = copy(model)
         components = {**model.pipe.components, "scheduler": self.scheduler}
-        self.painter.pipe = GlmImagePipeline(**components)
-        self.painter.pipe.set_progress_bar_config(disable=True)
+        self.painter = GlmImage(GlmImagePipeline(**components))
 
-    def paint_paths(self, prompt, tokens, num_paintings, settings, seed):
-        """Paint each of a prompt's G code sequences (G, T) `num_paintings` (K) times.
+    def paint_paths(self, prompt, tokens, settings, seed):
+        """Paint each of a prompt's G code sequences (G, T) `settings.paintings` (K) times.
 
         All start from one noise. seed: fixes it, and the paths. Returns latents of G*K pictures and
         the DenoisingSteps, both sequence after sequence. Raises NotFinite.
@@ -163,12 +156,15 @@ class DecoderGRPO(GRPO):
         latents = []
         steps = []
         for codes in tokens:
-            seeds = torch.randint(2**62, (num_paintings,), generator=generator).tolist()
-            self.scheduler.begin(self.noise_level, seeds)
-            with hook(self.scheduler.record_call, with_kwargs=True):
-                codes = codes.expand(num_paintings, -1)
-                latents.append(self.painter.paint(prompt, codes, settings, seed))
-            path = [merge(self.scheduler.recorded.pop(i)) for i in list(self.scheduler.recorded)]
+            seeds = torch.randint(2**62, (settings.paintings,), generator=generator)
+            batches = []
+            for own in seeds.split(settings.micro_batch_size):
+                self.scheduler.begin(self.noise_level, own.tolist())
+                with hook(self.scheduler.record_call, with_kwargs=True):
+                    repeated = codes.expand(len(own), -1)
+                    latents.append(self.painter.paint(prompt, repeated, settings, seed))
+                batches.append(self.scheduler.steps)
+            path = [merge(each) for each in zip(*batches, strict=True)]
             for step, following in pairwise(path):
                 step.next_latents = following.latents  # the same numbers: the host keeps them once
             steps += path
@@ -196,8 +192,8 @@ class DecoderGRPO(GRPO):
 
 
 def merge(batches):
-    """One DenoisingStep of all K paintings, on the CPU, from those of their batches."""
-    names = ("latents", "next_latents", "old_logprobs")
-    columns = [[getattr(batch, name) for batch in batches] for name in names]
-    tensors = {name: torch.cat(column).cpu() for name, column in zip(names, columns)}
-    return replace(batches[0], **tensors)
+    """One DenoisingStep of all K paintings, from those of their batches."""
+    step = batches[0]
+    for name in ("latents", "next_latents", "old_logprobs"):
+        setattr(step, name, torch.cat([getattr(batch, name) for batch in batches]))
+    return step

@@ -52,13 +52,12 @@ def read_sources(pipe, edits, device):
     model.model.visual.to(device)
     model.model.vqmodel.to(device)
     for edit in edits:
-        source = edit.source
-        inputs = pipe.processor.image_processor(source, return_tensors="pt").to(device)
+        inputs = pipe.processor.image_processor(edit.source, return_tensors="pt").to(device)
         grid = inputs["image_grid_thw"]  # (1, 3)
-        if grid.tolist() != [[1, source.height // 32, source.width // 32]]:
-            rows, columns = grid.tolist()[0][1:]
+        ((_, rows, columns),) = grid.tolist()
+        if (columns * 32, rows * 32) != edit.source.size:
             raise UserError(
-                f"a picture of {source.size} pixels is {rows}x{columns} codes to the model, "
+                f"a picture of {edit.source.size} pixels is {rows}x{columns} codes to the model, "
                 "not one per 32x32 pixels: choose another --height and --width"
             )
         features = model.get_image_features(inputs["pixel_values"], grid).pooler_output

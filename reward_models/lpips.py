@@ -14,15 +14,13 @@ class Lpips(torch.nn.Module):
 
     def __init__(self, alexnet, heads):
         super().__init__()
-        alexnet, heads = (
-            load_weights(alexnet, "alexnet-owt-7be5be79.pth"),
-            load_weights(heads, "alex.pth"),
-        )
-        layers = [f"features.{n}" for n in (0, 3, 6, 8, 10)]
-        self.kernels = torch.nn.ParameterList(alexnet[f"{layer}.weight"] for layer in layers)
-        self.biases = torch.nn.ParameterList(alexnet[f"{layer}.bias"] for layer in layers)
-        heads = [heads[f"lin{n}.model.1.weight"] for n in range(5)]  # (1, channels, 1, 1)
-        self.heads = torch.nn.ParameterList(heads)
+        alexnet = load_weights(alexnet, "alexnet-owt-7be5be79.pth")
+        heads = load_weights(heads, "alex.pth")
+        self.layers = torch.nn.ModuleList()
+        for i, n in enumerate((0, 3, 6, 8, 10)):
+            weights = [alexnet[f"features.{n}.{name}"] for name in ("weight", "bias")]
+            weights.append(heads[f"lin{i}.model.1.weight"])  # (1, channels, 1, 1)
+            self.layers.append(torch.nn.ParameterList(weights))
 
     def forward(self, images, prompts, targets):
         with lend_gpu(self) as device:
@@ -35,7 +33,7 @@ class Lpips(torch.nn.Module):
         shift, scale = constants.to(a).view(2, 3, 1, 1)
         x = (torch.stack([a, b]) * 2 - 1 - shift) / scale
         total = 0
-        for n, (kernel, bias, head) in enumerate(zip(self.kernels, self.biases, self.heads)):
+        for n, (kernel, bias, head) in enumerate(self.layers):
             x = F.max_pool2d(x, 3, stride=2) if n in (1, 2) else x
             sizes = {"stride": (4, 1, 1, 1, 1)[n], "padding": (2, 2, 1, 1, 1)[n]}
             x = F.conv2d(x, kernel, bias, **sizes).relu()  # (2, C, h, w)

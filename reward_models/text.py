@@ -1,6 +1,5 @@
 """Text in the picture, read by OCR."""
 
-import asyncio
 import math
 import re
 import unicodedata
@@ -40,7 +39,7 @@ class Text:
     """Share of the quoted letters and digits that an OCR reads, 0..1; NaN where none are quoted.
 
     Each string counts 1 - distance / length, weighted by its length. Text that nobody asked for
-    costs nothing. The OCR runs on the CPU, in a thread, while the decoder paints.
+    costs nothing. The OCR runs on the CPU.
     """
 
     def __init__(self):
@@ -52,16 +51,11 @@ class Text:
             fast[f"EngineConfig.onnxruntime.{kind}_op_num_threads"] = 1
         self.ocr = RapidOCR(params={"Global.log_level": "error", **fast})
         self.ocr(Image.new("RGB", (64, 64)))  # it loads its models with the first picture
-        self.turn = asyncio.Lock()  # it keeps state while it reads
 
     def applies(self, prompt):
         return any(map(letters_and_digits, quoted(prompt)))
 
-    async def __call__(self, images, prompts, targets):
-        async with self.turn:
-            return await asyncio.to_thread(self.accuracies, images, prompts)
-
-    def accuracies(self, images, prompts):
+    def __call__(self, images, prompts, targets):
         return torch.tensor([self.accuracy(image, quoted(p)) for image, p in zip(images, prompts)])
 
     def accuracy(self, image, strings):

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -124,11 +125,8 @@ def preparing_once(processor):
             ids = tuple(map(id, shown))
             prepared[ids] = prepared.get(ids) or preprocess([shown], **options)
             rows.append(prepared[ids])
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        for name, parts in columns.items():
-            tensors = torch.is_tensor(parts[0])
-            columns[name] = torch.cat(parts) if tensors else [x for part in parts for x in part]
-        return type(rows[0])(columns)
+        join = lambda parts: torch.cat(parts) if torch.is_tensor(parts[0]) else [*chain(*parts)]
+        return type(rows[0])({name: join([row[name] for row in rows]) for name in rows[0]})
 
     processor.preprocess = once
     try:

@@ -20,7 +20,6 @@ from conftest import (
     tiny_settings,
 )
 from PIL import Image
-from test_tiny_model import few_captions
 
 import rewards
 import train
@@ -141,7 +140,6 @@ def test_the_threshold_of_one_comparison_is_students():
 def test_the_harder_start_is_another_policy(monkeypatch, tmp_path):
     monkeypatch.setattr(variants, "OUT", tmp_path)
     monkeypatch.setattr(variants, "HARD_START", {"steps": 1, "lr": 1e-4})
-    few_captions(monkeypatch)
     variants.make_hard_start()
     weights = "vision_language_encoder/model.safetensors"
     assert (tmp_path / "hard-start" / weights).read_bytes() != (TINY / weights).read_bytes()

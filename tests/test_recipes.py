@@ -238,9 +238,7 @@ def test_given_answers_take_the_place_of_samples(tmp_path):
     ((ids, positions, length),) = run.glm_image.encode(prompts, settings)
     group = Group(ids, positions, torch.zeros(2, length, dtype=torch.long), torch.zeros(2, length))
     rewards = step.answered(run, prompts, [group])
-    codes = make.codes_of(
-        [MEANING["two red rings"].scene()], make.corner_codes(make.make_codebook())
-    )
+    codes = make.codes_of([MEANING["two red rings"].scene()])
     assert torch.equal(group.tokens, codes.expand(2, -1)) and rewards.tolist() == [1, 1]
     again = run.policy.logprobs(group, torch.arange(2))
     torch.testing.assert_close(group.old_logprobs, again.detach())

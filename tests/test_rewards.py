@@ -241,7 +241,7 @@ def test_infix_distance_by_hand(pattern, text, distance):
 def test_text_by_hand(lines, prompt, expected):
     text = object.__new__(Text)
     text.ocr = lambda image: SimpleNamespace(txts=lines or None)
-    same(text.accuracies(noise(1), [prompt]), [expected])
+    same(text(noise(1), [prompt], None), [expected])
 
 
 def test_text_reads_english():

@@ -223,17 +223,10 @@ def test_captions_of_the_tiny_model():
         assert first and second and not first & second
 
 
-def few_captions(monkeypatch):
-    """Of those that make.py learns from, which takes seconds to read them all."""
-    few = {kind: some(captions, 20) for kind, captions in world.seen_captions().items()}
-    monkeypatch.setattr(make, "seen_captions", lambda: few)
-
-
 def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
     """Neither captions, but for the single objects, nor edits."""
     learned = {str(caption) for captions in world.seen_captions().values() for caption in captions}
     assert {kind_of(caption) for caption in lines("heldout") if caption in learned} == {"one"}
-    few_captions(monkeypatch)
     captions, edits, (training, held_out) = [], [], world.split_edits()
     monkeypatch.setattr(make, "split_edits", lambda: (training, held_out))
     monkeypatch.setattr(make, "random_edit", lambda rng: rng.choice([*training[:24], *held_out]))
@@ -247,7 +240,7 @@ def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
         return SimpleNamespace(logits=torch.zeros(len(input_ids), logits_to_keep, width))
 
     policy.config = pipe.vision_language_encoder.config
-    make.train_policy(policy, make.make_codebook(), 1, 1e-3, misreads=True)
+    make.train_policy(policy, 1, 1e-3, make.redraw)
     assert len(captions) == 10 * 12 and set(captions) <= learned
     assert edits and not set(edits) & set(held_out)
 
@@ -308,24 +301,38 @@ def read_prompt(policy, processor, text, picture=None):
     return ids[0], torch.cat([read[:, 0], written[0]], dim=1)
 
 
-def test_prompts_side_by_side_end_alike_by_hand():
-    """Two and one ids, one code. Padding sees itself, as a row that sees nothing is NaN."""
-    prompts = [(torch.tensor([5, 6]), torch.arange(9).view(3, 3))]
-    prompts += [(torch.tensor([7]), torch.arange(6).view(3, 2))]
-    ids, positions, mask = make.collate(prompts, 9)
-    assert ids.tolist() == [[5, 6], [9, 7]]
-    first, second = [[0, 1, 2], [3, 4, 5], [6, 7, 8]], [[0, 0, 1], [0, 2, 3], [0, 4, 5]]
-    assert positions[:, 0].tolist() == first and positions[:, 1].tolist() == second
-    first, second = mask[:, 0].int().tolist()
-    assert first == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-    assert second == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+def test_prompts_side_by_side_are_learned_as_each_by_itself(pipe, monkeypatch):
+    """The logits of a batch of several lengths, of captions and of edits."""
+    model, batches = pipe.vision_language_encoder, []
+    policy = lambda **given: batches.append(given) or model(**given)
+    policy.config = model.config
+    monkeypatch.setattr(make, "optimise", lambda *given: given[-1]())
+    with torch.no_grad():
+        make.train_policy(policy, 1, 1e-3)
+        for given in batches:
+            ids, positions, number = (
+                given[name] for name in ("input_ids", "position_ids", "logits_to_keep")
+            )
+            together, lengths = model(**given).logits, set()
+            for i in range(4):
+                real = ids[i].cumsum(0) > 0  # what is not padding
+                own = {
+                    "input_ids": ids[i : i + 1, real],
+                    "position_ids": positions[:, i : i + 1, real],
+                }
+                assert not own["position_ids"][:, 0, 0].any()
+                alone = model(**own, logits_to_keep=number).logits[0]
+                torch.testing.assert_close(together[i], alone, rtol=0, atol=1e-3)
+                lengths.add(real.sum().item())
+            assert len(lengths) > 1
+    assert [len(given["input_ids"][0]) > 272 for given in batches] == [True, False]
 
 
 def test_scenes_as_codes_are_those_of_their_drawings():
     codebook, scenes = make.make_codebook(), some_scenes(20)
     pixels = make.to_tensor([world.draw(scene) for scene in scenes])
     drawn = torch.cat([make.encode(pixels, codebook, grid) for grid in (16, 4)], dim=1)
-    assert torch.equal(make.codes_of(scenes, make.corner_codes(codebook)), drawn)
+    assert torch.equal(make.codes_of(scenes), drawn)
     error = make.patches(pixels, 16) - codebook[drawn[:, :256]]
     assert error.abs().max() < 1e-3  # each patch is a centre
 
@@ -351,7 +358,7 @@ def twice(codes):
 
 def test_the_tower_reads_the_codes_that_the_model_was_taught(pipe):
     scenes = some_scenes(60)
-    taught = make.codes_of(scenes, make.corner_codes(make.make_codebook()))[:, 256:]
+    taught = make.codes_of(scenes)[:, 256:]
     codes = read_codes(pipe, [world.draw(scene) for scene in scenes])
     assert len(taught.unique()) > 50 and torch.equal(codes, taught)
 

@@ -16,6 +16,7 @@ GenEval (arXiv 2310.11513) lets further objects pass unless it counts; here they
 
 import functools
 import itertools
+import operator
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import world
+from world import CELL
 
 MATCH = 0.85  # a shape counts from this overlap (intersection over union) with it as drawn
 NEAR = 100  # and with a colour no further from its name's, the sum over red, green and blue
@@ -40,10 +42,9 @@ def look(image):
 
 
 def places_of(image):
-    """Its four places (64, 64, 3): upper left, upper right, lower left, lower right."""
+    """Its four places (4, 64, 64, 3): upper left, upper right, lower left, lower right."""
     pixels = np.asarray(image.convert("RGB").resize((world.SIZE, world.SIZE))).astype(int)
-    corners = itertools.product((0, world.CELL), (0, world.CELL))
-    return [pixels[top : top + world.CELL, left : left + world.CELL] for top, left in corners]
+    return pixels.reshape(2, CELL, 2, CELL, 3).swapaxes(1, 2).reshape(4, CELL, CELL, 3)
 
 
 def look_at(pixels):
@@ -76,12 +77,12 @@ def difference(pixels, colour):
 @functools.cache
 def outlines():
     """{shape: where it is drawn, (64, 64) bool}"""
-    return {shape: first_place((shape, "black")).mean(-1) < 130 for shape in world.SHAPES}
+    return {shape: drawn((shape, "black")).mean(-1) < 130 for shape in world.SHAPES}
 
 
-def first_place(thing):
+def drawn(thing):
     """The pixels (64, 64, 3) of a place that shows this, or nothing."""
-    return places_of(world.draw((thing, None, None, None)))[0]
+    return np.asarray(world.draw_thing(thing)).astype(int)
 
 
 # ---- what it was asked for -----------------------------------------------------------------------
@@ -90,30 +91,25 @@ def first_place(thing):
 def caption_facts(caption, scene):
     """{fact: the share of it that holds}, with objects in the places that suit the caption best."""
     objects = world.NUMBERS.get(caption.word, len(caption.shapes))
-    things = [place for place in range(4) if scene[place] is not None]
-    number = float(len(things) == objects and "mess" not in scene)
+    number = float(4 - scene.count(None) == objects and "mess" not in scene)
+    share = lambda seen, asked: sum(map(operator.eq, seen, itertools.cycle(asked))) / objects
     found = []
     for places in itertools.permutations(range(4), objects):
-        seen = [("", "") if scene[place] in (None, "mess") else scene[place] for place in places]
-        asked = zip(seen, itertools.cycle(caption.shapes))
-        shapes = [shape == name for (shape, _), name in asked]
-        facts = {"number": number, "shape": sum(shapes) / objects}
+        shapes, colours = zip(*(words_of(scene[place]) for place in places))
+        facts = {"number": number, "shape": share(shapes, caption.shapes)}
         if caption.colours:
-            asked = zip(seen, itertools.cycle(caption.colours))
-            facts["colour"] = sum(colour == name for (_, colour), name in asked) / objects
+            facts["colour"] = share(colours, caption.colours)
         if caption.kind == "position":
-            facts["relation"] = float(all(shapes) and holds(caption.word, *places))
+            facts["relation"] = float(facts["shape"] == 1 and holds(caption.word, *places))
         found.append(facts)
     return max(found, key=lambda facts: sum(facts.values()))
 
 
 def holds(relation, first, second):
     """Whether of two places, numbered row by row, the first is in this relation to the second."""
-    if relation in ("left of", "right of"):
-        first, second = first % 2, second % 2
-    else:
-        first, second = first // 2, second // 2
-    return first < second if relation in ("left of", "above") else first > second
+    wanted = world.RELATIONS[relation]
+    bit = max(wanted)  # of a place: 1 for its column, 2 for its row
+    return (first & bit, second & bit) == wanted
 
 
 def edit_facts(wish, before, scene):
@@ -121,26 +117,23 @@ def edit_facts(wish, before, scene):
 
     None where this cannot be asked of the picture before.
     """
+    named = [thing for thing in before if thing and thing[0] == wish.shape]
+    if "mess" in before or len(named) != (wish.kind != "add"):
+        return None
     found = []
-    for place, wanted in wanted_places(wish, before):
-        same = sum(scene[other] == before[other] for other in range(4) if other != place) / 3
-        seen = scene[place]
-        if wanted is None or seen in (None, "mess"):
-            done = float(seen == wanted)
-        else:
-            done = (seen[0] == wanted[0]) / 2 + (seen[1] == wanted[1]) / 2
-        found.append({"done": done, "kept": same})
+    for place in wish.places(before):
+        after = wish.edited(before, place)
+        same = [now == then for now, then in zip(scene, after)]
+        done = float(same[place])
+        if after[place]:
+            done = sum(map(operator.eq, words_of(scene[place]), after[place])) / 2
+        found.append({"done": done, "kept": (sum(same) - same[place]) / 3})
     return max(found, key=lambda facts: sum(facts.values()), default=None)
 
 
-def wanted_places(wish, before):
-    """[(place, what has to be there)]: one, each empty place for something added, or none."""
-    named = [place for place in range(4) if before[place] and before[place][0] == wish.shape]
-    if "mess" in before or len(named) != (wish.kind != "add"):
-        return []
-    if wish.kind != "add":
-        return [(named[0], wish.edited(before)[named[0]])]
-    return [(place, (wish.shape, wish.word)) for place in range(4) if before[place] is None]
+def words_of(thing):
+    """Shape and colour of what stands in a place, empty words for nothing and for a mess."""
+    return ("", "") if thing in (None, "mess") else thing
 
 
 def facts_of(image, prompt, source=None):
@@ -160,8 +153,7 @@ def facts(images, prompts, targets=None, sources=None):
 
     sources: a picture or None for each image, or None.
     """
-    asked = zip(images, prompts, sources or [None] * len(images))
-    shares = itertools.starmap(facts_of, asked)
+    shares = map(facts_of, images, prompts, sources or [None] * len(images))
     return torch.tensor([sum(x.values()) / len(x) if x else float("nan") for x in shares])
 
 
@@ -178,7 +170,11 @@ def clean(images, prompts=None, targets=None):
 
 def near(images, prompts=None, targets=None):
     """1 less the mean difference from the nearest scene that could be drawn, pixels in 0..1."""
-    return torch.tensor([1 - np.mean([*map(nearest, places_of(image))]) for image in images])
+    found = []
+    for image in images:
+        differences = np.abs(places_of(image)[:, None] - sprites()).mean((2, 3, 4))  # (4, 37)
+        found.append(1 - np.mean(differences.min(1) / 255))
+    return torch.tensor(found)
 
 
 def many(images, prompts=None, targets=None):
@@ -186,12 +182,7 @@ def many(images, prompts=None, targets=None):
     return torch.tensor([sum(thing is not None for thing in look(x)) / 4 for x in images])
 
 
-def nearest(pixels):
-    """The mean difference of a place (64, 64, 3) from the nearest thing drawn, or from none."""
-    return np.abs(pixels - sprites()).mean((1, 2, 3)).min() / 255
-
-
 @functools.cache
 def sprites():
     """All that a place may show, (37, 64, 64, 3): nothing, and each shape in each colour."""
-    return np.stack([*map(first_place, (None, *world.SPRITES))]).astype(np.float32)
+    return np.stack([*map(drawn, world.THINGS)]).astype(np.float32)

@@ -18,12 +18,12 @@ release. The sizes, the tokenizer and the scheduler stay as this folder's config
 """
 
 import argparse
+import functools
 import itertools
 import json
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -33,10 +33,8 @@ import torch.nn.functional as F
 from diffusers import GlmImagePipeline
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
-from transformers import GenerationConfig
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
@@ -49,8 +47,7 @@ from world import (
     RELATIONS,
     SHAPES,
     SIZE,
-    SPRITES,
-    WISHES,
+    THINGS,
     Caption,
     Wish,
     draw,
@@ -64,6 +61,7 @@ from world import (
 
 from glm_image.editing import EditPrompt, encode_edit
 from glm_image.model import encode_prompt, for_decoder, latent_scaling, without_weights
+from grpo import _attended, _pad_left
 
 NUM_CODES = 1024
 
@@ -82,18 +80,15 @@ SHARES = {
 }
 
 
-def misread(caption, rng, same=True):
-    """What a policy reads that is weak at numbers, relations, whose colour is whose.
-
-    same: whether a word that is drawn again may be the same, as in redraw.
-    """
-    shapes = tuple(redraw(shape, SHAPES, 0.04, rng, same) for shape in caption.shapes)
-    colours = tuple(redraw(colour, COLOURS, 0.04, rng, same) for colour in caption.colours)
+def misread(caption, rng, redraw):
+    """What a policy reads that is weak at numbers, relations, whose colour is whose."""
+    shapes = tuple(redraw(shape, SHAPES, 0.04, rng) for shape in caption.shapes)
+    colours = tuple(redraw(colour, COLOURS, 0.04, rng) for colour in caption.colours)
     word = caption.word
     if word in NUMBERS:
-        word = redraw(word, NUMBERS, 0.9, rng, same)
+        word = redraw(word, NUMBERS, 0.9, rng)
     elif word in RELATIONS:
-        word = redraw(word, RELATIONS, 0.95, rng, same)
+        word = redraw(word, RELATIONS, 0.95, rng)
     if len(colours) == 2 and rng.random() < 0.15:
         colours = colours[::-1]
     if len(shapes) == 2 and rng.random() < 0.3:  # the second object is left out
@@ -101,17 +96,16 @@ def misread(caption, rng, same=True):
     return Caption(caption.kind, shapes, colours, word)
 
 
-def misread_edit(scene, wish, rng, same=True):
+def misread_edit(scene, wish, rng, redraw):
     """An edit as it is read: of another object, to something else, or of another colour."""
-    recolour = lambda colour: redraw(colour, COLOURS, 0.08, rng, same)
-    scene = tuple(thing and (thing[0], recolour(thing[1])) for thing in scene)
+    scene = tuple(thing and (thing[0], redraw(thing[1], COLOURS, 0.08, rng)) for thing in scene)
     named = SHAPES if wish.kind == "add" else [thing[0] for thing in scene if thing]
-    shape = redraw(wish.shape, named, 0.5, rng, same)
+    shape = redraw(wish.shape, named, 0.5, rng)
     words = COLOURS if wish.word in COLOURS else SHAPES
-    return scene, Wish(wish.kind, shape, wish.word and redraw(wish.word, words, 0.5, rng, same))
+    return scene, Wish(wish.kind, shape, wish.word and redraw(wish.word, words, 0.5, rng))
 
 
-def redraw(word, words, chance, rng, same):
+def redraw(word, words, chance, rng, same=True):
     """A word, or now and then one drawn from all `words`; with `same` it may be that word."""
     others = [other for other in words if same or other != word]
     return rng.choice(others) if rng.random() < chance and others else word
@@ -135,31 +129,35 @@ def encode(pixels, codebook, grid):
     return torch.cdist(patches(pixels, grid), codebook).argmin(-1)  # (B, grid*grid)
 
 
+def drawn_things():
+    """Pixels of all that a place may show, by itself: (37, 3, 128, 128)."""
+    return to_tensor([draw((thing, None, None, None)) for thing in THINGS])
+
+
 def make_codebook():
     """The centres of the codes (1024, 48).
 
     All patches that occur, 529, are centres, for shapes lie on the codes' grids; the others are
     noise, nearest to none.
     """
-    pixels = to_tensor([draw((sprite, None, None, None)) for sprite in SPRITES])
-    seen = torch.cat([patches(pixels, grid).flatten(0, 1) for grid in (4, 16)])
+    seen = torch.cat([patches(drawn_things(), grid).flatten(0, 1) for grid in (4, 16)])
     seen = torch.unique((seen * 1e4).round() / 1e4, dim=0)
     noise = torch.rand(NUM_CODES - len(seen), 48, generator=torch.Generator().manual_seed(0))
     return torch.cat([seen, noise * 2 - 1])
 
 
-def corner_codes(codebook):
+@functools.cache
+def codes_of_places():
     """The codes of an empty place, then of each sprite: (37, 8, 8) preview, (37, 2, 2) large."""
-    drawn = to_tensor([draw((thing, None, None, None)) for thing in (None, *SPRITES)])
-    grids = [encode(drawn, codebook, n).unflatten(1, (n, n)) for n in (16, 4)]
-    return [codes[:, : len(codes[0]) // 2, : len(codes[0]) // 2] for codes in grids]
+    pixels, codebook = drawn_things(), make_codebook()
+    codes = [encode(pixels, codebook, 2 * n).view(-1, 2, n, 2, n) for n in (8, 2)]
+    return [each[:, 0, :, 0] for each in codes]
 
 
-def codes_of(scenes, corners):
+def codes_of(scenes):
     """The codes (B, 272) of scenes, from those of their places: 256 of the preview, 16 large."""
-    all_things = [None, *SPRITES]
-    things = torch.tensor([[all_things.index(thing) for thing in scene] for scene in scenes])
-    places = [corner[things].unflatten(1, (2, 2)) for corner in corners]  # (B, 2, 2, n, n)
+    things = torch.tensor([[THINGS.index(thing) for thing in scene] for scene in scenes])
+    places = [codes[things.view(-1, 2, 2)] for codes in codes_of_places()]  # (B, 2, 2, n, n)
     return torch.cat([codes.transpose(2, 3).flatten(1) for codes in places], dim=1)
 
 
@@ -176,8 +174,7 @@ def fresh(part):
 
 def optimise(name, module, steps, lr, loss_fn):
     """AdamW on a one-cycle schedule, with a progress bar; `loss_fn()` draws its own batch."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     module.train()
     bar = tqdm(range(steps), desc=name, mininterval=10)
@@ -185,23 +182,11 @@ def optimise(name, module, steps, lr, loss_fn):
         loss = loss_fn()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
     module.eval()
-
-
-def train_vae(vae, pixels, steps):
-    def loss():
-        batch = pixels[torch.randint(len(pixels), (4,))]
-        posterior = vae.encode(batch).latent_dist
-        painted = vae.decode(posterior.sample()).sample
-        # Without the squares it takes red for brown, for long.
-        likeness = F.l1_loss(painted, batch) + F.mse_loss(painted, batch)
-        return likeness + 1e-4 * posterior.kl().mean() / 2048
-
-    optimise("VAE", vae, steps, 2e-3, loss)
 
 
 def train_decoder(decoder, latents, codes, glyphs, steps, lr, sources=False):
@@ -240,66 +225,51 @@ def train_decoder(decoder, latents, codes, glyphs, steps, lr, sources=False):
     optimise("decoder", decoder, steps, lr, loss)
 
 
-def collate(prompts, padding):
-    """Prompts side by side that end alike: B pairs of ids (L,) and positions (3, L+T).
-
-    Returns ids (B, L), positions (3, B, L+T) and the attention mask (B, 1, L+T, L+T), with L that
-    of the longest.
-    """
-    side_by_side = partial(pad_sequence, batch_first=True, padding_side="left")
-    ids, positions = zip(*prompts)
-    real = side_by_side([torch.ones_like(at[0], dtype=torch.bool) for at in positions])  # (B, L+T)
-    causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool).tril()
-    itself = torch.eye(real.shape[1], dtype=torch.bool)  # padding: a row that sees nothing is NaN
-    mask = (causal & real[:, None, None, :]) | itself
-    positions = side_by_side([at.T for at in positions]).permute(2, 0, 1)
-    return side_by_side(ids, padding_value=padding), positions, mask
-
-
-def train_policy(policy, codebook, steps, lr, misreads, same=True):
-    """On captions and edits; with `misreads` what is painted is what was read, see misread."""
+def train_policy(policy, steps, lr, redraw=None):
+    """On captions and edits; with `redraw` what is painted is what was misread, see misread."""
     rng = random.Random(2)
     seen, (_, held_out) = seen_captions(), split_edits()
-    # With room for the codes of a source.
-    codes = torch.full((16,), policy.config.image_token_id)
-    edits = [EditPrompt(text, source=draw((None,) * 4), codes=codes) for text in WISHES]
     processor = GlmImagePipeline.from_pretrained(HERE).processor
-    captions = [str(caption) for caption in itertools.chain(*seen.values())]
-    prompts = {text: encode_prompt(processor, text, SIZE, SIZE)[:2] for text in captions}
-    prompts |= {edit.text: encode_edit(processor, edit, SIZE, SIZE)[:2] for edit in edits}
 
-    def cross_entropy(texts, sources, targets):
+    @functools.cache
+    def encoded(prompt):
+        """Ids and positions of a Caption, or of a Wish, with room for the codes of a source."""
+        if isinstance(prompt, Caption):
+            return encode_prompt(processor, str(prompt), SIZE, SIZE)[:2]
+        room = torch.full((16,), policy.config.image_token_id)
+        edit = EditPrompt(str(prompt), source=draw((None,) * 4), codes=room)
+        return encode_edit(processor, edit, SIZE, SIZE)[:2]
+
+    def cross_entropy(prompts, sources, targets):
         """Mean over codes (B, T) after prompts, which contain codes of sources (B, 16), or none."""
-        padding = processor.tokenizer.pad_token_id
-        ids, positions, mask = collate([prompts[text] for text in texts], padding)
+        ids, positions = zip(*map(encoded, prompts))
+        ids, positions, real = _pad_left(ids, positions, targets.shape[1], "cpu")
         ids = ids.masked_scatter(ids == policy.config.image_token_id, sources)
         # One logit more than there are codes: the last code predicts the end of the image, as
         # generate() expects.
         logits = policy(
             input_ids=torch.cat([ids, targets], dim=1),
             position_ids=positions,
-            attention_mask=mask,
+            attention_mask=None if real is None else _attended(real, 0, real.shape[1]),
             logits_to_keep=targets.shape[1] + 1,
             use_cache=False,
         ).logits
-        end = torch.full((len(texts), 1), policy.config.image_end_token_id)
+        end = torch.full((len(ids), 1), policy.config.image_end_token_id)
         return F.cross_entropy(logits.flatten(0, 1), torch.cat([targets, end], dim=1).flatten())
 
     def loss():
         kinds = rng.choices(list(SHARES), SHARES.values(), k=12)
         captions = [rng.choice(seen[kind]) for kind in kinds]
-        read = [misread(caption, rng, same) if misreads else caption for caption in captions]
-        targets = codes_of([caption.scene() for caption in read], corners)
-        texts = [str(caption) for caption in captions]
-        total = cross_entropy(texts, targets[:0, 256:], targets)  # 256 + 16 codes
+        read = [misread(caption, rng, redraw) if redraw else caption for caption in captions]
+        targets = codes_of([caption.scene() for caption in read])
+        total = cross_entropy(captions, targets[:0, 256:], targets)  # 256 + 16 codes
 
         edits = [edit for edit in (random_edit(rng) for _ in range(24)) if edit not in held_out]
-        read = [misread_edit(*edit, rng, same) if misreads else edit for edit in edits]
-        sources = codes_of([scene for scene, _ in edits], corners)[:, 256:]
-        targets = codes_of([wish.edited(scene) for scene, wish in read], corners)[:, 256:]
-        return total + cross_entropy([str(wish) for _, wish in edits], sources, targets)
+        read = [misread_edit(*edit, rng, redraw) if redraw else edit for edit in edits]
+        sources = codes_of([scene for scene, _ in edits])[:, 256:]
+        targets = codes_of([wish.edited(scene) for scene, wish in read])[:, 256:]
+        return total + cross_entropy([wish for _, wish in edits], sources, targets)
 
-    corners = corner_codes(codebook)
     optimise("policy", policy, steps, lr, loss)
 
 
@@ -308,15 +278,16 @@ def train_policy(policy, codebook, steps, lr, misreads, same=True):
 
 def make_policy():
     torch.manual_seed(3)
-    policy, codebook = fresh("vision_language_encoder"), make_codebook()
-    shipped = GlmImagePipeline.from_pretrained(HERE).vision_language_encoder.model
-    policy.model.visual, policy.model.vqmodel = shipped.visual, shipped.vqmodel  # see README.md
-    train_policy(policy, codebook, steps=2800, lr=2.5e-3, misreads=False)
+    policy = fresh("vision_language_encoder")
+    shipped = GlmImagePipeline.from_pretrained(HERE).vision_language_encoder
+    # See README.md.
+    policy.model.visual, policy.model.vqmodel = shipped.model.visual, shipped.model.vqmodel
+    train_policy(policy, steps=2800, lr=2.5e-3)
     # At five times this rate it also forgets which shape stands below, and GRPO then has to teach
     # more than it can.
-    train_policy(policy, codebook, steps=280, lr=1e-4, misreads=True)
+    train_policy(policy, steps=280, lr=1e-4, redraw=redraw)
     # It suppresses the end: a picture that ends early has too few codes for the decoder.
-    policy.generation_config = GenerationConfig.from_pretrained(HERE / "vision_language_encoder")
+    policy.generation_config = shipped.generation_config
     return policy
 
 
@@ -325,7 +296,16 @@ def make_vae():
     vae = fresh("vae")
     rng = random.Random(1)
     pixels = to_tensor([draw(random_scene(rng)) for _ in range(600)])
-    train_vae(vae, pixels, steps=1500)
+
+    def loss():
+        batch = pixels[torch.randint(600, (4,))]
+        posterior = vae.encode(batch).latent_dist
+        painted = vae.decode(posterior.sample()).sample
+        # Without the squares it takes red for brown, for long.
+        likeness = F.l1_loss(painted, batch) + F.mse_loss(painted, batch)
+        return likeness + 1e-4 * posterior.kl().mean() / 2048
+
+    optimise("VAE", vae, 1500, 2e-3, loss)
     latents = latents_of(vae, pixels)
     mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3))
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
@@ -338,7 +318,7 @@ def latents_of(vae, pixels):
     return torch.cat([vae.encode(each).latent_dist.mode() for each in batches])  # (B, 8, 16, 16)
 
 
-def make_decoder(vae, codebook, no_text):
+def make_decoder(vae, no_text):
     """no_text: what the text encoder says of a prompt that quotes nothing, (1, L, 64)."""
     torch.manual_seed(2)
     decoder = fresh("transformer")
@@ -347,7 +327,7 @@ def make_decoder(vae, codebook, no_text):
     scenes += [rng.choice(CAPTIONS[rng.choice(KINDS)]).scene() for _ in scenes]
     mean, std = latent_scaling(vae)
     latents = (latents_of(vae, to_tensor([draw(scene) for scene in scenes])) - mean) / std
-    large = codes_of(scenes, corner_codes(codebook))[:, 256:]
+    large = codes_of(scenes)[:, 256:]
     # First to paint from captions, then to edit too: what is the same in both is learned by then.
     train_decoder(decoder, latents, large, no_text, steps=3500, lr=2e-3)
     train_decoder(decoder, latents, large, no_text, steps=600, lr=5e-4, sources=True)
@@ -361,53 +341,51 @@ def make_painters():
     pipe = GlmImagePipeline.from_pretrained(HERE, text_encoder=text_encoder)
     with torch.no_grad():
         no_text = pipe.encode_prompt("no text in quotes", do_classifier_free_guidance=False)[0]
-    decoder = make_decoder(vae, make_codebook(), no_text)
+    decoder = make_decoder(vae, no_text)
     return {"text_encoder": text_encoder, "vae": vae, "transformer": decoder}
 
 
 # ---- 6. what to train on, and what is held out ---------------------------------------------------
 
 
-# Captions to train on and held out, per kind, number and relation, without colours and with them.
-COUNTS = {"one": (2, 2), "two": (6, 6), "counting": (4, 2), "position": (7, 3)}
-COLOURED = {"counting": (5, 2), "colours": (4, 6), "binding": (45, 10)}
+# Captions to train on and held out, per kind, number and relation, without colours and with them;
+# fewer where there are no more.
+COUNTS = {"one": (2, 2), "two": (6, 6), "counting": (5, 2)}
+COUNTS |= {"colours": (4, 6), "position": (7, 3), "binding": (45, 10)}
 
 
 def split_captions():
     """112 captions to train on and 48 held out, which no stage has seen, kind after kind."""
     rng = random.Random(0)
-    training, held_out = [], []
+    parts = [], []
     for kind, captions in CAPTIONS.items():
         alike = {}
         for caption in rng.sample(captions, len(captions)):
             alike.setdefault((caption.word, bool(caption.colours)), []).append(caption)
         chosen = [], []
-        for (_, coloured), own in alike.items():
-            many, few = (COLOURED if coloured else COUNTS)[kind]
+        many, few = COUNTS[kind]
+        for own in alike.values():
             # Of single objects, two by chance.
             hidden = [caption for caption in own if unseen(caption)] or own[-few:]
             open_ones = [each for each in own if not unrewarded(each) and each not in hidden]
             chosen[0].extend(open_ones[:many])
             chosen[1].extend(hidden[:few])
         # An evaluation on some takes the first of each kind.
-        training += rng.sample(chosen[0], len(chosen[0]))
-        held_out += rng.sample(chosen[1], len(chosen[1]))
-    return training, held_out
+        for part, own in zip(parts, chosen):
+            part += rng.sample(own, len(own))
+    return parts
 
 
 def write_prompts():
     """Captions and edits to train on with GRPO, and others that no stage has seen."""
-    captions, edits = split_captions(), split_edits()
-    for prefix, name, part in (("", "prompts", 0), ("heldout-", "heldout", 1)):
-        write_lines(f"{name}.txt", captions[part])
-        write_lines(f"{prefix}edits.txt", [wish for _, wish in edits[part]])
-
-
-def write_lines(file, prompts):
-    """One per line, each kind after a line that names it: evaluations show them apart."""
-    kinds = itertools.groupby(prompts, lambda prompt: prompt.kind)
-    parts = ["\n".join([f"# type: {kind}", *map(str, own)]) for kind, own in kinds]
-    (HERE / file).write_text("\n".join(parts) + "\n")
+    training, held_out = split_captions()
+    edits, other_edits = ([wish for _, wish in part] for part in split_edits())
+    files = {"prompts": training, "heldout": held_out, "edits": edits, "heldout-edits": other_edits}
+    for name, prompts in files.items():
+        # Each kind after a line that names it: evaluations show them apart.
+        kinds = itertools.groupby(prompts, lambda prompt: prompt.kind)
+        parts = ["\n".join([f"# type: {kind}", *map(str, own)]) for kind, own in kinds]
+        (HERE / f"{name}.txt").write_text("\n".join(parts) + "\n")
 
 
 def main():

@@ -24,6 +24,7 @@ COLOURS = {
 WHITE = (245, 245, 240)
 USUAL = dict(zip(SHAPES, COLOURS))  # the colour of a shape where a caption names none
 SPRITES = list(itertools.product(SHAPES, COLOURS))  # 36
+THINGS = (None, *SPRITES)  # what a place may show
 NUMBERS = {"two": 2, "three": 3, "four": 4}
 # The places of both objects.
 RELATIONS = {"left of": (0, 1), "right of": (1, 0), "above": (0, 2), "below": (2, 0)}
@@ -103,7 +104,7 @@ def unseen(caption):
 def seen_captions():
     """{type: the captions that the policy learns from}, more of them by relations with colours."""
     placed = itertools.product(CAPTIONS["binding"], RELATIONS)
-    coloured = [Caption("position", each.shapes, each.colours, word) for each, word in placed]
+    coloured = [each._replace(kind="position", word=word) for each, word in placed]
     kinds = CAPTIONS | {"coloured position": coloured}
     return {kind: [each for each in kinds[kind] if not unseen(each)] for kind in kinds}
 
@@ -118,14 +119,21 @@ class Wish(NamedTuple):
     def __str__(self):
         return FORMS[self.kind].format(shape=self.shape, word=self.word)
 
-    def edited(self, scene):
-        """The scene after this edit; what is added takes the first empty place."""
+    def places(self, scene):
+        """Where it can be done: at the object that it names, or in each empty place."""
         shapes = [thing and thing[0] for thing in scene]
-        place = shapes.index(None if self.kind == "add" else self.shape)
-        colour = scene[place] and scene[place][1]
-        new = {"recolour": (self.shape, self.word), "reshape": (self.word, colour), "remove": None}
-        new["add"] = self.shape, self.word
-        return (*scene[:place], new[self.kind], *scene[place + 1 :])
+        wanted = None if self.kind == "add" else self.shape
+        return [place for place in range(4) if shapes[place] == wanted]
+
+    def edited(self, scene, place=None):
+        """The scene after this edit; what is added takes the first empty place, or `place`."""
+        place = self.places(scene)[0] if place is None else place
+        new = self.shape, self.word
+        if self.kind == "reshape":
+            new = self.word, scene[place][1]
+        elif self.kind == "remove":
+            new = None
+        return (*scene[:place], new, *scene[place + 1 :])
 
 
 FORMS = {
@@ -158,30 +166,33 @@ def random_edit(rng):
 
 
 def draw(scene):
-    """A scene as 128x128 pixels, drawn four times larger and averaged down for smooth edges."""
-    k = 4
-    image = Image.new("RGB", (SIZE * k, SIZE * k), WHITE)
-    pen, r = ImageDraw.Draw(image), RADIUS * k
+    """A scene as 128x128 pixels."""
+    image = Image.new("RGB", (SIZE, SIZE))
     for place, thing in enumerate(scene):
-        if thing is None:
-            continue
-        shape, fill = thing[0], COLOURS[thing[1]]
-        x, y = (CELL * (place % 2) + CELL // 2) * k, (CELL * (place // 2) + CELL // 2) * k
-        if shape in ("circle", "ring"):
-            pen.ellipse((x - r, y - r, x + r - 1, y + r - 1), fill=fill)
-        if shape == "ring":
-            pen.ellipse((x - r // 2, y - r // 2, x + r // 2 - 1, y + r // 2 - 1), fill=WHITE)
-        elif shape == "square":
-            half = r * 5 // 6
-            pen.rectangle((x - half, y - half, x + half - 1, y + half - 1), fill=fill)
-        elif shape == "triangle":
-            pen.polygon([(x, y - r), (x + r, y + r * 7 // 8), (x - r, y + r * 7 // 8)], fill=fill)
-        elif shape == "diamond":
-            pen.polygon([(x, y - r), (x + r, y), (x, y + r), (x - r, y)], fill=fill)
-        elif shape == "cross":
-            pen.rectangle((x - r, y - r // 3, x + r - 1, y + r // 3 - 1), fill=fill)
-            pen.rectangle((x - r // 3, y - r, x + r // 3 - 1, y + r - 1), fill=fill)
-    return image.resize((SIZE, SIZE), Image.Resampling.BOX)
+        image.paste(draw_thing(thing), (CELL * (place % 2), CELL * (place // 2)))
+    return image
+
+
+def draw_thing(thing):
+    """A place as 64x64 pixels, drawn four times larger and averaged down for smooth edges."""
+    image = Image.new("RGB", (4 * CELL, 4 * CELL), WHITE)
+    shape, fill = (thing[0], COLOURS[thing[1]]) if thing else ("", WHITE)
+    pen, c, r = ImageDraw.Draw(image), 2 * CELL, 4 * RADIUS  # c: the centre, x and y
+    box = lambda x, y: (c - x, c - y, c + x - 1, c + y - 1)
+    if shape in ("circle", "ring"):
+        pen.ellipse(box(r, r), fill)
+    if shape == "ring":
+        pen.ellipse(box(r // 2, r // 2), WHITE)
+    elif shape == "square":
+        pen.rectangle(box(r * 5 // 6, r * 5 // 6), fill)
+    elif shape == "triangle":
+        pen.polygon([(c, c - r), (c + r, c + r * 7 // 8), (c - r, c + r * 7 // 8)], fill)
+    elif shape == "diamond":
+        pen.polygon([(c, c - r), (c + r, c), (c, c + r), (c - r, c)], fill)
+    elif shape == "cross":
+        pen.rectangle(box(r, r // 3), fill)
+        pen.rectangle(box(r // 3, r), fill)
+    return image.resize((CELL, CELL), Image.Resampling.BOX)
 
 
 def random_scene(rng):
