@@ -194,7 +194,7 @@ class DecoderRun(train.Run):
         run.decoder = DecoderGRPO(
             run.glm_image,
             train.adamw(run.glm_image.decoder),
-            train.algorithm(settings),
+            settings,
             settings.noise_level,
             settings.guidance_scale,
             average=ranks.average,

@@ -36,8 +36,11 @@ class EditPrompt(Prompt):
 
 def read_edits(settings, prefix=""):
     """The edits to train on, or with "eval_" the held-out edits."""
-    prompts = read_prompts(settings, prefix)
     folder, size = getattr(settings, f"{prefix}sources"), (settings.width, settings.height)
+    if folder is None:
+        flags = "--sources, --prompts, --eval-sources and --eval-prompts"
+        raise UserError(f"edits need {flags}; or none of them and --model tiny-glm-image")
+    prompts = read_prompts(settings, prefix)
     pictures = read_pictures(folder, "source", len(prompts), size)
     return [EditPrompt(**vars(prompt), source=x) for prompt, x in zip(prompts, pictures)]
 
@@ -165,4 +168,4 @@ class Edit(Vqa):
 
 
 # Where this is imported, --reward knows them too.
-REWARDS.update(keep=keep, edit=(Edit, {"model": SMOLVLM}))
+REWARDS.update(keep=keep, edit=("glm_image.editing:Edit", {"model": SMOLVLM}))

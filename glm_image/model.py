@@ -296,9 +296,9 @@ def without_weights(name, config):
 
 def token_forward(glm_image, settings, device):
     """The step of one token: on a CUDA GPU a graph; on a CPU one in which samples share rows."""
-    number = glm_image.number_of_codes(settings)
     if device.type != "cuda":
-        return SharedForward(glm_image.language_model, number)
+        return SharedForward(glm_image.language_model)
     glm_image.compile_decoder()
     rows = settings.prompts_per_step * settings.group_size
+    number = glm_image.number_of_codes(settings)
     return CapturedForward(glm_image.language_model, number, rows)

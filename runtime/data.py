@@ -188,7 +188,7 @@ def read_inputs(settings, read):
             "warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated"
         )
     adapters = checkpoints.find_adapters(settings.adapter)
-    own = own_files(f"{settings.reward},{settings.eval_reward}")
+    own = own_files(settings.reward) | own_files(settings.eval_reward)
     hashed = {
         "inputs": hash_of(prompts, held_out, adapters),
         "rewards": {name: sha256(file.read_bytes()).hexdigest() for name, file in own.items()},
@@ -245,11 +245,10 @@ def load_rewards(settings, flag, files):
     for prompts in files:
         blank = [Image.new("RGB", (settings.width, settings.height))] * 2
         score(rewards, blank, **for_rewards(prompts[:1]))
-    texts = [prompt.text for prompt in files[0]]
     for name, (function, _) in rewards.items():
         applies = getattr(function, "applies", lambda prompt: True)
-        if left_out := sum(not applies(text) for text in texts):
-            prompts = f"{left_out} of {counted(len(texts), 'prompt')}"
+        if left_out := sum(not applies(prompt.text) for prompt in files[0]):
+            prompts = f"{left_out} of {counted(len(files[0]), 'prompt')}"
             print(f"{short_name(name)}: does not apply to {prompts}", flush=True)
     return rewards
 

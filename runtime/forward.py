@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
-from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -82,10 +81,9 @@ class CapturedForward:
 
     def __init__(self, model, num_new_tokens, rows=1, compile=True):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if compile:
-            base.config.get_text_config()._attn_implementation = "grouped"
         self.forward = base.forward
         if compile:
+            base.config.get_text_config()._attn_implementation = "grouped"
             self.forward = or_plain(torch.compile(base.forward, dynamic=False))
         self.config = base.config
         self.num_new_tokens = num_new_tokens
@@ -205,7 +203,7 @@ class CheckedGRPO(GRPO):
     checked = False
 
     def sample(self, *given):
-        if self.checked or not isinstance(self.token_forward, CapturedForward):
+        if self.checked:
             return super().sample(*given)
         gap = torch.inf
         with suppress(NotFinite):
@@ -234,9 +232,8 @@ class SharedForward:
     are some 20 rows. All it changes is rounding.
     """
 
-    def __init__(self, model, num_new_tokens):
+    def __init__(self, model):
         self.model = model
-        self.num_new_tokens = num_new_tokens
         self.cache = None
 
     def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
@@ -246,8 +243,6 @@ class SharedForward:
             # The first layer's keys are made of ids and positions alone.
             keys = self.cache.layers[0].keys.flatten(1)
             self.rows = keys.unique(dim=0, return_inverse=True)[1]  # (B,), equal where they agree
-            layers = self.cache.layers
-            self.cache.layers = [InPlaceLayer(each, self.num_new_tokens) for each in layers]
         agree = self.rows * 2**32 + input_ids[:, 0]
         rows = agree.unique(return_inverse=True)[1]  # (B,)
         samples = torch.arange(len(rows))
@@ -263,26 +258,3 @@ class SharedForward:
             **options,
         )
         return SimpleNamespace(logits=output.logits[rows], past_key_values=self.cache)
-
-
-class InPlaceLayer(DynamicLayer):
-    """A layer of a cache with room for new tokens, where DynamicLayer copies itself for each."""
-
-    def __init__(self, layer, num_new_tokens):
-        super().__init__()
-        self.keys, self.values = layer.keys, layer.values
-        self.is_initialized = True
-        self.room = [pad(each, (0, 0, 0, num_new_tokens)) for each in (layer.keys, layer.values)]
-
-    def update(self, *states, **options):
-        start = self.get_seq_length()
-        end = start + states[0].shape[-2]
-        for room, new in zip(self.room, states[:2]):
-            room[..., start:end, :] = new
-        self.keys, self.values = (room[..., :end, :] for room in self.room)
-        return self.keys, self.values
-
-    def reorder_cache(self, rows):
-        end = self.get_seq_length()
-        self.room = [room[rows] for room in self.room]
-        self.keys, self.values = (room[..., :end, :] for room in self.room)

@@ -169,8 +169,6 @@ def next_room(run, settings):
 
     def halve():
         settings.micro_batch_size //= 2
-        for trainer in run.trainers.values():
-            trainer.settings.micro_batch_size = settings.micro_batch_size
         return f"from here on --micro-batch-size is {settings.micro_batch_size}"
 
     if settings.offload != "no" and run.placement.can_take_turns():

@@ -52,7 +52,7 @@ class Record:
         self.clock = clock
         self.trainers = trainers
         self.done = done
-        self.weights = dict(split_spec(settings.reward))
+        self.weights = split_spec(settings.reward)
         self.writes = ranks.rank() == 0
         self.records = {name: read_jsonl(out / f"{name}.jsonl", done) for name in FILES}
         self.tracker = None

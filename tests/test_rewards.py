@@ -362,7 +362,7 @@ def test_model_and_processor_come_from_where_the_table_says(tmp_path, monkeypatc
     ):
         assert rewards.REWARDS[name][1] == dict(zip(("model", "processor"), stock))
         own = {"model": str(model), "processor": str(processor)}
-        monkeypatch.setitem(rewards.REWARDS, name, (Clip, own))
+        monkeypatch.setitem(rewards.REWARDS, name, ("reward_models.clip:Clip", own))
         same(only(name)(noise(1), ["ad"], None), [(image @ prompt).item()])
 
 
@@ -558,9 +558,9 @@ def test_a_function_that_is_not_in_its_file_is_named(monkeypatch):
 
 
 def test_names_and_weights():
-    pairs = rewards.split_spec(" ssim:0.5, clip=a:b,,my_file.py:f:2e-3 ,none,hps:-.25")
-    assert pairs == [("ssim", 0.5), ("clip=a:b", 1), ("my_file.py:f", 2e-3), ("hps", -0.25)]
-    assert rewards.split_spec("none") == rewards.split_spec("") == []
+    weights = rewards.split_spec(" ssim:0.5, clip=a:b,,my_file.py:f:2e-3 ,none,hps:-.25")
+    assert weights == {"ssim": 0.5, "clip=a:b": 1, "my_file.py:f": 2e-3, "hps": -0.25}
+    assert rewards.split_spec("none") == rewards.split_spec("") == {}
 
 
 def test_an_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):

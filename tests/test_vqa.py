@@ -353,8 +353,8 @@ def test_a_model_that_cannot_be_asked_is_one_line(tmp_path, monkeypatch, broken,
     if broken == "no answer":
         monkeypatch.setattr(vqa_module, "answer_ids", lambda tokenizer, word: [])
     if broken == "bad questions":
-        make = lambda model: Vqa(model, row_file(tmp_path / "questions.jsonl", "", "{"))
-        monkeypatch.setitem(rewards.REWARDS, "vqa", (make, {"model": "hub/id"}))
+        questions = row_file(tmp_path / "questions.jsonl", "", "{")
+        monkeypatch.setattr(Vqa.__init__, "__defaults__", (questions,))
     error = error_from(rewards.parse_rewards, f"vqa={tmp_path}")
     assert re.match(f"cannot load reward 'vqa' .*{words}", error)
 
