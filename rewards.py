@@ -243,19 +243,19 @@ def score(rewards, images, prompts, targets=None, **more):
     for name, (function, _) in rewards.items():
         answer = ask(function, images, **given, group_size=group_size)
         try:
-            numbers = torch.as_tensor(answer)
+            # A copy: the reward may use its own tensor again.
+            numbers = torch.as_tensor(answer).detach().float().cpu().clone()
         except (TypeError, ValueError, RuntimeError):
             wanted = f"return {len(images)} numbers, one per picture"
             raise UserError(f"reward {name!r} gave {answer!r:.60}: {wanted}") from None
-        # A copy: the reward may use its own tensor again.
-        values[name] = numbers.detach().float().cpu().clone()
-        shape, expected = tuple(values[name].shape), (len(images),)
+        shape, expected = tuple(numbers.shape), (len(images),)
         if shape != expected:
             raise UserError(f"reward {name!r} gave shape {shape}, not {expected}")
-        if values[name].isinf().any():
-            i = values[name].isinf().nonzero()[0].item()
+        if numbers.isinf().any():
+            i = numbers.isinf().nonzero()[0].item()
             prompt = given["prompts"][i]
             raise UserError(f"reward {name!r} is infinite for image {i}, of {prompt!r}")
+        values[name] = numbers
     return values
 
 
@@ -292,10 +292,10 @@ def combine(rewards, weights, group_size=1, how="sum"):
     applies = ~values.isnan()
     if how == "zscore":  # not compute_advantages: another loss may edit that
         groups = [centre_groups(row, group_size) for row in values]
-        scores = [(centred / (std + 1e-6)).nan_to_num(0) for centred, std in groups]
+        scores = [centred / (std + 1e-6) for centred, std in groups]
         values = torch.stack(scores).flatten(1).float()
     else:
         means = values.view(len(values), -1, group_size).nanmean(-1)  # (R, N)
-        values = values.where(applies, means.repeat_interleave(group_size, dim=1)).nan_to_num(0)
+        values = values.where(applies, means.repeat_interleave(group_size, dim=1))
     weight = torch.tensor([*weights.values()]).unsqueeze(1)  # (R, 1)
-    return (weight * values).sum(0).where(applies.any(0), math.nan)
+    return (weight * values.nan_to_num(0)).sum(0).where(applies.any(0), math.nan)

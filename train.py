@@ -217,7 +217,7 @@ def loop(run, settings, data, record, begun):
         seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
         run.set_learning_rates(settings, step)
         prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-        one_step = partial(run.step, settings, data.rewards, prompts, seed)  # grpo_step
+        one_step = partial(run.step, settings, data.rewards, prompts)  # grpo_step
         batch, metrics = retry_with_room(one_step, run, settings, seed)
         record.step(step + 1, prompts, batch, metrics)
         del batch  # a decoder's denoising paths are gone before the next step makes its own

@@ -113,7 +113,7 @@ class DecoderSettings(Settings):
         "the code sequences of a prompt",
         group="the decoder",
     )
-    paintings: int | None = flag(
+    paintings: int = flag(
         None, "with both: how often each code sequence is painted (default: 4)", at_least=2
     )
     decoder_lr: float = flag(1e-4, "AdamW's learning rate for its adapter", above=0)

@@ -35,13 +35,13 @@ class EditSettings(Settings):
     section = "edits"
     overrides: ClassVar = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}
 
-    sources: str | None = flag(
+    sources: str = flag(
         None,
         "folder with the picture that each prompt changes, sorted by name",
         group="edits",
         is_path=True,
     )
-    eval_sources: str | None = flag(
+    eval_sources: str = flag(
         None,
         "folder with the picture that each held-out prompt changes",
         is_path=True,

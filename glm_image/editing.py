@@ -86,9 +86,6 @@ class EditingGlmImage(GlmImage):
         size = settings.height, settings.width
         return [encode_edit(self.pipe.processor, edit, *size) for edit in edits]
 
-    def number_of_codes(self, settings):
-        return settings.height * settings.width // 32**2  # no preview
-
     def paint(self, edit, tokens, settings, seed):
         rows, columns = edit.source.height // 32, edit.source.width // 32
         codes = for_decoder(edit.codes.view(1, rows, columns))[0]

@@ -20,12 +20,12 @@ RELEASE = "zai-org/GLM-Image"
 
 
 def flag(default, help, *, group=None, may_change=False, is_path=False, **limits):
-    """A field of Settings, and a flag.
+    """A field of Settings, and a flag. The field's type is that of a value on the command line.
 
-    group: the heading that begins here in --help. may_change: a resumed run may have another value.
-    is_path: a file or folder that a run reads. It is also found from the project's folder; and a
-    resumed run may name another place, for what it holds is compared. limits: at_least, above,
-    at_most.
+    default: None where nothing is given. group: the heading that begins here in --help. may_change:
+    a resumed run may have another value. is_path: a file or folder that a run reads. It is also
+    found from the project's folder; and a resumed run may name another place, for what it holds is
+    compared. limits: at_least, above, at_most.
     """
     about = {"group": group, "may_change": may_change, "is_path": is_path, "limits": limits}
     return field(default=default, metadata={"help": help, **about})
@@ -43,8 +43,7 @@ class Settings:
     """
 
     script = "train.py"
-    # Of defaults.json: values that come before its "usual" ones.
-    section: ClassVar[str | None] = None
+    section = None  # of defaults.json: values that come before its "usual" ones
     overrides: ClassVar[dict] = {}  # {setting: another default for GLM-Image}
     # What grpo.py reads beside these flags: a Settings stands in for GRPOSettings.
     end_ids = GRPOSettings.end_ids
@@ -55,19 +54,17 @@ class Settings:
         "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)",
         group="model and data",
     )
-    adapter: str | None = flag(
+    adapter: str = flag(
         None,
         "start from the adapters in this folder: of a run, of a checkpoint, or a published one; "
         "with --steps 0 only evaluate them",
         is_path=True,
     )
-    prompts: str = flag(
-        "prompts/train.txt", "text file, one prompt per line", is_path=True
-    )
+    prompts: str = flag("prompts/train.txt", "text file, one prompt per line", is_path=True)
     order: Literal["shuffled", "file"] = flag(
         "shuffled", "order of prompts: shuffled each epoch, or the file's"
     )
-    targets: str | None = flag(
+    targets: str = flag(
         None,
         "folder with one picture per prompt, sorted by name; or my_file.py:function, which draws "
         "them",
@@ -78,7 +75,7 @@ class Settings:
         f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function,"
         " which runs that file; FOLDER: the model's files, in place of a download",
     )
-    combine: Literal["sum", "zscore"] | None = flag(
+    combine: Literal["sum", "zscore"] = flag(
         None, "add rewards, or their z-scores (default: zscore for several)"
     )
 
@@ -126,13 +123,11 @@ class Settings:
         group="evaluation, before and after",
         is_path=True,
     )
-    eval_targets: str | None = flag(
-        None, "folder with one picture per held-out prompt", is_path=True
-    )
+    eval_targets: str = flag(None, "folder with one picture per held-out prompt", is_path=True)
     eval_reward: str = flag(
         "hps,variety", "rewards that are only reported, never trained on; none: no such reward"
     )
-    frame_by: str | None = flag(
+    frame_by: str = flag(
         None,
         "the reward among --eval-reward that is 1 for a correct picture and 0 for a wrong "
         "picture: before-after.png puts a red frame around wrong pictures",
@@ -173,12 +168,12 @@ class Settings:
         may_change=True,
     )
 
-    out: str | None = flag(
+    out: str = flag(
         None,
         "folder for everything the run leaves (default: the next free runs/N)",
         group="what a run leaves",
     )
-    resume: str | None = flag(
+    resume: str = flag(
         None, "continue the run in this folder from its newest checkpoint", may_change=True
     )
     save_every: int = flag(20, "steps between checkpoints", may_change=True, at_least=1)
@@ -266,8 +261,8 @@ def build_parser(kind=Settings):
     )
     tiny = usual_settings(TINY, kind)
     for each in fields(kind):
-        words, default = each.metadata["help"], each.default
-        default = kind.overrides.get(each.name, default)
+        words = each.metadata["help"]
+        default = kind.overrides.get(each.name, each.default)
         if tiny.get(each.name, default) != default:
             of_release = "" if default is None else f", {default} for GLM-Image"
             default = f"{tiny[each.name]} for tiny{of_release}"
@@ -281,8 +276,6 @@ def build_parser(kind=Settings):
 
 def argument_of(hint):
     """What argparse is told of a type: a number or text, or one of some words."""
-    if type(None) in get_args(hint):
-        hint, _ = get_args(hint)
     if words := get_args(hint):
         return {"choices": words, "metavar": "|".join(words)}
     return {"type": hint, "metavar": hint.__name__.upper()}
@@ -377,7 +370,9 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     name = torch.cuda.get_device_name() if device.type == "cuda" else name
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     kind = type(settings)
-    usual = checkpoints.saved(kind(**usual_settings(settings.model, kind) | {"model": settings.model}))
+    usual = checkpoints.saved(
+        kind(**usual_settings(settings.model, kind) | {"model": settings.model})
+    )
     usual["base"] = settings.base  # see plan in gpu.py
     shown = checkpoints.saved(settings)
     changed = [f"{name}={value}" for name, value in shown.items() if value != usual[name]]
