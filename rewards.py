@@ -21,7 +21,6 @@ says. With NAME=FOLDER, that folder must hold all files of the row.
 """
 
 import asyncio
-import importlib
 import inspect
 import itertools
 import math
@@ -29,6 +28,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -97,15 +97,11 @@ def variety(images, prompts, targets, group_size):
     Pictures are first shrunk to 256 pixels a side at most: 28 pairs of 1024 x 1024 take long.
     """
     values = []
-    for first in range(0, len(images), group_size):
-        group = images[first : first + group_size]
-        pixels = [image.tobytes() for image in group]
-        distinct = dict(zip(pixels, group))  # equal pictures are compared once
-        small = [small_tensor(image) for image in distinct.values()]
+    for group in torch.stack([small_tensor(image) for image in images]).split(group_size):
+        small, which = group.unique(dim=0, return_inverse=True)  # equal pictures are compared once
         alike = torch.eye(len(small))
         for i, j in itertools.combinations(range(len(small)), 2):
             alike[i, j] = alike[j, i] = ssim_map(small[i], small[j]).mean()
-        which = [list(distinct).index(each) for each in pixels]  # (G,)
         values.append((group_size - alike[which][:, which].sum(1)) / (group_size - 1))
     return torch.cat(values)
 
@@ -126,45 +122,42 @@ LPIPS_HEADS = (
 SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
 
 
-def lazily(file, name):
-    """Makes an object of a class in reward_models/, which is imported only then."""
-
-    def make(**sources):
-        return getattr(importlib.import_module(f"reward_models.{file}"), name)(**sources)
-
-    return make
-
-
-# Name: a function; or what makes it, and where its weights come from without NAME=FOLDER.
+# Name: a function; or a class, imported when it is named, and where its weights come from without
+# NAME=FOLDER.
 REWARDS = {
     "mse": mse,
     "ssim": ssim,
-    "lpips": (lazily("lpips", "Lpips"), {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
-    "text": (lazily("text", "Text"), {}),
-    "clip": (lazily("clip", "Clip"), {"model": CLIP_L, "processor": CLIP_L}),
+    "lpips": ("reward_models.lpips:Lpips", {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
+    "text": ("reward_models.text:Text", {}),
+    "clip": ("reward_models.clip:Clip", {"model": CLIP_L, "processor": CLIP_L}),
     "pickscore": (
-        lazily("clip", "Clip"),
+        "reward_models.clip:Clip",
         {"model": "yuvalkirstain/PickScore_v1", "processor": CLIP_H},
     ),
-    "hps": (lazily("clip", "Clip"), {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
+    "hps": (
+        "reward_models.clip:Clip",
+        {"model": "adams-story/HPSv2-hf", "processor": CLIP_L},
+    ),
     "aesthetic": (
-        lazily("clip", "Aesthetic"),
+        "reward_models.clip:Aesthetic",
         {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"},
     ),
-    "vqa": (lazily("vqa", "Vqa"), {"model": SMOLVLM}),
+    "vqa": ("reward_models.vqa:Vqa", {"model": SMOLVLM}),
     "variety": variety,
 }
 
 
 def split_spec(spec):
-    """'ssim:1,clip=folder:0.5' -> [("ssim", 1.0), ("clip=folder", 0.5)]; 'none' -> []."""
-    pairs = []
+    """'ssim:1,clip=folder:0.5' -> {"ssim": 1.0, "clip=folder": 0.5}; 'none' -> {}."""
+    weights = {}
     for item in spec.split(","):
         if item.strip() not in ("", "none"):
             number = r"-?\d*\.?\d+(?:e-?\d+)?"
             name, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
-            pairs.append((name, float(weight or 1)))
-    return pairs
+            if name in weights:
+                raise UserError(f"reward {name!r} is named twice: give it one weight")
+            weights[name] = float(weight or 1)
+    return weights
 
 
 def check_rewards(spec, target):
@@ -172,10 +165,7 @@ def check_rewards(spec, target):
 
     target: of the first prompt.
     """
-    named = [source for source, _ in split_spec(spec)]
-    for source in named:
-        if named.count(source) > 1:
-            raise UserError(f"reward {source!r} is named twice: give it one weight")
+    for source in split_spec(spec):
         name, _, folder = source.partition("=")
         if folder and not Path(folder).is_dir():
             raise UserError(f"reward {name!r} finds no folder {folder}")
@@ -188,7 +178,7 @@ def check_rewards(spec, target):
 def parse_rewards(spec):
     """'ssim:1,clip=folder:0.5' -> {"ssim": (function, 1.0), "clip=folder": (function, 0.5)}."""
     rewards = {}
-    for source, weight in split_spec(spec):
+    for source, weight in split_spec(spec).items():
         name, _, folder = source.partition("=")
         function = REWARDS.get(name) or load_from_file(source)
         if isinstance(function, tuple):
@@ -200,7 +190,7 @@ def parse_rewards(spec):
 def load_model(name, folder, make, sources):
     """UserError, in one line, whatever is wrong: no network, half a download, other weights."""
     try:
-        return make(**{part: folder or source for part, source in sources.items()})
+        return resolve_name(make)(**{part: folder or source for part, source in sources.items()})
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         files = f" ({', '.join(sources.values())})" if sources else ""
@@ -221,7 +211,7 @@ def find_file(name):
 
 def own_files(spec):
     """{"my_file.py:function": its file} of what a spec names."""
-    return {name: find_file(name) for name, _ in split_spec(spec) if ".py:" in name}
+    return {name: find_file(name) for name in split_spec(spec) if ".py:" in name}
 
 
 def load_from_file(name):
@@ -253,19 +243,19 @@ def score(rewards, images, prompts, targets=None, **more):
     for name, (function, _) in rewards.items():
         answer = ask(function, images, **given, group_size=group_size)
         try:
-            numbers = torch.as_tensor(answer)
+            # A copy: the reward may use its own tensor again.
+            numbers = torch.as_tensor(answer).detach().float().cpu().clone()
         except (TypeError, ValueError, RuntimeError):
             wanted = f"return {len(images)} numbers, one per picture"
             raise UserError(f"reward {name!r} gave {answer!r:.60}: {wanted}") from None
-        # A copy: the reward may use its own tensor again.
-        values[name] = numbers.detach().float().cpu().clone()
-        shape, expected = tuple(values[name].shape), (len(images),)
+        shape, expected = tuple(numbers.shape), (len(images),)
         if shape != expected:
             raise UserError(f"reward {name!r} gave shape {shape}, not {expected}")
-        if values[name].isinf().any():
-            i = values[name].isinf().nonzero()[0].item()
+        if numbers.isinf().any():
+            i = numbers.isinf().nonzero()[0].item()
             prompt = given["prompts"][i]
             raise UserError(f"reward {name!r} is infinite for image {i}, of {prompt!r}")
+        values[name] = numbers
     return values
 
 
@@ -302,10 +292,10 @@ def combine(rewards, weights, group_size=1, how="sum"):
     applies = ~values.isnan()
     if how == "zscore":  # not compute_advantages: another loss may edit that
         groups = [centre_groups(row, group_size) for row in values]
-        scores = [(centred / (std + 1e-6)).nan_to_num(0) for centred, std in groups]
+        scores = [centred / (std + 1e-6) for centred, std in groups]
         values = torch.stack(scores).flatten(1).float()
     else:
         means = values.view(len(values), -1, group_size).nanmean(-1)  # (R, N)
-        values = values.where(applies, means.repeat_interleave(group_size, dim=1)).nan_to_num(0)
+        values = values.where(applies, means.repeat_interleave(group_size, dim=1))
     weight = torch.tensor([*weights.values()]).unsqueeze(1)  # (R, 1)
-    return (weight * values).sum(0).where(applies.any(0), math.nan)
+    return (weight * values.nan_to_num(0)).sum(0).where(applies.any(0), math.nan)

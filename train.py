@@ -21,7 +21,7 @@ if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no tr
 import torch
 
 from glm_image.model import GlmImage, check_version, load, token_forward
-from grpo import GRPO, GRPOSettings, set_advantages
+from grpo import GRPO, set_advantages
 from rewards import combine, score, weights_of
 from runtime import checkpoints, counted, ranks
 from runtime.data import (
@@ -134,7 +134,7 @@ class Run:
         policy = trainer(
             glm_image.language_model,
             adamw(glm_image.language_model),
-            algorithm(settings),
+            settings,
             allowed_ids=glm_image.codes(),
             token_forward=token_forward(glm_image, settings, device),
             reference=glm_image.reference,
@@ -162,17 +162,6 @@ class Run:
 
     def set_learning_rates(self, settings, step):
         set_learning_rate(self.policy, settings.lr, settings.warmup_steps, step)
-
-
-def algorithm(settings):
-    return GRPOSettings(
-        micro_batch_size=settings.micro_batch_size,
-        iterations=settings.iterations,
-        clip_range=settings.clip_range,
-        kl_coef=settings.kl_coef,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-    )
 
 
 def adamw(model):
@@ -228,7 +217,7 @@ def loop(run, settings, data, record, begun):
         seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
         run.set_learning_rates(settings, step)
         prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-        one_step = partial(run.step, settings, data.rewards, prompts, seed)  # grpo_step
+        one_step = partial(run.step, settings, data.rewards, prompts)  # grpo_step
         batch, metrics = retry_with_room(one_step, run, settings, seed)
         record.step(step + 1, prompts, batch, metrics)
         del batch  # a decoder's denoising paths are gone before the next step makes its own

@@ -22,7 +22,6 @@ from train_decoder import DecoderRun
 import rewards
 import train
 from glm_image.decoder import LearningDecoder
-from grpo import Group
 from runtime.settings import TINY
 
 FLAGS = f"--model {TINY} --group-size 8 --micro-batch-size 8 --prompts-per-step 8"
@@ -51,21 +50,19 @@ def noise(images, prompts, targets):
     return torch.rand(len(images))
 
 
-class Drawn:
-    """In place of a policy: the large codes (G, 16) of what a caption asks for, all the same."""
-
-    model = None
-
-    def sample(self, prompts, group_size, seed):
-        scenes = [world.MEANING[text].scene() for text in prompts]
-        codes = make.codes_of(scenes)[:, 256:]
-        return [Group(None, None, own.expand(group_size, -1), torch.zeros(1, 1)) for own in codes]
+def codes_of(text):
+    """The large codes (1, 16) of what a caption asks for."""
+    return make.codes_of([world.MEANING[text].scene()])[:, 256:]
 
 
 class DrawnGlmImage(LearningDecoder):
     def encode(self, prompts, settings):
-        """Drawn knows a caption by its text."""
-        return [prompt.text for prompt in prompts]
+        """The policy writes a single code, which is not painted."""
+        encoded = super().encode(prompts, settings)
+        return [(ids, positions[:, : len(ids) + 1], 1) for ids, positions, _ in encoded]
+
+    def paint(self, prompt, tokens, settings, seed):
+        return super().paint(prompt, codes_of(prompt.text).repeat(len(tokens), 1), settings, seed)
 
 
 class RepairRun(DecoderRun):
@@ -74,9 +71,7 @@ class RepairRun(DecoderRun):
     @classmethod
     def load(cls, settings, data, device, turns):
         pipe = load_rounded(settings.model, device)
-        run = super().load(settings, data, device, turns, pipe)
-        run.policy = Drawn()
-        return run
+        return super().load(settings, data, device, turns, pipe)
 
 
 def main(*arguments):

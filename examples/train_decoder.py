@@ -106,7 +106,7 @@ class DecoderSettings(Settings):
         "the code sequences of a prompt",
         group="the decoder",
     )
-    paintings: int | None = flag(
+    paintings: int = flag(
         None, "with both: how often each code sequence is painted (default: 4)", at_least=2
     )
     decoder_lr: float = flag(1e-4, "AdamW's learning rate for its adapter", above=0)
@@ -187,7 +187,7 @@ class DecoderRun(train.Run):
         run.decoder = DecoderGRPO(
             run.glm_image,
             train.adamw(run.glm_image.decoder),
-            train.algorithm(settings),
+            settings,
             settings.noise_level,
             settings.guidance_scale,
             average=ranks.average,

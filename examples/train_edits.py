@@ -24,7 +24,6 @@ import torch
 import train
 from glm_image.editing import EditingGlmImage, read_edits, read_sources
 from glm_image.model import load
-from runtime import UserError
 from runtime.settings import TINY, Settings, flag
 
 
@@ -36,25 +35,17 @@ class EditSettings(Settings):
     section = "edits"
     overrides: ClassVar = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}
 
-    sources: str | None = flag(
+    sources: str = flag(
         None,
         "folder with the picture that each prompt changes, sorted by name",
         group="edits",
         is_path=True,
-        may_change=True,
     )
-    eval_sources: str | None = flag(
+    eval_sources: str = flag(
         None,
         "folder with the picture that each held-out prompt changes",
         is_path=True,
-        may_change=True,
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.sources is None or self.eval_sources is None:
-            flags = "--sources, --prompts, --eval-sources and --eval-prompts"
-            raise UserError(f"edits need {flags}; or none of them and --model tiny-glm-image")
 
 
 class EditRun(train.Run):

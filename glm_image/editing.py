@@ -36,8 +36,11 @@ class EditPrompt(Prompt):
 
 def read_edits(settings, prefix=""):
     """The edits to train on, or with "eval_" the held-out edits."""
-    prompts = read_prompts(settings, prefix)
     folder, size = getattr(settings, f"{prefix}sources"), (settings.width, settings.height)
+    if folder is None:
+        flags = "--sources, --prompts, --eval-sources and --eval-prompts"
+        raise UserError(f"edits need {flags}; or none of them and --model tiny-glm-image")
+    prompts = read_prompts(settings, prefix)
     pictures = read_pictures(folder, "source", len(prompts), size)
     return [EditPrompt(**vars(prompt), source=x) for prompt, x in zip(prompts, pictures)]
 
@@ -81,9 +84,6 @@ class EditingGlmImage(GlmImage):
     def encode(self, edits, settings):
         size = settings.height, settings.width
         return [encode_edit(self.pipe.processor, edit, *size) for edit in edits]
-
-    def number_of_codes(self, settings):
-        return settings.height * settings.width // 32**2  # no preview
 
     def paint(self, edit, tokens, settings, seed):
         rows, columns = edit.source.height // 32, edit.source.width // 32
@@ -164,4 +164,4 @@ class Edit(Vqa):
 
 
 # Where this is imported, --reward knows them too.
-REWARDS.update(keep=keep, edit=(Edit, {"model": SMOLVLM}))
+REWARDS.update(keep=keep, edit=("glm_image.editing:Edit", {"model": SMOLVLM}))

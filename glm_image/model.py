@@ -49,7 +49,7 @@ class GlmImage:
 
     def __init__(self, pipe):
         self.language_model = pipe.vision_language_encoder
-        self.pipe = GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
+        self.pipe = GlmImagePipeline(**pipe.components | {"vision_language_encoder": None})
         self.pipe.set_progress_bar_config(disable=True)
 
     def prepare_training(self, settings, device, home=None):
@@ -74,8 +74,9 @@ class GlmImage:
 
         set_seed(settings.seed)  # the adapter's start
         folder = find_adapter(settings.adapter, "adapter")
-        adapted = add_adapter(self.language_model, "codes", settings.lora_rank, folder)
-        self.language_model, self.reference = adapted
+        self.language_model, self.reference = add_adapter(
+            self.language_model, "codes", settings.lora_rank, folder
+        )
         self.adapt_decoder(settings, device)
 
     def adapt_decoder(self, settings, device):
@@ -114,10 +115,6 @@ class GlmImage:
         size = settings.height, settings.width
         return [encode_prompt(self.pipe.processor, prompt.text, *size) for prompt in prompts]
 
-    def number_of_codes(self, settings):
-        """T, how many the policy writes."""
-        return encode_prompt(self.pipe.processor, "", settings.height, settings.width)[2]
-
     def paint(self, prompt, tokens, settings, seed, **more):
         """(G, T) tokens of one prompt -> latents (G, C, height / 8, width / 8), for to_images.
 
@@ -126,11 +123,10 @@ class GlmImage:
         different prompts would be padded, and the decoder does not mask the padding.
         """
         rows, columns = settings.height // 32, settings.width // 32
-        scale = self.pipe.vae_scale_factor
         channels = self.pipe.transformer.config.in_channels
         # The decoder is not shown the preview: only the policy looks at it.
         prior = for_decoder(tokens[:, -rows * columns :].view(-1, rows, columns))
-        shape = 1, channels, settings.height // scale, settings.width // scale
+        shape = 1, channels, 4 * rows, 4 * columns
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed + NOISE_SEED))
         latents = []
         for batch in prior.split(settings.micro_batch_size):  # (B, 4*rows*columns)
@@ -185,8 +181,8 @@ def add_adapter(module, half, rank, folder=None):
         return get_peft_model(module, lora), None
     with readable(f"use the adapter {folder}"):
         # With a base_model_name_or_path PEFT would warn of another place.
-        usual = {"inference_mode": False, "base_model_name_or_path": None}
-        config = replace(PeftConfig.from_pretrained(folder), **usual)
+        config = PeftConfig.from_pretrained(folder)
+        config = replace(config, inference_mode=False, base_model_name_or_path=None)
         model = get_peft_model(module, config)
         model.add_adapter("reference", replace(config, inference_mode=True))
         for name in ("default", "reference"):
@@ -270,8 +266,9 @@ def load(model, device, **options):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with readable_loading(model):
         # By itself the pipeline would ask whether the processor may run code from its folder.
-        trusted = {"subfolder": "processor", "trust_remote_code": False}
-        processor = GlmImageProcessor.from_pretrained(model, **trusted)
+        processor = GlmImageProcessor.from_pretrained(
+            model, subfolder="processor", trust_remote_code=False
+        )
         usual = {"processor": processor, "dtype": dtype, "use_safetensors": True}
         return GlmImagePipeline.from_pretrained(model, **(usual | options))
 
@@ -296,9 +293,10 @@ def without_weights(name, config):
 
 def token_forward(glm_image, settings, device):
     """The step of one token: on a CUDA GPU a graph; on a CPU one in which samples share rows."""
-    number = glm_image.number_of_codes(settings)
     if device.type != "cuda":
-        return SharedForward(glm_image.language_model, number)
+        return SharedForward(glm_image.language_model)
     glm_image.compile_decoder()
     rows = settings.prompts_per_step * settings.group_size
-    return CapturedForward(glm_image.language_model, number, rows)
+    # T at most: a picture follows a preview of 256 codes at most, see encode_prompt.
+    most = 256 + settings.height * settings.width // 32**2
+    return CapturedForward(glm_image.language_model, most, rows)

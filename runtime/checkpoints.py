@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import shutil
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -43,8 +43,11 @@ def copied(trainers):
     """
     copies = {}
     for name, trainer in trainers.items():
-        learns = [pair for pair in trainer.model.named_parameters() if pair[1].requires_grad]
-        weights = {key: weight.detach().to("cpu", copy=True) for key, weight in learns}
+        weights = {
+            key: weight.detach().to("cpu", copy=True)
+            for key, weight in trainer.model.named_parameters()
+            if weight.requires_grad
+        }
         # Given a file, torch.save hides that the disk is full.
         file = io.BytesIO()
         torch.save(trainer.optimizer.state_dict(), file)
@@ -89,11 +92,14 @@ def find_adapter(folder, name):
     folder: of a run, whose newest checkpoint counts, of a checkpoint, or of an adapter, which is
     the decoder's if it is named like that; or None.
     """
-    if folder and Path(folder, "adapter_config.json").is_file():
-        of_decoder = Path(folder).resolve().name == "decoder-adapter"
-        return Path(folder) if of_decoder == (name == "decoder-adapter") else None
-    places = [Path(folder), *find(Path(folder))] if folder else []
-    return next((place / name for place in places[::-1] if (place / name).is_dir()), None)
+    if not folder:
+        return None
+    folder = Path(folder)
+    if (folder / "adapter_config.json").is_file():
+        of_decoder = folder.resolve().name == "decoder-adapter"
+        return folder if of_decoder == (name == "decoder-adapter") else None
+    places = [place / name for place in (folder, *find(folder)) if (place / name).is_dir()]
+    return places[-1] if places else None
 
 
 def find_adapters(folder):
@@ -181,16 +187,19 @@ def claimed(resume, name):
     """
     wanted = Path(resume or name or "runs")
     before = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
-    with open_locked(resume, name) if ranks.rank() == 0 else nullcontext() as file:
+    file = open_locked(resume, name) if ranks.rank() == 0 else None
+    try:
         out = ranks.gather(file and Path(file.name).parent)[0]
-        try:
-            yield out
-        finally:
+        yield out
+    finally:
+        if file:
+            file.close()  # Windows removes no open file
             with suppress(OSError):  # there are other files in it
-                if file and os.path.getsize(file.name) == 0:
-                    file.close()  # Windows removes no open file
+                if os.path.getsize(file.name) == 0:
                     os.remove(file.name)
-                    for folder in takewhile(lambda folder: folder != before, (out, *out.parents)):
+                    for folder in takewhile(
+                        lambda folder: folder != before, Path(file.name).parents
+                    ):
                         folder.rmdir()
 
 

@@ -3,9 +3,9 @@
 import importlib.util
 import random
 import re
-from collections import Counter
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -68,13 +68,11 @@ def read_prompts(settings, prefix=""):
 
 def evenly(prompts, count):
     """`count` of them, evenly over the types: the first of each, then the second of each ..."""
-    ahead = Counter()
-    turns = []
+    by_type = {}
     for prompt in prompts:
-        turns.append(ahead[prompt.type])
-        ahead[prompt.type] += 1
-    rows = sorted(range(len(prompts)), key=turns.__getitem__)[:count]
-    return [prompts[row] for row in rows]
+        by_type.setdefault(prompt.type, []).append(prompt)
+    turns = chain(*zip_longest(*by_type.values()))
+    return [prompt for prompt in turns if prompt][:count]
 
 
 def read_lines(path):
@@ -94,8 +92,7 @@ def read_lines(path):
         if named := TYPE.fullmatch(line):
             of_type = named[1]
         elif line and line[0] != "#":
-            text = line[1:] if line.startswith("\\#") else line
-            prompts.append(Prompt(text, of_type, number))
+            prompts.append(Prompt(re.sub(r"^\\#", "#", line), of_type, number))
         if "<|image|>" in line:
             raise UserError(f"line {number} of {path} contains <|image|>: leave it out")
     if not prompts:
@@ -120,7 +117,7 @@ def read_pictures(folder, kind, count, size):
         in_order = lambda file: re.sub(
             "[0-9]+", lambda digits: digits[0].zfill(9), file.name.casefold()
         )
-        found = sorted((x for x in Path(folder).iterdir() if x.name[0] != "."), key=in_order)
+        found = sorted(Path(folder).glob("[!.]*"), key=in_order)
         images = (read_picture(kind, file) for file in found)
     if len(found) != count:
         raise UserError(f"{folder} has {counted(len(found), 'picture')} for {count} prompts")
@@ -176,8 +173,8 @@ def read_inputs(settings, read):
     and names that are wrong, and for a resumed run that began with other files.
     """
     if settings.tracker != "none" and importlib.util.find_spec(settings.tracker) is None:
-        package = f"pip install {settings.tracker}"
-        raise UserError(f"--tracker {settings.tracker} needs a package: {package}")
+        kind = settings.tracker
+        raise UserError(f"--tracker {kind} needs a package: pip install {kind}")
     with readable_loading(settings.model):  # now, for rewards take a while
         cached_file(settings.model, "model_index.json")
     prompts, held_out = read(settings), read(settings, "eval_")
@@ -188,7 +185,7 @@ def read_inputs(settings, read):
             "warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated"
         )
     adapters = checkpoints.find_adapters(settings.adapter)
-    own = own_files(f"{settings.reward},{settings.eval_reward}")
+    own = own_files(settings.reward) | own_files(settings.eval_reward)
     hashed = {
         "inputs": hash_of(prompts, held_out, adapters),
         "rewards": {name: sha256(file.read_bytes()).hexdigest() for name, file in own.items()},
@@ -245,11 +242,10 @@ def load_rewards(settings, flag, files):
     for prompts in files:
         blank = [Image.new("RGB", (settings.width, settings.height))] * 2
         score(rewards, blank, **for_rewards(prompts[:1]))
-    texts = [prompt.text for prompt in files[0]]
     for name, (function, _) in rewards.items():
         applies = getattr(function, "applies", lambda prompt: True)
-        if left_out := sum(not applies(text) for text in texts):
-            prompts = f"{left_out} of {counted(len(texts), 'prompt')}"
+        if left_out := sum(not applies(prompt.text) for prompt in files[0]):
+            prompts = f"{left_out} of {counted(len(files[0]), 'prompt')}"
             print(f"{short_name(name)}: does not apply to {prompts}", flush=True)
     return rewards
 

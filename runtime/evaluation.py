@@ -3,6 +3,7 @@
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -25,15 +26,14 @@ def evaluate(run, settings, data, record, stop=None):
 
     stop: a StopRequest; once it is received, this ends early and leaves nothing.
     """
-    if any(each["step"] == record.done for each in record.records["evaluation"]):
+    if record.done in [each["step"] for each in record.records["evaluation"]]:
         return
     sets = [evenly(each, settings.eval_count) for each in (data.prompts, data.held_out)]
     rewards = data.rewards | data.judges
     shares = []
     with run.clock.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
         given = zip(sets, SEEDS.values())
-        judged = partial(judge, run, settings, rewards, stop=stop, shares=shares)
-        results = [judged(prompts, seed) for prompts, seed in given]
+        results = [judge(run, settings, rewards, *each, stop, shares) for each in given]
     if all(results):
         record.evaluation(*zip(sets, results))
         warn_of_other_ids(record, shares)
@@ -49,24 +49,25 @@ def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
         own = settings.for_evaluation()
         with run.phase("sample", run.policy.model):
             groups = run.policy.sample(run.glm_image.encode(some, own), own.group_size, seed)
-            if shares is not None and run.policy.model is not None:
-                shares.extend(share_of_other_ids(run.policy, group) for group in groups[:4])
-        return run.paint_and_score(own, rewards, some, groups, seed)
+            others = [share_of_other_ids(run.policy, group) for group in groups[:4]]
+        return *run.paint_and_score(own, rewards, some, groups, seed), others
 
     # On a CPU a pass costs much and a row of it little: fewer, larger passes.
     at_once = settings.prompts_per_step * (4 if run.clock.device.type == "cpu" else 1)
-    results = {}
+    results = []
     for rows in ranks.batches(len(prompts), at_once):
         if stop is not None and any(ranks.gather(stop.received)):
             return None
-        some, first = [prompts[row % len(prompts)] for row in rows], seed + rows[0]
-        images, raw_rewards = retry_with_room(partial(make, some, first), run, settings, rows[0])
+        some = [prompts[row % len(prompts)] for row in rows]
+        make_some = partial(make, some)
+        images, raw_rewards, others = retry_with_room(make_some, run, settings, seed + rows[0])
+        if shares is not None:
+            shares += others
         run.clock.bar.update(len(some))
-        for i, row in enumerate(rows):
-            group = slice(i * settings.group_size, (i + 1) * settings.group_size)
-            results[row] = {name: x[group] for name, x in raw_rewards.items()}, images[group]
-    results = {row: result for part in ranks.gather(results) for row, result in part.items()}
-    return [results[row] for row in range(len(prompts))]
+        for i in range(0, len(images), settings.group_size):
+            group = slice(i, i + settings.group_size)
+            results.append(({name: x[group] for name, x in raw_rewards.items()}, images[group]))
+    return [*chain(*ranks.gather(results))][: len(prompts)]  # without the padding
 
 
 # ---- deployed as trained? ------------------------------------------------------------------------

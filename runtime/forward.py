@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
-from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -82,10 +81,9 @@ class CapturedForward:
 
     def __init__(self, model, num_new_tokens, rows=1, compile=True):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if compile:
-            base.config.get_text_config()._attn_implementation = "grouped"
         self.forward = base.forward
         if compile:
+            base.config.get_text_config()._attn_implementation = "grouped"
             self.forward = or_plain(torch.compile(base.forward, dynamic=False))
         self.config = base.config
         self.num_new_tokens = num_new_tokens
@@ -136,12 +134,11 @@ class CapturedForward:
             self.rows = max(self.rows, rows)
             self.size = max(self.size, -(-size // self.ROOM) * self.ROOM)
             self.cache = StaticCache(self.config, max_cache_len=self.size)
-            self.ids = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
-            axes = *position_ids.shape[:-2], self.rows, 1
-            self.positions = torch.zeros(axes, dtype=torch.long, device=device)
+            self.ids = input_ids.new_zeros(self.rows, 1)
+            self.positions = position_ids.new_zeros(*position_ids.shape[:-2], self.rows, 1)
             self.mask = torch.ones(self.rows, self.size, dtype=torch.bool, device=device)
         self.cache.reset()
-        fill = (0, 0, 0, 0, 0, 0, 0, self.rows - rows)
+        fill = [0] * 7 + [self.rows - rows]  # at the end of the first dimension
         for i, layer in enumerate(prompts.layers):
             self.cache.update(pad(layer.keys, fill), pad(layer.values, fill), i)
         self.mask.fill_(True)
@@ -201,27 +198,22 @@ class CheckedGRPO(GRPO):
     finite, the step is neither captured nor compiled from then on, and the samples are drawn again.
     """
 
-    MOST = 0.1  # nats, the mean gap: bfloat16 rounds by less
     checked = False
 
     def sample(self, *given):
-        if self.checked or not isinstance(self.token_forward, CapturedForward):
+        if self.checked:
             return super().sample(*given)
-        gap = torch.inf
-        with suppress(NotFinite):
-            groups = super().sample(*given)
-            gap = self.gap(groups[0])
         self.checked = True
-        if gap <= self.MOST:
+        gap = torch.inf
+        with suppress(NotFinite), torch.no_grad():
+            groups = super().sample(*given)
+            rows = self.split(groups[0])[0]  # one micro-batch
+            gaps = self.logprobs(groups[0], rows) - groups[0].old_logprobs[rows]
+            gap = gaps.abs().mean().item()
+        if gap <= 0.1:  # nats: bfloat16 rounds by less
             return groups
         self.token_forward.simplify(f"sampled and recomputed log-probs differ by {gap:.2f}")
         return super().sample(*given)
-
-    @torch.no_grad()
-    def gap(self, group):
-        """The mean |sampled - recomputed| over one micro-batch."""
-        rows = self.split(group)[0]
-        return (self.logprobs(group, rows) - group.old_logprobs[rows]).abs().mean().item()
 
 
 # ---- on a CPU: equal samples share a row ---------------------------------------------------------
@@ -234,9 +226,8 @@ class SharedForward:
     are some 20 rows. All it changes is rounding.
     """
 
-    def __init__(self, model, num_new_tokens):
+    def __init__(self, model):
         self.model = model
-        self.num_new_tokens = num_new_tokens
         self.cache = None
 
     def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
@@ -246,12 +237,9 @@ class SharedForward:
             # The first layer's keys are made of ids and positions alone.
             keys = self.cache.layers[0].keys.flatten(1)
             self.rows = keys.unique(dim=0, return_inverse=True)[1]  # (B,), equal where they agree
-            layers = self.cache.layers
-            self.cache.layers = [InPlaceLayer(each, self.num_new_tokens) for each in layers]
         agree = self.rows * 2**32 + input_ids[:, 0]
         rows = agree.unique(return_inverse=True)[1]  # (B,)
-        samples = torch.arange(len(rows))
-        chosen = torch.empty(int(rows.max()) + 1, dtype=torch.long).scatter_(0, rows, samples)
+        chosen = rows.new_empty(int(rows.max()) + 1).scatter_(0, rows, torch.arange(len(rows)))
         if begins or rows.max() > self.rows.max():  # otherwise they stay as they are
             self.cache.reorder_cache(chosen if begins else self.rows[chosen])
         self.rows = rows
@@ -263,26 +251,3 @@ class SharedForward:
             **options,
         )
         return SimpleNamespace(logits=output.logits[rows], past_key_values=self.cache)
-
-
-class InPlaceLayer(DynamicLayer):
-    """A layer of a cache with room for new tokens, where DynamicLayer copies itself for each."""
-
-    def __init__(self, layer, num_new_tokens):
-        super().__init__()
-        self.keys, self.values = layer.keys, layer.values
-        self.is_initialized = True
-        self.room = [pad(each, (0, 0, 0, num_new_tokens)) for each in (layer.keys, layer.values)]
-
-    def update(self, *states, **options):
-        start = self.get_seq_length()
-        end = start + states[0].shape[-2]
-        for room, new in zip(self.room, states[:2]):
-            room[..., start:end, :] = new
-        self.keys, self.values = (room[..., :end, :] for room in self.room)
-        return self.keys, self.values
-
-    def reorder_cache(self, rows):
-        end = self.get_seq_length()
-        self.room = [room[rows] for room in self.room]
-        self.keys, self.values = (room[..., :end, :] for room in self.room)

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,15 +36,15 @@ class Clock:
     def __init__(self, device):
         self.device = device
         self.name = ""
-        self.timings = {}
-        self.layout = {"dynamic_ncols": True}
-        self.layout["disable"] = ranks.rank() > 0 or not sys.stderr.isatty()
+        self.timings = defaultdict(float)
+        # None: it is disabled where there is no terminal.
+        self.new_bar = partial(tqdm, dynamic_ncols=True, disable=ranks.rank() > 0 or None)
         self.bar = self.steps = tqdm(disable=True)  # until there is something to count
 
     def begin(self, steps, done=0):
         """From here on the bar counts steps, `done` of which are already made."""
         if steps > 0:
-            self.bar = self.steps = tqdm(total=steps, initial=done, unit="step", **self.layout)
+            self.bar = self.steps = self.new_bar(total=steps, initial=done, unit="step")
 
     def close(self):
         self.steps.close()
@@ -60,9 +61,8 @@ class Clock:
         if cuda:
             torch.cuda.synchronize(self.device)  # or the clock would stop while it is at work
             peak = torch.cuda.max_memory_allocated(self.device) / 1e9
-            self.timings[f"gpu_gb/{name}"] = max(peak, self.timings.get(f"gpu_gb/{name}", 0))
-        seconds = time.perf_counter() - start
-        self.timings[f"seconds/{name}"] = self.timings.get(f"seconds/{name}", 0) + seconds
+            self.timings[f"gpu_gb/{name}"] = max(peak, self.timings[f"gpu_gb/{name}"])
+        self.timings[f"seconds/{name}"] += time.perf_counter() - start
 
     @contextmanager
     def evaluation(self, prompts):
@@ -70,7 +70,7 @@ class Clock:
         if not sys.stderr.isatty():
             self.bar.write(f"evaluating {counted(prompts, 'prompt')}")
         words = {"unit": "prompt", "postfix": "evaluation", "leave": False}
-        with tqdm(total=prompts, **words, **self.layout) as self.bar:
+        with self.new_bar(total=prompts, **words) as self.bar:
             yield
         self.bar = self.steps
         self.bar.unpause()
@@ -78,7 +78,7 @@ class Clock:
 
     def read(self):
         """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""
-        timings, self.timings = self.timings, {}
+        timings, self.timings = self.timings, defaultdict(float)
         of = lambda what: [value for name, value in timings.items() if name.startswith(what)]
         return timings | {"seconds": sum(of("seconds/")), "gpu_gb": max(of("gpu_gb/"), default=0)}
 
@@ -102,8 +102,10 @@ class Placement:
             for tensor, home in self.homes:
                 tensor.data = home.to(device)  # Module.to() would replace the buffers
 
-    def take_turns(self, pin):
-        """pin: whether page-locked host memory may hold all weights."""
+    def take_turns(self, pin=None):
+        """pin: whether page-locked host memory may hold all weights; None: if it has the room."""
+        if pin is None:
+            pin = sum(home.nbytes for _, home in self.homes) <= room_of_host()
         for tensor, home in self.homes:
             if not tensor.requires_grad:
                 tensor.data = home.cpu()  # weights in int8 have gone straight to the GPU
@@ -127,15 +129,12 @@ class Placement:
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
         return self.offload is None and unfiled <= room_of_host()
 
-    def fits_host(self):
-        return sum(home.nbytes for _, home in self.homes) <= room_of_host()
-
 
 # ---- where memory runs out -----------------------------------------------------------------------
 
 
 def retry_with_room(work, run, settings, seed):
-    """What work() returns. Where GPU memory runs out, room is made, and work() is called again.
+    """What work(seed) returns. Where GPU memory runs out, room is made, and it is called again.
 
     All its draws start from the seed, so it computes the same again, but for rounding. The error
     ends the run if no more room can be made; if an optimizer has moved weights; and with several
@@ -146,7 +145,7 @@ def retry_with_room(work, run, settings, seed):
     while True:
         set_seed(seed % 2**32)
         try:
-            return work()
+            return work(seed)
         except RuntimeError as error:
             repeatable = ranks.count() == 1 and count_steps() == before
             make_room = repeatable and out_of_memory(error) and next_room(run, settings)
@@ -164,13 +163,11 @@ def next_room(run, settings):
     """A function that makes room and says how; None if all has been done."""
 
     def take_turns():
-        run.placement.take_turns(pin=run.placement.fits_host())
+        run.placement.take_turns()
         return "from here on the models take turns"
 
     def halve():
         settings.micro_batch_size //= 2
-        for trainer in run.trainers.values():
-            trainer.settings.micro_batch_size = settings.micro_batch_size
         return f"from here on --micro-batch-size is {settings.micro_batch_size}"
 
     if settings.offload != "no" and run.placement.can_take_turns():
@@ -252,7 +249,7 @@ def room_of_host():
 def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
     """Bytes of host memory that are free, at most what this process' control groups leave."""
     there = [psutil.virtual_memory().available]
-    with suppress(OSError, AttributeError):  # not on Linux, or control groups of version 1
+    with suppress(OSError, TypeError):  # not on Linux, or control groups of version 1
         path = re.search(r"(?m)^0::/(.*)$", Path(own).read_text())[1]
         folder = Path(groups, path)
         for each in (folder, *folder.parents):

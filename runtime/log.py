@@ -52,7 +52,7 @@ class Record:
         self.clock = clock
         self.trainers = trainers
         self.done = done
-        self.weights = dict(split_spec(settings.reward))
+        self.weights = split_spec(settings.reward)
         self.writes = ranks.rank() == 0
         self.records = {name: read_jsonl(out / f"{name}.jsonl", done) for name in FILES}
         self.tracker = None
@@ -144,16 +144,19 @@ class Record:
             raw = {key: torch.cat([each[key] for each, _ in results]) for key in results[0][0]}
             rewards = named(raw, self.weights, len(results[0][1]))  # at last the held-out prompts'
             record |= evaluation_metrics(name, rewards, [prompt.type for prompt in prompts])
-        judge = self.settings.frame_by
-        wrong = raw[judge].view_as(rewards["reward"]) < 0.5 if judge else None  # (N, G)
+        # Without a judge none is known to be wrong.
+        correct = raw.get(self.settings.frame_by, torch.ones(rewards["reward"].shape))
+        wrong = correct.view_as(rewards["reward"]) < 0.5  # (N, G)
         # Chosen once, before training.
         first = (self.records["evaluation"] or [record])[0]
         record["rows"] = first.get("rows") or rows_to_show(prompts, wrong)
         self.append("evaluation", [record])
         sides = [each for each in self.records["evaluation"] if each["step"] in (0, self.done)]
-        means = {}
-        for name, numbers in sets_of(sides[-1]).items():
-            means |= {f"{name}/{key}": x[0] for key, x in numbers.items() if "reward" in key}
+        means = {
+            f"{row}/{name}": numbers[name][0]
+            for row, numbers in sets_of(sides[-1]).items()
+            for name in rewards
+        }
         self.track(means)
         ends = self.done >= self.settings.steps or self.stop.received
         self.write(evaluation_table(sides, ends))
@@ -170,18 +173,17 @@ class Record:
         """
         folder = self.folder(self.done)
         folder.mkdir(parents=True, exist_ok=True)
-        judged = wrong is not None
+        judge = self.settings.frame_by
         shown = []
         for i, row in enumerate(rows, 1):
             cells = [(picture, name, False) for name, picture in prompts[row].given().items()]
             for j, image in enumerate(images[row][:SHOWN]):
                 image.save(folder / f"{i}-{j + 1}.png")
-                caption = "" if judged else f"reward {format_number(rewards[row, j])}"
-                cells.append((image, caption, judged and wrong[row, j]))
+                caption = "" if judge else f"reward {format_number(rewards[row, j])}"
+                cells.append((image, caption, wrong[row, j]))
             shown.append((prompts[row].text, cells))
         title = f"after {counted(self.done, 'step')}" if self.done else "before"
-        judge = short_name(self.settings.frame_by or "")
-        corner = f"red frame: not correct,\nsays {judge}" if judged else ""
+        corner = f"red frame: not correct,\nsays {short_name(judge)}" if judge else ""
         sheet = draw_grid(title, shown, corner)
         sheet.save(folder / "sheet.png")
         before = self.folder(0) / "sheet.png"
@@ -290,19 +292,18 @@ def evaluation_metrics(name, rewards, types):
     (N, G)}. types: N.
     """
     metrics = {name: means_and_errors(rewards)}
-    kinds = [kind for kind in dict.fromkeys(types) if len({*types}) > 1]
-    for kind in kinds:
+    if len({*types}) == 1:
+        return metrics
+    for kind in dict.fromkeys(types):
         own = [each == kind for each in types]
         of_kind = {reward: values[own] for reward, values in rewards.items()}
         metrics[f"{name}, {kind}"] = means_and_errors(of_kind)
-    if kinds:
-        mean = dict(metrics[name])
-        for reward in rewards:
-            pairs = [metrics[f"{name}, {kind}"][reward] for kind in kinds]
-            pairs = torch.tensor(pairs, dtype=torch.double)  # (types, 2)
-            means, errors = pairs[~pairs[:, 0].isnan()].T  # none, if it applies to no prompt
-            mean[reward] = [means.mean().item(), (errors.norm() / len(errors)).item()]
-        metrics[f"{name}, mean of types"] = mean
+    whole, *kinds = metrics.values()
+    mean = metrics[f"{name}, mean of types"] = dict(whole)
+    for reward in rewards:
+        pairs = torch.tensor([each[reward] for each in kinds], dtype=torch.double)  # (types, 2)
+        means, errors = pairs[~pairs[:, 0].isnan()].T  # none, if it applies to no prompt
+        mean[reward] = [means.mean().item(), (errors.norm() / len(errors)).item()]
     return metrics
 
 
@@ -325,9 +326,9 @@ def sets_of(record):
 def rows_to_show(prompts, wrong):
     """The rows of the first prompts of each type that have no correct picture.
 
-    If all have one, or there is no judge, the first of each type. wrong: (N, G) or None.
+    If all have one, or there is no judge, the first of each type. wrong: (N, G).
     """
-    rows = [] if wrong is None else wrong.all(1).nonzero().flatten().tolist()
+    rows = wrong.all(1).nonzero().flatten().tolist()
     first = {}
     for row in rows or range(len(prompts)):
         first.setdefault(prompts[row].type or row, row)

@@ -25,9 +25,7 @@ def draw_grid(title, rows, corner=""):
     rows: [(label, [(picture, caption, whether it has a red frame)])]. corner: the words above the
     labels.
     """
-    lines = max(
-        caption.count("\n") + (caption > "") for _, cells in rows for _, caption, _ in cells
-    )
+    lines = max(len(caption.splitlines()) for _, cells in rows for _, caption, _ in cells)
     height = CELL + 8 + 20 * lines
     width = LABELS + (CELL + 8) * max(len(cells) for _, cells in rows)
     sheet = Image.new("RGB", (width, 72 + height * len(rows)), "white")

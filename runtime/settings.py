@@ -7,10 +7,11 @@ import os
 from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar, Literal, get_args, get_type_hints
+from typing import ClassVar, Literal, get_args
 
 import torch
 
+from grpo import GRPOSettings
 from rewards import REWARDS, own_files, split_spec
 from runtime import ROOT, UserError, checkpoints, counted, ranks, readable
 
@@ -19,11 +20,12 @@ RELEASE = "zai-org/GLM-Image"
 
 
 def flag(default, help, *, group=None, may_change=False, is_path=False, **limits):
-    """A field of Settings, and a flag.
+    """A field of Settings, and a flag. The field's type is that of a value on the command line.
 
-    group: the heading that begins here in --help. may_change: a resumed run may have another value.
-    is_path: what it names is also found from the project's folder. limits: at_least, above,
-    at_most.
+    default: None where nothing is given. group: the heading that begins here in --help. may_change:
+    a resumed run may have another value. is_path: a file or folder that a run reads. It is also
+    found from the project's folder; and a resumed run may name another place, for what it holds is
+    compared. limits: at_least, above, at_most.
     """
     about = {"group": group, "may_change": may_change, "is_path": is_path, "limits": limits}
     return field(default=default, metadata={"help": help, **about})
@@ -41,42 +43,39 @@ class Settings:
     """
 
     script = "train.py"
-    # Of defaults.json: values that come before its "usual" ones.
-    section: ClassVar[str | None] = None
+    section = None  # of defaults.json: values that come before its "usual" ones
     overrides: ClassVar[dict] = {}  # {setting: another default for GLM-Image}
+    # What grpo.py reads beside these flags: a Settings stands in for GRPOSettings.
+    end_ids = GRPOSettings.end_ids
+    max_grad_norm = GRPOSettings.max_grad_norm
 
     model: str = flag(
         None,
         "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)",
         group="model and data",
-        is_path=True,
     )
-    adapter: str | None = flag(
+    adapter: str = flag(
         None,
         "start from the adapters in this folder: of a run, of a checkpoint, or a published one; "
         "with --steps 0 only evaluate them",
         is_path=True,
-        may_change=True,
     )
-    prompts: str = flag(
-        "prompts/train.txt", "text file, one prompt per line", is_path=True, may_change=True
-    )
+    prompts: str = flag("prompts/train.txt", "text file, one prompt per line", is_path=True)
     order: Literal["shuffled", "file"] = flag(
         "shuffled", "order of prompts: shuffled each epoch, or the file's"
     )
-    targets: str | None = flag(
+    targets: str = flag(
         None,
         "folder with one picture per prompt, sorted by name; or my_file.py:function, which draws "
         "them",
         is_path=True,
-        may_change=True,
     )
     reward: str = flag(
         "pickscore:1,clip:1",
         f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function,"
         " which runs that file; FOLDER: the model's files, in place of a download",
     )
-    combine: Literal["sum", "zscore"] | None = flag(
+    combine: Literal["sum", "zscore"] = flag(
         None, "add rewards, or their z-scores (default: zscore for several)"
     )
 
@@ -123,15 +122,12 @@ class Settings:
         "prompts that are never trained on, one per line",
         group="evaluation, before and after",
         is_path=True,
-        may_change=True,
     )
-    eval_targets: str | None = flag(
-        None, "folder with one picture per held-out prompt", is_path=True, may_change=True
-    )
+    eval_targets: str = flag(None, "folder with one picture per held-out prompt", is_path=True)
     eval_reward: str = flag(
         "hps,variety", "rewards that are only reported, never trained on; none: no such reward"
     )
-    frame_by: str | None = flag(
+    frame_by: str = flag(
         None,
         "the reward among --eval-reward that is 1 for a correct picture and 0 for a wrong "
         "picture: before-after.png puts a red frame around wrong pictures",
@@ -172,12 +168,12 @@ class Settings:
         may_change=True,
     )
 
-    out: str | None = flag(
+    out: str = flag(
         None,
         "folder for everything the run leaves (default: the next free runs/N)",
         group="what a run leaves",
     )
-    resume: str | None = flag(
+    resume: str = flag(
         None, "continue the run in this folder from its newest checkpoint", may_change=True
     )
     save_every: int = flag(20, "steps between checkpoints", may_change=True, at_least=1)
@@ -188,6 +184,7 @@ class Settings:
 
     def __post_init__(self):
         """Fills in what follows from other settings; refuses what cannot work."""
+        self.model = found(self.model)
         for each in fields(self):
             check_range(option(each.name), getattr(self, each.name), each.metadata["limits"])
             if each.metadata["is_path"]:
@@ -195,10 +192,10 @@ class Settings:
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
-        weights = [weight for _, weight in split_spec(self.reward)]
-        if not any(weights):
+        weights = split_spec(self.reward)
+        if not any(weights.values()):
             raise UserError(f"--reward {self.reward}: no weight above 0, so nothing can be learned")
-        if self.frame_by not in dict(split_spec(self.eval_reward)):
+        if self.frame_by not in split_spec(self.eval_reward):
             self.frame_by = None
         if self.combine is None:
             self.combine = "zscore" if len(weights) > 1 else "sum"
@@ -212,7 +209,7 @@ class Settings:
 
 def check_range(name, value, limits):
     """Refuses a number beyond one of its limits, NaN and infinity."""
-    if isinstance(value, str) or value is None:
+    if value is None or not limits:
         return
     low, high = limits.get("at_least", -math.inf), limits.get("at_most", math.inf)
     inside = low <= value <= high and value > limits.get("above", -math.inf)
@@ -263,25 +260,22 @@ def build_parser(kind=Settings):
         argument_default=argparse.SUPPRESS,
     )
     tiny = usual_settings(TINY, kind)
-    hints = get_type_hints(kind)
     for each in fields(kind):
-        words, default = each.metadata["help"], each.default
-        default = kind.overrides.get(each.name, default)
-        if tiny.get(each.name, default) != default and each.name != "model":
+        words = each.metadata["help"]
+        default = kind.overrides.get(each.name, each.default)
+        if tiny.get(each.name, default) != default:
             of_release = "" if default is None else f", {default} for GLM-Image"
             default = f"{tiny[each.name]} for tiny{of_release}"
         if default is not None:
             words += f" (default: {default})"
         if each.metadata["group"]:
             group = parser.add_argument_group(each.metadata["group"])
-        group.add_argument(option(each.name), help=words, **argument_of(hints[each.name]))
+        group.add_argument(option(each.name), help=words, **argument_of(each.type))
     return parser
 
 
 def argument_of(hint):
     """What argparse is told of a type: a number or text, or one of some words."""
-    if type(None) in get_args(hint):
-        hint, _ = get_args(hint)
     if words := get_args(hint):
         return {"choices": words, "metavar": "|".join(words)}
     return {"type": hint, "metavar": hint.__name__.upper()}
@@ -304,7 +298,9 @@ def usual_settings(model, kind):
     """{setting: value} without flags, as far as the model's folder says; see Settings."""
     defaults = read_defaults(model)
     usual = kind.overrides | defaults.get("usual", {}) | defaults.get(kind.section, {})
-    return {"model": model, **usual}
+    for name in usual.keys() - {each.name for each in fields(kind)}:
+        raise UserError(f"{Path(model, 'defaults.json')}: there is no setting {name!r}")
+    return usual
 
 
 def code_in(settings, given):
@@ -335,7 +331,7 @@ def parse_settings(arguments=None, kind=Settings):
     if code := code_in(usual, given):
         raise UserError(f"{model}/defaults.json runs code: if you trust it, give {code}")
     settings = kind(**usual)
-    if given.get("frame_by") != settings.frame_by and "frame_by" in given:
+    if "frame_by" in given and settings.frame_by is None:
         raise UserError(f"--frame-by {given['frame_by']}: --eval-reward has no reward of this name")
     least, most = read_defaults(model).get("pixels", (2**20, 2**22))  # 1024x1024 to 2048x2048
     pixels = settings.height * settings.width
@@ -353,12 +349,13 @@ def resumed(given, kind):
     about = {each.name: each.metadata for each in fields(kind)}
     if before.keys() != about.keys():
         raise UserError(f"{out} was made by another script or version")
-    now = checkpoints.shortened(given)
-    fixed = [name for name in sorted(now) if not about[name]["may_change"]]
-    differ = [name for name in fixed if now[name] != before[name]]
+    differ = []
+    for name, value in sorted(checkpoints.shortened(given).items()):
+        fixed = not (about[name]["may_change"] or about[name]["is_path"])
+        if fixed and value != before[name]:
+            differ.append(f"{option(name)} {value} (was {before[name]})")
     if differ:
-        flags = [f"{option(name)} {now[name]} (was {before[name]})" for name in differ]
-        raise UserError(f"a resumed run keeps its settings; different here: {', '.join(flags)}")
+        raise UserError(f"a resumed run keeps its settings; different here: {', '.join(differ)}")
     if state["ranks"] != ranks.count():  # the prompts of a step would be others
         made = f"{out} was made by {state['ranks']} processes, not {ranks.count()}"
         raise UserError(f"{made}: start {state['ranks']} processes with torchrun")
@@ -373,7 +370,9 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     name = torch.cuda.get_device_name() if device.type == "cuda" else name
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     kind = type(settings)
-    usual = checkpoints.saved(kind(**usual_settings(settings.model, kind)))
+    usual = checkpoints.saved(
+        kind(**usual_settings(settings.model, kind) | {"model": settings.model})
+    )
     usual["base"] = settings.base  # see plan in gpu.py
     shown = checkpoints.saved(settings)
     changed = [f"{name}={value}" for name, value in shown.items() if value != usual[name]]

@@ -51,10 +51,9 @@ def test_repairing_a_rounded_decoder(run, tmp_path):
     assert 0.5 < before < 1 and abs(after - before) < 0.2 and after != before
 
     texts = ["a cross and a ring", "three diamonds"]
-    groups = repair_decoder.Drawn().sample(texts, 1, 0)
     pipe, settings = train.load(TINY, CPU), tiny_settings()
-    for text, group in zip(texts, groups):
-        _, images = painted(pipe, text, group.tokens, settings, 0)
+    for text in texts:
+        _, images = painted(pipe, text, repair_decoder.codes_of(text), settings, 0)
         assert check.correct(images, [text]).all()
     rounded = repair_decoder.load_rounded(TINY, CPU).transformer.transformer_blocks[0]
     assert {len(row.unique()) for row in rounded.attn1.to_q.weight} <= {2, 3, 4}

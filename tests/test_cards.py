@@ -169,7 +169,7 @@ def room_for(*micro_batches, placement=None):
 def test_what_the_error_held_is_free_before_work_is_called_again():
     held = []
 
-    def work():
+    def work(seed):
         if held:
             assert held[0]() is None
             return "done"
@@ -181,7 +181,7 @@ def test_what_the_error_held_is_free_before_work_is_called_again():
 
 
 def test_several_ranks_do_not_repeat(monkeypatch):
-    def work():
+    def work(seed):
         raise FULL
 
     monkeypatch.setattr(ranks, "count", lambda: 2)

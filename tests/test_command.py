@@ -321,6 +321,8 @@ def test_a_models_folder_runs_no_code_unless_a_flag_says_so(tmp_path, monkeypatc
     error = error_from(train.parse_settings, given)
     assert error == f"{defaults} runs code: if you trust it, give {flags}"
     assert train.parse_settings([*given, *flags.split()]).lr == 0.5
+    defaults.write_text(json.dumps({"usual": {"rate": 0.5}}))
+    assert error_from(train.parse_settings, given) == f"{defaults}: there is no setting 'rate'"
     processor = shutil.copytree(f"{TINY}/processor", tmp_path / "processor")
     auto_map = {"AutoTokenizer": ["own.Own", "own.Own"]}
     config = json.dumps({"tokenizer_class": "Own", "auto_map": auto_map})

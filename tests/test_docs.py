@@ -159,8 +159,8 @@ def test_the_page_of_rewards_lists_them():
 def test_the_columns_of_the_first_tables_are_explained():
     page = (ROOT / "docs" / "numbers.md").read_text()
     usual = usual_settings(TINY, Settings)
-    rewards = [*split_spec(usual["reward"]), *split_spec(usual["eval_reward"])]
-    assert [name for name, _ in rewards if f"| `{short_name(name)}` |" not in page] == []
+    rewards = split_spec(usual["reward"]) | split_spec(usual["eval_reward"])
+    assert [name for name in rewards if f"| `{short_name(name)}` |" not in page] == []
 
 
 def test_every_page_is_reached_from_the_readme():

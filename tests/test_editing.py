@@ -44,7 +44,7 @@ from glm_image.editing import (
 from glm_image.model import for_decoder
 from runtime import UserError
 from runtime.forward import CapturedForward
-from runtime.settings import RELEASE
+from runtime.settings import RELEASE, print_start
 
 WISH = "make the circle blue"
 # (height, width) of the source and of the result: alike, the source larger, wide to tall.
@@ -160,7 +160,6 @@ def test_painting_is_that_of_the_stock_call(stock, given, size, guidance):
     assert tokens.max() < make.NUM_CODES
     forget(stock)
     glm = EditingGlmImage(stock)
-    assert glm.number_of_codes(settings) == tokens.shape[1]  # an edit has no preview
     (found,) = glm.to_images(glm.paint(edit, tokens, settings, 5), 4)
     (without,) = painted(stock, WISH, tokens, settings, 5)[1]
     assert found.size == expected.size == (width, height)
@@ -245,8 +244,16 @@ def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd, mon
         assert quick(flag, folder, run_class=train_edits.EditRun, usual=QUICK[:2]) == 2
         assert words in capfd.readouterr().err.splitlines()[-1]
     assert not Path("runs").exists()
+    settings = train_edits.EditSettings(model=RELEASE, sources="targets")
     with pytest.raises(UserError, match="--sources, --prompts, --eval-sources and --eval-prompts"):
-        train_edits.EditSettings(model=RELEASE, sources="targets")
+        editing.read_edits(settings, "eval_")
+
+
+def test_edits_of_a_model_that_has_no_sources_of_its_own_begin(tmp_path, capsys):
+    flags = ["--model", RELEASE, "--sources", "photos", "--eval-sources", "others"]
+    settings = train.parse_settings(flags, train_edits.EditSettings)
+    print_start(settings, tmp_path, CPU, 2, 2)
+    assert "changed: sources=photos eval_sources=others\n" in capsys.readouterr().out
 
 
 def test_pictures_of_ones_own_are_edited_by_the_printed_command(judged):

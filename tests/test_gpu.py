@@ -152,6 +152,8 @@ def test_host_memory_of_a_container_is_what_its_control_group_leaves(monkeypatch
     own, groups = tmp_path / "cgroup", tmp_path / "groups"
     (groups / "pod" / "own").mkdir(parents=True)
     assert gpu.host_memory(groups, own) == 20e9  # not on Linux
+    own.write_text("4:memory:/pod\n")
+    assert gpu.host_memory(groups, own) == 20e9  # control groups of version 1
     own.write_text("4:memory:/pod\n0::/pod/own\n")
     (groups / "pod" / "own" / "memory.max").write_text("max\n")
     (groups / "pod" / "own" / "memory.current").write_text("7\n")
@@ -618,7 +620,8 @@ def test_a_gpu_captures_the_step_and_compiles_it(device, kind):
     policy = model.language_model
     forward = train.token_forward(model, settings, device)
     assert isinstance(forward, kind)
-    assert forward.num_new_tokens == 256 + 4 * 4  # of the preview and the picture
+    if device == CUDA:
+        assert forward.num_new_tokens == 256 + 4 * 4  # of the preview and the picture
     config = policy.get_base_model().config.get_text_config()
     assert (config._attn_implementation == "grouped") == (device == CUDA)
 

@@ -253,7 +253,8 @@ def test_before_and_after_stand_side_by_side(tmp_path):
     def draw(step, colour):
         record.done = step
         images = [[Image.new("RGB", (32, 32), colour)] * 2]
-        record.draw_evaluation([0], prompts_of("label"), images, torch.ones(1, 2), None)
+        ones = torch.ones(1, 2)
+        record.draw_evaluation([0], prompts_of("label"), images, ones, ones > 1)
         files = record.folder(step) / "sheet.png", tmp_path / "before-after.png"
         return map(Image.open, files)
 

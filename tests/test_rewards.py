@@ -529,9 +529,9 @@ def test_a_function_that_is_not_in_its_file_is_named(monkeypatch):
 
 
 def test_names_and_weights():
-    pairs = rewards.split_spec(" ssim:0.5, clip=a:b,,my_file.py:f:2e-3 ,none,hps:-.25")
-    assert pairs == [("ssim", 0.5), ("clip=a:b", 1), ("my_file.py:f", 2e-3), ("hps", -0.25)]
-    assert rewards.split_spec("none") == rewards.split_spec("") == []
+    weights = rewards.split_spec(" ssim:0.5, clip=a:b,,my_file.py:f:2e-3 ,none,hps:-.25")
+    assert weights == {"ssim": 0.5, "clip=a:b": 1, "my_file.py:f": 2e-3, "hps": -0.25}
+    assert rewards.split_spec("none") == rewards.split_spec("") == {}
 
 
 def test_an_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):

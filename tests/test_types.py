@@ -123,7 +123,6 @@ def test_prompts_without_a_correct_picture_are_shown():
     assert shown(prompts, right, wrong, wrong, wrong) == [1, 2]
     assert shown(prompts, right, right, wrong, right) == [2]
     assert shown(prompts, right, right, right, right) == [0, 2]
-    assert rows_to_show(prompts, None) == [0, 2]
     plain = prompts_of(*"abcdefghijk")
     assert shown(plain, right, *[wrong] * 10) == [1, 2, 3, 4, 5, 6, 7, 8]
 
