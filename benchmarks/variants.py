@@ -112,7 +112,6 @@ WITHOUT_TERM = Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3)
 HONEST = {
     "KL 0.2": WITH_KL,
     "KL 1": Variant("hard", "with KL 1", "", "", "--kl-coef 1 --save-every 20"),
-    "KL 0.05, k2": Variant("hard", "with KL 0.05, k2", "", "k2", "--kl-coef 0.05 --save-every 20"),
     "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2 --save-every 20"),
 }
 
