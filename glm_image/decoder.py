@@ -85,7 +85,7 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
     """The stock scheduler, its levels and times, but all steps except the last are drawn."""
 
     def begin(self, noise_level, seeds):
-        """A batch of the same codes; each painting has its own seed, so it is alike in any batch."""
+        """A batch of the same codes; each painting has its own seed: alike in any batch."""
         self.noise_level = noise_level
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.calls = []
@@ -143,7 +143,7 @@ class DecoderGRPO(GRPO):
         self.guidance_scale = guidance_scale
         self.scheduler = PathScheduler.from_config(model.pipe.scheduler.config)
         components = {**model.pipe.components, "scheduler": self.scheduler}
-        self.painter = GlmImage(GlmImagePipeline(**components))
+        self.painter = type(model)(GlmImagePipeline(**components))
 
     def paint_paths(self, prompt, tokens, settings, seed):
         """Paint each of a prompt's G code sequences (G, T) `settings.paintings` (K) times.
@@ -164,6 +164,7 @@ class DecoderGRPO(GRPO):
                     repeated = codes.expand(len(own), -1)
                     latents.append(self.painter.paint(prompt, repeated, settings, seed))
                 batches.append(self.scheduler.steps)
+            self.scheduler.steps = []  # or the last path would stay until the next
             path = [merge(each) for each in zip(*batches, strict=True)]
             for step, following in pairwise(path):
                 step.next_latents = following.latents  # the same numbers: the host keeps them once

@@ -180,9 +180,10 @@ def test_no_two_paintings_share_their_draws(monkeypatch):
         "randn",
         lambda *given, **more: drawn.append(stock_randn(*given, **more)) or drawn[-1],
     )
+    settings.paintings = 2
     (prompt,), codes = prompts_of(PROMPTS[0]), torch.zeros(3, 4, dtype=torch.long)
     for seed in (5, 6, 1005):
-        run.decoder.paint_paths(prompt, codes, 2, settings, seed)
+        run.decoder.paint_paths(prompt, codes, settings, seed)
     # Seeds, code sequences, steps, paintings.
     assert len({x.numpy().tobytes() for x in drawn if x.dim() == 3}) == 3 * 3 * 2 * 2
 

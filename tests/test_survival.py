@@ -132,7 +132,8 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd):
 def test_a_resumed_run_keeps_every_setting_but_these():
     """Of files, what they hold is compared."""
     fields = [each for kind in (DecoderSettings, EditSettings) for each in dataclasses.fields(kind)]
-    found = {each.name for each in fields if each.metadata["may_change"]}
+    about = {each.name: each.metadata for each in fields}
+    found = {name for name, each in about.items() if each["may_change"] or each["is_path"]}
     files = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
     others = "micro_batch_size steps device offload save_every eval_every tracker frame_by resume"
     assert found == {*files.split(), *others.split()}
