@@ -243,11 +243,12 @@ def score(rewards, images, prompts, targets=None, **more):
     for name, (function, _) in rewards.items():
         answer = ask(function, images, **given, group_size=group_size)
         try:
-            # A copy: the reward may use its own tensor again.
-            numbers = torch.as_tensor(answer).detach().float().cpu().clone()
+            numbers = torch.as_tensor(answer)
         except (TypeError, ValueError, RuntimeError):
             wanted = f"return {len(images)} numbers, one per picture"
             raise UserError(f"reward {name!r} gave {answer!r:.60}: {wanted}") from None
+        # A copy: the reward may use its own tensor again.
+        numbers = numbers.detach().float().cpu().clone()
         shape, expected = tuple(numbers.shape), (len(images),)
         if shape != expected:
             raise UserError(f"reward {name!r} gave shape {shape}, not {expected}")

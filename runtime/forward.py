@@ -203,13 +203,13 @@ class CheckedGRPO(GRPO):
     def sample(self, *given):
         if self.checked:
             return super().sample(*given)
-        self.checked = True
         gap = torch.inf
         with suppress(NotFinite), torch.no_grad():
             groups = super().sample(*given)
             rows = self.split(groups[0])[0]  # one micro-batch
             gaps = self.logprobs(groups[0], rows) - groups[0].old_logprobs[rows]
             gap = gaps.abs().mean().item()
+        self.checked = True  # not if memory has run out: the samples are then drawn again
         if gap <= 0.1:  # nats: bfloat16 rounds by less
             return groups
         self.token_forward.simplify(f"sampled and recomputed log-probs differ by {gap:.2f}")

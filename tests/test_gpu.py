@@ -584,7 +584,11 @@ def test_a_capture_that_fails_leaves_the_step_as_it_is(
 
 @pytest.mark.parametrize("wrong", [0.5, torch.nan, None])
 def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graphs, monkeypatch):
-    """Its first samples disagree with what is recomputed, or are not finite."""
+    """Its first samples disagree with what is recomputed, or are not finite. Where memory runs out
+    before there are any, it is still to be checked."""
+
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     class Wrong(GraphedForward):
         def _step(self):
@@ -599,6 +603,9 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
     prompts = [(ids, positions[:, : len(ids) + LENGTH], LENGTH) for ids, positions, _ in prompts]
     policy, plain = run.policy, GRPO.sample(run.policy, prompts, 2, 5)
     policy.token_forward = Wrong(policy.model, LENGTH, compile=False)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(GRPO, "sample", full)
+        policy.sample(prompts, 2, 5)
     try:
         groups = policy.sample(prompts, 2, 5)
     finally:
