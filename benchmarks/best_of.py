@@ -98,8 +98,9 @@ def main(run=None, name=None):
     torch.set_num_threads(1)
     rows = [*csv.DictReader(CSV.read_text().splitlines())]
     if run is None:
-        draw(rows, variants.OUT / "best-of.png")
-        return print(table(rows))
+        print(table(rows))
+        variants.OUT.mkdir(parents=True, exist_ok=True)
+        return draw(rows, variants.OUT / "best-of.png")
     new = [*measured(name or run, None if run == BEFORE else run)]
     print(table([*(row for row in rows if row["run"] == BEFORE), *new]))
     if name:

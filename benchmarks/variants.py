@@ -412,8 +412,10 @@ def tables(rows):
 
 def panels(height, *titles):
     """A figure as wide as a page, and its axes, with shares upwards and a title below."""
-    from matplotlib.figure import Figure  # the tables do without
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        sys.exit("the figures need a package: pip install matplotlib")
     figure = Figure((8.8, height), dpi=100, layout="constrained")
     axes = figure.subplots(1, len(titles), squeeze=False)[0]
     for each, title in zip(axes, titles):

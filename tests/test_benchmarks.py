@@ -177,7 +177,7 @@ def test_the_best_of_k_by_hand(run, monkeypatch, tmp_path):
     """Of one type never and always correct, of another twice 1 picture in 64."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(best_of, "CSV", tmp_path / "best-of.csv")
-    monkeypatch.setattr(variants, "OUT", tmp_path)
+    monkeypatch.setattr(variants, "OUT", tmp_path / "runs")
     rows = [("two", 0), ("two", 64), ("colours", 1), ("colours", 1)]
     lines = [f"{variants.BEFORE},{kind},{i},{n},2,1,0.25" for i, (kind, n) in enumerate(rows)]
     for seed, correct in enumerate((64, 0)):  # all are correct, none is
@@ -191,7 +191,7 @@ def test_the_best_of_k_by_hand(run, monkeypatch, tmp_path):
     # 1/64 and 1 in the one type, 1/2 in the other: the mean of both.
     numbers = "25.8% +- 25.0% | 75.0% | 2 | 1 | 0.25"
     assert line == f"| before training | {numbers} |"
-    assert Image.open(tmp_path / "best-of.png").width == 880
+    assert Image.open(tmp_path / "runs" / "best-of.png").width == 880
 
 
 def test_a_run_is_measured_by_its_distinct_pictures(run, monkeypatch, tmp_path):

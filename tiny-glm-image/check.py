@@ -123,7 +123,7 @@ def edit_facts(wish, before, scene):
     found = []
     for place in wish.places(before):
         after = wish.edited(before, place)
-        same = [now == then for now, then in zip(scene, after)]
+        same = [*map(operator.eq, scene, after)]
         done = float(same[place])
         if after[place]:
             done = sum(map(operator.eq, words_of(scene[place]), after[place])) / 2
