@@ -24,10 +24,10 @@ def wall(adapter):
     """A column for each caption, in two rows of columns; a red frame is a picture that is wrong."""
     settings, data, run = variants.loaded(TINY, adapter)
     shown = evenly(data.held_out, settings.eval_count)  # as in an evaluation
-    results = evaluation.judge(run, settings, data.judges, shown, evaluation.SEEDS["held out"])
+    results = evaluation.judge(run, settings, variants.JUDGES, shown, evaluation.SEEDS["held out"])
     sheet = Image.new("RGB", (24 * CELL, 8 * CELL), "white")
     for i, (rewards, images) in enumerate(results):
-        for j, (image, correct) in enumerate(zip(images, rewards[settings.frame_by])):
+        for j, (image, correct) in enumerate(zip(images, rewards["correct"])):
             left, top = i % 24 * CELL, (i // 24 * 4 + j) * CELL
             sheet.paste("white" if correct else RED, (left, top, left + CELL, top + CELL))
             sheet.paste(image.resize((CELL - 4, CELL - 4)), (left + 2, top + 2))

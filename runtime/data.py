@@ -1,6 +1,5 @@
 """What a run trains on and what judges it: prompts, pictures that go with them, rewards."""
 
-import importlib.util
 import random
 import re
 from dataclasses import dataclass
@@ -141,15 +140,13 @@ def read_picture(kind, file):
 
 
 def prompt_indices(step, settings, count):
-    """Which of `count` prompts a step trains on: each once per epoch, in its order or shuffled.
+    """Which of `count` prompts a step trains on: each once per epoch, shuffled.
 
     A function of the seed and the step alone, so that a resumed run needs no state. Each rank takes
     its share.
     """
     groups = settings.prompts_per_step * ranks.count()
     places = [divmod(step * groups + i, count) for i in ranks.shard(groups)]  # (epoch, place in it)
-    if settings.order == "file":
-        return [place for _, place in places]
     shuffled = lambda epoch: random.Random(f"{settings.seed} {epoch}").sample(range(count), count)
     return [shuffled(epoch)[place] for epoch, place in places]
 
@@ -172,9 +169,6 @@ def read_inputs(settings, read):
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError before anything loads: for files
     and names that are wrong, and for a resumed run that began with other files.
     """
-    if settings.tracker != "none" and importlib.util.find_spec(settings.tracker) is None:
-        kind = settings.tracker
-        raise UserError(f"--tracker {kind} needs a package: pip install {kind}")
     with readable_loading(settings.model):  # now, for rewards take a while
         cached_file(settings.model, "model_index.json")
     prompts, held_out = read(settings), read(settings, "eval_")

@@ -18,6 +18,10 @@ from transformers import set_seed
 from grpo import Offload
 from runtime import UserError, counted, out_of_memory, ranks
 
+# torch reads this at its first allocation. Without it page-locked memory comes in powers of two,
+# 37.9 GB for 32.9 GB of weights, so that it can be used again, which none is here.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
+
 # Bytes that the work of most steps takes beside the largest model, and beside all of them.
 ALONE, TOGETHER = 4e9, 8e9
 PROCESS = 4e9  # bytes of host memory beside weights: CUDA's libraries, the compiler, pictures
@@ -110,12 +114,6 @@ class Placement:
             if not tensor.requires_grad:
                 tensor.data = home.cpu()  # weights in int8 have gone straight to the GPU
         self.homes = []
-        # Else each tensor is rounded up to a power of two, 37.9 GB in place of 32.9, to be used
-        # again, which none is. The setting has no public name.
-        with suppress(AttributeError, RuntimeError):
-            allocator = torch._C._accelerator_getAllocatorSettings()
-            setting = "pinned_max_round_threshold_mb:1"
-            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (allocator, setting))))
         offload = partial(Offload, self.models, self.device, self.release)
         try:
             self.offload = offload(pin=pin)

@@ -1,4 +1,4 @@
-"""What a run leaves: a line for each step, numbers in .jsonl files, pictures, a tracker."""
+"""What a run leaves: a line for each step, numbers in .jsonl files, pictures."""
 
 import json
 import math
@@ -8,7 +8,6 @@ from itertools import chain
 
 import numpy as np
 import torch
-from accelerate import PartialState, tracking
 from PIL import Image
 
 from rewards import combine, split_spec
@@ -53,9 +52,9 @@ class Record:
         self.trainers = trainers
         self.done = done
         self.weights = split_spec(settings.reward)
+        self.judge = next(iter(split_spec(settings.eval_reward)), None)
         self.writes = ranks.rank() == 0
         self.records = {name: read_jsonl(out / f"{name}.jsonl", done) for name in FILES}
-        self.tracker = None
         if self.writes:
             saved = checkpoints.saved(settings)
             with checkpoints.writing(out):
@@ -63,8 +62,6 @@ class Record:
                     (out / f".{name}.jsonl").write_text(as_lines(records))
                     os.replace(out / f".{name}.jsonl", out / f"{name}.jsonl")
                 (out / "settings.json").write_text(json.dumps(saved, indent=2))
-            if settings.tracker != "none":
-                self.tracker = start_tracker(settings.tracker, saved, out)
         self.stop = StopRequest()
         self.keep(done)
 
@@ -75,11 +72,6 @@ class Record:
         if self.writes:
             with checkpoints.writing(self.out), open(self.out / f"{name}.jsonl", "a") as file:
                 file.write(as_lines(records))
-
-    def track(self, values):
-        if self.tracker is not None:
-            numbers = {name: x for name, x in values.items() if isinstance(x, float)}
-            self.tracker.log(numbers, step=self.done)
 
     def write(self, line):
         self.clock.bar.write(line)
@@ -97,10 +89,8 @@ class Record:
         ]
         self.append("groups", [*chain(*ranks.gather(groups))])
         self.keep(done)
-        numbers = self.records["metrics"][-1]
-        self.track(numbers)
         self.clock.bar.update()
-        self.write(format_step(self.settings.steps, numbers, self.line))
+        self.write(format_step(self.settings.steps, self.records["metrics"][-1], self.line))
         shows = done % SAMPLE_EVERY == 0 or done in (1, self.settings.steps) or self.stop.received
         if self.writes and shows:
             with checkpoints.writing(self.out):
@@ -132,7 +122,7 @@ class Record:
             panels[name] = [[(each["step"], each.get(name)) for each in metrics]]
             for row in ("training", "held out"):
                 panels[name].append([(each["step"], each[row][name][0]) for each in evaluations])
-        draw_curves(panels).save(self.out / "reward.png")
+        draw_curves(panels, self.out / "reward.png")
 
     def evaluation(self, training, held_out):
         """Writes an evaluation's numbers and table, and pictures of some held-out prompts.
@@ -145,19 +135,13 @@ class Record:
             rewards = named(raw, self.weights, len(results[0][1]))  # at last the held-out prompts'
             record |= evaluation_metrics(name, rewards, [prompt.type for prompt in prompts])
         # Without a judge none is known to be wrong.
-        correct = raw.get(self.settings.frame_by, torch.ones(rewards["reward"].shape))
-        wrong = correct.view_as(rewards["reward"]) < 0.5  # (N, G)
+        verdicts = raw.get(self.judge, torch.ones(rewards["reward"].shape))
+        wrong = verdicts.view_as(rewards["reward"]) == 0  # (N, G)
         # Chosen once, before training.
         first = (self.records["evaluation"] or [record])[0]
         record["rows"] = first.get("rows") or rows_to_show(prompts, wrong)
         self.append("evaluation", [record])
         sides = [each for each in self.records["evaluation"] if each["step"] in (0, self.done)]
-        means = {
-            f"{row}/{name}": numbers[name][0]
-            for row, numbers in sets_of(sides[-1]).items()
-            for name in rewards
-        }
-        self.track(means)
         ends = self.done >= self.settings.steps or self.stop.received
         self.write(evaluation_table(sides, ends))
         if self.writes:
@@ -173,17 +157,16 @@ class Record:
         """
         folder = self.folder(self.done)
         folder.mkdir(parents=True, exist_ok=True)
-        judge = self.settings.frame_by
         shown = []
         for i, row in enumerate(rows, 1):
             cells = [(picture, name, False) for name, picture in prompts[row].given().items()]
             for j, image in enumerate(images[row][:SHOWN]):
                 image.save(folder / f"{i}-{j + 1}.png")
-                caption = "" if judge else f"reward {format_number(rewards[row, j])}"
+                caption = f"reward {format_number(rewards[row, j])}"
                 cells.append((image, caption, wrong[row, j]))
             shown.append((prompts[row].text, cells))
         title = f"after {counted(self.done, 'step')}" if self.done else "before"
-        corner = f"red frame: not correct,\nsays {short_name(judge)}" if judge else ""
+        corner = f"red frame: the score\n{short_name(self.judge)} is 0" if self.judge else ""
         sheet = draw_grid(title, shown, corner)
         sheet.save(folder / "sheet.png")
         before = self.folder(0) / "sheet.png"
@@ -225,18 +208,6 @@ class Record:
 
     def finish(self):
         self.stop.end()
-        if self.tracker is not None:
-            self.tracker.finish()
-
-
-def start_tracker(kind, configuration, out):
-    """One of accelerate's trackers. A resumed run is another run of the same name."""
-    PartialState()
-    place = {"logging_dir": out} if kind == "tensorboard" else {"name": out.name}
-    tracker = tracking.LOGGER_TYPE_TO_CLASS[kind]("grpo-glm-image", **place)
-    tracker.start()
-    tracker.store_init_configuration(configuration)
-    return tracker
 
 
 def read_jsonl(path, last_step=math.inf):
@@ -318,11 +289,6 @@ def means_and_errors(rewards):
     return numbers
 
 
-def sets_of(record):
-    """{set of prompts: its numbers} of an evaluation."""
-    return {name: numbers for name, numbers in record.items() if isinstance(numbers, dict)}
-
-
 def rows_to_show(prompts, wrong):
     """The rows of the first prompts of each type that have no correct picture.
 
@@ -366,8 +332,8 @@ def evaluation_table(records, with_types):
     last = records[-1]
     names = shown_names(last["training"])
     table = [["prompts", "pictures", *map(short_name, names)]]
-    for row, numbers in sets_of(last).items():
-        if "," in row and not with_types:
+    for row, numbers in last.items():
+        if row in ("step", "rows") or ("," in row and not with_types):
             continue
         pictures = f"{numbers['prompts']} x {numbers['images'] // numbers['prompts']}"
         cells = [" -> ".join(with_error(*each[row][name]) for each in records) for name in names]

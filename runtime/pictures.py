@@ -2,13 +2,16 @@
 
 import textwrap
 from contextlib import suppress
+from importlib.util import find_spec
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from runtime import short_name
 
 CELL, LABELS, LETTERS = 144, 288, 24  # pixels: twice of what they are on a page
-RED, BLUE, GREY = "#d02030", "#2060c0", "#888888"
+RED = "#d02030"
+CURVES = {"steps": "#888888", "training prompts": "#2060c0", "held-out prompts": RED}
 # Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
 CHINESE_FONTS = (
     "NotoSansCJK-Regular.ttc",
@@ -54,32 +57,25 @@ def font_for(text, size=LETTERS):
     return ImageFont.load_default(size)
 
 
-def draw_curves(panels):
-    """panels: {name of a reward: its curves in steps, training and held-out evaluations}.
+def draw_curves(panels, file):
+    """Curves of a run over its steps, a panel for each reward; none where matplotlib is missing.
 
-    A curve is [(step, value or None)].
+    panels: {name of a reward: its curves in steps, training and held-out evaluations}. A curve is
+    [(step, value or None)].
     """
-    sheet = Image.new("RGB", (640 * len(panels) + 200, 420), "white")
-    pen = ImageDraw.Draw(sheet)
-    pen.font = font_for("")
-    legend = "grey: steps; evaluations: blue: training prompts, red: held-out prompts"
-    pen.text((16, 384), legend, "black")
-    for left, (name, curves) in zip(range(120, sheet.width, 640), panels.items()):
-        last = max(step for curve in curves for step, _ in curve) or 1
-        curves = [[point for point in curve if point[1] is not None] for curve in curves]
-        values = [value for curve in curves for _, value in curve]
-        low, high = min(values, default=0), max(values, default=1)
+    if find_spec("matplotlib") is None:
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure((4 * len(panels), 3), layout="constrained")
+    (row,) = figure.subplots(1, len(panels), squeeze=False)
+    for axes, (name, curves) in zip(row, panels.items()):
+        for label, colour, curve in zip(CURVES, CURVES.values(), curves):
+            points = np.array(curve, float).reshape(-1, 2)  # (steps, 2), NaN for None
+            axes.plot(*points.T, ".-", color=colour, label=label)
+        low, high = axes.dataLim.intervaly
         if 0 <= low and high <= 1:  # a share, at its true size
-            low, high = 0, 1
-        pen.text((left, 8), short_name(name), "black")
-        pen.line([(left, 60), (left, 340), (left + 480, 340)], GREY, 2)
-        pen.text((left - 12, 60), f"{high:.3g}", "black", anchor="rm")
-        pen.text((left - 12, 340), f"{low:.3g}", "black", anchor="rm")
-        pen.text((left + 480, 348), f"step {last}", "black", anchor="rt")
-        for colour, curve in zip((GREY, BLUE, RED), curves):
-            x = [left + 480 * step / last for step, _ in curve]
-            y = [340 - 280 * (value - low) / (high - low or 1) for _, value in curve]
-            pen.line([*zip(x, y)], colour, 4)
-            if len(curve) == 1:  # which no line shows
-                pen.circle((x[0], y[0]), 6, colour)
-    return sheet.reduce(2)  # for smooth lines
+            axes.set_ylim(0, 1)
+        axes.set(title=short_name(name), xlabel="step")
+    row[0].legend()
+    figure.savefig(file)

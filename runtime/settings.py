@@ -61,9 +61,6 @@ class Settings:
         is_path=True,
     )
     prompts: str = flag("prompts/train.txt", "text file, one prompt per line", is_path=True)
-    order: Literal["shuffled", "file"] = flag(
-        "shuffled", "order of prompts: shuffled each epoch, or the file's"
-    )
     targets: str = flag(
         None,
         "folder with one picture per prompt, sorted by name; or my_file.py:function, which draws "
@@ -125,13 +122,9 @@ class Settings:
     )
     eval_targets: str = flag(None, "folder with one picture per held-out prompt", is_path=True)
     eval_reward: str = flag(
-        "hps,variety", "rewards that are only reported, never trained on; none: no such reward"
-    )
-    frame_by: str = flag(
-        None,
-        "the reward among --eval-reward that is 1 for a correct picture and 0 for a wrong "
-        "picture: before-after.png puts a red frame around wrong pictures",
-        may_change=True,
+        "hps,variety",
+        "rewards that are only reported, never trained on; before-after.png has a red frame where "
+        "the first of them is 0; none: no such reward",
     )
     eval_count: int = flag(
         8,
@@ -142,7 +135,6 @@ class Settings:
         50, "steps between evaluations; 0: before and after only", may_change=True, at_least=0
     )
     eval_decode_steps: int = flag(30, "denoising steps in an evaluation", at_least=1)
-    eval_guidance_scale: float = flag(1.5, "decoder's guidance in an evaluation", at_least=1)
 
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto",
@@ -177,10 +169,6 @@ class Settings:
         None, "continue the run in this folder from its newest checkpoint", may_change=True
     )
     save_every: int = flag(20, "steps between checkpoints", may_change=True, at_least=1)
-    # Not --log, which torchrun would take for an abbreviation of its own --log-dir.
-    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = flag(
-        "none", "also log the numbers there; the pictures are only in --out", may_change=True
-    )
 
     def __post_init__(self):
         """Fills in what follows from other settings; refuses what cannot work."""
@@ -195,15 +183,13 @@ class Settings:
         weights = split_spec(self.reward)
         if not any(weights.values()):
             raise UserError(f"--reward {self.reward}: no weight above 0, so nothing can be learned")
-        if self.frame_by not in split_spec(self.eval_reward):
-            self.frame_by = None
         if self.combine is None:
             self.combine = "zscore" if len(weights) > 1 else "sum"
 
     def for_evaluation(self):
         """As the model is used after training."""
         own = copy(self)  # not replace(), which would check these as settings of a step
-        own.decode_steps, own.guidance_scale = self.eval_decode_steps, self.eval_guidance_scale
+        own.decode_steps = self.eval_decode_steps
         return own
 
 
@@ -331,8 +317,6 @@ def parse_settings(arguments=None, kind=Settings):
     if code := code_in(usual, given):
         raise UserError(f"{model}/defaults.json runs code: if you trust it, give {code}")
     settings = kind(**usual)
-    if "frame_by" in given and settings.frame_by is None:
-        raise UserError(f"--frame-by {given['frame_by']}: --eval-reward has no reward of this name")
     least, most = read_defaults(model).get("pixels", (2**20, 2**22))  # 1024x1024 to 2048x2048
     pixels = settings.height * settings.width
     if not least <= pixels <= most:
@@ -365,22 +349,10 @@ def resumed(given, kind):
 
 
 def print_start(settings, out, device, num_prompts, num_held_out):
-    """What runs where, with which settings, and how much there is to do."""
+    """What runs where, and how much there is to do."""
     name = f"CPU in float32, {counted(torch.get_num_threads(), 'thread')} (OMP_NUM_THREADS)"
     name = torch.cuda.get_device_name() if device.type == "cuda" else name
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
-    kind = type(settings)
-    usual = checkpoints.saved(
-        kind(**usual_settings(settings.model, kind) | {"model": settings.model})
-    )
-    usual["base"] = settings.base  # see plan in gpu.py
-    shown = checkpoints.saved(settings)
-    changed = [f"{name}={value}" for name, value in shown.items() if value != usual[name]]
-    print(f"settings: {out / 'settings.json'}; changed:", *changed or ["none"])
     groups = counted(settings.prompts_per_step * ranks.count(), "group")
-    several = f" on {ranks.count()} processes" if ranks.count() > 1 else ""
-    judged = sum(min(settings.eval_count, prompts) for prompts in (num_prompts, num_held_out))
-    evaluated = counted(judged * settings.group_size, "picture")
-    print(f"a step: {groups} of {settings.group_size}{several}; an evaluation: {evaluated}")
     prompts = f"{counted(num_prompts, 'prompt')}, {num_held_out} held out"
-    print(f"{prompts}; output folder: {out}", flush=True)
+    print(f"a step: {groups} of {settings.group_size}; {prompts}; output folder: {out}", flush=True)

@@ -298,11 +298,6 @@ def test_turns_begin_amid_a_run(lockable, monkeypatch):
     assert not {*where()} & {*loaded}
 
 
-def test_without_an_allocator_setting_models_take_turns_all_the_same(lockable, monkeypatch):
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
-    Placement([frozen()], CUDA, "pinned", None).offload.on_evict()
-
-
 def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
     def refuse(tensor):
         raise torch.AcceleratorError("CUDA error: out of memory\nCompile with ...")

@@ -3,7 +3,6 @@ sheets of pictures."""
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import make
 import numpy as np
@@ -248,7 +247,7 @@ def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
 def test_before_and_after_stand_side_by_side(tmp_path):
     """The labels once."""
     record = Record.__new__(Record)
-    record.out, record.settings = tmp_path, SimpleNamespace(frame_by=None)
+    record.out, record.judge = tmp_path, None
 
     def draw(step, colour):
         record.done = step

@@ -135,7 +135,7 @@ def test_a_resumed_run_keeps_every_setting_but_these():
     about = {each.name: each.metadata for each in fields}
     found = {name for name, each in about.items() if each["may_change"] or each["is_path"]}
     files = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
-    others = "micro_batch_size steps device offload save_every eval_every tracker frame_by resume"
+    others = "micro_batch_size steps device offload save_every eval_every resume"
     assert found == {*files.split(), *others.split()}
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import prompts_of, records, tiny_settings
+from conftest import prompts_of, records
 from PIL import Image
 
-import train
-from runtime import UserError
 from runtime.data import Prompt, evenly, read_lines
 from runtime.log import evaluation_metrics, evaluation_table, rows_to_show
 
@@ -127,16 +125,6 @@ def test_prompts_without_a_correct_picture_are_shown():
     assert shown(plain, right, *[wrong] * 10) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_what_frames_pictures_is_said_and_never_guessed():
-    assert tiny_settings().frame_by == "tiny-glm-image/check.py:correct"
-    assert tiny_settings("--eval-reward mine.py:right").frame_by is None
-    own = tiny_settings("--eval-reward mine.py:good:2,b.py:c --frame-by mine.py:good")
-    assert own.frame_by == "mine.py:good"
-    with pytest.raises(UserError, match="--frame-by mine.py:god: --eval-reward has no"):
-        tiny_settings("--eval-reward mine.py:good --frame-by mine.py:god")
-    assert train.parse_settings(["--model", "elsewhere"]).frame_by is None
-
-
 # ---- a run ---------------------------------------------------------------------------------------
 
 JUDGES = """
@@ -154,8 +142,7 @@ def right(images, prompts, targets):  # the last call is of held-out prompts aft
 
 
 def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypatch):
-    """Pictures that are not correct are framed, if the settings name a judge; if not, their rewards
-    stand below: see test_evaluation.py."""
+    """Pictures that score 0 with the first judge are framed."""
     grids = []
     draw_grid = lambda *given: grids.append(given) or Image.new("RGB", (99, 9))
     monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
@@ -163,8 +150,8 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     Path("new.txt").write_text("two\nfive\n")
     Path("mine.py").write_text(JUDGES)
     files = "--prompts own.txt --targets none --eval-prompts new.txt --eval-targets none"
-    arguments = "--reward mine.py:place --eval-reward mine.py:right --eval-count 4"
-    assert judged(files, arguments, "--frame-by mine.py:right --steps 1 --out run") == 0
+    arguments = "--reward mine.py:place --eval-reward mine.py:right,mine.py:place --eval-count 4"
+    assert judged(files, arguments, "--steps 1 --out run") == 0
     before, after = records("run/evaluation.jsonl")
     assert before["rows"] == after["rows"] == [1]  # not correct, before
     low, high = after["training, low"], after["training, high"]
@@ -179,6 +166,7 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     for title, wrong in (("before", [True, True]), ("after 1 step", [True, False])):
         ((prompt, cells),), corner = sheets[title]
         pictures, captions, framed = zip(*cells)
-        assert (prompt, captions, [*framed]) == ("five", ("", ""), wrong)
-        assert corner == "red frame: not correct,\nsays mine.py:right"
+        captioned = "five", ("reward 0.000", "reward 0.100")
+        assert ((prompt, captions), [*framed]) == (captioned, wrong)
+        assert corner == "red frame: the score\nmine.py:right is 0"
     assert Image.open("run/evaluation/000001/1-2.png").tobytes() == pictures[1].tobytes()
