@@ -1,13 +1,14 @@
 """What each part of GRPO is worth: training runs of the tiny model with one part changed.
 
-    python benchmarks/variants.py                        the tables and the figure of docs/worth.md
+    python benchmarks/variants.py                        the tables and the figures of docs/worth.md
     python benchmarks/variants.py "no std" "with KL"     trains these rows again, with seed 0
+    python benchmarks/variants.py "no std" --lr 2e-3 --seed 1 --keep     a run for the tables
     python benchmarks/variants.py --hard-start           makes the harder start alone
-    python benchmarks/variants.py --train                the runs that variants.csv has no lines of
 
 variants.csv has a line per run and evaluation. From the harder start each variant is trained at
-several learning rates with seed 0, and at the best of them with two more seeds. The best is chosen
-on training captions; the tables are of held-out captions.
+several learning rates with seed 0: 1e-3 and 2e-3, then half of the best or twice the best until
+both have been tried; and at the best with two more seeds. The best is chosen on training captions;
+the tables are of held-out captions.
 """
 
 import argparse
@@ -17,11 +18,9 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,8 +45,6 @@ from runtime.log import read_jsonl
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
 SEEDS = range(3)  # of the tables
-FIRST_RATES = (1e-3, 2e-3)  # from there halved or doubled, as long as it gets better
-LOWEST, HIGHEST = 2.5e-4, 8e-3
 MOVING = ("two", "counting", "position", "binding")  # types: the other two are correct before
 PICTURES = 16  # of each held-out caption
 JUDGES = {"correct": (check.correct, 1.0), "clean": (check.clean, 1.0)}
@@ -96,11 +93,6 @@ CLIP = [
     FOUR_ITERATIONS,
     Variant("hard", NO_CLIP, "", "", f"{FOUR} --clip-range 1e9", 1e-3, FOUR_ITERATIONS.seeds),
 ]
-SHIPPED = [
-    Variant("shipped", "with KL", SHUFFLED, "", "", 5e-4),
-    Variant("shipped", "with KL, k2", "with KL", "k2", "", 5e-4),
-    Variant("shipped", SHUFFLED, BEFORE, "Rewards shuffled", "", 5e-4),
-]
 # The KL term as k3 and as k2: where the reward is gamed, and from the harder start.
 COEFS = 0.02, 0.05, 0.1, 0.2, 0.5, 1
 GAMED = [
@@ -115,7 +107,7 @@ HONEST = {
     "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2 --save-every 20"),
 }
 
-ALL = dict.fromkeys([*HARD, *CLIP, *SHIPPED, *GAMED, WITHOUT_TERM, *HONEST.values()])
+ALL = dict.fromkeys([*HARD, *CLIP, *GAMED, WITHOUT_TERM, *HONEST.values()])
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -236,59 +228,27 @@ def make_hard_start():
     unfinished.rename(folder)
 
 
-def rates(rows, variant):
-    """{rate: the share of training captions' pictures by which the best rate is chosen}"""
-    return {
+def rate_of(rows, variant):
+    """The rate that is given, or the best that was tried; of equally good rates the lowest."""
+    shares = {
         row["lr"]: row["chosen_on"]
         for row in rows
         if (row["start"], row["variant"]) == variant[:2] and row["chosen_on"] is not None
     }
+    return variant.lr or max(sorted(shares), key=shares.get, default=1e-3)
 
 
-def rate_of(rows, variant):
-    """The rate that is given, or the best; of equally good rates the lowest."""
-    shares = rates(rows, variant)
-    return variant.lr or max(sorted(shares), key=shares.get)
-
-
-def missing(rows):
-    """[(variant, rate, seed)]: the next rates of those whose best is not known, else more seeds."""
-    found = {(row["start"], row["variant"], row["lr"], row["seed"]) for row in rows}
-    wanted = []
-    for variant in ALL:
-        further = [] if variant.lr else further_rates(rates(rows, variant))
-        wanted += [(variant, lr, 0) for lr in further]
-        if not further:
-            runs = [(variant, rate_of(rows, variant), seed) for seed in variant.seeds]
-            wanted += [run for run in runs if (*variant[:2], *run[1:]) not in found]
-    return wanted
-
-
-def further_rates(shares):
-    """What to try beside the best of {rate: share}: half of it and twice, where they are not."""
-    best = max(sorted(shares), key=shares.get, default=None)
-    further = (best / 2, best * 2) if shares else FIRST_RATES
-    return [lr for lr in further if lr not in shares and LOWEST <= lr <= HIGHEST]
-
-
-def make_missing():
-    """The runs that the file has no lines of: each is appended when it is done."""
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        pool.submit(make_hard_start).result()
-        while wanted := missing(read()):
-            for future in as_completed([pool.submit(lines_of, *each) for each in wanted]):
-                append(future.result())
-
-
-def train_again(variants):
-    """These rows of the table from the harder start, at their best rates, with seed 0."""
+def train_again(variant, lr, seed, keep):
+    """Prints the share of correct pictures at each checkpoint; with `keep` the file gets it all."""
     make_hard_start()
-    for variant in variants:
-        lr = rate_of(read(), variant)
-        for line in lines_of(variant, lr, 0):
-            share = mean_of_types({kind: float(line[kind]) for kind in world.KINDS})
-            words = f"{variant.name}, rate {written(lr)}, after {line['step']} steps"
-            print(f"{words}: {share:.1%}", flush=True)
+    lines = lines_of(variant, lr, seed)
+    for line in lines:
+        share = mean_of_types({kind: float(line[kind]) for kind in world.KINDS})
+        words = f"{variant.name}, rate {written(lr)}, after {line['step']} steps"
+        print(f"{words}: {share:.1%}", flush=True)
+    if keep:
+        with open(CSV, "a", newline="") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(lines)
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -303,13 +263,6 @@ def read():
             for row in csv.DictReader(file)
         ]
     return sorted(rows, key=lambda row: row["seed"])
-
-
-def append(rows):
-    with open(CSV, "a", newline="") as file:
-        csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(rows)
-    for row in rows:
-        print(*row.values(), flush=True)
 
 
 # ---- tables and figure ---------------------------------------------------------------------------
@@ -478,23 +431,26 @@ def draw_gamed(rows, file):
 
 def main(*arguments):
     parser = argparse.ArgumentParser(description="What each part of GRPO is worth.")
-    parser.add_argument("names", nargs="*", help="rows of the first table, to train again")
+    parser.add_argument("names", nargs="*", help="rows to train again, at their best rate")
+    parser.add_argument("--lr", type=float, help="another rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="add what comes out to variants.csv")
     parser.add_argument("--hard-start", action="store_true", help="make the harder start")
-    parser.add_argument("--train", action="store_true", help="make the runs that are missing")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     OUT.mkdir(parents=True, exist_ok=True)
     if options.hard_start:
         make_hard_start()
         return print(f"python train.py --model {start_of('hard').relative_to(ROOT)}")
-    known = {each.name: each for each in [*HARD, *CLIP]}
+    known = {each.name: each for each in ALL}
     if unknown := set(options.names) - known.keys():
         parser.error(f"no row is called {'; '.join(unknown)!r}; rows: {'; '.join(known)}")
-    if options.names:
-        return train_again([known[name] for name in options.names])
-    if options.train:
-        make_missing()
     rows = read()
+    for name in options.names:
+        lr = options.lr or rate_of(rows, known[name])
+        train_again(known[name], lr, options.seed, options.keep)
+    if options.names:
+        return
     print(*tables(rows), sep="\n\n")
     draw(rows, OUT / "variants.png")
     draw_gamed(rows, OUT / "kl.png")

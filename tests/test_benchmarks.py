@@ -83,13 +83,19 @@ def made_up(**shares):
 ALL_VARIANTS = variants.ALL
 
 
+def write(rows):
+    with open(variants.CSV, "w", newline="") as file:
+        writer = csv.DictWriter(file, variants.COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     """What the file has is read, not made again."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(variants, "OUT", tmp_path)
     monkeypatch.setattr(variants, "CSV", tmp_path / "variants.csv")
-    variants.CSV.write_text(",".join(variants.COLUMNS) + "\n")
-    variants.append(made_up(**{"4 iterations": 0.4}))
+    write(made_up(**{"4 iterations": 0.4}))
     lines = run(variants)
     (line,) = [line for line in lines if line.startswith("| 4 iterations | 1e-3")]
     assert line == "| 4 iterations | 1e-3 | 50.0% | 40.0% | 40.0% | plain GRPO | **-30.0** |"
@@ -111,19 +117,23 @@ def test_a_gamed_run_is_a_dot_in_both_panels(monkeypatch):
         assert [line.get_ydata() for line in axes.lines] == [[0.3, 0.3]]  # before training
 
 
-def test_rates_are_tried_until_the_best_has_both_neighbours():
-    assert variants.further_rates({}) == [1e-3, 2e-3]
-    assert variants.further_rates({1e-3: 0.8, 2e-3: 0.7}) == [5e-4]
-    assert variants.further_rates({5e-4: 0.9, 1e-3: 0.8, 2e-3: 0.7}) == [2.5e-4]
-    assert variants.further_rates({2.5e-4: 0.9, 5e-4: 0.8}) == []  # the lowest that is tried
-
-
-def test_runs_that_the_file_lacks_are_made_seed_0_first():
-    assert variants.missing(made_up()) == []
-    wanted = variants.missing([])
-    assert len(wanted) == len({(each.start, each.name, *run) for each, *run in wanted})
-    assert {(lr, seed) for each, lr, seed in wanted if not each.lr} == {(1e-3, 0), (2e-3, 0)}
-    assert {seed for each, _, seed in wanted if each.lr} == {0, 1, 2, 3, 4}
+def test_a_row_is_trained_at_its_best_rate_or_the_given_and_kept(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(variants, "OUT", tmp_path)
+    monkeypatch.setattr(variants, "CSV", tmp_path / "variants.csv")
+    monkeypatch.setattr(variants, "make_hard_start", lambda: None)
+    monkeypatch.setattr(variants, "lines_of", lambda *given: trained.append(given) or [row])
+    trained = []
+    rows = [row for row in made_up() if row["variant"] == "no std"]
+    row = rows[0] | {"lr": 4e-3, "step": 10, "chosen_on": 0.4}
+    write(rows)
+    no_std, k2 = variants.HARD[3], variants.HONEST["KL 0.2, k2"]
+    assert run(variants, "no std") == ["no std, rate 1e-3, after 10 steps: 50.0%"]
+    assert len(variants.read()) == len(rows)
+    run(variants, no_std.name, k2.name, "--lr", "4e-3", "--seed", "1", "--keep")
+    assert trained == [(no_std, 1e-3, 0), (no_std, 4e-3, 1), (k2, 4e-3, 1)]
+    assert len(variants.read()) == len(rows) + 2
+    with pytest.raises(SystemExit):
+        run(variants, "nostd")
 
 
 def test_the_threshold_of_one_comparison_is_students():
