@@ -1,9 +1,9 @@
 """Make tiny-glm-image: a GLM-Image of two million parameters that paints coloured shapes.
 
-    python tiny-glm-image/make.py     # rewrites this folder: seven model parts, prompts
+    python tiny-glm-image/make.py     # rewrites the models in this folder
 
 Every part is the class the released model uses, only small, so whatever trains this trains the
-release. The sizes, the tokenizer and the scheduler stay as this folder's config files say:
+release. The sizes, the tokenizer, the scheduler and the prompts stay as this folder's files say:
 
 1. scenes      See world.py: captions ask for one, wishes change one.
 2. codes       The patches of scenes: a picture is 16x16 preview codes and 4x4 large codes. The
@@ -19,7 +19,6 @@ release. The sizes, the tokenizer and the scheduler stay as this folder's config
 
 import argparse
 import functools
-import itertools
 import json
 import random
 import sys
@@ -55,8 +54,6 @@ from world import (
     random_scene,
     seen_captions,
     split_edits,
-    unrewarded,
-    unseen,
 )
 
 from glm_image.editing import EditPrompt, encode_edit
@@ -345,54 +342,10 @@ def make_painters():
     return {"text_encoder": text_encoder, "vae": vae, "transformer": decoder}
 
 
-# ---- 6. what to train on, and what is held out ---------------------------------------------------
-
-
-# Captions to train on and held out, per kind, number and relation, without colours and with them;
-# fewer where there are no more.
-COUNTS = {"one": (2, 2), "two": (6, 6), "counting": (5, 2)}
-COUNTS |= {"colours": (4, 6), "position": (7, 3), "binding": (45, 10)}
-
-
-def split_captions():
-    """112 captions to train on and 48 held out, which no stage has seen, kind after kind."""
-    rng = random.Random(0)
-    parts = [], []
-    for kind, captions in CAPTIONS.items():
-        alike = {}
-        for caption in rng.sample(captions, len(captions)):
-            alike.setdefault((caption.word, bool(caption.colours)), []).append(caption)
-        chosen = [], []
-        many, few = COUNTS[kind]
-        for own in alike.values():
-            # Of single objects, two by chance.
-            hidden = [caption for caption in own if unseen(caption)] or own[-few:]
-            open_ones = [each for each in own if not unrewarded(each) and each not in hidden]
-            chosen[0].extend(open_ones[:many])
-            chosen[1].extend(hidden[:few])
-        # An evaluation on some takes the first of each kind.
-        for part, own in zip(parts, chosen):
-            part += rng.sample(own, len(own))
-    return parts
-
-
-def write_prompts():
-    """Captions and edits to train on with GRPO, and others that no stage has seen."""
-    training, held_out = split_captions()
-    edits, other_edits = ([wish for _, wish in part] for part in split_edits())
-    files = {"prompts": training, "heldout": held_out, "edits": edits, "heldout-edits": other_edits}
-    for name, prompts in files.items():
-        # Each kind after a line that names it: evaluations show them apart.
-        kinds = itertools.groupby(prompts, lambda prompt: prompt.kind)
-        parts = ["\n".join([f"# type: {kind}", *map(str, own)]) for kind, own in kinds]
-        (HERE / f"{name}.txt").write_text("\n".join(parts) + "\n")
-
-
 def main():
     """Both halves at once. One thread each: sums, and the weights, do not depend on the cores."""
     words = "Makes this folder's model again, in 36 minutes on two cores."
     argparse.ArgumentParser(description=words).parse_args()
-    write_prompts()
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         policy, painters = pool.submit(make_policy), pool.submit(make_painters)
         parts = painters.result() | {"vision_language_encoder": policy.result()}
