@@ -7,38 +7,51 @@ python benchmarks/film.py runs/film assets/before-after.gif
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tiny-glm-image")]
 
-from PIL import Image, ImageDraw, ImageFont
+import numpy as np
+from check import correct
+from PIL import Image
 
+import train
+from runtime.data import evenly, read_prompts
 from runtime.log import read_jsonl
-
-SIZE = 560, 425  # of a sheet of four captions
-SHARE = "reward/check.py:correct"
+from runtime.pictures import draw_grid
 
 
-def frame(run, record):
-    sheet = Image.open(Path(run, "evaluation", f"{record['step']:06d}", "sheet.png")).resize(SIZE)
-    share = record["held out, mean of types"][SHARE][0]
-    words = f"all held-out captions: {share:.0%} correct"
-    ImageDraw.Draw(sheet).text((550, 5), words, "black", ImageFont.load_default(15), anchor="ra")
-    return side_by_side(sheet)
+def evaluations(run):
+    """Of each evaluation its step, the share of correct pictures, and rows of what it shows.
+
+    A row is (caption, [(picture, whether it is correct)]). run: the folder of a run of the tiny
+    model.
+    """
+    settings = train.parse_settings(["--model", "tiny-glm-image"])
+    held_out = evenly(read_prompts(settings, "eval_"), settings.eval_count)
+    records = read_jsonl(Path(run, "evaluation.jsonl"))
+    captions = [held_out[row].text for row in records[0]["rows"]]
+    for record in records:
+        folder = Path(run, "evaluation", f"{record['step']:06d}")
+        rows = []
+        for i, caption in enumerate(captions, 1):
+            pictures = [Image.open(folder / f"{i}-{j}.png") for j in range(1, 5)]
+            rows.append((caption, [*zip(pictures, correct(pictures, [caption] * 4).tolist())]))
+        share = record["held out, mean of types"]["reward/check.py:correct"][0]
+        yield record["step"], share, rows
 
 
-def side_by_side(sheet):
-    """Two captions beside two others: the sheet half as high, for the width of a page."""
-    top, row, label, pictures = 42, 95, 150, 176  # of a sheet of SIZE
-    width, height = sheet.width - pictures + label, top + 2 * row
-    columns = Image.new("RGB", (2 * width, height), "white")
-    for source in ((0, 0, label, height), (pictures, 0, sheet.width, height)):
-        columns.paste(sheet.crop(source), (min(source[0], label), 0))
-        below = source[0], height, source[2], height + 2 * row
-        columns.paste(sheet.crop(below), (width + min(source[0], label), top))
-    return columns
+def frame(step, share, rows):
+    """Two captions beside two others, for the width of a page."""
+    rows = [
+        (caption, [(x, "", not is_correct) for x, is_correct in cells]) for caption, cells in rows
+    ]
+    left = draw_grid(f"after {step} steps", rows[:2])
+    right = draw_grid(f"all held-out captions: {share:.0%} correct", rows[2:])
+    return Image.fromarray(np.hstack([left, right])).reduce(2)
 
 
 def main(run, file):
-    sheets = [frame(run, record) for record in read_jsonl(Path(run, "evaluation.jsonl"))]
+    sheets = [frame(*each) for each in evaluations(run)]
     palette = sheets[-1].quantize(128)  # one for all: what stays the same is stored once
     frames = [sheet.quantize(palette=palette, dither=Image.Dither.NONE) for sheet in sheets]
     milliseconds = [2000, *[400] * (len(frames) - 2), 4000]

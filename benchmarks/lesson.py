@@ -23,15 +23,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny-glm-image")]
 
 import torch
-from check import correct
 from make import make_codebook
 from PIL import Image
 
 import train
 from benchmarks.best_of import CSV, curve
+from benchmarks.film import evaluations
 from benchmarks.variants import BEFORE
 from rewards import parse_rewards
-from runtime.data import Prompt, evenly, read_prompts
+from runtime.data import Prompt
 from runtime.log import read_jsonl
 
 PAGE, STILL = ROOT / "docs" / "lesson.html", ROOT / "assets" / "lesson.png"
@@ -90,20 +90,14 @@ def gradients(policy, logprobs):
     return torch.stack([torch.cat([each.flatten() for each in row]) for row in rows])
 
 
-def film_of(settings, folder):
+def film_of(run):
     """What each evaluation of a run has painted of some held-out captions, and the shares."""
-    evaluations, steps = (read_jsonl(folder / f"{x}.jsonl") for x in ("evaluation", "metrics"))
-    held_out = evenly(read_prompts(settings, "eval_"), settings.eval_count)
-    captions, frames = [held_out[row].text for row in evaluations[0]["rows"]], []
-    for record in evaluations:
-        files, rows = folder / "evaluation" / f"{record['step']:06d}", []
-        for i, text in enumerate(captions, 1):
-            images = [Image.open(files / f"{i}-{j}.png") for j in range(1, 5)]
-            rows.append([*zip(map(number_of, images), correct(images, [text] * 4).int().tolist())])
-        share = record["held out, mean of types"]["reward/check.py:correct"][0]
-        frames.append({"share": round(share, 4), "rows": rows})
-    flat = [step["groups_without_spread"] for step in steps]
-    return {"captions": captions, "frames": frames, "flat": flat}
+    frames = []
+    for _, share, rows in evaluations(run):
+        cells = [[(number_of(x), int(is_correct)) for x, is_correct in own] for _, own in rows]
+        frames.append({"share": round(share, 4), "rows": cells})
+    flat = [step["groups_without_spread"] for step in read_jsonl(Path(run, "metrics.jsonl"))]
+    return {"captions": [caption for caption, _ in rows], "frames": frames, "flat": flat}
 
 
 def main(folder):
@@ -114,7 +108,7 @@ def main(folder):
     runs = [[row for row in rows if row["run"] == run] for run in (BEFORE, "default run, seed 0")]
     before, after = ([round(share, 4) for share, _ in curve(run)] for run in runs)
     data |= {"size": 0.3, "best": {"before": before, "after": after[0]}}  # size of the step
-    data |= {"film": film_of(settings, Path(folder)), "pictures": [*PICTURES]}
+    data |= {"film": film_of(folder), "pictures": [*PICTURES]}
     line = "const DATA = " + json.dumps(data, separators=(",", ":"))
     page = re.sub("^const DATA = .*$", lambda _: line, PAGE.read_text(), flags=re.MULTILINE)
     PAGE.write_text(page)

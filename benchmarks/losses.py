@@ -1,7 +1,7 @@
 """Other losses, each as an edit of grpo.py or train.py.
 
-docs/copying.md shows them, tests/test_recipes.py compares them with their papers, and variants.py
-trains with them. `python benchmarks/losses.py` prints the table of that page.
+docs/copying.md shows them and says what each is for, tests/test_recipes.py compares them with their
+papers, and variants.py trains with them.
 """
 
 import inspect
@@ -31,19 +31,16 @@ def redrawn(run, settings, rewards, prompts, groups, seed):
     """In place of paint_and_score: groups of equal rewards are drawn again, twice at most."""
     images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)
     name, size = next(iter(rewards)), settings.group_size
-    for again in (1, 2):
-        values = raw_rewards[name].view(-1, size)
-        rows = [i for i, group in enumerate(values) if len(group.unique()) == 1]
-        if rows:
-            some, other_seed = [prompts[i] for i in rows], seed + 300 * again
+    for i in range(len(prompts)):
+        own = slice(i * size, (i + 1) * size)
+        for again in (1, 2):
+            if len(raw_rewards[name][own].unique()) > 1:
+                break
+            some, other_seed = prompts[i : i + 1], seed + i + 300 * again
             with run.phase("sample", run.policy.model):
                 new = run.policy.sample(run.glm_image.encode(some, settings), size, other_seed)
-            painted, scored = paint_and_score(run, settings, rewards, some, new, other_seed)
-        for j, i in enumerate(rows):
-            own, other = slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size)
-            groups[i] = new[j]
-            images[own] = painted[other]
-            raw_rewards[name][own] = scored[name][other]
+            images[own], scored = paint_and_score(run, settings, rewards, some, new, other_seed)
+            groups[i], raw_rewards[name][own] = new[0], scored[name]
     return images, raw_rewards
 
 
@@ -170,26 +167,6 @@ FUNCTIONS = {  # go along
     "Given answers": answered,
     "STAGE's weights": weighted,
 }
-LOSSES = {  # what docs/copying.md says of each
-    "Dr. GRPO": ", with one reward or `train.py --combine sum`",
-    "DAPO's token mean": ", over all tokens of the step, as verl and TRL do (eq. 8: per group)",
-    "DAPO's two clip ranges": ", 0.2 below and 0.28 above",
-    "GSPO": ", with `train.py --clip-range 3e-4`",
-    "CISPO": ", for `--iterations` above 1: the clipped ratio, detached, weighs log pi",
-    "GPG": ", with `--kl-coef 0`; groups of equal rewards do not count in the mean",
-    "k2": ": the KL term with the gradient of KL(pi \\|\\| ref); `kl` is then k2",
-    "old = new.detach()": ", where the gap is large and `iterations` is 1",
-    "REINFORCE": ": neither a baseline nor a division",
-    "REINFORCE with a constant": " as the baseline, here 1",
-    "No baseline, divided": " by the standard deviation; groups of equal rewards get 0",
-    "RLOO": ": the baseline is the mean of the others. With Adam, `no std` of worth again",
-    "The batch's mean and std": " in place of the group's",
-    "RAFT": ": the best of each group, as it is, with `--kl-coef 0`",
-    "Rewards shuffled": " within the groups: a control, nothing should be learned",
-    "DAPO's dynamic sampling": ", in train.py, with `redrawn` of losses.py",
-    "Given answers": " in place of samples (supervised), in train.py, with `answered`",
-    "STAGE's weights": " (arXiv 2509.25027) without its entropy reward, with `weighted`",
-}
 
 
 def edited(loss=None):
@@ -205,20 +182,3 @@ def edited(loss=None):
         function = inspect.getsource(FUNCTIONS[loss])
         files["train.py"] = f"{before}{function}\n\ndef paint_and_score({after}"
     return files
-
-
-def table():
-    """The lines of docs/copying.md."""
-    lines = ["| Loss | Replace the code before → by the code after |", "|---|---|"]
-    for loss, remark in LOSSES.items():
-        cell = f" {loss}{remark} "
-        for edit in EDITS:
-            if edit.loss == loss:
-                new = f"`{edit.new}`" if edit.new else "nothing"
-                lines.append(f"|{cell}| `{edit.old}`<br>→ {new} |")
-                cell = " "
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())

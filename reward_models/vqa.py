@@ -1,8 +1,6 @@
 """Questions about a picture, answered by a vision-language model."""
 
 import json
-from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -77,7 +75,7 @@ class Vqa:
         about = [self.about(prompt) for prompt in prompts]
         asked = [(pictures, question) for pictures, each in zip(shown, about) for question in each]
         size = AT_ONCE // len(shown[0])
-        with preparing_once(self.processor.image_processor), lend_gpu(self.model) as device:
+        with lend_gpu(self.model) as device:
             starts = range(0, len(asked), size)
             odds = [self.log_odds(asked[at : at + size], device) for at in starts]
         signs = torch.tensor([float(sign) for each in about for sign in each.values()])
@@ -105,34 +103,6 @@ class Vqa:
         output = self.model(**inputs, logits_to_keep=1, use_cache=False)
         logits = output.logits[:, -1].float()  # (B, V)
         return (logits[:, self.yes].logsumexp(-1) - logits[:, self.no].logsumexp(-1)).cpu()
-
-
-@contextmanager
-def preparing_once(processor):
-    """Makes an image processor prepare each picture once, not once per question.
-
-    SmolVLM's cuts it into 17 tiles. Pictures of several sizes are prepared together as before,
-    because they are padded to one size.
-    """
-    preprocess = processor.preprocess
-    prepared = {}  # {ids of the pictures shown together: BatchFeature}
-
-    def once(images, **options):  # B lists of pictures shown together
-        if len({picture.size for shown in images for picture in shown}) > 1:
-            return preprocess(images, **options)
-        rows = []
-        for shown in images:
-            ids = tuple(map(id, shown))
-            prepared[ids] = prepared.get(ids) or preprocess([shown], **options)
-            rows.append(prepared[ids])
-        join = lambda parts: torch.cat(parts) if torch.is_tensor(parts[0]) else [*chain(*parts)]
-        return type(rows[0])({name: join([row[name] for row in rows]) for name in rows[0]})
-
-    processor.preprocess = once
-    try:
-        yield
-    finally:
-        processor.preprocess = preprocess
 
 
 def answer_ids(tokenizer, word):
