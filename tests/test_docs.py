@@ -142,7 +142,6 @@ def test_flags_in_docstrings_and_messages_exist():
     chromium = {"--headless", "--hide-scrollbars", "--no-sandbox", "--screenshot", "--window-size"}
     # A flag that is not taken, and why; a prefix; pip's.
     assert {name: flags for name, flags in unknown.items() if flags} == {
-        "settings.py": {"--log"},
         "smollm2.py": {"--no-deps"},
         "lesson.py": chromium,
     }
