@@ -95,7 +95,6 @@ class Record:
         if self.writes and shows:
             with checkpoints.writing(self.out):
                 self.draw_group(prompts, batch, rewards["reward"])
-                self.draw_curves()
 
     def reward_metrics(self, rewards):
         """What a step's rewards, {name: (N, G)}, say of its groups."""
@@ -118,7 +117,7 @@ class Record:
     def draw_curves(self):
         metrics, evaluations = self.records["metrics"], self.records["evaluation"]
         panels = {}
-        for name in shown_names(evaluations[-1]["training"] if evaluations else metrics[-1]):
+        for name in shown_names(evaluations[-1]["training"]):
             panels[name] = [[(each["step"], each.get(name)) for each in metrics]]
             for row in ("training", "held out"):
                 panels[name].append([(each["step"], each[row][name][0]) for each in evaluations])

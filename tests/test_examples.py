@@ -170,6 +170,7 @@ def as_script(cells):
 def test_the_cells_of_the_notebook_run(judged, tmp_path, monkeypatch):
     """From top to bottom, on short pictures, which show no shapes: another default reward tells
     them apart."""
+    pytest.importorskip("matplotlib")
     reward = ["--reward", f"{ROOT}/examples/my_reward.py:blueness"]
     short = "--height 32 --width 32 --decode-steps 1 --steps 1 --eval-count 1 --temperature 5"
     short += " --eval-decode-steps 1 --prompts-per-step 2 --group-size 2"
