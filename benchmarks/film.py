@@ -45,7 +45,7 @@ def frame(step, share, rows):
     rows = [
         (caption, [(x, "", not is_correct) for x, is_correct in cells]) for caption, cells in rows
     ]
-    left = draw_grid(f"after {step} steps", rows[:2])
+    left = draw_grid(f"after {step} steps" if step else "before training", rows[:2])
     right = draw_grid(f"all held-out captions: {share:.0%} correct", rows[2:])
     return Image.fromarray(np.hstack([left, right])).reduce(2)
 
