@@ -135,6 +135,7 @@ class Settings:
         50, "steps between evaluations; 0: before and after only", may_change=True, at_least=0
     )
     eval_decode_steps: int = flag(30, "denoising steps in an evaluation", at_least=1)
+    eval_guidance_scale: float = flag(1.5, "decoder's guidance in an evaluation", at_least=1)
 
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto",
@@ -189,7 +190,7 @@ class Settings:
     def for_evaluation(self):
         """As the model is used after training."""
         own = copy(self)  # not replace(), which would check these as settings of a step
-        own.decode_steps = self.eval_decode_steps
+        own.decode_steps, own.guidance_scale = self.eval_decode_steps, self.eval_guidance_scale
         return own
 
 
