@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import check
 import pytest
 import torch
+import world
 from conftest import (
     CPU,
     TINY,
@@ -23,7 +25,8 @@ from PIL import Image
 
 import rewards
 import train
-from benchmarks import best_of, repair_decoder, variants
+from benchmarks import best_of, film, repair_decoder, variants
+from runtime.data import evenly, read_prompts
 
 
 @pytest.fixture
@@ -35,6 +38,33 @@ def run(capsys):
         return capsys.readouterr().out.splitlines()
 
     return run
+
+
+# ---- the film ------------------------------------------------------------------------------------
+
+
+def test_the_film_shows_what_each_evaluation_has_painted(run, tmp_path):
+    """Of four captions three pictures each are correct drawings, the last is empty."""
+    captions = [prompt.text for prompt in evenly(read_prompts(tiny_settings(), "eval_"), 9)[5:]]
+    lines = []
+    for step in (0, 20):
+        folder = tmp_path / "evaluation" / f"{step:06d}"
+        folder.mkdir(parents=True)
+        for (i, caption), j in itertools.product(enumerate(captions, 1), range(1, 5)):
+            scene = world.MEANING[caption].scene() if j < 4 else (None,) * 4
+            world.draw(scene).save(folder / f"{i}-{j}.png")
+        share = {"reward/check.py:correct": [step / 100, 0]}
+        line = {"step": step, "rows": [5, 6, 7, 8], "held out, mean of types": share}
+        lines.append(json.dumps(line) + "\n")
+    (tmp_path / "evaluation.jsonl").write_text("".join(lines))
+    before, after = film.evaluations(tmp_path)
+    assert before[:2] == (0, 0) and after[:2] == (20, 0.2)
+    assert [(caption, [is_correct for _, is_correct in cells]) for caption, cells in after[2]] == [
+        (caption, [1, 1, 1, 0]) for caption in captions
+    ]
+    run(film, tmp_path, tmp_path / "film.gif")
+    sheet = Image.open(tmp_path / "film.gif")
+    assert (sheet.size, sheet.n_frames) == ((896, 188), 2)
 
 
 # ---- a rounded decoder ---------------------------------------------------------------------------
