@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import check
+import numpy as np
 import pytest
 import torch
 import world
@@ -21,12 +22,13 @@ from conftest import (
     shorten,
     tiny_settings,
 )
-from PIL import Image
+from PIL import Image, ImageColor
 
 import rewards
 import train
 from benchmarks import best_of, film, repair_decoder, variants
 from runtime.data import evenly, read_prompts
+from runtime.pictures import RED
 
 
 @pytest.fixture
@@ -62,6 +64,11 @@ def test_the_film_shows_what_each_evaluation_has_painted(run, tmp_path):
     assert [(caption, [is_correct for _, is_correct in cells]) for caption, cells in after[2]] == [
         (caption, [1, 1, 1, 0]) for caption in captions
     ]
+    pixels = np.asarray(film.frame(*after)).astype(int)
+    assert not np.array_equal(pixels[36:, 144:448], pixels[36:, 592:])  # other captions
+    red = np.abs(pixels[35] - ImageColor.getrgb(RED)).sum(-1) < 60  # just above the pictures
+    for left in (144, 592):
+        assert red[left + 228 : left + 300].all() and not red[left : left + 222].any()
     run(film, tmp_path, tmp_path / "film.gif")
     sheet = Image.open(tmp_path / "film.gif")
     assert (sheet.size, sheet.n_frames) == ((896, 188), 2)

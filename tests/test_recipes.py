@@ -1,6 +1,7 @@
 """The losses of benchmarks/losses.py, edited into a copy to the letter: against the papers."""
 
 import importlib.util
+import operator
 
 import make
 import pytest
@@ -211,22 +212,29 @@ def test_shuffled_rewards_stay_in_their_group_and_go_by_luck(tmp_path):
 
 
 def test_groups_without_spread_are_drawn_again(tmp_path, monkeypatch):
-    """At first the second prompt's pictures are all equal to the reward."""
+    """Twice the second prompt's pictures are all equal to the reward."""
     step = edited("DAPO's dynamic sampling", tmp_path, "train.py")
     shorten(monkeypatch.setattr)
     run = build_run(settings := tiny_settings("--height 32 --width 32 --group-size 2"))
-    calls = []
+    calls, shown, seeds = [], [], []
 
     def reward(images, prompts, targets):
         calls.append(prompts)
-        return [float(i % 2 and (len(calls) > 1 or "circle" in p)) for i, p in enumerate(prompts)]
+        shown.append(images)
+        return [float(i % 2 and (len(calls) > 2 or "circle" in p)) for i, p in enumerate(prompts)]
 
     prompts = prompts_of("a red circle", "a blue cross")
     how = run, settings, {"mine": (reward, 1.0)}, prompts
     groups = run.policy.sample(run.glm_image.encode(prompts, settings), 2, 3)
     first = [*groups]
+    sample = run.policy.sample
+    monkeypatch.setattr(
+        run.policy, "sample", lambda *given: seeds.append(given[2]) or sample(*given)
+    )
     images, raw_rewards = step.redrawn(*how, groups, 3)
-    assert calls == [["a red circle"] * 2 + ["a blue cross"] * 2, ["a blue cross"] * 2]
+    again = ["a blue cross"] * 2
+    assert calls == [["a red circle"] * 2 + again, again, again] and seeds == [304, 604]
+    assert all(map(operator.is_, images, [*shown[0][:2], *shown[2]]))
     assert raw_rewards["mine"].tolist() == [0, 1, 0, 1] and len(images) == 4
     assert groups[0] is first[0] and groups[1] is not first[1]
 
