@@ -75,7 +75,7 @@ def draw_curves(panels, file):
             axes.plot(*points.T, ".-", color=colour, label=label)
         low, high = axes.dataLim.intervaly
         if 0 <= low and high <= 1:  # a share, at its true size
-            axes.set_ylim(0, 1)
+            axes.set_ylim(-0.05, 1.05)
         axes.set(title=short_name(name), xlabel="step")
     row[0].legend()
     figure.savefig(file)

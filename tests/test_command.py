@@ -199,10 +199,12 @@ def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
     chosen = tiny_settings("--group-size 8 --prompts-per-step 4 --eval-count 16")
     monkeypatch.delenv("OMP_NUM_THREADS")
     torch.set_num_threads(2)
-    settings.print_start(chosen, Path("runs/1"), ranks.device("cpu"), 32, 12)
+    cpu = ranks.device("cpu")
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    settings.print_start(chosen, Path("runs/1"), cpu, 32, 12)
     output = capsys.readouterr().out
     assert output.startswith("device: CPU in float32, 1 thread (OMP_NUM_THREADS)\n")
-    assert "a step: 4 groups of 8; 32 prompts, 12 held out; output folder: runs/1" in output
+    assert "a step: 8 groups of 8; 32 prompts, 12 held out; output folder: runs/1" in output
 
 
 FILES = {
