@@ -165,7 +165,7 @@ class Record:
                 cells.append((image, caption, wrong[row, j]))
             shown.append((prompts[row].text, cells))
         title = f"after {counted(self.done, 'step')}" if self.done else "before"
-        corner = f"red frame: the score\n{short_name(self.judge)} is 0" if self.judge else ""
+        corner = f"red frame: the score\n{short_name(self.judge)} is 0" if wrong.any() else ""
         sheet = draw_grid(title, shown, corner)
         sheet.save(folder / "sheet.png")
         before = self.folder(0) / "sheet.png"

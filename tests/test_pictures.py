@@ -247,7 +247,7 @@ def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
 def test_before_and_after_stand_side_by_side(tmp_path):
     """The labels once."""
     record = Record.__new__(Record)
-    record.out, record.judge = tmp_path, None
+    record.out = tmp_path
 
     def draw(step, colour):
         record.done = step
