@@ -168,16 +168,19 @@ def room_for(*micro_batches, placement=None):
 
 def test_what_the_error_held_is_free_before_work_is_called_again():
     held = []
+    forward = SimpleNamespace(release=lambda: held.append("released"))
 
     def work(seed):
         if held:
-            assert held[0]() is None
+            assert held[0]() is None and held[1:] == ["released"]
             return "done"
         tensor = torch.zeros(3)
+        tensor.itself = tensor  # which a traceback may hold too
         held.append(weakref.ref(tensor))
         raise torch.OutOfMemoryError("out of memory")
 
-    assert retry_with_room(work, *room_for(2), 0) == "done"
+    placement = Placement([], CPU, forward=forward)
+    assert retry_with_room(work, *room_for(2, placement=placement), 2**40) == "done"
 
 
 def test_several_ranks_do_not_repeat(monkeypatch):
