@@ -56,7 +56,7 @@ def spoiled(image, seed):
     """The picture with soft edges, and with noise."""
     noise = np.random.default_rng(seed).normal(0, 12, (128, 128, 3))
     noisy = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
-    return [image.filter(ImageFilter.GaussianBlur(1)), noisy]
+    return [image.filter(ImageFilter.GaussianBlur(2)), noisy]
 
 
 def some(captions, count):
@@ -137,7 +137,7 @@ def test_near_falls_with_every_pixel_that_was_not_drawn():
     for _ in range(2):
         images.append(images[-1].filter(ImageFilter.GaussianBlur(2)))
     near = check.near(images).tolist()
-    assert near[0] == near[1] == 1 > near[2] > near[3] > 0.9
+    assert near[0] == near[1] == 1 > near[2] > near[3] > 0.98
 
 
 def test_the_judge_calls_a_mess_a_mess():
@@ -155,8 +155,9 @@ def test_the_judge_calls_a_mess_a_mess():
         images.append(red.copy())
         images[-1].paste(other.crop(box), box)
     assert [check.look(image)[0] for image in images] == ["mess"] * 7
-    assert not check.clean(images).any() and not check.correct(images, ["a red circle"] * 7).any()
-    assert check.clean([red, blank]).all()
+    assert not check.clean(images).any() and not check.facts(images, ["a red circle"] * 7).any()
+    blank.paste("blue", (0, 0, 7, 7))  # too little to count
+    assert check.clean([red, blank]).all() and check.many([red, blank]).tolist() == [0.25, 0]
 
 
 def test_the_judge_reads_a_wish_with_its_source():
@@ -172,12 +173,13 @@ def test_the_judge_reads_a_wish_with_its_source():
             [*wishes.values()], [asked] * 4, sources=[source.resize((256,) * 2)] * 4
         )
         assert judged.tolist() == [wish == asked for wish in wishes]
+    assert world.WISHES["add a blue ring"].edited((RED, None, GREEN, None))[1] == ring
     elsewhere = shown(RED, None, GREEN, ring)
     # It does not say where.
     assert check.correct([elsewhere], ["add a blue ring"], sources=[source]) == 1
     for wish, things, share in (
         ("make the circle blue", (RED, None, GREEN), (1 / 2 + 1) / 2),
-        ("make the circle a cross", (cross, GREEN, GREEN), (1 + 2 / 3) / 2),
+        ("make the square a cross", (RED, RED, ("cross", "green")), (1 + 2 / 3) / 2),
         ("remove the circle", (RED,), (0 + 2 / 3) / 2),
     ):
         (found,) = check.facts([shown(*things)], [wish], sources=[source]).tolist()
