@@ -470,6 +470,8 @@ def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_grap
     assert forward.cache is forward.graph is forward.logits is None  # the memory is free
     same_samples(glm, forward, *three, **SHAPING)
     assert RecordedGraph.made == 4 and forward.size > size
+    # Samples that agree for a while, as on a CPU.
+    same_samples(glm, SharedForward(glm), *three, group=8, allowed_ids=CODES, temperature=4.0)
 
 
 @pytest.mark.parametrize(
