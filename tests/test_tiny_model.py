@@ -229,15 +229,17 @@ def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
     """Neither captions, but for the single objects, nor edits."""
     learned = {str(caption) for captions in world.seen_captions().values() for caption in captions}
     assert {kind_of(caption) for caption in lines("heldout") if caption in learned} == {"one"}
-    captions, edits, (training, held_out) = [], [], world.split_edits()
+    captions, edits, painted, (training, held_out) = [], [], [], world.split_edits()
     monkeypatch.setattr(make, "split_edits", lambda: (training, held_out))
     monkeypatch.setattr(make, "random_edit", lambda rng: rng.choice([*training[:24], *held_out]))
-    note = lambda caption, *_: captions.append(str(caption)) or caption
+    note = lambda caption, *_: captions.append(str(caption)) or world.MEANING["a ring"]
     monkeypatch.setattr(make, "misread", note)
-    monkeypatch.setattr(make, "misread_edit", lambda *edit: edits.append(edit[:2]) or edit[:2])
+    read = (None,) * 4, world.WISHES["add a black ring"]
+    monkeypatch.setattr(make, "misread_edit", lambda *edit: edits.append(edit[:2]) or read)
     monkeypatch.setattr(make, "optimise", lambda *given: [given[-1]() for _ in range(10)])
 
     def policy(input_ids, logits_to_keep, **_):
+        painted.append(input_ids[:, -16:])
         width = pipe.vision_language_encoder.lm_head.out_features
         return SimpleNamespace(logits=torch.zeros(len(input_ids), logits_to_keep, width))
 
@@ -245,6 +247,7 @@ def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
     make.train_policy(policy, 1, 1e-3, make.redraw)
     assert len(captions) == 10 * 12 and set(captions) <= learned
     assert edits and not set(edits) & set(held_out)
+    assert len(torch.cat(painted).unique(dim=0)) == 1  # what was misread
 
 
 def test_the_size_of_the_tiny_model():
@@ -315,6 +318,7 @@ def test_prompts_side_by_side_are_learned_as_each_by_itself(pipe, monkeypatch):
             ids, positions, number = (
                 given[name] for name in ("input_ids", "position_ids", "logits_to_keep")
             )
+            assert not (ids == model.config.image_token_id).any()  # codes are in their place
             together, lengths = model(**given).logits, set()
             for i in range(4):
                 real = ids[i].cumsum(0) > 0  # what is not padding
