@@ -149,6 +149,7 @@ calls = []
 
 def right(images, prompts, targets):  # the last call is of held-out prompts after the step
     calls.append(1)
+    images[-1].save("last.png")
     return [float(i % 2 if len(calls) == 6 else "t" in p) for i, p in enumerate(prompts)]
 """
 
@@ -174,11 +175,13 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     assert after["held out"]["reward"][1] == pytest.approx(0.5 / 2)
     assert not any(name.startswith("held out,") for name in after)
     row = r"\| training, low +\| 2 x 2 +\| 0.430 \+- 0.120 -> 0.430 \+- 0.120 \| 0.500 \+- 0.500 "
-    assert len(re.findall(row, "".join(capfd.readouterr()))) == 1  # once, at the end
+    output = "".join(capfd.readouterr())
+    assert len(re.findall(row, output)) == output.count("| training, low") == 1  # at the end
     sheets = {title: others for title, *others in grids}
     for title, wrong in (("before", [True, True]), ("after 1 step", [True, False])):
         ((prompt, cells),), corner = sheets[title]
         pictures, captions, framed = zip(*cells)
         assert (prompt, captions, [*framed]) == ("five", ("", ""), wrong)
         assert corner == "red frame: not correct,\nsays mine.py:right"
-    assert Image.open("run/evaluation/000001/1-2.png").tobytes() == pictures[1].tobytes()
+    kept, last = (Image.open(file) for file in ("run/evaluation/000001/1-2.png", "last.png"))
+    assert kept.tobytes() == last.tobytes() == pictures[1].tobytes()
