@@ -147,10 +147,10 @@ def place(images, prompts, targets):
 calls = []
 
 
-def right(images, prompts, targets):  # the last call is of held-out prompts after the step
+def right(images, prompts, targets):  # the last call is of held-out prompts after the steps
     calls.append(1)
     images[-1].save("last.png")
-    return [float(i % 2 if len(calls) == 6 else "t" in p) for i, p in enumerate(prompts)]
+    return [float(i % 2 if len(calls) == 8 else "t" in p) for i, p in enumerate(prompts)]
 """
 
 
@@ -164,9 +164,9 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     Path("new.txt").write_text("two\nfive\n")
     Path("mine.py").write_text(JUDGES)
     files = "--prompts own.txt --targets none --eval-prompts new.txt --eval-targets none"
-    arguments = "--reward mine.py:place --eval-reward mine.py:right --eval-count 4"
-    assert judged(files, arguments, "--frame-by mine.py:right --steps 1 --out run") == 0
-    before, after = records("run/evaluation.jsonl")
+    arguments = "--reward mine.py:place --eval-reward mine.py:right --eval-count 4 --eval-every 1"
+    assert judged(files, arguments, "--frame-by mine.py:right --steps 2 --out run") == 0
+    before, _, after = records("run/evaluation.jsonl")
     assert before["rows"] == after["rows"] == [1]  # not correct, before
     low, high = after["training, low"], after["training, high"]
     # Not zero, the third.
@@ -178,10 +178,10 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     output = "".join(capfd.readouterr())
     assert len(re.findall(row, output)) == output.count("| training, low") == 1  # at the end
     sheets = {title: others for title, *others in grids}
-    for title, wrong in (("before", [True, True]), ("after 1 step", [True, False])):
+    for title, wrong in (("before", [True, True]), ("after 2 steps", [True, False])):
         ((prompt, cells),), corner = sheets[title]
         pictures, captions, framed = zip(*cells)
         assert (prompt, captions, [*framed]) == ("five", ("", ""), wrong)
         assert corner == "red frame: not correct,\nsays mine.py:right"
-    kept, last = (Image.open(file) for file in ("run/evaluation/000001/1-2.png", "last.png"))
+    kept, last = (Image.open(file) for file in ("run/evaluation/000002/1-2.png", "last.png"))
     assert kept.tobytes() == last.tobytes() == pictures[1].tobytes()
