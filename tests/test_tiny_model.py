@@ -156,8 +156,7 @@ def test_the_judge_calls_a_mess_a_mess():
         images[-1].paste(other.crop(box), box)
     assert [check.look(image)[0] for image in images] == ["mess"] * 7
     assert not check.clean(images).any() and not check.facts(images, ["a red circle"] * 7).any()
-    blank.paste("blue", (0, 0, 7, 7))  # too little to count
-    assert check.clean([red, blank]).all() and check.many([red, blank]).tolist() == [0.25, 0]
+    assert check.clean([red, blank]).all()
 
 
 def test_the_judge_reads_a_wish_with_its_source():
