@@ -27,6 +27,7 @@ from benchmarks import random_weights
 from glm_image.model import GlmImage
 from grpo import GRPO, Offload
 from runtime import gpu, out_of_memory, ranks
+from runtime.forward import SharedForward
 from runtime.gpu import Placement, retry_with_room
 
 # ---- memory that runs out ------------------------------------------------------------------------
@@ -120,10 +121,13 @@ def test_models_take_turns_first_then_micro_batches_are_halved(
 ):
     """With a CPU in place of the GPU; the last time memory runs out in CUDA's own words."""
     reward = write_reward(DRAWS)
+    released = []
+    release = lambda forward: released.append(1)  # as of a captured step
+    monkeypatch.setattr(SharedForward, "release", release, raising=False)
     runs_out(monkeypatch, grpo, "compute_grpo_loss", [1, 2, 4], RuntimeError(CUBLAS))
     assert quick(*reward, FLAGS, "--micro-batch-size 8 --out run") == 0
     changes = ["the models take turns", "--micro-batch-size is 4", "--micro-batch-size is 2"]
-    assert memory_lines(capsys) == [full("update", change) for change in changes]
+    assert memory_lines(capsys) == [full("update", change) for change in changes] and released
     # Copies of weights lie otherwise in memory, and a CPU rounds by that.
     for expected, found in zip(undisturbed[0], records("run/metrics.jsonl"), strict=True):
         assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)
@@ -168,16 +172,19 @@ def room_for(*micro_batches, placement=None):
 
 def test_what_the_error_held_is_free_before_work_is_called_again():
     held = []
+    forward = SimpleNamespace(release=lambda: held.append("released"))
 
     def work(seed):
         if held:
-            assert held[0]() is None
+            assert held[0]() is None and held[1:] == ["released"]
             return "done"
         tensor = torch.zeros(3)
+        tensor.itself = tensor  # which a traceback may hold too
         held.append(weakref.ref(tensor))
         raise torch.OutOfMemoryError("out of memory")
 
-    assert retry_with_room(work, *room_for(2), 0) == "done"
+    placement = Placement([], CPU, forward=forward)
+    assert retry_with_room(work, *room_for(2, placement=placement), 2**40) == "done"
 
 
 def test_several_ranks_do_not_repeat(monkeypatch):

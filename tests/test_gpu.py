@@ -132,6 +132,8 @@ def test_a_card_is_told_by_the_weights_what_it_can_do(card, capsys, free, host, 
 def test_a_cap_counts_like_a_smaller_card(card):
     card.cap = 0.234
     assert planned() == ("bfloat16", "pinned") and card.fraction == 0.234
+    card.free = 1e-3  # a small model's work takes little
+    assert plan(lambda *given: [frozen()], tiny_settings(), CUDA) is None
 
 
 def test_the_rank_with_the_least_memory_decides_for_all(card, monkeypatch):
@@ -292,8 +294,9 @@ def test_turns_begin_amid_a_run(lockable, monkeypatch):
     assert not {*up} & {*loaded}
     assert where() == up and placement.offload is None
     placement.device = CPU
-    placement.take_turns(pin=False)
-    assert where() == [*loaded[:2], up[2]]
+    monkeypatch.setattr(gpu, "host_memory", lambda: 4e9)  # nothing can be locked
+    placement.take_turns()
+    assert where() == [*loaded[:2], up[2]] and not placement.homes  # or int8 would stay up
     placement.offload.all_but(model)
     assert not {*where()} & {*loaded}
 
@@ -459,9 +462,11 @@ def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_grap
     assert RecordedGraph.made == 3 and len(forward.ids) == 6  # as many rows as before
 
     forward.release()
-    assert forward.cache is None and forward.graph is None  # the memory is free
+    assert forward.cache is forward.graph is forward.logits is None  # the memory is free
     same_samples(glm, forward, *three, **SHAPING)
     assert RecordedGraph.made == 4
+    # Samples that agree for a while, as on a CPU.
+    same_samples(glm, SharedForward(glm), *three, group=8, allowed_ids=CODES, temperature=4.0)
 
 
 @pytest.mark.parametrize(
@@ -491,10 +496,10 @@ def test_a_compiled_step_follows_the_adapter_and_its_cache_is_free_at_once(
     stay, 1 GB."""
     forward = CapturedForward(glm, LENGTH)
     two = encode(pipe, "a ring", "three squares")
-    same_samples(glm, forward, *two, **SHAPING)
     gc.collect()
     gc.disable()
     try:
+        same_samples(glm, forward, *two, **SHAPING)
         perturb(glm, 0.2)
         same_samples(glm, forward, *two, **SHAPING)
         keys = weakref.ref(forward.cache.layers[0].keys)
@@ -631,9 +636,9 @@ def test_a_gpu_captures_the_step_and_compiles_it(device, kind):
 def test_a_gradient_however_small_moves_the_adapter():
     """Adam's step does not depend on the gradient's size, down to the smallest that was seen in
     such training."""
-    weight = torch.nn.Parameter(torch.zeros(8))
+    weight = torch.nn.Parameter(torch.ones(8))  # which does not decay
     optimizer = adamw(torch.nn.ParameterList([weight]))
     optimizer.param_groups[0]["lr"] = 1e-3
     weight.grad = torch.full((8,), 5e-9)
     optimizer.step()
-    torch.testing.assert_close(weight.data, torch.full((8,), -1e-3), rtol=1e-3, atol=0)
+    torch.testing.assert_close(weight.data, torch.full((8,), 0.999), rtol=1e-6, atol=0)

@@ -244,7 +244,8 @@ def test_given_answers_take_the_place_of_samples(tmp_path):
     run = build_run(settings := tiny_settings("--group-size 2"))
     prompts = prompts_of("two red rings")
     ((ids, positions, length),) = run.glm_image.encode(prompts, settings)
-    group = Group(ids, positions, torch.zeros(2, length, dtype=torch.long), torch.zeros(2, length))
+    nothing = torch.zeros(2, length)
+    group = Group(ids, positions, nothing.long(), nothing, nothing[..., None].bool())
     rewards = step.answered(run, prompts, [group])
     codes = make.codes_of([MEANING["two red rings"].scene()])
     assert torch.equal(group.tokens, codes.expand(2, -1)) and rewards.tolist() == [1, 1]

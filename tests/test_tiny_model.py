@@ -56,7 +56,7 @@ def spoiled(image, seed):
     """The picture with soft edges, and with noise."""
     noise = np.random.default_rng(seed).normal(0, 12, (128, 128, 3))
     noisy = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
-    return [image.filter(ImageFilter.GaussianBlur(1)), noisy]
+    return [image.filter(ImageFilter.GaussianBlur(2)), noisy]
 
 
 def some(captions, count):
@@ -137,7 +137,7 @@ def test_near_falls_with_every_pixel_that_was_not_drawn():
     for _ in range(2):
         images.append(images[-1].filter(ImageFilter.GaussianBlur(2)))
     near = check.near(images).tolist()
-    assert near[0] == near[1] == 1 > near[2] > near[3] > 0.9
+    assert near[0] == near[1] == 1 > near[2] > near[3] > 0.98
 
 
 def test_the_judge_calls_a_mess_a_mess():
@@ -155,7 +155,7 @@ def test_the_judge_calls_a_mess_a_mess():
         images.append(red.copy())
         images[-1].paste(other.crop(box), box)
     assert [check.look(image)[0] for image in images] == ["mess"] * 7
-    assert not check.clean(images).any() and not check.correct(images, ["a red circle"] * 7).any()
+    assert not check.clean(images).any() and not check.facts(images, ["a red circle"] * 7).any()
     assert check.clean([red, blank]).all()
 
 
@@ -172,12 +172,13 @@ def test_the_judge_reads_a_wish_with_its_source():
             [*wishes.values()], [asked] * 4, sources=[source.resize((256,) * 2)] * 4
         )
         assert judged.tolist() == [wish == asked for wish in wishes]
+    assert world.WISHES["add a blue ring"].edited((RED, None, GREEN, None))[1] == ring
     elsewhere = shown(RED, None, GREEN, ring)
     # It does not say where.
     assert check.correct([elsewhere], ["add a blue ring"], sources=[source]) == 1
     for wish, things, share in (
         ("make the circle blue", (RED, None, GREEN), (1 / 2 + 1) / 2),
-        ("make the circle a cross", (cross, GREEN, GREEN), (1 + 2 / 3) / 2),
+        ("make the square a cross", (RED, RED, ("cross", "green")), (1 + 2 / 3) / 2),
         ("remove the circle", (RED,), (0 + 2 / 3) / 2),
     ):
         (found,) = check.facts([shown(*things)], [wish], sources=[source]).tolist()
@@ -231,12 +232,14 @@ def test_no_stage_sees_what_is_held_out(pipe, monkeypatch):
     captions, edits, (training, held_out) = [], [], world.split_edits()
     monkeypatch.setattr(make, "split_edits", lambda: (training, held_out))
     monkeypatch.setattr(make, "random_edit", lambda rng: rng.choice([*training[:24], *held_out]))
-    note = lambda caption, *_: captions.append(str(caption)) or caption
+    note = lambda caption, *_: captions.append(str(caption)) or world.MEANING["a ring"]
     monkeypatch.setattr(make, "misread", note)
-    monkeypatch.setattr(make, "misread_edit", lambda *edit: edits.append(edit[:2]) or edit[:2])
+    read = (None,) * 4, world.WISHES["add a black ring"]
+    monkeypatch.setattr(make, "misread_edit", lambda *edit: edits.append(edit[:2]) or read)
     monkeypatch.setattr(make, "optimise", lambda *given: [given[-1]() for _ in range(10)])
 
     def policy(input_ids, logits_to_keep, **_):
+        assert len(input_ids[:, -16:].unique(dim=0)) == 1  # what was misread
         width = pipe.vision_language_encoder.lm_head.out_features
         return SimpleNamespace(logits=torch.zeros(len(input_ids), logits_to_keep, width))
 
@@ -297,16 +300,18 @@ def read_prompt(policy, processor, text, picture=None):
 
 def test_prompts_side_by_side_are_learned_as_each_by_itself(pipe, monkeypatch):
     """The logits of a batch of several lengths, of captions and of edits."""
-    model, batches = pipe.vision_language_encoder, []
+    model, batches, losses = pipe.vision_language_encoder, [], []
     policy = lambda **given: batches.append(given) or model(**given)
     policy.config = model.config
-    monkeypatch.setattr(make, "optimise", lambda *given: given[-1]())
+    monkeypatch.setattr(make, "optimise", lambda *given: losses.append(given[-1]()))
     with torch.no_grad():
         make.train_policy(policy, 1, 1e-3)
+        assert losses[0] < 0.1  # it has learned them
         for given in batches:
             ids, positions, number = (
                 given[name] for name in ("input_ids", "position_ids", "logits_to_keep")
             )
+            assert not (ids == model.config.image_token_id).any()  # codes are in their place
             together, lengths = model(**given).logits, set()
             for i in range(4):
                 real = ids[i].cumsum(0) > 0  # what is not padding

@@ -135,9 +135,10 @@ def place(images, prompts, targets):
 calls = []
 
 
-def right(images, prompts, targets):  # the last call is of held-out prompts after the step
+def right(images, prompts, targets):  # the last call is of held-out prompts after the steps
     calls.append(1)
-    return [float(i % 2 if len(calls) == 6 else "t" in p) for i, p in enumerate(prompts)]
+    images[-1].save("last.png")
+    return [float(i % 2 if len(calls) == 8 else "t" in p) for i, p in enumerate(prompts)]
 """
 
 
@@ -151,8 +152,8 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     Path("mine.py").write_text(JUDGES)
     files = "--prompts own.txt --targets none --eval-prompts new.txt --eval-targets none"
     arguments = "--reward mine.py:place --eval-reward mine.py:right,mine.py:place --eval-count 4"
-    assert judged(files, arguments, "--steps 1 --out run") == 0
-    before, after = records("run/evaluation.jsonl")
+    assert judged(files, arguments, "--eval-every 1 --steps 2 --out run") == 0
+    before, _, after = records("run/evaluation.jsonl")
     assert before["rows"] == after["rows"] == [1]  # not correct, before
     low, high = after["training, low"], after["training, high"]
     # Not zero, the third.
@@ -161,12 +162,14 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     assert after["held out"]["reward"][1] == pytest.approx(0.5 / 2)
     assert not any(name.startswith("held out,") for name in after)
     row = r"\| training, low +\| 2 x 2 +\| 0.430 \+- 0.120 -> 0.430 \+- 0.120 \| 0.500 \+- 0.500 "
-    assert len(re.findall(row, "".join(capfd.readouterr()))) == 1  # once, at the end
+    output = "".join(capfd.readouterr())
+    assert len(re.findall(row, output)) == output.count("| training, low") == 1  # at the end
     sheets = {title: others for title, *others in grids}
-    for title, wrong in (("before", [True, True]), ("after 1 step", [True, False])):
+    for title, wrong in (("before", [True, True]), ("after 2 steps", [True, False])):
         ((prompt, cells),), corner = sheets[title]
         pictures, captions, framed = zip(*cells)
         captioned = "five", ("reward 0.000", "reward 0.100")
         assert ((prompt, captions), [*framed]) == (captioned, wrong)
         assert corner == "red frame: the score\nmine.py:right is 0"
-    assert Image.open("run/evaluation/000001/1-2.png").tobytes() == pictures[1].tobytes()
+    kept, last = (Image.open(file) for file in ("run/evaluation/000002/1-2.png", "last.png"))
+    assert kept.tobytes() == last.tobytes() == pictures[1].tobytes()
