@@ -2,9 +2,9 @@
 
 For a prompt, the policy pi writes a group of G sequences of T tokens o_1..o_T. A decoder paints
 them, and a reward R scores each picture. The tokens of pictures that score above the mean of their
-group become more likely, the tokens of the others less likely. The mean is the baseline: it says
-what is usual. So no second network, a value network, has to predict that. GRPO (Shao et al. 2024,
-"DeepSeekMath", arXiv:2402.03300, section 4.1) minimises
+group become more likely, the tokens of the others less likely. The mean is the baseline, the reward
+to expect for this prompt. PPO trains a second network, the value network, to predict it; GRPO needs
+none. GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1) minimises
 
     loss = -1/G sum_i 1/T sum_t [ min(r A, clip(r, 1 - c, 1 + c) A) - kl_coef * k3 ]
 
@@ -12,13 +12,14 @@ what is usual. So no second network, a value network, has to predict that. GRPO 
     A  = (R_i - mean(R)) / (std(R) + eps)    advantage: the z-score of the reward in its group
     k3 = ref/pi - log(ref/pi) - 1            an estimate of KL(pi || reference), never negative
 
-averaged over the N prompts of a step. A group of equal rewards has A = 0 and is left out, with its
-KL term. REINFORCE, an older method, minimises -R log pi(o_t). GRPO adds four things. Subtracting
-the mean makes only samples above the mean more likely. Dividing by the std makes all prompts count
-alike. The ratio and its clip let the same samples serve several optimiser steps. k3 keeps the
-policy near its start. With one optimiser step per batch of samples, the default, the ratio is 1 up
-to rounding, and the clip has nothing to do. The loss then has the gradient of -A log pi(o_t), a
-cross-entropy weighted by A, and of the KL term.
+averaged over the N prompts of a step; c is clip_range, eps keeps the division finite. A group of
+equal rewards has A = 0 and no gradient; its KL term is left out too. REINFORCE, an older method,
+minimises -R log pi(o_t). GRPO adds four things. Subtracting the mean makes only samples above the
+mean more likely. Dividing by the std makes all prompts count alike. The ratio and its clip let the
+same samples serve several optimiser steps. k3 keeps the policy near its start. With one optimiser
+step per batch of samples, the default, the ratio is 1 up to rounding, and the clip has nothing to
+do. The loss then has the gradient of -A log pi(o_t), a cross-entropy weighted by A, and of the KL
+term.
 
 One training step, in the order in which its functions stand below; class GRPO calls them:
 
@@ -83,7 +84,7 @@ class Group:
     position_ids: torch.Tensor | None  # (3, L+T)
     tokens: torch.Tensor  # (G, T)
     old_logprobs: torch.Tensor  # (G, T)
-    nucleus: torch.Tensor | None = None  # (G, T, V) bool, the ids that top-p left
+    nucleus: torch.Tensor | None = None  # (G, T, V) bool, the ids that top-p kept
     mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all count
     advantages: torch.Tensor | None = None  # (G,) or (G, T)
     ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
@@ -136,7 +137,7 @@ def generate_with_logprobs(
     """
     _check_sampling(allowed_ids, temperature, top_p, end_ids)
     ids, positions, not_padding = _pad_left(prompt_ids, position_ids, num_new_tokens, model.device)
-    # A tensor: given a number, transformers copies the head's weight for each row.
+    # A tensor, not a number: see get_per_token_logprobs.
     last = torch.tensor([-1], device=model.device)
 
     def next_logits(ids, rows, end, cache=None):
@@ -145,7 +146,7 @@ def generate_with_logprobs(
         `ids` extends the cache and ends at position `end`. rows: (B,), the prompt of each row.
         """
         start = end - ids.shape[1]
-        mask = None if not_padding is None else _attended(not_padding[rows], start, end)
+        mask = None if not_padding is None else _attention_mask(not_padding[rows], start, end)
         forward = token_forward if token_forward and cache is not None else model
         output = forward(
             input_ids=ids,
@@ -255,7 +256,8 @@ def centre_groups(rewards, group_size):
     groups = rewards.float().double().view(-1, group_size)  # (N, G)
     centred = groups - groups.nanmean(dim=1, keepdim=True)
     count = (~groups.isnan()).sum(dim=1, keepdim=True)
-    return centred, (centred.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    variance = centred.square().nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
+    return centred, variance.sqrt()
 
 
 def set_advantages(groups, rewards):
@@ -279,7 +281,7 @@ def get_per_token_logprobs(
     temperature=1.0,
     nucleus=None,
 ):
-    """Log-probs of the last `num_new_tokens` (T) ids of each row, as the sampler has them.
+    """Log-probs of the last `num_new_tokens` (T) ids of each row, as the sampler would have them.
 
     Args:
         input_ids: (B, L+T) int64, one prompt and what was sampled for it.
@@ -362,7 +364,7 @@ def compute_grpo_loss(
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages  # flat beyond the range
     # The smaller of both: a push ends beyond the range, but a code that moved the wrong way keeps
-    # its gradient back.
+    # the gradient that brings it back.
     loss = policy_loss = -(torch.min(unclipped, clipped) * loss_share).sum()
     kl = torch.tensor(float("nan"))  # not measured
     if ref_logprobs is not None:
@@ -402,7 +404,7 @@ class GRPO:
         reference: makes a context within which the model is the reference; None: with its adapter
             disabled.
         average: takes tensors, and averages each over all processes in place; None: there is one
-            process. W processes, each with its own N prompts and seeds, equal one with W*N.
+            process. W processes, each with its own N prompts and seeds, do what one with W*N does.
 
     add_reference and update use a group's old_logprobs, mask, advantages and ref_logprobs. Only
     logprobs() reads the rest: override it for another type of policy, as glm_image/decoder.py does.
@@ -502,12 +504,13 @@ class GRPO:
         self.average([total])
         at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
         # Eval mode switches dropout off, but gradient checkpointing works in train mode only.
-        now, was = "is_activation_checkpointing", "is_gradient_checkpointing"  # transformers' names
-        self.model.train(getattr(self.model, now if hasattr(self.model, now) else was, False))
+        modules = self.model.modules()
+        self.model.train(any(getattr(each, "gradient_checkpointing", False) for each in modules))
         reports = []  # (size, metrics) of each micro-batch
         norms = []  # of the gradient before clipping, per iteration
         for _ in range(self.settings.iterations):
-            for each in self.parameters:  # not None: all processes average, also without spread
+            # Zeros, not None: a process without spread still takes part in the average.
+            for each in self.parameters:
                 each.grad = torch.zeros_like(each)
             for group, rows in micro_batches:
                 new_logprobs = self.logprobs(group, rows)  # 4
@@ -636,7 +639,7 @@ def _pad_left(prompt_ids, position_ids, num_new_tokens, device):
     return side_by_side(prompt_ids), positions, not_padding
 
 
-def _attended(not_padding, start, end):
+def _attention_mask(not_padding, start, end):
     """What the tokens from start to end attend to: (B, L+T) bool -> (B, 1, end - start, end)."""
     # Padding attends to itself: on recent cards a row that sees nothing may be NaN, silently. The
     # mask has four dimensions because transformers takes it as it is; given one of two, it would
@@ -707,7 +710,7 @@ def _check_sampling(allowed_ids, temperature, top_p, end_ids):
 
 
 def _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef):
-    """What would be broadcast, or be no penalty."""
+    """Refuses shapes that would broadcast silently, and a KL penalty without a reference."""
     shapes = [x.shape for x in (new_logprobs, old_logprobs, ref_logprobs, mask) if x is not None]
     if len(set(shapes)) > 1 or len(advantages) != len(new_logprobs):
         raise ValueError(f"log-probs and mask {shapes}, {len(advantages)} advantages: give (B, T)")
@@ -716,10 +719,11 @@ def _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_c
 
 
 def _check_process(parameters, average):
-    """What no metric shows: policies that drift apart, steps that are rounded away."""
+    """Refuses policies that would drift apart; warns of steps that are rounded away."""
     if average is not None:
         sums = torch.stack([p.detach().float().sum() for p in parameters])
-        average([means := sums.clone()])
+        means = sums.clone()
+        average([means])
         if not torch.allclose(means, sums):
             raise ValueError("the processes begin with different adapters: seed them alike before")
     elif torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -731,7 +735,7 @@ def _check_process(parameters, average):
 
 
 def _warn_of(metrics, norms, at_start, groups, model):
-    """Where an update's metrics say that something is wrong; causes are in docs/copying.md.
+    """Warns where an update's metrics say that something is wrong (causes: docs/copying.md).
 
     metrics: from the first iteration. at_start: whether the policy then still was the reference.
     groups: those with unequal rewards.

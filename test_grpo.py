@@ -26,7 +26,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
-    PreTrainedModel,
 )
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "tiny-glm-image")]
@@ -487,13 +486,8 @@ def test_a_tiny_update_moves_the_adapter_and_not_the_bf16_base():
     assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
 
 
-@pytest.mark.parametrize("gone", ["is_gradient_checkpointing", "is_activation_checkpointing"])
-def test_gradient_checkpointing_is_awake_in_training_and_changes_nothing(gone, monkeypatch):
-    """A layer then runs twice in training, but once in sampling, where its cache is needed. The
-    first name will go, and transformers warns of it; older releases have it alone."""
-    now = PreTrainedModel.is_activation_checkpointing
-    monkeypatch.setattr(PreTrainedModel, "is_gradient_checkpointing", now)
-    monkeypatch.delattr(PreTrainedModel, gone)
+def test_gradient_checkpointing_is_awake_in_training_and_changes_nothing():
+    """A layer then runs twice in training, but once in sampling, where its cache is needed."""
     found = []
     for passes in (1, 2):
         base, calls = text_model(), []

@@ -46,7 +46,7 @@ def frame(step, share, rows):
         (caption, [(x, "", not is_correct) for x, is_correct in cells]) for caption, cells in rows
     ]
     left = draw_grid(f"after {step} steps" if step else "before training", rows[:2])
-    right = draw_grid(f"all held-out captions: {share:.0%} correct", rows[2:])
+    right = draw_grid(f"all held-out captions: {share:.0%} correct", rows[2:4])
     return Image.fromarray(np.hstack([left, right])).reduce(2)
 
 

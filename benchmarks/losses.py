@@ -40,7 +40,9 @@ def redrawn(run, settings, rewards, prompts, groups, seed):
             with run.phase("sample", run.policy.model):
                 new = run.policy.sample(run.glm_image.encode(some, settings), size, other_seed)
             images[own], scored = paint_and_score(run, settings, rewards, some, new, other_seed)
-            groups[i], raw_rewards[name][own] = new[0], scored[name]
+            groups[i] = new[0]
+            for key, values in raw_rewards.items():
+                values[own] = scored[key]
     return images, raw_rewards
 
 

@@ -6,9 +6,9 @@
     python benchmarks/variants.py --hard-start           makes the harder start alone
 
 variants.csv has a line per run and evaluation. From the harder start each variant is trained at
-several learning rates with seed 0: 1e-3 and 2e-3, then half of the best or twice the best until
-both have been tried; and at the best with two more seeds. The best is chosen on training captions;
-the tables are of held-out captions.
+several learning rates with seed 0: first 1e-3 and 2e-3, then half of the best or twice the best,
+until the best has a lower and a higher neighbour; and at the best with two more seeds. The best is
+chosen on training captions; the tables are of held-out captions.
 """
 
 import argparse
@@ -239,7 +239,8 @@ def rate_of(rows, variant):
 
 def train_again(variant, lr, seed, keep):
     """Prints the share of correct pictures at each checkpoint; with `keep` the file gets it all."""
-    make_hard_start()
+    if variant.start == "hard":
+        make_hard_start()
     lines = lines_of(variant, lr, seed)
     for line in lines:
         share = mean_of_types({kind: float(line[kind]) for kind in world.KINDS})
@@ -447,6 +448,9 @@ def main(*arguments):
     rows = read()
     for name in options.names:
         lr = options.lr or rate_of(rows, known[name])
+        kept = {(row["variant"], row["lr"], row["seed"]) for row in rows}
+        if options.keep and (name, lr, options.seed) in kept:
+            parser.error(f"variants.csv has {name} at {lr} with seed {options.seed} already")
         train_again(known[name], lr, options.seed, options.keep)
     if options.names:
         return

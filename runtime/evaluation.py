@@ -92,9 +92,9 @@ def share_of_other_ids(policy, group):
     return -log_codes.sum().expm1().item()
 
 
-def warn_of_other_ids(record, shares, most=1e-3):
+def warn_of_other_ids(record, shares):
     """shares: of some prompts, see share_of_other_ids."""
-    if shares and (mean := sum(shares) / len(shares)) > most:
+    if shares and (mean := sum(shares) / len(shares)) > 1e-3:
         what = f"in {mean:.1%} of pictures the stock pipeline would draw an id that is no code"
         hint = "suppress these ids: docs/memory.md, After the run"
         record.write(f"warning: {what} (without top-p), and fail; {hint}")

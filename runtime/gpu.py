@@ -18,9 +18,12 @@ from transformers import set_seed
 from grpo import Offload
 from runtime import UserError, counted, out_of_memory, ranks
 
-# torch reads this at its first allocation. Without it page-locked memory comes in powers of two,
-# 37.9 GB for 32.9 GB of weights, so that it can be used again, which none is here.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
+# torch reads this at its first allocation, the older name first. Without the setting page-locked
+# memory comes in powers of two, 37.9 GB for 32.9 GB of weights, so that it can be used again, which
+# none is here.
+OLDER = "PYTORCH_CUDA_ALLOC_CONF"
+NAME = OLDER if OLDER in os.environ else "PYTORCH_ALLOC_CONF"
+os.environ[NAME] = f"pinned_max_round_threshold_mb:1,{os.environ.get(NAME, '')}".rstrip(",")
 
 # Bytes that the work of most steps takes beside the largest model, and beside all of them.
 ALONE, TOGETHER = 4e9, 8e9

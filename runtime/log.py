@@ -56,12 +56,13 @@ class Record:
         self.writes = ranks.rank() == 0
         self.records = {name: read_jsonl(out / f"{name}.jsonl", done) for name in FILES}
         if self.writes:
-            saved = checkpoints.saved(settings)
             with checkpoints.writing(out):
                 for name, records in self.records.items():
                     (out / f".{name}.jsonl").write_text(as_lines(records))
                     os.replace(out / f".{name}.jsonl", out / f"{name}.jsonl")
-                (out / "settings.json").write_text(json.dumps(saved, indent=2))
+                (out / "settings.json").write_text(
+                    json.dumps(checkpoints.saved(settings), indent=2)
+                )
         self.stop = StopRequest()
         self.keep(done)
 
@@ -133,9 +134,10 @@ class Record:
             raw = {key: torch.cat([each[key] for each, _ in results]) for key in results[0][0]}
             rewards = named(raw, self.weights, len(results[0][1]))  # at last the held-out prompts'
             record |= evaluation_metrics(name, rewards, [prompt.type for prompt in prompts])
-        # Without a judge none is known to be wrong.
-        verdicts = raw.get(self.judge, torch.ones(rewards["reward"].shape))
-        wrong = verdicts.view_as(rewards["reward"]) == 0  # (N, G)
+        # Without a judge that says 1 or 0 no picture is known to be wrong.
+        verdicts = raw.get(self.judge, torch.ones(rewards["reward"].shape)).nan_to_num(1)
+        is_wrong = (verdicts == 0) & (verdicts.frac() == 0).all()
+        wrong = is_wrong.view_as(rewards["reward"])  # (N, G)
         # Chosen once, before training.
         first = (self.records["evaluation"] or [record])[0]
         record["rows"] = first.get("rows") or rows_to_show(prompts, wrong)
@@ -165,7 +167,7 @@ class Record:
                 cells.append((image, caption, wrong[row, j]))
             shown.append((prompts[row].text, cells))
         title = f"after {counted(self.done, 'step')}" if self.done else "before"
-        corner = f"red frame: the score\n{short_name(self.judge)} is 0" if wrong.any() else ""
+        corner = f"red frame:\n{short_name(self.judge)} is 0" if wrong.any() else ""
         sheet = draw_grid(title, shown, corner)
         sheet.save(folder / "sheet.png")
         before = self.folder(0) / "sheet.png"

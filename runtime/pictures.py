@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from runtime import short_name
 
-CELL, LABELS, LETTERS = 144, 288, 24  # pixels: twice of what they are on a page
+CELL, LABELS, LETTERS = 144, 288, 24  # pixels: twice their size on a page
 RED = "#d02030"
 CURVES = {"steps": "#888888", "training prompts": "#2060c0", "held-out prompts": RED}
 # Fonts of the system, if it has one of these: Pillow's own font has no Chinese.

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -123,8 +122,8 @@ class Settings:
     eval_targets: str = flag(None, "folder with one picture per held-out prompt", is_path=True)
     eval_reward: str = flag(
         "hps,variety",
-        "rewards that are only reported, never trained on; before-after.png has a red frame where "
-        "the first of them is 0; none: no such reward",
+        "rewards that are only reported, never trained on; if the first says 1 or 0, "
+        "before-after.png has a red frame where it is 0; none: no such reward",
     )
     eval_count: int = flag(
         8,
@@ -211,8 +210,6 @@ def default_model():
         if not (too_old := ranks.gpu_without_bfloat16()):
             return RELEASE
         print(f"warning: {too_old} has no bfloat16: training the tiny model, on the CPU")
-    elif Path("/dev/nvidia0").exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        print("warning: torch cannot use the GPU (is the driver too old?): training the tiny model")
     return TINY
 
 
@@ -333,7 +330,8 @@ def resumed(given, kind):
     before = state["settings"]
     about = {each.name: each.metadata for each in fields(kind)}
     if before.keys() != about.keys():
-        raise UserError(f"{out} was made by another script or version")
+        hint = f"start a new run from its adapter: --adapter {out}"
+        raise UserError(f"{out} was made by another script or version; {hint}")
     differ = []
     for name, value in sorted(checkpoints.shortened(given).items()):
         fixed = not (about[name]["may_change"] or about[name]["is_path"])
@@ -342,8 +340,7 @@ def resumed(given, kind):
     if differ:
         raise UserError(f"a resumed run keeps its settings; different here: {', '.join(differ)}")
     if state["ranks"] != ranks.count():  # the prompts of a step would be others
-        made = f"{out} was made by {state['ranks']} processes, not {ranks.count()}"
-        raise UserError(f"{made}: start {state['ranks']} processes with torchrun")
+        raise UserError(f"{out} began with {state['ranks']} processes: start as many by torchrun")
     if code := code_in(before, given):
         print(f"{out} runs code, as when it began: {code}")
     return before | given

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests wherever they run
+os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
 if "OMP_NUM_THREADS" not in os.environ:
     # Threads spin at the barriers of matrices this small: a second one gains nothing, and beside a
     # busy program it makes everything ten times as long. The processes that tests start inherit

@@ -161,16 +161,17 @@ def test_a_row_is_trained_at_its_best_rate_or_the_given_and_kept(run, monkeypatc
     monkeypatch.setattr(variants, "lines_of", lambda *given: trained.append(given) or [row])
     trained = []
     rows = [row for row in made_up() if row["variant"] == "no std"]
-    row = rows[0] | {"lr": 4e-3, "step": 10, "chosen_on": 0.4}
+    row = rows[0] | {"lr": 8e-3, "step": 10, "chosen_on": 0.4}
     write(rows)
     no_std, k2 = variants.HARD[3], variants.HONEST["KL 0.2, k2"]
     assert run(variants, "no std") == ["no std, rate 1e-3, after 10 steps: 50.0%"]
     assert len(variants.read()) == len(rows)
-    run(variants, no_std.name, k2.name, "--lr", "4e-3", "--seed", "1", "--keep")
-    assert trained == [(no_std, 1e-3, 0), (no_std, 4e-3, 1), (k2, 4e-3, 1)]
+    run(variants, no_std.name, k2.name, "--lr", "8e-3", "--seed", "1", "--keep")
+    assert trained == [(no_std, 1e-3, 0), (no_std, 8e-3, 1), (k2, 8e-3, 1)]
     assert len(variants.read()) == len(rows) + 2
-    with pytest.raises(SystemExit):
-        run(variants, "nostd")
+    for wrong in ("nostd", "no std --keep"):  # a run that is kept already
+        with pytest.raises(SystemExit):
+            run(variants, *wrong.rsplit(maxsplit=1 if "-" in wrong else 0))
 
 
 def test_the_threshold_of_one_comparison_is_students():

@@ -244,7 +244,6 @@ FILES = {
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(train, "load", lambda *_: pytest.fail("this was not refused"))
     download = lambda **_: pytest.fail("a download, before all is checked")
     monkeypatch.setitem(REWARDS, "pickscore", (download, {}))
@@ -382,7 +381,7 @@ def test_prompts_come_round_once_an_epoch_in_another_order():
     epochs = {tuple(rows[i : i + 4]) for i in range(0, 60, 4)}
     assert {tuple(sorted(epoch)) for epoch in epochs} == {(0, 1, 2, 3)} and len(epochs) > 5
     assert indices(7) == rows[21:24]  # a function of the step
-    other = SimpleNamespace(seed=1, prompts_per_step=60, order="shuffled")
+    other = SimpleNamespace(seed=1, prompts_per_step=60)
     assert train.prompt_indices(0, other, 4) != rows
 
 

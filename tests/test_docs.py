@@ -202,7 +202,7 @@ def test_copying_shows_the_losses_of_the_file():
     assert shown == [(edit.old, edit.new or "nothing") for edit in losses.EDITS]
     before = None
     for (remark, *_), edit in zip(cells, losses.EDITS):
-        assert remark.startswith(f" {edit.loss}" if edit.loss != before else " ")
+        assert remark.startswith(f" {edit.loss}") if edit.loss != before else remark == " "
         before = edit.loss
     named = set(re.findall(r"with `(\w+)`", "".join(remark for remark, *_ in cells)))
     assert named == {function.__name__ for function in losses.FUNCTIONS.values()}

@@ -104,10 +104,13 @@ def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
     monkeypatch.setattr("runtime.log.draw_curves", lambda *given: curves.append(given))
     arguments = "--eval-prompts new.txt --eval-targets none --group-size 5 --eval-count 4"
     arguments += f" --reward {judge_file('place', place)} --prompts-per-step 2 --steps 0"
+    share = "[i % 3 / 2 for i in range(len(prompts))]"  # a half is no verdict: there are no frames
+    arguments += f" --eval-reward {judge_file('share', share)}"
     assert judged(arguments, "--out run") == 0
     (record,) = records("run/evaluation.jsonl")
     means = [[(0, record[name]["reward"][0])] for name in ("training", "held out")]
-    assert curves == [({"reward/place.py:judge": [[], *means]}, Path("run/reward.png"))]
+    ((panels, file),) = curves
+    assert panels["reward/place.py:judge"] == [[], *means] and file == Path("run/reward.png")
     ((_, rows, corner),) = sheets
     assert corner == "" and not any(framed for _, cells in rows for *_, framed in cells)
     assert [(label, [caption for _, caption, _ in cells]) for label, cells in rows] == [

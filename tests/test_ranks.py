@@ -258,13 +258,12 @@ def test_shards_of_the_ranks_are_all_there_is(monkeypatch):
 def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
     def groups(rank, count, prompts_per_step):
         as_rank(monkeypatch, rank, count)
-        settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step, order=order)
+        settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step)
         rows = train.prompt_indices(5, settings, 7)
         seed = train.seed_of_step(5, settings.seed, settings.prompts_per_step)
         return [(row, seed + i) for i, row in enumerate(rows)]
 
-    for order in ("shuffled", "file"):
-        assert groups(0, 3, 2) + groups(1, 3, 2) + groups(2, 3, 2) == groups(0, 1, 6)
+    assert groups(0, 3, 2) + groups(1, 3, 2) + groups(2, 3, 2) == groups(0, 1, 6)
 
 
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):

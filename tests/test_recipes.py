@@ -224,7 +224,8 @@ def test_groups_without_spread_are_drawn_again(tmp_path, monkeypatch):
         return [float(i % 2 and (len(calls) > 2 or "circle" in p)) for i, p in enumerate(prompts)]
 
     prompts = prompts_of("a red circle", "a blue cross")
-    how = run, settings, {"mine": (reward, 1.0)}, prompts
+    count = lambda *_: [float(len(calls))] * len(calls[-1])
+    how = run, settings, {"mine": (reward, 1.0), "count": (count, 1.0)}, prompts
     groups = run.policy.sample(run.glm_image.encode(prompts, settings), 2, 3)
     first = [*groups]
     sample = run.policy.sample
@@ -236,6 +237,7 @@ def test_groups_without_spread_are_drawn_again(tmp_path, monkeypatch):
     assert calls == [["a red circle"] * 2 + again, again, again] and seeds == [304, 604]
     assert all(map(operator.is_, images, [*shown[0][:2], *shown[2]]))
     assert raw_rewards["mine"].tolist() == [0, 1, 0, 1] and len(images) == 4
+    assert raw_rewards["count"].tolist() == [1, 1, 3, 3]
     assert groups[0] is first[0] and groups[1] is not first[1]
 
 

@@ -170,6 +170,6 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
         pictures, captions, framed = zip(*cells)
         captioned = "five", ("reward 0.000", "reward 0.100")
         assert ((prompt, captions), [*framed]) == (captioned, wrong)
-        assert corner == "red frame: the score\nmine.py:right is 0"
+        assert corner == "red frame:\nmine.py:right is 0"
     kept, last = (Image.open(file) for file in ("run/evaluation/000002/1-2.png", "last.png"))
     assert kept.tobytes() == last.tobytes() == pictures[1].tobytes()
