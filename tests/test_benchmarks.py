@@ -157,14 +157,16 @@ def test_a_gamed_run_is_a_dot_in_both_panels(monkeypatch):
 def test_a_row_is_trained_at_its_best_rate_or_the_given_and_kept(run, monkeypatch, tmp_path):
     monkeypatch.setattr(variants, "OUT", tmp_path)
     monkeypatch.setattr(variants, "CSV", tmp_path / "variants.csv")
-    monkeypatch.setattr(variants, "make_hard_start", lambda: None)
+    monkeypatch.setattr(variants, "make_hard_start", lambda: made.append(1))
     monkeypatch.setattr(variants, "lines_of", lambda *given: trained.append(given) or [row])
-    trained = []
-    rows = [row for row in made_up() if row["variant"] == "no std"]
+    trained, made = [], []
+    rows = [row for row in made_up() if row["variant"] in ("no std", "KL 1")]
     row = rows[0] | {"lr": 8e-3, "step": 10, "chosen_on": 0.4}
     write(rows)
     no_std, k2 = variants.HARD[3], variants.HONEST["KL 0.2, k2"]
-    assert run(variants, "no std") == ["no std, rate 1e-3, after 10 steps: 50.0%"]
+    run(variants, "KL 1")
+    assert trained.pop()[1:] == (2e-3, 0) and not made
+    assert run(variants, "no std") == ["no std, rate 1e-3, after 10 steps: 50.0%"] and made
     assert len(variants.read()) == len(rows)
     run(variants, no_std.name, k2.name, "--lr", "8e-3", "--seed", "1", "--keep")
     assert trained == [(no_std, 1e-3, 0), (no_std, 8e-3, 1), (k2, 8e-3, 1)]

@@ -7,6 +7,8 @@ No graph is captured here; a stand-in checks that everything a replay would read
 import copy
 import gc
 import json
+import os
+import runpy
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -20,6 +22,7 @@ import train_decoder
 import train_edits
 from conftest import (
     CPU,
+    ROOT,
     build_run,
     painted,
     perturb,
@@ -278,6 +281,13 @@ def test_place_puts_models_where_they_belong(lockable):
     unpinned = Placement([model], CUDA, "mapped", None).offload
     assert model.weight.data_ptr() == own and unpinned.homes[model][0][1].data_ptr() == own
     unpinned.on_evict()  # nothing is captured, nothing to release
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_allocators_setting_joins_those_of_the_user(monkeypatch, name):
+    monkeypatch.setenv(name, "expandable_segments:True")
+    runpy.run_path(f"{ROOT}/runtime/gpu.py")
+    assert os.environ[name] == "pinned_max_round_threshold_mb:1,expandable_segments:True"
 
 
 def test_turns_begin_amid_a_run(lockable, monkeypatch):

@@ -150,7 +150,8 @@ def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
         assert resume("run", arguments) == 2
         assert words in error_of(capsys)
     assert resume("run", run_class=DecoderRun) == 2
-    assert "run was made by another script or version" in error_of(capsys)
+    words = "run was made by another script or version; start a new run from its adapter: "
+    assert f"{words}--adapter run" in error_of(capsys)
     assert files_in("run") == before
     assert resume("run") == 0
     assert "1 step, " in (last := capsys.readouterr().out.splitlines()[-1])

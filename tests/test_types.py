@@ -138,7 +138,7 @@ calls = []
 def right(images, prompts, targets):  # the last call is of held-out prompts after the steps
     calls.append(1)
     images[-1].save("last.png")
-    return [float(i % 2 if len(calls) == 8 else "t" in p) for i, p in enumerate(prompts)]
+    return [0, 1, 0, float("nan")] if len(calls) == 8 else [float("t" in p) for p in prompts]
 """
 
 
