@@ -21,9 +21,11 @@ from runtime import UserError, counted, out_of_memory, ranks
 # torch reads this at its first allocation, the older name first. Without the setting page-locked
 # memory comes in powers of two, 37.9 GB for 32.9 GB of weights, so that it can be used again, which
 # none is here.
-OLDER = "PYTORCH_CUDA_ALLOC_CONF"
-NAME = OLDER if OLDER in os.environ else "PYTORCH_ALLOC_CONF"
-os.environ[NAME] = f"pinned_max_round_threshold_mb:1,{os.environ.get(NAME, '')}".rstrip(",")
+OLDER_NAME = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOC_CONF = OLDER_NAME if OLDER_NAME in os.environ else "PYTORCH_ALLOC_CONF"
+os.environ[ALLOC_CONF] = f"pinned_max_round_threshold_mb:1,{os.environ.get(ALLOC_CONF, '')}".rstrip(
+    ","
+)
 
 # Bytes that the work of most steps takes beside the largest model, and beside all of them.
 ALONE, TOGETHER = 4e9, 8e9
