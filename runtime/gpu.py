@@ -23,9 +23,8 @@ from runtime import UserError, counted, out_of_memory, ranks
 # none is here.
 OLDER_NAME = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOC_CONF = OLDER_NAME if OLDER_NAME in os.environ else "PYTORCH_ALLOC_CONF"
-os.environ[ALLOC_CONF] = f"pinned_max_round_threshold_mb:1,{os.environ.get(ALLOC_CONF, '')}".rstrip(
-    ","
-)
+own = os.environ.get(ALLOC_CONF, "")
+os.environ[ALLOC_CONF] = f"pinned_max_round_threshold_mb:1,{own}".rstrip(",")
 
 # Bytes that the work of most steps takes beside the largest model, and beside all of them.
 ALONE, TOGETHER = 4e9, 8e9
