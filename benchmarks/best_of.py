@@ -104,8 +104,7 @@ def main(run=None, name=None):
     new = [*measured(name or run, None if run == BEFORE else run)]
     print(table([*(row for row in rows if row["run"] == BEFORE), *new]))
     if name:
-        with CSV.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(new)
+        variants.append(CSV, COLUMNS, new)
 
 
 if __name__ == "__main__":

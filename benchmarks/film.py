@@ -16,7 +16,7 @@ from PIL import Image
 
 import train
 from runtime.data import evenly, read_prompts
-from runtime.log import read_jsonl
+from runtime.log import SHOWN, read_jsonl
 from runtime.pictures import draw_grid
 
 
@@ -34,8 +34,8 @@ def evaluations(run):
         folder = Path(run, "evaluation", f"{record['step']:06d}")
         rows = []
         for i, caption in enumerate(captions, 1):
-            pictures = [Image.open(folder / f"{i}-{j}.png") for j in range(1, 5)]
-            rows.append((caption, [*zip(pictures, correct(pictures, [caption] * 4).tolist())]))
+            pictures = [Image.open(folder / f"{i}-{j}.png") for j in range(1, SHOWN + 1)]
+            rows.append((caption, [*zip(pictures, correct(pictures, [caption] * SHOWN).tolist())]))
         share = record["held out, mean of types"]["reward/check.py:correct"][0]
         yield record["step"], share, rows
 

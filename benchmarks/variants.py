@@ -247,8 +247,7 @@ def train_again(variant, lr, seed, keep):
         words = f"{variant.name}, rate {written(lr)}, after {line['step']} steps"
         print(f"{words}: {share:.1%}", flush=True)
     if keep:
-        with open(CSV, "a", newline="") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(lines)
+        append(CSV, COLUMNS, lines)
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -263,6 +262,11 @@ def read():
             for row in csv.DictReader(file)
         ]
     return sorted(rows, key=lambda row: row["seed"])
+
+
+def append(file, columns, lines):
+    with file.open("a", newline="") as opened:
+        csv.DictWriter(opened, columns, lineterminator="\n").writerows(lines)
 
 
 # ---- tables and figure ---------------------------------------------------------------------------
@@ -446,9 +450,9 @@ def main(*arguments):
     if unknown := set(options.names) - known.keys():
         parser.error(f"no row is called {'; '.join(unknown)!r}; rows: {'; '.join(known)}")
     rows = read()
+    kept = {(row["variant"], row["lr"], row["seed"]) for row in rows}
     for name in options.names:
         lr = options.lr or rate_of(rows, known[name])
-        kept = {(row["variant"], row["lr"], row["seed"]) for row in rows}
         if options.keep and (name, lr, options.seed) in kept:
             parser.error(f"variants.csv has {name} at {lr} with seed {options.seed} already")
         train_again(known[name], lr, options.seed, options.keep)

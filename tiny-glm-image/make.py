@@ -131,6 +131,7 @@ def drawn_things():
     return to_tensor([draw((thing, None, None, None)) for thing in THINGS])
 
 
+@functools.cache
 def make_codebook():
     """The centres of the codes (1024, 48).
 
