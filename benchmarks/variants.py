@@ -106,6 +106,9 @@ HONEST = {
     "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2 --save-every 20"),
 }
 
+# The parts of GRPO, for the README.
+PARTS = [PLAIN, "REINFORCE", "no baseline", "no std", "with KL", SHUFFLED]
+
 ALL = dict.fromkeys([*HARD, *CLIP, *GAMED, WITHOUT_TERM, *HONEST.values()])
 
 
@@ -385,10 +388,11 @@ def panels(height, *titles):
     return figure, axes
 
 
-def draw(rows, file):
-    """Shares after 10 steps and 20, with error and seeds, by outcome."""
+def draw(rows, file, names=None):
+    """Shares after 10 steps and 20, with error and seeds, by outcome; None: of all variants."""
     differences, error, threshold = compare(rows, HARD)
-    variants = [Variant("hard", BEFORE), *HARD]
+    shown = [each for each in HARD if names is None or each.name in names]
+    variants = [Variant("hard", BEFORE), *shown]
     variants.sort(key=lambda each: of_seeds(rows, each, 20).mean())
     words = "correct after 10 steps (grey), after 20 (points: seeds); in colour: told apart"
     figure, (axes,) = panels(0.7 + 0.22 * len(variants), words)
@@ -460,6 +464,7 @@ def main(*arguments):
         return
     print(*tables(rows), sep="\n\n")
     draw(rows, OUT / "variants.png")
+    draw(rows, OUT / "parts.png", PARTS)
     draw_gamed(rows, OUT / "kl.png")
 
 

@@ -177,7 +177,10 @@ def test_every_page_is_reached_from_the_readme():
 
 def test_the_readme_shows_the_step_of_train_py_and_four_commands():
     text = (ROOT / "README.md").read_text()
-    step, *_ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    loop, step, *_ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    trained = (ROOT / "examples" / "text.py").read_text()
+    uncommented = re.sub(r"\n +#.*|  #.*", "", trained)
+    assert textwrap.indent(loop, " " * 4) in uncommented
     assert textwrap.indent(step, " " * 4) in (ROOT / "train.py").read_text()
     commands, *_ = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     commands = [line for line in commands.splitlines() if line[0] != "#"]
