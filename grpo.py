@@ -62,15 +62,17 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 class GRPOSettings:
     """Settings of the algorithm."""
 
-    # Sequences per pass in parts 4 to 6, at most a group. Fewer take less memory; only rounding
-    # differs.
+    # sequences per pass in parts 4 to 6, at most a group; fewer take less memory
     micro_batch_size: int = 4
-    # Optimiser steps on the same samples. Above 1 the ratios leave 1, and the clip can act.
+    # optimiser steps on each step's samples; above 1 the ratios leave 1, and the clip can act
     iterations: int = 1
+    # how far a ratio may leave 1 before its gradient is cut
     clip_range: float = 0.2
-    # 0 needs no reference. GLM-Image trains with 0.01, the tiny model with 0.2 (train.py --help).
+    # weight of the KL from the reference, the model before training; 0: no reference
     kl_coef: float = 0.0
+    # divides the logits, in sampling and in recomputing log-probs
     temperature: float = 1.0
+    # sample from the likeliest tokens that make up this share
     top_p: float = 1.0
     end_ids: tuple = ()  # the tokens that end a text; pictures have none
     max_grad_norm: float = 1.0  # one rare prompt must not undo a run
