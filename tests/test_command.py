@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 
 import train
 from grpo import compute_advantages
-from rewards import REWARDS, parse_rewards
+from rewards import REWARDS, files_of, parse_rewards
 from runtime import UserError, evaluation, ranks, settings
 from runtime.gpu import Clock
 from runtime.log import LINE, format_step, reward_metrics
@@ -213,6 +213,20 @@ def test_every_setting_is_a_flag_with_help(capsys):
         train.parse_settings(["--group", "4"])
 
 
+def test_numbers_have_limits():
+    for name, inside, outside in (
+        ("group_size", 2, 1),
+        ("guidance_scale", 1.0, 0.99),
+        ("kl_coef", 0.0, -1e-9),
+        ("lr", 1e-300, 0.0),
+        ("top_p", 1.0, 1.01),
+        ("seed", 2**32 - 1, 2**32),
+    ):
+        settings.check_number(name, inside)
+        for number in (outside, NAN, math.inf):
+            assert error_from(settings.check_number, name, number).endswith(f", got {number}")
+
+
 def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
     chosen = tiny_settings("--group-size 8 --prompts-per-step 4 --eval-count 16")
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -316,6 +330,7 @@ def test_a_models_folder_runs_no_code(tmp_path, monkeypatch):
     chosen = train.parse_settings(["--model", "tiny-glm-image"], train_edits.EditSettings)
     assert train_edits.EditRun.read_prompts(chosen)[0].target
     assert len(parse_rewards("facts,correct,clean,near,many")) == 5
+    assert files_of("mse,facts:2") == {"facts": Path(TINY, "check.py")}  # hashed, as one's own
     file = tmp_path / "own.py"
     file.write_text("raise KeyError('it ran')\n")
     processor = tmp_path / "tiny-glm-image/processor"

@@ -145,7 +145,8 @@ def test_a_resumed_run_keeps_every_setting_but_these(monkeypatch, capsys):
     others = "micro_batch_size steps device offload save_every eval_every resume"
     assert {name for name, _ in changed} == {*files.split(), *others.split()}
     before |= {"targets": "odd,tiny-glm-image/world.py:f", "reward": "mse,my.py:f:2"}
-    resumed({"resume": "run", "eval_targets": "given.py:f"}, EditSettings)
+    before["eval_targets"] = "new.py:f"  # which the user names
+    resumed({"resume": "run", "eval_targets": "new.py:f"}, EditSettings)
     flags = "--reward mse,my.py:f:2 --targets odd,tiny-glm-image/world.py:f"
     assert capsys.readouterr().out == f"run runs code, as when it began: {flags}\n"
 
