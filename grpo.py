@@ -55,21 +55,21 @@ from transformers.generation.logits_process import TopPLogitsWarper
 class GRPOSettings:
     """Settings of the algorithm."""
 
-    # Sequences per pass in parts 4 to 6, at most a group. A lower number saves memory; only
-    # rounding differs.
+    # sequences per pass in parts 4 to 6, at most a group; fewer take less memory
     micro_batch_size: int = 4
-    # Optimiser steps on the same samples. Above 1 the ratios leave 1, and the clip can act.
+    # optimiser steps on each step's samples; above 1 the ratios leave 1, and the clip can act
     iterations: int = 1
+    # how far a ratio may leave 1 before its gradient is cut
     clip_range: float = 0.2
-    # 0 needs no reference. GLM-Image trains with 0.01, the tiny model with 0.2 (train.py --help).
+    # weight of the KL from the reference, the model before training; 0: no reference
     kl_coef: float = 0.0
-    # The logits are divided by it before the softmax.
+    # divides the logits, in sampling and in recomputing log-probs
     temperature: float = 1.0
-    # Sample from the likeliest ids that together hold this share of the probability.
+    # sample from the likeliest tokens that make up this share
     top_p: float = 1.0
-    # The tokens that end a text. Pictures have none.
+    # the tokens that end a text; pictures have none
     end_ids: tuple = ()
-    # Larger gradients are scaled down to this norm, so that one outlier cannot wreck training.
+    # larger gradients are scaled down to this norm: one outlier must not wreck training
     max_grad_norm: float = 1.0
 
 

@@ -36,7 +36,7 @@ def evaluations(run):
         for i, caption in enumerate(captions, 1):
             pictures = [Image.open(folder / f"{i}-{j}.png") for j in range(1, SHOWN + 1)]
             rows.append((caption, [*zip(pictures, correct(pictures, [caption] * SHOWN).tolist())]))
-        share = record["held out, mean of types"]["reward/check.py:correct"][0]
+        share = record["held out, mean of types"]["reward/correct"][0]
         yield record["step"], share, rows
 
 

@@ -66,7 +66,7 @@ BEFORE = "before training"
 PLAIN = "plain GRPO"  # without a KL term
 NO_KL = "--kl-coef 0"
 FOUR = "--kl-coef 0 --iterations 4"
-GAME = "--reward tiny-glm-image/check.py:many --warmup-steps 0 --steps 12 --save-every 12 --kl-coef"
+GAME = "--reward many --warmup-steps 0 --steps 12 --save-every 12 --kl-coef"
 SHUFFLED = "rewards shuffled within each group"
 
 FOUR_ITERATIONS = Variant("hard", "4 iterations", PLAIN, "", FOUR)

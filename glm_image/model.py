@@ -21,9 +21,9 @@ from transformers.utils import cached_file
 
 from runtime import UserError, readable
 from runtime.checkpoints import WEIGHTS, find_adapter, load_adapter
-from runtime.data import readable_loading
 from runtime.forward import CapturedForward, SharedForward, or_plain
 from runtime.int8 import round_linears
+from runtime.settings import readable_loading
 
 LORA_TARGETS = {
     # In the language model only.

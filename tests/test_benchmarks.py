@@ -55,7 +55,7 @@ def test_the_film_shows_what_each_evaluation_has_painted(run, tmp_path):
         for (i, caption), j in itertools.product(enumerate(captions, 1), range(1, 5)):
             scene = world.MEANING[caption].scene() if j < 4 else (None,) * 4
             world.draw(scene).save(folder / f"{i}-{j}.png")
-        share = {"reward/check.py:correct": [step / 100, 0]}
+        share = {"reward/correct": [step / 100, 0]}
         line = {"step": step, "rows": [5, 6, 7, 8], "held out, mean of types": share}
         lines.append(json.dumps(line) + "\n")
     (tmp_path / "evaluation.jsonl").write_text("".join(lines))

@@ -15,8 +15,7 @@ from train_edits import EditSettings
 import rewards
 from benchmarks import losses, variants
 from rewards import split_spec
-from runtime import short_name
-from runtime.settings import TINY, Settings, build_parser, usual_settings
+from runtime.settings import Settings, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
@@ -157,9 +156,8 @@ def test_the_page_of_rewards_lists_them():
 
 def test_the_columns_of_the_first_tables_are_explained():
     page = (ROOT / "docs" / "numbers.md").read_text()
-    usual = usual_settings(TINY, Settings)
-    rewards = split_spec(usual["reward"]) | split_spec(usual["eval_reward"])
-    assert [name for name in rewards if f"| `{short_name(name)}` |" not in page] == []
+    names = split_spec(Settings.tiny["reward"]) | split_spec(Settings.tiny["eval_reward"])
+    assert [name for name in names if f"| `{name}` |" not in page] == []
 
 
 def test_every_page_is_reached_from_the_readme():

@@ -178,7 +178,8 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     shorten(monkeypatch.setattr)
     monkeypatch.setattr(train, "load", lambda model, device: load_once(TINY, device))
-    shutil.copytree(TINY, "released", ignore=shutil.ignore_patterns("*.safetensors", "d*.json"))
+    monkeypatch.setattr("runtime.settings.is_tiny", lambda model: False)
+    shutil.copytree(TINY, "released", ignore=shutil.ignore_patterns("*.safetensors"))
     tiny_clip("clip", "clip")
     flags = "--model released --height 32 --width 32 --eval-count 1 --group-size 2"
     flags += " --reward pickscore=clip:1,clip=clip:1 --eval-reward hps=clip"
