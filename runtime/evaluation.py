@@ -2,12 +2,11 @@
 
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import torch
 
-from runtime import ranks
+from runtime import counted, ranks
 from runtime.data import evenly
 from runtime.gpu import retry_with_room
 
@@ -31,9 +30,11 @@ def evaluate(run, settings, data, record, stop=None):
     sets = [evenly(each, settings.eval_count) for each in (data.prompts, data.held_out)]
     rewards = data.rewards | data.judges
     shares = []
-    with run.clock.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
+    record.write(f"evaluating {counted(sum(map(len, sets)), 'prompt')}")
+    with run.phase.counting("prompt", sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
         given = zip(sets, SEEDS.values())
         results = [judge(run, settings, rewards, *each, stop, shares) for each in given]
+    run.phase.read()  # the time is no part of a step
     if all(results):
         record.evaluation(*zip(sets, results))
         warn_of_other_ids(record, shares)
@@ -45,7 +46,7 @@ def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
     shares: a list that gets share_of_other_ids() of some prompts of this rank.
     """
 
-    def make(some, seed):
+    def make(settings, rewards, some, seed):
         own = settings.for_evaluation()
         with run.phase("sample", run.policy.model):
             groups = run.policy.sample(run.glm_image.encode(some, own), own.group_size, seed)
@@ -53,17 +54,18 @@ def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
         return *run.paint_and_score(own, rewards, some, groups, seed), others
 
     # On a CPU a pass costs much and a row of it little: fewer, larger passes.
-    at_once = settings.prompts_per_step * (4 if run.clock.device.type == "cpu" else 1)
+    at_once = settings.prompts_per_step * (4 if run.phase.device.type == "cpu" else 1)
     results = []
     for rows in ranks.batches(len(prompts), at_once):
         if stop is not None and any(ranks.gather(stop.received)):
             return None
         some = [prompts[row % len(prompts)] for row in rows]
-        make_some = partial(make, some)
-        images, raw_rewards, others = retry_with_room(make_some, run, settings, seed + rows[0])
+        images, raw_rewards, others = retry_with_room(
+            make, run, settings, rewards, some, seed + rows[0]
+        )
         if shares is not None:
             shares += others
-        run.clock.bar.update(len(some))
+        run.phase.bar.update(len(some))
         for i in range(0, len(images), settings.group_size):
             group = slice(i, i + settings.group_size)
             results.append(({name: x[group] for name, x in raw_rewards.items()}, images[group]))

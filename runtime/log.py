@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import torch
 from PIL import Image
+from tqdm import tqdm
 
 from rewards import combine, split_spec
 from runtime import checkpoints, counted, format_number, ranks, short_name
@@ -44,11 +45,11 @@ class Record:
     line = LINE
     columns = 8  # pictures in a row of group-*.png
 
-    def __init__(self, out, settings, hashed, clock, trainers, done):
+    def __init__(self, out, settings, hashed, phase, trainers, done):
         self.out = out
         self.settings = settings
         self.hashed = hashed
-        self.clock = clock
+        self.phase = phase
         self.trainers = trainers
         self.done = done
         self.weights = split_spec(settings.reward)
@@ -75,13 +76,13 @@ class Record:
                 file.write(as_lines(records))
 
     def write(self, line):
-        self.clock.bar.write(line)
+        tqdm.write(line)  # above the bars
 
     def step(self, done, prompts, batch, metrics):
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
         self.done = done
         rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
-        metrics |= self.reward_metrics(rewards) | self.clock.read()
+        metrics |= self.reward_metrics(rewards) | self.phase.read()
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
         groups = [
             {"step": done, "line": prompt.line, "prompt": prompt.text}
@@ -90,7 +91,7 @@ class Record:
         ]
         self.append("groups", [*chain(*ranks.gather(groups))])
         self.keep(done)
-        self.clock.bar.update()
+        self.phase.bar.update()
         self.write(format_step(self.settings.steps, self.records["metrics"][-1], self.line))
         shows = done % SAMPLE_EVERY == 0 or done in (1, self.settings.steps) or self.stop.received
         if self.writes and shows:

@@ -52,7 +52,7 @@ def rescued(record):
                 record.save()
             hint = checkpoints.find(record.out) and checkpoints.how_to_continue(record.out)
         if hint:
-            record.write(f"stopped in the phase '{record.clock.name}'; {hint}")
+            record.write(f"stopped in the phase '{record.phase.name}'; {hint}")
         raise
 
 

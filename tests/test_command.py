@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ import train
 from grpo import compute_advantages
 from rewards import REWARDS
 from runtime import UserError, evaluation, ranks, settings
-from runtime.gpu import Clock
+from runtime.gpu import Phase
 from runtime.log import LINE, format_step, reward_metrics
 from runtime.settings import TINY
 
@@ -538,19 +539,20 @@ def test_the_line_of_a_step_by_hand():
     )
 
 
-def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
-    """Weights move three times in a step where policy and decoder take turns."""
+def test_the_seconds_of_a_steps_phases_add_up(monkeypatch):
+    """Where models take turns, weights move before each, in seconds of their own."""
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Clock(CPU)
-    for phase in ("move", "sample", "move"):
-        with clock(phase):
-            assert clock.name == phase
-    phases = {"seconds/move": 6, "seconds/sample": 3}
-    assert clock.read() == phases | {"seconds": 9, "gpu_gb": 0}
-    with clock("move"):
-        pass
-    assert clock.read() == {"seconds/move": 1, "seconds": 1, "gpu_gb": 0}  # of the next step
+    phase = Phase([], CPU)
+    phase.offload = Mock(all_but=lambda *models: named.append((phase.name, *models)))
+    named = []
+    for name, *models in (("sample", "policy"), ("score",)):
+        with phase(name, *models):
+            named.append(phase.name)
+    assert named == [("move", "policy"), "sample", ("move",), "score"]
+    phases = {"seconds/move": 6, "seconds/sample": 3, "seconds/score": 1}
+    assert phase.read() == phases | {"seconds": 10, "gpu_gb": 0}
+    assert phase.read() == {"seconds": 0, "gpu_gb": 0}  # of the next step
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])

@@ -1,6 +1,7 @@
 """What judges a run: held-out prompts, rewards that only judge, the curve, the card; the released
 model's defaults."""
 
+import itertools
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from conftest import (
     load_once,
     prompts_of,
     records,
+    resume,
     shorten,
     tiny_settings,
 )
@@ -28,7 +30,6 @@ from tqdm import tqdm
 
 import train
 from runtime import evaluation
-from runtime.gpu import Clock
 from runtime.log import named
 from runtime.pictures import draw_curves
 from runtime.settings import RELEASE, TINY
@@ -121,34 +122,30 @@ def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
     assert Image.open("run/evaluation/000000/3-2.png").tobytes() == rows[2][1][1][0].tobytes()
 
 
-def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
-    waited = []
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("runtime.gpu.tqdm.unpause", lambda bar: waited.append(bar.n))
-    phase = Clock(CPU)
-    phase.begin(steps=5, done=2)
-    with phase.evaluation(3), phase("score"):
-        pass
-    assert phase.read()["seconds"] == 0 and waited == [2]  # nor in the progress bar
-    assert phase.bar is phase.steps
-    phase.close()
-
-
-def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(judged, monkeypatch):
-    """Two of training and one held out, before and after; a step's prompts do not count."""
-    updates = []
+def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
+    """It has a bar of its own over its prompts, here two of training and one held out; neither its
+    seconds count nor the bar's. A resumed run counts on."""
+    bars = []
 
     class Bar(tqdm):
-        def update(self, n=1):
-            updates.append((self.unit, self.total, n))
+        def update(self, count=1):
+            bars.append((self.unit, self.initial, self.total, count))
+
+        def unpause(self):
+            bars.extend(["on"] * (not self.disable))
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.gpu.tqdm", Bar)
+    monkeypatch.setattr("time.perf_counter", itertools.count().__next__)  # a phase takes a second
     Path("new.txt").write_text("a green ring\n")
-    arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2"
+    arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2 --eval-every 1"
     assert judged(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
-    evaluation = [("prompt", 3, 2), ("prompt", 3, 1)]
-    assert updates == [*evaluation, ("step", 1, 1), *evaluation]
+    assert resume("run", "--steps 2") == 0
+    before = [("prompt", 0, 3, 2), ("prompt", 0, 3, 1)]
+    after = [*before, "on"]
+    assert bars == [*before, ("step", 0, 1, 1), *after, ("step", 1, 2, 1), *after]
+    for line in Path("run/metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["seconds/score"] == 1
 
 
 def test_a_curve_has_steps_and_both_evaluations(monkeypatch, tmp_path):
