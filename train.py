@@ -32,7 +32,7 @@ from runtime.data import (
 from runtime.evaluation import evaluate, seed_of_step
 from runtime.forward import CheckedGRPO
 from runtime.gpu import Phase, plan, retry_with_room
-from runtime.log import Record
+from runtime.record import Record
 from runtime.rescue import exit_code, rescued
 from runtime.settings import Settings, parse_settings, print_start
 

@@ -42,7 +42,7 @@ from grpo import compute_advantages
 from rewards import REWARDS
 from runtime import UserError, evaluation, ranks, settings
 from runtime.gpu import Phase
-from runtime.log import LINE, format_step, reward_metrics
+from runtime.record import LINE, format_step, reward_metrics
 from runtime.settings import TINY
 
 NAN = math.nan
@@ -125,7 +125,7 @@ def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
     evaluated = []
     note = lambda run, settings, data, record, *stop: evaluated.append(record.done)
     monkeypatch.setattr(train, "evaluate", note)
-    monkeypatch.setattr("runtime.log.SAMPLE_EVERY", 3)
+    monkeypatch.setattr("runtime.record.SAMPLE_EVERY", 3)
     assert quick("--steps 4 --eval-every 3 --out run") == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
     assert groups == ["group-000001.png", "group-000003.png", "group-000004.png"]
@@ -340,7 +340,7 @@ def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatc
     reward = write_reward("return [float('cross' in p) * i for i, p in enumerate(prompts)]")
     sheets = []
     draw_grid = lambda title, *rows: sheets.append((title, rows[0])) or Image.new("RGB", (8, 8))
-    monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
+    monkeypatch.setattr("runtime.record.draw_grid", draw_grid)
     for flags in ("", BOTH):
         sheets.clear()
         assert quick(*reward, "--prompts-per-step 2 --steps 1", flags) == 0
