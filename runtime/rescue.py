@@ -12,11 +12,8 @@ from runtime import UserError, checkpoints, out_of_memory, ranks
 def exit_code(run):
     """What run() returns; 2 after an error that the user can fix, on whichever rank."""
     try:
-        ranks.join()
-        with ranks.together():
-            code = run()
-        ranks.leave()
-        return code
+        with ranks.joined():
+            return run()
     except KeyboardInterrupt:  # before the first step: there is nothing to save yet
         return 130
     except (UserError, NotFinite) as error:

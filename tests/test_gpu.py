@@ -237,7 +237,8 @@ def test_processes_of_the_tiny_model_leave_the_gpus_alone(card, monkeypatch):
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **more: begun.append(more))
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    ranks.join()
+    with ranks.joined():
+        pass
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     assert ranks.device(tiny_settings().device) == CPU
     assert begun[0].get("device_id") is None and not chosen
