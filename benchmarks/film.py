@@ -16,8 +16,8 @@ from PIL import Image
 
 import train
 from runtime.data import evenly, read_prompts
-from runtime.log import SHOWN, read_jsonl
-from runtime.pictures import draw_grid
+from runtime.evaluation import SHOWN
+from runtime.record import draw_grid, read_jsonl
 
 
 def evaluations(run):

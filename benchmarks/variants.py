@@ -40,7 +40,7 @@ from benchmarks import losses
 from grpo import _log_distribution
 from runtime import evaluation
 from runtime.data import evenly
-from runtime.log import read_jsonl
+from runtime.record import read_jsonl
 
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
@@ -169,7 +169,8 @@ def judged(model, adapter=None, prompts="held out", pictures=PICTURES):
     settings = replace(settings, group_size=pictures, prompts_per_step=4)
     some = data.held_out if prompts == "held out" else evenly(data.prompts, 48)
     correct, clean, objects = [], [], []
-    for rewards, images in evaluation.judge(run, settings, JUDGES, some, evaluation.SEEDS[prompts]):
+    seed = evaluation.SEEDS[prompts]
+    for _, rewards, images in evaluation.judge(run, settings, JUDGES, some, seed):
         correct.append(rewards["correct"].mean().item())
         clean += rewards["clean"].tolist()
         objects += (4 * check.many(images)).tolist()

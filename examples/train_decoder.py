@@ -25,7 +25,7 @@ from grpo import set_advantages
 from rewards import combine, score, weights_of
 from runtime import UserError, ranks
 from runtime.data import for_rewards
-from runtime.log import LINE, Record, reward_metrics
+from runtime.record import LINE, Record, reward_metrics
 from runtime.settings import Settings
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------

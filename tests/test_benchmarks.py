@@ -28,7 +28,7 @@ import rewards
 import train
 from benchmarks import best_of, film, repair_decoder, variants
 from runtime.data import evenly, read_prompts
-from runtime.pictures import RED
+from runtime.record import RED
 
 
 @pytest.fixture
@@ -252,8 +252,8 @@ def test_a_run_is_measured_by_its_distinct_pictures(run, monkeypatch, tmp_path):
 
     def judge(run, settings, rewards, prompts, seed):
         assert (settings.group_size, list(rewards)) == (3, ["correct", "clean"])
-        for _ in prompts:
-            yield {"correct": torch.tensor([1.0, 0.0, 1.0])}, [red, blue, red.copy()]
+        for row in range(len(prompts)):
+            yield row, {"correct": torch.tensor([1.0, 0.0, 1.0])}, [red, blue, red.copy()]
 
     monkeypatch.setattr(best_of.evaluation, "judge", judge)
     monkeypatch.setattr(best_of, "KS", [1, 2])

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -42,8 +43,8 @@ import train
 from grpo import compute_advantages
 from rewards import REWARDS, files_of, parse_rewards
 from runtime import UserError, evaluation, ranks, settings
-from runtime.gpu import Clock
-from runtime.log import LINE, format_step, reward_metrics
+from runtime.gpu import Phase
+from runtime.record import LINE, format_step, reward_metrics
 from runtime.settings import TINY
 
 NAN = math.nan
@@ -126,7 +127,7 @@ def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
     evaluated = []
     note = lambda run, settings, data, record, *stop: evaluated.append(record.done)
     monkeypatch.setattr(train, "evaluate", note)
-    monkeypatch.setattr("runtime.log.SAMPLE_EVERY", 3)
+    monkeypatch.setattr("runtime.record.SAMPLE_EVERY", 3)
     assert quick("--steps 4 --eval-every 3 --out run") == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
     assert groups == ["group-000001.png", "group-000003.png", "group-000004.png"]
@@ -392,7 +393,7 @@ def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatc
     reward = write_reward("return [float('cross' in p) * i for i, p in enumerate(prompts)]")
     sheets = []
     draw_grid = lambda title, *rows: sheets.append((title, rows[0])) or Image.new("RGB", (8, 8))
-    monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
+    monkeypatch.setattr("runtime.record.draw_grid", draw_grid)
     for flags in ("", BOTH):
         sheets.clear()
         assert quick(*reward, "--prompts-per-step 2 --steps 1", flags) == 0
@@ -591,19 +592,20 @@ def test_the_line_of_a_step_by_hand():
     )
 
 
-def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
-    """Weights move three times in a step where policy and decoder take turns."""
+def test_the_seconds_of_a_steps_phases_add_up(monkeypatch):
+    """Where models take turns, weights move before each, in seconds of their own."""
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Clock(CPU)
-    for phase in ("move", "sample", "move"):
-        with clock(phase):
-            assert clock.name == phase
-    phases = {"seconds/move": 6, "seconds/sample": 3}
-    assert clock.read() == phases | {"seconds": 9, "gpu_gb": 0}
-    with clock("move"):
-        pass
-    assert clock.read() == {"seconds/move": 1, "seconds": 1, "gpu_gb": 0}  # of the next step
+    phase = Phase([], CPU)
+    phase.offload = Mock(all_but=lambda *models: named.append((phase.name, *models)))
+    named = []
+    for name, *models in (("sample", "policy"), ("score",)):
+        with phase(name, *models):
+            named.append(phase.name)
+    assert named == [("move", "policy"), "sample", ("move",), "score"]
+    phases = {"seconds/move": 6, "seconds/sample": 3, "seconds/score": 1}
+    assert phase.read() == phases | {"seconds": 10, "gpu_gb": 0}
+    assert phase.read() == {"seconds": 0, "gpu_gb": 0}  # of the next step
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])

@@ -552,21 +552,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(quick, monkeypatch):
     assert steps_saved("run") == ["000000", "000004", "000005"]
 
 
-def test_windows_removes_no_open_file(monkeypatch, tmp_path):
-    """Nor does its path of a project's file have slashes."""
-    opened, stock_open, stock_remove = [], checkpoints.open_locked, os.remove
-
-    def remove(path):
-        if not opened[0].closed:
-            raise PermissionError("used by another process")
-        stock_remove(path)
-
-    remember = lambda *given: opened.append(stock_open(*given)) or opened[0]
-    monkeypatch.setattr(checkpoints, "open_locked", remember)
-    monkeypatch.setattr(os, "remove", remove)
-    with checkpoints.claimed(None, str(tmp_path / "run")) as out:
-        assert out.is_dir()
-    assert not out.exists()
+def test_paths_of_the_project_are_short_on_windows_too(monkeypatch):
     monkeypatch.setattr(os, "sep", "\\")
     path = f"{checkpoints.ROOT}\\prompts\\train.txt"
     assert checkpoints.shortened({"prompts": path}) == {"prompts": "prompts\\train.txt"}
