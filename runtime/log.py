@@ -81,7 +81,9 @@ class Record:
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
         self.done = done
         rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
-        metrics |= self.reward_metrics(rewards) | self.clock.read()
+        of_ranks = ranks.gather(rewards)
+        of_all = {name: torch.cat([each[name] for each in of_ranks]) for name in rewards}
+        metrics |= self.reward_metrics(of_all) | self.clock.read()
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
         groups = [
             {"step": done, "line": prompt.line, "prompt": prompt.text}
