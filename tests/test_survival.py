@@ -22,6 +22,7 @@ from conftest import (
     adapter_of,
     build_run,
     error_from,
+    perturb,
     prompts_of,
     records,
     resume,
@@ -255,6 +256,18 @@ def test_an_adapter_is_found_in_a_run_in_a_checkpoint_and_alone(one_step, tmp_pa
         (of_decoder, "adapter"),
     ):
         assert find(folder, name) is None
+
+
+def test_an_adapters_dropout_does_not_act(one_step, tmp_path):
+    """In train mode, in which an update recomputes activations. Sampling is in eval mode."""
+    config = shutil.copytree(one_step / "adapter", tmp_path / "own") / "adapter_config.json"
+    config.write_text(config.read_text().replace('dropout": 0.0', 'dropout": 0.5'))
+    run = build_run(settings := tiny_settings("--temperature 6 --adapter", config.parent))
+    perturb(run.policy.model)
+    (group,) = run.policy.sample(run.glm_image.encode(prompts_of("a ring"), settings), 2, 0)
+    run.policy.model.train()
+    again = run.policy.logprobs(group, torch.arange(2))
+    torch.testing.assert_close(again.detach(), group.old_logprobs, atol=1e-4, rtol=0)
 
 
 def test_an_adapter_that_cannot_be_used_is_refused(one_step, tmp_path):
