@@ -181,8 +181,11 @@ def read_inputs(settings, read):
     adapters = checkpoints.find_adapters(settings.adapter)
     own = own_files(settings.reward) | own_files(settings.eval_reward)
     hashed = {
-        "inputs": hash_of(prompts, held_out, adapters),
-        "rewards": {name: sha256(file.read_bytes()).hexdigest() for name, file in own.items()},
+        "inputs": hash_of(prompts, held_out, adapters.values()),
+        "rewards": {
+            checkpoints.short(name): sha256(file.read_bytes()).hexdigest()
+            for name, file in own.items()
+        },
     }
     if settings.resume:
         compare(settings.resume, hashed)
@@ -197,7 +200,7 @@ def compare(out, hashed):
     before = checkpoints.read_state(Path(out))
     if hashed["inputs"] != before["inputs"]:
         raise UserError(
-            f"{out} was started with other prompts or pictures; restore the files, "
+            f"{out} was started with other prompts, pictures or adapters; restore the files, "
             f"or start a new run from its adapter: --adapter {out}"
         )
     for name, own in hashed["rewards"].items():
@@ -213,7 +216,8 @@ def hash_of(prompts, held_out, adapters):
         for given in prompt.for_rewards().values():
             digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
     for folder in adapters:
-        digest.update((folder / checkpoints.WEIGHTS).read_bytes())
+        for file in (checkpoints.CONFIG, checkpoints.WEIGHTS):
+            digest.update((folder / file).read_bytes())
     return digest.hexdigest()
 
 

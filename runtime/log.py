@@ -63,6 +63,9 @@ class Record:
                 (out / "settings.json").write_text(
                     json.dumps(checkpoints.saved(settings), indent=2)
                 )
+                if settings.steps > 0 and not settings.resume:
+                    started = checkpoints.find_adapters(settings.adapter)
+                    checkpoints.copy_adapters(started, out / "start")
         self.stop = StopRequest()
         self.keep(done)
 
@@ -171,7 +174,8 @@ class Record:
         title = f"after {counted(self.done, 'step')}" if self.done else "before"
         corner = f"red frame:\n{short_name(self.judge)} is 0" if wrong.any() else ""
         sheet = draw_grid(title, shown, corner)
-        sheet.save(folder / "sheet.png")
+        sheet.save(folder / ".sheet.png")
+        os.replace(folder / ".sheet.png", folder / "sheet.png")  # later evaluations read it
         before = self.folder(0) / "sheet.png"
         if self.done and before.exists():
             sides = np.asarray(Image.open(before)), np.asarray(sheet)[:, LABELS - 24 :]
@@ -191,7 +195,8 @@ class Record:
         """The last whole step."""
         if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
             state = {"settings": checkpoints.saved(self.settings), **self.hashed}
-            checkpoints.save(self.out, *self.whole, state)
+            evaluated = {each["step"] for each in self.records["evaluation"]}
+            checkpoints.save(self.out, *self.whole, state, evaluated)
 
     def end(self):
         """What was learned, for other programs to load; a warning if that is nothing."""
@@ -206,8 +211,9 @@ class Record:
                 self.save_adapters()
 
     def save_adapters(self):
-        for name, trainer in self.trainers.items():
-            checkpoints.save_adapter(trainer.model, self.out / name)
+        """Those of the last checkpoint, which has just been saved."""
+        last = checkpoints.find(self.out)[-1]
+        checkpoints.copy_adapters({name: last / name for name in self.trainers}, self.out)
 
     def finish(self):
         self.stop.end()

@@ -177,6 +177,7 @@ class Settings:
             check_range(option(each.name), getattr(self, each.name), each.metadata["limits"])
             if each.metadata["is_path"]:
                 setattr(self, each.name, found(getattr(self, each.name)))
+        self.adapter = checkpoints.newest(self.adapter)
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
@@ -328,6 +329,7 @@ def resumed(given, kind):
     out = given["resume"]
     state = checkpoints.read_state(Path(out))
     before = state["settings"]
+    given = {name: value for name, value in given.items() if (name, value) != ("base", "auto")}
     about = {each.name: each.metadata for each in fields(kind)}
     if before.keys() != about.keys():
         hint = f"start a new run from its adapter: --adapter {out}"
@@ -343,7 +345,8 @@ def resumed(given, kind):
         raise UserError(f"{out} began with {state['ranks']} processes: start as many by torchrun")
     if code := code_in(before, given):
         print(f"{out} runs code, as when it began: {code}")
-    return before | given
+    start = Path(out, "start")  # its own copy of the adapters that it began with
+    return before | ({"adapter": str(start)} if start.exists() else {}) | given
 
 
 def print_start(settings, out, device, num_prompts, num_held_out):

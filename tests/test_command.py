@@ -28,6 +28,7 @@ from conftest import (
     judge_file,
     prompts_of,
     records,
+    resume,
     shorten,
     tiny_settings,
     words_of,
@@ -324,9 +325,11 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     ]
 
 
-def test_a_run_names_the_projects_files_by_their_place_in_it(one_step, monkeypatch):
+def test_a_run_names_the_projects_files_by_their_place_in_it(quick, one_step, monkeypatch):
     """So another clone finds its own, from whatever folder; others may lie elsewhere if they are
     the same."""
+    assert quick("--reward", ROOT / "examples/my_reward.py:blueness", "--steps 1 --out own") == 0
+    assert resume("own") == 0
     state = json.loads((one_step / "checkpoints/000001/state.json").read_text())["settings"]
     assert state["model"] == "tiny-glm-image" and str(ROOT) not in json.dumps(state)
     monkeypatch.chdir(one_step.parent)
