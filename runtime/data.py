@@ -23,7 +23,10 @@ from runtime import UserError, checkpoints, counted, ranks, readable, short_name
 from runtime.settings import TINY, option
 
 # A line for the prompts below it.
-TYPE = re.compile(r"#+ *(?:type|kind) *[:=] *(\S.*)", re.IGNORECASE)
+TYPE = re.compile(r"#+ *(?:type|kind) *[:=\uff1a] *(\S.*)", re.IGNORECASE)
+# What pasting leaves unseen: no width, or a blank. Other format characters of Unicode are seen, or
+# end the emoji of a flag.
+UNSEEN = "\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\u2800\u3164"
 
 
 @dataclass
@@ -78,16 +81,18 @@ def read_lines(path):
     """The Prompts in a file, their lines counted from 1.
 
     "# type: counting" names the type of the prompts below it; others with # in front are comments;
-    \\# begins a prompt. Spaces and tabs in a row are one space.
+    \\# begins a prompt. White space of any type is one space.
     """
     with readable(f"read the prompts file {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")
     of_type = None
     prompts = []
-    # Not splitlines(): U+2028 and the like belong to the prompt.
+    # Not splitlines(): U+2028 and the like end no prompt.
     for number, line in enumerate(text.split("\n"), 1):
-        # U+200B has no width: pasting leaves it in lines that look empty.
-        line = re.sub("[ \t]+", " ", line.strip().strip("\u200b"))
+        line = re.sub(rf"^[\s{UNSEEN}]+|[\s{UNSEEN}]+$", "", line)
+        if line.startswith("#"):  # in a prompt joiners belong to emoji and Persian words
+            line = re.sub(f"[{UNSEEN}]", "", line)
+        line = re.sub(rf"\s([\s{UNSEEN}]*\s)?", " ", line)
         if named := TYPE.fullmatch(line):
             of_type = named[1]
         elif line and line[0] != "#":
