@@ -25,8 +25,9 @@ import inspect
 import itertools
 import math
 import re
-import runpy
 import sys
+from functools import partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -214,15 +215,51 @@ def own_files(spec):
     return {name: find_file(name) for name in split_spec(spec) if ".py:" in name}
 
 
+OWN = []  # names of modules that were loaded from files
+
+
+def forget_files():
+    """The next run in this process loads its files again: a notebook may have changed them."""
+    while OWN:
+        sys.modules.pop(OWN.pop(), None)
+
+
 def load_from_file(name):
-    """my_file.py:function, as a function."""
-    file = find_file(name)
-    sys.path.append(str(file.resolve().parent))  # so that it can import the files beside it
-    names = runpy.run_path(str(file))
+    """my_file.py:function, as a function. A file runs once, under a name that import knows.
+
+    So it can import the files beside it, and a pool of processes can find its functions.
+    """
+    file = find_file(name).resolve()
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    module = file.stem.replace(".", "_")
+    while (spec := find_spec(module)) and spec.origin != str(file):  # another has this name
+        module += "_"
+    if module not in sys.modules:
+        OWN.append(module)
+        spec = spec or spec_from_file_location(module, file)
+        sys.modules[module] = module_from_spec(spec)
+        # Not by spec.loader, which may take an older text of the file from __pycache__.
+        code = compile(file.read_bytes(), file, "exec")
+        exec(code, vars(sys.modules[module]))  # noqa: S102
     function = name.rpartition(":")[2]
-    if function not in names:
+    if not hasattr(sys.modules[module], function):
         raise UserError(f"{file} has no function {function!r}")
-    return names[function]
+    return getattr(sys.modules[module], function)
+
+
+def bind(name, function, *given, **more):
+    """The function with what it is given; of `more` what it has parameters for.
+
+    UserError if it cannot be called like that.
+    """
+    try:
+        signature = inspect.signature(function)
+        wanted = {key: more[key] for key in more.keys() & signature.parameters.keys()}
+        signature.bind(*given, **wanted)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} cannot be called as docs/rewards.md says: {error}") from None
+    return partial(function, *given, **wanted)
 
 
 @torch.no_grad()
@@ -241,7 +278,7 @@ def score(rewards, images, prompts, targets=None, **more):
     given = {name: [x for x in column for _ in range(group_size)] for name, column in given.items()}
     values = {}
     for name, (function, _) in rewards.items():
-        answer = ask(function, images, **given, group_size=group_size)
+        answer = ask(name, function, images, **given, group_size=group_size)
         try:
             numbers = torch.as_tensor(answer)
         except (TypeError, ValueError, RuntimeError):
@@ -264,10 +301,8 @@ def score(rewards, images, prompts, targets=None, **more):
 RUNNER = asyncio.Runner()
 
 
-def ask(function, images, prompts, targets, **more):
-    """What a reward answers, with those of the other arguments that it has a parameter for."""
-    wanted = more.keys() & inspect.signature(function).parameters.keys()
-    answer = function(images, prompts, targets, **{name: more[name] for name in wanted})
+def ask(name, function, images, prompts, targets, **more):
+    answer = bind(name, function, images, prompts, targets, **more)()
     return RUNNER.run(answer) if inspect.iscoroutine(answer) else answer
 
 

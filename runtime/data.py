@@ -12,7 +12,9 @@ from PIL import Image, ImageOps
 from transformers.utils import cached_file
 
 from rewards import (
+    bind,
     check_rewards,
+    forget_files,
     load_from_file,
     own_files,
     parse_rewards,
@@ -114,7 +116,7 @@ def read_pictures(folder, kind, count, size):
     place of a folder my_file.py:function may draw them.
     """
     if ".py:" in folder:
-        found = images = load_from_file(folder)()
+        found = images = bind(folder, load_from_file(folder))()
     elif not Path(folder).is_dir():
         raise UserError(f"the folder of {kind} pictures {folder} does not exist")
     else:
@@ -174,6 +176,7 @@ def read_inputs(settings, read):
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError before anything loads: for files
     and names that are wrong, and for a resumed run that began with other files.
     """
+    forget_files()
     with readable_loading(settings.model):  # now, for rewards take a while
         cached_file(settings.model, "model_index.json")
     prompts, held_out = read(settings), read(settings, "eval_")
@@ -228,6 +231,10 @@ def hash_of(prompts, held_out, adapters):
 
 def load_data(settings, prompts, held_out):
     """The prompts with their rewards, which load before the 35 GB of model."""
+    _, _, *more = for_rewards(prompts[:1])  # beside prompts and targets
+    for name in own_files(settings.reward) | own_files(settings.eval_reward):
+        function = load_from_file(name)  # before a reward is downloaded
+        bind(name, function, None, None, None, **dict.fromkeys(["group_size", *more]))
     rewards = load_rewards(settings, "reward", [prompts])
     judges = load_rewards(settings, "eval_reward", [held_out, prompts])
     return Data(prompts, held_out, rewards, judges)

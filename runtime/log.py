@@ -320,7 +320,7 @@ def format_step(steps, numbers, parts):
     names = shown_names(numbers)
     for name in names if len(names) > 1 else ():
         if name != "reward":
-            words.append(f"{short_name(name)} {format_number(numbers[name])}")
+            words.append(f"{name.removeprefix('reward/')} {format_number(numbers[name])}")
     shown = {name: form for name, form in parts.items() if numbers.get(name)}
     return " | ".join([*words, *(form.format(numbers[name]) for name, form in shown.items())])
 
@@ -340,7 +340,7 @@ def evaluation_table(records, with_types):
     """Lines of Markdown, a row for each set of prompts; records: one evaluation, or two."""
     last = records[-1]
     names = shown_names(last["training"])
-    table = [["prompts", "pictures", *map(short_name, names)]]
+    table = [["prompts", "pictures", *(name.removeprefix("reward/") for name in names)]]
     for row, numbers in last.items():
         if row in ("step", "rows") or ("," in row and not with_types):
             continue

@@ -7,8 +7,6 @@ from importlib.util import find_spec
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from runtime import short_name
-
 CELL, LABELS, LETTERS = 144, 288, 24  # pixels: twice their size on a page
 RED = "#d02030"
 CURVES = {"steps": "#888888", "training prompts": "#2060c0", "held-out prompts": RED}
@@ -76,6 +74,6 @@ def draw_curves(panels, file):
         low, high = axes.dataLim.intervaly
         if 0 <= low and high <= 1:  # a share, at its true size
             axes.set_ylim(-0.05, 1.05)
-        axes.set(title=short_name(name), xlabel="step")
+        axes.set(title=name.removeprefix("reward/"), xlabel="step")
     row[0].legend()
     figure.savefig(file)

@@ -558,15 +558,31 @@ def test_names_and_weights():
     assert rewards.split_spec("none") == rewards.split_spec("") == {}
 
 
-def test_an_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):
+def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
+    """Which may import what lies beside it, and start processes; it runs once. Two files may have
+    one name, also that of a module of Python or of a file of this project."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "beside_it.py").write_text("def seven():\n    return 7\n")
-    (tmp_path / "mine.py").write_text(
-        "import beside_it\n\ndef seven(images, prompts, targets):\n"
-        "    return [beside_it.seven()] * len(images)\n"
-    )
-    ((seven, weight),) = rewards.parse_rewards(f"{tmp_path}/mine.py:seven:2").values()
-    assert (seven(noise(2), ["a"] * 2, None), weight) == ([7, 7], 2)
+    (tmp_path / "beside_it.py").write_text("import json\n\ndef seven():\n    return 7\n")
+    code = "import beside_it\nfrom concurrent.futures import ProcessPoolExecutor\n"
+    code += "from multiprocessing import get_context\n\nopen('ran', 'a').write('x')\n\n"
+    code += "def one(image):\n    return beside_it.seven() + 0\n\n"
+    code += "def seven(images, prompts, targets):\n"
+    code += "    with ProcessPoolExecutor(1, get_context('spawn')) as pool:\n"
+    code += "        return list(pool.map(one, images))\n"
+    monkeypatch.chdir(tmp_path)
+    Path("vqa.py").write_text(code)
+    Path("reward_models").mkdir()
+    for name in ("vqa", "json"):
+        Path(f"reward_models/{name}.py").write_text(f"def {name}(*given):\n    return {name!r}\n")
+    spec = f"{tmp_path}/vqa.py:seven:2,vqa.py:one"
+    spec += ",reward_models/vqa.py:vqa,reward_models/json.py:json"
+    (seven, weight), (one, _), (other, _), (named_json, _) = rewards.parse_rewards(spec).values()
+    assert (seven(noise(2), ["a"] * 2, None), weight) == ([7, 7], 2) and one(None) == 7
+    assert (other(), named_json()) == ("vqa", "json") and sys.modules["json"] is json
+    assert Path("ran").read_text() == "x" * 2  # and in the process
+    rewards.forget_files()
+    Path("vqa.py").write_text(code.replace("+ 0", "+ 1"))  # as long, in the same second
+    assert only("vqa.py:one")(None) == 8
 
 
 def test_missing_weights_say_what_to_download(tmp_path, monkeypatch):
