@@ -2,13 +2,15 @@
 
 import random
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from io import BytesIO
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 from transformers.utils import cached_file
 
 from rewards import (
@@ -131,19 +133,33 @@ def read_pictures(folder, kind, count, size):
 
 
 def read_picture(kind, file):
-    """Upright, in RGB, and on white where it is transparent."""
+    """Upright, in sRGB by its colour profile, and on white where it is transparent."""
     try:
         # No others: for some of them Pillow starts another program.
         with Image.open(file, formats=["PNG", "JPEG", "WEBP"]) as image:
             image = ImageOps.exif_transpose(image)
+        profile = image.info.get("icc_profile")
         if image.mode.startswith("I"):  # 16 bits of grey, which convert would cut to 255
             image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+        if image.mode not in ("L", "CMYK"):
+            image = image.convert("RGBA")
+        if profile:
+            image = to_srgb(image, profile)
         image = image.convert("RGBA")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(
             f"the {kind} picture {file} cannot be read as PNG, JPEG or WebP: {error}"
         ) from None
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def to_srgb(image, profile):
+    """By the colour profile of its file. A profile that is damaged, or of another mode, is none."""
+    profiles = BytesIO(profile), ImageCms.createProfile("sRGB")
+    mode = "RGBA" if image.mode == "RGBA" else "RGB"
+    with suppress(ImageCms.PyCMSError):
+        return ImageCms.profileToProfile(image, *profiles, outputMode=mode)
+    return image
 
 
 def prompt_indices(step, settings, count):

@@ -11,7 +11,15 @@ import torch
 from PIL import Image
 
 from rewards import combine, split_spec
-from runtime import checkpoints, counted, format_number, ranks, short_name
+from runtime import (
+    UserError,
+    checkpoints,
+    counted,
+    format_number,
+    ranks,
+    readable,
+    short_name,
+)
 from runtime.pictures import LABELS, draw_curves, draw_grid
 from runtime.rescue import StopRequest
 
@@ -154,7 +162,11 @@ class Record:
             images = [images for _, images in results]
             with checkpoints.writing(self.out):
                 self.draw_evaluation(record["rows"], prompts, images, rewards["reward"], wrong)
-                self.draw_curves()
+            try:
+                with readable("draw reward.png"):
+                    self.draw_curves()
+            except UserError as error:  # a run does not end for a curve
+                self.write(f"warning: {error}")
 
     def draw_evaluation(self, rows, prompts, images, rewards, wrong):
         """evaluation/STEP/: the pictures of some prompts, and a sheet of all these.

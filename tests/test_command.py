@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -599,8 +600,10 @@ def test_code_sequences_get_the_advantages_of_their_own_pictures(monkeypatch, co
 
 
 def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(
-    judged, capfd
+    judged, capfd, monkeypatch
 ):
+    """Nor does a curve end it that cannot be drawn, as with the MPLBACKEND of a notebook."""
+    monkeypatch.setattr("runtime.log.draw_curves", Mock(side_effect=ValueError("no backend\n:")))
     reward = write_reward("return [float('nan')] * len(images)")
     assert judged(*reward, "--steps 1 --out run") == 0
     (line,) = records("run/metrics.jsonl")
@@ -612,3 +615,4 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
     output = "".join(capfd.readouterr())
     assert "step 1/1 | reward none | 100% without spread | 100% unscored" in output
     assert "warning: nothing was learned: no group had unequal rewards" in output
+    assert output.count("warning: cannot draw reward.png (no backend)\n") == 2

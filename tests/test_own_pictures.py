@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import error_from
-from PIL import Image, ImageDraw
+from PIL import Image, ImageCms, ImageDraw
 
 from runtime import data
 from runtime.data import read_lines, read_pictures
@@ -86,6 +86,17 @@ def test_16_bits_of_grey_are_grey(tmp_path):
     ramp = np.linspace(0, 2**16 - 1, 64).round().astype(np.uint16)
     (image,) = read(tmp_path, ("1.png", Image.fromarray(np.tile(ramp, (64, 1)))))
     assert np.abs(np.asarray(image)[5, :, 0] - np.linspace(0, 255, 64)).max() <= 1
+
+
+def test_colours_are_what_the_profile_in_a_file_says(tmp_path):
+    """In one that exchanges the primaries red and green; a damaged one is none."""
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    swapped = srgb.replace(b"gXYZ", b"tmp!").replace(b"rXYZ", b"gXYZ").replace(b"tmp!", b"rXYZ")
+    red = Image.new("RGBA", (64, 64), "red")
+    pictures = [(f"{mode}.png", red.convert(mode)) for mode in ("RGB", "RGBA", "P")]
+    for profile, colour in ((swapped, (0, 255, 0)), (srgb, RED), (b"damaged", RED)):
+        for picture in read(tmp_path, *pictures, icc_profile=profile):
+            assert picture.getpixel((5, 5)) == colour
 
 
 def test_a_file_for_which_pillow_starts_another_program_is_refused(tmp_path, monkeypatch):
