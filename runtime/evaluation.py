@@ -10,6 +10,7 @@ import torch
 from runtime import ranks
 from runtime.data import evenly
 from runtime.gpu import retry_with_room
+from runtime.log import SHOWN
 
 # Prompt i of an evaluation has seed SEEDS[...] + i. Training with --seed 0 needs 536,870 steps to
 # reach these seeds. Training with another --seed never reaches them: see seed_of_step.
@@ -32,16 +33,17 @@ def evaluate(run, settings, data, record, stop=None):
     rewards = data.rewards | data.judges
     shares = []
     with run.clock.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
-        given = zip(sets, SEEDS.values())
+        given = zip(sets, SEEDS.values(), (0, SHOWN))  # of training prompts no picture is shown
         results = [judge(run, settings, rewards, *each, stop, shares) for each in given]
     if all(results):
         record.evaluation(*zip(sets, results))
         warn_of_other_ids(record, shares)
 
 
-def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
-    """For each prompt its raw rewards {name: (G,)} and its G pictures; None once stopped.
+def judge(run, settings, rewards, prompts, seed, keep=None, stop=None, shares=None):
+    """For each prompt its raw rewards {name: (G,)} and its pictures; None once stopped.
 
+    keep: how many of its G pictures, as hundreds of prompts fill a host's memory; None: all.
     shares: a list that gets share_of_other_ids() of some prompts of this rank.
     """
 
@@ -66,7 +68,8 @@ def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
         run.clock.bar.update(len(some))
         for i in range(0, len(images), settings.group_size):
             group = slice(i, i + settings.group_size)
-            results.append(({name: x[group] for name, x in raw_rewards.items()}, images[group]))
+            own = {name: x[group] for name, x in raw_rewards.items()}
+            results.append((own, images[group][:keep]))
     return [*chain(*ranks.gather(results))][: len(prompts)]  # without the padding
 
 

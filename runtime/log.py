@@ -140,12 +140,12 @@ class Record:
     def evaluation(self, training, held_out):
         """Writes an evaluation's numbers and table, and pictures of some held-out prompts.
 
-        training, held_out: ([Prompt], [(raw rewards {name: (G,)}, G pictures)]).
+        training, held_out: ([Prompt], [(raw rewards {name: (G,)}, pictures to show)]).
         """
         record = {"step": self.done}
         for name, (prompts, results) in {"training": training, "held out": held_out}.items():
             raw = {key: torch.cat([each[key] for each, _ in results]) for key in results[0][0]}
-            rewards = named(raw, self.weights, len(results[0][1]))  # at last the held-out prompts'
+            rewards = named(raw, self.weights, self.settings.group_size)  # last, held out
             record |= evaluation_metrics(name, rewards, [prompt.type for prompt in prompts])
         # Without a judge that says 1 or 0 no picture is known to be wrong.
         verdicts = raw.get(self.judge, torch.ones(rewards["reward"].shape)).nan_to_num(1)
@@ -178,7 +178,7 @@ class Record:
         shown = []
         for i, row in enumerate(rows, 1):
             cells = [(picture, name, False) for name, picture in prompts[row].given().items()]
-            for j, image in enumerate(images[row][:SHOWN]):
+            for j, image in enumerate(images[row]):
                 image.save(folder / f"{i}-{j + 1}.png")
                 caption = f"reward {format_number(rewards[row, j])}"
                 cells.append((image, caption, wrong[row, j]))

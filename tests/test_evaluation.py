@@ -29,7 +29,7 @@ from tqdm import tqdm
 import train
 from runtime import evaluation
 from runtime.gpu import Clock
-from runtime.log import named
+from runtime.log import Record, named
 from runtime.pictures import draw_curves
 from runtime.settings import RELEASE, TINY
 
@@ -102,11 +102,15 @@ def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
     monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
     curves = []
     monkeypatch.setattr("runtime.log.draw_curves", lambda *given: curves.append(given))
+    kept, stock = [], Record.evaluation
+    count = lambda record, *sets: kept.extend(len(x) for _, results in sets for _, x in results)
+    monkeypatch.setattr(Record, "evaluation", lambda *given: count(*given) or stock(*given))
     arguments = "--eval-prompts new.txt --eval-targets none --group-size 5 --eval-count 4"
     arguments += f" --reward {judge_file('place', place)} --prompts-per-step 2 --steps 0"
     share = "[i % 3 / 2 for i in range(len(prompts))]"  # a half is no verdict: there are no frames
     arguments += f" --eval-reward {judge_file('share', share)}"
     assert judged(arguments, "--out run") == 0
+    assert kept == [0, 0, 4, 4, 4, 4]  # the others are not held
     (record,) = records("run/evaluation.jsonl")
     means = [[(0, record[name]["reward"][0])] for name in ("training", "held out")]
     ((panels, file),) = curves
