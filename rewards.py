@@ -25,8 +25,9 @@ import inspect
 import itertools
 import math
 import re
-import runpy
 import sys
+from functools import partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -224,15 +225,51 @@ def files_of(spec):
     return {name: find_file(place) for name, place in places.items() if ".py:" in place}
 
 
+OWN = []  # names of modules that were loaded from files
+
+
+def forget_files():
+    """The next run in this process loads its files again: a notebook may have changed them."""
+    while OWN:
+        sys.modules.pop(OWN.pop(), None)
+
+
 def load_from_file(name):
-    """my_file.py:function, as a function."""
-    file = find_file(name)
-    sys.path.append(str(file.resolve().parent))  # so that it can import the files beside it
-    names = runpy.run_path(str(file))
+    """my_file.py:function, as a function. A file runs once, under a name that import knows.
+
+    So it can import the files beside it, and a pool of processes can find its functions.
+    """
+    file = find_file(name).resolve()
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    module = file.stem.replace(".", "_")
+    while (spec := find_spec(module)) and spec.origin != str(file):  # another has this name
+        module += "_"
+    if module not in sys.modules:
+        OWN.append(module)
+        spec = spec or spec_from_file_location(module, file)
+        sys.modules[module] = module_from_spec(spec)
+        # Not by spec.loader, which may take an older text of the file from __pycache__.
+        code = compile(file.read_bytes(), file, "exec")
+        exec(code, vars(sys.modules[module]))  # noqa: S102
     function = name.rpartition(":")[2]
-    if function not in names:
+    if not hasattr(sys.modules[module], function):
         raise UserError(f"{file} has no function {function!r}")
-    return names[function]
+    return getattr(sys.modules[module], function)
+
+
+def bind(name, function, *given, **more):
+    """The function with what it is given; of `more` what it has parameters for.
+
+    UserError if it cannot be called like that.
+    """
+    try:
+        signature = inspect.signature(function)
+        wanted = {key: more[key] for key in more.keys() & signature.parameters.keys()}
+        signature.bind(*given, **wanted)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} cannot be called as docs/rewards.md says: {error}") from None
+    return partial(function, *given, **wanted)
 
 
 @torch.no_grad()
@@ -251,7 +288,7 @@ def score(rewards, images, prompts, targets=None, **more):
     given = {name: [x for x in column for _ in range(group_size)] for name, column in given.items()}
     values = {}
     for name, (function, _) in rewards.items():
-        answer = ask(function, images, **given, group_size=group_size)
+        answer = ask(name, function, images, **given, group_size=group_size)
         try:
             numbers = torch.as_tensor(answer)
         except (TypeError, ValueError, RuntimeError):
@@ -274,10 +311,8 @@ def score(rewards, images, prompts, targets=None, **more):
 RUNNER = asyncio.Runner()
 
 
-def ask(function, images, prompts, targets, **more):
-    """What a reward answers, with those of the other arguments that it has a parameter for."""
-    wanted = more.keys() & inspect.signature(function).parameters.keys()
-    answer = function(images, prompts, targets, **{name: more[name] for name in wanted})
+def ask(name, function, images, prompts, targets, **more):
+    answer = bind(name, function, images, prompts, targets, **more)()
     return RUNNER.run(answer) if inspect.iscoroutine(answer) else answer
 
 
@@ -291,22 +326,30 @@ def combine(rewards, weights, group_size=1, how="sum"):
     Args:
         rewards: {name: (N*G,) float}. Where one does not apply it is NaN, and counts as the mean of
             its group: it neither helps nor harms. A sample to which none applies gets NaN.
-        weights: {name: float} of those that count.
+        weights: {name: float}. A reward with weight 0 does not count.
         how: "sum" adds the values as they are, so the reward with the largest spread rules;
             "zscore" first turns each into its z-score within its group, so weights alone decide.
+            Where z-scores cancel, the sum is exactly 0.
 
     Raises ValueError for an unknown `how`, RuntimeError for values that do not form groups.
     """
     if how not in ("sum", "zscore"):
         raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")
-    values = torch.stack([rewards[name] for name in weights])  # (R, N*G)
+    weights = {name: weight for name, weight in weights.items() if weight}
+    values = torch.stack([rewards[name] for name in weights]).double()  # (R, N*G)
+    weight = torch.tensor([*weights.values()], dtype=values.dtype).unsqueeze(1)  # (R, 1)
     applies = ~values.isnan()
     if how == "zscore":  # not compute_advantages: another loss may edit that
         groups = [centre_groups(row, group_size) for row in values]
-        scores = [centred / (std + 1e-6) for centred, std in groups]
-        values = torch.stack(scores).flatten(1).float()
+        scores = [centred / std.where(std > 0, 1) for centred, std in groups]
+        values = torch.stack(scores).flatten(1)
     else:
         means = values.view(len(values), -1, group_size).nanmean(-1)  # (R, N)
         values = values.where(applies, means.repeat_interleave(group_size, dim=1))
-    weight = torch.tensor([*weights.values()]).unsqueeze(1)  # (R, 1)
-    return (weight * values.nan_to_num(0)).sum(0).where(applies.any(0), math.nan)
+    total = (weight * values.nan_to_num(0)).sum(0)  # (N*G,)
+    if how == "zscore":
+        # Where z-scores cancel, rounding is left, which advantages would make as large as any
+        # spread. Rewards are float32: 21.3 and 21.8 are known to 3e-6 of their std.
+        of_groups = total.view(-1, group_size)
+        of_groups[of_groups.abs().amax(1) < 1e-5 * weight.abs().sum()] = 0
+    return total.where(applies.any(0), math.nan).float()

@@ -102,6 +102,8 @@ def main(run=None, name=None):
         print(table(rows))
         variants.OUT.mkdir(parents=True, exist_ok=True)
         return draw(rows, variants.OUT / "best-of.png")
+    if name in (row["run"] for row in rows):
+        sys.exit(f"best-of.csv has {name!r} already: give another name, or take its lines out")
     new = [*measured(name or run, None if run == BEFORE else run)]
     print(table([*(row for row in rows if row["run"] == BEFORE), *new]))
     if name:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from grpo import set_advantages
+from rewards import combine, weights_of
 from train import paint_and_score
 
 
@@ -30,11 +31,13 @@ class Edit(NamedTuple):
 def redrawn(run, settings, rewards, prompts, groups, seed):
     """In place of paint_and_score: groups of equal rewards are drawn again, twice at most."""
     images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)
-    name, size = next(iter(rewards)), settings.group_size
+    size = settings.group_size
     for i in range(len(prompts)):
         own = slice(i * size, (i + 1) * size)
         for again in (1, 2):
-            if len(raw_rewards[name][own].unique()) > 1:
+            of_group = {name: values[own] for name, values in raw_rewards.items()}
+            total = combine(of_group, weights_of(rewards), size, settings.combine)
+            if len(total[~total.isnan()].unique()) > 1:
                 break
             some, other_seed = prompts[i : i + 1], seed + i + 300 * again
             with run.phase("sample", run.policy.model):
@@ -137,14 +140,13 @@ EDITS = [
     Edit(
         "RAFT",
         ADVANTAGES,
-        "return group_size * "
-        "torch.nn.functional.one_hot(centred.argmax(1), group_size).flatten().float()",
+        "return (group_size * ~centred.isnan() * torch.nn.functional.one_hot("
+        "centred.nan_to_num(-torch.inf).argmax(1), group_size)).flatten().float()",
     ),
     Edit(
         "Rewards shuffled",
-        ".view(-1, group_size)  # (N, G)",
-        ".view(-1, group_size)"
-        ".gather(1, torch.rand(len(rewards) // group_size, group_size).argsort(1))",
+        ".nan_to_num(0).flatten().float()",
+        ".nan_to_num(0).gather(1, torch.rand(centred.shape).argsort(1)).flatten().float()",
     ),
     Edit(
         "DAPO's dynamic sampling",

@@ -53,8 +53,9 @@ def decoder_step(run, settings, rewards, prompts, seed):
 
     metrics = {"skipped": 0}
     if settings.train == "both":
-        # 3. A code sequence has the mean reward of its K paintings, among the G of its prompt.
-        means = {name: x.view(-1, paintings).nanmean(1) for name, x in raw_rewards.items()}
+        # 3. A code sequence has the mean reward of its K paintings, among the G of its prompt. In
+        # float64 the means of equal rewards are equal, whatever is NaN.
+        means = {name: x.double().view(-1, paintings).nanmean(1) for name, x in raw_rewards.items()}
         set_advantages(groups, combine(means, weights, sequences, settings.combine))
         metrics = learn(run, policy, policy.model, groups)  # 4 to 6
 
@@ -156,8 +157,9 @@ class DecoderRecord(Record):
         if self.settings.sequences == 1:
             return reward_metrics(rewards)
         count = self.settings.paintings
-        means = {name: x.unflatten(1, (-1, count)).nanmean(2) for name, x in rewards.items()}
-        own = reward_metrics({"reward": rewards["reward"].view(-1, count)})
+        rewards = {name: x.double().unflatten(1, (-1, count)) for name, x in rewards.items()}
+        means = {name: x.nanmean(2) for name, x in rewards.items()}
+        own = reward_metrics({"reward": rewards["reward"].flatten(0, 1)})
         own = {"decoder/reward_std": own["reward_std"], "unscored": own["unscored"]}
         return reward_metrics(means) | own
 

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -180,9 +180,11 @@ def add_adapter(module, half, rank, folder=None):
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_TARGETS[half])
         return get_peft_model(module, lora), None
     with readable(f"use the adapter {folder}"):
-        # With a base_model_name_or_path PEFT would warn of another place.
         config = PeftConfig.from_pretrained(folder)
-        config = replace(config, inference_mode=False, base_model_name_or_path=None)
+        # Dropout would act in the update alone: the ratios of fresh samples would not be 1.
+        dropout = {each.name: 0.0 for each in fields(config) if each.name.endswith("dropout")}
+        # With a base_model_name_or_path PEFT would warn of another place.
+        config = replace(config, inference_mode=False, base_model_name_or_path=None, **dropout)
         model = get_peft_model(module, config)
         model.add_adapter("reference", replace(config, inference_mode=True))
         for name in ("default", "reference"):

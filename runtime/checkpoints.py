@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from runtime import ROOT, UserError, ranks, readable
 
-WEIGHTS = "adapter_model.safetensors"  # PEFT's name
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 KEPT = 2  # the newest checkpoints, beside those of evaluated steps
 
 
@@ -32,9 +32,12 @@ def saved(settings):
 
 
 def shortened(values):
-    """Files of this project by their place in it, so that another clone finds its own."""
-    short = lambda value: value.replace(f"{ROOT}{os.sep}", "") if isinstance(value, str) else value
     return {name: short(value) for name, value in values.items()}
+
+
+def short(value):
+    """Files of this project by their place in it, so that another clone finds its own."""
+    return value.replace(f"{ROOT}{os.sep}", "") if isinstance(value, str) else value
 
 
 def copied(trainers):
@@ -56,12 +59,12 @@ def copied(trainers):
     return copies
 
 
-def save(out, step, copies, state):
+def save(out, step, copies, state, evaluated):
     """Write a checkpoint to a temporary folder and rename it; remove old ones.
 
     copies: see copied. state: {"settings": see saved, "inputs", "rewards": see read_inputs in
-    data.py}. No random states: the prompts and all random draws of a step are functions of the seed
-    and the step.
+    data.py}. evaluated: the steps whose checkpoints stay. No random states: the prompts and all
+    random draws of a step are functions of the seed and the step.
     """
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"
@@ -75,44 +78,56 @@ def save(out, step, copies, state):
         state = {"step": step, "ranks": ranks.count(), **state}
         (unfinished / "state.json").write_text(json.dumps(state))
         os.replace(unfinished, final)
-        every = state["settings"]["eval_every"]
         for old in find(out)[:-KEPT]:
-            if every == 0 or int(old.name) % every:
+            if int(old.name) not in evaluated and not old.is_symlink():
                 shutil.rmtree(old)
 
 
-def save_adapter(model, folder, weights=None):
-    """The adapter that learns, as PEFT writes it. weights: see copied; None: as it is now."""
+def save_adapter(model, folder, weights):
+    """The adapter that learns, as PEFT writes it, to a new folder. weights: see copied."""
     model.save_pretrained(folder, selected_adapters=["default"], state_dict=weights)
     (folder / "README.md").unlink()  # an empty template
+
+
+def copy_adapters(adapters, folder):
+    """adapters: {name in the folder: folder of an adapter}. Nothing else there is touched."""
+    for name, adapter in adapters.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for file in (CONFIG, WEIGHTS):
+            shutil.copy(adapter / file, folder / name)
+
+
+def newest(folder):
+    """The newest checkpoint of a run, which may go on meanwhile; another folder, or None, as is."""
+    saved = find(Path(folder)) if folder else []
+    return str(saved[-1]) if saved else folder
 
 
 def find_adapter(folder, name):
     """The folder of an adapter, "adapter" or "decoder-adapter"; None if there is none.
 
-    folder: of a run, whose newest checkpoint counts, of a checkpoint, or of an adapter, which is
-    the decoder's if it is named like that; or None.
+    folder: of a checkpoint, or of an adapter, which is the decoder's if it is named like that; or
+    None.
     """
     if not folder:
         return None
     folder = Path(folder)
-    if (folder / "adapter_config.json").is_file():
+    if (folder / CONFIG).is_file():
         of_decoder = folder.resolve().name == "decoder-adapter"
         return folder if of_decoder == (name == "decoder-adapter") else None
-    places = [place / name for place in (folder, *find(folder)) if (place / name).is_dir()]
-    return places[-1] if places else None
+    return folder / name if (folder / name).is_dir() else None
 
 
 def find_adapters(folder):
-    """The folders of all adapters in --adapter. UserError for what can be seen to be wrong."""
-    found = [find_adapter(folder, name) for name in ("adapter", "decoder-adapter")]
-    found = [each for each in found if each]
+    """{name: folder} of all adapters in --adapter. UserError for what can be seen to be wrong."""
+    found = {name: find_adapter(folder, name) for name in ("adapter", "decoder-adapter")}
+    found = {name: each for name, each in found.items() if each}
     if folder and not found:
         raise UserError(f"--adapter {folder}: no run, no checkpoint and no adapter")
-    for each in found:
+    for each in found.values():
         with readable(f"use the adapter {each}"):
             load_file(each / WEIGHTS)
-            config = json.loads((each / "adapter_config.json").read_text())
+            config = json.loads((each / CONFIG).read_text())
             start = config.get("init_lora_weights", True)
             # For others, such as PiSSA and OLoRA, PEFT changes the model's own weights.
             if start not in (True, False, "gaussian"):
@@ -192,6 +207,11 @@ def claimed(resume, name):
         return
     out = Path(resume or name or "runs")
     before = next(folder for folder in (out, *out.parents) if folder.exists())
+    for file in out.rglob("*") if resume or name else ():
+        if file.is_symlink() and not file.is_dir():  # a folder may be on another disk
+            raise UserError(
+                f"{file} is a link, which a run would write through: copy the file there"
+            )
     with writing(out):
         out = out if resume or name else next_folder(out)
         out.mkdir(parents=True, exist_ok=True)

@@ -2,18 +2,22 @@
 
 import random
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from io import BytesIO
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 from transformers.utils import cached_file
 
 from rewards import (
+    bind,
     check_rewards,
     files_of,
+    forget_files,
     load_from_file,
     parse_rewards,
     score,
@@ -23,7 +27,10 @@ from runtime import UserError, checkpoints, counted, ranks, readable, short_name
 from runtime.settings import option, readable_loading
 
 # A line for the prompts below it.
-TYPE = re.compile(r"#+ *(?:type|kind) *[:=] *(\S.*)", re.IGNORECASE)
+TYPE = re.compile(r"#+ *(?:type|kind) *[:=\uff1a] *(\S.*)", re.IGNORECASE)
+# What pasting leaves unseen: no width, or a blank. Other format characters of Unicode are seen, or
+# end the emoji of a flag.
+UNSEEN = "\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\u2800\u3164"
 
 
 @dataclass
@@ -78,16 +85,18 @@ def read_lines(path):
     """The Prompts in a file, their lines counted from 1.
 
     "# type: counting" names the type of the prompts below it; others with # in front are comments;
-    \\# begins a prompt. Spaces and tabs in a row are one space.
+    \\# begins a prompt. White space of any type is one space.
     """
     with readable(f"read the prompts file {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")
     of_type = None
     prompts = []
-    # Not splitlines(): U+2028 and the like belong to the prompt.
+    # Not splitlines(): U+2028 and the like end no prompt.
     for number, line in enumerate(text.split("\n"), 1):
-        # U+200B has no width: pasting leaves it in lines that look empty.
-        line = re.sub("[ \t]+", " ", line.strip().strip("\u200b"))
+        line = re.sub(rf"^[\s{UNSEEN}]+|[\s{UNSEEN}]+$", "", line)
+        if line.startswith("#"):  # in a prompt joiners belong to emoji and Persian words
+            line = re.sub(f"[{UNSEEN}]", "", line)
+        line = re.sub(rf"\s([\s{UNSEEN}]*\s)?", " ", line)
         if named := TYPE.fullmatch(line):
             of_type = named[1]
         elif line and line[0] != "#":
@@ -109,7 +118,7 @@ def read_pictures(folder, kind, count, size):
     place of a folder my_file.py:function may draw them.
     """
     if ".py:" in folder:
-        found = images = load_from_file(folder)()
+        found = images = bind(folder, load_from_file(folder))()
     elif not Path(folder).is_dir():
         raise UserError(f"the folder of {kind} pictures {folder} does not exist")
     else:
@@ -124,19 +133,33 @@ def read_pictures(folder, kind, count, size):
 
 
 def read_picture(kind, file):
-    """Upright, in RGB, and on white where it is transparent."""
+    """Upright, in sRGB by its colour profile, and on white where it is transparent."""
     try:
         # No others: for some of them Pillow starts another program.
         with Image.open(file, formats=["PNG", "JPEG", "WEBP"]) as image:
             image = ImageOps.exif_transpose(image)
+        profile = image.info.get("icc_profile")
         if image.mode.startswith("I"):  # 16 bits of grey, which convert would cut to 255
             image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+        if image.mode not in ("L", "CMYK"):
+            image = image.convert("RGBA")
+        if profile:
+            image = to_srgb(image, profile)
         image = image.convert("RGBA")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(
             f"the {kind} picture {file} cannot be read as PNG, JPEG or WebP: {error}"
         ) from None
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def to_srgb(image, profile):
+    """By the colour profile of its file. A profile that is damaged, or of another mode, is none."""
+    profiles = BytesIO(profile), ImageCms.createProfile("sRGB")
+    mode = "RGBA" if image.mode == "RGBA" else "RGB"
+    with suppress(ImageCms.PyCMSError):
+        return ImageCms.profileToProfile(image, *profiles, outputMode=mode)
+    return image
 
 
 def prompt_indices(step, settings, count):
@@ -169,6 +192,7 @@ def read_inputs(settings, read):
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError before anything loads: for files
     and names that are wrong, and for a resumed run that began with other files.
     """
+    forget_files()
     with readable_loading(settings.model):  # now, for rewards take a while
         cached_file(settings.model, "model_index.json")
     prompts, held_out = read(settings), read(settings, "eval_")
@@ -181,8 +205,11 @@ def read_inputs(settings, read):
     adapters = checkpoints.find_adapters(settings.adapter)
     files = files_of(settings.reward) | files_of(settings.eval_reward)
     hashed = {
-        "inputs": hash_of(prompts, held_out, adapters),
-        "rewards": {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
+        "inputs": hash_of(prompts, held_out, adapters.values()),
+        "rewards": {
+            checkpoints.short(name): sha256(file.read_bytes()).hexdigest()
+            for name, file in files.items()
+        },
     }
     if settings.resume:
         compare(settings.resume, hashed)
@@ -197,7 +224,7 @@ def compare(out, hashed):
     before = checkpoints.read_state(Path(out))
     if hashed["inputs"] != before["inputs"]:
         raise UserError(
-            f"{out} was started with other prompts or pictures; restore the files, "
+            f"{out} was started with other prompts, pictures or adapters; restore the files, "
             f"or start a new run from its adapter: --adapter {out}"
         )
     for name, own in hashed["rewards"].items():
@@ -213,12 +240,18 @@ def hash_of(prompts, held_out, adapters):
         for given in prompt.for_rewards().values():
             digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
     for folder in adapters:
-        digest.update((folder / checkpoints.WEIGHTS).read_bytes())
+        for file in (checkpoints.CONFIG, checkpoints.WEIGHTS):
+            digest.update((folder / file).read_bytes())
     return digest.hexdigest()
 
 
 def load_data(settings, prompts, held_out):
     """The prompts with their rewards, which load before the 35 GB of model."""
+    _, _, *more = for_rewards(prompts[:1])  # beside prompts and targets
+    named = split_spec(settings.reward) | split_spec(settings.eval_reward)
+    for name in [name for name in named if ".py:" in name]:
+        function = load_from_file(name)  # before a reward is downloaded
+        bind(name, function, None, None, None, **dict.fromkeys(["group_size", *more]))
     rewards = load_rewards(settings, "reward", [prompts])
     judges = load_rewards(settings, "eval_reward", [held_out, prompts])
     return Data(prompts, held_out, rewards, judges)

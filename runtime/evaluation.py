@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from runtime import counted, ranks, short_name
+from runtime import counted, ranks
 from runtime.data import evenly
 from runtime.gpu import retry_with_room
 from runtime.record import named, shown_names, with_error
@@ -108,7 +108,7 @@ def of_all_ranks(rows):
 
 
 def wrong_pictures(raw, judge):
-    """{row: (G,) bool}, what a judge that says 1 or 0 says 0 of; of another judge, or none, nothing.
+    """{row: (G,) bool}, the pictures that get 0; none, unless the judge says 1 or 0 alone.
 
     raw: {row: {name: (G,)}}.
     """
@@ -174,7 +174,7 @@ def evaluation_table(records, with_types):
     """Lines of Markdown, a row for each set of prompts; records: one evaluation, or two."""
     last = records[-1]
     names = shown_names(last["training"])
-    table = [["prompts", "pictures", *map(short_name, names)]]
+    table = [["prompts", "pictures", *(name.removeprefix("reward/") for name in names)]]
     for row, numbers in last.items():
         if row in ("step", "rows") or ("," in row and not with_types):
             continue

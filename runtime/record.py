@@ -10,11 +10,20 @@ from importlib.util import find_spec
 from itertools import chain
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
 from rewards import combine, split_spec
-from runtime import checkpoints, counted, format_number, ranks, short_name
+from runtime import (
+    UserError,
+    checkpoints,
+    counted,
+    format_number,
+    ranks,
+    readable,
+    short_name,
+)
 from runtime.rescue import StopRequest
 
 SAMPLE_EVERY = 10  # steps between group-*.png
@@ -63,6 +72,9 @@ class Record:
                 (out / "settings.json").write_text(
                     json.dumps(checkpoints.saved(settings), indent=2)
                 )
+                if settings.steps > 0 and not settings.resume:
+                    started = checkpoints.find_adapters(settings.adapter)
+                    checkpoints.copy_adapters(started, out / "start")
         self.stop = StopRequest()
         self.keep(done)
 
@@ -81,7 +93,9 @@ class Record:
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
         self.done = done
         rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
-        metrics |= self.reward_metrics(rewards) | self.phase.read()
+        of_ranks = ranks.gather(rewards)
+        of_all = {name: torch.cat([each[name] for each in of_ranks]) for name in rewards}
+        metrics |= self.reward_metrics(of_all) | self.phase.read()
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
         groups = [
             {"step": done, "line": prompt.line, "prompt": prompt.text}
@@ -142,15 +156,19 @@ class Record:
             framed = any(frame for _, cells in shown for *_, frame in cells)
             corner = f"red frame:\n{short_name(self.judge)} is 0" if framed else ""
             sheet = draw_grid(title, shown, corner)
-            sheet.save(folder / "sheet.png")
+            sheet.save(folder / ".sheet.png")
+            os.replace(folder / ".sheet.png", folder / "sheet.png")  # later evaluations read it
             if self.done and (first / "sheet.png").exists():
                 before = np.asarray(Image.open(first / "sheet.png"))
                 sheet = np.hstack([before, np.asarray(sheet)[:, LABELS - 24 :]])
                 sheet = Image.fromarray(sheet)
             sheet.save(self.out / "before-after.png")
-            draw_curves(
-                self.records["metrics"], self.records["evaluation"], self.out / "reward.png"
-            )
+        try:
+            with readable("draw reward.png"):
+                records = self.records["metrics"], self.records["evaluation"]
+                draw_curves(*records, self.out / "reward.png")
+        except UserError as error:  # a run does not end for a curve
+            self.write(f"warning: {error}")
 
     # ---- a checkpoint, and the end ---------------------------------------------------------------
 
@@ -162,7 +180,8 @@ class Record:
         """The last whole step."""
         if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
             state = {"settings": checkpoints.saved(self.settings), **self.hashed}
-            checkpoints.save(self.out, *self.whole, state)
+            evaluated = {each["step"] for each in self.records["evaluation"]}
+            checkpoints.save(self.out, *self.whole, state, evaluated)
 
     def end(self):
         """What was learned, for other programs to load; a warning if that is nothing."""
@@ -177,8 +196,9 @@ class Record:
                 self.save_adapters()
 
     def save_adapters(self):
-        for name, trainer in self.trainers.items():
-            checkpoints.save_adapter(trainer.model, self.out / name)
+        """Those of the last checkpoint, which has just been saved."""
+        last = checkpoints.find(self.out)[-1]
+        checkpoints.copy_adapters({name: last / name for name in self.trainers}, self.out)
 
     def finish(self):
         self.stop.end()
@@ -238,7 +258,7 @@ def format_step(steps, numbers, parts):
     names = shown_names(numbers)
     for name in names if len(names) > 1 else ():
         if name != "reward":
-            words.append(f"{short_name(name)} {format_number(numbers[name])}")
+            words.append(f"{name.removeprefix('reward/')} {format_number(numbers[name])}")
     shown = {name: form for name, form in parts.items() if numbers.get(name)}
     return " | ".join([*words, *(form.format(numbers[name]) for name, form in shown.items())])
 
@@ -326,6 +346,6 @@ def draw_curves(metrics, evaluations, file):
         low, high = axes.dataLim.intervaly
         if 0 <= low and high <= 1:  # a share, at its true size
             axes.set_ylim(-0.05, 1.05)
-        axes.set(title=short_name(name), xlabel="step")
+        axes.set(title=name.removeprefix("reward/"), xlabel="step")
     row[0].legend()
     figure.savefig(file)

@@ -157,6 +157,7 @@ class Settings(GRPOSettings):
                 check_number(each.name, value)
             elif each.name in FILES | {"model"}:
                 setattr(self, each.name, found(value))
+        self.adapter = checkpoints.newest(self.adapter)
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
@@ -333,6 +334,7 @@ def resumed(given, kind):
     out = given["resume"]
     state = checkpoints.read_state(Path(out))
     before = state["settings"]
+    given = {name: value for name, value in given.items() if (name, value) != ("base", "auto")}
     if before.keys() != {each.name for each in fields(kind)}:
         hint = f"start a new run from its adapter: --adapter {out}"
         raise UserError(f"{out} was made by another script or version; {hint}")
@@ -348,7 +350,8 @@ def resumed(given, kind):
     kept = {name: str(value) for name, value in sorted(before.items()) if name not in given}
     if code := [f"{option(name)} {value}" for name, value in kept.items() if ".py:" in value]:
         print(f"{out} runs code, as when it began: {' '.join(code)}")
-    return before | given
+    start = Path(out, "start")  # its own copy of the adapters that it began with
+    return before | ({"adapter": str(start)} if start.exists() else {}) | given
 
 
 def print_start(settings, out, device, num_prompts, num_held_out):

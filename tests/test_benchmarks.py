@@ -258,6 +258,8 @@ def test_a_run_is_measured_by_its_distinct_pictures(run, monkeypatch, tmp_path):
     monkeypatch.setattr(best_of.evaluation, "judge", judge)
     monkeypatch.setattr(best_of, "KS", [1, 2])
     run(best_of, variants.BEFORE, "mine")
+    with pytest.raises(SystemExit, match="has 'mine' already"):
+        run(best_of, variants.BEFORE, "mine")
     name, _, _, *numbers = best_of.CSV.read_text().splitlines()[1].split(",")
     assert name == "mine" and numbers[:3] == ["2", "2", "1"]
     different = 1 - rewards.ssim_map(rewards.to_tensor(red), rewards.to_tensor(blue)).mean().item()

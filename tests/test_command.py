@@ -31,6 +31,7 @@ from conftest import (
     judge_file,
     prompts_of,
     records,
+    resume,
     shorten,
     tiny_settings,
     words_of,
@@ -153,7 +154,7 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
             assert group["reward/length.py:judge"] == [len(group["prompt"])] * size
 
 
-def test_rewards_have_short_names(judged):
+def test_rewards_have_short_names(judged, capsys):
     """Of two that would share one the second keeps its name."""
     for folder in "ab":
         Path(folder).mkdir()
@@ -164,6 +165,9 @@ def test_rewards_have_short_names(judged):
     evaluation, _ = records("run/evaluation.jsonl")
     for record in (group, metrics, evaluation["training"], evaluation["held out"]):
         assert {name for name in record if name.startswith("reward/")} == names
+    output = capsys.readouterr().out
+    assert re.search(r"\| mine.py:judge +\| b/mine.py:judge +\| own.py:judge", output)
+    assert re.search(r"\| mine.py:judge [\d.]+ \| b/mine.py:judge", output)
 
 
 # ---- settings and refusals -----------------------------------------------------------------------
@@ -242,6 +246,7 @@ def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
 
 FILES = {
     "empty.txt": "\n  \n",
+    "odd.py": "number = 5\nclass Judge: pass\ndef two(images, prompts): pass\n",
     "one.txt": "a red circle\n",
     "sign.txt": "a red circle\n\na blue <|image|>\n",
     "judged/settings.json": "{}",
@@ -265,6 +270,13 @@ FILES = {
         ("--reward good.py:judge,ssim --prompts one.txt", "'ssim' needs --targets"),
         ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
         ("--reward bad.py:judge", "reward 'bad.py:judge' gave shape (1,), not (2,)"),
+        (
+            "--reward pickscore,odd.py:two",
+            "odd.py:two cannot be called as docs/rewards.md says: too",
+        ),
+        ("--reward odd.py:Judge", "cannot be called as docs/rewards.md says: too many positional"),
+        ("--eval-reward pickscore,odd.py:number", "5 is not a callable object"),
+        ("--targets odd.py:two", "odd.py:two cannot be called as docs/rewards.md says: missing a"),
         ("--reward ssim:0,mse:0.0", "--reward ssim:0,mse:0.0: no weight above 0, so nothing"),
         ("--eval-reward clip=few", "cannot load reward 'clip'"),
         ("--model few --reward ssim --eval-reward ''", "cannot load few"),
@@ -355,7 +367,7 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     """Which may take minutes; judges with the first prompt of both files. What no reward will say
     is said now."""
     Path("mine.py").write_text(
-        "class Mine:\n    def applies(self, prompt):\n        return prompt.isascii()\n\n"
+        "print('loaded')\nclass Mine:\n    def applies(self, prompt):\n        return prompt.isascii()\n\n"
         "    def __call__(self, images, prompts, targets):\n"
         "        print('tried with', prompts[0])\n        return [0.0] * len(images)\n\n"
         "mine = Mine()\n"
@@ -367,8 +379,8 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     with pytest.raises(pytest.fail.Exception, match="the rewards are there"):
         quick("--reward mine.py:mine --eval-reward mine.py:mine --steps 1", files)
     *_, rest = capsys.readouterr().out.partition("warning: 1 of the 2 held-out")
-    assert "output folder: runs/1\nloading --reward mine.py:mine\n" in rest
-    assert rest.splitlines()[-6:] == [
+    assert "output folder: runs/1\nloaded\nloading --reward mine.py:mine\n" in rest
+    assert rest.count("loaded") == 1 and rest.splitlines()[-6:] == [
         "loading --reward mine.py:mine",
         "tried with 一只红色的圆",
         "mine.py:mine: does not apply to 1 of 2 prompts",
@@ -378,9 +390,11 @@ def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch
     ]
 
 
-def test_a_run_names_the_projects_files_by_their_place_in_it(one_step, monkeypatch):
+def test_a_run_names_the_projects_files_by_their_place_in_it(quick, one_step, monkeypatch):
     """So another clone finds its own, from whatever folder; others may lie elsewhere if they are
     the same."""
+    assert quick("--reward", ROOT / "examples/my_reward.py:blueness", "--steps 1 --out own") == 0
+    assert resume("own") == 0
     state = json.loads((one_step / "checkpoints/000001/state.json").read_text())["settings"]
     assert state["model"] == "tiny-glm-image" and str(ROOT) not in json.dumps(state)
     monkeypatch.chdir(one_step.parent)
@@ -640,8 +654,10 @@ def test_code_sequences_get_the_advantages_of_their_own_pictures(monkeypatch, co
 
 
 def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(
-    judged, capfd
+    judged, capfd, monkeypatch
 ):
+    """Nor does a curve end it that cannot be drawn, as with the MPLBACKEND of a notebook."""
+    monkeypatch.setattr("runtime.log.draw_curves", Mock(side_effect=ValueError("no backend\n:")))
     reward = write_reward("return [float('nan')] * len(images)")
     assert judged(*reward, "--steps 1 --out run") == 0
     (line,) = records("run/metrics.jsonl")
@@ -653,3 +669,4 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
     output = "".join(capfd.readouterr())
     assert "step 1/1 | reward none | 100% without spread | 100% unscored" in output
     assert "warning: nothing was learned: no group had unequal rewards" in output
+    assert output.count("warning: cannot draw reward.png (no backend)\n") == 2

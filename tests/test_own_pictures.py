@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import error_from
-from PIL import Image, ImageDraw
+from PIL import Image, ImageCms, ImageDraw
 
 from runtime import data
 from runtime.data import read_lines, read_pictures
@@ -88,6 +88,17 @@ def test_16_bits_of_grey_are_grey(tmp_path):
     assert np.abs(np.asarray(image)[5, :, 0] - np.linspace(0, 255, 64)).max() <= 1
 
 
+def test_colours_are_what_the_profile_in_a_file_says(tmp_path):
+    """In one that exchanges the primaries red and green; a damaged one is none."""
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    swapped = srgb.replace(b"gXYZ", b"tmp!").replace(b"rXYZ", b"gXYZ").replace(b"tmp!", b"rXYZ")
+    red = Image.new("RGBA", (64, 64), "red")
+    pictures = [(f"{mode}.png", red.convert(mode)) for mode in ("RGB", "RGBA", "P")]
+    for profile, colour in ((swapped, (0, 255, 0)), (srgb, RED), (b"damaged", RED)):
+        for picture in read(tmp_path, *pictures, icc_profile=profile):
+            assert picture.getpixel((5, 5)) == colour
+
+
 def test_a_file_for_which_pillow_starts_another_program_is_refused(tmp_path, monkeypatch):
     start = lambda *given, **more: pytest.fail("it was started")
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", start)
@@ -107,19 +118,15 @@ def test_a_picture_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatc
     assert refusal(tmp_path).startswith(words)
 
 
-def test_blanks_in_a_row_are_one(tmp_path):
-    (tmp_path / "prompts.txt").write_text("a ring\na\tring\n\\# 1\n# type: eggs\nan  egg\n")
+def test_prompts_are_what_can_be_seen(tmp_path):
+    """They end at line feeds only, not where str.splitlines ends a line, as in text from web pages.
+    Joiners within a word or an emoji stay, and what ends a flag."""
+    lines = ["\ufeffa ring", "a\tring", "a \u200b\u3000 ring\u00a0\ufeff", r"\# 1", "# a note"]
+    lines += ["line\u2028separator", "form\x0cfeed", "next\x85line", *"\u200d\u2060\u200e\u3164"]
+    lines += ["\u200b \ufeff", "", "\ufeff#\u200b ty\u2060pe\uff1a\u00a0eggs\u200e", "an  egg"]
+    kept = ["می\u200cخواهم", "👩\u200d🚀", "🏴\U000e0067\U000e0062\U000e007f", "❤\ufe0f"]
+    (tmp_path / "prompts.txt").write_bytes("\r\n".join(lines + kept).encode())
     found = [(each.text, each.type, each.line) for each in read_lines(tmp_path / "prompts.txt")]
-    assert found == [("a ring", "other", 1), ("a ring", "other", 2), ("# 1", "other", 3)] + [
-        ("an egg", "eggs", 5)
-    ]
-
-
-def test_prompts_end_at_line_feeds_only(tmp_path):
-    """Not at the other characters that str.splitlines knows, as in text from web pages."""
-    odd = ["line\u2028separator", "form\x0cfeed", "file\x1cseparator", "next\x85line"]
-    (tmp_path / "prompts.txt").write_bytes(
-        "\r\n".join(["\ufeffa circle", *odd, "", "\u200b", "a cross"]).encode()
-    )
-    texts = [prompt.text for prompt in read_lines(tmp_path / "prompts.txt")]
-    assert texts == ["a circle", *odd, "a cross"]
+    others = ["a ring"] * 3 + ["# 1", None, "line separator", "form feed", "next line"]
+    expected = [(text, "other", i) for i, text in enumerate(others, 1) if text]
+    assert found == expected + [(x, "eggs", i) for i, x in enumerate(["an egg", *kept], 16)]

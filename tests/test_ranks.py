@@ -136,9 +136,9 @@ def hurry():
 
 
 def test_a_rank_that_has_nothing_to_learn_waits_for_the_others_and_steps_with_them(start):
-    """Rewards of the second rank are all equal: its share of the gradient is 0, and it has no say
-    in the means."""
-    reward = write_reward("if os.environ['RANK'] == '1':\n    return torch.ones(len(images))")
+    """Rewards of the second rank are equal: its share of the gradient is 0, and it has no say in
+    the means. A picture of it has no reward."""
+    reward = write_reward("if os.environ['RANK'] == '1':\n    return [1, torch.nan]")
     settings = str.split("--steps 1 --iterations 2 --temperature 4 --base int8 --out run")
     codes, outputs = together(start, *reward, *settings, prepare=hurry)
     assert codes == [0, 0], outputs
@@ -146,7 +146,7 @@ def test_a_rank_that_has_nothing_to_learn_waits_for_the_others_and_steps_with_th
     (record,) = records("run/metrics.jsonl")
     assert record["groups_without_spread"] == 0.5
     assert record["grad_norm"] > 0 and record["kl"] is not None
-    assert record["reward"] == pytest.approx((0.5 + 1) / 2)
+    assert record["reward"] == pytest.approx((0 + 1 + 1) / 3) and record["unscored"] == 1 / 4
     adapters = [Path(f"adapter-{rank}").read_bytes() for rank in range(2)]
     assert adapters[0] == adapters[1]
 

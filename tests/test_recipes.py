@@ -12,7 +12,7 @@ from world import MEANING
 
 from benchmarks import losses
 from grpo import Group, compute_advantages
-from test_grpo import trainer, with_adapter
+from test_grpo import NAN, trainer, with_adapter
 
 RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO"]
 RECIPES += ["old = new.detach()", "REINFORCE", "REINFORCE with a constant", "No baseline, divided"]
@@ -197,8 +197,9 @@ def test_a_group_of_equal_rewards_teaches_nothing_without_a_baseline_too(tmp_pat
 
 
 def test_raft_trains_on_the_best_of_each_group(tmp_path):
-    found = edited("RAFT", tmp_path).compute_advantages(REWARDS, 4)
-    assert found.tolist() == [0, 0, 0, 4, 0, 4, 0, 0]
+    rewards = torch.tensor([0, 1, 2, 5, 0, NAN, 1, 0, NAN, NAN, NAN, NAN])
+    found = edited("RAFT", tmp_path).compute_advantages(rewards, 4)
+    assert found.tolist() == [0, 0, 0, 4, 0, 0, 4, 0] + [0] * 4
 
 
 def test_shuffled_rewards_stay_in_their_group_and_go_by_luck(tmp_path):
@@ -224,8 +225,8 @@ def test_groups_without_spread_are_drawn_again(tmp_path, monkeypatch):
         return [float(i % 2 and (len(calls) > 2 or "circle" in p)) for i, p in enumerate(prompts)]
 
     prompts = prompts_of("a red circle", "a blue cross")
-    count = lambda *_: [float(len(calls))] * len(calls[-1])
-    how = run, settings, {"mine": (reward, 1.0), "count": (count, 1.0)}, prompts
+    count = lambda images, *_: [float(len(calls))] * len(images)
+    how = run, settings, {"count": (count, 1.0), "mine": (reward, 1.0)}, prompts
     groups = run.policy.sample(run.glm_image.encode(prompts, settings), 2, 3)
     first = [*groups]
     sample = run.policy.sample
@@ -237,7 +238,7 @@ def test_groups_without_spread_are_drawn_again(tmp_path, monkeypatch):
     assert calls == [["a red circle"] * 2 + again, again, again] and seeds == [304, 604]
     assert all(map(operator.is_, images, [*shown[0][:2], *shown[2]]))
     assert raw_rewards["mine"].tolist() == [0, 1, 0, 1] and len(images) == 4
-    assert raw_rewards["count"].tolist() == [1, 1, 3, 3]
+    assert raw_rewards["count"].tolist() == [0, 0, 2, 2]
     assert groups[0] is first[0] and groups[1] is not first[1]
 
 

@@ -24,6 +24,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import rewards
+from grpo import compute_advantages
 from reward_models import lend_gpu
 from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
@@ -391,34 +392,57 @@ def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):
 # ---- several rewards -----------------------------------------------------------------------------
 
 
-def test_combine_by_sum():
-    raw_rewards = {
-        "a": torch.tensor([1.0, 2.0, NAN, NAN]),
-        "b": torch.tensor([10.0, NAN, 30.0, NAN]),
-    }
-    # The mean of b is for both.
-    same(rewards.combine(raw_rewards, {"b": 0.5, "a": 2}, 2, "sum"), [2 + 5, 4 + 5, 15, NAN])
-    same(rewards.combine(raw_rewards, {"a": 2, "b": 0.5}), [2 + 5, 4, 15, NAN])
-
-
-def test_combine_by_zscore():
-    """Groups of three. Spreads by hand: of 1, 2, 3 it is 1; of 0 and 4 it is the root of 8."""
-    z = 2 / math.sqrt(8)
-    a = [1.0, 2, 3] + [0, NAN, 4] + [7] * 3 + [NAN] * 3 + [NAN, 5, NAN]
-    b = [300.0, 100, 200] + [NAN] * 3 + [1, 2, 3] + [NAN] * 3 + [1, NAN, NAN]
-    expected = [
-        # Both, weights 2 and 0.5: the hundredfold spread of b counts for nothing.
-        *(-2 + 0.5, 0 - 0.5, 2 + 0),
-        *(-2 * z, NAN, 2 * z),  # a NaN takes no part in mean and spread
-        *(-0.5, 0, 0.5),  # a constant group is exactly 0
-        *[NAN] * 3,
-        *(0, 0, NAN),  # a lone entry has no spread
-    ]
-    raw_rewards = {"a": torch.tensor(a), "b": torch.tensor(b)}
-    total = rewards.combine(raw_rewards, {"a": 2, "b": 0.5}, 3, "zscore")
+def check_combined(how, size, weights, rows, expected):
+    """And groups of equal sums get advantages of exactly 0."""
+    raw_rewards = {i: torch.tensor(row, dtype=torch.float32) for i, row in enumerate(rows)}
+    total = rewards.combine(raw_rewards, dict(enumerate(weights)), size, how)
     same(total, expected, atol=1e-5, rtol=0)
     assert total.dtype == torch.float32
-    assert total[12] == total[13] == 0
+    groups = compute_advantages(total, size).split(size)
+    for advantages, own in zip(groups, torch.tensor(expected).split(size), strict=True):
+        assert advantages.any() == (len(own[~own.isnan()].unique()) > 1)
+
+
+@pytest.mark.parametrize(
+    "size, weights, rows, expected",
+    [
+        # The mean of b is for both.
+        (2, (2, 0.5), [(1, 2, NAN, NAN), (10, NAN, 30, NAN)], [2 + 5, 4 + 5, 15, NAN]),
+        (2, (2, 0), [(1, 2, NAN, NAN), (5, NAN, 5, 5)], [2, 4, NAN, NAN]),  # b does not count
+        (8, (1, 1), [(20.3,) * 7 + (NAN,), (0.5,) * 8], [20.3 + 0.5] * 8),
+    ],
+)
+def test_combine_by_sum(size, weights, rows, expected):
+    check_combined("sum", size, weights, rows, expected)
+
+
+Z, Z3 = 2**-0.5, 3**-0.5  # of two different numbers; of a lone 1 among three it is 2 * Z3
+
+
+@pytest.mark.parametrize(
+    "size, weights, rows, expected",
+    [
+        # The hundredfold spread of b counts for nothing. 1, 2, 3 have a spread of 1.
+        (3, (2, 0.5), [(1, 2, 3), (300, 100, 200)], [-2 + 0.5, 0 - 0.5, 2 + 0]),
+        # A NaN takes no part in mean and spread; a constant group is exactly 0; a lone entry has
+        # no spread.
+        (3, (2, 1), [(0, NAN, 4), (NAN,) * 3], [-2 * Z, NAN, 2 * Z]),
+        (3, (2, 0.5), [(7,) * 3 + (NAN,) * 3, (1, 2, 3) + (NAN,) * 3], [-0.5, 0, 0.5] + [NAN] * 3),
+        (3, (2, 1), [(NAN, 5, NAN), (1, NAN, NAN)], [0, 0, NAN]),
+        # Two that disagree. What one prefers by more is no larger.
+        (2, (1, 1), [(21.3, 21.8), (0.31, 0.29)], [0, 0]),
+        (2, (1, 0.5), [(21.3, 21.8), (0.31, 0.29)], [-Z / 2, Z / 2]),
+        (2, (1, 0.6, 0.4), [(21.3, 21.8), (0.31, 0.29), (1, 0)], [0, 0]),
+        (3, (0.3, 0.3), [(0.1, 0.2, 0.3), (20.9, 20.6, 20.3)], [0, 0, 0]),
+        (3, (1, 1), [(1, 0, 0), (0, 1, 0)], [Z3, Z3, -2 * Z3]),
+        (3, (1, 1, 1), [(1, 0, 0), (0, 1, 0), (0, 0, 1)], [0, 0, 0]),
+        (3, (1, 1), [(0.9, NAN, 0.7), (20.1, NAN, 20.2)], [0, NAN, 0]),
+        (4, (1, 1), [(1, 1, 0, 0), (0.2, 0.2, 0.5, 0.5)], [0, 0, 0, 0]),
+        (4, (1, 1, 2**0.5), [(1, 1, 0, 0), (1, 0, 1, 0), (0, 0.5, 0.5, 1)], [0, 0, 0, 0]),
+    ],
+)
+def test_combine_by_zscore(size, weights, rows, expected):
+    check_combined("zscore", size, weights, rows, expected)
 
 
 def test_combine_says_what_is_wrong():
@@ -534,15 +558,31 @@ def test_names_and_weights():
     assert rewards.split_spec("none") == rewards.split_spec("") == {}
 
 
-def test_an_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):
+def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
+    """Which may import what lies beside it, and start processes; it runs once. Two files may have
+    one name, also that of a module of Python or of a file of this project."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "beside_it.py").write_text("def seven():\n    return 7\n")
-    (tmp_path / "mine.py").write_text(
-        "import beside_it\n\ndef seven(images, prompts, targets):\n"
-        "    return [beside_it.seven()] * len(images)\n"
-    )
-    ((seven, weight),) = rewards.parse_rewards(f"{tmp_path}/mine.py:seven:2").values()
-    assert (seven(noise(2), ["a"] * 2, None), weight) == ([7, 7], 2)
+    (tmp_path / "beside_it.py").write_text("import json\n\ndef seven():\n    return 7\n")
+    code = "import beside_it\nfrom concurrent.futures import ProcessPoolExecutor\n"
+    code += "from multiprocessing import get_context\n\nopen('ran', 'a').write('x')\n\n"
+    code += "def one(image):\n    return beside_it.seven() + 0\n\n"
+    code += "def seven(images, prompts, targets):\n"
+    code += "    with ProcessPoolExecutor(1, get_context('spawn')) as pool:\n"
+    code += "        return list(pool.map(one, images))\n"
+    monkeypatch.chdir(tmp_path)
+    Path("vqa.py").write_text(code)
+    Path("reward_models").mkdir()
+    for name in ("vqa", "json"):
+        Path(f"reward_models/{name}.py").write_text(f"def {name}(*given):\n    return {name!r}\n")
+    spec = f"{tmp_path}/vqa.py:seven:2,vqa.py:one"
+    spec += ",reward_models/vqa.py:vqa,reward_models/json.py:json"
+    (seven, weight), (one, _), (other, _), (named_json, _) = rewards.parse_rewards(spec).values()
+    assert (seven(noise(2), ["a"] * 2, None), weight) == ([7, 7], 2) and one(None) == 7
+    assert (other(), named_json()) == ("vqa", "json") and sys.modules["json"] is json
+    assert Path("ran").read_text() == "x" * 2  # and in the process
+    rewards.forget_files()
+    Path("vqa.py").write_text(code.replace("+ 0", "+ 1"))  # as long, in the same second
+    assert only("vqa.py:one")(None) == 8
 
 
 def test_missing_weights_say_what_to_download(tmp_path, monkeypatch):

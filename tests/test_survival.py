@@ -23,6 +23,7 @@ from conftest import (
     adapter_of,
     build_run,
     error_from,
+    perturb,
     prompts_of,
     records,
     resume,
@@ -33,6 +34,7 @@ from conftest import (
     unheard,
     write_reward,
 )
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from train_decoder import DecoderRun, DecoderSettings
 from train_edits import EditSettings
@@ -165,11 +167,17 @@ def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
     words = "run was made by another script or version; start a new run from its adapter: "
     assert f"{words}--adapter run" in error_of(capsys)
     assert files_in("run") == before
+    link = Path("run/group-000002.png")
+    link.symlink_to("precious.png")
+    assert resume("run", "--steps 2") == 2 and f"{link} is a link" in error_of(capsys)
+    link.unlink()
+    card = Path("run/adapter/README.md")
+    card.write_text("mine")
     assert resume("run") == 0
     assert "1 step, " in (last := capsys.readouterr().out.splitlines()[-1])
     assert "already complete: raise --steps for more; output folder: run" in last
-    assert resume("run --micro-batch-size 1 --save-every 1 --steps 2") == 0
-    assert steps_of("run/metrics.jsonl") == [1, 2]
+    assert resume("run --base auto --micro-batch-size 1 --save-every 1 --steps 2") == 0
+    assert steps_of("run/metrics.jsonl") == [1, 2] and card.read_text() == "mine"
 
 
 def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
@@ -181,7 +189,9 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     shutil.copytree("targets", "new-targets")
     arguments = f"{both} --eval-prompts new.txt --eval-targets new-targets --adapter first"
     assert quick(arguments, "--out run") == 0
+    shutil.rmtree("first")  # a run has copies
     other = Path("targets/2.png").read_bytes()
+    config = Path("run/start/adapter/adapter_config.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(train, "load", lambda *arguments: pytest.fail("it loads"))
         for name, changed in (
@@ -189,14 +199,14 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
             ("new.txt", b"# type: low\na red circle\n# type: lower\na blue cross\n"),
             ("targets/1.png", other),
             ("new-targets/1.png", other),
-            ("first/checkpoints/000001/adapter/adapter_model.safetensors", None),
-            ("first/checkpoints/000001/decoder-adapter/adapter_model.safetensors", None),
+            ("run/start/adapter/adapter_config.json", config.replace(b'alpha": 32', b'alpha": 8')),
+            ("run/start/decoder-adapter/adapter_model.safetensors", None),
         ):
             whole = Path(name).read_bytes()
             Path(name).write_bytes(changed or whole[:-1] + bytes([whole[-1] ^ 1]))
             assert resume("run", "--steps 2") == 2
-            words = "run was started with other prompts or pictures; restore the files, or start a"
-            assert f"{words} new run from its adapter: --adapter run" in error_of(capsys)
+            words = "other prompts, pictures or adapters; restore the files, or start a new run"
+            assert f"{words} from its adapter: --adapter run" in error_of(capsys)
             Path(name).write_bytes(whole)
     hashed = lambda own, new: hash_of(prompts_of(*own), prompts_of(*new), [])
     assert hashed("a", "bc") != hashed("ab", "c")
@@ -257,7 +267,8 @@ def test_an_adapter_is_found_in_a_run_in_a_checkpoint_and_alone(one_step, tmp_pa
     own, of_decoder = tmp_path / "adapter", tmp_path / "decoder-adapter"
     for folder in (own, of_decoder):
         shutil.copytree(one_step / "adapter", folder)
-    find, checkpoint = checkpoints.find_adapter, one_step / "checkpoints/000001"
+    find = lambda folder, name: checkpoints.find_adapter(checkpoints.newest(folder), name)
+    checkpoint = one_step / "checkpoints/000001"
     assert find(one_step, "adapter") == find(checkpoint, "adapter") == checkpoint / "adapter"
     assert find(tmp_path, "adapter") == find(own, "adapter") == own
     assert find(tmp_path, "decoder-adapter") == find(of_decoder, "decoder-adapter") == of_decoder
@@ -267,6 +278,18 @@ def test_an_adapter_is_found_in_a_run_in_a_checkpoint_and_alone(one_step, tmp_pa
         (of_decoder, "adapter"),
     ):
         assert find(folder, name) is None
+
+
+def test_an_adapters_dropout_does_not_act(one_step, tmp_path):
+    """In train mode, in which an update recomputes activations. Sampling is in eval mode."""
+    config = shutil.copytree(one_step / "adapter", tmp_path / "own") / "adapter_config.json"
+    config.write_text(config.read_text().replace('dropout": 0.0', 'dropout": 0.5'))
+    run = build_run(settings := tiny_settings("--temperature 6 --adapter", config.parent))
+    perturb(run.policy.model)
+    (group,) = run.policy.sample(run.glm_image.encode(prompts_of("a ring"), settings), 2, 0)
+    run.policy.model.train()
+    again = run.policy.logprobs(group, torch.arange(2))
+    torch.testing.assert_close(again.detach(), group.old_logprobs, atol=1e-4, rtol=0)
 
 
 def test_an_adapter_that_cannot_be_used_is_refused(one_step, tmp_path):
@@ -355,6 +378,20 @@ def test_what_comes_after_is_never_labelled_before(judged, one_step, capsys):
     last = Path("run/evaluation/000001/sheet.png").read_bytes()
     assert Path("run/before-after.png").read_bytes() == last
     assert Path("run/adapter/adapter_model.safetensors").exists()
+
+
+def test_a_sheet_that_is_cut_off_ends_no_later_evaluation(judged, monkeypatch):
+    def write_half(image, file):
+        save(image, file)
+        if file.name.endswith("sheet.png"):
+            cut(99)(file)
+            raise SystemExit
+
+    save = Image.Image.save
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Image.Image, "save", write_half)
+        judged("--steps 1 --out run")
+    assert resume("run") == 0 and Path("run/before-after.png").exists()
 
 
 def test_a_run_that_diverges_says_where_to_start_again_and_saves_nothing_broken(quick, capsys):
@@ -514,7 +551,7 @@ def keep(name):
         shutil.copytree("run", name)
 
 
-def test_a_kill_while_saving_leaves_the_checkpoint_before(quick, monkeypatch):
+def test_a_kill_while_saving_leaves_the_checkpoint_before(judged, monkeypatch):
     """A half-written checkpoint does not count, and what it leaves is no hindrance."""
     write, replace, remove = Path.write_bytes, os.replace, shutil.rmtree
 
@@ -540,7 +577,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(quick, monkeypatch):
         patch.setattr(os, "replace", rename_late)
         patch.setattr(shutil, "rmtree", remove_half)
         often = "--steps 4 --save-every 1 --eval-every 2 --out run"
-        assert quick(*write_reward(""), often) == 0
+        assert judged(*write_reward(""), often) == 0
     moments = {"amid the optimiser": 2, "before the renaming": 2, "amid pruning": 3}
     for moment, newest in moments.items():
         assert steps_saved(moment)[-1] == f"{newest:06d}"
@@ -548,8 +585,12 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(quick, monkeypatch):
         same_run("run", moment)
         # Those of evaluated steps and the newest two stay, and nothing that is unfinished.
         assert steps_saved(moment) == ["000000", "000002", "000003", "000004"]
-    assert resume("run --steps 5 --eval-every 4") == 0
-    assert steps_saved("run") == ["000000", "000004", "000005"]
+    kept = Path("run/checkpoints/000003")
+    kept.rename("elsewhere")
+    kept.symlink_to(Path("elsewhere").resolve())
+    assert resume("run --steps 6 --eval-every 5") == 0
+    assert steps_saved("run") == [f"{step:06d}" for step in (0, 2, 3, 4, 5, 6)]
+    assert Path("elsewhere/state.json").exists()
 
 
 def test_paths_of_the_project_are_short_on_windows_too(monkeypatch):
