@@ -10,9 +10,10 @@ import subprocess
 import pytest
 import torch
 from conftest import ROOT, build_run, prompts_of, rolled_out, tiny_settings
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import train
-from benchmarks import lesson
+from benchmarks import lesson, losses
 from grpo import compute_advantages, set_advantages
 from rewards import parse_rewards
 
@@ -56,6 +57,29 @@ def test_a_step_by_hand(call):
     """The advantages are log 3 and 0: the first option grows from 1 to 3 times the other."""
     options = [{"p": 0.5, "push": [2, 1]}, {"p": 0.5, "push": [0, 1]}]
     assert call("afterStep", options, [math.log(3), 0], 0.5) == pytest.approx([0.75, 0.25])
+
+
+@pytest.mark.parametrize("loss", lesson.VARIANTS)
+def test_terms_are_those_of_grpo(call, loss):
+    """By autograd: four pictures of 272 codes, of which 16 have moved."""
+    change, advantages = torch.zeros(4, 272), torch.tensor([[1.2], [0.3], [-0.4], [-1.1]])
+    change[:, :16] = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) / 4
+    new, old, grpo = change.clone().requires_grad_(), 0 * change, losses.module(loss)
+    clip_range = grpo.GRPOSettings(**lesson.VARIANTS[loss]).clip_range
+    value, metrics = grpo.compute_grpo_loss(new, old, advantages, clip_range=clip_range)
+    value.backward()
+    given = change.exp(), change.sum(1, keepdim=True).exp(), advantages
+    columns = [each.expand(4, 272).flatten().tolist() for each in given]
+    terms = [call("term", loss, *each) for each in zip(*columns)]
+    full, clipped, left = (
+        torch.tensor([term[key] for term in terms]).view(4, 272)
+        for key in ("full", "clipped", "left")
+    )
+    torch.testing.assert_close(left, -new.grad * len(terms), atol=1e-5, rtol=1e-4)
+    if loss != "CISPO":
+        smaller = torch.minimum(full, clipped * advantages)
+        assert -smaller.mean().item() == pytest.approx(metrics["policy_loss"], abs=1e-5)
+        assert (left == 0).float().mean().item() == pytest.approx(metrics["clip_fraction"])
 
 
 # ---- what the page says of the tiny model --------------------------------------------------------
@@ -117,19 +141,19 @@ def rollout():
     text, seed = lesson.GROUPS[0]
     batch = rolled_out(run, settings, parse_rewards(settings.reward), prompts_of(text), seed)
     (rewards,) = batch.raw_rewards.values()
+    set_advantages(batch.groups, rewards)
     return run, batch.groups[0], rewards
 
 
 def updated(policy, group, rewards, optimizer):
     """How a real update changes the log-probs (G, T). The policy stays as it was."""
-    before = [each.detach().clone() for each in policy.parameters]
+    before = parameters_to_vector(policy.parameters)
     set_advantages([group], rewards)
     policy.optimizer, policy.settings.max_grad_norm = optimizer, 1e9
     policy.update([group])
     with torch.no_grad():
         change = policy.logprobs(group, torch.arange(4)) - group.old_logprobs
-        for each, value in zip(policy.parameters, before):
-            each.copy_(value)
+    vector_to_parameters(before, policy.parameters)
     return change
 
 
@@ -150,10 +174,33 @@ def test_real_updates_do_what_the_page_shows(call, rollout):
         assert real[picture, place] * change > 0
 
 
+def test_six_updates_by_hand(call, rollout):
+    """SGD along what the page leaves of the gradient: the codes move as recorded."""
+    run, group, _ = rollout
+    parameters, codes = run.policy.parameters, DATA["updates"]["codes"]
+    now = start = parameters_to_vector(parameters)
+    for recorded in DATA["updates"]["ratios"]["GRPO"]["SGD"]:
+        logprobs = run.policy.logprobs(group, torch.arange(4))
+        ratios = (logprobs - group.old_logprobs).detach().exp()
+        assert [ratios[x["i"], x["place"]] for x in codes] == pytest.approx(recorded, rel=2e-3)
+        pairs = zip(ratios.tolist(), group.advantages.tolist())
+        left = [[call("term", "GRPO", ratio, 1, a)["left"] for ratio in row] for row, a in pairs]
+        (gradient,) = lesson.gradients(run.policy, [(torch.tensor(left) * logprobs).mean()])
+        now = now.detach() + lesson.OPTIMISERS["SGD"]["lr"] * gradient
+        vector_to_parameters(now, parameters)
+    vector_to_parameters(start, parameters)
+
+
 def test_the_data_are_made_as_the_page_has_them(rollout):
     run, group, rewards = rollout
     policy = run.policy
     assert rewards.tolist() == DATA["groups"][0]["rewards"]
+    loss, updates = "DAPO's two clip ranges", DATA["updates"]
+    found = lesson.updated(policy, group, loss, "AdamW")[-1]
+    for code, ratio in zip(updates["codes"], updates["ratios"][loss]["AdamW"][-1], strict=True):
+        where = code["i"], code["place"]
+        assert found[where].item() == pytest.approx(ratio, rel=1e-2)
+        assert group.old_logprobs[where].exp().item() == pytest.approx(code["p"], abs=1e-3)
     logprobs = policy.logprobs(group, torch.arange(4))
     of_pictures = lesson.gradients(policy, logprobs.sum(1)) / group.tokens.numel()
     options = lesson.options_of(policy, group, 3, 27, of_pictures)
@@ -162,12 +209,31 @@ def test_the_data_are_made_as_the_page_has_them(rollout):
         assert ours["push"] == pytest.approx(shown["push"], abs=1e-2)
 
 
+def test_what_the_page_says_of_the_clip_and_of_the_best_of_k():
+    ratios, codes = DATA["updates"]["ratios"], DATA["updates"]["codes"]
+    own = [c for c, code in enumerate(codes) if code["i"] == 3]
+    times = {  # after each update, of picture 4
+        f"{loss}, {optimiser}": [math.prod(row[c] for c in own) for row in rows]
+        for loss, by_optimiser in ratios.items()
+        for optimiser, rows in by_optimiser.items()
+    }
+    calm, sgd = times["GRPO, AdamW without momentum"], times["GRPO, SGD"]
+    shown = times["GRPO, AdamW"], times["no clip, AdamW"], calm, sgd
+    said = re.search("After six updates(.*?)</p>", PAGE, re.DOTALL)[1]
+    assert re.findall(r"\d\.\d\d", said) == [f"{each[-1]:.2f}" for each in shown]
+    assert sgd[1] == pytest.approx(shown[0][1], abs=0.005)
+    assert [calm[-1], sgd[-1]] == pytest.approx([calm[-3], sgd[-3]], rel=0.01)  # they stop
+    best, frames = DATA["best"], DATA["film"]["frames"]
+    found = best["before"][0], best["after"]
+    assert found == pytest.approx([frames[0]["share"], frames[-1]["share"]], abs=0.03)
+
+
 # ---- the page ------------------------------------------------------------------------------------
 
 
 def test_the_page_is_one_small_file():
     lines = PAGE.splitlines()
-    assert len(lines) <= 260 and len(PAGE.encode()) <= 150_000
+    assert len(lines) <= 330 and len(PAGE.encode()) <= 160_000
     wide = [line for line in lines if len(line) > 100]
     assert len(wide) == 1 and wide[0].startswith("const DATA = ")
     assert re.findall(r"https?:|<script src|<link|@import|url\(", PAGE) == []
@@ -184,21 +250,27 @@ addEventListener("load", () => {
   const named = controls.map(each => each.labels?.length || each.textContent.length)
   const before = advantages(), edges = []
   const see = () => edges.push(document.documentElement.scrollWidth)
-  const slider = document.querySelector("#cards input")
-  slider.value = 0
-  slider.dispatchEvent(new Event("input", { bubbles: true }))
+  const [slider] = document.querySelectorAll("#cards input"), input = new Event("input", { bubbles: true })
+  const shown = () => document.querySelector("#cards").textContent
+  if (!/1, reward: 0.67/.test(shown())) told.push("no reward beside its slider")
+  for (let i = 100; i >= 0; i--) {
+    slider.value = i / 100
+    slider.dispatchEvent(input)
+    if (/[▲▼] 1.00/.test(shown())) told.push("an arrow at 1.00")
+  }
   const after = advantages()
   for (let i = 0; i < 30; i++) { // whatever can be pressed, and the ends of the other sliders
     const controls = document.querySelectorAll("button, [type=checkbox]")
     controls[i % controls.length].click()
     see()
   }
-  for (const id of ["step", "k"]) {
-    document.getElementById(id).value = 20
-    document.getElementById(id).dispatchEvent(new Event("input"))
+  for (const each of document.querySelectorAll("#step, #k, #made, option")) {
+    each.type ? each.value = 20 : each.selected = true
+    each.dispatchEvent(input)
     see()
   }
-  window.report = { told, before, after, heights, named, edges, width: innerWidth }
+  const crosses = document.querySelector("#ratios").innerHTML.split("l12,12").length - 1
+  window.report = { told, crosses, before, after, heights, named, edges, width: innerWidth }
 })
 </script>"""
 
@@ -224,6 +296,7 @@ def test_in_a_browser(tmp_path):
     for report, width in zip(reports, (400, 1000), strict=True):
         assert report["told"] == [] and report["width"] == width
         assert max(report["edges"]) <= width
+        assert report["crosses"] == 48  # GSPO cuts all 8 codes from the second update on
         assert report["before"] == ["0.34", "−1.01", "−0.56", "1.24"]
         after = [float(x.replace("−", "-")) for x in report["after"]]
         assert after == pytest.approx(expected, abs=0.006)
