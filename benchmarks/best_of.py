@@ -48,8 +48,8 @@ def measured(name, folder):
         yield dict(zip(COLUMNS, [name, prompt.type, prompt.text, *numbers, spread]))
 
 
-def curve(rows):
-    """pass@k for KS: (mean of the six types, its standard error over captions).
+def curve(rows, over="all, mean of types"):
+    """pass@k for KS: (a mean of the six types or over "all" captions, its error over captions).
 
     The chance that at least one of k pictures is correct, without bias from n of which c are: 1 -
     C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374). rows: of one seed, or of several.
@@ -60,7 +60,7 @@ def curve(rows):
         values = torch.tensor([1 - comb(each, k) / comb(PICTURES, k) for each in wrong])
         values = values.view(-1, len(types)).mean(0)[:, None]  # a caption's mean over seeds
         metrics = evaluation_metrics("all", {"reward": values}, [*types.values()])
-        yield metrics["all, mean of types"]["reward"]
+        yield metrics[over]["reward"]
 
 
 def by_run(rows):

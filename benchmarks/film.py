@@ -1,7 +1,7 @@
 """The film at the head of the README: what each evaluation of a run has painted.
 
-python train.py --group-size 4 --eval-every 1 --out runs/film
-python benchmarks/film.py runs/film assets/before-after.gif
+python train.py --model tiny-glm-image --eval-every 1 --out runs/1
+python benchmarks/film.py runs/1 assets/before-after.gif
 """
 
 import sys
@@ -21,7 +21,7 @@ from runtime.record import draw_grid, read_jsonl
 
 
 def evaluations(run):
-    """Of each evaluation its step, the share of correct pictures, and rows of what it shows.
+    """Of each evaluation its step, the share of all pictures that are correct, and rows of some.
 
     A row is (caption, [(picture, whether it is correct)]). run: the folder of a run of the tiny
     model.
@@ -36,7 +36,7 @@ def evaluations(run):
         for i, caption in enumerate(captions, 1):
             pictures = [Image.open(folder / f"{i}-{j}.png") for j in range(1, SHOWN + 1)]
             rows.append((caption, [*zip(pictures, correct(pictures, [caption] * SHOWN).tolist())]))
-        share = record["held out, mean of types"]["reward/correct"][0]
+        share = record["held out"]["reward/correct"][0]
         yield record["step"], share, rows
 
 

@@ -6,7 +6,9 @@ papers, and variants.py trains with them.
 
 import inspect
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -186,3 +188,14 @@ def edited(loss=None):
         function = inspect.getsource(FUNCTIONS[loss])
         files["train.py"] = f"{before}{function}\n\ndef paint_and_score({after}"
     return files
+
+
+def module(loss, file="grpo.py"):
+    """A file with this loss, as a module of its own."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, file)
+        path.write_text(edited(loss)[file], encoding="utf-8")
+        spec = spec_from_file_location(path.stem, path)
+        changed = module_from_spec(spec)
+        spec.loader.exec_module(changed)
+    return changed

@@ -56,7 +56,7 @@ def test_the_film_shows_what_each_evaluation_has_painted(run, tmp_path):
             scene = world.MEANING[caption].scene() if j < 4 else (None,) * 4
             world.draw(scene).save(folder / f"{i}-{j}.png")
         share = {"reward/correct": [step / 100, 0]}
-        line = {"step": step, "rows": [5, 6, 7, 8], "held out, mean of types": share}
+        line = {"step": step, "rows": [5, 6, 7, 8], "held out": share}
         lines.append(json.dumps(line) + "\n")
     (tmp_path / "evaluation.jsonl").write_text("".join(lines))
     before, after = film.evaluations(tmp_path)

@@ -657,7 +657,7 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
     judged, capfd, monkeypatch
 ):
     """Nor does a curve end it that cannot be drawn, as with the MPLBACKEND of a notebook."""
-    monkeypatch.setattr("runtime.log.draw_curves", Mock(side_effect=ValueError("no backend\n:")))
+    monkeypatch.setattr("runtime.record.draw_curves", Mock(side_effect=ValueError("no backend\n:")))
     reward = write_reward("return [float('nan')] * len(images)")
     assert judged(*reward, "--steps 1 --out run") == 0
     (line,) = records("run/metrics.jsonl")

@@ -10,9 +10,10 @@ import subprocess
 import pytest
 import torch
 from conftest import ROOT, build_run, prompts_of, rolled_out, tiny_settings
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import train
-from benchmarks import lesson
+from benchmarks import lesson, losses
 from grpo import compute_advantages, set_advantages
 from rewards import parse_rewards
 
@@ -38,8 +39,7 @@ def call():
 def changes(call, options, advantages, size):
     """Of the options' log-probs, by the page."""
     after = call("afterStep", options, advantages, size)
-    times = [p / option["p"] for p, option in zip(after, options, strict=True)]
-    return torch.tensor(times, dtype=torch.float64).log()
+    return [math.log(p / option["p"]) for p, option in zip(after, options, strict=True)]
 
 
 def test_advantages_are_those_of_grpo(call):
@@ -58,6 +58,26 @@ def test_a_step_by_hand(call):
     assert call("afterStep", options, [math.log(3), 0], 0.5) == pytest.approx([0.75, 0.25])
 
 
+@pytest.mark.parametrize("loss", lesson.VARIANTS)
+def test_terms_are_those_of_grpo(call, loss):
+    """By autograd: four pictures of 272 codes, of which 16 have moved."""
+    change, advantages = torch.zeros(4, 272), torch.tensor([[1.2], [0.3], [-0.4], [-1.1]])
+    change[:, :16] = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) / 4
+    new, grpo = change.clone().requires_grad_(), losses.module(loss)
+    clip_range = grpo.GRPOSettings(**lesson.VARIANTS[loss]).clip_range
+    value, metrics = grpo.compute_grpo_loss(new, 0 * change, advantages, clip_range=clip_range)
+    value.backward()
+    given = change.exp(), change.sum(1, keepdim=True).exp(), advantages
+    columns = [each.expand(4, 272).flatten().tolist() for each in given]
+    terms = [call("term", loss, *each) for each in zip(*columns)]
+    full, clipped, left = torch.tensor([[x["full"], x["clipped"], x["left"]] for x in terms]).T
+    torch.testing.assert_close(left, -new.grad.flatten() * 1088, atol=1e-5, rtol=1e-4)
+    if loss != "CISPO":
+        smaller = torch.minimum(full, clipped * torch.tensor(columns[2]))
+        assert -smaller.mean().item() == pytest.approx(metrics["policy_loss"], abs=1e-5)
+        assert (left == 0).float().mean().item() == pytest.approx(metrics["clip_fraction"])
+
+
 # ---- what the page says of the tiny model --------------------------------------------------------
 
 
@@ -71,26 +91,13 @@ def choices_of(picture, group=DATA["groups"][0]):
     return found
 
 
-def by_the_page(call, advantages, size, pictures=range(4)):
+def by_the_page(call, advantages, size):
     """{(picture, place): the change of the log-prob of what was written}."""
     return {
-        (picture, place): changes(call, options, advantages, size)[own].item()
-        for picture in pictures
+        (picture, place): changes(call, options, advantages, size)[own]
+        for picture in range(4)
         for place, (options, own) in choices_of(picture).items()
     }
-
-
-def likelier(call, picture, *how):
-    """How many times as likely a picture becomes."""
-    advantages = call("advantages", DATA["groups"][0]["rewards"], *how)
-    return math.exp(sum(by_the_page(call, advantages, DATA["size"], [picture]).values()))
-
-
-def test_without_the_baseline_a_worse_picture_gains_most(call):
-    assert DATA["groups"][0]["rewards"] == pytest.approx([2 / 3, 1 / 6, 1 / 3, 1])
-    assert likelier(call, 0) < likelier(call, 3)
-    assert likelier(call, 0, False) > likelier(call, 3, False) > 1
-    assert likelier(call, 0, False, False) > likelier(call, 3, False, False) > 1
 
 
 def test_the_codes_that_the_page_shows(call):
@@ -117,19 +124,19 @@ def rollout():
     text, seed = lesson.GROUPS[0]
     batch = rolled_out(run, settings, parse_rewards(settings.reward), prompts_of(text), seed)
     (rewards,) = batch.raw_rewards.values()
+    set_advantages(batch.groups, rewards)
     return run, batch.groups[0], rewards
 
 
 def updated(policy, group, rewards, optimizer):
     """How a real update changes the log-probs (G, T). The policy stays as it was."""
-    before = [each.detach().clone() for each in policy.parameters]
+    before = parameters_to_vector(policy.parameters)
     set_advantages([group], rewards)
     policy.optimizer, policy.settings.max_grad_norm = optimizer, 1e9
     policy.update([group])
     with torch.no_grad():
         change = policy.logprobs(group, torch.arange(4)) - group.old_logprobs
-        for each, value in zip(policy.parameters, before):
-            each.copy_(value)
+    vector_to_parameters(before, policy.parameters)
     return change
 
 
@@ -150,10 +157,33 @@ def test_real_updates_do_what_the_page_shows(call, rollout):
         assert real[picture, place] * change > 0
 
 
+def test_six_updates_by_hand(call, rollout):
+    """SGD along what the page leaves of the gradient: the codes move as recorded."""
+    run, group, _ = rollout
+    parameters, codes = run.policy.parameters, DATA["updates"]["codes"]
+    now = start = parameters_to_vector(parameters)
+    for recorded in DATA["updates"]["ratios"]["GRPO"]["SGD"]:
+        logprobs = run.policy.logprobs(group, torch.arange(4))
+        ratios = (logprobs - group.old_logprobs).detach().exp()
+        assert [ratios[x["i"], x["place"]] for x in codes] == pytest.approx(recorded, rel=2e-3)
+        pairs = zip(ratios.tolist(), group.advantages.tolist())
+        left = [[call("term", "GRPO", ratio, 1, a)["left"] for ratio in row] for row, a in pairs]
+        (gradient,) = lesson.gradients(run.policy, [(torch.tensor(left) * logprobs).mean()])
+        now = now.detach() + lesson.OPTIMISERS["SGD"]["lr"] * gradient
+        vector_to_parameters(now, parameters)
+    vector_to_parameters(start, parameters)
+
+
 def test_the_data_are_made_as_the_page_has_them(rollout):
     run, group, rewards = rollout
     policy = run.policy
     assert rewards.tolist() == DATA["groups"][0]["rewards"]
+    loss, updates = "DAPO's two clip ranges", DATA["updates"]
+    found = lesson.updated(policy, group, loss, "AdamW")[-1]
+    for code, ratio in zip(updates["codes"], updates["ratios"][loss]["AdamW"][-1], strict=True):
+        where = code["i"], code["place"]
+        assert found[where].item() == pytest.approx(ratio, rel=1e-2)
+        assert group.old_logprobs[where].exp().item() == pytest.approx(code["p"], abs=1e-3)
     logprobs = policy.logprobs(group, torch.arange(4))
     of_pictures = lesson.gradients(policy, logprobs.sum(1)) / group.tokens.numel()
     options = lesson.options_of(policy, group, 3, 27, of_pictures)
@@ -162,12 +192,29 @@ def test_the_data_are_made_as_the_page_has_them(rollout):
         assert ours["push"] == pytest.approx(shown["push"], abs=1e-2)
 
 
+def test_what_the_page_says_of_the_clip_and_of_the_best_of_k():
+    best, frames, updates = DATA["best"], DATA["film"]["frames"], DATA["updates"]
+    own = [c for c, code in enumerate(updates["codes"]) if code["i"] == 3]
+
+    def times(loss, optimiser):  # of picture 4, after each update
+        return [math.prod(row[c] for c in own) for row in updates["ratios"][loss][optimiser]]
+
+    calm, sgd = times("GRPO", "AdamW without momentum"), times("GRPO", "SGD")
+    shown = times("GRPO", "AdamW"), times("no clip", "AdamW"), calm, sgd
+    said = re.search("After six updates(.*?)</p>", PAGE, re.DOTALL)[1]
+    assert re.findall(r"\d\.\d\d", said) == [f"{each[-1]:.2f}" for each in shown]
+    assert sgd[1] == pytest.approx(shown[0][1], abs=0.005)
+    assert [calm[-1], sgd[-1]] == pytest.approx([calm[-3], sgd[-3]], rel=0.01)  # they stop
+    assert best["before"][0] == pytest.approx(frames[0]["share"], abs=0.03)
+    assert best["after"] == pytest.approx(frames[-1]["share"], abs=0.03)
+
+
 # ---- the page ------------------------------------------------------------------------------------
 
 
 def test_the_page_is_one_small_file():
     lines = PAGE.splitlines()
-    assert len(lines) <= 260 and len(PAGE.encode()) <= 150_000
+    assert len(lines) <= 330 and len(PAGE.encode()) <= 160_000
     wide = [line for line in lines if len(line) > 100]
     assert len(wide) == 1 and wide[0].startswith("const DATA = ")
     assert re.findall(r"https?:|<script src|<link|@import|url\(", PAGE) == []
@@ -184,21 +231,30 @@ addEventListener("load", () => {
   const named = controls.map(each => each.labels?.length || each.textContent.length)
   const before = advantages(), edges = []
   const see = () => edges.push(document.documentElement.scrollWidth)
-  const slider = document.querySelector("#cards input")
-  slider.value = 0
-  slider.dispatchEvent(new Event("input", { bubbles: true }))
+  const [slider] = document.querySelectorAll("#cards input"), input = new Event("input", { bubbles: true })
+  const shown = () => document.querySelector("#cards").textContent
+  if (!/1, reward: 0.67/.test(shown())) told.push("no reward beside its slider")
+  document.getElementById("baseline").click()
+  const gains = shown() + document.getElementById("remark").textContent
+  document.getElementById("baseline").click()
+  for (let i = 100; i >= 0; i--) {
+    slider.value = i / 100
+    slider.dispatchEvent(input)
+    if (/[▲▼] 1.00/.test(shown())) told.push("an arrow at 1.00")
+  }
   const after = advantages()
   for (let i = 0; i < 30; i++) { // whatever can be pressed, and the ends of the other sliders
     const controls = document.querySelectorAll("button, [type=checkbox]")
     controls[i % controls.length].click()
     see()
   }
-  for (const id of ["step", "k"]) {
-    document.getElementById(id).value = 20
-    document.getElementById(id).dispatchEvent(new Event("input"))
+  for (const each of document.querySelectorAll("#step, #k, #made, option")) {
+    each.type ? each.value = 20 : each.selected = true
+    each.dispatchEvent(input)
     see()
   }
-  window.report = { told, before, after, heights, named, edges, width: innerWidth }
+  const crosses = document.querySelector("#ratios").innerHTML.split("l12,12").length - 1
+  window.report = { told, gains, crosses, before, after, heights, named, edges, width: innerWidth }
 })
 </script>"""
 
@@ -224,6 +280,10 @@ def test_in_a_browser(tmp_path):
     for report, width in zip(reports, (400, 1000), strict=True):
         assert report["told"] == [] and report["width"] == width
         assert max(report["edges"]) <= width
+        # docs/worth.md has these numbers too.
+        assert re.findall(r"(\S+) times", report["gains"])[::3] == ["2.98", "1.62"]
+        assert "picture 1 gains most" in report["gains"]
+        assert report["crosses"] == 48  # GSPO cuts all 8 codes from the second update on
         assert report["before"] == ["0.34", "−1.01", "−0.56", "1.24"]
         after = [float(x.replace("−", "-")) for x in report["after"]]
         assert after == pytest.approx(expected, abs=0.006)

@@ -1,6 +1,5 @@
 """The losses of benchmarks/losses.py, edited into a copy to the letter: against the papers."""
 
-import importlib.util
 import operator
 
 import make
@@ -22,16 +21,6 @@ REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
 
 
 moved_on_purpose = pytest.mark.filterwarnings("ignore:mean_logprob_gap", "ignore:kl is above 0")
-
-
-def edited(name, folder, module="grpo.py"):
-    """A module with a loss of losses.py."""
-    file = folder / "edited.py"
-    file.write_text(losses.edited(None if name == "GRPO" else name)[module])
-    spec = importlib.util.spec_from_file_location("edited", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def paper(name, model, groups, kl_coef=0.1):
@@ -80,12 +69,12 @@ def paper(name, model, groups, kl_coef=0.1):
     return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
 
 
-def prepared(name, folder):
+def prepared(name):
     """A trainer with an edit, and two groups of ragged masks from before its policy moved.
 
     Micro-batches are of 3 samples and of 1.
     """
-    module = edited(name, folder)
+    module = losses.module(name)
     settings = {"micro_batch_size": 3, "kl_coef": 0.1}
     run = trainer(
         with_adapter(llama()), lr=1.0, module=module, max_grad_norm=float("inf"), **settings
@@ -111,8 +100,8 @@ def taken(run, update):
 
 @moved_on_purpose
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_edit_gives_the_loss_of_its_paper(name, tmp_path):
-    run, groups = prepared(name, tmp_path)
+def test_an_edit_gives_the_loss_of_its_paper(name):
+    run, groups = prepared(name)
     expected = paper(name, run.model, groups)
     gradient, metrics = taken(run, lambda: run.update(groups))
     for found, wanted in zip(gradient, expected):
@@ -120,16 +109,16 @@ def test_an_edit_gives_the_loss_of_its_paper(name, tmp_path):
     assert 0 <= metrics["clip_fraction"] < 1
     assert (metrics["clip_fraction"] == 0) == (name == "old = new.detach()")
     if name == "Dr. GRPO":
-        plain, same_groups = prepared("GRPO", tmp_path)
+        plain, same_groups = prepared("GRPO")
         expected = plain.update(same_groups)
         for metric in ("ratio_mean", "kl", "mean_logprob_gap"):
             assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5)  # means stay means
 
 
-def test_k2_has_the_gradient_of_the_kl(tmp_path):
+def test_k2_has_the_gradient_of_the_kl():
     """KL(pi || ref) (arXiv 2510.01555): exactly, by summing over all that a distribution of 6 can
     draw, each as often as it does."""
-    loss_of = edited("k2", tmp_path).compute_grpo_loss
+    loss_of = losses.module("k2").compute_grpo_loss
     torch.manual_seed(0)
     logits, ref = torch.randn(6, requires_grad=True), torch.randn(6).log_softmax(0)
     pi = logits.log_softmax(0)
@@ -143,20 +132,20 @@ def test_k2_has_the_gradient_of_the_kl(tmp_path):
 
 
 @moved_on_purpose
-def test_gpg_takes_the_mean_over_groups_that_teach(tmp_path):
+def test_gpg_takes_the_mean_over_groups_that_teach():
     """With one of two groups without spread the gradient is that of the other group alone."""
-    run, groups = prepared("GPG", tmp_path)
+    run, groups = prepared("GPG")
     groups[1].advantages = torch.zeros(4)
     twice, _ = taken(run, lambda: run.update(groups))
-    other, groups = prepared("GPG", tmp_path)
+    other, groups = prepared("GPG")
     once, _ = taken(other, lambda: other.update(groups[:1]))
     for found, wanted in zip(twice, once):
         torch.testing.assert_close(found, wanted)
 
 
-def test_stages_weights_by_hand(tmp_path):
+def test_stages_weights_by_hand():
     """Samples 1 and 2 are better than usual, 3 is worse; 4 is as usual."""
-    step = edited("STAGE's weights", tmp_path, "train.py")
+    step = losses.module("STAGE's weights", "train.py")
     tokens = torch.tensor([[5, 6, 7], [5, 8, 7], [5, 6, 9], [1, 2, 3]])
     group = Group(torch.zeros(1), None, tokens, torch.zeros(4, 3))
     rewards = torch.tensor([3.0, 3.0, 0.0, 2.0])
@@ -169,7 +158,7 @@ def test_stages_weights_by_hand(tmp_path):
 
 
 @moved_on_purpose
-def test_two_ranks_make_the_step_of_one_process(tmp_path):
+def test_two_ranks_make_the_step_of_one_process():
     """Each has one of two groups, whose tokens differ in number. They average the number of tokens,
     then the gradients."""
     sent = []
@@ -180,7 +169,7 @@ def test_two_ranks_make_the_step_of_one_process(tmp_path):
             tensors[0].copy_(tokens / 2)
 
     for i in range(2):
-        run, groups = prepared("DAPO's token mean", tmp_path)
+        run, groups = prepared("DAPO's token mean")
         expected = paper("DAPO's token mean", run.model, groups)
         tokens = sum(group.mask.sum() for group in groups)
         run.average = average
@@ -191,20 +180,20 @@ def test_two_ranks_make_the_step_of_one_process(tmp_path):
         torch.testing.assert_close((one + other) / 2, wanted, atol=1e-5, rtol=1e-3)
 
 
-def test_a_group_of_equal_rewards_teaches_nothing_without_a_baseline_too(tmp_path):
-    found = edited("No baseline, divided", tmp_path).compute_advantages(torch.ones(8), 4)
+def test_a_group_of_equal_rewards_teaches_nothing_without_a_baseline_too():
+    found = losses.module("No baseline, divided").compute_advantages(torch.ones(8), 4)
     assert not found.any()
 
 
-def test_raft_trains_on_the_best_of_each_group(tmp_path):
+def test_raft_trains_on_the_best_of_each_group():
     rewards = torch.tensor([0, 1, 2, 5, 0, NAN, 1, 0, NAN, NAN, NAN, NAN])
-    found = edited("RAFT", tmp_path).compute_advantages(rewards, 4)
+    found = losses.module("RAFT").compute_advantages(rewards, 4)
     assert found.tolist() == [0, 0, 0, 4, 0, 0, 4, 0] + [0] * 4
 
 
-def test_shuffled_rewards_stay_in_their_group_and_go_by_luck(tmp_path):
+def test_shuffled_rewards_stay_in_their_group_and_go_by_luck():
     expected = compute_advantages(REWARDS, 4).view(2, 4)
-    shuffle = edited("Rewards shuffled", tmp_path).compute_advantages
+    shuffle = losses.module("Rewards shuffled").compute_advantages
     torch.manual_seed(0)
     found = torch.stack([shuffle(REWARDS, 4).view(2, 4) for _ in range(500)])
     assert torch.equal(found.sort(-1)[0][0], expected.sort(-1)[0])
@@ -212,9 +201,9 @@ def test_shuffled_rewards_stay_in_their_group_and_go_by_luck(tmp_path):
     assert (found[:, 0].argmax(-1) != found[:, 1].argmax(-1)).any()  # each group by its own
 
 
-def test_groups_without_spread_are_drawn_again(tmp_path, monkeypatch):
+def test_groups_without_spread_are_drawn_again(monkeypatch):
     """Twice the second prompt's pictures are all equal to the reward."""
-    step = edited("DAPO's dynamic sampling", tmp_path, "train.py")
+    step = losses.module("DAPO's dynamic sampling", "train.py")
     shorten(monkeypatch.setattr)
     run = build_run(settings := tiny_settings("--height 32 --width 32 --group-size 2"))
     calls, shown, seeds = [], [], []
@@ -242,8 +231,8 @@ def test_groups_without_spread_are_drawn_again(tmp_path, monkeypatch):
     assert groups[0] is first[0] and groups[1] is not first[1]
 
 
-def test_given_answers_take_the_place_of_samples(tmp_path):
-    step = edited("Given answers", tmp_path, "train.py")
+def test_given_answers_take_the_place_of_samples():
+    step = losses.module("Given answers", "train.py")
     run = build_run(settings := tiny_settings("--group-size 2"))
     prompts = prompts_of("two red rings")
     ((ids, positions, length),) = run.glm_image.encode(prompts, settings)
