@@ -22,7 +22,7 @@ from test_zoo import LENGTH, RAGGED, build
 
 from test_grpo import trainer
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", "1.16.0")
 
 
 @pytest.mark.filterwarnings("ignore")
