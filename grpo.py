@@ -1,45 +1,44 @@
 """GRPO in one file: group relative policy optimisation of a model that writes image codes.
 
-For a prompt, the policy pi writes a group of G sequences of T tokens o_1..o_T. A decoder paints
-them, and a reward R scores each picture. The tokens of pictures that score above the mean of their
-group become more likely, the tokens of the others less likely. The mean is the baseline, the reward
-to expect for this prompt. PPO trains a second network, the value network, to predict it; GRPO needs
-none. GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1) minimises
+For a prompt the policy, a language model, writes a group of G sequences of T tokens, the codes of G
+pictures. A decoder paints the pictures, and each gets a reward R. Training makes the tokens of the
+pictures that beat their group more likely, and the tokens of the others less likely:
 
-    loss = -1/G sum_i 1/T sum_t [ min(r A, clip(r, 1 - c, 1 + c) A) - kl_coef * k3 ]
+    A    = (R - mean(R)) / std(R)       the advantage of a picture: a z-score within its group
+    loss = -mean(A log pi(token))       over tokens, samples and prompts
 
-    r  = pi(o_t) / pi_old(o_t)               ratio: how far the policy moved since it sampled o_t
-    A  = (R_i - mean(R)) / (std(R) + eps)    advantage: the z-score of the reward in its group
-    k3 = ref/pi - log(ref/pi) - 1            an estimate of KL(pi || reference), never negative
+pi(token) is the probability that the policy gives a token, after the prompt and the tokens before
+it. mean(R) is the baseline, the reward to expect for this prompt. Dividing by std(R) makes all
+prompts count alike. A group of equal rewards has A = 0 and teaches nothing. The older REINFORCE has
+no baseline: its A is R. PPO trains a second network to predict the baseline, the value network.
+GRPO leaves that network out, and keeps PPO's ratio and clip:
 
-averaged over the N prompts of a step; c is clip_range, eps keeps the division finite. A group of
-equal rewards has A = 0 and no gradient; its KL term is left out too. REINFORCE, an older method,
-minimises -R log pi(o_t). GRPO adds four things. Subtracting the mean makes only samples above the
-mean more likely. Dividing by the std makes all prompts count alike. The ratio and its clip let the
-same samples serve several optimiser steps. k3 keeps the policy near its start. With one optimiser
-step per batch of samples, the default, the ratio is 1 up to rounding, and the clip has nothing to
-do. The loss then has the gradient of -A log pi(o_t), a cross-entropy weighted by A, and of the KL
-term.
+    ratio = pi(token) / pi_old(token)   how far the policy has moved since it sampled, as pi_old
+    loss  = -mean(min(ratio A, clip(ratio, 1 - c, 1 + c) A) - kl_coef k3)
+    k3    = ref/pi - log(ref/pi) - 1    an estimate of KL(pi || ref), never negative
 
-One training step, in the order in which its functions stand below; class GRPO calls them:
+(Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1). With the ratio, the same samples
+can serve several optimiser steps. The clip ends the push on a token once its ratio has left 1 by c,
+clip_range. With one step per batch of samples, the default, the ratio is 1 up to rounding, the clip
+has nothing to do, and ratio A has the gradient of A log pi. k3 holds the policy near ref, the
+reference: the model before training. The reference costs no memory: the policy is a frozen base
+plus a LoRA adapter, so the base with its adapter off is the reference.
 
-    1. sample              GRPO.sample: G sequences of T tokens per prompt, with their log-probs
-    2. paint and score     tokens -> pictures -> a reward per picture: in train.py, or your own
+A training step, and where its six parts stand:
+
+    1. sample              GRPO.sample: G sequences per prompt, with their log-probs
+    2. paint and score     tokens -> pictures -> rewards: in train.py, or your own
     3. advantages          set_advantages: rewards -> z-scores within each group
     4. recompute           the log-probs of the same tokens, in one pass: GRPO.add_reference with
-                           the adapter off; GRPO.update with the adapter on, as sampling has kept
-                           no gradient
-    5. loss                compute_grpo_loss: the formula above
+                           the adapter off; GRPO.update with the adapter on, and with a gradient
+    5. loss                compute_grpo_loss
     6. update              GRPO.update: micro-batches, gradient clipping, the optimiser
 
-Between the parts the samples wait on the CPU, as Groups. Class Offload lets the policy and the
-decoder take turns on a GPU. The rest of the file is not needed to understand GRPO: padding, texts
-that end, and guards against silent mistakes.
-
-The reference is the model before training. It costs no memory: the policy is a frozen base plus a
-LoRA adapter, so the base with its adapter disabled is the reference. Nothing here depends on
-GLM-Image: docs/copying.md trains a text model with this file alone, and has the lines to change
-for another loss (Dr. GRPO, DAPO, GSPO).
+Advantages, loss and class GRPO come first: they are the algorithm. Below them stands how a language
+model recomputes log-probs and samples, then class Offload, by which policy and decoder take turns
+on a GPU. The rest is padding, texts that end, and guards against silent mistakes. Nothing here
+depends on GLM-Image: docs/copying.md trains a text model with this file alone, and has the lines to
+change for another loss (Dr. GRPO, DAPO, GSPO).
 """
 
 import math
@@ -51,181 +50,49 @@ import torch
 from torch.nn.functional import pad
 from transformers.generation.logits_process import TopPLogitsWarper
 
-# For the whole process: on recent GPUs cuDNN's attention is reported to give wrong tokens and NaN
-# (pytorch 193893, trl 7181).
-torch.backends.cuda.enable_cudnn_sdp(False)
-
-# ---- what a step is made of ----------------------------------------------------------------------
-
 
 @dataclass
 class GRPOSettings:
     """Settings of the algorithm."""
 
-    # Sequences per pass in parts 4 to 6, at most a group. Fewer take less memory; only rounding
-    # differs.
+    # sequences per pass in parts 4 to 6, at most a group; fewer take less memory
     micro_batch_size: int = 4
-    # Optimiser steps on the same samples. Above 1 the ratios leave 1, and the clip can act.
+    # optimiser steps on each step's samples; above 1 the ratios leave 1, and the clip can act
     iterations: int = 1
+    # how far a ratio may leave 1 before its gradient is cut
     clip_range: float = 0.2
-    # 0 needs no reference. GLM-Image trains with 0.01, the tiny model with 0.2 (train.py --help).
+    # weight of the KL from the reference, the model before training; 0: no reference
     kl_coef: float = 0.0
+    # divides the logits, in sampling and in recomputing log-probs
     temperature: float = 1.0
+    # sample from the likeliest tokens that make up this share
     top_p: float = 1.0
-    end_ids: tuple = ()  # the tokens that end a text; pictures have none
-    max_grad_norm: float = 1.0  # one rare prompt must not undo a run
+    # the tokens that end a text; pictures have none
+    end_ids: tuple = ()
+    # larger gradients are scaled down to this norm: one outlier must not wreck training
+    max_grad_norm: float = 1.0
 
 
 @dataclass
 class Group:
     """G samples of one prompt. Its tensors wait on the CPU between the parts of a step."""
 
+    # L: the length of the prompt. T: the number of tokens of a sample.
     prompt_ids: torch.Tensor  # (L,)
+    # Time, row and column of each token: a picture's codes form a grid. None: the model counts.
     position_ids: torch.Tensor | None  # (3, L+T)
     tokens: torch.Tensor  # (G, T)
     old_logprobs: torch.Tensor  # (G, T)
-    nucleus: torch.Tensor | None = None  # (G, T, V) bool, the ids that top-p kept
-    mask: torch.Tensor | None = None  # (G, T), 1 for tokens that count; None: all count
+    # Of the V ids that may be sampled, those that top-p kept, at each place.
+    nucleus: torch.Tensor | None = None  # (G, T, V) bool
+    # 1 for tokens that count. None: all count.
+    mask: torch.Tensor | None = None  # (G, T)
+    # One number per sample, or one per token.
     advantages: torch.Tensor | None = None  # (G,) or (G, T)
-    ref_logprobs: torch.Tensor | None = None  # (G, T), None when kl_coef is 0
+    # None when kl_coef is 0.
+    ref_logprobs: torch.Tensor | None = None  # (G, T)
 
 
-# ---- 1. sample -----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def generate_with_logprobs(
-    model,
-    prompt_ids,
-    num_new_tokens,
-    *,
-    num_samples=1,
-    position_ids=None,
-    allowed_ids=slice(0, None),
-    temperature=1.0,
-    top_p=1.0,
-    end_ids=(),
-    generators=None,
-    token_forward=None,
-):
-    """Sample `num_samples` (G) continuations of `num_new_tokens` (T) tokens for each of N prompts.
-
-    All N*G run side by side: a pass reads all weights once, however many sequences it has.
-    transformers' generate() would not do: it takes no generator per prompt, and would have to keep
-    all logits to tell what top-p removed.
-
-    Args:
-        prompt_ids: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is
-            masked.
-        position_ids: N tensors (3, L_i+T) int64, or None: the model makes its own. Without
-            them a model with 3-D positions, such as GLM-Image, silently takes text positions.
-        allowed_ids: slice(first, end), the ids that may be sampled, V of them; for pictures no end
-            tokens.
-        temperature: divides the logits; above 0.
-        top_p: in (0, 1]; 1 keeps every id.
-        end_ids: the ids that end a text, a tuple. With them T is the length of the longest
-            text, at most `num_new_tokens`; without them T is `num_new_tokens`.
-        generators: N torch.Generators on the model's device, so that no group depends on its
-            neighbours. None: torch's.
-        token_forward: called instead of the model for every token but the first, such as a graph
-            that was captured on a GPU.
-
-    Returns, on the CPU:
-        tokens: (N*G, T) int64, prompt after prompt.
-        logprobs: (N*G, T) float32, under the distribution as sampled: after temperature and top-p.
-        nucleus: (N*G, T, V) bool, the ids that survived top-p, kept for part 4. None if top_p is 1.
-    """
-    _check_sampling(allowed_ids, temperature, top_p, end_ids)
-    ids, positions, not_padding = _pad_left(prompt_ids, position_ids, num_new_tokens, model.device)
-    # A tensor, not a number: see get_per_token_logprobs.
-    last = torch.tensor([-1], device=model.device)
-
-    def next_logits(ids, rows, end, cache=None):
-        """Logits (B, vocabulary) for the token after `ids` (B, length), and the cache with `ids`.
-
-        `ids` extends the cache and ends at position `end`. rows: (B,), the prompt of each row.
-        """
-        start = end - ids.shape[1]
-        mask = None if not_padding is None else _attention_mask(not_padding[rows], start, end)
-        forward = token_forward if token_forward and cache is not None else model
-        output = forward(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=None if positions is None else positions[..., rows, start:end],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=last,
-        )
-        if output.past_key_values is None:  # a token would see only the token before it
-            raise ValueError("the model returns no past_key_values: it cannot be sampled here")
-        return output.logits[:, -1], output.past_key_values
-
-    def draw(logits):
-        return _sample_token(logits, allowed_ids, temperature, top_p, generators)
-
-    # A prompt is read once, then its row of the cache is repeated for its G samples.
-    length = ids.shape[1]
-    rows = torch.arange(len(ids), device=model.device).repeat_interleave(num_samples)  # (N*G,)
-    logits, cache = next_logits(ids, rows[::num_samples], length)  # each prompt once
-    if hasattr(cache, "reorder_cache"):
-        cache.reorder_cache(rows)
-        logits = logits[rows]
-    else:  # this cache cannot repeat rows: each prompt is read G times
-        logits, cache = next_logits(ids[rows], rows, length)
-
-    # The samples: the first tokens follow from that pass, then each pass gives one more.
-    samples = [draw(logits)]
-    for end in range(length + 1, length + num_new_tokens):
-        if end_ids and _all_ended(samples, end_ids):
-            break
-        logits, cache = next_logits(samples[-1][0], rows, end, cache)
-        samples.append(draw(logits))
-
-    tokens, logprobs, nuclei = zip(*samples, strict=True)
-    tokens = torch.cat(tokens, dim=1).cpu()
-    T = int(mask_through_end(tokens, end_ids).sum(1).max()) if end_ids else num_new_tokens
-    logprobs = torch.cat(logprobs, dim=1).cpu()[:, :T]
-    if not logprobs.isfinite().all():
-        causes = "damaged weights, a GPU kernel that fails, or too high a learning rate"
-        raise NotFinite(f"sampled log-probs are not finite: {causes}")
-    nucleus = torch.stack([each.cpu() for each in nuclei[:T]], dim=1) if top_p < 1 else None
-    return tokens[:, :T], logprobs, nucleus
-
-
-def _sample_token(logits, allowed_ids, temperature, top_p, generators):
-    """One id per row: logits (N*G, vocabulary) -> ids (N*G, 1), log-probs (N*G, 1), nucleus.
-
-    nucleus: (N*G, V) bool, the most likely ids that together hold top_p. None if top_p is 1.
-    """
-    logp = _log_distribution(logits, allowed_ids, temperature)  # (N*G, V)
-    nucleus = None
-    if top_p < 1:
-        nucleus = _nucleus(logp, top_p)
-        logp = _log_distribution(logits, allowed_ids, temperature, nucleus)
-    # The Gumbel-max trick in its exponential form: with E = -log(uniform), argmax(p / E) is a draw
-    # from p. torch.multinomial does the same, but checks p first, which would make the CPU wait for
-    # the GPU at every token.
-    noise = torch.empty_like(logp)  # E
-    generators = generators or [None]
-    for group, generator in zip(noise.chunk(len(generators)), generators, strict=True):
-        group.exponential_(generator=generator)
-    index = (logp.exp() / noise).argmax(-1, keepdim=True)  # (N*G, 1)
-    return index + allowed_ids.start, logp.gather(-1, index), nucleus
-
-
-def _log_distribution(logits, allowed_ids, temperature, nucleus=None):
-    """Log-probabilities of the ids that may be sampled: (..., vocabulary) -> (..., V) float32.
-
-    Sampling and recomputing both come through here, so that a ratio never compares two different
-    distributions.
-    """
-    logits = logits[..., allowed_ids].float() / temperature  # softmax in bf16 would lose the tail
-    if nucleus is not None:
-        logits = logits.masked_fill(~nucleus.to(logits.device), float("-inf"))
-    return logits.log_softmax(-1)
-
-
-# ---- 2. paint and score: see train.py ------------------------------------------------------------
 # ---- 3. advantages -------------------------------------------------------------------------------
 
 
@@ -246,7 +113,8 @@ def compute_advantages(rewards, group_size, eps=1e-6):
 def centre_groups(rewards, group_size):
     """The rewards less the mean of their group, (N, G) float64, and each group's std, (N, 1).
 
-    The std is the unbiased one, over G - 1. NaN stays NaN, and is not counted.
+    The mean is the baseline. The std is the unbiased one, over G - 1. NaN stays NaN, and is not
+    counted.
     """
     rewards = torch.as_tensor(rewards, device="cpu")
     if rewards.ndim != 1 or group_size < 2 or rewards.isinf().any():
@@ -268,51 +136,9 @@ def set_advantages(groups, rewards):
         group.advantages = of_group
 
 
-# ---- 4. recompute the log-probs, by teacher forcing ----------------------------------------------
-
-
-def get_per_token_logprobs(
-    model,
-    input_ids,
-    num_new_tokens,
-    *,
-    position_ids=None,
-    allowed_ids=slice(0, None),
-    temperature=1.0,
-    nucleus=None,
-):
-    """Log-probs of the last `num_new_tokens` (T) ids of each row, as the sampler would have them.
-
-    Args:
-        input_ids: (B, L+T) int64, one prompt and what was sampled for it.
-        position_ids: (3, L+T), the same for all rows, or None.
-        allowed_ids, temperature: as in sampling.
-        nucleus: (B, T, V) bool as sampling returned it. New, old and reference policy renormalise
-            over this same set: a ratio of probabilities over different sets would not be an
-            importance weight. The KL term too compares the distributions cut off by top-p.
-
-    Returns: (B, T) float32, with gradient. The value for an id that is not allowed is meaningless:
-    mask it in the loss.
-    """
-    input_ids = input_ids.to(model.device)
-    if position_ids is not None:
-        of_one = position_ids[:, None, : input_ids.shape[1] - 1].to(model.device)
-        position_ids = of_one.expand(-1, len(input_ids), -1)
-    # The logits at one position predict the id at the next: the last id is only ever a target, and
-    # the last T logits are all we need. logits_to_keep is a tensor of places: for a number
-    # transformers slices the hidden states, and the product with that slice copies the head's
-    # weight for each row. A model that does not know logits_to_keep returns all logits.
-    last = torch.arange(-num_new_tokens, 0, device=model.device)
-    output = model(
-        input_ids=input_ids[:, :-1],
-        position_ids=position_ids,
-        use_cache=False,
-        logits_to_keep=last,
-    )
-    logits = output.logits[:, -num_new_tokens:]  # (B, T, vocabulary)
-    logp = _log_distribution(logits, allowed_ids, temperature, nucleus)  # (B, T, V)
-    index = (input_ids[:, -num_new_tokens:] - allowed_ids.start).clamp(0, logp.shape[-1] - 1)
-    return logp.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+def rewards_differ(group):
+    """Whether a group teaches anything: the advantages of equal rewards are exactly 0."""
+    return bool(group.advantages.any())
 
 
 # ---- 5. loss -------------------------------------------------------------------------------------
@@ -332,7 +158,8 @@ def compute_grpo_loss(
     Both are means over the tokens of a sample, then over samples.
 
     Args:
-        new_logprobs, old_logprobs, ref_logprobs: (B, T) float32; only the first gets a gradient.
+        new_logprobs, old_logprobs, ref_logprobs: (B, T) float32, of B samples: log pi, log pi_old
+            and log ref. Only the first gets a gradient.
         advantages: (B,) float32: the same for every token of a sample. Or (B, T), one per token.
         mask: (B, T), 1 for tokens that count, 0 for those that do not, whatever their numbers are;
             None: all count.
@@ -363,16 +190,19 @@ def compute_grpo_loss(
     advantages = masked(advantages.detach().view(len(advantages), -1))  # (B, T)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages  # flat beyond the range
-    # The smaller of both: a push ends beyond the range, but a code that moved the wrong way keeps
-    # the gradient that brings it back.
+    # The smaller of both. At a ratio of 1.5 a token with A > 0 has been pushed far enough: the
+    # clipped term is smaller, and has no gradient. With A < 0 the token has moved the wrong way:
+    # the unclipped term is smaller, and its gradient brings the ratio back.
     loss = policy_loss = -(torch.min(unclipped, clipped) * loss_share).sum()
     kl = torch.tensor(float("nan"))  # not measured
     if ref_logprobs is not None:
-        # k3 (Schulman 2020, "Approximating KL divergence"): its value estimates KL(pi || ref), but
-        # as a loss term on fresh samples it has the gradient of KL(ref || pi). Both pull towards
-        # the reference.
+        # k3 (Schulman 2020, "Approximating KL divergence"): its mean is KL(pi || ref). Its gradient
+        # is (1 - ref/pi) grad log pi. On fresh samples the mean of grad log pi is 0, so the mean is
+        # -sum ref grad log pi, the gradient of KL(ref || pi). Both pull towards the reference.
         log_ref = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
-        k3 = log_ref.exp() - log_ref - 1
+        # expm1(x) is exp(x) - 1 without cancellation: near 0 the plain form is rounding, and may be
+        # negative.
+        k3 = torch.expm1(log_ref) - log_ref
         kl = average(k3)
         loss = policy_loss + kl_coef * (k3 * loss_share).sum()
 
@@ -389,7 +219,7 @@ def compute_grpo_loss(
     return loss, {name: value.item() for name, value in metrics.items()}
 
 
-# ---- 6. update, and the class that calls all parts -----------------------------------------------
+# ---- the policy: it samples groups, and learns from them -----------------------------------------
 
 
 class GRPO:
@@ -439,46 +269,52 @@ class GRPO:
         one T for all. Group i draws from `seed + i` alone: the same prompts and seed give the same
         samples until the policy moves. So the seeds of two steps must differ by N or more.
         """
+        _check_prompts(encoded)
         self.model.eval()
-        prompt_ids, position_ids, lengths = zip(*encoded, strict=True)
-        if len(set(lengths)) > 1:
-            raise ValueError(f"numbers of tokens {lengths}: give one T for all prompts")
+        prompt_ids, position_ids, (length, *_) = zip(*encoded, strict=True)
         seeds = range(seed, seed + len(encoded))
-        ends = self.settings.end_ids
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model,
             prompt_ids,
-            lengths[0],
+            length,
             num_samples=group_size,
             position_ids=None if position_ids[0] is None else position_ids,
             allowed_ids=self.allowed_ids,
             temperature=self.settings.temperature,
             top_p=self.settings.top_p,
-            end_ids=ends,
+            end_ids=self.settings.end_ids,
             generators=[torch.Generator(self.model.device).manual_seed(each) for each in seeds],
             token_forward=self.token_forward,
         )
         mask = None
-        if ends:
+        if ends := self.settings.end_ids:
             mask = mask_through_end(tokens, ends)  # (N*G, T)
             # Ended texts are sampled on until the longest ends. No reward may see those tokens.
             tokens = tokens.where(mask > 0, ends[0])
-        by_group = lambda x: [None] * len(encoded) if x is None else x.split(group_size)
-        drawn = map(by_group, (tokens, logprobs, nucleus, mask))
-        prompt_ids = [ids.cpu() for ids in prompt_ids]
-        return [Group(*row) for row in zip(prompt_ids, position_ids, *drawn, strict=True)]
+        groups = []
+        for i, ids in enumerate(prompt_ids):
+            rows = slice(i * group_size, (i + 1) * group_size)
+            group = Group(
+                prompt_ids=ids.cpu(),
+                position_ids=position_ids[i],
+                tokens=tokens[rows],
+                old_logprobs=logprobs[rows],
+                nucleus=_rows(nucleus, rows),
+                mask=_rows(mask, rows),
+            )
+            groups.append(group)
+        return groups
 
     @torch.no_grad()
     def add_reference(self, groups):
-        """4: log-probs under the reference, for groups whose rewards are not all equal."""
+        """4: log-probs under the reference, for groups whose rewards differ."""
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
         with self.reference():
-            for group in groups:
-                if group.advantages.any():
-                    parts = [self.logprobs(group, rows) for rows in self.split(group)]
-                    group.ref_logprobs = torch.cat(parts)
+            for group in filter(rewards_differ, groups):
+                parts = [self.logprobs(group, rows) for rows in self.split(group)]
+                group.ref_logprobs = torch.cat(parts)
 
     def update(self, groups):
         """4 to 6: move the policy, by `iterations` optimiser steps over all groups.
@@ -492,74 +328,39 @@ class GRPO:
             grad_norm: the mean over the other iterations, before clipping.
             groups_without_spread: the share of groups that were left out.
         """
-        with_spread = [group for group in groups if group.advantages.any()]
+        with_spread = [group for group in groups if rewards_differ(group)]
         micro_batches = [(group, rows) for group in with_spread for rows in self.split(group)]
-
-        def size(group, rows):
-            # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
-            return len(rows)
-
-        sizes = [float(size(group, rows)) for group in groups for rows in self.split(group)]
-        total = torch.tensor(sizes, device=self.model.device).sum()
-        self.average([total])
-        at_start = self.steps == 0 and not self.optimizer.state  # a resumed optimizer has a state
-        # Eval mode switches dropout off, but gradient checkpointing works in train mode only.
-        modules = self.model.modules()
-        self.model.train(any(getattr(each, "gradient_checkpointing", False) for each in modules))
+        total = self.total_size(groups)
+        at_start = self.is_at_start()
+        self.set_mode()
         reports = []  # (size, metrics) of each micro-batch
-        norms = []  # of the gradient before clipping, per iteration
+        norms = []  # of the gradient before clipping, of each iteration
         for _ in range(self.settings.iterations):
-            # Zeros, not None: a process without spread still takes part in the average.
-            for each in self.parameters:
-                each.grad = torch.zeros_like(each)
+            self.clear_gradients()
             for group, rows in micro_batches:
-                new_logprobs = self.logprobs(group, rows)  # 4
-                loss, metrics = compute_grpo_loss(  # 5
-                    new_logprobs,
-                    group.old_logprobs[rows],
-                    group.advantages[rows],
-                    _rows(group.ref_logprobs, rows),
-                    _rows(group.mask, rows),
-                    self.settings.clip_range,
-                    self.settings.kl_coef,
-                )
+                loss, metrics = self.loss(group, rows)  # 4, 5
+                size = self.size(group, rows)
                 # The gradients of micro-batches add up to the gradient of the step.
-                (loss * size(group, rows) / total.item()).backward()
-                reports.append((size(group, rows), metrics))
-            self.average([each.grad for each in self.parameters])
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
-            norms.append(norm.item())
-            # NaN would ruin every weight; with a gradient of 0 Adam would move by its momentum.
-            if 0 < norms[-1] < math.inf:
-                # Counted first: a step that fails midway has moved some of the weights.
-                self.steps += 1
-                self.optimizer.step()  # 6
-            self.optimizer.zero_grad()
+                (loss * size / total).backward()
+                reports.append((size, metrics))
+            norms.append(self.step())  # 6
 
         first = _average(reports[: len(micro_batches)])  # later iterations have moved the policy
-        # An optimizer that still has no state, such as SGD, cannot tell whether it was resumed.
         _warn_of(first, norms, at_start and bool(self.optimizer.state), with_spread, self.model)
-        finite = [norm for norm in norms if norm < math.inf]
-        return _average(reports) | {
-            "mean_logprob_gap": first["mean_logprob_gap"],
-            "max_logprob_gap": first["max_logprob_gap"],
-            "grad_norm": sum(finite) / max(len(finite), 1),
-            "skipped": 1 - len(finite) / len(norms),
-            "groups_without_spread": 1 - len(with_spread) / len(groups),
-        }
+        without_spread = 1 - len(with_spread) / len(groups)
+        return _summary(reports, first, norms) | {"groups_without_spread": without_spread}
 
-    def split(self, group):
-        """Micro-batches: indices of a group's samples, `micro_batch_size` at a time."""
-        return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
-
-    @contextmanager
-    def without_adapter(self):
-        """Within it the model is the reference: PEFT disables the adapter, and freezes it."""
-        with getattr(self.model, "disable_adapter", nullcontext)():
-            if any(p.requires_grad for p in self.model.parameters()):
-                hint = "the reference must be a frozen copy, see docs/copying.md"
-                raise ValueError(f"not only an adapter learns: {hint}")
-            yield
+    def loss(self, group, rows):
+        """4 and 5: the loss of some samples of a group, and its metrics."""
+        return compute_grpo_loss(
+            self.logprobs(group, rows),
+            group.old_logprobs[rows],
+            group.advantages[rows],
+            _rows(group.ref_logprobs, rows),
+            _rows(group.mask, rows),
+            self.settings.clip_range,
+            self.settings.kl_coef,
+        )
 
     def logprobs(self, group, rows):
         """4: log-probs (B, T) of some samples of a group under the model as it is, on the CPU."""
@@ -573,6 +374,246 @@ class GRPO:
             temperature=self.settings.temperature,
             nucleus=_rows(group.nucleus, rows),
         ).cpu()
+
+    def step(self):
+        """6: an optimiser step by the gradients as they are. Returns their norm before clipping."""
+        self.average([each.grad for each in self.parameters])
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm).item()
+        # NaN would ruin every weight; with a gradient of 0 Adam would move by its momentum.
+        if 0 < norm < math.inf:
+            # Counted first: a step that fails midway has moved some of the weights.
+            self.steps += 1
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @contextmanager
+    def without_adapter(self):
+        """Within it the model is the reference: PEFT disables the adapter, and freezes it."""
+        with getattr(self.model, "disable_adapter", nullcontext)():
+            if any(p.requires_grad for p in self.model.parameters()):
+                hint = "the reference must be a frozen copy, see docs/copying.md"
+                raise ValueError(f"not only an adapter learns: {hint}")
+            yield
+
+    def split(self, group):
+        """Micro-batches: indices of a group's samples, `micro_batch_size` at a time."""
+        return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
+
+    def size(self, group, rows):
+        # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
+        return len(rows)
+
+    def total_size(self, groups):
+        """The size of a step, groups of equal rewards included; the mean over all processes."""
+        sizes = [float(self.size(group, rows)) for group in groups for rows in self.split(group)]
+        total = torch.tensor(sizes, device=self.model.device).sum()
+        self.average([total])
+        return total.item()
+
+    def is_at_start(self):
+        """Whether the policy still is the reference. An optimizer that was resumed has a state."""
+        return self.steps == 0 and not self.optimizer.state
+
+    def set_mode(self):
+        # Eval mode switches dropout off, but gradient checkpointing works in train mode only.
+        modules = self.model.modules()
+        self.model.train(any(getattr(each, "gradient_checkpointing", False) for each in modules))
+
+    def clear_gradients(self):
+        # Zeros, not None: a process without spread still takes part in the average.
+        for each in self.parameters:
+            each.grad = torch.zeros_like(each)
+
+
+# ==== Below: how a language model recomputes log-probs, and samples ===============================
+
+# For the whole process: on recent GPUs cuDNN's attention is reported to give wrong tokens and NaN
+# (pytorch 193893, trl 7181).
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+# ---- 4. recompute the log-probs, by teacher forcing ----------------------------------------------
+
+
+def get_per_token_logprobs(
+    model,
+    input_ids,
+    num_new_tokens,
+    *,
+    position_ids=None,
+    allowed_ids=slice(0, None),
+    temperature=1.0,
+    nucleus=None,
+):
+    """Log-probs of the last `num_new_tokens` (T) ids of each row, as the sampler would have them.
+
+    Args:
+        input_ids: (B, L+T) int64, one prompt and what was sampled for it.
+        position_ids: (3, L+T), the same for all rows, or None.
+        allowed_ids, temperature: as in sampling; V ids may be sampled.
+        nucleus: (B, T, V) bool, the ids that top-p kept, as sampling returned it. New, old and
+            reference policy renormalise over this same set: a ratio of probabilities over different
+            sets would not be an importance weight. The KL term too compares the distributions cut
+            off by top-p.
+
+    Returns: (B, T) float32, with gradient. The value for an id that is not allowed is meaningless:
+    mask it in the loss.
+    """
+    input_ids = input_ids.to(model.device)
+    if position_ids is not None:
+        of_one = position_ids[:, None, : input_ids.shape[1] - 1].to(model.device)
+        position_ids = of_one.expand(-1, len(input_ids), -1)
+    # The logits at one position predict the id at the next: the last id is only ever a target, and
+    # the last T logits are enough. logits_to_keep is a tensor of places: for a number transformers
+    # slices the hidden states, and the product with that slice copies the head's weight for each
+    # row. A model that does not know logits_to_keep returns all logits.
+    last = torch.arange(-num_new_tokens, 0, device=model.device)
+    output = model(
+        input_ids=input_ids[:, :-1],
+        position_ids=position_ids,
+        use_cache=False,
+        logits_to_keep=last,
+    )
+    logits = output.logits[:, -num_new_tokens:]  # (B, T, vocabulary)
+    logp = _log_distribution(logits, allowed_ids, temperature, nucleus)  # (B, T, V)
+    index = (input_ids[:, -num_new_tokens:] - allowed_ids.start).clamp(0, logp.shape[-1] - 1)
+    return logp.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+
+def _log_distribution(logits, allowed_ids, temperature, nucleus=None):
+    """Log-probabilities of the ids that may be sampled: (..., vocabulary) -> (..., V) float32.
+
+    Sampling and recomputing both come through here, so that a ratio never compares two different
+    distributions.
+    """
+    logits = logits[..., allowed_ids].float() / temperature  # softmax in bf16 would lose the tail
+    if nucleus is not None:
+        logits = logits.masked_fill(~nucleus.to(logits.device), float("-inf"))
+    return logits.log_softmax(-1)
+
+
+# ---- 1. sample -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate_with_logprobs(
+    model,
+    prompt_ids,
+    num_new_tokens,
+    *,
+    num_samples=1,
+    position_ids=None,
+    allowed_ids=slice(0, None),
+    temperature=1.0,
+    top_p=1.0,
+    end_ids=(),
+    generators=None,
+    token_forward=None,
+):
+    """Sample `num_samples` (G) continuations of `num_new_tokens` (T) tokens for each of N prompts.
+
+    All N*G run side by side: a pass reads all weights once, however many sequences it has.
+    transformers' generate() would not do: it takes no generator per prompt, and would have to keep
+    all logits to tell what top-p removed.
+
+    Args:
+        prompt_ids: N tensors (L_i,) int64. Shorter ones are padded on the left, and the padding is
+            masked.
+        position_ids: N tensors (3, L_i+T) int64, time, row and column of each token; or None: the
+            model makes its own. Without them a model with such positions, as GLM-Image has, would
+            silently take the positions of a text.
+        allowed_ids: slice(first, end), the ids that may be sampled, V of them; for pictures no end
+            tokens.
+        temperature: divides the logits; above 0.
+        top_p: in (0, 1]; 1 keeps every id.
+        end_ids: the ids that end a text, a tuple. With them T is the length of the longest
+            text, at most `num_new_tokens`; without them T is `num_new_tokens`.
+        generators: N torch.Generators on the model's device, so that no group depends on its
+            neighbours. None: torch's.
+        token_forward: called instead of the model for every token but the first, e.g. a captured
+            CUDA graph.
+
+    Returns, on the CPU:
+        tokens: (N*G, T) int64, prompt after prompt.
+        logprobs: (N*G, T) float32, under the sampling distribution: after temperature and top-p.
+        nucleus: (N*G, T, V) bool, the ids that survived top-p, kept for part 4. None if top_p is 1.
+    """
+    _check_sampling(allowed_ids, temperature, top_p, end_ids)
+    ids, positions, not_padding = _pad_left(prompt_ids, position_ids, num_new_tokens, model.device)
+    # A tensor, not a number: see get_per_token_logprobs.
+    last = torch.tensor([-1], device=model.device)
+
+    def next_logits(ids, rows, end, cache=None):
+        """Logits (B, vocabulary) for the token after `ids` (B, length), and the cache with `ids`.
+
+        `ids` extends the cache and ends at position `end`. rows: (B,), the prompt of each row.
+        """
+        start = end - ids.shape[1]
+        mask = None if not_padding is None else _attention_mask(not_padding[rows], start, end)
+        forward = token_forward if token_forward and cache is not None else model
+        output = forward(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=None if positions is None else positions[..., rows, start:end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=last,
+        )
+        if output.past_key_values is None:  # a token would see only the token before it
+            raise ValueError("the model returns no past_key_values: it cannot be sampled here")
+        return output.logits[:, -1], output.past_key_values
+
+    def draw(logits):
+        return _sample_token(logits, allowed_ids, temperature, top_p, generators or [None])
+
+    # A prompt is read once, then its row of the cache is repeated for its G samples.
+    length = ids.shape[1]
+    rows = torch.arange(len(ids), device=model.device).repeat_interleave(num_samples)  # (N*G,)
+    logits, cache = next_logits(ids, rows[::num_samples], length)  # each prompt once
+    if hasattr(cache, "reorder_cache"):
+        cache.reorder_cache(rows)
+        logits = logits[rows]
+    else:  # this cache cannot repeat rows: each prompt is read G times
+        logits, cache = next_logits(ids[rows], rows, length)
+
+    # The samples: the first tokens follow from that pass, then each pass gives one more.
+    samples = [draw(logits)]
+    for end in range(length + 1, length + num_new_tokens):
+        if end_ids and _all_ended(samples, end_ids):
+            break
+        logits, cache = next_logits(samples[-1][0], rows, end, cache)
+        samples.append(draw(logits))
+
+    tokens, logprobs, nuclei = zip(*samples, strict=True)
+    tokens = torch.cat(tokens, dim=1).cpu()
+    T = int(mask_through_end(tokens, end_ids).sum(1).max()) if end_ids else num_new_tokens
+    logprobs = torch.cat(logprobs, dim=1).cpu()[:, :T]
+    if not logprobs.isfinite().all():
+        causes = "damaged weights, a GPU kernel that fails, or too high a learning rate"
+        raise NotFinite(f"sampled log-probs are not finite: {causes}")
+    nucleus = torch.stack([each.cpu() for each in nuclei[:T]], dim=1) if top_p < 1 else None
+    return tokens[:, :T], logprobs, nucleus
+
+
+def _sample_token(logits, allowed_ids, temperature, top_p, generators):
+    """One id per row: logits (N*G, vocabulary) -> ids (N*G, 1), log-probs (N*G, 1), nucleus.
+
+    nucleus: (N*G, V) bool, the most likely ids that together hold top_p. None if top_p is 1.
+    """
+    logp = _log_distribution(logits, allowed_ids, temperature)  # (N*G, V)
+    nucleus = None
+    if top_p < 1:
+        nucleus = _nucleus(logp, top_p)
+        logp = _log_distribution(logits, allowed_ids, temperature, nucleus)
+    # The Gumbel-max trick in its exponential form: with E = -log(uniform), argmax(p / E) is a draw
+    # from p. torch.multinomial does the same, but checks p first, which would make the CPU wait for
+    # the GPU at every token.
+    noise = torch.empty_like(logp)  # E
+    # Each generator fills the G rows of its prompt; None, torch's own, fills all.
+    for rows, generator in zip(noise.chunk(len(generators)), generators, strict=True):
+        rows.exponential_(generator=generator)
+    index = (logp.exp() / noise).argmax(-1, keepdim=True)  # (N*G, 1)
+    return index + allowed_ids.start, logp.gather(-1, index), nucleus
 
 
 # ---- one GPU for two models ----------------------------------------------------------------------
@@ -682,6 +723,17 @@ def _rows(tensor, rows):
     return None if tensor is None else tensor[rows]
 
 
+def _summary(reports, first, norms):
+    """What an update reports. first: the means of the first iteration. norms: of each iteration."""
+    finite = [norm for norm in norms if norm < math.inf]
+    return _average(reports) | {
+        "mean_logprob_gap": first["mean_logprob_gap"],
+        "max_logprob_gap": first["max_logprob_gap"],
+        "grad_norm": sum(finite) / max(len(finite), 1),
+        "skipped": 1 - len(finite) / len(norms),
+    }
+
+
 def _average(reports):
     """[(size, metrics)] of micro-batches -> their means, and the largest gap; NaN if none."""
     total = sum(size for size, _ in reports) or math.nan
@@ -697,6 +749,16 @@ def _average(reports):
 
 class NotFinite(ValueError):
     """Sampled log-probs are NaN or infinite."""
+
+
+def _check_prompts(encoded):
+    for each in encoded:
+        if not isinstance(each, tuple | list) or len(each) != 3 or not torch.is_tensor(each[0]):
+            wanted = "(prompt_ids, position_ids or None, T), prompt_ids a tensor (L,)"
+            raise ValueError(f"a prompt is {wanted}; got {each!r:.60}")
+    lengths = [length for *_, length in encoded]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"numbers of tokens {lengths}: give one T for all prompts")
 
 
 def _check_sampling(allowed_ids, temperature, top_p, end_ids):

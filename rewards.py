@@ -120,10 +120,11 @@ LPIPS_HEADS = (
     "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpips/weights/v0.1/alex.pth"
 )
 SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
+TINY_JUDGE = Path(__file__).resolve().parent / "tiny-glm-image" / "check.py"
 
 
-# Name: a function; or a class, imported when it is named, and where its weights come from without
-# NAME=FOLDER.
+# Name: a function; its file, which is run when it is named; or a class, imported when it is named,
+# and where its weights come from without NAME=FOLDER.
 REWARDS = {
     "mse": mse,
     "ssim": ssim,
@@ -144,6 +145,12 @@ REWARDS = {
     ),
     "vqa": ("reward_models.vqa:Vqa", {"model": SMOLVLM}),
     "variety": variety,
+    # For captions of the tiny model.
+    "facts": f"{TINY_JUDGE}:facts",
+    "correct": f"{TINY_JUDGE}:correct",
+    "clean": f"{TINY_JUDGE}:clean",
+    "near": f"{TINY_JUDGE}:near",
+    "many": f"{TINY_JUDGE}:many",
 }
 
 
@@ -180,8 +187,10 @@ def parse_rewards(spec):
     rewards = {}
     for source, weight in split_spec(spec).items():
         name, _, folder = source.partition("=")
-        function = REWARDS.get(name) or load_from_file(source)
-        if isinstance(function, tuple):
+        function = REWARDS.get(name, source)
+        if isinstance(function, str):
+            function = load_from_file(function)
+        elif isinstance(function, tuple):
             function = load_model(name, folder, *function)
         rewards[source] = function, weight
     return rewards
@@ -209,9 +218,10 @@ def find_file(name):
     return file
 
 
-def own_files(spec):
-    """{"my_file.py:function": its file} of what a spec names."""
-    return {name: find_file(name) for name in split_spec(spec) if ".py:" in name}
+def files_of(spec):
+    """{name: its file} of the rewards in a spec that are functions in files."""
+    places = {name: str(REWARDS.get(name, name)) for name in split_spec(spec)}
+    return {name: find_file(place) for name, place in places.items() if ".py:" in place}
 
 
 def load_from_file(name):

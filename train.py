@@ -11,9 +11,7 @@ examples/train_decoder.py and examples/train_edits.py make the same run with ano
 import signal
 import sys
 import time
-from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -33,8 +31,8 @@ from runtime.data import (
 )
 from runtime.evaluation import evaluate, seed_of_step
 from runtime.forward import CheckedGRPO
-from runtime.gpu import Clock, Placement, plan, retry_with_room
-from runtime.log import Record
+from runtime.gpu import Phase, plan, retry_with_room
+from runtime.record import Record
 from runtime.rescue import exit_code, rescued
 from runtime.settings import Settings, parse_settings, print_start
 
@@ -109,8 +107,7 @@ class Run:
 
     glm_image: GlmImage  # all models
     policy: GRPO  # trains its language model
-    clock: Clock
-    placement: Placement
+    phase: Phase  # with run.phase(name, *models): these are on the GPU, and time is measured
 
     # What the scripts in examples/ replace. loop() calls step, evaluate() calls paint_and_score.
     Settings = Settings
@@ -140,25 +137,13 @@ class Run:
             reference=glm_image.reference,
             average=ranks.average,
         )
-        placement = Placement(glm_image.parts, device, turns, policy.token_forward)
-        return cls(glm_image, policy, Clock(device), placement)
+        phase = Phase(glm_image.parts, device, turns, policy.token_forward.release)
+        return cls(glm_image, policy, phase)
 
     @property
     def trainers(self):
         """{folder of its adapter: what learns}."""
         return {"adapter": self.policy}
-
-    @contextmanager
-    def phase(self, name, *models):
-        """Within it these models are on the GPU; the others leave a GPU too small for all of them.
-
-        Its time is logged under its name, the time of moving models under "move".
-        """
-        if self.placement.offload is not None:
-            with self.clock("move"):
-                self.placement.offload.all_but(*models)
-        with self.clock(name):
-            yield
 
     def set_learning_rates(self, settings, step):
         set_learning_rate(self.policy, settings.lr, settings.warmup_steps, step)
@@ -192,8 +177,8 @@ def train(settings, run_class=Run):
         data = load_data(settings, prompts, held_out)
         run = run_class.load(settings, data, device, turns)
         begun = checkpoints.load(out, run.trainers) if settings.resume else 0
-        record = run.Record(out, settings, hashed, run.clock, run.trainers, begun)
-        with closing(run.clock), rescued(record):
+        record = run.Record(out, settings, hashed, run.phase, run.trainers, begun)
+        with rescued(record):
             loop(run, settings, data, record, begun)
     more = "; already complete: raise --steps for more" if 0 < settings.steps <= begun else ""
     seconds = f"{time.time() - start:.0f} s{more}"
@@ -208,23 +193,22 @@ def loop(run, settings, data, record, begun):
     record.save()
     if begun == 0 or due(begun, settings.eval_every):
         evaluate(run, settings, data, record, record.stop)
-    run.clock.begin(settings.steps, begun)
-    for step in range(begun, settings.steps):
-        if any(ranks.gather(record.stop.received)):  # together, or others would wait for this rank
-            break
-        # All random draws of a step, also the draws of a reward, start from the step's seed. So no
-        # random state needs saving.
-        seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
-        run.set_learning_rates(settings, step)
-        prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-        one_step = partial(run.step, settings, data.rewards, prompts)  # grpo_step
-        batch, metrics = retry_with_room(one_step, run, settings, seed)
-        record.step(step + 1, prompts, batch, metrics)
-        del batch  # a decoder's denoising paths are gone before the next step makes its own
-        if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
-            record.save()
-        if due(step + 1, settings.eval_every):
-            evaluate(run, settings, data, record)
+    with run.phase.counting("step", settings.steps, begun):
+        for step in range(begun, settings.steps):
+            if any(ranks.gather(record.stop.received)):  # together, or others would wait for it
+                break
+            # All random draws of a step, also the draws of a reward, start from the step's seed. So
+            # no random state needs saving.
+            seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
+            run.set_learning_rates(settings, step)
+            prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
+            batch, metrics = retry_with_room(run.step, run, settings, data.rewards, prompts, seed)
+            record.step(step + 1, prompts, batch, metrics)
+            del batch  # a decoder's denoising paths are gone before the next step makes its own
+            if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
+                record.save()
+            if due(step + 1, settings.eval_every):
+                evaluate(run, settings, data, record)
     record.save()
     if record.done < settings.steps:
         record.write(f"saved; {checkpoints.how_to_continue(record.out)}")

@@ -24,7 +24,7 @@ from benchmarks import variants
 from benchmarks.variants import BEFORE
 from rewards import variety
 from runtime import evaluation
-from runtime.log import evaluation_metrics
+from runtime.evaluation import evaluation_metrics
 
 CSV = ROOT / "benchmarks" / "best-of.csv"
 PICTURES = 64  # of each held-out caption
@@ -39,7 +39,8 @@ def measured(name, folder):
     settings, data, run = variants.loaded(variants.start_of("shipped"), folder)
     settings = replace(settings, group_size=PICTURES, prompts_per_step=1)
     results = evaluation.judge(run, settings, variants.JUDGES, data.held_out, SEED)
-    for prompt, (rewards, images) in zip(data.held_out, results):
+    for row, rewards, images in results:
+        prompt = data.held_out[row]
         correct = rewards["correct"]
         distinct = dict(zip([image.tobytes() for image in images], correct.tolist()))
         numbers = int(correct.sum()), len(distinct), int(sum(distinct.values()))

@@ -16,8 +16,8 @@ from PIL import Image
 
 import train
 from runtime.data import evenly, read_prompts
-from runtime.log import SHOWN, read_jsonl
-from runtime.pictures import draw_grid
+from runtime.evaluation import SHOWN
+from runtime.record import draw_grid, read_jsonl
 
 
 def evaluations(run):
@@ -36,7 +36,7 @@ def evaluations(run):
         for i, caption in enumerate(captions, 1):
             pictures = [Image.open(folder / f"{i}-{j}.png") for j in range(1, SHOWN + 1)]
             rows.append((caption, [*zip(pictures, correct(pictures, [caption] * SHOWN).tolist())]))
-        share = record["held out, mean of types"]["reward/check.py:correct"][0]
+        share = record["held out, mean of types"]["reward/correct"][0]
         yield record["step"], share, rows
 
 

@@ -32,7 +32,7 @@ from benchmarks.film import evaluations
 from benchmarks.variants import BEFORE
 from rewards import parse_rewards
 from runtime.data import Prompt
-from runtime.log import read_jsonl
+from runtime.record import read_jsonl
 
 PAGE, STILL = ROOT / "docs" / "lesson.html", ROOT / "assets" / "lesson.png"
 GROUPS = [  # caption, seed: four rewards; as in the notebook; one picture, four times

@@ -115,7 +115,7 @@ EDITS = [
     Edit("GPG", " / (std + eps)", ""),
     Edit("GPG", "torch.min(unclipped, clipped)", "advantages * masked(new_logprobs)"),
     Edit("GPG", "return len(rows)", "return len(rows) * bool(group.advantages.any())"),
-    Edit("k2", "k3 = log_ref.exp() - log_ref - 1", "k3 = log_ref.square() / 2"),
+    Edit("k2", "k3 = torch.expm1(log_ref) - log_ref", "k3 = log_ref.square() / 2"),
     Edit(
         "old = new.detach()",
         "ratio = log_ratio.exp()",

@@ -57,8 +57,6 @@ def main(folder):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     left_out = shutil.ignore_patterns("*.safetensors", "*.png", "*.txt", "*.py")
     shutil.copytree(TINY, folder, ignore=left_out, dirs_exist_ok=True)
-    # The tiny model's defaults are not for this one.
-    Path(folder, "defaults.json").unlink(missing_ok=True)
     torch.set_default_dtype(torch.bfloat16)
     for name, sizes in SIZES.items():
         with torch.device(device):

@@ -40,7 +40,7 @@ from benchmarks import losses
 from grpo import _log_distribution
 from runtime import evaluation
 from runtime.data import evenly
-from runtime.log import read_jsonl
+from runtime.record import read_jsonl
 
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
@@ -66,7 +66,7 @@ BEFORE = "before training"
 PLAIN = "plain GRPO"  # without a KL term
 NO_KL = "--kl-coef 0"
 FOUR = "--kl-coef 0 --iterations 4"
-GAME = "--reward tiny-glm-image/check.py:many --warmup-steps 0 --steps 12 --save-every 12 --kl-coef"
+GAME = "--reward many --warmup-steps 0 --steps 12 --save-every 12 --kl-coef"
 SHUFFLED = "rewards shuffled within each group"
 
 FOUR_ITERATIONS = Variant("hard", "4 iterations", PLAIN, "", FOUR)
@@ -105,6 +105,9 @@ HONEST = {
     "KL 1": Variant("hard", "with KL 1", "", "", "--kl-coef 1 --save-every 20"),
     "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2 --save-every 20"),
 }
+
+# The parts of GRPO, for the README.
+PARTS = [PLAIN, "REINFORCE", "no baseline", "no std", "with KL", SHUFFLED]
 
 ALL = dict.fromkeys([*HARD, *CLIP, *GAMED, WITHOUT_TERM, *HONEST.values()])
 
@@ -166,7 +169,8 @@ def judged(model, adapter=None, prompts="held out", pictures=PICTURES):
     settings = replace(settings, group_size=pictures, prompts_per_step=4)
     some = data.held_out if prompts == "held out" else evenly(data.prompts, 48)
     correct, clean, objects = [], [], []
-    for rewards, images in evaluation.judge(run, settings, JUDGES, some, evaluation.SEEDS[prompts]):
+    seed = evaluation.SEEDS[prompts]
+    for _, rewards, images in evaluation.judge(run, settings, JUDGES, some, seed):
         correct.append(rewards["correct"].mean().item())
         clean += rewards["clean"].tolist()
         objects += (4 * check.many(images)).tolist()
@@ -385,10 +389,11 @@ def panels(height, *titles):
     return figure, axes
 
 
-def draw(rows, file):
-    """Shares after 10 steps and 20, with error and seeds, by outcome."""
+def draw(rows, file, names=None):
+    """Shares after 10 steps and 20, with error and seeds, by outcome; None: of all variants."""
     differences, error, threshold = compare(rows, HARD)
-    variants = [Variant("hard", BEFORE), *HARD]
+    shown = [each for each in HARD if names is None or each.name in names]
+    variants = [Variant("hard", BEFORE), *shown]
     variants.sort(key=lambda each: of_seeds(rows, each, 20).mean())
     words = "correct after 10 steps (grey), after 20 (points: seeds); in colour: told apart"
     figure, (axes,) = panels(0.7 + 0.22 * len(variants), words)
@@ -460,6 +465,7 @@ def main(*arguments):
         return
     print(*tables(rows), sep="\n\n")
     draw(rows, OUT / "variants.png")
+    draw(rows, OUT / "parts.png", PARTS)
     draw_gamed(rows, OUT / "kl.png")
 
 

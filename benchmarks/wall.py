@@ -14,7 +14,7 @@ from PIL import Image
 from benchmarks import variants
 from runtime import evaluation
 from runtime.data import evenly
-from runtime.pictures import RED
+from runtime.record import RED
 from runtime.settings import TINY
 
 CELL = 37  # pixels
@@ -26,7 +26,7 @@ def wall(adapter):
     shown = evenly(data.held_out, settings.eval_count)  # as in an evaluation
     results = evaluation.judge(run, settings, variants.JUDGES, shown, evaluation.SEEDS["held out"])
     sheet = Image.new("RGB", (24 * CELL, 8 * CELL), "white")
-    for i, (rewards, images) in enumerate(results):
+    for i, rewards, images in results:
         for j, (image, correct) in enumerate(zip(images, rewards["correct"])):
             left, top = i % 24 * CELL, (i // 24 * 4 + j) * CELL
             sheet.paste("white" if correct else RED, (left, top, left + CELL, top + CELL))

@@ -25,8 +25,8 @@ from grpo import set_advantages
 from rewards import combine, score, weights_of
 from runtime import UserError, ranks
 from runtime.data import for_rewards
-from runtime.log import LINE, Record, reward_metrics
-from runtime.settings import Settings, flag
+from runtime.record import LINE, Record, reward_metrics
+from runtime.settings import Settings
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
 
@@ -97,22 +97,23 @@ class NestedBatch(train.Batch):
 
 @dataclass(kw_only=True)
 class DecoderSettings(Settings):
-    script = "examples/train_decoder.py"
-    section = "decoder"
+    # ---- the decoder
 
-    train: Literal["decoder", "both"] = flag(
-        "decoder",
-        "what learns; --group-size counts the paintings of a code sequence; with both, it counts "
-        "the code sequences of a prompt",
-        group="the decoder",
-    )
-    paintings: int = flag(
-        None, "with both: how often each code sequence is painted (default: 4)", at_least=2
-    )
-    decoder_lr: float = flag(1e-4, "AdamW's learning rate for its adapter", above=0)
-    noise_level: float = flag(
-        0.7, "share of a denoising step's noise that is drawn again", above=0, at_most=1
-    )
+    # what learns; --group-size counts the paintings of a code sequence; with both, it counts the
+    # code sequences of a prompt
+    train: Literal["decoder", "both"] = "decoder"
+    # with both: how often each code sequence is painted (default: 4)
+    paintings: int = None
+    # AdamW's learning rate for its adapter
+    decoder_lr: float = 1e-4
+    # share of a denoising step's noise that is drawn again
+    noise_level: float = 0.7
+
+    tiny: ClassVar[dict] = Settings.tiny | {
+        "decoder_lr": 1e-3,
+        "reward": "facts:1,near:0.1",
+        "warmup_steps": 0,
+    }
 
     def __post_init__(self):
         super().__post_init__()

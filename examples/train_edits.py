@@ -24,28 +24,34 @@ import torch
 import train
 from glm_image.editing import EditingGlmImage, read_edits, read_sources
 from glm_image.model import load
-from runtime.settings import TINY, Settings, flag
+from runtime.settings import TINY, Settings, is_tiny
 
 
 @dataclass(kw_only=True)
 class EditSettings(Settings):
     """The tiny model draws its own pictures to edit; for another, all four flags are needed."""
 
-    script = "examples/train_edits.py"
-    section = "edits"
-    overrides: ClassVar = {"reward": "edit:1,keep:0.2", "eval_reward": "aesthetic"}
+    # ---- edits
 
-    sources: str = flag(
-        None,
-        "folder with the picture that each prompt changes, sorted by name",
-        group="edits",
-        is_path=True,
-    )
-    eval_sources: str = flag(
-        None,
-        "folder with the picture that each held-out prompt changes",
-        is_path=True,
-    )
+    # folder with the picture that each prompt changes, sorted by name
+    sources: str = None
+    # folder with the picture that each held-out prompt changes
+    eval_sources: str = None
+
+    reward: str = "edit:1,keep:0.2"
+    eval_reward: str = "aesthetic"
+
+    tiny: ClassVar[dict] = Settings.tiny | {
+        "sources": f"{TINY}/world.py:edit_sources",
+        "prompts": f"{TINY}/edits.txt",
+        "targets": f"{TINY}/world.py:edit_targets",
+        "reward": "ssim:1,mse:1",
+        "eval_sources": f"{TINY}/world.py:heldout_sources",
+        "eval_prompts": f"{TINY}/heldout-edits.txt",
+        "eval_targets": f"{TINY}/world.py:heldout_targets",
+        "lr": 2e-3,
+        "warmup_steps": 0,
+    }
 
 
 class EditRun(train.Run):
@@ -56,9 +62,9 @@ class EditRun(train.Run):
     @classmethod
     def load(cls, settings, data, device, turns):
         """As in train.py, after the model has read all sources."""
-        tiny = Path(settings.model).resolve() == Path(TINY)
         # In bfloat16 the tiny model's vision tower reads a third of the codes wrong.
-        pipe = load(settings.model, device, **({"dtype": torch.float32} if tiny else {}))
+        dtype = {"dtype": torch.float32} if is_tiny(settings.model) else {}
+        pipe = load(settings.model, device, **dtype)
         read_sources(pipe, [*data.prompts, *data.held_out], device)
         return super().load(settings, data, device, turns, pipe)
 

@@ -10,6 +10,5 @@ weights, and token_forward.
 editing.py and decoder.py are rooms of their own, which train.py does not enter: a GlmImage that
 edits pictures, and one whose decoder learns. Their scripts are in examples/.
 
-The defaults of a model are in defaults.json in its folder; those of the release are here. The flags
-of runtime/settings.py are GLM-Image's.
+The defaults of the release and of the tiny family are in runtime/settings.py.
 """

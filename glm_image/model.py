@@ -11,6 +11,7 @@ import transformers
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from packaging.version import Version
 from peft import LoraConfig, PeftConfig, get_peft_model
+from torch.nn.functional import linear
 from transformers import (
     GlmImageForConditionalGeneration,
     GlmImageProcessor,
@@ -21,9 +22,8 @@ from transformers.utils import cached_file
 
 from runtime import UserError, readable
 from runtime.checkpoints import WEIGHTS, find_adapter, load_adapter
-from runtime.data import readable_loading
 from runtime.forward import CapturedForward, SharedForward, or_plain
-from runtime.int8 import round_linears
+from runtime.settings import readable_loading
 
 LORA_TARGETS = {
     # In the language model only.
@@ -55,7 +55,7 @@ class GlmImage:
     def prepare_training(self, settings, device, home=None):
         """Adds the adapter; freezes all else, and makes it small where memory is short.
 
-        All models are still on the CPU: Placement in runtime/gpu.py moves them. Only int8 weights
+        All models are still on the CPU: Phase in runtime/gpu.py moves them. Only int8 weights
         go straight to `home`, if that is given, so that the host never holds them.
         """
         inner, transformer = self.language_model.model, self.pipe.transformer
@@ -300,3 +300,34 @@ def token_forward(glm_image, settings, device):
     # T at most: a picture follows a preview of 256 codes at most, see encode_prompt.
     most = 256 + settings.height * settings.width // 32**2
     return CapturedForward(glm_image.language_model, most, rows)
+
+
+# ---- int8: frozen weights in half the memory of bfloat16 -----------------------------------------
+
+
+class Int8Linear(torch.nn.Linear):
+    """A linear layer of int8 weights (out, in) times a scale per row: off by half a scale."""
+
+    def forward(self, x):
+        # The scale comes before the product. If it came after, torch.compile would replace both by
+        # a kernel for int8, _weight_int8pack_mm, which on CUDA has one thread per output and reads
+        # weights very slowly (pytorch 190529).
+        return linear(x, self.weight * self.scale[:, None], self.bias)
+
+
+@torch.no_grad()
+def round_linears(module, device=None):
+    """Makes an Int8Linear of every linear layer in `module`, one by one.
+
+    Weights mapped from a file are read only here. device: where the rounded weights go; None: they
+    stay where they are.
+    """
+    for layer in module.modules():
+        if type(layer) is torch.nn.Linear:
+            weight = layer.weight.to(device or layer.weight.device)  # (out, in)
+            largest = weight.float().abs().amax(dim=1)
+            scale = (largest / 127).clamp(min=1e-12).to(weight.dtype)  # (out,)
+            rounded = (weight.float() / scale.float()[:, None]).round().to(torch.int8)
+            layer.weight = torch.nn.Parameter(rounded, requires_grad=False)
+            layer.scale = torch.nn.Buffer(scale)
+            layer.__class__ = Int8Linear

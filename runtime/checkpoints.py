@@ -11,6 +11,7 @@ from pathlib import Path
 
 import peft
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -183,46 +184,35 @@ def writing(out):
 def claimed(resume, name):
     """The folder of --resume or --out, or the next free runs/N: no other process can take it.
 
-    If nothing is written to it, it is removed, with what folders were made for it.
+    If nothing is written to it, it is removed, with what folders were made for it. A kill ends the
+    lock.
     """
-    wanted = Path(resume or name or "runs")
-    before = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
-    file = open_locked(resume, name) if ranks.rank() == 0 else None
-    try:
-        out = ranks.gather(file and Path(file.name).parent)[0]
-        yield out
-    finally:
-        if file:
-            file.close()  # Windows removes no open file
-            with suppress(OSError):  # there are other files in it
-                if os.path.getsize(file.name) == 0:
-                    os.remove(file.name)
-                    for folder in takewhile(
-                        lambda folder: folder != before, Path(file.name).parents
-                    ):
-                        folder.rmdir()
-
-
-def open_locked(resume, name):
-    """The folder's settings.json. A kill ends the lock."""
+    if ranks.rank() > 0:
+        yield ranks.gather(None)[0]
+        return
     out = Path(resume or name or "runs")
+    before = next(folder for folder in (out, *out.parents) if folder.exists())
     with writing(out):
         out = out if resume or name else next_folder(out)
         out.mkdir(parents=True, exist_ok=True)
-        file = (out / "settings.json").open("a")
+        lock = FileLock(out / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            busy = f"another process is at work on the run in {out}: wait for it, or stop it"
+            raise UserError(busy) from None
     try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        busy = f"another process is at work on the run in {out}: wait for it, or stop it"
-        raise UserError(busy) from None
-    except (ImportError, OSError):  # Windows, or a disk without locks
-        pass
-    if resume is None and file.tell():
-        more = f", or {how_to_continue(out)}" if find(out) else ""
-        raise UserError(f"{out} already holds a run; choose another --out{more}")
-    return file
+        if resume is None and (out / "settings.json").exists():
+            more = f", or {how_to_continue(out)}" if find(out) else ""
+            raise UserError(f"{out} already holds a run; choose another --out{more}")
+        yield ranks.gather(out)[0]
+    finally:
+        lock.release()
+        if not (out / "settings.json").exists():
+            with suppress(OSError):  # there are other files in it
+                (out / ".lock").unlink(missing_ok=True)  # Windows removes it by itself
+                for folder in takewhile(lambda folder: folder != before, (out, *out.parents)):
+                    folder.rmdir()
 
 
 def next_folder(parent):

@@ -13,14 +13,14 @@ from transformers.utils import cached_file
 
 from rewards import (
     check_rewards,
+    files_of,
     load_from_file,
-    own_files,
     parse_rewards,
     score,
     split_spec,
 )
 from runtime import UserError, checkpoints, counted, ranks, readable, short_name
-from runtime.settings import TINY, option
+from runtime.settings import option, readable_loading
 
 # A line for the prompts below it.
 TYPE = re.compile(r"#+ *(?:type|kind) *[:=] *(\S.*)", re.IGNORECASE)
@@ -164,7 +164,7 @@ class Data:
 def read_inputs(settings, read):
     """Prompts of training and held out, and hashes of what a run reads, for --resume.
 
-    They are {"inputs": see hash_of, "rewards": {"FILE.py:FUNCTION": of its file}}.
+    They are {"inputs": see hash_of, "rewards": {name: of its file}}.
 
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError before anything loads: for files
     and names that are wrong, and for a resumed run that began with other files.
@@ -179,10 +179,10 @@ def read_inputs(settings, read):
             "warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated"
         )
     adapters = checkpoints.find_adapters(settings.adapter)
-    own = own_files(settings.reward) | own_files(settings.eval_reward)
+    files = files_of(settings.reward) | files_of(settings.eval_reward)
     hashed = {
         "inputs": hash_of(prompts, held_out, adapters),
-        "rewards": {name: sha256(file.read_bytes()).hexdigest() for name, file in own.items()},
+        "rewards": {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
     }
     if settings.resume:
         compare(settings.resume, hashed)
@@ -242,8 +242,3 @@ def load_rewards(settings, flag, files):
             prompts = f"{left_out} of {counted(len(files[0]), 'prompt')}"
             print(f"{short_name(name)}: does not apply to {prompts}", flush=True)
     return rewards
-
-
-def readable_loading(model):
-    hint = f"; give --model a folder with a GLM-Image pipeline, or {TINY}"
-    return readable(f"load {model}", hint)

@@ -1,19 +1,22 @@
 """What was learned: training and held-out prompts, painted from the same seeds each time."""
 
+import warnings
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
+import numpy as np
 import torch
 
-from runtime import ranks
+from runtime import counted, ranks, short_name
 from runtime.data import evenly
 from runtime.gpu import retry_with_room
+from runtime.record import named, shown_names, with_error
 
 # Prompt i of an evaluation has seed SEEDS[...] + i. Training with --seed 0 needs 536,870 steps to
 # reach these seeds. Training with another --seed never reaches them: see seed_of_step.
 SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
+PROMPTS, SHOWN = 8, 4  # held-out prompts that are shown at most, and pictures of each
 
 
 def seed_of_step(step, seed, prompts_per_step):
@@ -24,28 +27,55 @@ def seed_of_step(step, seed, prompts_per_step):
 def evaluate(run, settings, data, record, stop=None):
     """Judge pictures of training and held-out prompts, unless this step's are judged already.
 
-    stop: a StopRequest; once it is received, this ends early and leaves nothing.
+    Leaves numbers, a table, and pictures of some held-out prompts. stop: a StopRequest; once it is
+    received, this ends early and leaves nothing.
     """
-    if record.done in [each["step"] for each in record.records["evaluation"]]:
+    evaluations = record.records["evaluation"]
+    if record.done in [each["step"] for each in evaluations]:
         return
+    chosen = evaluations[0].get("rows") if evaluations else None  # to show: once, before training
     sets = [evenly(each, settings.eval_count) for each in (data.prompts, data.held_out)]
     rewards = data.rewards | data.judges
-    shares = []
-    with run.clock.evaluation(sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
-        given = zip(sets, SEEDS.values())
-        results = [judge(run, settings, rewards, *each, stop, shares) for each in given]
-    if all(results):
-        record.evaluation(*zip(sets, results))
-        warn_of_other_ids(record, shares)
+    numbers, shares = {"step": record.done}, []
+    record.write(f"evaluating {counted(sum(map(len, sets)), 'prompt')}")
+    with run.phase.counting("prompt", sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
+        for (name, seed), prompts in zip(SEEDS.items(), sets):
+            raw, pictures = {}, {}
+            judged = judge(run, settings, rewards, prompts, seed, stop, shares)
+            for row, of_row, images in judged:
+                raw[row], pictures[row] = of_row, images[:SHOWN]
+                may_show = rows_to_show(prompts, wrong_pictures(raw, record.judge))
+                kept = {*(chosen or chain(*may_show))}
+                # Pictures of all prompts would take gigabytes.
+                pictures = {row: pictures[row] for row in pictures.keys() & kept}
+            raw = of_all_ranks(raw)
+            if len(raw) < len(prompts):  # stopped
+                return
+            columns = {key: torch.cat([each[key] for each in raw.values()]) for key in rewards}
+            values = named(columns, record.weights, settings.group_size)
+            numbers |= evaluation_metrics(name, values, [prompt.type for prompt in prompts])
+    run.phase.read()  # its time is no part of a step
+
+    # From here on of the held-out prompts.
+    wrong = wrong_pictures(raw, record.judge)
+    without_correct, first = rows_to_show(prompts, wrong)
+    rows = numbers["rows"] = chosen or without_correct or first
+    record.append("evaluation", [numbers])
+    sides = [each for each in evaluations if each["step"] in (0, record.done)]
+    record.write(evaluation_table(sides, record.ends))
+    pictures = of_all_ranks({row: pictures[row] for row in rows if row in pictures})
+    record.draw_evaluation(rows, prompts, pictures, values["reward"], wrong)
+    warn_of_other_ids(record, shares)
 
 
 def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
-    """For each prompt its raw rewards {name: (G,)} and its G pictures; None once stopped.
+    """Yields, of each prompt of this rank, its row, raw rewards {name: (G,)} and G pictures.
 
-    shares: a list that gets share_of_other_ids() of some prompts of this rank.
+    stop: a StopRequest; once it is received, nothing more comes. shares: a list that gets
+    share_of_other_ids() of some prompts.
     """
 
-    def make(some, seed):
+    def make(settings, rewards, some, seed):
         own = settings.for_evaluation()
         with run.phase("sample", run.policy.model):
             groups = run.policy.sample(run.glm_image.encode(some, own), own.group_size, seed)
@@ -53,21 +83,109 @@ def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
         return *run.paint_and_score(own, rewards, some, groups, seed), others
 
     # On a CPU a pass costs much and a row of it little: fewer, larger passes.
-    at_once = settings.prompts_per_step * (4 if run.clock.device.type == "cpu" else 1)
-    results = []
+    at_once = settings.prompts_per_step * (4 if run.phase.device.type == "cpu" else 1)
     for rows in ranks.batches(len(prompts), at_once):
         if stop is not None and any(ranks.gather(stop.received)):
-            return None
+            return
         some = [prompts[row % len(prompts)] for row in rows]
-        make_some = partial(make, some)
-        images, raw_rewards, others = retry_with_room(make_some, run, settings, seed + rows[0])
+        given = run, settings, rewards, some, seed + rows[0]
+        images, raw_rewards, others = retry_with_room(make, *given)
         if shares is not None:
             shares += others
-        run.clock.bar.update(len(some))
-        for i in range(0, len(images), settings.group_size):
-            group = slice(i, i + settings.group_size)
-            results.append(({name: x[group] for name, x in raw_rewards.items()}, images[group]))
-    return [*chain(*ranks.gather(results))][: len(prompts)]  # without the padding
+        run.phase.bar.update(len(some))
+        for i, row in enumerate(rows):
+            group = slice(i * settings.group_size, (i + 1) * settings.group_size)
+            if row < len(prompts):  # else it is padding
+                yield row, {name: x[group] for name, x in raw_rewards.items()}, images[group]
+
+
+def of_all_ranks(rows):
+    """{row: value} of this rank -> of all, in order."""
+    return {row: value for own in ranks.gather(rows) for row, value in own.items()}
+
+
+# ---- which pictures are shown --------------------------------------------------------------------
+
+
+def wrong_pictures(raw, judge):
+    """{row: (G,) bool}, what a judge that says 1 or 0 says 0 of; of another judge, or none, nothing.
+
+    raw: {row: {name: (G,)}}.
+    """
+    verdicts = {row: of_row.get(judge, torch.ones(SHOWN)) for row, of_row in raw.items()}
+    decides = all((x.nan_to_num(1).frac() == 0).all() for x in verdicts.values())
+    return {row: (x == 0) & decides for row, x in verdicts.items()}
+
+
+def rows_to_show(prompts, wrong):
+    """Of prompts without a correct picture the first of each type, and of all the first of each.
+
+    Shown are the former; if all prompts have a correct picture, the latter. wrong: see
+    wrong_pictures.
+    """
+    both = []
+    for rows in ([row for row, pictures in wrong.items() if pictures.all()], wrong):
+        first = {}
+        for row in rows:
+            first.setdefault(prompts[row].type or row, row)
+        both.append([*first.values()][:PROMPTS])
+    return both
+
+
+# ---- numbers and table ---------------------------------------------------------------------------
+
+
+def evaluation_metrics(name, rewards, types):
+    """{name: its numbers}, and if there are several types of prompts "NAME, TYPE": those of each.
+
+    Numbers are {"prompts": N, "images": N*G, reward: [mean, standard error]}. The errors are over
+    prompts: pictures of one prompt are not independent. "mean of types" is the plain mean of the
+    types whatever their sizes, like GenEval's overall score (Ghosh et al. 2023). rewards: {reward:
+    (N, G)}. types: N.
+    """
+    metrics = {name: means_and_errors(rewards)}
+    if len({*types}) == 1:
+        return metrics
+    for kind in dict.fromkeys(types):
+        own = [each == kind for each in types]
+        of_kind = {reward: values[own] for reward, values in rewards.items()}
+        metrics[f"{name}, {kind}"] = means_and_errors(of_kind)
+    whole, *kinds = metrics.values()
+    mean = metrics[f"{name}, mean of types"] = dict(whole)
+    for reward in rewards:
+        pairs = torch.tensor([each[reward] for each in kinds], dtype=torch.double)  # (types, 2)
+        means, errors = pairs[~pairs[:, 0].isnan()].T  # none, if it applies to no prompt
+        mean[reward] = [means.mean().item(), (errors.norm() / len(errors)).item()]
+    return metrics
+
+
+def means_and_errors(rewards):
+    shape = rewards["reward"].shape
+    numbers = {"prompts": shape[0], "images": shape.numel()}
+    with warnings.catch_warnings(action="ignore"):  # of prompts to which no reward applies
+        for name, values in rewards.items():
+            means = np.nanmean(values.double(), 1)  # (N,)
+            error = np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5
+            numbers[name] = [values.nanmean().item(), float(error)]
+    return numbers
+
+
+def evaluation_table(records, with_types):
+    """Lines of Markdown, a row for each set of prompts; records: one evaluation, or two."""
+    last = records[-1]
+    names = shown_names(last["training"])
+    table = [["prompts", "pictures", *map(short_name, names)]]
+    for row, numbers in last.items():
+        if row in ("step", "rows") or ("," in row and not with_types):
+            continue
+        pictures = f"{numbers['prompts']} x {numbers['images'] // numbers['prompts']}"
+        cells = [" -> ".join(with_error(*each[row][name]) for each in records) for name in names]
+        table.append([row, pictures, *cells])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    table.insert(1, ["-" * width for width in widths])
+    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in table]
+    sides = ", before -> after" if len(records) > 1 else ""
+    return "\n".join([f"evaluation after {counted(last['step'], 'step')}{sides}", *lines])
 
 
 # ---- deployed as trained? ------------------------------------------------------------------------

@@ -228,6 +228,9 @@ class SharedForward:
 
     def __init__(self, model):
         self.model = model
+        self.release()
+
+    def release(self):
         self.cache = None
 
     def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):

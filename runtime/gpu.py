@@ -1,13 +1,11 @@
-"""A GPU that models share: what fits on it, which of them are on it; and a clock."""
+"""A GPU that models share: which of them are on it in a phase, what fits, where memory runs out."""
 
 import gc
 import os
 import re
-import sys
 import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,7 +14,7 @@ from tqdm import tqdm
 from transformers import set_seed
 
 from grpo import Offload
-from runtime import UserError, counted, out_of_memory, ranks
+from runtime import UserError, out_of_memory, ranks
 
 # torch reads this at its first allocation, the older name first. Without the setting page-locked
 # memory comes in powers of two, 37.9 GB for 32.9 GB of weights, so that it can be used again, which
@@ -31,76 +29,25 @@ ALONE, TOGETHER = 4e9, 8e9
 PROCESS = 4e9  # bytes of host memory beside weights: CUDA's libraries, the compiler, pictures
 
 
-# ---- how long things take, and which models are on the GPU ---------------------------------------
+class Phase:
+    """with phase("paint", decoder): these models are on the GPU, and time and memory are measured.
 
-
-class Clock:
-    """with clock("paint"): the block is timed, and on a GPU the peak of its memory measured.
-
-    The progress bar, in a terminal, shows what is at work; it counts steps, or prompts within
-    evaluation().
+    All models stay on the device; or, with an offload, they take turns: only those of the phase are
+    on it. In a terminal a bar shows which phase is at work.
     """
 
-    def __init__(self, device):
-        self.device = device
-        self.name = ""
-        self.timings = defaultdict(float)
-        # None: it is disabled where there is no terminal.
-        self.new_bar = partial(tqdm, dynamic_ncols=True, disable=ranks.rank() > 0 or None)
-        self.bar = self.steps = tqdm(disable=True)  # until there is something to count
+    def __init__(self, models, device, turns=None, release=lambda: None):
+        """models: all, on the CPU. turns: see plan.
 
-    def begin(self, steps, done=0):
-        """From here on the bar counts steps, `done` of which are already made."""
-        if steps > 0:
-            self.bar = self.steps = self.new_bar(total=steps, initial=done, unit="step")
-
-    def close(self):
-        self.steps.close()
-
-    @contextmanager
-    def __call__(self, name):
-        self.name = name
-        start = time.perf_counter()
-        cuda = self.device.type == "cuda"
-        self.bar.set_description_str(name)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        yield
-        if cuda:
-            torch.cuda.synchronize(self.device)  # or the clock would stop while it is at work
-            peak = torch.cuda.max_memory_allocated(self.device) / 1e9
-            self.timings[f"gpu_gb/{name}"] = max(peak, self.timings[f"gpu_gb/{name}"])
-        self.timings[f"seconds/{name}"] += time.perf_counter() - start
-
-    @contextmanager
-    def evaluation(self, prompts):
-        """The block is no part of a step, nor is its time. prompts: how many are evaluated here."""
-        if not sys.stderr.isatty():
-            self.bar.write(f"evaluating {counted(prompts, 'prompt')}")
-        words = {"unit": "prompt", "postfix": "evaluation", "leave": False}
-        with self.new_bar(total=prompts, **words) as self.bar:
-            yield
-        self.bar = self.steps
-        self.bar.unpause()
-        self.read()
-
-    def read(self):
-        """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""
-        timings, self.timings = self.timings, defaultdict(float)
-        of = lambda what: [value for name, value in timings.items() if name.startswith(what)]
-        return timings | {"seconds": sum(of("seconds/")), "gpu_gb": max(of("gpu_gb/"), default=0)}
-
-
-class Placement:
-    """Where models are that share a device: all on it; or, with an offload, those at work."""
-
-    offload = None
-
-    def __init__(self, models, device, turns=None, forward=None):
-        """turns: see plan. forward: a captured step is released when the weights it reads leave."""
+        release: called when weights leave the device, or memory runs out: see CapturedForward.
+        """
         self.models = models
         self.device = device
-        self.release = getattr(forward, "release", lambda: None)
+        self.release = release
+        self.offload = None
+        self.name = ""
+        self.timings = defaultdict(float)
+        self.bar = tqdm(disable=True)  # until there is something to count
         tensors = [x for model in models for x in (*model.parameters(), *model.buffers())]
         # Where the weights were loaded: mapped from files, they take no host memory there.
         self.homes = [(tensor, tensor.data) for tensor in tensors]
@@ -110,6 +57,48 @@ class Placement:
             for tensor, home in self.homes:
                 tensor.data = home.to(device)  # Module.to() would replace the buffers
 
+    @contextmanager
+    def __call__(self, name, *models):
+        if self.offload is not None:
+            with self.measured("move"):
+                self.offload.all_but(*models)
+        with self.measured(name):
+            yield
+
+    @contextmanager
+    def measured(self, name):
+        """The block's seconds, and on a GPU the peak of its memory, are added to the timings."""
+        self.name = name
+        self.bar.set_description_str(name)
+        cuda = self.device.type == "cuda"
+        start = time.perf_counter()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        if cuda:
+            torch.cuda.synchronize(self.device)  # or the time would end while it is at work
+            peak = torch.cuda.max_memory_allocated(self.device) / 1e9
+            self.timings[f"gpu_gb/{name}"] = max(peak, self.timings[f"gpu_gb/{name}"])
+        self.timings[f"seconds/{name}"] += time.perf_counter() - start
+
+    def read(self):
+        """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""
+        timings, self.timings = self.timings, defaultdict(float)
+        of = lambda what: [value for name, value in timings.items() if name.startswith(what)]
+        return timings | {"seconds": sum(of("seconds/")), "gpu_gb": max(of("gpu_gb/"), default=0)}
+
+    @contextmanager
+    def counting(self, unit, total, done=0):
+        """In a terminal a bar counts up to `total`, from `done` on, until the block ends."""
+        outer = self.bar
+        # None: it is disabled where there is no terminal.
+        disable = ranks.rank() > 0 or total == 0 or None
+        options = {"dynamic_ncols": True, "leave": False, "disable": disable}
+        with tqdm(total=total, initial=done, unit=unit, **options) as self.bar:
+            yield
+        self.bar = outer
+        outer.unpause()
+
     def take_turns(self, pin=None):
         """pin: whether page-locked host memory may hold all weights; None: if it has the room."""
         if pin is None:
@@ -118,63 +107,17 @@ class Placement:
             if not tensor.requires_grad:
                 tensor.data = home.cpu()  # weights in int8 have gone straight to the GPU
         self.homes = []
-        offload = partial(Offload, self.models, self.device, self.release)
         try:
-            self.offload = offload(pin=pin)
+            self.offload = Offload(self.models, self.device, self.release, pin)
         except RuntimeError as error:  # from cudaHostAlloc: WSL2 locks 1 to 4 GB
             reason = str(error).strip().split("\n")[0]
             print(f"memory: page-locking stopped ({reason}): the rest moves more slowly")
-            self.offload = offload(pin=False)
+            self.offload = Offload(self.models, self.device, self.release, pin=False)
 
     def can_take_turns(self):
         """Whether they do not yet, and the host has room for the weights that are in no file."""
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
         return self.offload is None and unfiled <= room_of_host()
-
-
-# ---- where memory runs out -----------------------------------------------------------------------
-
-
-def retry_with_room(work, run, settings, seed):
-    """What work(seed) returns. Where GPU memory runs out, room is made, and it is called again.
-
-    All its draws start from the seed, so it computes the same again, but for rounding. The error
-    ends the run if no more room can be made; if an optimizer has moved weights; and with several
-    ranks, whose collectives one alone cannot repeat.
-    """
-    count_steps = lambda: [trainer.steps for trainer in run.trainers.values()]
-    before = count_steps()
-    while True:
-        set_seed(seed % 2**32)
-        try:
-            return work(seed)
-        except RuntimeError as error:
-            repeatable = ranks.count() == 1 and count_steps() == before
-            make_room = repeatable and out_of_memory(error) and next_room(run, settings)
-            if not make_room:
-                raise
-        # Only here, after the handler: until its end the error holds the tensors of its frames.
-        run.placement.release()
-        gc.collect()
-        torch.cuda.empty_cache()
-        line = f"memory: the GPU is full in the phase '{run.clock.name}': {make_room()}"
-        run.clock.bar.write(line)
-
-
-def next_room(run, settings):
-    """A function that makes room and says how; None if all has been done."""
-
-    def take_turns():
-        run.placement.take_turns()
-        return "from here on the models take turns"
-
-    def halve():
-        settings.micro_batch_size //= 2
-        return f"from here on --micro-batch-size is {settings.micro_batch_size}"
-
-    if settings.offload != "no" and run.placement.can_take_turns():
-        return take_turns
-    return halve if settings.micro_batch_size > 1 else None
 
 
 # ---- what fits -----------------------------------------------------------------------------------
@@ -248,16 +191,51 @@ def room_of_host():
     return max(0, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - PROCESS)
 
 
-def host_memory(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
-    """Bytes of host memory that are free, at most what this process' control groups leave."""
-    there = [psutil.virtual_memory().available]
-    with suppress(OSError, TypeError):  # not on Linux, or control groups of version 1
-        path = re.search(r"(?m)^0::/(.*)$", Path(own).read_text())[1]
-        folder = Path(groups, path)
-        for each in (folder, *folder.parents):
-            with suppress(OSError, ValueError):  # not there, or no limit: "max"
-                limit, used = (int((each / f"memory.{x}").read_text()) for x in ("max", "current"))
-                # Files that were read count as used, but give way.
-                cached = re.search(r"(?m)^inactive_file (\d+)", (each / "memory.stat").read_text())
-                there.append(limit - used + int(cached[1]))
-    return min(there)
+def host_memory(group=Path("/sys/fs/cgroup")):
+    """Bytes of host memory that are free, at most what the limit of a container leaves."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # not there, or no limit: "max"
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        # Files that were read count as used, but give way.
+        cached = re.search(r"(?m)^inactive_file (\d+)", (group / "memory.stat").read_text())
+        free = min(free, limit - used + int(cached[1]))
+    return free
+
+
+# ---- where memory runs out -----------------------------------------------------------------------
+
+
+def retry_with_room(work, run, settings, rewards, prompts, seed):
+    """What work(settings, rewards, prompts, seed) returns, such as run.step.
+
+    Where GPU memory runs out, room is made, and it is called again.
+
+    All its draws start from the seed, so it computes the same again, but for rounding. The error
+    ends the run if no more room can be made; if an optimizer has moved weights; and with several
+    ranks, whose collectives one alone cannot repeat.
+    """
+    phase = run.phase
+    count_steps = lambda: sum(trainer.steps for trainer in run.trainers.values())
+    before = count_steps()
+    while True:
+        set_seed(seed % 2**32)
+        try:
+            return work(settings, rewards, prompts, seed)
+        except RuntimeError as error:
+            if not out_of_memory(error) or ranks.count() > 1 or count_steps() > before:
+                raise
+            turns = settings.offload != "no" and phase.can_take_turns()
+            if not turns and settings.micro_batch_size == 1:
+                raise
+        # Only here, after the handler: until its end the error holds the tensors of its frames.
+        phase.release()
+        gc.collect()
+        torch.cuda.empty_cache()
+        if turns:
+            phase.take_turns()
+            change = "the models take turns"
+        else:
+            settings.micro_batch_size //= 2
+            change = f"--micro-batch-size is {settings.micro_batch_size}"
+        full = f"memory: the GPU is full in the phase '{phase.name}'"
+        tqdm.write(f"{full}: from here on {change}")

@@ -11,26 +11,31 @@ import torch.distributed as dist
 
 from runtime import UserError, disable_progress_bars
 
-
-class PeerFailed(UserError):
-    """Another rank has failed, or its process has ended."""
+FAILED = "this rank has failed"  # what it gathers then
 
 
-def join():
-    """Meet the other processes of torchrun, if there are any. Only the first prints and writes."""
-    if not dist.is_torchelastic_launched():
-        return
-    # A rank may wait for another's whole update, or for its download.
-    timeout = timedelta(hours=3)
-    # NCCL connects when it is first used: where the models are on the CPU it never is.
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timeout)
-    if rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        disable_progress_bars()
+@contextmanager
+def joined():
+    """Within it the processes of torchrun work together, if there are any.
 
-
-def leave():
+    Only the first prints and writes. If one fails, the others do when they next gather. Until then
+    it waits: torchrun kills the others 30 seconds after its end, and they have a step to save.
+    """
+    if dist.is_torchelastic_launched():
+        # A rank may wait for another's whole update, or for its download.
+        timeout = timedelta(hours=3)
+        # NCCL connects when it is first used: where the models are on the CPU it never is.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timeout)
+        if rank() > 0:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            disable_progress_bars()
+    try:
+        yield
+    except Exception:
+        with suppress(UserError):
+            gather(FAILED)
+        raise
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -86,24 +91,22 @@ def batches(number, size):
     return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
-def gather(value, failed=False):
-    """The values of all ranks, in order. PeerFailed if one of them has failed, or has gone."""
+def gather(value):
+    """The values of all ranks, in order. UserError if one of them has failed, or has gone."""
     if count() == 1:
         return [value]
     answers = [None] * count()
     try:
-        dist.all_gather_object(answers, (value, failed))
+        dist.all_gather_object(answers, value)
     except RuntimeError:  # from gloo: another process has ended
-        why = "it failed, was killed, or its machine ran out of memory"
-        raise PeerFailed(f"another rank has gone: {why}; see above") from None
-    for other, (_, has_failed) in enumerate(answers):
-        if has_failed:
-            raise PeerFailed(f"stopped because rank {other} has failed")
-    return [value for value, _ in answers]
+        answers = [FAILED]
+    if FAILED in answers:
+        raise UserError("another rank has failed, was killed, or its machine ran out of memory")
+    return answers
 
 
 def average(tensors):
-    """In place, over all ranks. PeerFailed if one of them has failed.
+    """In place, over all ranks. UserError if one of them has failed.
 
     Gradients go by NCCL, where a rank that has failed keeps the others waiting for ever; so they
     gather first, by gloo. The policy has not moved yet: all ranks stop at the same step.
@@ -112,19 +115,6 @@ def average(tensors):
         gather(None)
         for tensor in tensors:
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
-
-
-@contextmanager
-def together():
-    """An error on one rank is PeerFailed on all others, when they next gather."""
-    try:
-        yield
-    except PeerFailed:
-        raise
-    except Exception:
-        with suppress(PeerFailed):
-            gather(None, failed=True)
-        raise
 
 
 def mean(metrics):

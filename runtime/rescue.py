@@ -12,11 +12,8 @@ from runtime import UserError, checkpoints, out_of_memory, ranks
 def exit_code(run):
     """What run() returns; 2 after an error that the user can fix, on whichever rank."""
     try:
-        ranks.join()
-        with ranks.together():
-            code = run()
-        ranks.leave()
-        return code
+        with ranks.joined():
+            return run()
     except KeyboardInterrupt:  # before the first step: there is nothing to save yet
         return 130
     except (UserError, NotFinite) as error:
@@ -52,7 +49,7 @@ def rescued(record):
                 record.save()
             hint = checkpoints.find(record.out) and checkpoints.how_to_continue(record.out)
         if hint:
-            record.write(f"stopped in the phase '{record.clock.name}'; {hint}")
+            record.write(f"stopped in the phase '{record.phase.name}'; {hint}")
         raise
 
 

@@ -1,182 +1,162 @@
-"""The settings of a run: a flag for each, with its default, its help and its range."""
+"""The settings of a run: each is a flag, and the comment above it is the flag's help."""
 
 import argparse
+import inspect
 import json
 import math
+import sys
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 import torch
+from transformers.utils import cached_file
 
 from grpo import GRPOSettings
-from rewards import REWARDS, own_files, split_spec
+from rewards import REWARDS, split_spec
 from runtime import ROOT, UserError, checkpoints, counted, ranks, readable
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
 
 
-def flag(default, help, *, group=None, may_change=False, is_path=False, **limits):
-    """A field of Settings, and a flag. The field's type is that of a value on the command line.
-
-    default: None where nothing is given. group: the heading that begins here in --help. may_change:
-    a resumed run may have another value. is_path: a file or folder that a run reads. It is also
-    found from the project's folder; and a resumed run may name another place, for what it holds is
-    compared. limits: at_least, above, at_most.
-    """
-    about = {"group": group, "may_change": may_change, "is_path": is_path, "limits": limits}
-    return field(default=default, metadata={"help": help, **about})
-
-
 @dataclass(kw_only=True)
-class Settings:
-    """The settings of train.py. The defaults here are those for GLM-Image.
+class Settings(GRPOSettings):
+    """The settings of train.py; the defaults are GLM-Image's.
 
-    While it runs, only runtime/gpu.py changes any: base by what fits, micro_batch_size by what
-    does not.
-
-    A model's folder may hold defaults.json with others: tiny-glm-image does. Scripts in examples/
-    add settings of their own.
+    Those of the algorithm in grpo.py are flags, too. Scripts in examples/ add settings of their
+    own. While a run lasts, only runtime/gpu.py changes any: base by what fits, micro_batch_size by
+    what does not.
     """
 
-    script = "train.py"
-    section = None  # of defaults.json: values that come before its "usual" ones
-    overrides: ClassVar[dict] = {}  # {setting: another default for GLM-Image}
-    # What grpo.py reads beside these flags: a Settings stands in for GRPOSettings.
-    end_ids = GRPOSettings.end_ids
-    max_grad_norm = GRPOSettings.max_grad_norm
+    # ---- model and data
 
-    model: str = flag(
-        None,
-        "folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)",
-        group="model and data",
-    )
-    adapter: str = flag(
-        None,
-        "start from the adapters in this folder: of a run, of a checkpoint, or a published one; "
-        "with --steps 0 only evaluate them",
-        is_path=True,
-    )
-    prompts: str = flag("prompts/train.txt", "text file, one prompt per line", is_path=True)
-    targets: str = flag(
-        None,
-        "folder with one picture per prompt, sorted by name; or my_file.py:function, which draws "
-        "them",
-        is_path=True,
-    )
-    reward: str = flag(
-        "pickscore:1,clip:1",
-        f"NAME[=FOLDER][:WEIGHT],... with NAME one of {', '.join(REWARDS)}, or my_file.py:function,"
-        " which runs that file; FOLDER: the model's files, in place of a download",
-    )
-    combine: Literal["sum", "zscore"] = flag(
-        None, "add rewards, or their z-scores (default: zscore for several)"
-    )
+    # folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)
+    model: str = None
+    # start from the adapters in this folder: of a run, of a checkpoint, or a published one; with
+    # --steps 0 only evaluate them
+    adapter: str = None
+    # text file, one prompt per line
+    prompts: str = "prompts/train.txt"
+    # folder with one picture per prompt, sorted by name; or my_file.py:function, which draws them
+    targets: str = None
+    # NAME[=FOLDER][:WEIGHT],... with NAME one of REWARDS, see below, or my_file.py:function, which
+    # runs that file; FOLDER: the model's files, in place of a download
+    reward: str = "pickscore:1,clip:1"
+    # add rewards, or their z-scores (default: zscore for several)
+    combine: Literal["sum", "zscore"] = None
 
-    group_size: int = flag(
-        4,
-        "pictures per prompt, which are compared with one another",
-        group="the algorithm",
-        at_least=2,
-    )
-    prompts_per_step: int = flag(4, "prompts per step, on each GPU", at_least=1)
-    steps: int = flag(200, "training steps; 0 evaluates only", may_change=True, at_least=0)
-    iterations: int = flag(
-        1,
-        "optimiser steps on each step's pictures; ratios are clipped only above 1",
-        at_least=1,
-    )
-    lr: float = flag(2e-5, "AdamW's learning rate", above=0)
-    warmup_steps: int = flag(10, "steps over which the learning rate rises", at_least=0)
-    clip_range: float = flag(0.2, "how far a ratio may leave 1 before its gradient is cut", above=0)
-    kl_coef: float = flag(0.01, "weight of the KL from the model before training", at_least=0)
-    lora_rank: int = flag(
-        16, "rank of a new adapter; its alpha is twice that; --adapter has its own", at_least=1
-    )
-    seed: int = flag(
-        0, "fixes the order of prompts, the samples and the noise", at_least=0, at_most=2**32 - 1
-    )
+    # ---- the algorithm
 
-    temperature: float = flag(
-        0.9,
-        "divides the logits, in sampling and in recomputing log-probs",
-        group="pictures",
-        above=0,
-    )
-    top_p: float = flag(
-        0.75, "sample from the likeliest codes that make up this share", above=0, at_most=1
-    )
-    height: int = flag(1024, "height of the pictures in pixels, a multiple of 32", at_least=1)
-    width: int = flag(1024, "width of the pictures in pixels, a multiple of 32", at_least=1)
-    decode_steps: int = flag(12, "denoising steps of the decoder", at_least=1)
-    guidance_scale: float = flag(1.5, "decoder's guidance; above 1 doubles its cost", at_least=1)
+    # pictures per prompt, which are compared with one another
+    group_size: int = 4
+    # prompts per step, on each GPU
+    prompts_per_step: int = 4
+    # training steps; 0 evaluates only
+    steps: int = 200
+    # AdamW's learning rate
+    lr: float = 2e-5
+    # steps over which the learning rate rises
+    warmup_steps: int = 10
+    # rank of a new adapter; its alpha is twice that; --adapter has its own
+    lora_rank: int = 16
+    # fixes the order of prompts, the samples and the noise
+    seed: int = 0
 
-    eval_prompts: str = flag(
-        "prompts/heldout.txt",
-        "prompts that are never trained on, one per line",
-        group="evaluation, before and after",
-        is_path=True,
-    )
-    eval_targets: str = flag(None, "folder with one picture per held-out prompt", is_path=True)
-    eval_reward: str = flag(
-        "hps,variety",
-        "rewards that are only reported, never trained on; if the first says 1 or 0, "
-        "before-after.png has a red frame where it is 0; none: no such reward",
-    )
-    eval_count: int = flag(
-        8,
-        "prompts per evaluation from each of the training and held-out sets, evenly over types",
-        at_least=1,
-    )
-    eval_every: int = flag(
-        50, "steps between evaluations; 0: before and after only", may_change=True, at_least=0
-    )
-    eval_decode_steps: int = flag(30, "denoising steps in an evaluation", at_least=1)
-    eval_guidance_scale: float = flag(1.5, "decoder's guidance in an evaluation", at_least=1)
+    # Settings of grpo.py with another default. Their comments are there.
 
-    device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto",
-        "where the models are; auto: on the GPU, if there is one",
-        group="memory and speed",
-        may_change=True,
-    )
-    base: Literal["auto", "bfloat16", "int8"] = flag(
-        "auto",
-        "frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory; auto: int8 if "
-        "the largest model does not fit otherwise",
-    )
-    micro_batch_size: int = flag(
-        4,
-        "sequences per pass of the update, at most a group, and pictures painted at a time; "
-        "halved where GPU memory runs out",
-        may_change=True,
-        at_least=1,
-    )
-    offload: Literal["auto", "yes", "no"] = flag(
-        "auto",
-        "policy and decoder take turns on the GPU; auto: if they do not fit together",
-        may_change=True,
-    )
+    kl_coef: float = 0.01
+    temperature: float = 0.9
+    top_p: float = 0.75
 
-    out: str = flag(
-        None,
-        "folder for everything the run leaves (default: the next free runs/N)",
-        group="what a run leaves",
-    )
-    resume: str = flag(
-        None, "continue the run in this folder from its newest checkpoint", may_change=True
-    )
-    save_every: int = flag(20, "steps between checkpoints", may_change=True, at_least=1)
+    # ---- pictures
+
+    # height of the pictures in pixels, a multiple of 32
+    height: int = 1024
+    # width of the pictures in pixels, a multiple of 32
+    width: int = 1024
+    # denoising steps of the decoder
+    decode_steps: int = 12
+    # decoder's guidance; above 1 doubles its cost
+    guidance_scale: float = 1.5
+
+    # ---- evaluation, before and after
+
+    # prompts that are never trained on, one per line
+    eval_prompts: str = "prompts/heldout.txt"
+    # folder with one picture per held-out prompt
+    eval_targets: str = None
+    # rewards that are only reported, never trained on; if the first says 1 or 0, before-after.png
+    # has a red frame where it is 0; none: no such reward
+    eval_reward: str = "hps,variety"
+    # prompts per evaluation from each of the training and held-out sets, evenly over types
+    eval_count: int = 8
+    # steps between evaluations; 0: before and after only
+    eval_every: int = 50
+    # denoising steps in an evaluation
+    eval_decode_steps: int = 30
+    # decoder's guidance in an evaluation
+    eval_guidance_scale: float = 1.5
+
+    # ---- memory and speed
+
+    # where the models are; auto: on the GPU, if there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # frozen weights: bfloat16 (on a CPU float32), or int8 for half the memory; auto: int8 if the
+    # largest model does not fit otherwise
+    base: Literal["auto", "bfloat16", "int8"] = "auto"
+    # sequences per pass of the update, at most a group, and pictures painted at a time; halved
+    # where GPU memory runs out
+    micro_batch_size: int = 4
+    # policy and decoder take turns on the GPU; auto: if they do not fit together
+    offload: Literal["auto", "yes", "no"] = "auto"
+
+    # ---- what a run leaves
+
+    # folder for everything the run leaves (default: the next free runs/N)
+    out: str = None
+    # continue the run in this folder from its newest checkpoint
+    resume: str = None
+    # steps between checkpoints
+    save_every: int = 20
+
+    # Settings of grpo.py that are no flags.
+    end_ids: ClassVar[tuple] = GRPOSettings.end_ids
+    max_grad_norm: ClassVar[float] = GRPOSettings.max_grad_norm
+
+    # Other defaults for the tiny family, see is_tiny.
+    tiny: ClassVar[dict] = {
+        "prompts": f"{TINY}/prompts.txt",
+        "reward": "facts",
+        "prompts_per_step": 16,
+        "steps": 20,
+        "lr": 5e-4,
+        "warmup_steps": 20,
+        "kl_coef": 0.2,
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "height": 128,
+        "width": 128,
+        "decode_steps": 6,
+        "guidance_scale": 1.0,
+        "eval_prompts": f"{TINY}/heldout.txt",
+        "eval_reward": "correct,clean,variety",
+        "eval_count": 48,
+        "eval_every": 10,
+        "eval_decode_steps": 6,
+        "eval_guidance_scale": 1.0,
+        "device": "cpu",
+    }
 
     def __post_init__(self):
         """Fills in what follows from other settings; refuses what cannot work."""
-        self.model = found(self.model)
         for each in fields(self):
-            check_range(option(each.name), getattr(self, each.name), each.metadata["limits"])
-            if each.metadata["is_path"]:
-                setattr(self, each.name, found(getattr(self, each.name)))
+            value = getattr(self, each.name)
+            if isinstance(value, int | float):
+                check_number(each.name, value)
+            elif each.name in FILES | {"model"}:
+                setattr(self, each.name, found(value))
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
@@ -193,15 +173,42 @@ class Settings:
         return own
 
 
-def check_range(name, value, limits):
+# What numbers may be, here and in examples/. All others are above 0.
+AT_LEAST = {
+    "group_size": 2,
+    "paintings": 2,
+    "guidance_scale": 1,
+    "eval_guidance_scale": 1,
+    "steps": 0,
+    "warmup_steps": 0,
+    "kl_coef": 0,
+    "seed": 0,
+    "eval_every": 0,
+}
+AT_MOST = {"top_p": 1, "noise_level": 1, "seed": 2**32 - 1}
+# Files and folders that a run reads. They are also found from the project's folder.
+FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
+# A resumed run may change these. Its files may lie elsewhere: what they hold is compared.
+MAY_CHANGE = FILES | {"steps", "eval_every", "save_every", "resume"}
+MAY_CHANGE |= {"device", "offload", "micro_batch_size"}
+
+
+def check_number(name, value):
     """Refuses a number beyond one of its limits, NaN and infinity."""
-    if value is None or not limits:
-        return
-    low, high = limits.get("at_least", -math.inf), limits.get("at_most", math.inf)
-    inside = low <= value <= high and value > limits.get("above", -math.inf)
-    if not inside or not math.isfinite(value):
-        words = [f"{word.replace('_', ' ')} {limit}" for word, limit in limits.items()]
-        raise UserError(f"{name}: must be {' and '.join(words)}, got {value}")
+    least, most = AT_LEAST.get(name, math.ulp(0)), AT_MOST.get(name, sys.float_info.max)
+    if not least <= value <= most:
+        words = f"at least {least}" if name in AT_LEAST else "above 0"
+        words += f" and at most {most}" if name in AT_MOST else ""
+        raise UserError(f"{option(name)}: must be {words}, got {value}")
+
+
+def found(path):
+    """What is named from this project's folder is found from any other, too."""
+    elsewhere = path and not Path(path).exists() and (ROOT / path).exists()
+    return str(ROOT / path) if elsewhere else path
+
+
+# ---- which model ---------------------------------------------------------------------------------
 
 
 def default_model():
@@ -213,10 +220,22 @@ def default_model():
     return TINY
 
 
-def found(path):
-    """What is named from this project's folder is found from any other, too."""
-    elsewhere = path and not Path(path).exists() and (ROOT / path).exists()
-    return str(ROOT / path) if elsewhere else path
+def is_tiny(model):
+    """Whether a model is of the tiny family: its decoder reads 1,024 codes, the release's 16,384.
+
+    Settings.tiny then has its defaults: a model's folder holds no settings. Raises UserError for
+    what is no model.
+    """
+    if model == RELEASE:  # known before there is a network
+        return False
+    with readable_loading(model):
+        config = json.loads(Path(cached_file(model, "transformer/config.json")).read_text())
+        return config["prior_vq_quantizer_codebook_size"] == 1024
+
+
+def readable_loading(model):
+    hint = f"; give --model a folder with a GLM-Image pipeline, or {TINY}"
+    return readable(f"load {model}", hint)
 
 
 # ---- from the command line -----------------------------------------------------------------------
@@ -239,23 +258,47 @@ def build_parser(kind=Settings):
     """
     parser = Parser(
         description="Train GLM-Image with GRPO, or a tiny GLM-Image on a CPU. See README.md.",
-        usage=f"python {kind.script} [--FLAG VALUE ...]",
+        usage=f"python {sys.argv[0]} [--FLAG VALUE ...]",
+        epilog=f"REWARDS: {', '.join(REWARDS)}",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    tiny = usual_settings(TINY, kind)
-    for each in fields(kind):
-        words = each.metadata["help"]
-        default = kind.overrides.get(each.name, each.default)
-        if tiny.get(each.name, default) != default:
-            of_release = "" if default is None else f", {default} for GLM-Image"
-            default = f"{tiny[each.name]} for tiny{of_release}"
+    by_name = {each.name: each for each in fields(kind)}
+    tiny = checkpoints.shortened(kind.tiny)
+    groups = {}
+    for name, (heading, words) in read_comments(kind).items():
+        default = release = by_name[name].default
+        if tiny.get(name, release) != release:
+            of_release = "" if release is None else f", {release} for GLM-Image"
+            default = f"{tiny[name]} for tiny{of_release}"
         if default is not None:
             words += f" (default: {default})"
-        if each.metadata["group"]:
-            group = parser.add_argument_group(each.metadata["group"])
-        group.add_argument(option(each.name), help=words, **argument_of(each.type))
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        groups[heading].add_argument(option(name), help=words, **argument_of(by_name[name].type))
     return parser
+
+
+def read_comments(kind):
+    """{setting: (the heading it stands under, the comment above it)}.
+
+    A class comes before the class that it extends, whose comment counts where it has none.
+    """
+    names = {each.name for each in fields(kind)}
+    comments = {}
+    for each in kind.__mro__[:-1]:  # without object
+        heading, words = "the algorithm", []  # of grpo.py, which has no headings
+        for line in map(str.strip, inspect.getsource(each).splitlines()):
+            if line.startswith("# ---- "):
+                heading = line.strip("# -")
+            elif line.startswith("# "):
+                words.append(line.removeprefix("# "))
+            else:
+                name = line.partition(":")[0]
+                if words and name in names:
+                    comments.setdefault(name, (heading, " ".join(words)))
+                words = []
+    return comments
 
 
 def argument_of(hint):
@@ -263,42 +306,6 @@ def argument_of(hint):
     if words := get_args(hint):
         return {"choices": words, "metavar": "|".join(words)}
     return {"type": hint, "metavar": hint.__name__.upper()}
-
-
-def read_defaults(model):
-    """What defaults.json in the model's folder holds; nothing where there is none.
-
-    {"usual": {setting: value}, a section: what comes before the usual, "pixels": the least and the
-    most that the model was trained on}.
-    """
-    file = Path(model) / "defaults.json"
-    if not file.is_file():
-        return {}
-    with readable(f"read {file}"):
-        return json.loads(file.read_text())
-
-
-def usual_settings(model, kind):
-    """{setting: value} without flags, as far as the model's folder says; see Settings."""
-    defaults = read_defaults(model)
-    usual = kind.overrides | defaults.get("usual", {}) | defaults.get(kind.section, {})
-    for name in usual.keys() - {each.name for each in fields(kind)}:
-        raise UserError(f"{Path(model, 'defaults.json')}: there is no setting {name!r}")
-    return usual
-
-
-def code_in(settings, given):
-    """As flags, the settings that run a file outside tiny-glm-image/, and are not among the given.
-
-    Both are {name: value}.
-    """
-    flags = []
-    for name in settings.keys() - given.keys():
-        value = str(settings[name])
-        files = own_files(value).values()
-        if not all(file.resolve().is_relative_to(TINY) for file in files):
-            flags.append(f"{option(name)} {value}")
-    return " ".join(sorted(flags))
 
 
 def parse_settings(arguments=None, kind=Settings):
@@ -311,14 +318,12 @@ def parse_settings(arguments=None, kind=Settings):
     if "resume" in given:
         return kind(**resumed(given, kind))
     model = found(given.get("model")) or default_model()
-    usual = usual_settings(model, kind) | given | {"model": model}
-    if code := code_in(usual, given):
-        raise UserError(f"{model}/defaults.json runs code: if you trust it, give {code}")
-    settings = kind(**usual)
-    least, most = read_defaults(model).get("pixels", (2**20, 2**22))  # 1024x1024 to 2048x2048
+    tiny = is_tiny(model)
+    settings = kind(**(kind.tiny if tiny else {}) | given | {"model": model})
+    least, most = (128**2, 128**2) if tiny else (1024**2, 2048**2)
     pixels = settings.height * settings.width
     if not least <= pixels <= most:
-        sizes = f"{least:,} to {most:,}" if least < most else f"{least:,}"
+        sizes = f"{least:,}" if tiny else f"{least:,} to {most:,}"
         print(f"warning: trained on {sizes} pixels per picture; this run paints {pixels:,}")
     return settings
 
@@ -328,21 +333,21 @@ def resumed(given, kind):
     out = given["resume"]
     state = checkpoints.read_state(Path(out))
     before = state["settings"]
-    about = {each.name: each.metadata for each in fields(kind)}
-    if before.keys() != about.keys():
+    if before.keys() != {each.name for each in fields(kind)}:
         hint = f"start a new run from its adapter: --adapter {out}"
         raise UserError(f"{out} was made by another script or version; {hint}")
-    differ = []
-    for name, value in sorted(checkpoints.shortened(given).items()):
-        fixed = not (about[name]["may_change"] or about[name]["is_path"])
-        if fixed and value != before[name]:
-            differ.append(f"{option(name)} {value} (was {before[name]})")
+    differ = [
+        f"{option(name)} {value} (was {before[name]})"
+        for name, value in sorted(checkpoints.shortened(given).items())
+        if name not in MAY_CHANGE and value != before[name]
+    ]
     if differ:
         raise UserError(f"a resumed run keeps its settings; different here: {', '.join(differ)}")
     if state["ranks"] != ranks.count():  # the prompts of a step would be others
         raise UserError(f"{out} began with {state['ranks']} processes: start as many by torchrun")
-    if code := code_in(before, given):
-        print(f"{out} runs code, as when it began: {code}")
+    kept = {name: str(value) for name, value in sorted(before.items()) if name not in given}
+    if code := [f"{option(name)} {value}" for name, value in kept.items() if ".py:" in value]:
+        print(f"{out} runs code, as when it began: {' '.join(code)}")
     return before | given
 
 

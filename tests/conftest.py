@@ -219,7 +219,7 @@ def short_runs(folder):
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
     """Runs without reward.png, which takes a tenth of a second."""
-    monkeypatch.setattr("runtime.log.draw_curves", lambda *given: None)
+    monkeypatch.setattr("runtime.record.draw_curves", lambda *given: None)
     with short_runs(tmp_path) as run:
         yield run
 

@@ -28,7 +28,7 @@ import rewards
 import train
 from benchmarks import best_of, film, repair_decoder, variants
 from runtime.data import evenly, read_prompts
-from runtime.pictures import RED
+from runtime.record import RED
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_the_film_shows_what_each_evaluation_has_painted(run, tmp_path):
         for (i, caption), j in itertools.product(enumerate(captions, 1), range(1, 5)):
             scene = world.MEANING[caption].scene() if j < 4 else (None,) * 4
             world.draw(scene).save(folder / f"{i}-{j}.png")
-        share = {"reward/check.py:correct": [step / 100, 0]}
+        share = {"reward/correct": [step / 100, 0]}
         line = {"step": step, "rows": [5, 6, 7, 8], "held out, mean of types": share}
         lines.append(json.dumps(line) + "\n")
     (tmp_path / "evaluation.jsonl").write_text("".join(lines))
@@ -252,8 +252,8 @@ def test_a_run_is_measured_by_its_distinct_pictures(run, monkeypatch, tmp_path):
 
     def judge(run, settings, rewards, prompts, seed):
         assert (settings.group_size, list(rewards)) == (3, ["correct", "clean"])
-        for _ in prompts:
-            yield {"correct": torch.tensor([1.0, 0.0, 1.0])}, [red, blue, red.copy()]
+        for row in range(len(prompts)):
+            yield row, {"correct": torch.tensor([1.0, 0.0, 1.0])}, [red, blue, red.copy()]
 
     monkeypatch.setattr(best_of.evaluation, "judge", judge)
     monkeypatch.setattr(best_of, "KS", [1, 2])

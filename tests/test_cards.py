@@ -3,6 +3,7 @@
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from glm_image.model import GlmImage
 from grpo import GRPO, Offload
 from runtime import gpu, out_of_memory, ranks
 from runtime.forward import SharedForward
-from runtime.gpu import Placement, retry_with_room
+from runtime.gpu import Phase, retry_with_room
 
 # ---- memory that runs out ------------------------------------------------------------------------
 
@@ -121,9 +122,9 @@ def test_models_take_turns_first_then_micro_batches_are_halved(
 ):
     """With a CPU in place of the GPU; the last time memory runs out in CUDA's own words."""
     reward = write_reward(DRAWS)
-    released = []
-    release = lambda forward: released.append(1)  # as of a captured step
-    monkeypatch.setattr(SharedForward, "release", release, raising=False)
+    released, stock = [], SharedForward.release
+    release = lambda forward: (stock(forward), released.append(1))  # as of a captured step
+    monkeypatch.setattr(SharedForward, "release", release)
     runs_out(monkeypatch, grpo, "compute_grpo_loss", [1, 2, 4], RuntimeError(CUBLAS))
     assert quick(*reward, FLAGS, "--micro-batch-size 8 --out run") == 0
     changes = ["the models take turns", "--micro-batch-size is 4", "--micro-batch-size is 2"]
@@ -162,19 +163,16 @@ def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch):
         assert run == one
 
 
-def room_for(*micro_batches, placement=None):
-    """What retry_with_room needs of a run, and its settings."""
-    run = SimpleNamespace(
-        trainers={}, clock=gpu.Clock(CPU), placement=placement or Placement([], CPU)
-    )
-    return run, tiny_settings("--micro-batch-size", *micro_batches)
+def room_for(micro_batch, *models, release=lambda: None):
+    """What retry_with_room needs beside the work and a seed."""
+    run = SimpleNamespace(trainers={}, phase=Phase(models, CPU, release=release))
+    return run, tiny_settings("--micro-batch-size", micro_batch), {}, []
 
 
 def test_what_the_error_held_is_free_before_work_is_called_again():
     held = []
-    forward = SimpleNamespace(release=lambda: held.append("released"))
 
-    def work(seed):
+    def work(*given):
         if held:
             assert held[0]() is None and held[1:] == ["released"]
             return "done"
@@ -183,31 +181,31 @@ def test_what_the_error_held_is_free_before_work_is_called_again():
         held.append(weakref.ref(tensor))
         raise torch.OutOfMemoryError("out of memory")
 
-    placement = Placement([], CPU, forward=forward)
-    assert retry_with_room(work, *room_for(2, placement=placement), 2**40) == "done"
+    room = room_for(2, release=lambda: held.append("released"))
+    assert retry_with_room(work, *room, 2**40) == "done"
 
 
 def test_several_ranks_do_not_repeat(monkeypatch):
-    def work(seed):
+    def work(*given):
         raise FULL
 
     monkeypatch.setattr(ranks, "count", lambda: 2)
-    run, settings = room_for(4)
+    run, settings, *given = room_for(4)
     with pytest.raises(torch.OutOfMemoryError):
-        retry_with_room(work, run, settings, 0)
+        retry_with_room(work, run, settings, *given, 0)
     assert settings.micro_batch_size == 4
 
 
-def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch):
-    model = torch.nn.Linear(300, 300).requires_grad_(False)
-    placement = Placement([model], CPU)
-    run, settings = room_for(2, placement=placement)
-    assert gpu.next_room(run, settings).__name__ == "take_turns"
-    settings.offload = "no"
-    assert gpu.next_room(run, settings).__name__ == "halve"
-    settings.offload = "auto"
-    monkeypatch.setattr(gpu, "host_memory", lambda: 4e9)  # and these weights are in no file
-    assert gpu.next_room(run, settings).__name__ == "halve"
+def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch, lockable):
+    """Micro-batches are halved instead. These weights are in no file."""
+    for offload, host, turns in (("auto", 60e9, True), ("no", 60e9, False), ("auto", 4e9, False)):
+        monkeypatch.setattr(gpu, "host_memory", lambda host=host: host)
+        run, settings, *given = room_for(2, torch.nn.Linear(300, 300).requires_grad_(False))
+        settings.offload = offload
+        work = Mock(side_effect=[FULL, "done"])
+        assert retry_with_room(work, run, settings, *given, 0) == "done"
+        assert (run.phase.offload is not None) == turns
+        assert settings.micro_batch_size == (2 if turns else 1)
 
 
 # ---- models that take turns ----------------------------------------------------------------------
@@ -236,7 +234,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
     settings = tiny_settings(flags, sizes, "--temperature 9 --top-p 1")
     run = build_run(settings)
     learners = list(run.trainers.values())
-    offload = run.placement.offload = Offload(run.glm_image.parts, CPU)
+    offload = run.phase.offload = Offload(run.glm_image.parts, CPU)
     frozen = [offload.homes[part][0] for part in run.glm_image.parts]
     seen = set()  # which models are on the GPU for which work
 
@@ -254,7 +252,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
         watch(learner, "logprobs")
     reward = lambda images, *_: (look("score"), range(len(images)))[1]
     run.step(settings, {"mine": (reward, 1.0)}, prompts_of("a red circle"), 5)
-    assert "seconds/move" in run.clock.read()  # what moves is timed by itself
+    assert "seconds/move" in run.phase.read()  # what moves is timed by itself
     # The language model, the glyph encoder, the decoder, the VAE.
     turns = {("sample", 1, 0, 0, 0), ("paint", 0, 1, 1, 0), ("to_images", 0, 0, 0, 1)}
     turns |= {("score", 0, 0, 0, 0), ("logprobs", 1, 0, 0, 0)}

@@ -11,15 +11,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import train_decoder
+import train_edits
 from conftest import (
     CPU,
     ROOT,
@@ -38,10 +41,10 @@ from safetensors.torch import load_file
 
 import train
 from grpo import compute_advantages
-from rewards import REWARDS
+from rewards import REWARDS, files_of, parse_rewards
 from runtime import UserError, evaluation, ranks, settings
-from runtime.gpu import Clock
-from runtime.log import LINE, format_step, reward_metrics
+from runtime.gpu import Phase
+from runtime.record import LINE, format_step, reward_metrics
 from runtime.settings import TINY
 
 NAN = math.nan
@@ -124,7 +127,7 @@ def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
     evaluated = []
     note = lambda run, settings, data, record, *stop: evaluated.append(record.done)
     monkeypatch.setattr(train, "evaluate", note)
-    monkeypatch.setattr("runtime.log.SAMPLE_EVERY", 3)
+    monkeypatch.setattr("runtime.record.SAMPLE_EVERY", 3)
     assert quick("--steps 4 --eval-every 3 --out run") == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
     assert groups == ["group-000001.png", "group-000003.png", "group-000004.png"]
@@ -189,10 +192,40 @@ def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
 def test_every_setting_is_a_flag_with_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--help"])
-    assert "with NAME one of mse, ssim, lpips" in " ".join(capsys.readouterr().out.split())
-    assert all(action.help for action in settings.build_parser()._actions)
+    output = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "a published one; with --steps 0 only evaluate them --prompts",
+        "training steps; 0 evaluates only (default: 20 for tiny, 200 for GLM-Image) --lr",
+        "halved where GPU memory runs out (default: 4)",
+        "REWARDS: mse, ssim, lpips",
+    ):
+        assert words in output
+    headings = "model and data", "the algorithm", "pictures", "evaluation, before and after"
+    headings += "memory and speed", "what a run leaves"
+    more = {train_decoder.DecoderSettings: ["the decoder"], train_edits.EditSettings: ["edits"]}
+    for kind, first in ({settings.Settings: []} | more).items():
+        parser = settings.build_parser(kind)
+        assert [group.title for group in parser._action_groups[2:]] == [*first, *headings]
+        flags = {action.dest: action for action in parser._actions if action.dest != "help"}
+        assert {*flags} == {each.name for each in fields(kind)}
+        assert all(action.help for action in flags.values())
+    assert "(default: ssim:1,mse:1 for tiny, edit:1,keep:0.2 for GLM" in flags["reward"].help
     with pytest.raises(UserError):  # no abbreviations: later flags must not change a command
         train.parse_settings(["--group", "4"])
+
+
+def test_numbers_have_limits():
+    for name, inside, outside in (
+        ("group_size", 2, 1),
+        ("guidance_scale", 1.0, 0.99),
+        ("kl_coef", 0.0, -1e-9),
+        ("lr", 1e-300, 0.0),
+        ("top_p", 1.0, 1.01),
+        ("seed", 2**32 - 1, 2**32),
+    ):
+        settings.check_number(name, inside)
+        for number in (outside, NAN, math.inf):
+            assert error_from(settings.check_number, name, number).endswith(f", got {number}")
 
 
 def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
@@ -264,29 +297,50 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     assert sorted(tmp_path.rglob("*")) == before  # no empty run is left
 
 
-def test_a_models_folder_runs_no_code_unless_a_flag_says_so(tmp_path, monkeypatch):
-    """Of its defaults, those of the tiny model are trusted; its processor's code is never run."""
+def test_a_models_folder_holds_no_settings(tmp_path, monkeypatch):
+    """The tiny family is known by its codes, wherever it lies; another model has GLM-Image's."""
+    monkeypatch.chdir(tmp_path)
+    config = Path("tiny-glm-image/transformer/config.json")
+    config.parent.mkdir(parents=True)
+    values = json.loads((TINY / config.relative_to("tiny-glm-image")).read_text())
+    chosen = {"usual": {"out": "elsewhere", "resume": "runs/1", "targets": "own.py:f"}}
+    Path("tiny-glm-image/defaults.json").write_text(json.dumps(chosen))
+    kinds = settings.Settings, train_decoder.DecoderSettings, train_edits.EditSettings
+    parsed = lambda model, kind: vars(train.parse_settings(["--model", model], kind))
+    for codes, model in ((1024, TINY), (16384, settings.RELEASE)):
+        config.write_text(json.dumps(values | {"prior_vq_quantizer_codebook_size": codes}))
+        for kind in kinds:
+            expected = parsed(model, kind) | {"model": "tiny-glm-image"}
+            assert parsed("tiny-glm-image", kind) == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(settings, "cached_file", lambda model, file: f"{TINY}/{file}")
+        assert train.parse_settings(["--model", "from/a-hub"]).steps == 20
+    for text in ("{", "{}", "[]"):
+        config.write_text(text)
+        error = error_from(train.parse_settings, ["--model", "tiny-glm-image"])
+        assert error.startswith("cannot load tiny-glm-image (") and "give --model" in error
+
+
+def test_a_models_folder_runs_no_code(tmp_path, monkeypatch):
+    """Nor does a folder that looks like the project's: its files are found from the project."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    shutil.copy(f"{TINY}/defaults.json", tmp_path)
-    given = ["--model", str(tmp_path)]
-    assert train.parse_settings(given).reward == "tiny-glm-image/check.py:facts"
-    file, defaults = tmp_path / "own.py", tmp_path / "defaults.json"
+    monkeypatch.chdir(tmp_path)
+    tiny = shutil.copytree(TINY, "tiny-glm-image", ignore=shutil.ignore_patterns("*.safetensors"))
+    for name in ("check.py", "world.py"):
+        Path(tiny, name).write_text("raise KeyError('it ran')\n")
+    chosen = train.parse_settings(["--model", "tiny-glm-image"], train_edits.EditSettings)
+    assert train_edits.EditRun.read_prompts(chosen)[0].target
+    assert len(parse_rewards("facts,correct,clean,near,many")) == 5
+    assert files_of("mse,facts:2") == {"facts": Path(TINY, "check.py")}  # hashed, as one's own
+    file = tmp_path / "own.py"
     file.write_text("raise KeyError('it ran')\n")
-    code = {"eval_reward": f"hps,{file}:f:2", "targets": f"{file}:f"}
-    defaults.write_text(json.dumps({"usual": {**code, "reward": "mse", "lr": 0.5}}))
-    flags = f"--eval-reward {code['eval_reward']} --targets {code['targets']}"
-    error = error_from(train.parse_settings, given)
-    assert error == f"{defaults} runs code: if you trust it, give {flags}"
-    assert train.parse_settings([*given, *flags.split()]).lr == 0.5
-    defaults.write_text(json.dumps({"usual": {"rate": 0.5}}))
-    assert error_from(train.parse_settings, given) == f"{defaults}: there is no setting 'rate'"
-    processor = shutil.copytree(f"{TINY}/processor", tmp_path / "processor")
+    processor = tmp_path / "tiny-glm-image/processor"
     auto_map = {"AutoTokenizer": ["own.Own", "own.Own"]}
     config = json.dumps({"tokenizer_class": "Own", "auto_map": auto_map})
     (processor / "tokenizer_config.json").write_text(config)
     file.rename(processor / "own.py")
     with pytest.raises(UserError, match="contains custom code"):
-        train.load(str(tmp_path), CPU)
+        train.load("tiny-glm-image", CPU)
 
 
 def test_old_transformers_are_refused_before_anything_loads(quick, capsys, monkeypatch):
@@ -332,14 +386,14 @@ def test_a_run_names_the_projects_files_by_their_place_in_it(one_step, monkeypat
     monkeypatch.chdir(one_step.parent)
     resumed = train.parse_settings(["--resume", "run", "--prompts", "elsewhere.txt"])
     assert resumed.model == str(ROOT / "tiny-glm-image") and resumed.prompts == "elsewhere.txt"
-    assert tiny_settings().reward == "tiny-glm-image/check.py:facts"
+    assert tiny_settings().prompts == str(ROOT / "tiny-glm-image/prompts.txt")
 
 
 def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatch):
     reward = write_reward("return [float('cross' in p) * i for i, p in enumerate(prompts)]")
     sheets = []
     draw_grid = lambda title, *rows: sheets.append((title, rows[0])) or Image.new("RGB", (8, 8))
-    monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
+    monkeypatch.setattr("runtime.record.draw_grid", draw_grid)
     for flags in ("", BOTH):
         sheets.clear()
         assert quick(*reward, "--prompts-per-step 2 --steps 1", flags) == 0
@@ -538,19 +592,20 @@ def test_the_line_of_a_step_by_hand():
     )
 
 
-def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
-    """Weights move three times in a step where policy and decoder take turns."""
+def test_the_seconds_of_a_steps_phases_add_up(monkeypatch):
+    """Where models take turns, weights move before each, in seconds of their own."""
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Clock(CPU)
-    for phase in ("move", "sample", "move"):
-        with clock(phase):
-            assert clock.name == phase
-    phases = {"seconds/move": 6, "seconds/sample": 3}
-    assert clock.read() == phases | {"seconds": 9, "gpu_gb": 0}
-    with clock("move"):
-        pass
-    assert clock.read() == {"seconds/move": 1, "seconds": 1, "gpu_gb": 0}  # of the next step
+    phase = Phase([], CPU)
+    phase.offload = Mock(all_but=lambda *models: named.append((phase.name, *models)))
+    named = []
+    for name, *models in (("sample", "policy"), ("score",)):
+        with phase(name, *models):
+            named.append(phase.name)
+    assert named == [("move", "policy"), "sample", ("move",), "score"]
+    phases = {"seconds/move": 6, "seconds/sample": 3, "seconds/score": 1}
+    assert phase.read() == phases | {"seconds": 10, "gpu_gb": 0}
+    assert phase.read() == {"seconds": 0, "gpu_gb": 0}  # of the next step
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])

@@ -356,7 +356,7 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     codes."""
     sheets, blank = {}, Image.new("RGB", (8, 8))
     draw_grid = lambda title, rows, *_: sheets.update({title: rows}) or blank
-    monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
+    monkeypatch.setattr("runtime.record.draw_grid", draw_grid)
     arguments = "--steps 1 --decode-steps 2 --group-size 3 --train"
     assert quick(*write_reward(""), arguments, kind) == 0
     shown = [cells for _, cells in sheets["step 1"]]

@@ -14,8 +14,7 @@ from train_edits import EditSettings
 import rewards
 from benchmarks import losses, variants
 from rewards import split_spec
-from runtime import short_name
-from runtime.settings import TINY, Settings, build_parser, usual_settings
+from runtime.settings import Settings, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
@@ -154,9 +153,8 @@ def test_the_page_of_rewards_lists_them():
 
 def test_the_columns_of_the_first_tables_are_explained():
     page = (ROOT / "docs" / "numbers.md").read_text()
-    usual = usual_settings(TINY, Settings)
-    rewards = split_spec(usual["reward"]) | split_spec(usual["eval_reward"])
-    assert [name for name in rewards if f"| `{short_name(name)}` |" not in page] == []
+    names = split_spec(Settings.tiny["reward"]) | split_spec(Settings.tiny["eval_reward"])
+    assert [name for name in names if f"| `{name}` |" not in page] == []
 
 
 def test_every_page_is_reached_from_the_readme():
@@ -174,7 +172,10 @@ def test_every_page_is_reached_from_the_readme():
 
 def test_the_readme_shows_the_step_of_train_py_and_four_commands():
     text = (ROOT / "README.md").read_text()
-    step, *_ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    loop, step, *_ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    trained = (ROOT / "examples" / "text.py").read_text()
+    uncommented = re.sub(r"\n +#.*|  #.*", "", trained)
+    assert textwrap.indent(loop, " " * 4) in uncommented
     assert textwrap.indent(step, " " * 4) in (ROOT / "train.py").read_text()
     commands, *_ = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     commands = [line for line in commands.splitlines() if line[0] != "#"]

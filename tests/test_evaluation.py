@@ -1,6 +1,7 @@
 """What judges a run: held-out prompts, rewards that only judge, the curve, the card; the released
 model's defaults."""
 
+import itertools
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from conftest import (
     load_once,
     prompts_of,
     records,
+    resume,
     shorten,
     tiny_settings,
 )
@@ -28,9 +30,7 @@ from tqdm import tqdm
 
 import train
 from runtime import evaluation
-from runtime.gpu import Clock
-from runtime.log import named
-from runtime.pictures import draw_curves
+from runtime.record import draw_curves, named
 from runtime.settings import RELEASE, TINY
 
 SEVENS = "[7.0] * len(images)"
@@ -99,18 +99,16 @@ def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
     place = "[10 * len(prompt) + i % 5 for i, prompt in enumerate(prompts)]"
     sheets = []
     draw_grid = lambda *given: sheets.append(given) or Image.new("RGB", (8, 8))
-    monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
+    monkeypatch.setattr("runtime.record.draw_grid", draw_grid)
     curves = []
-    monkeypatch.setattr("runtime.log.draw_curves", lambda *given: curves.append(given))
+    monkeypatch.setattr("runtime.record.draw_curves", lambda *given: curves.append(given))
     arguments = "--eval-prompts new.txt --eval-targets none --group-size 5 --eval-count 4"
     arguments += f" --reward {judge_file('place', place)} --prompts-per-step 2 --steps 0"
     share = "[i % 3 / 2 for i in range(len(prompts))]"  # a half is no verdict: there are no frames
     arguments += f" --eval-reward {judge_file('share', share)}"
     assert judged(arguments, "--out run") == 0
     (record,) = records("run/evaluation.jsonl")
-    means = [[(0, record[name]["reward"][0])] for name in ("training", "held out")]
-    ((panels, file),) = curves
-    assert panels["reward/place.py:judge"] == [[], *means] and file == Path("run/reward.png")
+    assert curves == [([], [record], Path("run/reward.png"))]
     ((_, rows, corner),) = sheets
     assert corner == "" and not any(framed for _, cells in rows for *_, framed in cells)
     assert [(label, [caption for _, caption, _ in cells]) for label, cells in rows] == [
@@ -121,34 +119,30 @@ def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
     assert Image.open("run/evaluation/000000/3-2.png").tobytes() == rows[2][1][1][0].tobytes()
 
 
-def test_what_an_evaluation_takes_is_no_part_of_the_next_step(monkeypatch):
-    waited = []
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("runtime.gpu.tqdm.unpause", lambda bar: waited.append(bar.n))
-    phase = Clock(CPU)
-    phase.begin(steps=5, done=2)
-    with phase.evaluation(3), phase("score"):
-        pass
-    assert phase.read()["seconds"] == 0 and waited == [2]  # nor in the progress bar
-    assert phase.bar is phase.steps
-    phase.close()
-
-
-def test_an_evaluation_has_a_bar_of_its_own_over_its_prompts(judged, monkeypatch):
-    """Two of training and one held out, before and after; a step's prompts do not count."""
-    updates = []
+def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
+    """It has a bar of its own over its prompts, here two of training and one held out; neither its
+    seconds count nor the bar's. A resumed run counts on."""
+    bars = []
 
     class Bar(tqdm):
-        def update(self, n=1):
-            updates.append((self.unit, self.total, n))
+        def update(self, count=1):
+            bars.append((self.unit, self.initial, self.total, count))
+
+        def unpause(self):
+            bars.extend(["on"] * (not self.disable))
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("runtime.gpu.tqdm", Bar)
+    monkeypatch.setattr("time.perf_counter", itertools.count().__next__)  # a phase takes a second
     Path("new.txt").write_text("a green ring\n")
-    arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2"
+    arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2 --eval-every 1"
     assert judged(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
-    evaluation = [("prompt", 3, 2), ("prompt", 3, 1)]
-    assert updates == [*evaluation, ("step", 1, 1), *evaluation]
+    assert resume("run", "--steps 2") == 0
+    before = [("prompt", 0, 3, 2), ("prompt", 0, 3, 1)]
+    after = [*before, "on"]
+    assert bars == [*before, ("step", 0, 1, 1), *after, ("step", 1, 2, 1), *after]
+    for line in Path("run/metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["seconds/score"] == 1
 
 
 def test_a_curve_has_steps_and_both_evaluations(monkeypatch, tmp_path):
@@ -158,7 +152,16 @@ def test_a_curve_has_steps_and_both_evaluations(monkeypatch, tmp_path):
     monkeypatch.setattr(figure, "savefig", lambda figure, file: drawn.append(figure))
     steps = [(0, None), (1, 0.5)]
     both = [(0, 0.75), (10, 1.0)], [(0, 0.25), (10, 0.5)]
-    draw_curves({"reward/a": [steps, *both], "reward/b": [[(1, 2.0)], [], []]}, "curves.png")
+    metrics = [{"step": step, "reward/a": mean, "reward/b": 2.0} for step, mean in steps]
+    of_set = lambda mean: (
+        {name: [mean, None] for name in ("reward", "reward/a")} | {"reward/b": [2, 0]}
+    )
+    pairs = zip(*both, strict=True)
+    evaluations = [
+        {"step": step, "training": of_set(training), "held out": of_set(held_out)}
+        for (step, training), (_, held_out) in pairs
+    ]
+    draw_curves(metrics, evaluations, "curves.png")
     shares, dots = drawn[0].axes
     for line, points in zip(shares.lines, (steps, *both), strict=True):
         np.testing.assert_equal(line.get_xydata(), np.array(points, float))
@@ -167,8 +170,8 @@ def test_a_curve_has_steps_and_both_evaluations(monkeypatch, tmp_path):
     assert (shares.get_title(), dots.get_title()) == ("a", "b")
     assert shares.get_ylim() == (-0.05, 1.05) and dots.get_ylim()[1] > 1.05
     assert dots.lines[0].get_marker() == "."
-    monkeypatch.setattr("runtime.pictures.find_spec", lambda name: None)
-    draw_curves({"reward/a": [steps, *both]}, tmp_path / "curves.png")
+    monkeypatch.setattr("runtime.record.find_spec", lambda name: None)
+    draw_curves(metrics, evaluations, tmp_path / "curves.png")
     assert len(drawn) == 1
 
 
@@ -178,7 +181,8 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     shorten(monkeypatch.setattr)
     monkeypatch.setattr(train, "load", lambda model, device: load_once(TINY, device))
-    shutil.copytree(TINY, "released", ignore=shutil.ignore_patterns("*.safetensors", "d*.json"))
+    monkeypatch.setattr("runtime.settings.is_tiny", lambda model: False)
+    shutil.copytree(TINY, "released", ignore=shutil.ignore_patterns("*.safetensors"))
     tiny_clip("clip", "clip")
     flags = "--model released --height 32 --width 32 --eval-count 1 --group-size 2"
     flags += " --reward pickscore=clip:1,clip=clip:1 --eval-reward hps=clip"

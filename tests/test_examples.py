@@ -28,7 +28,7 @@ from test_pages import run_code
 import rewards
 import train
 from runtime import UserError
-from runtime.pictures import draw_curves
+from runtime.record import draw_curves
 
 
 def test_a_text_model_learns_by_grpo_alone():
@@ -180,7 +180,7 @@ def test_the_cells_of_the_notebook_run(judged, tmp_path, monkeypatch):
     parse_short = lambda arguments, kind=train.Settings: parse([*reward, *arguments, *short], kind)
     monkeypatch.setattr(train, "parse_settings", parse_short)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("runtime.log.draw_curves", draw_curves)
+    monkeypatch.setattr("runtime.record.draw_curves", draw_curves)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("cells.py").write_text(as_script(code_cells()))
     names = runpy.run_path("cells.py")

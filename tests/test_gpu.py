@@ -46,7 +46,7 @@ from runtime.forward import (
     grouped_attention,
     or_plain,
 )
-from runtime.gpu import Placement, plan
+from runtime.gpu import Phase, plan
 from runtime.settings import RELEASE, TINY, parse_settings
 from test_grpo import glm_prompts, reread, text_model, with_adapter
 from train import adamw
@@ -152,21 +152,15 @@ def test_processes_of_a_machine_share_its_memory(card, monkeypatch):
     assert gpu.free_memory(CUDA) == (80e9, 0)
 
 
-def test_host_memory_of_a_container_is_what_its_control_group_leaves(monkeypatch, tmp_path):
+def test_host_memory_of_a_container_is_what_its_limit_leaves(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu.psutil, "virtual_memory", lambda: SimpleNamespace(available=20e9))
-    own, groups = tmp_path / "cgroup", tmp_path / "groups"
-    (groups / "pod" / "own").mkdir(parents=True)
-    assert gpu.host_memory(groups, own) == 20e9  # not on Linux
-    own.write_text("4:memory:/pod\n")
-    assert gpu.host_memory(groups, own) == 20e9  # control groups of version 1
-    own.write_text("4:memory:/pod\n0::/pod/own\n")
-    (groups / "pod" / "own" / "memory.max").write_text("max\n")
-    (groups / "pod" / "own" / "memory.current").write_text("7\n")
-    assert gpu.host_memory(groups, own) == 20e9
-    (groups / "pod" / "memory.max").write_text("9000000000\n")
-    (groups / "pod" / "memory.current").write_text("8000000000\n")
-    (groups / "pod" / "memory.stat").write_text("anon 1\ninactive_file 500000000\nactive_file 3\n")
-    assert gpu.host_memory(groups, own) == 1.5e9  # files that were read give way
+    assert gpu.host_memory(tmp_path) == 20e9  # no container
+    for limit, expected in (("max", 20e9), ("9000000000", 1.5e9), ("90000000000", 20e9)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text("8000000000\n")
+        # Files that were read give way.
+        (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500000000\nactive_file 3\n")
+        assert gpu.host_memory(tmp_path) == expected
 
 
 @pytest.mark.parametrize("flags", ["", "--base int8 --train both"])
@@ -243,7 +237,8 @@ def test_processes_of_the_tiny_model_leave_the_gpus_alone(card, monkeypatch):
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **more: begun.append(more))
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    ranks.join()
+    with ranks.joined():
+        pass
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     assert ranks.device(tiny_settings().device) == CPU
     assert begun[0].get("device_id") is None and not chosen
@@ -268,17 +263,16 @@ def frozen():
     return torch.nn.Linear(300, 300).requires_grad_(False)
 
 
-def test_place_puts_models_where_they_belong(lockable):
+def test_models_that_take_turns_wait_where_they_belong(lockable):
     released, model = [], frozen()
-    forward = SimpleNamespace(release=lambda: released.append(1))
-    offload = Placement([model], CUDA, "pinned", forward).offload
+    offload = Phase([model], CUDA, "pinned", lambda: released.append(1)).offload
     assert isinstance(offload, Offload) and list(offload.homes) == [model]
     assert offload.device == CUDA
     offload.on_evict()
     assert released == [1]
     assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings()
     own = model.weight.data_ptr()
-    unpinned = Placement([model], CUDA, "mapped", None).offload
+    unpinned = Phase([model], CUDA, "mapped").offload
     assert model.weight.data_ptr() == own and unpinned.homes[model][0][1].data_ptr() == own
     unpinned.on_evict()  # nothing is captured, nothing to release
 
@@ -299,15 +293,16 @@ def test_turns_begin_amid_a_run(lockable, monkeypatch):
     loaded = where()
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone())  # as to a GPU
-        placement = Placement([model, frozen()], CUDA, None, None)
+        phase = Phase([model, frozen()], CUDA)
     up = where()
     assert not {*up} & {*loaded}
-    assert where() == up and placement.offload is None
-    placement.device = CPU
+    assert where() == up and phase.offload is None
+    phase.device = CPU
     monkeypatch.setattr(gpu, "host_memory", lambda: 4e9)  # nothing can be locked
-    placement.take_turns()
-    assert where() == [*loaded[:2], up[2]] and not placement.homes  # or int8 would stay up
-    placement.offload.all_but(model)
+    phase.take_turns()
+    assert where() == [*loaded[:2], up[2]] and not phase.homes  # or int8 would stay up
+    with phase("work", model):
+        pass
     assert not {*where()} & {*loaded}
 
 
@@ -318,7 +313,7 @@ def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     model = frozen()
     home = model.weight.data_ptr()
-    assert Placement([model], CUDA, "pinned", None).offload.homes[model][0][1].data_ptr() == home
+    assert Phase([model], CUDA, "pinned").offload.homes[model][0][1].data_ptr() == home
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("memory: page-locking stopped (CUDA error: out of memory): ")
 

@@ -3,6 +3,7 @@ sheets of pictures."""
 
 import warnings
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import make
 import numpy as np
@@ -25,8 +26,7 @@ from PIL import Image, ImageFont
 from glm_image.model import GlmImage, encode_prompt
 from grpo import get_per_token_logprobs
 from runtime import checkpoints
-from runtime.log import Record
-from runtime.pictures import draw_grid, font_for
+from runtime.record import Record, draw_grid, font_for
 from runtime.settings import TINY
 
 # Square, wide, tall: an exchange of rows and columns shows on the last two.
@@ -244,18 +244,19 @@ def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
         assert isinstance(font_for(text, 15), ImageFont.FreeTypeFont)
 
 
-def test_before_and_after_stand_side_by_side(tmp_path):
+def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
     """The labels once."""
     record = Record.__new__(Record)
-    record.out = tmp_path
+    record.out, record.writes, record.judge, record.records = tmp_path, True, None, MagicMock()
+    monkeypatch.setattr("runtime.record.draw_curves", lambda *given: None)
 
     def draw(step, colour):
         record.done = step
-        images = [[Image.new("RGB", (32, 32), colour)] * 2]
-        ones = torch.ones(1, 2)
-        record.draw_evaluation([0], prompts_of("label"), images, ones, ones > 1)
-        files = record.folder(step) / "sheet.png", tmp_path / "before-after.png"
-        return map(Image.open, files)
+        pictures = {0: [Image.new("RGB", (32, 32), colour)] * 2}
+        wrong = {0: [False, False]}
+        record.draw_evaluation([0], prompts_of("label"), pictures, torch.ones(1, 2), wrong)
+        files = f"evaluation/{step:06d}/sheet.png", "before-after.png"
+        return (Image.open(tmp_path / file) for file in files)
 
     first, shown = draw(0, RED)
     assert shown.tobytes() == first.tobytes()

@@ -13,6 +13,7 @@ import shutil
 import signal
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -37,8 +38,9 @@ from train_decoder import DecoderRun, DecoderSettings
 from train_edits import EditSettings
 
 import train
-from runtime import checkpoints
+from runtime import UserError, checkpoints
 from runtime.data import hash_of
+from runtime.settings import resumed
 
 
 def files_in(folder):
@@ -129,14 +131,24 @@ def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd):
     assert "cannot write" not in output and steps_saved("run") == ["000000", "000001"]
 
 
-def test_a_resumed_run_keeps_every_setting_but_these():
-    """Of files, what they hold is compared."""
-    fields = [each for kind in (DecoderSettings, EditSettings) for each in dataclasses.fields(kind)]
-    about = {each.name: each.metadata for each in fields}
-    found = {name for name, each in about.items() if each["may_change"] or each["is_path"]}
+def test_a_resumed_run_keeps_every_setting_but_these(monkeypatch, capsys):
+    """Of files, what they hold is compared. Code that it runs is listed as it was named."""
+    changed = set()
+    for kind in (DecoderSettings, EditSettings):
+        before = dict.fromkeys(each.name for each in dataclasses.fields(kind))
+        state = {"settings": before, "ranks": 1}
+        monkeypatch.setattr(checkpoints, "read_state", lambda out, state=state: state)
+        for name in before:
+            with suppress(UserError):
+                changed |= resumed({"resume": "run", name: "other"}, kind).items() - before.items()
     files = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
     others = "micro_batch_size steps device offload save_every eval_every resume"
-    assert found == {*files.split(), *others.split()}
+    assert {name for name, _ in changed} == {*files.split(), *others.split()}
+    before |= {"targets": "odd,tiny-glm-image/world.py:f", "reward": "mse,my.py:f:2"}
+    before["eval_targets"] = "new.py:f"  # which the user names
+    resumed({"resume": "run", "eval_targets": "new.py:f"}, EditSettings)
+    flags = "--reward mse,my.py:f:2 --targets odd,tiny-glm-image/world.py:f"
+    assert capsys.readouterr().out == f"run runs code, as when it began: {flags}\n"
 
 
 def test_resuming_refuses_what_would_change_the_run(quick, one_step, capsys):
@@ -540,21 +552,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(quick, monkeypatch):
     assert steps_saved("run") == ["000000", "000004", "000005"]
 
 
-def test_windows_removes_no_open_file(monkeypatch, tmp_path):
-    """Nor does its path of a project's file have slashes."""
-    opened, stock_open, stock_remove = [], checkpoints.open_locked, os.remove
-
-    def remove(path):
-        if not opened[0].closed:
-            raise PermissionError("used by another process")
-        stock_remove(path)
-
-    remember = lambda *given: opened.append(stock_open(*given)) or opened[0]
-    monkeypatch.setattr(checkpoints, "open_locked", remember)
-    monkeypatch.setattr(os, "remove", remove)
-    with checkpoints.claimed(None, str(tmp_path / "run")) as out:
-        assert out.is_dir()
-    assert not out.exists()
+def test_paths_of_the_project_are_short_on_windows_too(monkeypatch):
     monkeypatch.setattr(os, "sep", "\\")
     path = f"{checkpoints.ROOT}\\prompts\\train.txt"
     assert checkpoints.shortened({"prompts": path}) == {"prompts": "prompts\\train.txt"}

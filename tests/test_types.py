@@ -2,17 +2,29 @@
 table, frames."""
 
 import math
+import random
 import re
+import weakref
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import prompts_of, records
+from conftest import CPU, prompts_of, records
 from PIL import Image
 
+from runtime import evaluation as evaluation_module
 from runtime.data import Prompt, evenly, read_lines
-from runtime.log import evaluation_metrics, evaluation_table, rows_to_show
+from runtime.evaluation import (
+    evaluate,
+    evaluation_metrics,
+    evaluation_table,
+    rows_to_show,
+    wrong_pictures,
+)
+from runtime.gpu import Phase
 
 NAN = math.nan
 
@@ -116,13 +128,67 @@ def test_prompts_without_a_correct_picture_are_shown():
     """The first of each type; if all have one, the first of each type; without types, the first."""
     prompts = [Prompt(text, kind) for text, kind in zip("abcd", ["low", "low", "high", "high"])]
 
-    shown = lambda prompts, *answers: rows_to_show(prompts, torch.tensor(answers))
-    right, wrong = [True, False], [True, True]
+    def shown(prompts, *verdicts, judge="mine"):
+        raw = {row: {"mine": torch.tensor(pair)} for row, pair in enumerate(verdicts)}
+        without_correct, first = rows_to_show(prompts, wrong_pictures(raw, judge))
+        return without_correct or first
+
+    right, wrong = [0.0, 1.0], [0.0, 0.0]
     assert shown(prompts, right, wrong, wrong, wrong) == [1, 2]
     assert shown(prompts, right, right, wrong, right) == [2]
     assert shown(prompts, right, right, right, right) == [0, 2]
+    assert shown(prompts, right, wrong, wrong, [0.0, NAN]) == [1, 2]
+    # None is known to be wrong: a half is no verdict; nobody judges.
+    assert shown(prompts, right, wrong, wrong, [0.0, 0.5]) == [0, 2]
+    assert shown(prompts, right, wrong, wrong, wrong, judge=None) == [0, 2]
     plain = prompts_of(*"abcdefghijk")
     assert shown(plain, right, *[wrong] * 10) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+class Picture:
+    """Stands in for one, which can be told from another."""
+
+
+@pytest.mark.parametrize("case", range(30))
+def test_an_evaluation_keeps_no_pictures_but_those_that_it_may_show(monkeypatch, case):
+    """All of them could be gigabytes. Whatever the verdicts, and on the second of two ranks too."""
+    draw = random.Random(case)
+    types = draw.choice([[None], "ab", "abcdefghijkl"])
+    prompts = [Prompt("a ring", draw.choice(types)) for _ in range(draw.randrange(1, 40))]
+    prompts = evenly(prompts, 99)
+    share = draw.choice([0, 0.05, 0.5])  # of pictures that are correct
+    verdicts = torch.tensor([[draw.random() < share for _ in range(6)] for _ in prompts]).float()
+    verdicts[-1, 0] = draw.choice([0.0, 1.0, 0.5])  # a half: those before were no verdicts
+    raw = {row: {"mine": of_row} for row, of_row in enumerate(verdicts)}
+    painted, there, kept, shown = {}, weakref.WeakSet(), [], []
+
+    def judge(*given, **named):
+        for row in range(len(prompts)):
+            images = [Picture() for _ in range(6)]
+            there.update(images)
+            painted[row] = [*map(id, images)]
+            yield row, raw[row], images
+            del images
+            kept.append(len(there))
+
+    monkeypatch.setattr(evaluation_module, "judge", judge)
+    settings = SimpleNamespace(eval_count=99, group_size=6)
+    record = SimpleNamespace(weights={"mine": 1.0}, judge="mine", done=0, ends=True)
+    record.records, record.write = {"evaluation": []}, lambda line: None
+    record.append = lambda name, records: record.records[name].extend(records)
+    record.draw_evaluation = lambda rows, prompts, pictures, *_: shown.append(pictures)
+    reward = {"mine": (None, 1.0)}
+    data = SimpleNamespace(prompts=prompts, held_out=prompts, rewards=reward, judges=reward)
+    evaluate(SimpleNamespace(phase=Phase([], CPU)), settings, data, record)
+    may_show = lambda raw: rows_to_show(prompts, wrong_pictures(raw, "mine"))
+    without_correct, first = may_show(raw)
+    rows = record.records["evaluation"][0]["rows"]
+    assert rows == (without_correct or first) and max(kept) <= 2 * 8 * 4 + 6
+    assert {row: [*map(id, x)] for row, x in shown[0].items()} == {
+        row: painted[row][:4] for row in rows
+    }
+    second = {row: raw[row] for row in range(len(prompts) // 2, len(prompts))}
+    assert {*rows} & second.keys() <= {*chain(*may_show(second))}
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -146,7 +212,7 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     """Pictures that score 0 with the first judge are framed."""
     grids = []
     draw_grid = lambda *given: grids.append(given) or Image.new("RGB", (99, 9))
-    monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
+    monkeypatch.setattr("runtime.record.draw_grid", draw_grid)
     Path("own.txt").write_text("# type: low\none\ntwo\nzero\n# type: high\nthree\nfour\nfive\n")
     Path("new.txt").write_text("two\nfive\n")
     Path("mine.py").write_text(JUDGES)

@@ -1,6 +1,6 @@
 """Judge by their pixels whether pictures show what they were asked for: five rewards.
 
-    python train.py --reward tiny-glm-image/check.py:facts
+    python train.py --reward facts
 
 facts   the share of what is asked that the picture shows. To learn from.
 correct 1 where it shows all of it, else 0. To judge by.

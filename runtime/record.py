@@ -3,21 +3,21 @@
 import json
 import math
 import os
+import textwrap
 import warnings
+from contextlib import suppress
+from importlib.util import find_spec
 from itertools import chain
 
 import numpy as np
-import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+from tqdm import tqdm
 
 from rewards import combine, split_spec
 from runtime import checkpoints, counted, format_number, ranks, short_name
-from runtime.pictures import LABELS, draw_curves, draw_grid
 from runtime.rescue import StopRequest
 
 SAMPLE_EVERY = 10  # steps between group-*.png
-SHOWN = 4  # pictures of a prompt that an evaluation keeps
-PROMPTS = 8  # that before-after.png shows at most
 FILES = "metrics", "groups", "evaluation"  # .jsonl
 LINE = {  # parts of a step's line, see format_step
     "skipped": "SKIPPED: the gradient was not finite",
@@ -44,11 +44,11 @@ class Record:
     line = LINE
     columns = 8  # pictures in a row of group-*.png
 
-    def __init__(self, out, settings, hashed, clock, trainers, done):
+    def __init__(self, out, settings, hashed, phase, trainers, done):
         self.out = out
         self.settings = settings
         self.hashed = hashed
-        self.clock = clock
+        self.phase = phase
         self.trainers = trainers
         self.done = done
         self.weights = split_spec(settings.reward)
@@ -75,13 +75,13 @@ class Record:
                 file.write(as_lines(records))
 
     def write(self, line):
-        self.clock.bar.write(line)
+        tqdm.write(line)  # above the bars
 
     def step(self, done, prompts, batch, metrics):
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
         self.done = done
         rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
-        metrics |= self.reward_metrics(rewards) | self.clock.read()
+        metrics |= self.reward_metrics(rewards) | self.phase.read()
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
         groups = [
             {"step": done, "line": prompt.line, "prompt": prompt.text}
@@ -90,12 +90,16 @@ class Record:
         ]
         self.append("groups", [*chain(*ranks.gather(groups))])
         self.keep(done)
-        self.clock.bar.update()
+        self.phase.bar.update()
         self.write(format_step(self.settings.steps, self.records["metrics"][-1], self.line))
-        shows = done % SAMPLE_EVERY == 0 or done in (1, self.settings.steps) or self.stop.received
-        if self.writes and shows:
+        if self.writes and (done % SAMPLE_EVERY == 0 or done == 1 or self.ends):
             with checkpoints.writing(self.out):
                 self.draw_group(prompts, batch, rewards["reward"])
+
+    @property
+    def ends(self):
+        """Whether no step is to come."""
+        return self.done >= self.settings.steps or self.stop.received
 
     def reward_metrics(self, rewards):
         """What a step's rewards, {name: (N, G)}, say of its groups."""
@@ -115,69 +119,38 @@ class Record:
         rows[0] = prompts[i].text, beside + rows[0][1]
         draw_grid(f"step {self.done}", rows).save(self.out / f"group-{self.done:06d}.png")
 
-    def draw_curves(self):
-        metrics, evaluations = self.records["metrics"], self.records["evaluation"]
-        panels = {}
-        for name in shown_names(evaluations[-1]["training"]):
-            panels[name] = [[(each["step"], each.get(name)) for each in metrics]]
-            for row in ("training", "held out"):
-                panels[name].append([(each["step"], each[row][name][0]) for each in evaluations])
-        draw_curves(panels, self.out / "reward.png")
-
-    def evaluation(self, training, held_out):
-        """Writes an evaluation's numbers and table, and pictures of some held-out prompts.
-
-        training, held_out: ([Prompt], [(raw rewards {name: (G,)}, G pictures)]).
-        """
-        record = {"step": self.done}
-        for name, (prompts, results) in {"training": training, "held out": held_out}.items():
-            raw = {key: torch.cat([each[key] for each, _ in results]) for key in results[0][0]}
-            rewards = named(raw, self.weights, len(results[0][1]))  # at last the held-out prompts'
-            record |= evaluation_metrics(name, rewards, [prompt.type for prompt in prompts])
-        # Without a judge that says 1 or 0 no picture is known to be wrong.
-        verdicts = raw.get(self.judge, torch.ones(rewards["reward"].shape)).nan_to_num(1)
-        is_wrong = (verdicts == 0) & (verdicts.frac() == 0).all()
-        wrong = is_wrong.view_as(rewards["reward"])  # (N, G)
-        # Chosen once, before training.
-        first = (self.records["evaluation"] or [record])[0]
-        record["rows"] = first.get("rows") or rows_to_show(prompts, wrong)
-        self.append("evaluation", [record])
-        sides = [each for each in self.records["evaluation"] if each["step"] in (0, self.done)]
-        ends = self.done >= self.settings.steps or self.stop.received
-        self.write(evaluation_table(sides, ends))
-        if self.writes:
-            images = [images for _, images in results]
-            with checkpoints.writing(self.out):
-                self.draw_evaluation(record["rows"], prompts, images, rewards["reward"], wrong)
-                self.draw_curves()
-
-    def draw_evaluation(self, rows, prompts, images, rewards, wrong):
-        """evaluation/STEP/: the pictures of some prompts, and a sheet of all these.
+    def draw_evaluation(self, rows, prompts, pictures, rewards, wrong):
+        """evaluation/STEP/: pictures of some prompts, and a sheet of them all.
 
         before-after.png: the sheet of the evaluation before training, if it is there, and this one.
+        pictures, wrong: {row: of each picture}. rewards: (N, G).
         """
-        folder = self.folder(self.done)
-        folder.mkdir(parents=True, exist_ok=True)
-        shown = []
-        for i, row in enumerate(rows, 1):
-            cells = [(picture, name, False) for name, picture in prompts[row].given().items()]
-            for j, image in enumerate(images[row][:SHOWN]):
-                image.save(folder / f"{i}-{j + 1}.png")
-                caption = f"reward {format_number(rewards[row, j])}"
-                cells.append((image, caption, wrong[row, j]))
-            shown.append((prompts[row].text, cells))
-        title = f"after {counted(self.done, 'step')}" if self.done else "before"
-        corner = f"red frame:\n{short_name(self.judge)} is 0" if wrong.any() else ""
-        sheet = draw_grid(title, shown, corner)
-        sheet.save(folder / "sheet.png")
-        before = self.folder(0) / "sheet.png"
-        if self.done and before.exists():
-            sides = np.asarray(Image.open(before)), np.asarray(sheet)[:, LABELS - 24 :]
-            sheet = Image.fromarray(np.hstack(sides))
-        sheet.save(self.out / "before-after.png")
-
-    def folder(self, step):
-        return self.out / "evaluation" / f"{step:06d}"
+        if not self.writes:
+            return
+        folder, first = (self.out / "evaluation" / f"{step:06d}" for step in (self.done, 0))
+        with checkpoints.writing(self.out):
+            folder.mkdir(parents=True, exist_ok=True)
+            shown = []
+            for i, row in enumerate(rows, 1):
+                cells = [(picture, name, False) for name, picture in prompts[row].given().items()]
+                for j, picture in enumerate(pictures[row]):
+                    picture.save(folder / f"{i}-{j + 1}.png")
+                    caption = f"reward {format_number(rewards[row, j])}"
+                    cells.append((picture, caption, wrong[row][j]))
+                shown.append((prompts[row].text, cells))
+            title = f"after {counted(self.done, 'step')}" if self.done else "before"
+            framed = any(frame for _, cells in shown for *_, frame in cells)
+            corner = f"red frame:\n{short_name(self.judge)} is 0" if framed else ""
+            sheet = draw_grid(title, shown, corner)
+            sheet.save(folder / "sheet.png")
+            if self.done and (first / "sheet.png").exists():
+                before = np.asarray(Image.open(first / "sheet.png"))
+                sheet = np.hstack([before, np.asarray(sheet)[:, LABELS - 24 :]])
+                sheet = Image.fromarray(sheet)
+            sheet.save(self.out / "before-after.png")
+            draw_curves(
+                self.records["metrics"], self.records["evaluation"], self.out / "reward.png"
+            )
 
     # ---- a checkpoint, and the end ---------------------------------------------------------------
 
@@ -255,53 +228,6 @@ def reward_metrics(rewards):
     return metrics
 
 
-def evaluation_metrics(name, rewards, types):
-    """{name: its numbers}, and if there are several types of prompts "NAME, TYPE": those of each.
-
-    Numbers are {"prompts": N, "images": N*G, reward: [mean, standard error]}. The errors are over
-    prompts: pictures of one prompt are not independent. "mean of types" is the plain mean of the
-    types whatever their sizes, like GenEval's overall score (Ghosh et al. 2023). rewards: {reward:
-    (N, G)}. types: N.
-    """
-    metrics = {name: means_and_errors(rewards)}
-    if len({*types}) == 1:
-        return metrics
-    for kind in dict.fromkeys(types):
-        own = [each == kind for each in types]
-        of_kind = {reward: values[own] for reward, values in rewards.items()}
-        metrics[f"{name}, {kind}"] = means_and_errors(of_kind)
-    whole, *kinds = metrics.values()
-    mean = metrics[f"{name}, mean of types"] = dict(whole)
-    for reward in rewards:
-        pairs = torch.tensor([each[reward] for each in kinds], dtype=torch.double)  # (types, 2)
-        means, errors = pairs[~pairs[:, 0].isnan()].T  # none, if it applies to no prompt
-        mean[reward] = [means.mean().item(), (errors.norm() / len(errors)).item()]
-    return metrics
-
-
-def means_and_errors(rewards):
-    shape = rewards["reward"].shape
-    numbers = {"prompts": shape[0], "images": shape.numel()}
-    with warnings.catch_warnings(action="ignore"):  # as above
-        for name, values in rewards.items():
-            means = np.nanmean(values.double(), 1)  # (N,)
-            error = np.nanstd(means, ddof=1) / (~np.isnan(means)).sum() ** 0.5
-            numbers[name] = [values.nanmean().item(), float(error)]
-    return numbers
-
-
-def rows_to_show(prompts, wrong):
-    """The rows of the first prompts of each type that have no correct picture.
-
-    If all have one, or there is no judge, the first of each type. wrong: (N, G).
-    """
-    rows = wrong.all(1).nonzero().flatten().tolist()
-    first = {}
-    for row in rows or range(len(prompts)):
-        first.setdefault(prompts[row].type or row, row)
-    return list(first.values())[:PROMPTS]
-
-
 # ---- lines ---------------------------------------------------------------------------------------
 
 
@@ -328,19 +254,78 @@ def with_error(mean, error):
     return format_number(mean) + ("" if error is None else f" +- {format_number(error)}")
 
 
-def evaluation_table(records, with_types):
-    """Lines of Markdown, a row for each set of prompts; records: one evaluation, or two."""
-    last = records[-1]
-    names = shown_names(last["training"])
-    table = [["prompts", "pictures", *map(short_name, names)]]
-    for row, numbers in last.items():
-        if row in ("step", "rows") or ("," in row and not with_types):
-            continue
-        pictures = f"{numbers['prompts']} x {numbers['images'] // numbers['prompts']}"
-        cells = [" -> ".join(with_error(*each[row][name]) for each in records) for name in names]
-        table.append([row, pictures, *cells])
-    widths = [max(map(len, column)) for column in zip(*table)]
-    table.insert(1, ["-" * width for width in widths])
-    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in table]
-    sides = ", before -> after" if len(records) > 1 else ""
-    return "\n".join([f"evaluation after {counted(last['step'], 'step')}{sides}", *lines])
+# ---- pictures ------------------------------------------------------------------------------------
+
+CELL, LABELS, LETTERS = 144, 288, 24  # pixels: twice their size on a page
+RED = "#d02030"
+CURVES = {"steps": "#888888", "training prompts": "#2060c0", "held-out prompts": RED}
+# Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
+CHINESE_FONTS = (
+    "NotoSansCJK-Regular.ttc",
+    "wqy-microhei.ttc",
+    "DroidSansFallbackFull.ttf",
+    "PingFang.ttc",
+    "msyh.ttc",
+)
+
+
+def draw_grid(title, rows, corner=""):
+    """Rows of pictures under a title, with labels on the left.
+
+    rows: [(label, [(picture, caption, whether it has a red frame)])]. corner: the words above the
+    labels.
+    """
+    lines = max(len(caption.splitlines()) for _, cells in rows for _, caption, _ in cells)
+    height = CELL + 8 + 20 * lines
+    width = LABELS + (CELL + 8) * max(len(cells) for _, cells in rows)
+    sheet = Image.new("RGB", (width, 72 + height * len(rows)), "white")
+    pen = ImageDraw.Draw(sheet)
+    pen.text((8, 2), corner, "black", font_for(corner, 18))
+    pen.text((LABELS, 8), title, "black", font_for(title))
+    for top, (label, cells) in zip(range(72, sheet.height, height), rows):
+        font = font_for(label)
+        letters = (LABELS - 32) * len(label) / max(1, font.getlength(label))
+        words = textwrap.wrap(label, max(1, int(letters)))[:4]
+        pen.text((8, top), "\n".join(words), "black", font)
+        for left, (picture, caption, framed) in zip(range(LABELS, width, CELL + 8), cells):
+            picture = ImageOps.contain(picture, (CELL, CELL))
+            if framed:
+                frame = left - 3, top - 3, left + picture.width + 3, top + picture.height + 3
+                sheet.paste(RED, frame)
+            sheet.paste(picture, (left, top))
+            pen.text((left, top + CELL), caption, "black", font_for(caption, 17))
+    return sheet
+
+
+def font_for(text, size=LETTERS):
+    for name in CHINESE_FONTS if max(text, default="") > "\u2e80" else ():
+        with suppress(OSError):
+            return ImageFont.truetype(name, size)
+    return ImageFont.load_default(size)
+
+
+def draw_curves(metrics, evaluations, file):
+    """Curves of a run over its steps, a panel for each reward; none where matplotlib is missing.
+
+    metrics, evaluations: what is in the .jsonl files.
+    """
+    if find_spec("matplotlib") is None:
+        return
+    from matplotlib.figure import Figure
+
+    names = shown_names(evaluations[-1]["training"])
+    figure = Figure((4 * len(names), 3), layout="constrained")
+    (row,) = figure.subplots(1, len(names), squeeze=False)
+    for axes, name in zip(row, names):
+        curves = [[(each["step"], each.get(name)) for each in metrics]]
+        for prompts in ("training", "held out"):
+            curves.append([(each["step"], each[prompts][name][0]) for each in evaluations])
+        for (label, colour), points in zip(CURVES.items(), curves):
+            points = np.array(points, float).reshape(-1, 2)  # (steps, 2), NaN for None
+            axes.plot(*points.T, ".-", color=colour, label=label)
+        low, high = axes.dataLim.intervaly
+        if 0 <= low and high <= 1:  # a share, at its true size
+            axes.set_ylim(-0.05, 1.05)
+        axes.set(title=short_name(name), xlabel="step")
+    row[0].legend()
+    figure.savefig(file)
