@@ -108,7 +108,7 @@ def of_all_ranks(rows):
 
 
 def wrong_pictures(raw, judge):
-    """{row: (G,) bool}, what a judge that says 1 or 0 says 0 of; of another judge, or none, nothing.
+    """{row: (G,) bool}, what a judge that says 1 or 0 calls 0; of another judge, or none, nothing.
 
     raw: {row: {name: (G,)}}.
     """

@@ -6,7 +6,7 @@ import pytest
 from conftest import records
 
 RUN = os.environ.get("README_RUN")
-CORRECT = "reward/check.py:correct"
+CORRECT = "reward/correct"
 
 
 @pytest.mark.skipif(not RUN, reason="README_RUN names no run of README's command")
