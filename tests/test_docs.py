@@ -1,6 +1,5 @@
 """The pages: links lead somewhere; flags, rewards and tests that they name exist."""
 
-import ast
 import re
 import subprocess
 import textwrap
@@ -27,8 +26,6 @@ FILES = [file for file in FILES if file.exists()]
 TESTS = [file for file in FILES if "test" in str(file.relative_to(ROOT))]
 SOURCES = [file for file in FILES if file not in TESTS]
 FLAGS = 39  # of --help
-LONGEST = 50  # lines of code in a function's body
-WIDTH = 100  # columns
 # Not "--eval-...", which names several.
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w.-]*\.\.)")
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -237,35 +234,3 @@ def test_the_tests_that_show_mistakes_exist():
 
 def test_there_are_few_flags():
     assert len(build_parser()._actions) - 1 <= FLAGS  # without --help itself
-
-
-def test_no_line_is_wide():
-    """But for what cannot be cut: an address, a template; in tests, texts."""
-    lines = lambda files: [line for file in files for line in file.read_text().split("\n")]
-    wide = [line for line in lines(SOURCES) if line[WIDTH:]]
-    wide += [line for line in lines(TESTS) if line[WIDTH:] and not re.search("[\"'\\\\]", line)]
-    assert [line for line in wide if "https://" not in line and "{%" not in line] == []
-
-
-def long_functions(source):
-    """{name: lines of code} of the functions with more than LONGEST: without their docstring,
-    comments and blank lines."""
-    lengths = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0]
-            start = first.end_lineno if ast.get_docstring(node) else first.lineno - 1
-            lines = source.split("\n")[start : node.end_lineno]
-            lengths[node.name] = sum(line.strip()[:1] not in ("", "#") for line in lines)
-    return {name: length for name, length in lengths.items() if length > LONGEST}
-
-
-def test_functions_are_short():
-    long = {file.name: long_functions(file.read_text()) for file in SOURCES}
-    assert {name: functions for name, functions in long.items() if functions} == {}
-
-
-def test_long_functions_are_counted():
-    body = "".join(f"    x{i} = {i}\n" for i in range(LONGEST))
-    assert long_functions(f'def f():\n    """One\n    two."""\n\n    # three\n{body}') == {}
-    assert long_functions(f"def f():\n{body}    return 1\n") == {"f": LONGEST + 1}
