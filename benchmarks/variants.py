@@ -295,8 +295,8 @@ def of_seeds(rows, variant, step, columns=world.KINDS, seeds=SEEDS):
 def compare(rows, variants):
     """After 20 steps, paired by seed: {variant: its mean less that of its reference}.
 
-    Also the standard error of all differences, and the threshold from which they are told apart. It
-    is Dunnett's, simulated for as many comparisons with the same references: without any true
+    Also the standard error of all differences, and the threshold from which they are significant.
+    It is Dunnett's, simulated for as many comparisons with the same references: without any true
     difference 5 tables in 100 have one above it.
     """
     pairs = {each.name: each.reference for each in variants}
@@ -330,8 +330,8 @@ def table(rows, variants):
         mark = "**" if abs(difference) > threshold else ""
         cells = [variant.name, written(rate_of(rows, variant)), *map("{:.1%}".format, shares)]
         lines.append([*cells, variant.reference, f"{mark}{100 * difference:+.1f}{mark}"])
-    words = f"Bold: told apart, from {threshold:.1%} on. Standard error of a difference {error:.1%}"
-    words += f"; one of {threshold + 0.84 * error:.1%} is found 8 times in 10."
+    words = f"Bold: significant, from {threshold:.1%} on. Standard error of a difference "
+    words += f"{error:.1%}; one of {threshold + 0.84 * error:.1%} is found 8 times in 10."
     return f"{markdown(titles, lines)}\n\n{words}"
 
 
@@ -395,7 +395,7 @@ def draw(rows, file, names=None):
     shown = [each for each in HARD if names is None or each.name in names]
     variants = [Variant("hard", BEFORE), *shown]
     variants.sort(key=lambda each: of_seeds(rows, each, 20).mean())
-    words = "correct after 10 steps (grey), after 20 (points: seeds); in colour: told apart"
+    words = "correct after 10 steps (grey), after 20 (points: seeds); in colour: significant"
     figure, (axes,) = panels(0.7 + 0.22 * len(variants), words)
     labels = []
     for y, variant in enumerate(variants):

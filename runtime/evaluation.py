@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from runtime import counted, ranks
+from runtime import counted, ranks, short_name
 from runtime.data import evenly
 from runtime.gpu import retry_with_room
 from runtime.record import named, shown_names, with_error
@@ -62,7 +62,8 @@ def evaluate(run, settings, data, record, stop=None):
     rows = numbers["rows"] = chosen or without_correct or first
     record.append("evaluation", [numbers])
     sides = [each for each in evaluations if each["step"] in (0, record.done)]
-    record.write(evaluation_table(sides, record.ends))
+    by_type = record.judge or next(iter(record.weights))
+    record.write(evaluation_table(sides, by_type if record.ends else None))
     pictures = of_all_ranks({row: pictures[row] for row in rows if row in pictures})
     record.draw_evaluation(rows, prompts, pictures, values["reward"], wrong)
     warn_of_other_ids(record, shares)
@@ -170,22 +171,38 @@ def means_and_errors(rewards):
     return numbers
 
 
-def evaluation_table(records, with_types):
-    """Lines of Markdown, a row for each set of prompts; records: one evaluation, or two."""
+def evaluation_table(records, by_type=None):
+    """Lines of Markdown, a row for each reward; records: one evaluation, or two.
+
+    by_type: the reward that gets a row for each type of prompts, too.
+    """
     last = records[-1]
-    names = shown_names(last["training"])
-    table = [["prompts", "pictures", *(name.removeprefix("reward/") for name in names)]]
-    for row, numbers in last.items():
-        if row in ("step", "rows") or ("," in row and not with_types):
-            continue
-        pictures = f"{numbers['prompts']} x {numbers['images'] // numbers['prompts']}"
-        cells = [" -> ".join(with_error(*each[row][name]) for each in records) for name in names]
-        table.append([row, pictures, *cells])
+    sets = "training", "held out"
+    types = dict.fromkeys(name.partition(", ")[2] for name in last if ", " in name)
+
+    def row(label, reward, end=""):
+        """Of each set, or of its prompts of a type."""
+        cells = []
+        for name in sets:
+            sides = [each[name + end][reward] for each in records if name + end in each]
+            cells.append(" -> ".join(with_error(*side) for side in sides))
+        return [label, *cells]
+
+    table = [["reward"]]
+    for name in sets:
+        prompts, images = last[name]["prompts"], last[name]["images"]
+        group = counted(images // prompts, "picture")
+        table[0].append(f"{name}: {counted(prompts, 'prompt')} x {group}")
+    for reward in shown_names(last["training"]):
+        table.append(row(reward.removeprefix("reward/"), reward))
+        if by_type and reward in (f"reward/{by_type}", f"reward/{short_name(by_type)}"):
+            table += [row(f"- {each}", reward, f", {each}") for each in types]
     widths = [max(map(len, column)) for column in zip(*table)]
     table.insert(1, ["-" * width for width in widths])
-    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in table]
-    sides = ", before -> after" if len(records) > 1 else ""
-    return "\n".join([f"evaluation after {counted(last['step'], 'step')}{sides}", *lines])
+    lines = [f"| {' | '.join(map(str.ljust, cells, widths))} |" for cells in table]
+    title = f"evaluation after {counted(last['step'], 'step')}"
+    title += ", before -> after" if len(records) > 1 else ""
+    return "\n".join([f"{title}: mean +- standard error over prompts (docs/numbers.md)", *lines])
 
 
 # ---- deployed as trained? ------------------------------------------------------------------------

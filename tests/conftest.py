@@ -60,6 +60,8 @@ def pytest_configure(config):
     # Of one library about another.
     for warning in ("ignore::FutureWarning", "ignore:.*torch.jit:DeprecationWarning"):
         config.addinivalue_line("filterwarnings", warning)
+    if "s" not in config.option.reportchars:
+        config.option.reportchars += "s"  # at the end, why tests were skipped
 
 
 @pytest.fixture(autouse=True)

@@ -83,7 +83,7 @@ def test_repairing_a_rounded_decoder(run, tmp_path):
     few += " --eval-decode-steps 2 --out"
     lines = "\n".join(run(repair_decoder, *few.split(), tmp_path / "run"))
     before, after = map(
-        float, re.search(r"training +\| 2 x 2 +\| (\S+) \S+ \S+ -> (\S+)", lines).groups()
+        float, re.search(r"\| \S+likeness +\| (\S+) \S+ \S+ -> (\S+)", lines).groups()
     )
     assert 0.5 < before < 1 and abs(after - before) < 0.2 and after != before
 

@@ -109,10 +109,3 @@ def test_the_first_program_draws_codes_alone_and_needs_no_trained_decoder(
     assert codes.shape[1] == 24 and codes.max() < NUM_CODES
     run_code("memory.md", "merge_and_unload")  # no HFValidationError
     assert Path("merged").is_dir()
-
-
-def test_a_win_rate_compares_within_a_group():
-    win_rate = run_code("rewards.md", "win_rate")["win_rate"]
-    images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "green", "white")]
-    shares = win_rate(images * 2, ["a"] * 8, None, group_size=4)
-    assert shares.tolist() == [0, 0.75, 0.25, 0.5] * 2

@@ -415,7 +415,8 @@ def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
     norms = iter([torch.nan, torch.inf] * 5 + [torch.inf] * 4 + [0.25] + [torch.nan] * 5)
     clip = lambda parameters, limit: torch.tensor(next(norms))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-    assert quick(*write_reward(""), "--steps 2 --iterations 10 --kl-coef 0 --out run") == 0
+    with pytest.warns(UserWarning, match="no step was taken"):
+        assert quick(*write_reward(""), "--steps 2 --iterations 10 --kl-coef 0 --out run") == 0
     skipped, grad_norm, kl = zip(
         *((line["skipped"], line["grad_norm"], line["kl"]) for line in records("run/metrics.jsonl"))
     )

@@ -92,33 +92,42 @@ def test_kinds_by_hand():
 
 
 def evaluation(step, x, y):
-    """An evaluation: two types of two prompts, two pictures each, with these rewards."""
+    """An evaluation: two types of two training prompts, one of them held out; two pictures each."""
     values = np.array([[x, x], [x, x + 0.2], [y, y], [y, y + 0.2]])
-    rewards = rewards_of(**{"f.py:facts": values, "g.py:right": 2 * values})
-    return {"step": step, **evaluation_metrics("training", rewards, "xxyy")}
+    rewards = lambda rows: rewards_of(
+        **{"f.py:facts": values[rows], "g.py:right": 2 * values[rows]}
+    )
+    sets = ("training", [0, 1, 2, 3], "xxyy"), ("held out", [0, 1], "xx")
+    metrics = [evaluation_metrics(name, rewards(rows), types) for name, rows, types in sets]
+    return {"step": step, "rows": [0], **metrics[0], **metrics[1]}
 
 
 def test_the_table_by_hand():
+    """The judge's rows by type are below its own, and fit 100 columns."""
     before, after = evaluation(0, 0.2, 0.4), evaluation(3, 0.5, 0.4)
-    title, *lines = evaluation_table([before, after], True).splitlines()
-    assert title == "evaluation after 3 steps, before -> after"
+    title, *lines = evaluation_table([before, after], "tiny/g.py:right").splitlines()
+    words = ": mean +- standard error over prompts (docs/numbers.md)"
+    assert title == f"evaluation after 3 steps, before -> after{words}"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    # The lone reward is the sum, and shown once.
-    assert cells[0] == ["prompts", "pictures", "f.py:facts", "g.py:right"]
-    rows = ["training", "training, x", "training, y", "training, mean of types"]
-    assert [row[0] for row in cells[2:]] == rows
-    facts, right = "0.250 +- 0.050 -> 0.550 +- 0.050", "0.500 +- 0.100 -> 1.100 +- 0.100"
-    assert cells[3] == ["training, x", "2 x 2", facts, right]
     errors = [np.std(x, ddof=1) / 2 for x in ([0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.4, 0.5])]
-    whole = f"0.350 +- {errors[0]:.3f} -> 0.500 +- {errors[1]:.3f}"
-    assert cells[2][1:3] == ["4 x 2", whole]
-    assert len({len(line) for line in lines}) == 1  # columns stand under one another
-    alone = evaluation_table([after], False).splitlines()
-    assert alone[0] == "evaluation after 3 steps" and len(alone) == 4
-    assert "| training | 4 x 2    | 0.500 +- " in alone[3]
+    facts = f"0.350 +- {errors[0]:.3f} -> 0.500 +- {errors[1]:.3f}"
+    right = f"0.700 +- {2 * errors[0]:.3f} -> 1.000 +- {2 * errors[1]:.3f}"
+    of_x = "0.500 +- 0.100 -> 1.100 +- 0.100"
+    del cells[1]
+    assert cells == [
+        ["reward", "training: 4 prompts x 2 pictures", "held out: 2 prompts x 2 pictures"],
+        ["f.py:facts", facts, "0.250 +- 0.050 -> 0.550 +- 0.050"],  # the sum is shown once
+        ["g.py:right", right, of_x],
+        ["- x", of_x, ""],
+        ["- y", "0.900 +- 0.100 -> 0.900 +- 0.100", ""],
+        ["- mean of types", "0.700 +- 0.071 -> 1.000 +- 0.071", ""],
+    ]
+    assert {len(line) for line in lines} == {max(map(len, lines))} and len(lines[0]) <= 100
+    title, _, _, *rows = evaluation_table([after]).splitlines()
+    assert title == f"evaluation after 3 steps{words}" and len(rows) == 2
     after["training"]["reward"] = [1.5, 0.1]  # of two rewards there is a sum
-    head = evaluation_table([after], True).splitlines()[1]
-    assert head.split()[1::2] == ["prompts", "pictures", "reward", "f.py:facts", "g.py:right"]
+    rows = evaluation_table([after]).splitlines()[3:]
+    assert [row.split()[1] for row in rows] == ["reward", "f.py:facts", "g.py:right"]
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -227,9 +236,9 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     assert low["reward/mine.py:right"][0] == high["reward/mine.py:right"][0] == 0.5
     assert after["held out"]["reward"][1] == pytest.approx(0.5 / 2)
     assert not any(name.startswith("held out,") for name in after)
-    row = r"\| training, low +\| 2 x 2 +\| 0.430 \+- 0.120 -> 0.430 \+- 0.120 \| 0.500 \+- 0.500 "
+    row = r"\| - low +\| 0.500 \+- 0.500 -> 0.500 \+- 0.500 \| +\|\n"
     output = "".join(capfd.readouterr())
-    assert len(re.findall(row, output)) == output.count("| training, low") == 1  # at the end
+    assert len(re.findall(row, output)) == output.count("| - low") == 1  # at the end
     sheets = {title: others for title, *others in grids}
     for title, wrong in (("before", [True, True]), ("after 2 steps", [True, False])):
         ((prompt, cells),), corner = sheets[title]
