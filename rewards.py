@@ -258,7 +258,7 @@ def load_from_file(name):
     return getattr(sys.modules[module], function)
 
 
-def bind(name, function, *given, **more):
+def bind(name, function, /, *given, **more):
     """The function with what it is given; of `more` what it has parameters for.
 
     UserError if it cannot be called like that.
@@ -311,7 +311,7 @@ def score(rewards, images, prompts, targets=None, **more):
 RUNNER = asyncio.Runner()
 
 
-def ask(name, function, images, prompts, targets, **more):
+def ask(name, function, images, /, prompts, targets, **more):
     answer = bind(name, function, images, prompts, targets, **more)()
     return RUNNER.run(answer) if inspect.iscoroutine(answer) else answer
 

@@ -5,7 +5,9 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -40,6 +42,17 @@ def short(value):
     return value.replace(f"{ROOT}{os.sep}", "") if isinstance(value, str) else value
 
 
+def versions():
+    """{name: version} of what makes a run's numbers; the commit, if the project is a clone."""
+    found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
+    command = "git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"
+    with suppress(OSError, subprocess.CalledProcessError):
+        if (ROOT / ".git").exists():
+            answer = subprocess.run(command, capture_output=True, text=True, check=True)
+            found["commit"] = answer.stdout.strip()
+    return {"commit": None} | found
+
+
 def copied(trainers):
     """Adapters and optimisers as they are now, for save: what breaks the next step off moves some.
 
@@ -62,9 +75,9 @@ def copied(trainers):
 def save(out, step, copies, state, evaluated):
     """Write a checkpoint to a temporary folder and rename it; remove old ones.
 
-    copies: see copied. state: {"settings": see saved, "inputs", "rewards": see read_inputs in
-    data.py}. evaluated: the steps whose checkpoints stay. No random states: the prompts and all
-    random draws of a step are functions of the seed and the step.
+    copies: see copied. state: {"settings": see saved, "versions", "inputs", "rewards": see
+    read_inputs in data.py}. evaluated: the steps whose checkpoints stay. No random states: the
+    prompts and all random draws of a step are functions of the seed and the step.
     """
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"

@@ -1,10 +1,12 @@
 """What a run trains on and what judges it: prompts, pictures that go with them, rewards."""
 
+import json
 import random
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
+from importlib.util import find_spec
 from io import BytesIO
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -32,6 +34,9 @@ TYPE = re.compile(r"#+ *(?:type|kind) *[:=\uff1a] *(\S.*)", re.IGNORECASE)
 # end the emoji of a flag.
 UNSEEN = "\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\u2800\u3164"
 
+# What rewards are given under these names is no column of a .jsonl file.
+TAKEN = {"rewards", "images", "prompts", "targets", "sources", "group_size"}
+
 
 @dataclass
 class Prompt:
@@ -41,10 +46,11 @@ class Prompt:
     type: str | None = None  # for evaluations; None where the file names none
     line: int = 0  # where it stands in its file
     target: Image.Image | None = None  # what some rewards compare with
+    row: dict = field(default_factory=dict)  # what else a .jsonl file says of it, for rewards
 
     def for_rewards(self):
         """What rewards are given beside pictures of it, by the names of their parameters."""
-        return {"prompts": self.text, "targets": self.target}
+        return {"prompts": self.text, "targets": self.target, **self.row}
 
     def given(self):
         """{name: picture} that the policy reads beside the text."""
@@ -64,7 +70,7 @@ def for_rewards(prompts):
 def read_prompts(settings, prefix=""):
     """The prompts to train on, or with "eval_" the held-out prompts, and their targets."""
     path, folder = (getattr(settings, prefix + name) for name in ("prompts", "targets"))
-    prompts = read_lines(path)
+    prompts = read_file(path)
     if folder not in (None, "none", ""):
         size = settings.width, settings.height
         for prompt, picture in zip(prompts, read_pictures(folder, "target", len(prompts), size)):
@@ -81,33 +87,72 @@ def evenly(prompts, count):
     return [prompt for prompt in turns if prompt][:count]
 
 
-def read_lines(path):
-    """The Prompts in a file, their lines counted from 1.
-
-    "# type: counting" names the type of the prompts below it; others with # in front are comments;
-    \\# begins a prompt. White space of any type is one space.
-    """
+def read_file(path):
+    """The Prompts in a text file, or in a .jsonl file, their lines counted from 1."""
     with readable(f"read the prompts file {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")
-    of_type = None
-    prompts = []
     # Not splitlines(): U+2028 and the like end no prompt.
-    for number, line in enumerate(text.split("\n"), 1):
-        line = re.sub(rf"^[\s{UNSEEN}]+|[\s{UNSEEN}]+$", "", line)
-        if line.startswith("#"):  # in a prompt joiners belong to emoji and Persian words
-            line = re.sub(f"[{UNSEEN}]", "", line)
-        line = re.sub(rf"\s([\s{UNSEEN}]*\s)?", " ", line)
-        if named := TYPE.fullmatch(line):
-            of_type = named[1]
-        elif line and line[0] != "#":
-            prompts.append(Prompt(re.sub(r"^\\#", "#", line), of_type, number))
-        if "<|image|>" in line:
-            raise UserError(f"line {number} of {path} contains <|image|>: leave it out")
+    lines = enumerate(text.split("\n"), 1)
+    prompts = read_rows(path, lines) if Path(path).suffix == ".jsonl" else read_lines(path, lines)
+    for prompt in prompts:
+        if "<|image|>" in prompt.text:
+            raise UserError(f"line {prompt.line} of {path} contains <|image|>: leave it out")
     if not prompts:
         raise UserError(f"the prompts file {path} has no prompt in it; write a prompt per line")
     if any(prompt.type for prompt in prompts):
         for prompt in prompts:
             prompt.type = prompt.type or "other"
+    return prompts
+
+
+def without_unseen(line):
+    """White space of any type is one space, and none at both ends."""
+    line = re.sub(rf"^[\s{UNSEEN}]+|[\s{UNSEEN}]+$", "", line)
+    if line.startswith("#"):  # in a prompt joiners belong to emoji and Persian words
+        line = re.sub(f"[{UNSEEN}]", "", line)
+    return re.sub(rf"\s([\s{UNSEEN}]*\s)?", " ", line)
+
+
+def read_lines(path, lines):
+    """A prompt per line.
+
+    "# type: counting" names the type of the prompts below it; others with # in front are comments;
+    \\# begins a prompt.
+    """
+    rows = "for rows with columns, give a .jsonl file, an object per line: docs/rewards.md"
+    if Path(path).suffix == ".csv":
+        raise UserError(f"{path} is a table: {rows}")
+    of_type = None
+    prompts = []
+    for number, line in lines:
+        line = without_unseen(line)
+        if line.startswith("{"):
+            raise UserError(f"line {number} of {path} looks like JSON: {rows}")
+        if named := TYPE.fullmatch(line):
+            of_type = named[1]
+        elif line and line[0] != "#":
+            prompts.append(Prompt(re.sub(r"^\\#", "#", line), of_type, number))
+    return prompts
+
+
+def read_rows(path, lines):
+    """A JSON object per line: "prompt", and "type" or "tag" if there are types.
+
+    What else it holds are columns, for rewards with a parameter of that name.
+    """
+    prompts = []
+    for number, line in lines:
+        if not line.strip():
+            continue
+        with readable(f"read line {number} of {path}", '; an example: {"prompt": "three circles"}'):
+            row = json.loads(line)
+            text = without_unseen(row.pop("prompt"))
+            of_type = row.pop("type", None) or row.pop("tag", None)
+            prompts.append(Prompt(text, of_type, number, row=row))
+            if not text or not isinstance(of_type, str | None):
+                raise ValueError("prompt and type have to be text")
+        if taken := row.keys() & TAKEN:
+            raise UserError(f"line {number} of {path}: give {', '.join(taken)} another name")
     return prompts
 
 
@@ -163,13 +208,15 @@ def to_srgb(image, profile):
 
 
 def prompt_indices(step, settings, count):
-    """Which of `count` prompts a step trains on: each once per epoch, shuffled.
+    """Which of `count` prompts a step trains on: each once per epoch, shuffled unless --order file.
 
     A function of the seed and the step alone, so that a resumed run needs no state. Each rank takes
     its share.
     """
     groups = settings.prompts_per_step * ranks.count()
     places = [divmod(step * groups + i, count) for i in ranks.shard(groups)]  # (epoch, place in it)
+    if settings.order == "file":
+        return [place for _, place in places]
     shuffled = lambda epoch: random.Random(f"{settings.seed} {epoch}").sample(range(count), count)
     return [shuffled(epoch)[place] for epoch, place in places]
 
@@ -195,7 +242,13 @@ def read_inputs(settings, read):
     forget_files()
     with readable_loading(settings.model):  # now, for rewards take a while
         cached_file(settings.model, "model_index.json")
+    if settings.tracker != "none" and find_spec(settings.tracker) is None:
+        package = f"pip install {settings.tracker}"
+        raise UserError(f"--tracker {settings.tracker} needs a package: {package}")
     prompts, held_out = read(settings), read(settings, "eval_")
+    columns = dict.fromkeys(name for prompt in (*prompts, *held_out) for name in prompt.row)
+    for prompt in (*prompts, *held_out):  # a reward gets None where a row lacks what others have
+        prompt.row = {name: prompt.row.get(name) for name in columns}
     check_rewards(settings.reward, prompts[0].target)
     check_rewards(settings.eval_reward, held_out[0].target)
     if prompts[0].target and not held_out[0].target:
@@ -227,6 +280,10 @@ def compare(out, hashed):
             f"{out} was started with other prompts, pictures or adapters; restore the files, "
             f"or start a new run from its adapter: --adapter {out}"
         )
+    began = before["versions"]
+    now = checkpoints.versions()
+    if changed := [f"{x} {began[x]} ({now[x]} now)" for x in now if now[x] != began[x]]:
+        print(f"warning: {out} began with {', '.join(changed)}: numbers may differ")
     for name, own in hashed["rewards"].items():
         if own != before["rewards"][name]:
             print(f"warning: the file of {name} has changed since the run began")
@@ -239,6 +296,7 @@ def hash_of(prompts, held_out, adapters):
         digest.update(repr((prompt.text, prompt.type)).encode())
         for given in prompt.for_rewards().values():
             digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
+        digest.update(json.dumps(prompt.row).encode() if prompt.row else b"")
     for folder in adapters:
         for file in (checkpoints.CONFIG, checkpoints.WEIGHTS):
             digest.update((folder / file).read_bytes())

@@ -1,5 +1,6 @@
 """What was learned: training and held-out prompts, painted from the same seeds each time."""
 
+import shlex
 import warnings
 from copy import copy
 from dataclasses import replace
@@ -8,7 +9,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from runtime import counted, ranks, short_name
+from runtime import counted, format_number, ranks, short_name
 from runtime.data import evenly
 from runtime.gpu import retry_with_room
 from runtime.record import named, shown_names, with_error
@@ -61,9 +62,15 @@ def evaluate(run, settings, data, record, stop=None):
     without_correct, first = rows_to_show(prompts, wrong)
     rows = numbers["rows"] = chosen or without_correct or first
     record.append("evaluation", [numbers])
+    of_sets = {f"{name}/{key}": numbers[name][key][0] for name in SEEDS for key in values}
+    record.track({name: None if np.isnan(mean) else mean for name, mean in of_sets.items()})
     sides = [each for each in evaluations if each["step"] in (0, record.done)]
     by_type = record.judge or next(iter(record.weights))
     record.write(evaluation_table(sides, by_type if record.ends else None))
+    if record.ends and (better := better_evaluation(evaluations, by_type)):
+        step, words = better
+        folder = shlex.quote(str(record.out / "checkpoints" / f"{step:06d}"))
+        record.write(f"held out, {words}; to go on from there: --adapter {folder}")
     pictures = of_all_ranks({row: pictures[row] for row in rows if row in pictures})
     record.draw_evaluation(rows, prompts, pictures, values["reward"], wrong)
     warn_of_other_ids(record, shares)
@@ -203,6 +210,23 @@ def evaluation_table(records, by_type=None):
     title = f"evaluation after {counted(last['step'], 'step')}"
     title += ", before -> after" if len(records) > 1 else ""
     return "\n".join([f"{title}: mean +- standard error over prompts (docs/numbers.md)", *lines])
+
+
+def better_evaluation(evaluations, reward):
+    """The step of the evaluation whose held-out reward is highest, and words for both; or None.
+
+    Only where it is above the last by more than its standard error.
+    """
+    known = evaluations[-1]["held out"]
+    name = next((x for x in (f"reward/{reward}", f"reward/{short_name(reward)}") if x in known), "")
+    scored = [each for each in evaluations if None not in each["held out"].get(name, [None])]
+    if not scored or scored[-1] is not evaluations[-1]:
+        return None
+    best, last = max(scored, key=lambda each: each["held out"][name][0]), scored[-1]
+    (mean, error), (now, _) = best["held out"][name], last["held out"][name]
+    words = f"{short_name(reward)} was highest after {counted(best['step'], 'step')}"
+    words += f": {with_error(mean, error)}, now {format_number(now)}"
+    return (best["step"], words) if mean - error > now else None
 
 
 # ---- deployed as trained? ------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 import json
 import math
 import os
+import secrets
 import textwrap
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import chain
 
@@ -69,12 +70,16 @@ class Record:
                 for name, records in self.records.items():
                     (out / f".{name}.jsonl").write_text(as_lines(records))
                     os.replace(out / f".{name}.jsonl", out / f"{name}.jsonl")
-                (out / "settings.json").write_text(
-                    json.dumps(checkpoints.saved(settings), indent=2)
-                )
+                about = checkpoints.saved(settings) | {"versions": checkpoints.versions()}
+                (out / "settings.json").write_text(json.dumps(about, indent=2))
                 if settings.steps > 0 and not settings.resume:
                     started = checkpoints.find_adapters(settings.adapter)
                     checkpoints.copy_adapters(started, out / "start")
+        self.tracker = None
+        if self.writes and settings.tracker != "none":
+            with readable(f"start --tracker {settings.tracker}"):
+                self.tracker = start_tracker(settings.tracker, out)
+                self.tracker.store_init_configuration(checkpoints.saved(settings))
         self.stop = StopRequest()
         self.keep(done)
 
@@ -85,6 +90,22 @@ class Record:
         if self.writes:
             with checkpoints.writing(self.out), open(self.out / f"{name}.jsonl", "a") as file:
                 file.write(as_lines(records))
+
+    def track(self, numbers):
+        """{name: number or None} to the tracker, if there is one."""
+        if self.tracker is not None:
+            with self.optional(f"send numbers to {self.settings.tracker}"):
+                known = {name: number for name, number in numbers.items() if number is not None}
+                self.tracker.log(known, step=self.done)
+
+    @contextmanager
+    def optional(self, what):
+        """A run does not end for a curve, or a tracker."""
+        try:
+            with readable(what):
+                yield
+        except UserError as error:
+            self.write(f"warning: {error}")
 
     def write(self, line):
         tqdm.write(line)  # above the bars
@@ -97,6 +118,7 @@ class Record:
         of_all = {name: torch.cat([each[name] for each in of_ranks]) for name in rewards}
         metrics |= self.reward_metrics(of_all) | self.phase.read()
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
+        self.track(self.records["metrics"][-1])
         groups = [
             {"step": done, "line": prompt.line, "prompt": prompt.text}
             | {name: values[i].tolist() for name, values in rewards.items()}
@@ -163,12 +185,12 @@ class Record:
                 sheet = np.hstack([before, np.asarray(sheet)[:, LABELS - 24 :]])
                 sheet = Image.fromarray(sheet)
             sheet.save(self.out / "before-after.png")
-        try:
-            with readable("draw reward.png"):
+        if find_spec("matplotlib") is not None:
+            with self.optional("draw reward.png"):
                 records = self.records["metrics"], self.records["evaluation"]
                 draw_curves(*records, self.out / "reward.png")
-        except UserError as error:  # a run does not end for a curve
-            self.write(f"warning: {error}")
+        elif self.ends:
+            self.write("no curves are drawn (reward.png): pip install matplotlib")
 
     # ---- a checkpoint, and the end ---------------------------------------------------------------
 
@@ -180,6 +202,7 @@ class Record:
         """The last whole step."""
         if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
             state = {"settings": checkpoints.saved(self.settings), **self.hashed}
+            state["versions"] = checkpoints.versions()
             evaluated = {each["step"] for each in self.records["evaluation"]}
             checkpoints.save(self.out, *self.whole, state, evaluated)
 
@@ -202,6 +225,26 @@ class Record:
 
     def finish(self):
         self.stop.end()
+        if self.tracker is not None:
+            self.tracker.finish()
+
+
+def start_tracker(name, out):
+    """One of accelerate's trackers. A resumed run goes on in the same run of it."""
+    from accelerate import PartialState, tracking  # seconds to import
+
+    PartialState()
+    if name == "tensorboard":
+        tracker = tracking.TensorBoardTracker("tensorboard", logging_dir=out)
+    else:
+        file = out / "tracker-id"
+        if not file.exists():
+            file.write_text(f"{out.resolve().name}-{secrets.token_hex(4)}")
+        own = {"name": file.read_text(), "resume": "allow"}
+        own |= {"id": own["name"]} if name == "wandb" else {}
+        tracker = tracking.LOGGER_TYPE_TO_CLASS[name]("grpo-glm-image", **own)
+    tracker.start()
+    return tracker
 
 
 def read_jsonl(path, last_step=math.inf):
@@ -325,12 +368,10 @@ def font_for(text, size=LETTERS):
 
 
 def draw_curves(metrics, evaluations, file):
-    """Curves of a run over its steps, a panel for each reward; none where matplotlib is missing.
+    """Curves of a run over its steps, a panel for each reward.
 
     metrics, evaluations: what is in the .jsonl files.
     """
-    if find_spec("matplotlib") is None:
-        return
     from matplotlib.figure import Figure
 
     names = shown_names(evaluations[-1]["training"])

@@ -53,6 +53,8 @@ class Settings(GRPOSettings):
     group_size: int = 4
     # prompts per step, on each GPU
     prompts_per_step: int = 4
+    # order of the prompts: shuffled in each epoch, or the file's, as for a curriculum
+    order: Literal["shuffled", "file"] = "shuffled"
     # training steps; 0 evaluates only
     steps: int = 200
     # AdamW's learning rate
@@ -120,6 +122,8 @@ class Settings(GRPOSettings):
     resume: str = None
     # steps between checkpoints
     save_every: int = 20
+    # send the numbers to a tracker, too
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
     # Settings of grpo.py that are no flags.
     end_ids: ClassVar[tuple] = GRPOSettings.end_ids
@@ -191,7 +195,7 @@ AT_MOST = {"top_p": 1, "noise_level": 1, "seed": 2**32 - 1}
 FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
 # A resumed run may change these. Its files may lie elsewhere: what they hold is compared.
 MAY_CHANGE = FILES | {"steps", "eval_every", "save_every", "resume"}
-MAY_CHANGE |= {"device", "offload", "micro_batch_size"}
+MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker"}
 
 
 def check_number(name, value):
