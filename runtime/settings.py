@@ -226,10 +226,10 @@ def default_model():
 
 
 def is_tiny(model):
-    """Whether a model is of the tiny family: its decoder reads 1,024 codes, the release's 16,384.
+    """Whether a model is of the tiny family: it has 1,024 codes, where the release has 16,384.
 
-    Settings.tiny then has its defaults: a model's folder holds no settings. Raises UserError for
-    what is no model.
+    Settings.tiny has the defaults of such a model: a model's folder holds no settings. Raises
+    UserError for what is no model.
     """
     if model == RELEASE:  # known before there is a network
         return False
@@ -263,7 +263,8 @@ def build_parser(kind=Settings):
     """
     parser = Parser(
         description="Train GLM-Image with GRPO, or a tiny GLM-Image on a CPU. See README.md.",
-        usage=f"python {sys.argv[0]} [--FLAG VALUE ...]",
+        prog=f"python {sys.argv[0]}",
+        usage="%(prog)s [--FLAG VALUE ...]",
         epilog=f"REWARDS: {', '.join(REWARDS)}",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -287,7 +288,8 @@ def build_parser(kind=Settings):
 def read_comments(kind):
     """{setting: (the heading it stands under, the comment above it)}.
 
-    A class comes before the class that it extends, whose comment counts where it has none.
+    A class comes before the class that it extends, whose comment counts where it has none. A
+    setting without any comment is no flag.
     """
     names = {each.name for each in fields(kind)}
     comments = {}
@@ -297,7 +299,7 @@ def read_comments(kind):
             if line.startswith("# ---- "):
                 heading = line.strip("# -")
             elif line.startswith("# "):
-                words.append(line.removeprefix("# "))
+                words.append(line.removeprefix("# ").replace("%", "%%"))  # for argparse
             else:
                 name = line.partition(":")[0]
                 if words and name in names:
