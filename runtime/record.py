@@ -116,7 +116,8 @@ class Record:
         rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
         of_ranks = ranks.gather(rewards)
         of_all = {name: torch.cat([each[name] for each in of_ranks]) for name in rewards}
-        metrics |= self.reward_metrics(of_all) | self.phase.read()
+        timings = self.phase.read()
+        metrics |= self.reward_metrics(of_all) | timings | speeds(batch, timings)
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
         self.track(self.records["metrics"][-1])
         groups = [
@@ -275,6 +276,17 @@ def named(raw_rewards, weights, group_size):
         short = f"reward/{short_name(name)}"
         rewards[f"reward/{name}" if short in rewards else short] = values
     return {name: values.view(-1, group_size) for name, values in rewards.items()}
+
+
+def speeds(batch, timings):
+    """To compare with docs/memory.md: codes per second of one picture, as all are sampled side by
+    side, and pictures per second in painting, each counted once however many samples share it.
+    """
+    seconds = lambda name: timings.get(f"seconds/{name}", math.nan)
+    return {
+        "codes_per_second": batch.groups[0].tokens.shape[1] / seconds("sample"),
+        "pictures_per_second": len({id(image) for image in batch.images}) / seconds("paint"),
+    }
 
 
 def reward_metrics(rewards):
