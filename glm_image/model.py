@@ -128,6 +128,12 @@ class GlmImage:
         prior = for_decoder(tokens[:, -rows * columns :].view(-1, rows, columns))
         shape = 1, channels, 4 * rows, 4 * columns
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed + NOISE_SEED))
+
+        def end_guidance(pipe, step, *_):
+            if step + 1 == settings.guidance_steps:
+                pipe._guidance_scale = 1.0  # as diffusers' own SDCFGCutoffCallback ends guidance
+            return {}
+
         latents = []
         for batch in prior.split(settings.micro_batch_size):  # (B, 4*rows*columns)
             latents += self.pipe(
@@ -139,6 +145,7 @@ class GlmImage:
                 num_inference_steps=settings.decode_steps,
                 guidance_scale=settings.guidance_scale,
                 output_type="latent",
+                callback_on_step_end=end_guidance,
                 **{name: [value] * len(batch) for name, value in more.items()},
             ).images
         return torch.stack(latents)

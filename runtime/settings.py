@@ -82,6 +82,8 @@ class Settings(GRPOSettings):
     decode_steps: int = 12
     # decoder's guidance; above 1 doubles its cost
     guidance_scale: float = 1.5
+    # denoising steps with guidance, the first ones (default: all)
+    guidance_steps: int = None
 
     # ---- evaluation, before and after
 
@@ -175,6 +177,7 @@ class Settings(GRPOSettings):
         """As the model is used after training."""
         own = copy(self)  # not replace(), which would check these as settings of a step
         own.decode_steps, own.guidance_scale = self.eval_decode_steps, self.eval_guidance_scale
+        own.guidance_steps = None
         return own
 
 
