@@ -47,9 +47,9 @@ def painters(settings):
 
 def painted(run, settings, rewards, prompts, groups, seed):
     """{reward: advantages (N*G,)} of what a painter makes of the groups; seconds per picture."""
-    run.clock.read()
+    run.phase.read()
     _, raw = train.paint_and_score(run, settings, rewards, prompts, groups, seed)
-    timings = run.clock.read()
+    timings = run.phase.read()
     number = sum(len(group.tokens.unique(dim=0)) for group in groups)
     size = settings.group_size
     if len(raw) > 1:
