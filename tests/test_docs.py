@@ -181,7 +181,7 @@ def test_the_readme_shows_the_step_of_train_py_and_four_commands():
     commands = [line for line in commands.splitlines() if line[0] != "#"]
     assert commands[0].endswith(". .venv/bin/activate")
     assert commands[1:] == [
-        "pip install -r requirements.txt",
+        "pip install -r requirements.txt matplotlib",
         "python train.py --group-size 4",
         "pytest",
     ]
