@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 from transformers.utils import cached_file
 
 from rewards import (
+    UserError,
     check_rewards,
     load_from_file,
     own_files,
@@ -19,7 +20,9 @@ from rewards import (
     score,
     split_spec,
 )
-from runtime import UserError, checkpoints, counted, ranks, readable, short_name
+from runtime import checkpoints, ranks
+from runtime.errors import readable
+from runtime.record import counted, short_name
 from runtime.settings import TINY, option
 
 # A line for the prompts below it.

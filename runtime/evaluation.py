@@ -8,10 +8,10 @@ from itertools import chain
 import numpy as np
 import torch
 
-from runtime import counted, ranks, short_name
+from runtime import ranks
 from runtime.data import evenly
 from runtime.gpu import retry_with_room
-from runtime.record import named, shown_names, with_error
+from runtime.record import counted, named, short_name, shown_names, with_error
 
 # Prompt i of an evaluation has seed SEEDS[...] + i. Training with --seed 0 needs 536,870 steps to
 # reach these seeds. Training with another --seed never reaches them: see seed_of_step.
@@ -108,9 +108,9 @@ def of_all_ranks(rows):
 
 
 def wrong_pictures(raw, judge):
-    """{row: (G,) bool}, what a judge that says 1 or 0 says 0 of; of another judge, or none, nothing.
+    """{row: (G,) bool}: the judge says 0 of them, if it says nothing but 1 and 0.
 
-    raw: {row: {name: (G,)}}.
+    raw: {row: {name: (G,)}}. judge: its name, or None.
     """
     verdicts = {row: of_row.get(judge, torch.ones(SHOWN)) for row, of_row in raw.items()}
     decides = all((x.nan_to_num(1).frac() == 0).all() for x in verdicts.values())

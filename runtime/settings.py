@@ -11,8 +11,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from grpo import GRPOSettings
-from rewards import REWARDS, own_files, split_spec
-from runtime import ROOT, UserError, checkpoints, counted, ranks, readable
+from rewards import REWARDS, UserError, own_files, split_spec
+from runtime import checkpoints, ranks
+from runtime.checkpoints import ROOT
+from runtime.errors import readable
+from runtime.record import counted
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"

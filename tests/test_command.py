@@ -39,8 +39,8 @@ from safetensors.torch import load_file
 
 import train
 from grpo import compute_advantages
-from rewards import REWARDS
-from runtime import UserError, evaluation, ranks, settings
+from rewards import REWARDS, UserError
+from runtime import evaluation, ranks, settings
 from runtime.gpu import Phase
 from runtime.record import LINE, format_step, reward_metrics
 from runtime.settings import TINY

@@ -15,7 +15,7 @@ from train_edits import EditSettings
 import rewards
 from benchmarks import losses, variants
 from rewards import split_spec
-from runtime import short_name
+from runtime.record import short_name
 from runtime.settings import TINY, Settings, build_parser, usual_settings
 
 ROOT = Path(__file__).resolve().parent.parent

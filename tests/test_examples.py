@@ -27,7 +27,7 @@ from test_pages import run_code
 
 import rewards
 import train
-from runtime import UserError
+from rewards import UserError
 from runtime.record import draw_curves
 
 
