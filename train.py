@@ -21,7 +21,7 @@ import torch
 from glm_image.model import GlmImage, check_version, load, token_forward
 from grpo import GRPO, set_advantages
 from rewards import combine, score, weights_of
-from runtime import checkpoints, counted, ranks
+from runtime import checkpoints, ranks
 from runtime.data import (
     for_rewards,
     load_data,
@@ -29,11 +29,11 @@ from runtime.data import (
     read_inputs,
     read_prompts,
 )
+from runtime.errors import exit_code, rescued
 from runtime.evaluation import evaluate, seed_of_step
 from runtime.forward import CheckedGRPO
 from runtime.gpu import Phase, plan, retry_with_room
-from runtime.record import Record
-from runtime.rescue import exit_code, rescued
+from runtime.record import Record, counted
 from runtime.settings import Settings, parse_settings, print_start
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
@@ -211,7 +211,7 @@ def loop(run, settings, data, record, begun):
                 evaluate(run, settings, data, record)
     record.save()
     if record.done < settings.steps:
-        record.write(f"saved; {checkpoints.how_to_continue(record.out)}")
+        record.write(f"saved; {record.how_to_continue()}")
     stopped = any(ranks.gather(record.stop.received))
     if settings.steps > 0 and not (stopped and record.done == begun):  # else there is nothing new
         evaluate(run, settings, data, record)

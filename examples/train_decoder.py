@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
-from rewards import combine, score, weights_of
-from runtime import UserError, ranks
+from rewards import UserError, combine, score, weights_of
+from runtime import ranks
 from runtime.data import for_rewards
 from runtime.record import LINE, Record, reward_metrics
 from runtime.settings import Settings

@@ -13,8 +13,7 @@ from PIL import Image
 from glm_image.model import TOKEN, GlmImage, chat, for_decoder, positions_of
 from reward_models import CHINESE
 from reward_models.vqa import Vqa
-from rewards import REWARDS, SMOLVLM, ssim
-from runtime import UserError
+from rewards import REWARDS, SMOLVLM, UserError, ssim
 from runtime.data import Prompt, read_pictures, read_prompts
 
 # ---- wishes, each with its source ----------------------------------------------------------------

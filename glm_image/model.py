@@ -1,11 +1,15 @@
 """GLM-Image: prompts in, pictures out; its weights from files, and what of them learns."""
 
 import json
+import os
+import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
+import diffusers
 import torch
 import transformers
 from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
@@ -20,10 +24,22 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from runtime import UserError, readable
+from rewards import UserError
 from runtime.checkpoints import WEIGHTS, find_adapter, load_adapter
+from runtime.errors import readable
 from runtime.forward import CapturedForward, SharedForward, or_plain
 from runtime.settings import readable_loading
+
+# PEFT's about transformers: nothing a user can act on.
+warnings.filterwarnings("ignore", category=FutureWarning)
+# The adapter's products stay float32 on purpose.
+warnings.filterwarnings("ignore", message="TensorFloat32")
+# It warns of modules to keep in float32 where there are none.
+diffusers.utils.logging.set_verbosity_error()
+# In a file or a notebook each redrawing of a bar would be a line; of several ranks the first draws.
+if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
 
 LORA_TARGETS = {
     # In the language model only.

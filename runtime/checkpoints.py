@@ -17,8 +17,11 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from runtime import ROOT, UserError, ranks, readable
+from rewards import UserError
+from runtime import ranks
+from runtime.errors import readable
 
+ROOT = Path(__file__).resolve().parent.parent
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 KEPT = 2  # the newest checkpoints, beside those of evaluated steps
 
@@ -192,8 +195,13 @@ def of_newest(out, name):
         yield folder / name
 
 
-def how_to_continue(out):
-    return f"continue with --resume {shlex.quote(str(out))}"
+def how_to_continue(out, diverged=None):
+    """In words; nothing if there is no checkpoint. diverged: the step whose policy has diverged."""
+    if diverged is not None:
+        before = [folder for folder in find(out) if int(folder.name) < diverged]
+        start = "start a new run from an earlier step with a lower --lr: --adapter"
+        return f"{start} {shlex.quote(str(before[-1]))}" if before else ""
+    return f"continue with --resume {shlex.quote(str(out))}" if find(out) else ""
 
 
 @contextmanager
@@ -236,16 +244,16 @@ def claimed(resume, name):
             raise UserError(busy) from None
     try:
         if resume is None and (out / "settings.json").exists():
-            more = f", or {how_to_continue(out)}" if find(out) else ""
-            raise UserError(f"{out} already holds a run; choose another --out{more}")
+            more = [f"{out} already holds a run; choose another --out", how_to_continue(out)]
+            raise UserError(", or ".join(filter(None, more)))
         yield ranks.gather(out)[0]
     finally:
+        with suppress(OSError):  # Windows removes no open file: there the release does it
+            os.remove(lock.lock_file)
         lock.release()
-        if not (out / "settings.json").exists():
-            with suppress(OSError):  # there are other files in it
-                (out / ".lock").unlink(missing_ok=True)  # Windows removes it by itself
-                for folder in takewhile(lambda folder: folder != before, (out, *out.parents)):
-                    folder.rmdir()
+        with suppress(OSError):  # something was written
+            for folder in takewhile(lambda folder: folder != before, (out, *out.parents)):
+                folder.rmdir()
 
 
 def next_folder(parent):

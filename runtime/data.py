@@ -16,6 +16,7 @@ from PIL import Image, ImageCms, ImageOps
 from transformers.utils import cached_file
 
 from rewards import (
+    UserError,
     bind,
     check_rewards,
     files_of,
@@ -25,7 +26,9 @@ from rewards import (
     score,
     split_spec,
 )
-from runtime import UserError, checkpoints, counted, ranks, readable, short_name
+from runtime import checkpoints, ranks
+from runtime.errors import readable
+from runtime.record import counted, short_name
 from runtime.settings import option, readable_loading
 
 # A line for the prompts below it.

@@ -9,10 +9,17 @@ from itertools import chain
 import numpy as np
 import torch
 
-from runtime import counted, format_number, ranks, short_name
+from runtime import ranks
 from runtime.data import evenly
 from runtime.gpu import retry_with_room
-from runtime.record import named, shown_names, with_error
+from runtime.record import (
+    counted,
+    format_number,
+    named,
+    short_name,
+    shown_names,
+    with_error,
+)
 
 # Prompt i of an evaluation has seed SEEDS[...] + i. Training with --seed 0 needs 536,870 steps to
 # reach these seeds. Training with another --seed never reaches them: see seed_of_step.
@@ -118,7 +125,7 @@ def of_all_ranks(rows):
 def wrong_pictures(raw, judge):
     """{row: (G,) bool}, the pictures that get 0; none, unless the judge says 1 or 0 alone.
 
-    raw: {row: {name: (G,)}}.
+    raw: {row: {name: (G,)}}. judge: its name, or None.
     """
     verdicts = {row: of_row.get(judge, torch.ones(SHOWN)) for row, of_row in raw.items()}
     decides = all((x.nan_to_num(1).frac() == 0).all() for x in verdicts.values())

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo import GRPO, NotFinite
-from runtime import out_of_memory
+from runtime.errors import out_of_memory
 
 # ---- on a GPU: a CUDA graph of a compiled step ---------------------------------------------------
 

@@ -14,7 +14,9 @@ from tqdm import tqdm
 from transformers import set_seed
 
 from grpo import Offload
-from runtime import UserError, out_of_memory, ranks
+from rewards import UserError
+from runtime import ranks
+from runtime.errors import out_of_memory
 
 # torch reads this at its first allocation, the older name first. Without the setting page-locked
 # memory comes in powers of two, 37.9 GB for 32.9 GB of weights, so that it can be used again, which
@@ -91,9 +93,8 @@ class Phase:
     def counting(self, unit, total, done=0):
         """In a terminal a bar counts up to `total`, from `done` on, until the block ends."""
         outer = self.bar
-        # None: it is disabled where there is no terminal.
-        disable = ranks.rank() > 0 or total == 0 or None
-        options = {"dynamic_ncols": True, "leave": False, "disable": disable}
+        hidden = ranks.rank() > 0 or None  # None: it is where there is no terminal
+        options = {"dynamic_ncols": True, "leave": False, "disable": hidden}
         with tqdm(total=total, initial=done, unit=unit, **options) as self.bar:
             yield
         self.bar = outer

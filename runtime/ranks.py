@@ -9,17 +9,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from runtime import UserError, disable_progress_bars
+from rewards import UserError
 
-FAILED = "this rank has failed"  # what it gathers then
+FAILED = "this rank has failed"  # what it gathers in place of a value
 
 
 @contextmanager
 def joined():
-    """Within it the processes of torchrun work together, if there are any.
+    """Within it the processes of torchrun work together, if there are any: the first prints.
 
-    Only the first prints and writes. If one fails, the others do when they next gather. Until then
-    it waits: torchrun kills the others 30 seconds after its end, and they have a step to save.
+    If one fails, the others fail when they next gather. It waits for them, since torchrun kills
+    them 30 seconds after it has ended, and they have a step to save.
     """
     if dist.is_torchelastic_launched():
         # A rank may wait for another's whole update, or for its download.
@@ -29,7 +29,6 @@ def joined():
         dist.init_process_group(backend, timeout=timeout)
         if rank() > 0:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            disable_progress_bars()
     try:
         yield
     except Exception:
@@ -129,9 +128,3 @@ def mean(metrics):
         largest = name.endswith("max_logprob_gap") or name.startswith("gpu_gb")
         merged[name] = max(values) if largest else sum(values) / len(values)
     return merged
-
-
-def print_error(message):
-    """The line that a user reads."""
-    # With several ranks it starts a line: another's progress bar may stand on this one.
-    print("error:" if count() == 1 else f"\nerror: rank {rank()}:", message, file=sys.stderr)

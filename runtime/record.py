@@ -15,17 +15,9 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
-from rewards import combine, split_spec
-from runtime import (
-    UserError,
-    checkpoints,
-    counted,
-    format_number,
-    ranks,
-    readable,
-    short_name,
-)
-from runtime.rescue import StopRequest
+from rewards import UserError, combine, split_spec
+from runtime import checkpoints, ranks
+from runtime.errors import StopRequest, readable
 
 SAMPLE_EVERY = 10  # steps between group-*.png
 FILES = "metrics", "groups", "evaluation"  # .jsonl
@@ -107,8 +99,7 @@ class Record:
         except UserError as error:
             self.write(f"warning: {error}")
 
-    def write(self, line):
-        tqdm.write(line)  # above the bars
+    write = staticmethod(tqdm.write)  # a line, above the bars
 
     def step(self, done, prompts, batch, metrics):
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
@@ -182,9 +173,8 @@ class Record:
             sheet.save(folder / ".sheet.png")
             os.replace(folder / ".sheet.png", folder / "sheet.png")  # later evaluations read it
             if self.done and (first / "sheet.png").exists():
-                before = np.asarray(Image.open(first / "sheet.png"))
-                sheet = np.hstack([before, np.asarray(sheet)[:, LABELS - 24 :]])
-                sheet = Image.fromarray(sheet)
+                sides = Image.open(first / "sheet.png"), np.asarray(sheet)[:, LABELS - 24 :]
+                sheet = Image.fromarray(np.hstack(sides))
             sheet.save(self.out / "before-after.png")
         if find_spec("matplotlib") is not None:
             with self.optional("draw reward.png"):
@@ -206,6 +196,10 @@ class Record:
             state["versions"] = checkpoints.versions()
             evaluated = {each["step"] for each in self.records["evaluation"]}
             checkpoints.save(self.out, *self.whole, state, evaluated)
+
+    def how_to_continue(self, diverged=False):
+        """In words; nothing if there is no checkpoint. diverged: in the step after the last."""
+        return checkpoints.how_to_continue(self.out, self.done if diverged else None)
 
     def end(self):
         """What was learned, for other programs to load; a warning if that is nothing."""
@@ -329,6 +323,21 @@ def with_error(mean, error):
     return format_number(mean) + ("" if error is None else f" +- {format_number(error)}")
 
 
+def format_number(value):
+    if value is None or math.isnan(value):  # no image had this reward
+        return "none"
+    return f"{value:.0e}" if 0 < abs(value) < 5e-4 else f"{value:.3f}"
+
+
+def counted(number, noun):
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def short_name(name):
+    """As people read it: 'reward/clip=a/folder' -> 'clip', 'reward/a/my.py:f' -> 'my.py:f'."""
+    return name.removeprefix("reward/").partition("=")[0].split("/")[-1]
+
+
 # ---- pictures ------------------------------------------------------------------------------------
 
 CELL, LABELS, LETTERS = 144, 288, 24  # pixels: twice their size on a page
@@ -363,11 +372,9 @@ def draw_grid(title, rows, corner=""):
         words = textwrap.wrap(label, max(1, int(letters)))[:4]
         pen.text((8, top), "\n".join(words), "black", font)
         for left, (picture, caption, framed) in zip(range(LABELS, width, CELL + 8), cells):
-            picture = ImageOps.contain(picture, (CELL, CELL))
-            if framed:
-                frame = left - 3, top - 3, left + picture.width + 3, top + picture.height + 3
-                sheet.paste(RED, frame)
-            sheet.paste(picture, (left, top))
+            border = 3 * framed
+            picture = ImageOps.expand(ImageOps.contain(picture, (CELL, CELL)), border, RED)
+            sheet.paste(picture, (left - border, top - border))
             pen.text((left, top + CELL), caption, "black", font_for(caption, 17))
     return sheet
 

@@ -14,8 +14,11 @@ import torch
 from transformers.utils import cached_file
 
 from grpo import GRPOSettings
-from rewards import REWARDS, split_spec
-from runtime import ROOT, UserError, checkpoints, counted, ranks, readable
+from rewards import REWARDS, UserError, split_spec
+from runtime import checkpoints, ranks
+from runtime.checkpoints import ROOT
+from runtime.errors import readable
+from runtime.record import counted
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"

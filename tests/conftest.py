@@ -38,7 +38,7 @@ from world import draw
 
 import train
 from glm_image import editing, model
-from runtime import UserError
+from rewards import UserError
 from runtime.data import Prompt
 
 gc.freeze()  # millions of objects of the libraries, which no collection needs to look at again

@@ -27,7 +27,8 @@ import grpo
 from benchmarks import random_weights
 from glm_image.model import GlmImage
 from grpo import GRPO, Offload
-from runtime import gpu, out_of_memory, ranks
+from runtime import gpu, ranks
+from runtime.errors import out_of_memory
 from runtime.forward import SharedForward
 from runtime.gpu import Phase, retry_with_room
 

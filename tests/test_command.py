@@ -43,8 +43,8 @@ from safetensors.torch import load_file
 
 import train
 from grpo import compute_advantages
-from rewards import REWARDS, files_of, parse_rewards
-from runtime import UserError, evaluation, ranks, settings
+from rewards import REWARDS, UserError, files_of, parse_rewards
+from runtime import evaluation, ranks, settings
 from runtime.gpu import Phase
 from runtime.record import LINE, format_step, reward_metrics
 from runtime.settings import TINY

@@ -42,7 +42,7 @@ from glm_image.editing import (
     read_sources,
 )
 from glm_image.model import for_decoder
-from runtime import UserError
+from rewards import UserError
 from runtime.forward import CapturedForward
 from runtime.settings import RELEASE
 

@@ -32,7 +32,7 @@ from transformers import (
 
 import rewards
 import train
-from runtime import UserError
+from rewards import UserError
 from runtime.record import draw_curves
 
 

@@ -38,7 +38,8 @@ from transformers import StaticCache
 import train
 from glm_image.model import GlmImage, token_forward
 from grpo import GRPO, Offload, generate_with_logprobs
-from runtime import UserError, gpu, ranks
+from rewards import UserError
+from runtime import gpu, ranks
 from runtime.forward import (
     CapturedForward,
     CheckedGRPO,

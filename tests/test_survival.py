@@ -40,7 +40,8 @@ from train_decoder import DecoderRun, DecoderSettings
 from train_edits import EditSettings
 
 import train
-from runtime import UserError, checkpoints
+from rewards import UserError
+from runtime import checkpoints
 from runtime.data import hash_of
 from runtime.settings import resumed
 

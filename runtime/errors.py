@@ -1,12 +1,33 @@
 """What breaks a run off: the last whole step is saved, and the user reads one line."""
 
 import os
-import shlex
 import signal
+import sys
 from contextlib import contextmanager, suppress
 
+import torch
+
 from grpo import NotFinite
-from runtime import UserError, checkpoints, out_of_memory, ranks
+from rewards import UserError
+from runtime import ranks
+
+
+@contextmanager
+def readable(what, hint=""):
+    """What is wrong with a file becomes one line: "cannot WHAT (REASON)HINT"."""
+    try:
+        yield
+    except Exception as error:  # each library that reads files has its own
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(f"cannot {what} ({reason}){hint}") from error
+
+
+def out_of_memory(error):
+    """Whether the GPU's memory has run out. CUDA, cuBLAS and Triton have their own words for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    words = "out of memory", "STATUS_ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def exit_code(run):
@@ -17,15 +38,18 @@ def exit_code(run):
     except KeyboardInterrupt:  # before the first step: there is nothing to save yet
         return 130
     except (UserError, NotFinite) as error:
-        ranks.print_error(error)
+        message = error
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        reason = str(error).splitlines()[0]
-        ranks.print_error(
-            f"out of GPU memory ({reason}): try --offload yes and a lower --micro-batch-size; or "
-            "start again with --base int8, or a lower --prompts-per-step or --group-size"
+        message = (
+            f"out of GPU memory ({str(error).splitlines()[0]}): try --offload yes and a lower "
+            "--micro-batch-size; or start again with --base int8, or a lower --prompts-per-step or "
+            "--group-size"
         )
+    # With several ranks it starts a line: another's progress bar may stand on this one.
+    start = "error:" if ranks.count() == 1 else f"\nerror: rank {ranks.rank()}:"
+    print(start, message, file=sys.stderr)
     return 2
 
 
@@ -37,20 +61,16 @@ def rescued(record):
     """
     try:
         yield
-        record.finish()
     except BaseException as error:
-        if isinstance(error, NotFinite):
-            # The policy as it was after this step.
-            before = [each for each in checkpoints.find(record.out) if int(each.name) < record.done]
-            start = before and f"--adapter {shlex.quote(str(before[-1]))}"
-            hint = start and f"start a new run from an earlier step with a lower --lr: {start}"
-        else:
+        diverged = isinstance(error, NotFinite)
+        if not diverged:
             with suppress(UserError):  # a full disk: the checkpoint before stays
                 record.save()
-            hint = checkpoints.find(record.out) and checkpoints.how_to_continue(record.out)
-        if hint:
+        if hint := record.how_to_continue(diverged):
             record.write(f"stopped in the phase '{record.phase.name}'; {hint}")
         raise
+    finally:
+        record.finish()
 
 
 class StopRequest:
