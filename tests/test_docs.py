@@ -188,6 +188,15 @@ def test_the_readme_shows_the_step_of_train_py_and_four_commands():
     assert len(text.splitlines()) <= 150
 
 
+def test_the_chinese_readme_says_the_same():
+    """Its commands, code, links, pictures and numbers are those of the README, in their order."""
+    texts = [(ROOT / name).read_text() for name in ("README.md", "README.zh.md")]
+    texts = [text.partition("\n")[2] for text in texts]  # the first lines link to each other
+    for part in (r"^```.*?^```", r"\]\(([^)#]+)", r"`[^`\n]+`|\d+(?:\.\d+)?(?: GB|%|B\b)?"):
+        english, chinese = (re.findall(part, text, re.MULTILINE | re.DOTALL) for text in texts)
+        assert sorted(chinese) == sorted(english)
+
+
 def test_the_tables_of_variants_are_those_of_the_file():
     page = (ROOT / "docs" / "worth.md").read_text()
     assert [table for table in variants.tables(variants.read()) if table not in page] == []
