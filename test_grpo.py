@@ -244,6 +244,14 @@ def test_logprobs_by_hand():
     logprobs = get_per_token_logprobs(Bigram(), ids, 2)
     by_hand = [1 / 3, 1 / 2, 1 / 2, 1 / 6]
     assert logprobs.exp().flatten().tolist() == pytest.approx(by_hand)
+    # An id that is not allowed has any number: it is masked.
+    for allowed, other, by_hand in (
+        (slice(1, 3), 2, [2 / 3, 3 / 5, 1 / 3]),
+        (slice(0, 2), 3, [2 / 5, 3 / 4, 3 / 5]),
+    ):
+        logprobs = get_per_token_logprobs(Bigram(), ids, 2, allowed_ids=allowed).flatten()
+        found = logprobs[[i for i in range(4) if i != other]].exp().tolist()
+        assert found == pytest.approx(by_hand)
 
 
 # ---- a text model that learns: the lab of docs/exercises.md --------------------------------------
@@ -885,7 +893,8 @@ def test_update_warns_of(seen, sign):
 
     def warn(gap=0, kl=0, at_start=False, norms=(1,), groups=(EQUAL, UNEQUAL), dtype=None):
         metrics = {"mean_logprob_gap": gap, "kl": kl}
-        _warn_of(metrics, norms, at_start, groups, torch.nn.Linear(1, 1, dtype=dtype))
+        parts = torch.nn.Linear(1, 1, dtype=dtype), torch.nn.Linear(1, 1)  # base and adapter
+        _warn_of(metrics, norms, at_start, groups, torch.nn.ModuleList(parts))
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -31,6 +31,7 @@ from conftest import (
     records,
     resume,
     shorten,
+    steps_saved,
     tiny_settings,
     words_of,
     write_reward,
@@ -130,7 +131,7 @@ def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
     assert quick("--steps 4 --eval-every 3 --out run") == 0
     groups = sorted(file.name for file in Path("run").glob("group-*"))
     assert groups == ["group-000001.png", "group-000003.png", "group-000004.png"]
-    assert evaluated == [0, 3, 4]
+    assert evaluated == [0, 3, 4] and steps_saved("run") == ["000003", "000004"]
 
 
 def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
@@ -351,7 +352,7 @@ def test_a_run_names_the_projects_files_by_their_place_in_it(quick, one_step, mo
 
 
 def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatch):
-    reward = write_reward("return [float('cross' in p) * i for i, p in enumerate(prompts)]")
+    reward = write_reward("return [i if 'cross' in p else torch.nan for i, p in enumerate(prompts)]")
     sheets = []
     draw_grid = lambda title, *rows: sheets.append((title, rows[0])) or Image.new("RGB", (8, 8))
     monkeypatch.setattr("runtime.log.draw_grid", draw_grid)
@@ -412,6 +413,9 @@ def test_no_two_groups_share_a_seed(monkeypatch):
                 seeds += range(first, first + 4)
     assert len(set(seeds)) == len(seeds) == 3 * 30 * 3 * 4
     assert train.seed_of_step(10**6, 2**32 - 1, 4) < 2**63
+    monkeypatch.undo()
+    of_seeds = (build_run(tiny_settings("--seed", seed)).policy.parameters for seed in (0, 1))
+    assert not torch.equal(*(parameters[0] for parameters in of_seeds))  # nor an adapter's start
 
 
 @pytest.mark.parametrize("seeds, steps, evaluated", [(10, 10**4, 2**20), (1000, 1000, 1000)])
@@ -557,15 +561,20 @@ def test_the_clock_adds_up_the_phases_of_a_step(monkeypatch):
     """Weights move three times in a step where policy and decoder take turns."""
     times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Clock(CPU)
+    peaks = iter([2e9, 7e9, 1e9, 3e9])
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    clock = Clock(torch.device("cuda"))
     for phase in ("move", "sample", "move"):
         with clock(phase):
             assert clock.name == phase
-    phases = {"seconds/move": 6, "seconds/sample": 3}
-    assert clock.read() == phases | {"seconds": 9, "gpu_gb": 0}
+    phases = {"seconds/move": 6, "seconds/sample": 3, "gpu_gb/move": 2, "gpu_gb/sample": 7}
+    assert clock.read() == phases | {"seconds": 9, "gpu_gb": 7}
     with clock("move"):
         pass
-    assert clock.read() == {"seconds/move": 1, "seconds": 1, "gpu_gb": 0}  # of the next step
+    next_step = {"seconds/move": 1, "seconds": 1, "gpu_gb/move": 3, "gpu_gb": 3}
+    assert clock.read() == next_step
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])

@@ -184,8 +184,12 @@ def test_no_two_paintings_share_their_draws(monkeypatch):
     (prompt,), codes = prompts_of(PROMPTS[0]), torch.zeros(3, 4, dtype=torch.long)
     for seed in (5, 6, 1005):
         run.decoder.paint_paths(prompt, codes, settings, seed)
+    draws = [x for x in drawn if x.dim() == 3]
     # Seeds, code sequences, steps, paintings.
-    assert len({x.numpy().tobytes() for x in drawn if x.dim() == 3}) == 3 * 3 * 2 * 2
+    assert len({x.numpy().tobytes() for x in draws}) == 3 * 3 * 2 * 2
+    # From a stream of their own.
+    first = torch.randint(2**62, (2,), generator=seeded(5 + 2**30))[0].item()
+    assert torch.equal(draws[0], stock_randn(8, 8, 8, generator=seeded(first)))
 
 
 def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():

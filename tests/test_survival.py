@@ -281,16 +281,20 @@ def test_an_adapters_dropout_does_not_act(one_step, tmp_path):
 
 
 def test_an_adapter_that_cannot_be_used_is_refused(one_step, tmp_path):
-    """One of another model; one that would change the base twice, for the policy and for its
+    """One that holds more; one of another model; one that would change the base twice, for the policy and for its
     reference; and one that is cut off."""
     folder = shutil.copytree(one_step / "adapter", tmp_path / "adapter")
-    rewritten(folder / checkpoints.WEIGHTS, lambda key, x: (f"own.{key}", x))
-    errors = [error_from(build_run, tiny_settings("--adapter", tmp_path))]
+    file, given = folder / checkpoints.WEIGHTS, tiny_settings("--adapter", tmp_path)
+    save_file(load_file(file) | {"own": torch.ones(2)}, file)
+    errors = [error_from(build_run, given)]
+    rewritten(file, lambda key, x: (f"own.{key}", x))
+    errors.append(error_from(build_run, given))
     (folder / "adapter_config.json").write_text('{"init_lora_weights": "pissa"}')
     errors.append(error_from(checkpoints.find_adapters, tmp_path))
-    cut(-1)(folder / checkpoints.WEIGHTS)
+    cut(-1)(file)
     errors.append(error_from(checkpoints.find_adapters, tmp_path))
-    reasons = f"{KEY} is missing, ", "with pissa the model has other weights;", "Error while "
+    reasons = "own is [2], in this model it is missing", f"{KEY} is missing, "
+    reasons += "with pissa the model has other weights;", "Error while "
     for error, reason in zip(errors, reasons, strict=True):
         assert error.startswith(f"cannot use the adapter {folder} ({reason}")
 
@@ -456,10 +460,13 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
 def test_a_signal_finishes_the_step_saves_and_evaluates(judged, capfd):
     """It comes in the second step, when its pictures are judged."""
     reward = write_reward("if call == 5:\n    os.kill(os.getpid(), signal.SIGINT)")
-    assert judged(*reward, "--steps 9 --eval-every 2 --out 'the run'") == 130
+    Path("typed.txt").write_text("# type: a\na red circle\n# type: b\na blue cross\n")
+    typed = "--eval-prompts typed.txt --eval-count 2"
+    assert judged(*reward, typed, "--steps 9 --eval-every 2 --out 'the run'") == 130
     output = "".join(capfd.readouterr())
     assert "stopping: what has begun will be finished and saved" in output
     assert "saved; continue with --resume 'the run'" in output
+    assert output.count("| held out, b ") == 1  # the last table has the types
     assert steps_of("the run/metrics.jsonl") == [1, 2]
     assert steps_saved("the run")[-1] == "000002"
     assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("the run"))
