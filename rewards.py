@@ -247,8 +247,7 @@ def load_from_file(name):
         module += "_"
     if module not in sys.modules:
         OWN.append(module)
-        spec = spec or spec_from_file_location(module, file)
-        sys.modules[module] = module_from_spec(spec)
+        sys.modules[module] = module_from_spec(spec_from_file_location(module, file))
         # Not by spec.loader, which may take an older text of the file from __pycache__.
         code = compile(file.read_bytes(), file, "exec")
         exec(code, vars(sys.modules[module]))  # noqa: S102

@@ -309,10 +309,10 @@ def hash_of(prompts, held_out, adapters):
 def load_data(settings, prompts, held_out):
     """The prompts with their rewards, which load before the 35 GB of model."""
     _, _, *more = for_rewards(prompts[:1])  # beside prompts and targets
-    named = split_spec(settings.reward) | split_spec(settings.eval_reward)
-    for name in [name for name in named if ".py:" in name]:
-        function = load_from_file(name)  # before a reward is downloaded
-        bind(name, function, None, None, None, **dict.fromkeys(["group_size", *more]))
+    more = dict.fromkeys(["group_size", *more])
+    for name in split_spec(settings.reward) | split_spec(settings.eval_reward):
+        if ".py:" in name:  # now, before a reward is downloaded
+            bind(name, load_from_file(name), None, None, None, **more)
     rewards = load_rewards(settings, "reward", [prompts])
     judges = load_rewards(settings, "eval_reward", [held_out, prompts])
     return Data(prompts, held_out, rewards, judges)

@@ -287,12 +287,9 @@ def error_from(function, *given):
 
 
 def records(path):
-    """The lines of a .jsonl without the seconds, which are never the same."""
+    """The lines of a .jsonl without seconds and speeds, which are never the same."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith("seconds")}
-        for line in lines
-    ]
+    return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
 
 
 def flattened(record, name=""):

@@ -170,9 +170,6 @@ def test_a_curve_has_steps_and_both_evaluations(monkeypatch, tmp_path):
     assert (shares.get_title(), dots.get_title()) == ("a", "b")
     assert shares.get_ylim() == (-0.05, 1.05) and dots.get_ylim()[1] > 1.05
     assert dots.lines[0].get_marker() == "."
-    monkeypatch.setattr("runtime.record.find_spec", lambda name: None)
-    draw_curves(metrics, evaluations, tmp_path / "curves.png")
-    assert len(drawn) == 1
 
 
 def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, capsys):

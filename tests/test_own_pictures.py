@@ -6,7 +6,7 @@ from conftest import error_from
 from PIL import Image, ImageCms, ImageDraw
 
 from runtime import data
-from runtime.data import read_lines, read_pictures
+from runtime.data import read_file, read_pictures
 
 WHITE = (255, 255, 255)
 RED = (255, 0, 0)
@@ -126,7 +126,7 @@ def test_prompts_are_what_can_be_seen(tmp_path):
     lines += ["\u200b \ufeff", "", "\ufeff#\u200b ty\u2060pe\uff1a\u00a0eggs\u200e", "an  egg"]
     kept = ["می\u200cخواهم", "👩\u200d🚀", "🏴\U000e0067\U000e0062\U000e007f", "❤\ufe0f"]
     (tmp_path / "prompts.txt").write_bytes("\r\n".join(lines + kept).encode())
-    found = [(each.text, each.type, each.line) for each in read_lines(tmp_path / "prompts.txt")]
+    found = [(each.text, each.type, each.line) for each in read_file(tmp_path / "prompts.txt")]
     others = ["a ring"] * 3 + ["# 1", None, "line separator", "form feed", "next line"]
     expected = [(text, "other", i) for i, text in enumerate(others, 1) if text]
     assert found == expected + [(x, "eggs", i) for i, x in enumerate(["an egg", *kept], 16)]

@@ -258,7 +258,7 @@ def test_shards_of_the_ranks_are_all_there_is(monkeypatch):
 def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
     def groups(rank, count, prompts_per_step):
         as_rank(monkeypatch, rank, count)
-        settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step)
+        settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step, order="shuffled")
         rows = train.prompt_indices(5, settings, 7)
         seed = train.seed_of_step(5, settings.seed, settings.prompts_per_step)
         return [(row, seed + i) for i, row in enumerate(rows)]

@@ -145,7 +145,7 @@ def test_a_resumed_run_keeps_every_setting_but_these(monkeypatch, capsys):
             with suppress(UserError):
                 changed |= resumed({"resume": "run", name: "other"}, kind).items() - before.items()
     files = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
-    others = "micro_batch_size steps device offload save_every eval_every resume"
+    others = "micro_batch_size steps device offload save_every eval_every resume tracker"
     assert {name for name, _ in changed} == {*files.split(), *others.split()}
     before |= {"targets": "odd,tiny-glm-image/world.py:f", "reward": "mse,my.py:f:2"}
     before["eval_targets"] = "new.py:f"  # which the user names
@@ -378,7 +378,7 @@ def test_what_comes_after_is_never_labelled_before(judged, one_step, capsys):
     Path("run/evaluation.jsonl").unlink()
     assert resume("run") == 0
     output = capsys.readouterr().out
-    assert "evaluation after 1 step\n" in output
+    assert "evaluation after 1 step: " in output
     assert "before" not in output.replace("look at run/before-after.png", "")
     last = Path("run/evaluation/000001/sheet.png").read_bytes()
     assert Path("run/before-after.png").read_bytes() == last
@@ -480,7 +480,7 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(judged, capfd):
     output = "".join(capfd.readouterr())
     assert "stopping: what has begun will be finished and saved" in output
     assert "saved; continue with --resume 'the run'" in output
-    assert output.count("| held out, b ") == 1  # the last table has the types
+    assert output.count("| - b ") == 1  # the last table has the types
     assert steps_of("the run/metrics.jsonl") == [1, 2]
     assert steps_saved("the run")[-1] == "000002"
     assert {"adapter", "before-after.png", "group-000002.png"} <= set(os.listdir("the run"))

@@ -16,7 +16,7 @@ from conftest import CPU, prompts_of, records
 from PIL import Image
 
 from runtime import evaluation as evaluation_module
-from runtime.data import Prompt, evenly, read_lines
+from runtime.data import Prompt, evenly, read_file
 from runtime.evaluation import (
     evaluate,
     evaluation_metrics,
@@ -43,7 +43,7 @@ def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text(text)
     # Comments are left out.
-    assert [(prompt.text, prompt.type, prompt.line) for prompt in read_lines(file)] == [
+    assert [(prompt.text, prompt.type, prompt.line) for prompt in read_file(file)] == [
         ("alone", "other", 1),
         ("three circles", "counting", 3),
         ("# 1 fan", "two words", 7),
@@ -51,7 +51,7 @@ def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
         ("two", "counting", 10),
     ]
     file.write_text("a\n# b\n")
-    assert read_lines(file)[0].type is None  # there is one type, without a name
+    assert read_file(file)[0].type is None  # there is one type, without a name
 
 
 def test_evaluated_are_the_first_prompts_of_each_kind_in_turn():
@@ -184,6 +184,7 @@ def test_an_evaluation_keeps_no_pictures_but_those_that_it_may_show(monkeypatch,
     settings = SimpleNamespace(eval_count=99, group_size=6)
     record = SimpleNamespace(weights={"mine": 1.0}, judge="mine", done=0, ends=True)
     record.records, record.write = {"evaluation": []}, lambda line: None
+    record.track = lambda numbers: None
     record.append = lambda name, records: record.records[name].extend(records)
     record.draw_evaluation = lambda rows, prompts, pictures, *_: shown.append(pictures)
     reward = {"mine": (None, 1.0)}

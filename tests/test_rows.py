@@ -1,0 +1,132 @@
+"""What people bring and take away: prompts as rows, a tracker, the best evaluation, versions."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+from conftest import error_from, records, resume
+
+from runtime import checkpoints
+from runtime.data import read_file
+from runtime.evaluation import better_evaluation
+from runtime.record import speeds, start_tracker
+
+ROWS = [
+    {"tag": "counting", "prompt": "a photo of  three clocks\u200b", "include": [{"count": 3}]},
+    {"type": "two", "prompt": "#1 {x}", "include": None, "more": " 1  2 "},
+]
+
+
+def write_rows(name, *rows):
+    Path(name).write_text("\n\n".join(json.dumps(row) for row in rows))
+    return name
+
+
+def test_a_row_is_a_prompt_with_columns(tmp_path):
+    first, second = read_file(write_rows(tmp_path / "rows.jsonl", *ROWS))
+    assert (first.text, first.type, first.line) == ("a photo of three clocks", "counting", 1)
+    assert (second.text, second.type, second.line) == ("#1 {x}", "two", 3)
+    assert first.row == {"include": [{"count": 3}]}
+    assert second.row == {"include": None, "more": " 1  2 "}
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("rows.csv", "prompt,tag", "give a .jsonl file"),
+        ("rows.txt", 'a ring\n{"prompt": "a ring"}', "line 2 of"),
+        ("rows.jsonl", '{"prompt": "a ring"', "line 1 of"),
+        ("rows.jsonl", '\n{"text": "a ring"}', "line 2 of"),
+        ("rows.jsonl", '["a ring"]', "an example"),
+        ("rows.jsonl", '{"prompt": " "}', "have to be text"),
+        ("rows.jsonl", '{"prompt": "a ring", "tag": 3}', "have to be text"),
+        ("rows.jsonl", '{"prompt": "a ring", "images": 3}', "give images another name"),
+        ("rows.jsonl", '{"prompt": "a <|image|>"}', "leave it out"),
+    ],
+)
+def test_rows_that_cannot_be_read(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    assert words in error_from(read_file, tmp_path / name)
+
+
+def test_a_reward_gets_the_columns_it_has_a_parameter_for(quick, capsys):
+    """In a run, resumed too: a list with a value per picture; None where a row has none."""
+    rows = [{"prompt": "a ring", "include": [2]}, {"prompt": "a cross", "other": 1}]
+    write_rows("rows.jsonl", *rows)
+    write_rows("new.jsonl", {"prompt": "a circle"})
+    text = "def counted(images, prompts, targets, include):\n    return"
+    given = "{'a ring': [2]}.get(prompt)"
+    text += f" [i if include[i] == {given} else 1 / 0 for i, prompt in enumerate(prompts)]"
+    Path("own.py").write_text(text)
+    flags = "--prompts rows.jsonl --eval-prompts new.jsonl --targets none --eval-targets none"
+    flags += " --reward own.py:counted --prompts-per-step 2 --steps 1 --out run"
+    assert quick(flags) == 0
+    write_rows("rows.jsonl", rows[0], rows[1] | {"other": 2})
+    assert resume("run --steps 2") == 2
+    assert "other prompts" in capsys.readouterr().err
+
+
+def test_the_best_evaluation_is_named():
+    """Where it is above the last by more than its standard error."""
+
+    def best(*pairs):
+        steps = [{"step": 10 * i, "held out": {"reward/f": [*x]}} for i, x in enumerate(pairs)]
+        return better_evaluation(steps, "my/f")
+
+    step, words = best((0.5, 0.02), (0.9, 0.05), (0.84, 0.05))
+    assert (step, words) == (10, "f was highest after 10 steps: 0.900 +- 0.050, now 0.840")
+    assert best((0.5, 0.02), (0.9, 0.07), (0.84, 0.05)) is None
+    assert best((0.5, 0.02), (0.9, 0.05)) is best((0.9, None), (0.5, 0.1)) is None
+    assert best((0.9, 0.05), (None, None)) is None
+
+
+def test_a_tracker_gets_the_numbers(judged, monkeypatch, capsys):
+    tracker = Mock()
+    monkeypatch.setattr("runtime.data.find_spec", lambda name: None)
+    assert judged("--tracker wandb") == 2 and "pip install wandb" in capsys.readouterr().err
+    monkeypatch.setattr("runtime.data.find_spec", lambda name: True)
+    monkeypatch.setattr("runtime.record.start_tracker", lambda *given: tracker)
+    tracker.log.side_effect = [None, ValueError("away"), None]
+    assert judged("--tracker trackio --steps 1 --out run") == 0
+    assert "warning: cannot send numbers to trackio (away)" in capsys.readouterr().out
+    (before, after), (line,) = records("run/evaluation.jsonl"), records("run/metrics.jsonl")
+    calls = [(call.kwargs["step"], call.args[0]) for call in tracker.log.call_args_list]
+    assert [step for step, _ in calls] == [0, 1, 1]
+    assert calls[1][1].items() >= {(k, v) for k, v in line.items() if v is not None}
+    for (_, numbers), record in ((calls[0], before), (calls[2], after)):
+        assert numbers["held out/reward"] == pytest.approx(record["held out"]["reward"][0])
+    assert tracker.store_init_configuration.call_args.args[0]["steps"] == 1
+    tracker.finish.assert_called_once()
+
+
+def test_trackers_are_told_which_run_goes_on(tmp_path, monkeypatch):
+    tracking = pytest.importorskip("accelerate").tracking
+    stub = Mock()
+    monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", {"wandb": stub, "trackio": stub})
+    for name in ("wandb", "wandb", "trackio"):
+        start_tracker(name, tmp_path)
+    first, again, other = (call.kwargs for call in stub.call_args_list)
+    assert first == again == other | {"id": first["name"]} and first["resume"] == "allow"
+    assert re.fullmatch(re.escape(tmp_path.name) + "-[0-9a-f]{8}", first["name"])
+
+
+def test_a_run_names_what_made_it(quick, monkeypatch, capsys):
+    assert quick("--steps 1 --out run") == 0
+    made = json.loads(Path("run/settings.json").read_text())["versions"]
+    assert made == checkpoints.versions() and made.keys() >= {"torch", "peft", "commit"}
+    capsys.readouterr()
+    assert resume("run --steps 1") == 0 and "began with" not in capsys.readouterr().out
+    monkeypatch.setattr(checkpoints, "versions", lambda: made | {"torch": "9"})
+    assert resume("run --steps 1") == 0
+    assert f"began with torch {made['torch']} (9 now): numbers" in capsys.readouterr().out
+
+
+def test_speeds_by_hand():
+    """4 codes in 2 s; two pictures, one of them shared by two samples, in 4 s."""
+    group = SimpleNamespace(tokens=SimpleNamespace(shape=(3, 4)))
+    batch = SimpleNamespace(groups=[group], images=[picture := object(), picture, object()])
+    found = speeds(batch, {"seconds/sample": 2, "seconds/paint": 4})
+    assert found == {"codes_per_second": 2, "pictures_per_second": 0.5}
