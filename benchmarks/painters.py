@@ -3,11 +3,9 @@
     python benchmarks/painters.py --model tiny-glm-image --reward facts,near --eval-decode-steps 30
     python benchmarks/painters.py          # GLM-Image with its default rewards, on a GPU
 
-Takes the flags of train.py. It samples the groups of one step, once, and paints the same codes by
-several painters: fewer denoising steps, guidance in all of them, in the first half or in none. Each
-painter's advantages are compared with the advantages by an evaluation's painter
-(--eval-decode-steps, --eval-guidance-scale). The ceiling is that painter with another noise: what
-differs there is chance, and no painter has to do better.
+Takes the flags of train.py. The groups of one step are sampled once, and painted by several
+painters: fewer denoising steps, guidance in all of them, in half or in none. Their advantages are
+compared with those of an evaluation's painter. The ceiling is that painter with another noise.
 """
 
 import sys
@@ -19,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 import train
+from benchmarks.variants import markdown
 from grpo import compute_advantages
 from rewards import combine, weights_of
 from runtime import ranks
@@ -27,7 +26,6 @@ from runtime.gpu import plan
 from runtime.settings import option
 
 STEPS = 12, 8, 6, 4, 3, 2, 1
-OTHER_NOISE = 1000  # added to the seed
 
 
 def painters(settings):
@@ -50,21 +48,17 @@ def painted(run, settings, rewards, prompts, groups, seed):
     run.phase.read()
     _, raw = train.paint_and_score(run, settings, rewards, prompts, groups, seed)
     timings = run.phase.read()
-    number = sum(len(group.tokens.unique(dim=0)) for group in groups)
-    size = settings.group_size
+    number, size = sum(len(x.tokens.unique(dim=0)) for x in groups), settings.group_size
     if len(raw) > 1:
         raw = raw | {"all": combine(raw, weights_of(rewards), size, settings.combine)}
-    advantages = {
-        name: compute_advantages(values, size).double().numpy() for name, values in raw.items()
-    }
-    return advantages, (timings["seconds/paint"] + timings["seconds/vae"]) / number
+    of = lambda values: compute_advantages(values, size).double().numpy()
+    return {name: of(x) for name, x in raw.items()}, (
+        timings["seconds/paint"] + timings["seconds/vae"]
+    ) / number
 
 
 def agreement(one, other):
-    """Correlation of advantages, its standard error, and the share of equal signs.
-
-    Over the pictures that either painter gives an advantage. NaN if there are none.
-    """
+    """Correlation of advantages other than 0, its standard error, and the share of equal signs."""
     told = (one != 0) | (other != 0)
     with np.errstate(invalid="ignore"):
         r = (one @ other) / np.sqrt((one @ one) * (other @ other))
@@ -82,13 +76,11 @@ def main(*arguments):
     with run.phase("sample", run.policy.model):
         encoded = run.glm_image.encode(prompts, settings)
         groups = run.policy.sample(encoded, settings.group_size, seed)
-
     given = data.rewards, prompts, groups
     best, seconds = painted(run, settings.for_evaluation(), *given, seed)
-    other, _ = painted(run, settings.for_evaluation(), *given, seed + OTHER_NOISE)
+    other, _ = painted(run, settings.for_evaluation(), *given, seed + 1000)
     ceiling = {name: agreement(best[name], other[name]) for name in best}
-    titles = "painter", "seconds per picture", *(f"{name}: r, signs" for name in best)
-    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
+    print(markdown(["painter", "seconds per picture", *(f"{x}: r, signs" for x in best)], []))
 
     def show(words, seconds, agreements):
         cells = [f"{r:.3f} +- {error:.3f}, {signs:.0%}" for r, error, signs in agreements.values()]
@@ -101,8 +93,7 @@ def main(*arguments):
         found = {name: agreement(best[name], advantages[name]) for name in best}
         show(words, seconds, found)
         least = {name: r - error - 1e-6 for name, (r, error, _) in ceiling.items()}
-        reached = all(found[name][0] >= least[name] for name in best)
-        within = within or (reached and words)
+        within = within or (all(found[x][0] >= least[x] for x in best) and words)
     print(f"the cheapest painter within reach of the ceiling: {within or 'none'}")
 
 
