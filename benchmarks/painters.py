@@ -62,7 +62,11 @@ def agreement(one, other):
     told = (one != 0) | (other != 0)
     with np.errstate(invalid="ignore"):
         r = (one @ other) / np.sqrt((one @ one) * (other @ other))
-        return r, (1 - r**2) / np.sqrt(told.sum()), np.mean((np.sign(one) == np.sign(other))[told])
+        return (
+            r,
+            (1 - r**2) / np.sqrt(told.sum()),
+            (np.sign(one) == np.sign(other))[told].sum() / told.sum(),
+        )
 
 
 def main(*arguments):

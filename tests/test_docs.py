@@ -75,7 +75,7 @@ def flags_of(name):
         return {option for action in parser._actions for option in action.option_strings}
     source = (ROOT / name).read_text()
     own = {"--help", *re.findall(r'"(--[a-z][a-z-]*)"', source)}
-    if "train.main(" in source:  # it takes those of the script that it extends
+    if "train.main(" in source or "parse_settings(arguments)" in source:  # it takes a run's
         own |= flags_of("examples/train_decoder.py")
     return own
 

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from conftest import build_run, prompts_of, tiny_settings
+import torch
+from conftest import prompts_of, tiny_settings
 
-import train
 from benchmarks import painters
+from glm_image.model import GlmImage
 
 
 def test_painters_come_by_their_passes():
@@ -31,13 +32,12 @@ def test_guidance_ends_after_its_steps(pipe, steps, passes):
     """Passes of the decoder for three denoising steps; an evaluation guides in all."""
     settings = tiny_settings("--decode-steps 3 --guidance-scale 1.5 --eval-decode-steps 3")
     settings.guidance_steps, settings.eval_guidance_scale = steps, 1.5
-    run = build_run(settings, pipe)
-    calls = []
-    hook = run.glm_image.pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
+    glm_image, calls = GlmImage(pipe), []
+    hook = glm_image.pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
     (prompt,) = prompts_of("a ring")
-    _, _, length = run.glm_image.encode([prompt], settings)[0]
-    tokens = train.torch.zeros(1, length, dtype=int)
-    run.glm_image.paint(prompt, tokens, settings, 0)
-    run.glm_image.paint(prompt, tokens, settings.for_evaluation(), 0)
+    ((*_, length),) = glm_image.encode([prompt], settings)
+    tokens = torch.zeros(1, length, dtype=int)
+    glm_image.paint(prompt, tokens, settings, 0)
+    glm_image.paint(prompt, tokens, settings.for_evaluation(), 0)
     hook.remove()
     assert len(calls) == passes + 6
