@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -240,6 +241,7 @@ class SharedForward:
             # The first layer's keys are made of ids and positions alone.
             keys = self.cache.layers[0].keys.flatten(1)
             self.rows = keys.unique(dim=0, return_inverse=True)[1]  # (B,), equal where they agree
+            self.cache.layers = [InPlaceLayer(each) for each in self.cache.layers]
         agree = self.rows * 2**32 + input_ids[:, 0]
         rows = agree.unique(return_inverse=True)[1]  # (B,)
         chosen = rows.new_empty(int(rows.max()) + 1).scatter_(0, rows, torch.arange(len(rows)))
@@ -254,3 +256,30 @@ class SharedForward:
             **options,
         )
         return SimpleNamespace(logits=output.logits[rows], past_key_values=self.cache)
+
+
+class InPlaceLayer(DynamicLayer):
+    """A layer of a cache that grows by 256 tokens, where DynamicLayer copies itself for each."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.is_initialized = True
+        self.keys, self.values = layer.keys, layer.values
+        self.room = [layer.keys, layer.values]  # (B, K, length and what is free after it, D)
+
+    def update(self, *states, **options):
+        start = self.get_seq_length()
+        end = start + states[0].shape[-2]
+        if end > self.room[0].shape[-2]:
+            self.room = [pad(room, (0, 0, 0, 256)) for room in self.room]
+        for room, new in zip(self.room, states):
+            room[:, :, start:end] = new
+        return self.show(end)
+
+    def reorder_cache(self, rows):
+        self.room = [room[rows] for room in self.room]
+        self.show(self.get_seq_length())
+
+    def show(self, end):
+        self.keys, self.values = (room[:, :, :end] for room in self.room)
+        return self.keys, self.values

@@ -38,21 +38,24 @@ STRAY = 60  # pixels of a place (of 4,096) that differ from the background: with
 
 def look(image):
     """The scene of a picture: per place (shape, colour), None where it is empty, or "mess"."""
-    return tuple(map(look_at, places_of(image)))
+    return tuple(look_at(place.tobytes()) for place in places_of(image))
 
 
 def places_of(image):
     """Its four places (4, 64, 64, 3): upper left, upper right, lower left, lower right."""
-    pixels = np.asarray(image.convert("RGB").resize((world.SIZE, world.SIZE))).astype(int)
+    pixels = np.asarray(image.convert("RGB").resize((world.SIZE, world.SIZE)))  # uint8
     return pixels.reshape(2, CELL, 2, CELL, 3).swapaxes(1, 2).reshape(4, CELL, CELL, 3)
 
 
-def look_at(pixels):
-    """What stands in a place (64, 64, 3), by comparison with every shape.
+# Samples are often equal, and three rewards look at each of them.
+@functools.lru_cache(4000)
+def look_at(place):
+    """What stands in a place, the bytes of (64, 64, 3) uint8, by comparison with every shape.
 
     Its figure is what is nearer to its colour than to the background. A pixel of an edge lies
     between both colours. What lies elsewhere is foreign to the shape.
     """
+    pixels = np.frombuffer(place, np.uint8).reshape(CELL, CELL, 3).astype(int)
     from_white = difference(pixels, world.WHITE)
     figure = from_white > 120
     if figure.sum() < STRAY:
@@ -172,7 +175,8 @@ def near(images, prompts=None, targets=None):
     """1 less the mean difference from the nearest scene that could be drawn, pixels in 0..1."""
     found = []
     for image in images:
-        differences = np.abs(places_of(image)[:, None] - sprites()).mean((2, 3, 4))  # (4, 37)
+        places = places_of(image)[:, None].astype(int)  # (4, 1, 64, 64, 3)
+        differences = np.abs(places - sprites()).mean((2, 3, 4))  # (4, 37)
         found.append(1 - np.mean(differences.min(1) / 255))
     return torch.tensor(found)
 
