@@ -13,8 +13,8 @@ command line:
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust
     python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not downloaded
 
-The order of calls: check_rewards, before anything loads; parse_rewards, which loads each reward
-once; in a step score, then combine, which makes the values one number per picture.
+The order of calls: parse_rewards; check, before anything loads; load, once; in a step score, then
+combine, which makes the values one number per picture.
 
 Rewards that are models are in reward_models/. Each loads once, when named, from where REWARDS
 says. With NAME=FOLDER, that folder must hold all files of the row.
@@ -26,6 +26,8 @@ import itertools
 import math
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -155,45 +157,60 @@ REWARDS = {
 }
 
 
-def split_spec(spec):
-    """'ssim:1,clip=folder:0.5' -> {"ssim": 1.0, "clip=folder": 0.5}; 'none' -> {}."""
-    weights = {}
-    for item in spec.split(","):
-        if item.strip() not in ("", "none"):
-            number = r"-?\d*\.?\d+(?:e-?\d+)?"
-            name, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
-            if name in weights:
-                raise UserError(f"reward {name!r} is named twice: give it one weight")
-            weights[name] = float(weight or 1)
-    return weights
+@dataclass
+class Reward:
+    """What an item of --reward names, NAME[=FOLDER][:WEIGHT] or my_file.py:function[:WEIGHT]."""
 
+    source: str  # the item without its weight
+    weight: float = 1.0
+    function: Callable | None = None  # once it is loaded
 
-def check_rewards(spec, target):
-    """UserError for what can be known to be wrong before anything loads, or is downloaded.
+    def check(self, target):
+        """UserError for what can be known to be wrong before anything loads, or is downloaded.
 
-    target: of the first prompt.
-    """
-    for source in split_spec(spec):
-        name, _, folder = source.partition("=")
+        target: of the first prompt.
+        """
+        name, _, folder = self.source.partition("=")
         if folder and not Path(folder).is_dir():
             raise UserError(f"reward {name!r} finds no folder {folder}")
         if name not in REWARDS:
-            find_file(source)
+            find_file(self.source)
         if name in ("mse", "ssim", "lpips") and target is None:
             raise UserError(f"reward {name!r} needs --targets, or --eval-targets")
 
+    @property
+    def file(self):
+        """The file in which it is a function, or None."""
+        place = str(REWARDS.get(self.source, self.source))
+        return find_file(place) if ".py:" in place else None
 
-def parse_rewards(spec):
-    """'ssim:1,clip=folder:0.5' -> {"ssim": (function, 1.0), "clip=folder": (function, 0.5)}."""
+    def load(self):
+        name, _, folder = self.source.partition("=")
+        self.function = REWARDS.get(name, self.source)
+        if isinstance(self.function, str):
+            self.function = load_from_file(self.function)
+        elif isinstance(self.function, tuple):
+            self.function = load_model(name, folder, *self.function)
+        return self
+
+
+def parse_rewards(spec, others=()):
+    """'ssim,clip=folder:0.5' -> {"ssim": Reward("ssim"), "clip": Reward("clip=folder", 0.5)}.
+
+    'none' -> {}. The names are what people read, 'my.py:f' for 'a/my.py:f'. A second reward of one
+    name, here or among others, {name: Reward}, has its source for a name.
+    """
     rewards = {}
-    for source, weight in split_spec(spec).items():
-        name, _, folder = source.partition("=")
-        function = REWARDS.get(name, source)
-        if isinstance(function, str):
-            function = load_from_file(function)
-        elif isinstance(function, tuple):
-            function = load_model(name, folder, *function)
-        rewards[source] = function, weight
+    for item in spec.split(","):
+        if item.strip() not in ("", "none"):
+            number = r"-?\d*\.?\d+(?:e-?\d+)?"
+            source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
+            if source in [each.source for each in rewards.values()]:
+                raise UserError(f"reward {source!r} is named twice: give it one weight")
+            name = source.partition("=")[0].split("/")[-1]
+            known = {**dict(others), **rewards}.get(name)
+            name = source if known and known.source != source else name
+            rewards[name] = Reward(source, float(weight or 1))
     return rewards
 
 
@@ -217,12 +234,6 @@ def find_file(name):
     if not file.is_file():
         raise UserError(f"the file {path} does not exist")
     return file
-
-
-def files_of(spec):
-    """{name: its file} of the rewards in a spec that are functions in files."""
-    places = {name: str(REWARDS.get(name, name)) for name in split_spec(spec)}
-    return {name: find_file(place) for name, place in places.items() if ".py:" in place}
 
 
 OWN = []  # names of modules that were loaded from files
@@ -276,7 +287,7 @@ def score(rewards, images, prompts, targets=None, **more):
     """The raw values of each reward, {name: (N*G,) float32}, NaN where it does not apply.
 
     Args:
-        rewards: {name: (function, weight)}.
+        rewards: {name: Reward}.
         images: N*G PIL images, prompt after prompt.
         prompts, targets: N of each, as all that `more` has for rewards with such parameters.
 
@@ -286,8 +297,8 @@ def score(rewards, images, prompts, targets=None, **more):
     given = {"prompts": prompts, "targets": targets or [None] * len(prompts), **more}
     given = {name: [x for x in column for _ in range(group_size)] for name, column in given.items()}
     values = {}
-    for name, (function, _) in rewards.items():
-        answer = ask(name, function, images, **given, group_size=group_size)
+    for name, reward in rewards.items():
+        answer = ask(name, reward.function, images, **given, group_size=group_size)
         try:
             numbers = torch.as_tensor(answer)
         except (TypeError, ValueError, RuntimeError):
@@ -316,7 +327,7 @@ def ask(name, function, images, /, prompts, targets, **more):
 
 
 def weights_of(rewards):
-    return {name: weight for name, (_, weight) in rewards.items()}
+    return {name: reward.weight for name, reward in rewards.items()}
 
 
 def combine(rewards, weights, group_size=1, how="sum"):

@@ -18,21 +18,19 @@ if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no tr
 
 import torch
 
-from glm_image.model import GlmImage, check_version, load, token_forward
+from glm_image.model import GlmImage, check_version, load
 from grpo import GRPO, set_advantages
 from rewards import combine, score, weights_of
-from runtime import checkpoints, ranks
+from runtime import checkpoints, cpu, ranks
 from runtime.data import (
     for_rewards,
-    load_data,
+    load_rewards,
     prompt_indices,
     read_inputs,
     read_prompts,
 )
 from runtime.errors import exit_code, rescued
 from runtime.evaluation import evaluate, seed_of_step
-from runtime.forward import CheckedGRPO
-from runtime.gpu import Phase, plan, retry_with_room
 from runtime.record import Record, counted
 from runtime.settings import Settings, parse_settings, print_start
 
@@ -42,7 +40,7 @@ from runtime.settings import Settings, parse_settings, print_start
 def grpo_step(run, settings, rewards, prompts, seed):
     """One step of GRPO, its six parts in their order.
 
-    rewards: {name: (function, weight)}. prompts: N. seed: for sampling and painting. Returns the
+    rewards: {name: Reward}. prompts: N. seed: for sampling and painting. Returns the
     Batch and the metrics, {name: number}.
     """
     policy, group_size = run.policy, settings.group_size  # policy: a GRPO, see grpo.py
@@ -67,15 +65,16 @@ def grpo_step(run, settings, rewards, prompts, seed):
 
 def paint_and_score(run, settings, rewards, prompts, groups, seed):
     """N*G PIL images, prompt after prompt, and their raw rewards {name: (N*G,)}."""
-    images = []
-    for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-        # Equal codes and the same noise make equal pictures: each picture is painted once.
-        codes, which = group.tokens.unique(dim=0, return_inverse=True)
-        with run.phase("paint", *run.glm_image.painters):
-            latents = run.glm_image.paint(prompt, codes, settings, seed + i)
-        with run.phase("vae", run.glm_image.vae):  # alone, as it takes the most memory
-            painted = run.glm_image.to_images(latents, settings.micro_batch_size)
-        images += [painted[k] for k in which]
+    # Equal codes and the same noise make equal pictures: each picture is painted once.
+    codes, which = zip(*(group.tokens.unique(dim=0, return_inverse=True) for group in groups))
+    with run.phase("paint", *run.glm_image.painters):
+        latents = [
+            run.glm_image.paint(prompt, of_prompt, settings, seed + i)
+            for i, (prompt, of_prompt) in enumerate(zip(prompts, codes, strict=True))
+        ]
+    with run.phase("vae", run.glm_image.vae):  # alone, as it takes the most memory
+        painted = [run.glm_image.to_images(x, settings.micro_batch_size) for x in latents]
+    images = [pictures[k] for pictures, rows in zip(painted, which) for k in rows]
     with run.phase("score"):  # no model is named: the GPU is free for the rewards
         return images, score(rewards, images, **for_rewards(prompts))
 
@@ -107,7 +106,7 @@ class Run:
 
     glm_image: GlmImage  # all models
     policy: GRPO  # trains its language model
-    phase: Phase  # with run.phase(name, *models): these are on the GPU, and time is measured
+    phase: cpu.Phase  # with run.phase(name, *models): these are on the GPU, and time is measured
 
     # What the scripts in examples/ replace. loop() calls step, evaluate() calls paint_and_score.
     Settings = Settings
@@ -122,22 +121,26 @@ class Run:
         """The models on the device, and the policy's trainer.
 
         data: for a subclass that needs it, as examples/train_edits.py does. turns: None, "pinned"
-        or "mapped", see plan in gpu.py. pipe: the stock pipeline, if it is loaded already.
+        or "mapped", see plan in card/memory.py. pipe: the stock pipeline, if it is loaded already.
         """
         glm_image = cls.Model(pipe or load(settings.model, device))
-        glm_image.prepare_training(settings, device, home=None if turns else device)
-        # On a GPU a CUDA graph samples; CheckedGRPO compares its first samples with the model.
-        trainer = CheckedGRPO if device.type == "cuda" else GRPO
-        policy = trainer(
+        if settings.base == "int8":
+            from card.model import round_weights  # on a CPU, too
+
+            # Straight to the GPU, so that the host never holds them.
+            round_weights(glm_image, None if turns else device)
+        glm_image.prepare_training(settings, device)
+        machine = machine_of(device)
+        policy = machine.Trainer(
             glm_image.language_model,
             adamw(glm_image.language_model),
             settings,
             allowed_ids=glm_image.codes(),
-            token_forward=token_forward(glm_image, settings, device),
+            token_forward=machine.token_forward(glm_image, settings),
             reference=glm_image.reference,
             average=ranks.average,
         )
-        phase = Phase(glm_image.parts, device, turns, policy.token_forward.release)
+        phase = machine.Phase(glm_image.parts, device, turns, policy.token_forward.release)
         return cls(glm_image, policy, phase)
 
     @property
@@ -147,6 +150,15 @@ class Run:
 
     def set_learning_rates(self, settings, step):
         set_learning_rate(self.policy, settings.lr, settings.warmup_steps, step)
+
+
+def machine_of(device):
+    """What a GPU has other than a CPU: who is on it, a captured step, memory that runs out."""
+    if device.type == "cuda":
+        import card  # a room that a run on a CPU does not enter
+
+        return card
+    return cpu
 
 
 def adamw(model):
@@ -170,14 +182,14 @@ def train(settings, run_class=Run):
     start = time.time()
     check_version()  # load() does too, but after the rewards have loaded
     device = ranks.device(settings.device)
-    prompts, held_out, hashed = read_inputs(settings, run_class.read_prompts)
-    turns = plan(run_class.Model.sizes, settings, device)  # before anything is downloaded
+    data = read_inputs(settings, run_class.read_prompts)
+    turns = machine_of(device).plan(run_class.Model, settings, device)  # before any download
     with checkpoints.claimed(settings.resume, settings.out) as out:
-        print_start(settings, out, device, len(prompts), len(held_out))
-        data = load_data(settings, prompts, held_out)
+        print_start(settings, out, device, len(data.prompts), len(data.held_out))
+        load_rewards(settings, data)
         run = run_class.load(settings, data, device, turns)
         begun = checkpoints.load(out, run.trainers) if settings.resume else 0
-        record = run.Record(out, settings, hashed, run.phase, run.trainers, begun)
+        record = run.Record(out, settings, data, run.phase, run.trainers, begun)
         with rescued(record):
             loop(run, settings, data, record, begun)
     more = "; already complete: raise --steps for more" if 0 < settings.steps <= begun else ""
@@ -202,7 +214,7 @@ def loop(run, settings, data, record, begun):
             seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
             run.set_learning_rates(settings, step)
             prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-            batch, metrics = retry_with_room(run.step, run, settings, data.rewards, prompts, seed)
+            batch, metrics = run.phase.attempt(run.step, run, settings, data.rewards, prompts, seed)
             record.step(step + 1, prompts, batch, metrics)
             del batch  # a decoder's denoising paths are gone before the next step makes its own
             if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):

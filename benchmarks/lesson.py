@@ -72,7 +72,8 @@ def number_of(image):
 
 def sampled(run, settings, text, seed):
     """A group before training, with its advantages, and what the page shows of it."""
-    prompts, functions = [Prompt(text)], parse_rewards(settings.reward)
+    prompts = [Prompt(text)]
+    functions = {name: reward.load() for name, reward in parse_rewards(settings.reward).items()}
     groups = run.policy.sample(run.glm_image.encode(prompts, settings), 4, seed)
     images, raw_rewards = train.paint_and_score(run, settings, functions, prompts, groups, seed)
     (rewards,) = raw_rewards.values()

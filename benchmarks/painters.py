@@ -21,8 +21,7 @@ from benchmarks.variants import markdown
 from grpo import compute_advantages
 from rewards import combine, weights_of
 from runtime import ranks
-from runtime.data import evenly, load_data, read_inputs
-from runtime.gpu import plan
+from runtime.data import evenly, load_rewards, read_inputs
 from runtime.settings import option
 
 STEPS = 12, 8, 6, 4, 3, 2, 1
@@ -72,9 +71,9 @@ def agreement(one, other):
 def main(*arguments):
     settings = train.parse_settings(arguments)
     device = ranks.device(settings.device)
-    prompts, held_out, _ = read_inputs(settings, train.Run.read_prompts)
-    turns = plan(train.Run.Model.sizes, settings, device)
-    data = load_data(settings, prompts, held_out)
+    data = read_inputs(settings, train.Run.read_prompts)
+    turns = train.machine_of(device).plan(train.Run.Model, settings, device)
+    load_rewards(settings, data)
     run = train.Run.load(settings, data, device, turns)
     prompts, seed = evenly(data.prompts, settings.prompts_per_step), settings.seed
     with run.phase("sample", run.policy.model):

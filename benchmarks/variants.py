@@ -38,6 +38,7 @@ import world
 import train
 from benchmarks import losses
 from grpo import _log_distribution
+from rewards import Reward
 from runtime import evaluation
 from runtime.data import evenly
 from runtime.record import read_jsonl
@@ -47,7 +48,10 @@ OUT = ROOT / "runs" / "variants"
 SEEDS = range(3)  # of the tables
 MOVING = ("two", "counting", "position", "binding")  # types: the other two are correct before
 PICTURES = 16  # of each held-out caption
-JUDGES = {"correct": (check.correct, 1.0), "clean": (check.clean, 1.0)}
+JUDGES = {
+    "correct": Reward("correct", 1.0, check.correct),
+    "clean": Reward("clean", 1.0, check.clean),
+}
 HARD_START = {"steps": 160, "lr": 1e-4}
 COLUMNS = ["start", "variant", "lr", "seed", "step", "pictures", *world.KINDS, "clean", "objects"]
 COLUMNS += ["clipped", "chosen_on", "kl"]
@@ -155,8 +159,8 @@ def loaded(model, adapter):
     flags = ["--model", str(model), *(["--adapter", str(adapter)] if adapter else [])]
     settings = train.parse_settings(flags)
     with redirect_stdout(None):
-        prompts, held_out, _ = train.read_inputs(settings, train.Run.read_prompts)
-        data = train.load_data(settings, prompts, held_out)
+        data = train.read_inputs(settings, train.Run.read_prompts)
+        train.load_rewards(settings, data)
         return settings, data, train.Run.load(settings, data, torch.device("cpu"), None)
 
 

@@ -117,6 +117,8 @@ class PathScheduler(FlowMatchEulerDiscreteScheduler):
 class LearningDecoder(GlmImage):
     """A GlmImage whose decoder has an adapter that learns."""
 
+    compiles_decoder = False  # not tried
+
     def adapt_decoder(self, settings, device):
         transformer = self.pipe.transformer
         folder = find_adapter(settings.adapter, "decoder-adapter")
@@ -124,9 +126,6 @@ class LearningDecoder(GlmImage):
         self.decoder, self.decoder_reference = adapted
         if device.type != "cpu":
             transformer.enable_gradient_checkpointing()
-
-    def compile_decoder(self):
-        """Not where it learns: there it was not tried."""
 
 
 class DecoderGRPO(GRPO):

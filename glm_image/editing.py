@@ -72,8 +72,10 @@ def read_sources(pipe, edits, device):
 class EditingGlmImage(GlmImage):
     """Takes EditPrompts where a GlmImage takes Prompts."""
 
-    def prepare_training(self, settings, device, home=None):
-        super().prepare_training(settings, device, home)
+    compiles_decoder = False  # not tried where it keeps a source's keys
+
+    def prepare_training(self, settings, device):
+        super().prepare_training(settings, device)
         keep_one_source(self.pipe.transformer)
 
     @property
@@ -96,9 +98,6 @@ class EditingGlmImage(GlmImage):
             prior_token_image_ids=codes.to(self.pipe.transformer.device),
             source_image_grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]]),
         )
-
-    def compile_decoder(self):
-        """Not where it keeps a source's keys: there it was not tried."""
 
 
 def encode_edit(processor, edit, height, width):

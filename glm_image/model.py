@@ -1,33 +1,23 @@
 """GLM-Image: prompts in, pictures out; its weights from files, and what of them learns."""
 
-import json
 import os
 import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 
 import diffusers
 import torch
 import transformers
-from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
+from diffusers import GlmImagePipeline
 from packaging.version import Version
 from peft import LoraConfig, PeftConfig, get_peft_model
-from torch.nn.functional import linear
-from transformers import (
-    GlmImageForConditionalGeneration,
-    GlmImageProcessor,
-    T5EncoderModel,
-    set_seed,
-)
-from transformers.utils import cached_file
+from transformers import GlmImageProcessor, set_seed
 
 from rewards import UserError
 from runtime.checkpoints import WEIGHTS, find_adapter, load_adapter
 from runtime.errors import readable
-from runtime.forward import CapturedForward, SharedForward, or_plain
 from runtime.settings import readable_loading
 
 # PEFT's about transformers: nothing a user can act on.
@@ -47,12 +37,6 @@ LORA_TARGETS = {
     # The attention of every block.
     "decoder": ["to_q", "to_k", "to_v", "to_out.0"],
 }
-PARTS = {  # of the pipeline, those with weights
-    "vision_language_encoder": GlmImageForConditionalGeneration,
-    "text_encoder": T5EncoderModel,
-    "transformer": GlmImageTransformer2DModel,
-    "vae": AutoencoderKL,
-}
 # Added to a group's seed for the noise that its pictures start from; see train.py.
 NOISE_SEED = 2**31
 
@@ -63,25 +47,23 @@ class GlmImage:
     pipe: the stock pipeline; it is not changed, but for prepare_training.
     """
 
+    compiles_decoder = True  # on a GPU
+
     def __init__(self, pipe):
         self.language_model = pipe.vision_language_encoder
         self.pipe = GlmImagePipeline(**pipe.components | {"vision_language_encoder": None})
         self.pipe.set_progress_bar_config(disable=True)
 
-    def prepare_training(self, settings, device, home=None):
-        """Adds the adapter; freezes all else, and makes it small where memory is short.
+    def prepare_training(self, settings, device):
+        """Adds the adapter, and freezes all else.
 
-        All models are still on the CPU: Phase in runtime/gpu.py moves them. Only int8 weights
-        go straight to `home`, if that is given, so that the host never holds them.
+        All models are still on the CPU: Phase in card/memory.py moves them.
         """
         inner, transformer = self.language_model.model, self.pipe.transformer
         inner.visual = inner.vqmodel = None  # they read pictures
         # The decoder makes the tables of its positions on the CPU: up once per pass, not per block.
         on_device = lambda rope, inputs, tables: [table.to(inputs[0].device) for table in tables]
         transformer.rope.register_forward_hook(on_device)
-        if settings.base == "int8":  # embeddings, head, norms, VAE, text encoder stay as they are
-            round_linears(inner.language_model.layers, home)
-            round_linears(transformer.transformer_blocks, home)
         for module in (*self.painters, self.vae):
             module.requires_grad_(False)
         if device.type != "cpu":
@@ -100,14 +82,6 @@ class GlmImage:
         if folder := find_adapter(settings.adapter, "decoder-adapter"):
             add_adapter(self.pipe.transformer, "decoder", None, folder)
             self.pipe.transformer.requires_grad_(False)
-
-    @classmethod
-    def sizes(cls, settings, device):
-        """Its models without data: from a few kB of config files."""
-        glm_image = cls(load_sizes(settings.model, device))
-        # An adapter to start from is small, and it is data.
-        glm_image.prepare_training(replace(settings, adapter=None), torch.device("meta"))
-        return glm_image.parts
 
     @property
     def parts(self):
@@ -176,12 +150,6 @@ class GlmImage:
             pixels = self.vae.decode(batch * std.to(batch) + mean.to(batch), return_dict=False)[0]
             images += self.pipe.image_processor.postprocess(pixels, output_type="pil")
         return images
-
-    def compile_decoder(self):
-        transformer = self.pipe.transformer
-        # Micro-batches of two sizes, with text to paint and without, are more than torch's limit.
-        transformer.compile_repeated_blocks(recompile_limit=32)
-        transformer.forward = or_plain(transformer.forward)
 
 
 def latent_scaling(vae):
@@ -296,63 +264,3 @@ def load(model, device, **options):
         )
         usual = {"processor": processor, "dtype": dtype, "use_safetensors": True}
         return GlmImagePipeline.from_pretrained(model, **(usual | options))
-
-
-def load_sizes(model, device):
-    """The same without data: from a few kB of config files."""
-    modules = {}
-    with readable_loading(model), torch.device("meta"):
-        for name in PARTS:
-            config = json.loads(Path(cached_file(model, f"{name}/config.json")).read_text())
-            modules[name] = without_weights(name, config).to(torch.bfloat16)
-    return load(model, device, **modules)
-
-
-def without_weights(name, config):
-    """A part of the pipeline with random weights. config: {name: value}, as in its config.json."""
-    part = PARTS[name]
-    if hasattr(part, "config_class"):  # from transformers, not from diffusers
-        return part(part.config_class.from_dict(config))
-    return part.from_config(config)
-
-
-def token_forward(glm_image, settings, device):
-    """The step of one token: on a CUDA GPU a graph; on a CPU one in which samples share rows."""
-    if device.type != "cuda":
-        return SharedForward(glm_image.language_model)
-    glm_image.compile_decoder()
-    rows = settings.prompts_per_step * settings.group_size
-    # T at most: a picture follows a preview of 256 codes at most, see encode_prompt.
-    most = 256 + settings.height * settings.width // 32**2
-    return CapturedForward(glm_image.language_model, most, rows)
-
-
-# ---- int8: frozen weights in half the memory of bfloat16 -----------------------------------------
-
-
-class Int8Linear(torch.nn.Linear):
-    """A linear layer of int8 weights (out, in) times a scale per row: off by half a scale."""
-
-    def forward(self, x):
-        # The scale comes before the product. If it came after, torch.compile would replace both by
-        # a kernel for int8, _weight_int8pack_mm, which on CUDA has one thread per output and reads
-        # weights very slowly (pytorch 190529).
-        return linear(x, self.weight * self.scale[:, None], self.bias)
-
-
-@torch.no_grad()
-def round_linears(module, device=None):
-    """Makes an Int8Linear of every linear layer in `module`, one by one.
-
-    Weights mapped from a file are read only here. device: where the rounded weights go; None: they
-    stay where they are.
-    """
-    for layer in module.modules():
-        if type(layer) is torch.nn.Linear:
-            weight = layer.weight.to(device or layer.weight.device)  # (out, in)
-            largest = weight.float().abs().amax(dim=1)
-            scale = (largest / 127).clamp(min=1e-12).to(weight.dtype)  # (out,)
-            rounded = (weight.float() / scale.float()[:, None]).round().to(torch.int8)
-            layer.weight = torch.nn.Parameter(rounded, requires_grad=False)
-            layer.scale = torch.nn.Buffer(scale)
-            layer.__class__ = Int8Linear

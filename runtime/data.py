@@ -15,20 +15,10 @@ import numpy as np
 from PIL import Image, ImageCms, ImageOps
 from transformers.utils import cached_file
 
-from rewards import (
-    UserError,
-    bind,
-    check_rewards,
-    files_of,
-    forget_files,
-    load_from_file,
-    parse_rewards,
-    score,
-    split_spec,
-)
+from rewards import UserError, bind, forget_files, load_from_file, parse_rewards, score
 from runtime import checkpoints, ranks
 from runtime.errors import readable
-from runtime.record import counted, short_name
+from runtime.record import counted
 from runtime.settings import option, readable_loading
 
 # A line for the prompts below it.
@@ -230,14 +220,13 @@ class Data:
 
     prompts: list
     held_out: list
-    rewards: dict  # {name: (function, weight)}
+    rewards: dict  # {name: Reward}
     judges: dict  # rewards that nothing is trained to please
+    hashed: dict  # for --resume: {"inputs": see hash_of, "rewards": {name: of its file}}
 
 
 def read_inputs(settings, read):
-    """Prompts of training and held out, and hashes of what a run reads, for --resume.
-
-    They are {"inputs": see hash_of, "rewards": {name: of its file}}.
+    """The Data of a run, its rewards not yet loaded.
 
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError before anything loads: for files
     and names that are wrong, and for a resumed run that began with other files.
@@ -252,27 +241,27 @@ def read_inputs(settings, read):
     columns = dict.fromkeys(name for prompt in (*prompts, *held_out) for name in prompt.row)
     for prompt in (*prompts, *held_out):  # a reward gets None where a row lacks what others have
         prompt.row = {name: prompt.row.get(name) for name in columns}
-    check_rewards(settings.reward, prompts[0].target)
-    check_rewards(settings.eval_reward, held_out[0].target)
+    rewards = parse_rewards(settings.reward)
+    judges = parse_rewards(settings.eval_reward, rewards)
+    for some, first in ((rewards, prompts[0]), (judges, held_out[0])):
+        for reward in some.values():
+            reward.check(first.target)
     if prompts[0].target and not held_out[0].target:
         print(
             "warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated"
         )
     adapters = checkpoints.find_adapters(settings.adapter)
-    files = files_of(settings.reward) | files_of(settings.eval_reward)
+    files = {name: each.file for name, each in (rewards | judges).items() if each.file}
     hashed = {
         "inputs": hash_of(prompts, held_out, adapters.values()),
-        "rewards": {
-            checkpoints.short(name): sha256(file.read_bytes()).hexdigest()
-            for name, file in files.items()
-        },
+        "rewards": {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
     }
     if settings.resume:
         compare(settings.resume, hashed)
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):
         print(f"warning: {common} of the {len(new)} held-out prompts are also training prompts")
-    return prompts, held_out, hashed
+    return Data(prompts, held_out, rewards, judges, hashed)
 
 
 def compare(out, hashed):
@@ -306,33 +295,27 @@ def hash_of(prompts, held_out, adapters):
     return digest.hexdigest()
 
 
-def load_data(settings, prompts, held_out):
-    """The prompts with their rewards, which load before the 35 GB of model."""
-    _, _, *more = for_rewards(prompts[:1])  # beside prompts and targets
-    more = dict.fromkeys(["group_size", *more])
-    for name in split_spec(settings.reward) | split_spec(settings.eval_reward):
-        if ".py:" in name:  # now, before a reward is downloaded
-            bind(name, load_from_file(name), None, None, None, **more)
-    rewards = load_rewards(settings, "reward", [prompts])
-    judges = load_rewards(settings, "eval_reward", [held_out, prompts])
-    return Data(prompts, held_out, rewards, judges)
+def load_rewards(settings, data):
+    """Loads the rewards, before the 35 GB of model, and tries them on blank pictures.
 
-
-def load_rewards(settings, flag, files):
-    """The rewards that a flag names, tried on blank pictures for the first of each of `files`.
-
-    These are lists of Prompts. What cannot work fails now, not in an hour.
+    What cannot work fails now, not in an hour.
     """
-    spec = getattr(settings, flag)
-    if split_spec(spec):
-        print(f"loading {option(flag)} {spec}", flush=True)
-    rewards = parse_rewards(spec)
-    for prompts in files:
-        blank = [Image.new("RGB", (settings.width, settings.height))] * 2
-        score(rewards, blank, **for_rewards(prompts[:1]))
-    for name, (function, _) in rewards.items():
-        applies = getattr(function, "applies", lambda prompt: True)
-        if left_out := sum(not applies(prompt.text) for prompt in files[0]):
-            prompts = f"{left_out} of {counted(len(files[0]), 'prompt')}"
-            print(f"{short_name(name)}: does not apply to {prompts}", flush=True)
-    return rewards
+    _, _, *more = for_rewards(data.prompts[:1])  # beside prompts and targets
+    more = dict.fromkeys(["group_size", *more])
+    for reward in (*data.rewards.values(), *data.judges.values()):
+        if ".py:" in reward.source:  # now, before a reward is downloaded
+            bind(reward.source, reward.load().function, None, None, None, **more)
+    sets = {"reward": [data.prompts], "eval_reward": [data.held_out, data.prompts]}
+    for (flag, files), rewards in zip(sets.items(), (data.rewards, data.judges)):
+        if rewards:
+            print(f"loading {option(flag)} {getattr(settings, flag)}", flush=True)
+        for reward in rewards.values():
+            reward.load()
+        for prompts in files:
+            blank = [Image.new("RGB", (settings.width, settings.height))] * 2
+            score(rewards, blank, **for_rewards(prompts[:1]))
+        for name, reward in rewards.items():
+            applies = getattr(reward.function, "applies", lambda prompt: True)
+            if left_out := sum(not applies(prompt.text) for prompt in files[0]):
+                prompts = f"{left_out} of {counted(len(files[0]), 'prompt')}"
+                print(f"{name}: does not apply to {prompts}", flush=True)

@@ -11,12 +11,10 @@ import torch
 
 from runtime import ranks
 from runtime.data import evenly
-from runtime.gpu import retry_with_room
 from runtime.record import (
     counted,
     format_number,
     named,
-    short_name,
     shown_names,
     with_error,
 )
@@ -104,7 +102,7 @@ def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
             return
         some = [prompts[row % len(prompts)] for row in rows]
         given = run, settings, rewards, some, seed + rows[0]
-        images, raw_rewards, others = retry_with_room(make, *given)
+        images, raw_rewards, others = run.phase.attempt(make, *given)
         if shares is not None:
             shares += others
         run.phase.bar.update(len(some))
@@ -209,7 +207,7 @@ def evaluation_table(records, by_type=None):
         table[0].append(f"{name}: {counted(prompts, 'prompt')} x {group}")
     for reward in shown_names(last["training"]):
         table.append(row(reward.removeprefix("reward/"), reward))
-        if by_type and reward in (f"reward/{by_type}", f"reward/{short_name(by_type)}"):
+        if reward == f"reward/{by_type}":
             table += [row(f"- {each}", reward, f", {each}") for each in types]
     widths = [max(map(len, column)) for column in zip(*table)]
     table.insert(1, ["-" * width for width in widths])
@@ -224,14 +222,13 @@ def better_evaluation(evaluations, reward):
 
     Only where it is above the last by more than its standard error.
     """
-    known = evaluations[-1]["held out"]
-    name = next((x for x in (f"reward/{reward}", f"reward/{short_name(reward)}") if x in known), "")
+    name = f"reward/{reward}"
     scored = [each for each in evaluations if None not in each["held out"].get(name, [None])]
     if not scored or scored[-1] is not evaluations[-1]:
         return None
     best, last = max(scored, key=lambda each: each["held out"][name][0]), scored[-1]
     (mean, error), (now, _) = best["held out"][name], last["held out"][name]
-    words = f"{short_name(reward)} was highest after {counted(best['step'], 'step')}"
+    words = f"{reward} was highest after {counted(best['step'], 'step')}"
     words += f": {with_error(mean, error)}, now {format_number(now)}"
     return (best["step"], words) if mean - error > now else None
 

@@ -57,10 +57,7 @@ def device(wanted):
     if too_old := gpu_without_bfloat16():
         instead = "use an Ampere GPU or newer, or --model tiny-glm-image --device cpu"
         raise UserError(f"{too_old} has no bfloat16: {instead}")
-    gpu = torch.device("cuda", torch.cuda.current_device())
-    if count() > 1:
-        average([torch.zeros(1, device=gpu)])  # NCCL connects now, not after the first evaluation
-    return gpu
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def gpu_without_bfloat16():

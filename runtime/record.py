@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
-from rewards import UserError, combine, split_spec
+from rewards import UserError, combine, weights_of
 from runtime import checkpoints, ranks
 from runtime.errors import StopRequest, readable
 
@@ -38,7 +38,7 @@ LINE = {  # parts of a step's line, see format_step
 class Record:
     """The files of a run in `out`, which the first rank writes, and its lines on the screen.
 
-    hashed: see read_inputs in data.py. trainers: see checkpoints.save. done: steps made so far.
+    data: see data.py. trainers: see checkpoints.save. done: steps made so far.
     When a run is resumed, records of later steps are removed first, as is a line that a kill cut
     short. What learns more than the policy extends it, see examples/train_decoder.py.
     """
@@ -46,15 +46,15 @@ class Record:
     line = LINE
     columns = 8  # pictures in a row of group-*.png
 
-    def __init__(self, out, settings, hashed, phase, trainers, done):
+    def __init__(self, out, settings, data, phase, trainers, done):
         self.out = out
         self.settings = settings
-        self.hashed = hashed
+        self.hashed = data.hashed
         self.phase = phase
         self.trainers = trainers
         self.done = done
-        self.weights = split_spec(settings.reward)
-        self.judge = next(iter(split_spec(settings.eval_reward)), None)
+        self.weights = weights_of(data.rewards)
+        self.judge = next(iter(data.judges), None)
         self.writes = ranks.rank() == 0
         self.records = {name: read_jsonl(out / f"{name}.jsonl", done) for name in FILES}
         if self.writes:
@@ -168,7 +168,7 @@ class Record:
                 shown.append((prompts[row].text, cells))
             title = f"after {counted(self.done, 'step')}" if self.done else "before"
             framed = any(frame for _, cells in shown for *_, frame in cells)
-            corner = f"red frame:\n{short_name(self.judge)} is 0" if framed else ""
+            corner = f"red frame:\n{self.judge} is 0" if framed else ""
             sheet = draw_grid(title, shown, corner)
             sheet.save(folder / ".sheet.png")
             os.replace(folder / ".sheet.png", folder / "sheet.png")  # later evaluations read it
@@ -265,10 +265,8 @@ def as_lines(records):
 
 def named(raw_rewards, weights, group_size):
     """{"reward": their weighted sum (N, G), "reward/NAME": each of them (N, G)}, from (N*G,)."""
-    rewards = {"reward": combine(raw_rewards, weights, group_size)}
-    for name, values in raw_rewards.items():
-        short = f"reward/{short_name(name)}"
-        rewards[f"reward/{name}" if short in rewards else short] = values
+    rewards = {f"reward/{name}": values for name, values in raw_rewards.items()}
+    rewards = {"reward": combine(raw_rewards, weights, group_size), **rewards}
     return {name: values.view(-1, group_size) for name, values in rewards.items()}
 
 
@@ -331,11 +329,6 @@ def format_number(value):
 
 def counted(number, noun):
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def short_name(name):
-    """As people read it: 'reward/clip=a/folder' -> 'clip', 'reward/a/my.py:f' -> 'my.py:f'."""
-    return name.removeprefix("reward/").partition("=")[0].split("/")[-1]
 
 
 # ---- pictures ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from transformers.utils import cached_file
 
 from grpo import GRPOSettings
-from rewards import REWARDS, UserError, split_spec
+from rewards import REWARDS, UserError, parse_rewards, weights_of
 from runtime import checkpoints, ranks
 from runtime.checkpoints import ROOT
 from runtime.errors import readable
@@ -29,7 +29,7 @@ class Settings(GRPOSettings):
     """The settings of train.py; the defaults are GLM-Image's.
 
     Those of the algorithm in grpo.py are flags, too. Scripts in examples/ add settings of their
-    own. While a run lasts, only runtime/gpu.py changes any: base by what fits, micro_batch_size by
+    own. While a run lasts, only card/memory.py changes any: base by what fits, micro_batch_size by
     what does not.
     """
 
@@ -170,7 +170,7 @@ class Settings(GRPOSettings):
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
-        weights = split_spec(self.reward)
+        weights = weights_of(parse_rewards(self.reward))
         if not any(weights.values()):
             raise UserError(f"--reward {self.reward}: no weight above 0, so nothing can be learned")
         if self.combine is None:

@@ -25,12 +25,20 @@ from diffusers import AutoencoderKL
 
 import grpo
 from benchmarks import random_weights
+from card import memory as gpu
+from card.memory import Phase
 from glm_image.model import GlmImage
 from grpo import GRPO, Offload
-from runtime import gpu, ranks
+from rewards import Reward
+from runtime import cpu, ranks
+from runtime.cpu import SharedForward
 from runtime.errors import out_of_memory
-from runtime.forward import SharedForward
-from runtime.gpu import Phase, retry_with_room
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_card(monkeypatch):
+    monkeypatch.setattr(cpu, "Phase", Phase)
+
 
 # ---- memory that runs out ------------------------------------------------------------------------
 
@@ -164,8 +172,12 @@ def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch):
         assert run == one
 
 
+def attempt(work, run, *given):
+    return run.phase.attempt(work, run, *given)
+
+
 def room_for(micro_batch, *models, release=lambda: None):
-    """What retry_with_room needs beside the work and a seed."""
+    """What Phase.attempt needs beside the work and a seed."""
     run = SimpleNamespace(trainers={}, phase=Phase(models, CPU, release=release))
     return run, tiny_settings("--micro-batch-size", micro_batch), {}, []
 
@@ -183,7 +195,7 @@ def test_what_the_error_held_is_free_before_work_is_called_again():
         raise torch.OutOfMemoryError("out of memory")
 
     room = room_for(2, release=lambda: held.append("released"))
-    assert retry_with_room(work, *room, 2**40) == "done"
+    assert attempt(work, *room, 2**40) == "done"
 
 
 def test_several_ranks_do_not_repeat(monkeypatch):
@@ -193,7 +205,7 @@ def test_several_ranks_do_not_repeat(monkeypatch):
     monkeypatch.setattr(ranks, "count", lambda: 2)
     run, settings, *given = room_for(4)
     with pytest.raises(torch.OutOfMemoryError):
-        retry_with_room(work, run, settings, *given, 0)
+        attempt(work, run, settings, *given, 0)
     assert settings.micro_batch_size == 4
 
 
@@ -204,7 +216,7 @@ def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch, l
         run, settings, *given = room_for(2, torch.nn.Linear(300, 300).requires_grad_(False))
         settings.offload = offload
         work = Mock(side_effect=[FULL, "done"])
-        assert retry_with_room(work, run, settings, *given, 0) == "done"
+        assert attempt(work, run, settings, *given, 0) == "done"
         assert (run.phase.offload is not None) == turns
         assert settings.micro_batch_size == (2 if turns else 1)
 
@@ -252,7 +264,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
     for learner in learners:
         watch(learner, "logprobs")
     reward = lambda images, *_: (look("score"), range(len(images)))[1]
-    run.step(settings, {"mine": (reward, 1.0)}, prompts_of("a red circle"), 5)
+    run.step(settings, {"mine": Reward("mine", 1.0, reward)}, prompts_of("a red circle"), 5)
     assert "seconds/move" in run.phase.read()  # what moves is timed by itself
     # The language model, the glyph encoder, the decoder, the VAE.
     turns = {("sample", 1, 0, 0, 0), ("paint", 0, 1, 1, 0), ("to_images", 0, 0, 0, 1)}

@@ -42,10 +42,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import train
+from card.memory import Phase
 from grpo import compute_advantages
-from rewards import REWARDS, UserError, files_of, parse_rewards
+from rewards import REWARDS, Reward, UserError, parse_rewards
 from runtime import evaluation, ranks, settings
-from runtime.gpu import Phase
 from runtime.record import LINE, format_step, reward_metrics
 from runtime.settings import TINY
 
@@ -347,8 +347,10 @@ def test_a_models_folder_runs_no_code(tmp_path, monkeypatch):
         Path(tiny, name).write_text("raise KeyError('it ran')\n")
     chosen = train.parse_settings(["--model", "tiny-glm-image"], train_edits.EditSettings)
     assert train_edits.EditRun.read_prompts(chosen)[0].target
-    assert len(parse_rewards("facts,correct,clean,near,many")) == 5
-    assert files_of("mse,facts:2") == {"facts": Path(TINY, "check.py")}  # hashed, as one's own
+    for reward in parse_rewards("facts,correct,clean,near,many").values():
+        reward.load()
+    mse, facts = parse_rewards("mse,facts:2").values()
+    assert (mse.file, facts.file) == (None, Path(TINY, "check.py"))  # hashed, as one's own
     file = tmp_path / "own.py"
     file.write_text("raise KeyError('it ran')\n")
     processor = tmp_path / "tiny-glm-image/processor"
@@ -648,7 +650,10 @@ def test_code_sequences_get_the_advantages_of_their_own_pictures(monkeypatch, co
     colours = lambda tokens, size: [Image.new("RGB", (8, 8), (number(x), 0, 0)) for x in tokens]
     colour = lambda images, prompts, targets: [image.getpixel((0, 0))[0] for image in images]
     place = torch.tensor([0.0, NAN, 2.0])
-    functions = {"colour": (colour, 0.5), "place": (lambda *_: place.repeat(2), 2.0)}
+    functions = {
+        "colour": Reward("colour", 0.5, colour),
+        "place": Reward("place", 2.0, lambda *_: place.repeat(2)),
+    }
     run = build_run(settings := tiny_settings(SHORT, "--group-size 3 --combine", combine))
     monkeypatch.setattr(run.glm_image, "paint", lambda prompt, tokens, *_: tokens)
     monkeypatch.setattr(run.glm_image, "to_images", colours)

@@ -43,7 +43,7 @@ from runtime.settings import TINY
 
 PROMPTS = ["a red circle", "a blue cross"]
 VARIED = ["--temperature", "9", "--top-p", "1"]  # or the sequences of a prompt are all the same
-REWARDS = rewards.parse_rewards("ssim:1,mse:1")
+REWARDS = {name: x.load() for name, x in rewards.parse_rewards("ssim:1,mse:1").items()}
 
 
 @pytest.fixture(autouse=True)
@@ -264,7 +264,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         return values
 
     prompts = with_targets(red, blue)
-    number = {"number": (number, 1.0)}
+    number = {"number": rewards.Reward("number", 1.0, number)}
     rolled, metrics = train_decoder.decoder_step(run, settings, number, prompts, 5)
     # Several rewards are made alike among those that are compared.
     assert calls == [(3, "zscore"), (4, "zscore")]

@@ -13,7 +13,7 @@ from train_edits import EditSettings
 
 import rewards
 from benchmarks import losses, variants
-from rewards import split_spec
+from rewards import parse_rewards
 from runtime.settings import Settings, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -153,7 +153,7 @@ def test_the_page_of_rewards_lists_them():
 
 def test_the_columns_of_the_first_tables_are_explained():
     page = (ROOT / "docs" / "numbers.md").read_text()
-    names = split_spec(Settings.tiny["reward"]) | split_spec(Settings.tiny["eval_reward"])
+    names = parse_rewards(Settings.tiny["reward"]) | parse_rewards(Settings.tiny["eval_reward"])
     assert [name for name in names if f"| `{name}` |" not in page] == []
 
 

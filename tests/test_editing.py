@@ -34,6 +34,7 @@ from test_vqa import bounded, by_generate, pictures, tiny_model
 
 import rewards
 import train
+from card.forward import CapturedForward
 from glm_image import editing
 from glm_image.editing import (
     EditingGlmImage,
@@ -43,7 +44,6 @@ from glm_image.editing import (
 )
 from glm_image.model import for_decoder
 from rewards import UserError
-from runtime.forward import CapturedForward
 from runtime.settings import RELEASE
 
 WISH = "make the circle blue"
@@ -300,15 +300,16 @@ def test_keep_is_likeness_to_the_source():
 def test_edit_asks_about_both_pictures(tmp_path):
     """Log-odds by generate() from one chat with two pictures; the mean of two bounded values."""
     folder = tiny_model(tmp_path / "vlm")
-    ((edit, _),) = rewards.parse_rewards(f"edit={folder}").values()
+    (reward,) = rewards.parse_rewards(f"edit={folder}").values()
+    edit = reward.load().function
     source, one, two = pictures((64, 64), (64, 64), (48, 80))
     sources, images, wishes = [source, one], [one, two], ['make "it" blue', "x"]
-    found = rewards.score({"edit": (edit, 1.0)}, images, wishes, sources=sources)["edit"]
+    found = rewards.score({"edit": reward}, images, wishes, sources=sources)["edit"]
     kept = "Is everything else in the second picture as it was in the first?"
     for value, *shown, wish in zip(found.tolist(), sources, images, ["make 'it' blue", "x"]):
         asked = (f'Has the first picture been changed as asked: "{wish}"?', kept)
         expected = np.mean([bounded(by_generate(folder, shown, each)) for each in asked])
         assert value == pytest.approx(expected, abs=1e-4)
     assert abs(found[0] - found[1]) > 1e-3
-    turned = rewards.score({"edit": (edit, 1.0)}, [source], ["x"], sources=[one])["edit"]
+    turned = rewards.score({"edit": reward}, [source], ["x"], sources=[one])["edit"]
     assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4  # which is the first matters

@@ -132,7 +132,7 @@ def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
             bars.extend(["on"] * (not self.disable))
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("runtime.gpu.tqdm", Bar)
+    monkeypatch.setattr("runtime.cpu.tqdm", Bar)
     monkeypatch.setattr("time.perf_counter", itertools.count().__next__)  # a phase takes a second
     Path("new.txt").write_text("a green ring\n")
     arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2 --eval-every 1"

@@ -123,9 +123,9 @@ def ask(**options):
     """Of three pictures, what they get from the judge on the page."""
     served = functools.partial(run_code("rewards.md", "def served")["served"], **options)
     images = [Image.new("RGB", (8, 8), (red, 0, 0)) for red in (10, 20, 30)]
-    return rewards.score({"served": (served, 1.0)}, images, ["a", "a cat", "b"], None)[
-        "served"
-    ].tolist()
+    return rewards.score(
+        {"served": rewards.Reward("served", 1.0, served)}, images, ["a", "a cat", "b"], None
+    )["served"].tolist()
 
 
 def test_a_judge_behind_http_is_asked_again(url):

@@ -9,6 +9,8 @@ import gc
 import json
 import os
 import runpy
+import subprocess
+import sys
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -36,18 +38,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
 import train
-from glm_image.model import GlmImage, token_forward
+from card import memory as gpu
+from card import token_forward
+from card.forward import CapturedForward, CheckedGRPO, grouped_attention, or_plain
+from card.memory import Phase, plan
+from card.model import compile_decoder, round_weights, sizes
+from glm_image.model import GlmImage
 from grpo import GRPO, Offload, generate_with_logprobs
 from rewards import UserError
-from runtime import gpu, ranks
-from runtime.forward import (
-    CapturedForward,
-    CheckedGRPO,
-    SharedForward,
-    grouped_attention,
-    or_plain,
-)
-from runtime.gpu import Phase, plan
+from runtime import cpu, ranks
+from runtime.cpu import SharedForward
 from runtime.settings import RELEASE, TINY, parse_settings
 from test_grpo import glm_prompts, reread, text_model, with_adapter
 from train import adamw
@@ -75,6 +75,7 @@ def patch_cuda(monkeypatch, **values):
 def card(monkeypatch):
     """A GPU and a host with so many GB free, told apart from this machine's."""
     machine = SimpleNamespace(free=80.0, cap=1.0, host=60.0, capability=(8, 0), current=0)
+    machine.monkeypatch = monkeypatch
     patch_cuda(
         monkeypatch,
         mem_get_info=lambda device: (machine.free * 1e9, 100e9),
@@ -98,8 +99,10 @@ def gigabytes(size):
 def planned(*flags):
     """What is decided for the released sizes: (base, how the models share the GPU)."""
     settings = tiny_settings(*flags)
-    released = lambda settings, device: map(gigabytes, SIZES[settings.base])
-    turns = plan(released, settings, CUDA)
+    released = lambda model_class, settings, device: map(gigabytes, SIZES[settings.base])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "sizes", released)
+        turns = plan(GlmImage, settings, CUDA)
     return settings.base, turns
 
 
@@ -137,7 +140,8 @@ def test_a_cap_counts_like_a_smaller_card(card):
     card.cap = 0.234
     assert planned() == ("bfloat16", "pinned") and card.fraction == 0.234
     card.free = 1e-3  # a small model's work takes little
-    assert plan(lambda *given: [frozen()], tiny_settings(), CUDA) is None
+    card.monkeypatch.setattr(gpu, "sizes", lambda *given: [frozen()])
+    assert plan(GlmImage, tiny_settings(), CUDA) is None
 
 
 def test_the_rank_with_the_least_memory_decides_for_all(card, monkeypatch):
@@ -171,8 +175,10 @@ def test_what_is_planned_is_what_loads(flags):
     settings = tiny_settings(flags)
     kind = run_class_of(flags.split()).Model
     model = kind(train.load(settings.model, CUDA))
+    if settings.base == "int8":
+        round_weights(model)
     model.prepare_training(settings, CPU)
-    outlined = kind.sizes(settings, CUDA)
+    outlined = sizes(kind, settings, CUDA)
     assert all(p.device.type == "meta" for part in outlined for p in part.parameters())
     for expected, found in zip(model.parts, outlined):
         shapes = lambda part: [(p.shape, p.nbytes) for p in part.parameters()]
@@ -183,7 +189,7 @@ def test_nothing_loads_where_it_does_not_fit(quick, card, capsys, monkeypatch):
     """The command itself, as on a card: one line, and no weight and no reward has been looked
     for."""
     card.free, loaded = 1e-3, []
-    monkeypatch.setattr(train, "load_data", lambda *given: loaded.append(given))
+    monkeypatch.setattr(train, "load_rewards", lambda *given: loaded.append(given))
     assert quick("--device cuda --out small") == 2 and not loaded
     line = capsys.readouterr().err
     assert "error: too little memory: " in line and "--model tiny-glm-image" in line
@@ -243,11 +249,13 @@ def test_processes_of_the_tiny_model_leave_the_gpus_alone(card, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     assert ranks.device(tiny_settings().device) == CPU
     assert begun[0].get("device_id") is None and not chosen
-    card.current, gpu = 3, torch.device("cuda", 3)
+    card.current, device = 3, torch.device("cuda", 3)
     monkeypatch.setattr(ranks, "count", lambda: 4)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: device)
     monkeypatch.setattr(ranks, "average", chosen.extend)
-    assert ranks.device("auto") == gpu and chosen == [3, gpu]  # it connects before work begins
+    assert ranks.device("auto") == device and chosen == [3]
+    gpu.connect(device)  # before work begins
+    assert chosen == [3, device]
 
 
 # ---- who is on the GPU ---------------------------------------------------------------------------
@@ -281,7 +289,7 @@ def test_models_that_take_turns_wait_where_they_belong(lockable):
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_the_allocators_setting_joins_those_of_the_user(monkeypatch, name):
     monkeypatch.setenv(name, "expandable_segments:True")
-    runpy.run_path(f"{ROOT}/runtime/gpu.py")
+    runpy.run_path(f"{ROOT}/card/memory.py")
     assert os.environ[name] == "pinned_max_round_threshold_mb:1,expandable_segments:True"
 
 
@@ -491,7 +499,7 @@ def test_the_decoders_blocks_are_compiled_where_only_the_codes_learn(
     monkeypatch.setattr(type(pipe.transformer), "compile_repeated_blocks", compile_blocks)
     monkeypatch.setattr(pipe.transformer, "forward", pipe.transformer.forward)
     settings = tiny_settings("--prompts-per-step 3 --group-size 5")
-    assert token_forward(kind(pipe), settings, CUDA).rows == 15
+    assert token_forward(kind(pipe), settings).rows == 15
     assert calls == [32] * compiled  # torch's own limit is 8
 
 
@@ -546,7 +554,7 @@ def test_a_decoder_that_cannot_be_compiled_paints_without(pipe, no_compiler, cap
     tokens = torch.zeros(1, 16, dtype=torch.long)
     expected, _ = painted(pipe, "a ring", tokens, settings, 0)
     own = copy.deepcopy(pipe)
-    GlmImage(own).compile_decoder()
+    compile_decoder(own.transformer)
     found, _ = painted(own, "a ring", tokens, settings, 0)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert len(no_compiler) == 1
@@ -603,7 +611,7 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
                 torch.manual_seed(0)
                 self.logits = self.logits + wrong * torch.randn_like(self.logits)
 
-    monkeypatch.setattr(train, "GRPO", CheckedGRPO)  # as on a GPU
+    monkeypatch.setattr(cpu, "Trainer", CheckedGRPO)  # as on a GPU
     run = build_run(settings := tiny_settings("--temperature 6 --top-p 1"))
     prompts = run.glm_image.encode(prompts_of("a ring"), settings)
     prompts = [(ids, positions[:, : len(ids) + LENGTH], LENGTH) for ids, positions, _ in prompts]
@@ -625,13 +633,22 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
 # ---- in a run ------------------------------------------------------------------------------------
 
 
+def test_a_run_on_a_cpu_does_not_enter_the_room_of_a_card(tmp_path):
+    code = "import sys, train\n"
+    code += "assert train.main(sys.argv[1:]) == 0\n"
+    code += "assert not [name for name in sys.modules if name.partition('.')[0] == 'card']"
+    words = "--model tiny-glm-image --steps 1 --prompts-per-step 1 --group-size 2 --eval-count 1"
+    command = [sys.executable, "-c", code, *words.split(), "--out", tmp_path / "run"]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("device, kind", [(CPU, SharedForward), (CUDA, CapturedForward)])
 def test_a_gpu_captures_the_step_and_compiles_it(device, kind):
     settings = tiny_settings()
     model = GlmImage(train.load(settings.model, CPU))
     model.prepare_training(settings, device)
     policy = model.language_model
-    forward = train.token_forward(model, settings, device)
+    forward = train.machine_of(device).token_forward(model, settings)
     assert isinstance(forward, kind)
     if device == CUDA:
         assert forward.num_new_tokens == 256 + 4 * 4  # of the preview and the picture

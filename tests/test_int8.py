@@ -9,7 +9,7 @@ import torch
 from conftest import adapter_of, build_run, records, resume, tiny_settings
 from torch.nn.functional import linear
 
-from glm_image.model import Int8Linear, round_linears
+from card.model import Int8Linear, round_linears
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

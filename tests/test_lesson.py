@@ -122,7 +122,8 @@ def rollout():
     settings = tiny_settings("--kl-coef 0")
     run = build_run(settings)
     text, seed = lesson.GROUPS[0]
-    batch = rolled_out(run, settings, parse_rewards(settings.reward), prompts_of(text), seed)
+    functions = {name: x.load() for name, x in parse_rewards(settings.reward).items()}
+    batch = rolled_out(run, settings, functions, prompts_of(text), seed)
     (rewards,) = batch.raw_rewards.values()
     set_advantages(batch.groups, rewards)
     return run, batch.groups[0], rewards

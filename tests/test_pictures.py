@@ -23,6 +23,7 @@ from conftest import (
 )
 from PIL import Image, ImageFont
 
+from card.model import sizes
 from glm_image.model import GlmImage, encode_prompt
 from grpo import get_per_token_logprobs
 from runtime import checkpoints
@@ -187,7 +188,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     assert not list(Path("run/checkpoints").rglob("README.md"))  # PEFT's form, empty
     # For its plan a run on a GPU builds models without data, and this adapter on them.
     with warnings.catch_warnings(action="error", category=UserWarning):
-        policy, *_ = GlmImage.sizes(small("--adapter run"), torch.device("cuda"))
+        policy, *_ = sizes(GlmImage, small("--adapter run"), torch.device("cuda"))
     assert all(p.is_meta for p in policy.parameters())
     base = logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens)
     assert (base - expected).abs().max() > 0.1

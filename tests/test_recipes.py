@@ -11,6 +11,7 @@ from world import MEANING
 
 from benchmarks import losses
 from grpo import Group, compute_advantages
+from rewards import Reward
 from test_grpo import NAN, exact_kl, trainer, with_adapter
 
 RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO"]
@@ -204,7 +205,12 @@ def test_groups_without_spread_are_drawn_again(monkeypatch):
 
     prompts = prompts_of("a red circle", "a blue cross")
     count = lambda images, *_: [float(len(calls))] * len(images)
-    how = run, settings, {"count": (count, 1.0), "mine": (reward, 1.0)}, prompts
+    how = (
+        run,
+        settings,
+        {"count": Reward("count", 1.0, count), "mine": Reward("mine", 1.0, reward)},
+        prompts,
+    )
     groups = run.policy.sample(run.glm_image.encode(prompts, settings), 2, 3)
     first = [*groups]
     sample = run.policy.sample

@@ -28,6 +28,7 @@ from grpo import compute_advantages
 from reward_models import lend_gpu
 from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
+from rewards import Reward
 
 NAN = math.nan
 
@@ -46,12 +47,21 @@ def noise(count, size=32):
 
 def only(spec):
     """The function of a spec that names one reward."""
-    ((function, _),) = rewards.parse_rewards(spec).values()
-    return function
+    (reward,) = loaded(spec).values()
+    return reward.function
+
+
+def loaded(spec):
+    return {name: reward.load() for name, reward in rewards.parse_rewards(spec).items()}
+
+
+def checked(spec, target):
+    for reward in rewards.parse_rewards(spec).values():
+        reward.check(target)
 
 
 def refusal(spec):
-    return error_from(rewards.parse_rewards, spec)
+    return error_from(loaded, spec)
 
 
 # ---- likeness ------------------------------------------------------------------------------------
@@ -92,7 +102,7 @@ def test_variety_by_hand():
         (2 * a * b + 1e-4) / (a * a + b * b + 1e-4) for a, b in [(0, 0.2), (0, 1), (0.2, 1)]
     )
     images = [black, grey, white, black.copy(), *[white] * 4]
-    (values,) = rewards.score(rewards.parse_rewards("variety"), images, ["", ""]).values()
+    (values,) = rewards.score(loaded("variety"), images, ["", ""]).values()
     twice = 1 - (1 + to_grey + to_white) / 3  # black, which is there twice
     expected = [twice, 1 - (2 * to_grey + between) / 3, 1 - (2 * to_white + between) / 3, twice]
     same(values[:4], expected, atol=1e-5, rtol=0)
@@ -170,14 +180,14 @@ def test_likeness_needs_targets_for_a_run_but_not_for_every_picture(name, tmp_pa
     spec = f"lpips={tmp_path}" if name == "lpips" else name
     images = noise(3)
     message = f"reward '{name}' needs --targets, or --eval-targets"
-    assert error_from(rewards.check_rewards, spec, None) == message
-    rewards.check_rewards(spec, images[0])
-    parsed = rewards.parse_rewards(spec)
+    assert error_from(checked, spec, None) == message
+    checked(spec, images[0])
+    parsed = loaded(spec)
     raw_rewards = rewards.score(parsed, images, [""] * 3, [images[0], None, images[0]])
-    perfect, missing, wrong = raw_rewards[spec].tolist()
+    perfect, missing, wrong = raw_rewards[name].tolist()
     assert perfect == pytest.approx(float(name == "ssim"), abs=1e-5)
     assert wrong < perfect - 0.01 and math.isnan(missing)
-    same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[spec].tolist())
+    same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[name].tolist())
 
 
 # ---- text in the picture -------------------------------------------------------------------------
@@ -253,7 +263,7 @@ def test_text_reads_english():
     pen.text((24, 40), "GRAND opening\nOpen 24 hours", "navy", font, spacing=40)
     images = [banner, banner, Image.new("RGB", (128, 128))]
     prompts = ["a banner 'open 24 hours' and \"grand opening\"", "a banner", '"SALE"']
-    (values,) = rewards.score(rewards.parse_rewards("text"), images, prompts, None).values()
+    (values,) = rewards.score(loaded("text"), images, prompts, None).values()
     same(values, [1, NAN, 0])
 
 
@@ -315,12 +325,12 @@ def vectors_by_hand(folder, image, prompt):
 def test_clip_is_the_cosine_by_hand(clip):
     images = noise(3)
     images[1] = images[1].convert("RGBA")
-    parsed = rewards.parse_rewards(f"clip={clip}:0.5")
+    parsed = loaded(f"clip={clip}:0.5")
     raw_rewards = rewards.score(parsed, images, CAPTIONS, None)
     vectors = [vectors_by_hand(clip, i.convert("RGB"), p) for i, p in zip(images, CAPTIONS)]
     expected = [(a @ b).item() for a, b in vectors]
     assert np.std(expected) > 0.05  # a test that tells prompts and pictures apart
-    same(raw_rewards[f"clip={clip}"], expected)
+    same(raw_rewards["clip"], expected)
     same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
 
 
@@ -458,7 +468,9 @@ def test_combine_says_what_is_wrong():
 
 def score_by(function, prompts):
     count = len(prompts)
-    return rewards.score({"mine": (function, 1.0)}, noise(count), prompts, noise(count))["mine"]
+    return rewards.score(
+        {"mine": Reward("mine", 1.0, function)}, noise(count), prompts, noise(count)
+    )["mine"]
 
 
 def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it_names():
@@ -476,11 +488,11 @@ def test_a_reward_gets_images_prompts_and_targets_in_this_order_and_what_else_it
             return torch.arange(6.0)
 
     images, (target, source) = noise(6), noise(2)
-    functions = {"mine": (mine, 1.0), "judge": (Judge(), 1.0)}
+    functions = {"mine": Reward("mine", 1.0, mine), "judge": Reward("judge", 1.0, Judge())}
     more = {"sources": [source] * 2, "unheard": [1, 1]}
     found = rewards.score(functions, images, ["a", "b"], [target, source], **more)
     assert found["judge"].tolist() == [*range(6)]
-    rewards.score({"judge": (Judge(), 1.0)}, images, ["a", "b"])
+    rewards.score({"judge": Reward("judge", 1.0, Judge())}, images, ["a", "b"])
     assert len(loops) == 2 and loops[0] is loops[1]
     texts, targets = ["a"] * 3 + ["b"] * 3, [target] * 3 + [source] * 3
     assert seen == [
@@ -536,7 +548,7 @@ def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
     ],
 )
 def test_a_bad_spec_is_one_line(spec, words):
-    assert words in error_from(rewards.check_rewards, f"mse:1,{spec}", noise(1)[0])
+    assert words in error_from(checked, f"mse:1,{spec}", noise(1)[0])
 
 
 def test_rewards_py_can_be_copied_with_grpo_py_alone():
@@ -553,9 +565,13 @@ def test_a_function_that_is_not_in_its_file_is_named(monkeypatch):
 
 
 def test_names_and_weights():
-    weights = rewards.split_spec(" ssim:0.5, clip=a:b,,my_file.py:f:2e-3 ,none,hps:-.25")
-    assert weights == {"ssim": 0.5, "clip=a:b": 1, "my_file.py:f": 2e-3, "hps": -0.25}
-    assert rewards.split_spec("none") == rewards.split_spec("") == {}
+    parsed = rewards.parse_rewards(" ssim:0.5, clip=a:b,,my_file.py:f:2e-3 ,none,hps:-.25")
+    weights = rewards.weights_of(parsed)
+    assert weights == {"ssim": 0.5, "clip": 1, "my_file.py:f": 2e-3, "hps": -0.25}
+    assert parsed["clip"].source == "clip=a:b"
+    assert rewards.parse_rewards("none") == rewards.parse_rewards("") == {}
+    judges = rewards.parse_rewards("ssim,clip=c", parsed)  # one of them is another judge
+    assert list(judges) == ["ssim", "clip=c"]
 
 
 def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
@@ -576,7 +592,9 @@ def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
         Path(f"reward_models/{name}.py").write_text(f"def {name}(*given):\n    return {name!r}\n")
     spec = f"{tmp_path}/vqa.py:seven:2,vqa.py:one"
     spec += ",reward_models/vqa.py:vqa,reward_models/json.py:json"
-    (seven, weight), (one, _), (other, _), (named_json, _) = rewards.parse_rewards(spec).values()
+    found = loaded(spec).values()
+    seven, one, other, named_json = (reward.function for reward in found)
+    weight, *_ = (reward.weight for reward in found)
     assert (seven(noise(2), ["a"] * 2, None), weight) == ([7, 7], 2) and one(None) == 7
     assert (other(), named_json()) == ("vqa", "json") and sys.modules["json"] is json
     assert Path("ran").read_text() == "x" * 2  # and in the process
@@ -629,7 +647,7 @@ def test_downloaded_weights_are_checked(monkeypatch):
         return defaultdict(lambda: torch.zeros(1))
 
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", download)
-    rewards.parse_rewards("lpips")
+    loaded("lpips")
     assert seen == [(rewards.ALEXNET, True, True), (rewards.LPIPS_HEADS, True, True)]
 
 

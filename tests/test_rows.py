@@ -74,7 +74,7 @@ def test_the_best_evaluation_is_named():
 
     def best(*pairs):
         steps = [{"step": 10 * i, "held out": {"reward/f": [*x]}} for i, x in enumerate(pairs)]
-        return better_evaluation(steps, "my/f")
+        return better_evaluation(steps, "f")
 
     step, words = best((0.5, 0.02), (0.9, 0.05), (0.84, 0.05))
     assert (step, words) == (10, "f was highest after 10 steps: 0.900 +- 0.050, now 0.840")

@@ -19,6 +19,7 @@ from PIL import Image, ImageFilter
 import train
 from glm_image.editing import EditPrompt, encode_edit, read_sources
 from glm_image.model import encode_prompt
+from rewards import Reward
 from runtime.data import Data
 
 RED, BLUE, GREEN = ("circle", "red"), ("circle", "blue"), ("square", "green")
@@ -279,10 +280,10 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(r
     """Of captions and of edits that are held out: there is something to learn from."""
     settings = train.parse_settings(["--model", str(TINY)], run_class.Settings)
     settings.group_size = 1
-    _, held_out, _ = train.read_inputs(settings, run_class.read_prompts)
+    held_out = train.read_inputs(settings, run_class.read_prompts).held_out
     some = held_out[::6]
-    run = run_class.load(settings, Data(some, some, {}, {}), torch.device("cpu"), None)
-    rewards = {name: (getattr(check, name), 1.0) for name in ("correct", "clean")}
+    run = run_class.load(settings, Data(some, some, {}, {}, {}), torch.device("cpu"), None)
+    rewards = {name: Reward(name, 1.0, getattr(check, name)) for name in ("correct", "clean")}
     batch = rolled_out(run, settings, rewards, some, 0)
     assert batch.raw_rewards["clean"].mean() > 0.8 and 0 < batch.raw_rewards["correct"].mean() < 1
 

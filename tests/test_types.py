@@ -15,7 +15,9 @@ import torch
 from conftest import CPU, prompts_of, records
 from PIL import Image
 
+from rewards import Reward
 from runtime import evaluation as evaluation_module
+from runtime.cpu import Phase
 from runtime.data import Prompt, evenly, read_file
 from runtime.evaluation import (
     evaluate,
@@ -24,7 +26,6 @@ from runtime.evaluation import (
     rows_to_show,
     wrong_pictures,
 )
-from runtime.gpu import Phase
 
 NAN = math.nan
 
@@ -105,7 +106,7 @@ def evaluation(step, x, y):
 def test_the_table_by_hand():
     """The judge's rows by type are below its own, and fit 100 columns."""
     before, after = evaluation(0, 0.2, 0.4), evaluation(3, 0.5, 0.4)
-    title, *lines = evaluation_table([before, after], "tiny/g.py:right").splitlines()
+    title, *lines = evaluation_table([before, after], "g.py:right").splitlines()
     words = ": mean +- standard error over prompts (docs/numbers.md)"
     assert title == f"evaluation after 3 steps, before -> after{words}"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -187,7 +188,7 @@ def test_an_evaluation_keeps_no_pictures_but_those_that_it_may_show(monkeypatch,
     record.track = lambda numbers: None
     record.append = lambda name, records: record.records[name].extend(records)
     record.draw_evaluation = lambda rows, prompts, pictures, *_: shown.append(pictures)
-    reward = {"mine": (None, 1.0)}
+    reward = {"mine": Reward("mine")}
     data = SimpleNamespace(prompts=prompts, held_out=prompts, rewards=reward, judges=reward)
     evaluate(SimpleNamespace(phase=Phase([], CPU)), settings, data, record)
     may_show = lambda raw: rows_to_show(prompts, wrong_pictures(raw, "mine"))

@@ -157,19 +157,24 @@ def row_file(path, *rows):
 # ---- one question --------------------------------------------------------------------------------
 
 
+def loaded(folder):
+    (reward,) = rewards.parse_rewards(f"vqa={folder}").values()
+    return reward.load()
+
+
 @pytest.mark.parametrize("at_once", [1, 8])
 def test_log_odds_equal_those_of_generate(folder, monkeypatch, at_once):
     """Whatever the batch and its padding; questions and pictures of several sizes and modes side by
     side."""
     monkeypatch.setattr(vqa_module, "AT_ONCE", at_once)
-    ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
+    vqa = loaded(folder).function
     images = [
         *pictures((64, 64), (48, 80)),
         *pictures((33, 17), mode="L"),
         *pictures((64, 64), mode="RGBA"),
     ]
     prompts = ["a cat", "a very long prompt" * 5, "x", "a cat"]
-    found = rewards.score({"vqa": (vqa, 1.0)}, images, prompts, None)["vqa"]
+    found = rewards.score({"vqa": rewards.Reward("vqa", 1.0, vqa)}, images, prompts, None)["vqa"]
     expected = [by_generate(folder, image, whole(prompt)) for image, prompt in zip(images, prompts)]
     # A test that tells pictures and prompts apart.
     assert np.std(expected) > 0.2 and found.dtype == torch.float32
@@ -197,7 +202,7 @@ def test_a_question_is_bounded_so_that_an_easy_one_does_not_outweigh_a_hard_one(
 
 def test_the_reward_is_the_mean_over_the_questions_the_foils_and_the_whole_prompt(folder):
     """Of a prompt with questions beside one without; a foil counts by the log-odds of no."""
-    ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
+    vqa = loaded(folder).function
     one, two = pictures((64, 64), (64, 64))
     alone = "no questions about this"
     found = vqa([one, two, one], [LEMONS, LEMONS, alone], None)
@@ -282,7 +287,7 @@ def test_spellings_that_begin_alike_count_once():
 
 
 def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
-    ((vqa, _),) = rewards.parse_rewards(f"vqa={folder}").values()
+    vqa = loaded(folder).function
     lent, caches, lend_gpu = [], [], vqa_module.lend_gpu
     vqa.model.register_forward_hook(lambda *given: caches.append(given[2].past_key_values))
     monkeypatch.setattr(vqa_module, "lend_gpu", lambda model: lent.append(model) or lend_gpu(model))
@@ -309,9 +314,9 @@ def test_a_model_that_cannot_be_asked_is_one_line(folder, tmp_path, monkeypatch)
     words = "cannot load reward 'vqa' .*no chat template, or no tokens for yes and no"
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "chat_template.jinja").unlink()
-    assert re.match(words, error_from(rewards.parse_rewards, f"vqa={copy}"))
+    assert re.match(words, error_from(loaded, copy))
     monkeypatch.setattr(vqa_module, "answer_ids", lambda tokenizer, word: [])
-    assert re.match(words, error_from(rewards.parse_rewards, f"vqa={folder}"))
+    assert re.match(words, error_from(loaded, folder))
 
 
 @pytest.mark.parametrize("row", ["not JSON", {"prompt": "a cat"}])

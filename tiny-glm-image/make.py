@@ -56,8 +56,9 @@ from world import (
     split_edits,
 )
 
+from card.model import without_weights
 from glm_image.editing import EditPrompt, encode_edit
-from glm_image.model import encode_prompt, for_decoder, latent_scaling, without_weights
+from glm_image.model import encode_prompt, for_decoder, latent_scaling
 from grpo import _attention_mask, _pad_left
 
 NUM_CODES = 1024

@@ -3,19 +3,17 @@
 import gc
 import os
 import re
-import time
-from collections import defaultdict
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import torch
 from tqdm import tqdm
-from transformers import set_seed
 
+from card.model import sizes
 from grpo import Offload
 from rewards import UserError
-from runtime import ranks
+from runtime import cpu, ranks
 from runtime.errors import out_of_memory
 
 # torch reads this at its first allocation, the older name first. Without the setting page-locked
@@ -31,11 +29,11 @@ ALONE, TOGETHER = 4e9, 8e9
 PROCESS = 4e9  # bytes of host memory beside weights: CUDA's libraries, the compiler, pictures
 
 
-class Phase:
-    """with phase("paint", decoder): these models are on the GPU, and time and memory are measured.
+class Phase(cpu.Phase):
+    """with phase("paint", decoder): these models are on the GPU, and its memory is measured, too.
 
     All models stay on the device; or, with an offload, they take turns: only those of the phase are
-    on it. In a terminal a bar shows which phase is at work.
+    on it.
     """
 
     def __init__(self, models, device, turns=None, release=lambda: None):
@@ -43,13 +41,10 @@ class Phase:
 
         release: called when weights leave the device, or memory runs out: see CapturedForward.
         """
+        super().__init__(models, device)
         self.models = models
-        self.device = device
         self.release = release
         self.offload = None
-        self.name = ""
-        self.timings = defaultdict(float)
-        self.bar = tqdm(disable=True)  # until there is something to count
         tensors = [x for model in models for x in (*model.parameters(), *model.buffers())]
         # Where the weights were loaded: mapped from files, they take no host memory there.
         self.homes = [(tensor, tensor.data) for tensor in tensors]
@@ -62,43 +57,22 @@ class Phase:
     @contextmanager
     def __call__(self, name, *models):
         if self.offload is not None:
-            with self.measured("move"):
+            with super().__call__("move"), self.peak_of("move"):
                 self.offload.all_but(*models)
-        with self.measured(name):
+        with super().__call__(name), self.peak_of(name):
             yield
 
     @contextmanager
-    def measured(self, name):
-        """The block's seconds, and on a GPU the peak of its memory, are added to the timings."""
-        self.name = name
-        self.bar.set_description_str(name)
-        cuda = self.device.type == "cuda"
-        start = time.perf_counter()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(self.device)
+    def peak_of(self, name):
+        """The peak of the GPU's memory in the block joins the timings."""
+        if self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
         yield
-        if cuda:
-            torch.cuda.synchronize(self.device)  # or the time would end while it is at work
-            peak = torch.cuda.max_memory_allocated(self.device) / 1e9
-            self.timings[f"gpu_gb/{name}"] = max(peak, self.timings[f"gpu_gb/{name}"])
-        self.timings[f"seconds/{name}"] += time.perf_counter() - start
-
-    def read(self):
-        """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""
-        timings, self.timings = self.timings, defaultdict(float)
-        of = lambda what: [value for name, value in timings.items() if name.startswith(what)]
-        return timings | {"seconds": sum(of("seconds/")), "gpu_gb": max(of("gpu_gb/"), default=0)}
-
-    @contextmanager
-    def counting(self, unit, total, done=0):
-        """In a terminal a bar counts up to `total`, from `done` on, until the block ends."""
-        outer = self.bar
-        hidden = ranks.rank() > 0 or None  # None: it is where there is no terminal
-        options = {"dynamic_ncols": True, "leave": False, "disable": hidden}
-        with tqdm(total=total, initial=done, unit=unit, **options) as self.bar:
-            yield
-        self.bar = outer
-        outer.unpause()
+        torch.cuda.synchronize(self.device)  # or the time would end while it is at work
+        peak = torch.cuda.max_memory_allocated(self.device) / 1e9
+        self.timings[f"gpu_gb/{name}"] = max(peak, self.timings[f"gpu_gb/{name}"])
 
     def take_turns(self, pin=None):
         """pin: whether page-locked host memory may hold all weights; None: if it has the room."""
@@ -120,11 +94,44 @@ class Phase:
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
         return self.offload is None and unfiled <= room_of_host()
 
+    def attempt(self, work, run, settings, rewards, prompts, seed):
+        """What work(settings, rewards, prompts, seed) returns, such as run.step.
+
+        Where GPU memory runs out, room is made, and it is called again.
+
+        All its draws start from the seed, so it computes the same again, but for rounding. The
+        error ends the run if no more room can be made; if an optimizer has moved weights; and with
+        several ranks, whose collectives one alone cannot repeat.
+        """
+        count_steps = lambda: sum(trainer.steps for trainer in run.trainers.values())
+        before = count_steps()
+        while True:
+            try:
+                return super().attempt(work, run, settings, rewards, prompts, seed)
+            except RuntimeError as error:
+                if not out_of_memory(error) or ranks.count() > 1 or count_steps() > before:
+                    raise
+                turns = settings.offload != "no" and self.can_take_turns()
+                if not turns and settings.micro_batch_size == 1:
+                    raise
+            # Only here, after the handler: until its end the error holds the tensors of its frames.
+            self.release()
+            gc.collect()
+            torch.cuda.empty_cache()
+            if turns:
+                self.take_turns()
+                change = "the models take turns"
+            else:
+                settings.micro_batch_size //= 2
+                change = f"--micro-batch-size is {settings.micro_batch_size}"
+            full = f"memory: the GPU is full in the phase '{self.name}'"
+            tqdm.write(f"{full}: from here on {change}")
+
 
 # ---- what fits -----------------------------------------------------------------------------------
 
 
-def plan(sizes_of, settings, device):
+def plan(model_class, settings, device):
     """How the models share the GPU; decides settings.base if that is "auto".
 
     None: they all stay. Otherwise they take turns, and the frozen weights wait on the host:
@@ -132,17 +139,14 @@ def plan(sizes_of, settings, device):
     those in bfloat16 mapped from their files. All ranks decide alike.
 
     This comes before anything is downloaded, so it works by the sizes of the weights alone: what a
-    step takes beside them shows when it is made, see retry_with_room. sizes_of: (settings, device)
-    -> the policy and the models that paint, without data.
+    step takes beside them shows when it is made, see Phase.attempt. model_class: a GlmImage.
     """
-    if device.type != "cuda":
-        settings.base = "bfloat16" if settings.base == "auto" else settings.base
-        return None
+    connect(device)
     free, host = free_memory(device)
     bases = ["bfloat16", "int8"] if settings.base == "auto" else [settings.base]
     for settings.base in bases:
-        sizes = [frozen_bytes(model) for model in sizes_of(settings, device)]
-        together, largest = sum(sizes), max(sizes)
+        weights = [frozen_bytes(model) for model in sizes(model_class, settings, device)]
+        together, largest = sum(weights), max(weights)
         if with_work(largest, ALONE) <= free:
             break
     fits = with_work(together, TOGETHER) <= free
@@ -166,6 +170,12 @@ def plan(sizes_of, settings, device):
     if not turns:
         return None
     return "pinned" if pinned else "mapped"
+
+
+def connect(device):
+    """NCCL connects now, not after the first evaluation."""
+    if ranks.count() > 1:
+        ranks.average([torch.zeros(1, device=device)])
 
 
 def frozen_bytes(model):
@@ -201,42 +211,3 @@ def host_memory(group=Path("/sys/fs/cgroup")):
         cached = re.search(r"(?m)^inactive_file (\d+)", (group / "memory.stat").read_text())
         free = min(free, limit - used + int(cached[1]))
     return free
-
-
-# ---- where memory runs out -----------------------------------------------------------------------
-
-
-def retry_with_room(work, run, settings, rewards, prompts, seed):
-    """What work(settings, rewards, prompts, seed) returns, such as run.step.
-
-    Where GPU memory runs out, room is made, and it is called again.
-
-    All its draws start from the seed, so it computes the same again, but for rounding. The error
-    ends the run if no more room can be made; if an optimizer has moved weights; and with several
-    ranks, whose collectives one alone cannot repeat.
-    """
-    phase = run.phase
-    count_steps = lambda: sum(trainer.steps for trainer in run.trainers.values())
-    before = count_steps()
-    while True:
-        set_seed(seed % 2**32)
-        try:
-            return work(settings, rewards, prompts, seed)
-        except RuntimeError as error:
-            if not out_of_memory(error) or ranks.count() > 1 or count_steps() > before:
-                raise
-            turns = settings.offload != "no" and phase.can_take_turns()
-            if not turns and settings.micro_batch_size == 1:
-                raise
-        # Only here, after the handler: until its end the error holds the tensors of its frames.
-        phase.release()
-        gc.collect()
-        torch.cuda.empty_cache()
-        if turns:
-            phase.take_turns()
-            change = "the models take turns"
-        else:
-            settings.micro_batch_size //= 2
-            change = f"--micro-batch-size is {settings.micro_batch_size}"
-        full = f"memory: the GPU is full in the phase '{phase.name}'"
-        tqdm.write(f"{full}: from here on {change}")

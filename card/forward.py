@@ -1,4 +1,4 @@
-"""The forward pass for one new token: captured on a GPU, with shared rows on a CPU."""
+"""The forward pass for one new token as a CUDA graph of a compiled step."""
 
 import gc
 from contextlib import suppress
@@ -8,14 +8,11 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
-from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo import GRPO, NotFinite
 from runtime.errors import out_of_memory
-
-# ---- on a GPU: a CUDA graph of a compiled step ---------------------------------------------------
 
 
 def or_plain(function):
@@ -215,71 +212,3 @@ class CheckedGRPO(GRPO):
             return groups
         self.token_forward.simplify(f"sampled and recomputed log-probs differ by {gap:.2f}")
         return super().sample(*given)
-
-
-# ---- on a CPU: equal samples share a row ---------------------------------------------------------
-
-
-class SharedForward:
-    """A model's forward for one new token, to hand to generate_with_logprobs as `token_forward`.
-
-    Samples that agree so far share a row: the tiny model is so sure of most codes that 64 samples
-    are some 20 rows. All it changes is rounding.
-    """
-
-    def __init__(self, model):
-        self.model = model
-        self.release()
-
-    def release(self):
-        self.cache = None
-
-    def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
-        begins = past_key_values is not self.cache  # that of the prompts, a row for each sample
-        if begins:
-            self.cache = past_key_values
-            # The first layer's keys are made of ids and positions alone.
-            keys = self.cache.layers[0].keys.flatten(1)
-            self.rows = keys.unique(dim=0, return_inverse=True)[1]  # (B,), equal where they agree
-            self.cache.layers = [InPlaceLayer(each) for each in self.cache.layers]
-        agree = self.rows * 2**32 + input_ids[:, 0]
-        rows = agree.unique(return_inverse=True)[1]  # (B,)
-        chosen = rows.new_empty(int(rows.max()) + 1).scatter_(0, rows, torch.arange(len(rows)))
-        if begins or rows.max() > self.rows.max():  # otherwise they stay as they are
-            self.cache.reorder_cache(chosen if begins else self.rows[chosen])
-        self.rows = rows
-        output = self.model(
-            input_ids=input_ids[chosen],
-            attention_mask=None if attention_mask is None else attention_mask[chosen],
-            position_ids=position_ids[:, chosen],
-            past_key_values=self.cache,
-            **options,
-        )
-        return SimpleNamespace(logits=output.logits[rows], past_key_values=self.cache)
-
-
-class InPlaceLayer(DynamicLayer):
-    """A layer of a cache that grows by 256 tokens, where DynamicLayer copies itself for each."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.is_initialized = True
-        self.keys, self.values = layer.keys, layer.values
-        self.room = [layer.keys, layer.values]  # (B, K, length and what is free after it, D)
-
-    def update(self, *states, **options):
-        start = self.get_seq_length()
-        end = start + states[0].shape[-2]
-        if end > self.room[0].shape[-2]:
-            self.room = [pad(room, (0, 0, 0, 256)) for room in self.room]
-        for room, new in zip(self.room, states):
-            room[:, :, start:end] = new
-        return self.show(end)
-
-    def reorder_cache(self, rows):
-        self.room = [room[rows] for room in self.room]
-        self.show(self.get_seq_length())
-
-    def show(self, end):
-        self.keys, self.values = (room[:, :, :end] for room in self.room)
-        return self.keys, self.values

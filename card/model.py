@@ -1,0 +1,109 @@
+"""GLM-Image on a card: its sizes before a download, its captured step, its weights in int8."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, GlmImageTransformer2DModel
+from torch.nn.functional import linear
+from transformers import GlmImageForConditionalGeneration, T5EncoderModel
+from transformers.utils import cached_file
+
+from card.forward import CapturedForward, or_plain
+from glm_image.model import load
+from runtime.settings import readable_loading
+
+PARTS = {  # of the pipeline, those with weights
+    "vision_language_encoder": GlmImageForConditionalGeneration,
+    "text_encoder": T5EncoderModel,
+    "transformer": GlmImageTransformer2DModel,
+    "vae": AutoencoderKL,
+}
+
+
+def token_forward(glm_image, settings):
+    """The step of one token as a graph. The decoder is compiled, too."""
+    if glm_image.compiles_decoder:
+        compile_decoder(glm_image.pipe.transformer)
+    rows = settings.prompts_per_step * settings.group_size
+    # T at most: a picture follows a preview of 256 codes at most, see encode_prompt.
+    most = 256 + settings.height * settings.width // 32**2
+    return CapturedForward(glm_image.language_model, most, rows)
+
+
+def compile_decoder(transformer):
+    # Micro-batches of two sizes, with text to paint and without, are more than torch's limit.
+    transformer.compile_repeated_blocks(recompile_limit=32)
+    transformer.forward = or_plain(transformer.forward)
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def sizes(model_class, settings, device):
+    """The models of a GlmImage without data: from a few kB of config files."""
+    glm_image = model_class(load_sizes(settings.model, device))
+    if settings.base == "int8":
+        round_weights(glm_image)
+    # An adapter to start from is small, and it is data.
+    glm_image.prepare_training(replace(settings, adapter=None), torch.device("meta"))
+    return glm_image.parts
+
+
+def load_sizes(model, device):
+    """The same without data: from a few kB of config files."""
+    modules = {}
+    with readable_loading(model), torch.device("meta"):
+        for name in PARTS:
+            config = json.loads(Path(cached_file(model, f"{name}/config.json")).read_text())
+            modules[name] = without_weights(name, config).to(torch.bfloat16)
+    return load(model, device, **modules)
+
+
+def without_weights(name, config):
+    """A part of the pipeline with random weights. config: {name: value}, as in its config.json."""
+    part = PARTS[name]
+    if hasattr(part, "config_class"):  # from transformers, not from diffusers
+        return part(part.config_class.from_dict(config))
+    return part.from_config(config)
+
+
+# ---- int8: frozen weights in half the memory of bfloat16 -----------------------------------------
+
+
+class Int8Linear(torch.nn.Linear):
+    """A linear layer of int8 weights (out, in) times a scale per row: off by half a scale."""
+
+    def forward(self, x):
+        # The scale comes before the product. If it came after, torch.compile would replace both by
+        # a kernel for int8, _weight_int8pack_mm, which on CUDA has one thread per output and reads
+        # weights very slowly (pytorch 190529).
+        return linear(x, self.weight * self.scale[:, None], self.bias)
+
+
+def round_weights(glm_image, device=None):
+    """Most weights of a GlmImage, before it has an adapter.
+
+    Embeddings, head, norms, VAE and text encoder stay as they are. device: see round_linears.
+    """
+    round_linears(glm_image.language_model.model.language_model.layers, device)
+    round_linears(glm_image.pipe.transformer.transformer_blocks, device)
+
+
+@torch.no_grad()
+def round_linears(module, device=None):
+    """Makes an Int8Linear of every linear layer in `module`, one by one.
+
+    Weights mapped from a file are read only here. device: where the rounded weights go; None: they
+    stay where they are.
+    """
+    for layer in module.modules():
+        if type(layer) is torch.nn.Linear:
+            weight = layer.weight.to(device or layer.weight.device)  # (out, in)
+            largest = weight.float().abs().amax(dim=1)
+            scale = (largest / 127).clamp(min=1e-12).to(weight.dtype)  # (out,)
+            rounded = (weight.float() / scale.float()[:, None]).round().to(torch.int8)
+            layer.weight = torch.nn.Parameter(rounded, requires_grad=False)
+            layer.scale = torch.nn.Buffer(scale)
+            layer.__class__ = Int8Linear

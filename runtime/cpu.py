@@ -1,0 +1,108 @@
+"""The machine of a run: a CPU, on which all models stay. card/ is the same for a CUDA GPU."""
+
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from tqdm import tqdm
+from transformers import set_seed
+
+from grpo import GRPO
+from runtime import ranks
+
+Trainer = GRPO
+
+
+def plan(model_class, settings, device):
+    """How the models share a device, see card/memory.py: here they all stay."""
+    settings.base = "bfloat16" if settings.base == "auto" else settings.base
+
+
+def token_forward(glm_image, settings):
+    return SharedForward(glm_image.language_model)
+
+
+class Phase:
+    """with phase("paint", decoder): the time of the block is measured. A bar shows what is at work.
+
+    card/ has the models that are named on the GPU meanwhile.
+    """
+
+    def __init__(self, models, device, turns=None, release=None):
+        self.device = device
+        self.name = ""
+        self.timings = defaultdict(float)
+        self.bar = tqdm(disable=True)  # until there is something to count
+
+    @contextmanager
+    def __call__(self, name, *models):
+        """The block's seconds are added to the timings."""
+        self.name = name
+        self.bar.set_description_str(name)
+        start = time.perf_counter()
+        yield
+        self.timings[f"seconds/{name}"] += time.perf_counter() - start
+
+    def read(self):
+        """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""
+        timings, self.timings = self.timings, defaultdict(float)
+        of = lambda what: [value for name, value in timings.items() if name.startswith(what)]
+        return timings | {"seconds": sum(of("seconds/")), "gpu_gb": max(of("gpu_gb/"), default=0)}
+
+    @contextmanager
+    def counting(self, unit, total, done=0):
+        """In a terminal a bar counts up to `total`, from `done` on, until the block ends."""
+        outer = self.bar
+        hidden = ranks.rank() > 0 or None  # None: it is where there is no terminal
+        options = {"dynamic_ncols": True, "leave": False, "disable": hidden}
+        with tqdm(total=total, initial=done, unit=unit, **options) as self.bar:
+            yield
+        self.bar = outer
+        outer.unpause()
+
+    def attempt(self, work, run, settings, rewards, prompts, seed):
+        """What work(settings, rewards, prompts, seed) returns, such as run.step.
+
+        All its draws start from the seed. card/ calls it again where memory has run out.
+        """
+        set_seed(seed % 2**32)
+        return work(settings, rewards, prompts, seed)
+
+
+class SharedForward:
+    """A model's forward for one new token, to hand to generate_with_logprobs as `token_forward`.
+
+    Samples that agree so far share a row: the tiny model is so sure of most codes that 64 samples
+    are some 20 rows. All it changes is rounding.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.release()
+
+    def release(self):
+        self.cache = None
+
+    def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
+        begins = past_key_values is not self.cache  # that of the prompts, a row for each sample
+        if begins:
+            self.cache = past_key_values
+            # The first layer's keys are made of ids and positions alone.
+            keys = self.cache.layers[0].keys.flatten(1)
+            self.rows = keys.unique(dim=0, return_inverse=True)[1]  # (B,), equal where they agree
+        agree = self.rows * 2**32 + input_ids[:, 0]
+        rows = agree.unique(return_inverse=True)[1]  # (B,)
+        chosen = rows.new_empty(int(rows.max()) + 1).scatter_(0, rows, torch.arange(len(rows)))
+        if begins or rows.max() > self.rows.max():  # otherwise they stay as they are
+            self.cache.reorder_cache(chosen if begins else self.rows[chosen])
+        self.rows = rows
+        output = self.model(
+            input_ids=input_ids[chosen],
+            attention_mask=None if attention_mask is None else attention_mask[chosen],
+            position_ids=position_ids[:, chosen],
+            past_key_values=self.cache,
+            **options,
+        )
+        return SimpleNamespace(logits=output.logits[rows], past_key_values=self.cache)
