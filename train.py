@@ -41,11 +41,11 @@ def grpo_step(run, settings, rewards, prompts, seed):
     """One step of GRPO, its six parts in their order.
 
     rewards: {name: Reward}. prompts: N. seed: for sampling and painting. Returns the
-    Batch and the metrics, {name: number}.
+    Rollout and the metrics, {name: number}.
     """
     policy, group_size = run.policy, settings.group_size  # policy: a GRPO, see grpo.py
 
-    with run.phase("sample", policy.model):  # 1. sample a group of code sequences for each prompt
+    with run.machine.phase("sample", policy.model):  # 1. sample a group for each prompt
         encoded = run.glm_image.encode(prompts, settings)  # N x (prompt_ids, position_ids, T)
         groups = policy.sample(encoded, group_size, seed)
 
@@ -55,27 +55,27 @@ def grpo_step(run, settings, rewards, prompts, seed):
 
     set_advantages(groups, reward)  # 3. advantages: z-scores within each group
 
-    with run.phase("reference", policy.model):  # 4. recompute the log-probs: adapter off
+    with run.machine.phase("reference", policy.model):  # 4. recompute the log-probs: adapter off
         policy.add_reference(groups)
-    with run.phase("update", policy.model):  # 4. adapter on; 5. the clipped loss; 6. AdamW
+    with run.machine.phase("update", policy.model):  # 4. adapter on; 5. the clipped loss; 6. AdamW
         metrics = policy.update(groups)
 
-    return Batch(groups, images, raw_rewards), metrics | {"entropy": entropy(groups)}
+    return Rollout(groups, images, raw_rewards), metrics | {"entropy": entropy(groups)}
 
 
 def paint_and_score(run, settings, rewards, prompts, groups, seed):
     """N*G PIL images, prompt after prompt, and their raw rewards {name: (N*G,)}."""
     # Equal codes and the same noise make equal pictures: each picture is painted once.
     codes, which = zip(*(group.tokens.unique(dim=0, return_inverse=True) for group in groups))
-    with run.phase("paint", *run.glm_image.painters):
+    with run.machine.phase("paint", *run.glm_image.painters):
         latents = [
             run.glm_image.paint(prompt, of_prompt, settings, seed + i)
             for i, (prompt, of_prompt) in enumerate(zip(prompts, codes, strict=True))
         ]
-    with run.phase("vae", run.glm_image.vae):  # alone, as it takes the most memory
+    with run.machine.phase("vae", run.glm_image.vae):  # alone, as it takes the most memory
         painted = [run.glm_image.to_images(x, settings.micro_batch_size) for x in latents]
     images = [pictures[k] for pictures, rows in zip(painted, which) for k in rows]
-    with run.phase("score"):  # no model is named: the GPU is free for the rewards
+    with run.machine.phase("score"):  # no model is named: the GPU is free for the rewards
         return images, score(rewards, images, **for_rewards(prompts))
 
 
@@ -85,7 +85,7 @@ def entropy(groups):
 
 
 @dataclass
-class Batch:
+class Rollout:
     """What a step has made, for its record."""
 
     groups: list  # N
@@ -106,7 +106,7 @@ class Run:
 
     glm_image: GlmImage  # all models
     policy: GRPO  # trains its language model
-    phase: cpu.Phase  # with run.phase(name, *models): these are on the GPU, and time is measured
+    machine: cpu.Machine  # with machine.phase(name, *models): they are on the GPU; time is measured
 
     # What the scripts in examples/ replace. loop() calls step, evaluate() calls paint_and_score.
     Settings = Settings
@@ -130,18 +130,18 @@ class Run:
             # Straight to the GPU, so that the host never holds them.
             round_weights(glm_image, None if turns else device)
         glm_image.prepare_training(settings, device)
-        machine = machine_of(device)
-        policy = machine.Trainer(
+        backend = backend_of(device)
+        policy = backend.Trainer(
             glm_image.language_model,
             adamw(glm_image.language_model),
             settings,
             allowed_ids=glm_image.codes(),
-            token_forward=machine.token_forward(glm_image, settings),
+            token_forward=backend.token_forward(glm_image, settings),
             reference=glm_image.reference,
             average=ranks.average,
         )
-        phase = machine.Phase(glm_image.parts, device, turns, policy.token_forward.release)
-        return cls(glm_image, policy, phase)
+        machine = backend.Machine(glm_image.parts, device, turns, policy.token_forward.release)
+        return cls(glm_image, policy, machine)
 
     @property
     def trainers(self):
@@ -152,7 +152,7 @@ class Run:
         set_learning_rate(self.policy, settings.lr, settings.warmup_steps, step)
 
 
-def machine_of(device):
+def backend_of(device):
     """What a GPU has other than a CPU: who is on it, a captured step, memory that runs out."""
     if device.type == "cuda":
         import card  # a room that a run on a CPU does not enter
@@ -183,13 +183,13 @@ def train(settings, run_class=Run):
     check_version()  # load() does too, but after the rewards have loaded
     device = ranks.device(settings.device)
     data = read_inputs(settings, run_class.read_prompts)
-    turns = machine_of(device).plan(run_class.Model, settings, device)  # before any download
+    turns = backend_of(device).plan(run_class.Model, settings, device)  # before any download
     with checkpoints.claimed(settings.resume, settings.out) as out:
         print_start(settings, out, device, len(data.prompts), len(data.held_out))
         load_rewards(settings, data)
         run = run_class.load(settings, data, device, turns)
         begun = checkpoints.load(out, run.trainers) if settings.resume else 0
-        record = run.Record(out, settings, data, run.phase, run.trainers, begun)
+        record = run.Record(out, settings, data, run.machine, run.trainers, begun)
         with rescued(record):
             loop(run, settings, data, record, begun)
     more = "; already complete: raise --steps for more" if 0 < settings.steps <= begun else ""
@@ -205,7 +205,7 @@ def loop(run, settings, data, record, begun):
     record.save()
     if begun == 0 or due(begun, settings.eval_every):
         evaluate(run, settings, data, record, record.stop)
-    with run.phase.counting("step", settings.steps, begun):
+    with run.machine.counting("step", settings.steps, begun):
         for step in range(begun, settings.steps):
             if any(ranks.gather(record.stop.received)):  # together, or others would wait for it
                 break
@@ -214,9 +214,11 @@ def loop(run, settings, data, record, begun):
             seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
             run.set_learning_rates(settings, step)
             prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-            batch, metrics = run.phase.attempt(run.step, run, settings, data.rewards, prompts, seed)
-            record.step(step + 1, prompts, batch, metrics)
-            del batch  # a decoder's denoising paths are gone before the next step makes its own
+            rollout, metrics = run.machine.attempt(
+                run.step, run, settings, data.rewards, prompts, seed
+            )
+            record.step(step + 1, prompts, rollout, metrics)
+            del rollout  # a decoder's denoising paths are gone before the next step makes its own
             if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
                 record.save()
             if due(step + 1, settings.eval_every):

@@ -42,7 +42,7 @@ def redrawn(run, settings, rewards, prompts, groups, seed):
             if len(total[~total.isnan()].unique()) > 1:
                 break
             some, other_seed = prompts[i : i + 1], seed + i + 300 * again
-            with run.phase("sample", run.policy.model):
+            with run.machine.phase("sample", run.policy.model):
                 new = run.policy.sample(run.glm_image.encode(some, settings), size, other_seed)
             images[own], scored = paint_and_score(run, settings, rewards, some, new, other_seed)
             groups[i] = new[0]

@@ -44,9 +44,9 @@ def painters(settings):
 
 def painted(run, settings, rewards, prompts, groups, seed):
     """{reward: advantages (N*G,)} of what a painter makes of the groups; seconds per picture."""
-    run.phase.read()
+    run.machine.read()
     _, raw = train.paint_and_score(run, settings, rewards, prompts, groups, seed)
-    timings = run.phase.read()
+    timings = run.machine.read()
     number, size = sum(len(x.tokens.unique(dim=0)) for x in groups), settings.group_size
     if len(raw) > 1:
         raw = raw | {"all": combine(raw, weights_of(rewards), size, settings.combine)}
@@ -72,11 +72,11 @@ def main(*arguments):
     settings = train.parse_settings(arguments)
     device = ranks.device(settings.device)
     data = read_inputs(settings, train.Run.read_prompts)
-    turns = train.machine_of(device).plan(train.Run.Model, settings, device)
+    turns = train.backend_of(device).plan(train.Run.Model, settings, device)
     load_rewards(settings, data)
     run = train.Run.load(settings, data, device, turns)
     prompts, seed = evenly(data.prompts, settings.prompts_per_step), settings.seed
-    with run.phase("sample", run.policy.model):
+    with run.machine.phase("sample", run.policy.model):
         encoded = run.glm_image.encode(prompts, settings)
         groups = run.policy.sample(encoded, settings.group_size, seed)
     given = data.rewards, prompts, groups

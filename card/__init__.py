@@ -1,10 +1,10 @@
 """The machine of a run: a CUDA GPU. A run on a CPU does not enter here; see runtime/cpu.py.
 
-Both have plan, Phase, Trainer and token_forward.
+Both have plan, Machine, Trainer and token_forward.
 """
 
 from card.forward import CheckedGRPO as Trainer
-from card.memory import Phase, plan
+from card.memory import Machine, plan
 from card.model import token_forward
 
-__all__ = ["Phase", "Trainer", "plan", "token_forward"]
+__all__ = ["Machine", "Trainer", "plan", "token_forward"]

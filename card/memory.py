@@ -29,8 +29,8 @@ ALONE, TOGETHER = 4e9, 8e9
 PROCESS = 4e9  # bytes of host memory beside weights: CUDA's libraries, the compiler, pictures
 
 
-class Phase(cpu.Phase):
-    """with phase("paint", decoder): these models are on the GPU, and its memory is measured, too.
+class Machine(cpu.Machine):
+    """with machine.phase("paint", decoder): it is on the GPU; peak memory is measured, too.
 
     All models stay on the device; or, with an offload, they take turns: only those of the phase are
     on it.
@@ -55,11 +55,11 @@ class Phase(cpu.Phase):
                 tensor.data = home.to(device)  # Module.to() would replace the buffers
 
     @contextmanager
-    def __call__(self, name, *models):
+    def phase(self, name, *models):
         if self.offload is not None:
-            with super().__call__("move"), self.peak_of("move"):
+            with super().phase("move"), self.peak_of("move"):
                 self.offload.all_but(*models)
-        with super().__call__(name), self.peak_of(name):
+        with super().phase(name), self.peak_of(name):
             yield
 
     @contextmanager
@@ -139,7 +139,7 @@ def plan(model_class, settings, device):
     those in bfloat16 mapped from their files. All ranks decide alike.
 
     This comes before anything is downloaded, so it works by the sizes of the weights alone: what a
-    step takes beside them shows when it is made, see Phase.attempt. model_class: a GlmImage.
+    step takes beside them shows when it is made, see Machine.attempt. model_class: a GlmImage.
     """
     connect(device)
     free, host = free_memory(device)

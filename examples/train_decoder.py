@@ -37,18 +37,18 @@ def decoder_step(run, settings, rewards, prompts, seed):
     weights = weights_of(rewards)
     policy, decoder = run.policy, run.decoder
 
-    with run.phase("sample", policy.model):  # 1. sample G code sequences for each prompt
+    with run.machine.phase("sample", policy.model):  # 1. sample G code sequences for each prompt
         groups = policy.sample(run.glm_image.encode(prompts, settings), sequences, seed)
 
     images = []
     paths = []  # a group for each denoising step of each code sequence
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-        with run.phase("paint", *run.glm_image.painters):  # 2. paint each K times
+        with run.machine.phase("paint", *run.glm_image.painters):  # 2. paint each K times
             latents, steps = decoder.paint_paths(prompt, group.tokens, settings, seed + i)
-        with run.phase("vae", run.glm_image.vae):
+        with run.machine.phase("vae", run.glm_image.vae):
             images += run.glm_image.to_images(latents, settings.micro_batch_size)
         paths += steps
-    with run.phase("score"):  # 2. score
+    with run.machine.phase("score"):  # 2. score
         raw_rewards = score(rewards, images, **for_rewards(prompts))
 
     metrics = {"skipped": 0}
@@ -66,20 +66,20 @@ def decoder_step(run, settings, rewards, prompts, seed):
 
     metrics |= own | {"entropy": train.entropy(groups)}
     metrics["skipped"] += own["decoder/skipped"]
-    return NestedBatch(groups, images, raw_rewards, paths, paintings), metrics
+    return NestedRollout(groups, images, raw_rewards, paths, paintings), metrics
 
 
 def learn(run, trainer, model, groups, prefix=""):
     """Parts 4 to 6. model: what has to be on the GPU. Returns metrics, named with the prefix."""
-    with run.phase(f"{prefix}reference", model):
+    with run.machine.phase(f"{prefix}reference", model):
         trainer.add_reference(groups)
-    with run.phase(f"{prefix}update", model):
+    with run.machine.phase(f"{prefix}update", model):
         metrics = trainer.update(groups)
     return {prefix + name: value for name, value in metrics.items()}
 
 
 @dataclass
-class NestedBatch(train.Batch):
+class NestedRollout(train.Rollout):
     """N*G*K pictures, prompt after prompt, code sequence after code sequence."""
 
     paths: list  # DenoisingSteps

@@ -57,7 +57,7 @@ class GlmImage:
     def prepare_training(self, settings, device):
         """Adds the adapter, and freezes all else.
 
-        All models are still on the CPU: Phase in card/memory.py moves them.
+        All models are still on the CPU: Machine in card/memory.py moves them.
         """
         inner, transformer = self.language_model.model, self.pipe.transformer
         inner.visual = inner.vqmodel = None  # they read pictures

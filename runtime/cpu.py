@@ -24,10 +24,10 @@ def token_forward(glm_image, settings):
     return SharedForward(glm_image.language_model)
 
 
-class Phase:
-    """with phase("paint", decoder): the time of the block is measured. A bar shows what is at work.
+class Machine:
+    """with machine.phase("paint", decoder): the block's time is measured, and a bar shows its name.
 
-    card/ has the models that are named on the GPU meanwhile.
+    On a GPU the models that are named are on it within the block: see card/memory.py.
     """
 
     def __init__(self, models, device, turns=None, release=None):
@@ -37,7 +37,7 @@ class Phase:
         self.bar = tqdm(disable=True)  # until there is something to count
 
     @contextmanager
-    def __call__(self, name, *models):
+    def phase(self, name, *models):
         """The block's seconds are added to the timings."""
         self.name = name
         self.bar.set_description_str(name)

@@ -67,7 +67,7 @@ def rescued(record):
             with suppress(UserError):  # a full disk: the checkpoint before stays
                 record.save()
         if hint := record.how_to_continue(diverged):
-            record.write(f"stopped in the phase '{record.phase.name}'; {hint}")
+            record.write(f"stopped in the phase '{record.machine.name}'; {hint}")
         raise
     finally:
         record.finish()

@@ -44,7 +44,7 @@ def evaluate(run, settings, data, record, stop=None):
     rewards = data.rewards | data.judges
     numbers, shares = {"step": record.done}, []
     record.write(f"evaluating {counted(sum(map(len, sets)), 'prompt')}")
-    with run.phase.counting("prompt", sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
+    with run.machine.counting("prompt", sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
         for (name, seed), prompts in zip(SEEDS.items(), sets):
             raw, pictures = {}, {}
             judged = judge(run, settings, rewards, prompts, seed, stop, shares)
@@ -60,7 +60,7 @@ def evaluate(run, settings, data, record, stop=None):
             columns = {key: torch.cat([each[key] for each in raw.values()]) for key in rewards}
             values = named(columns, record.weights, settings.group_size)
             numbers |= evaluation_metrics(name, values, [prompt.type for prompt in prompts])
-    run.phase.read()  # its time is no part of a step
+    run.machine.read()  # its time is no part of a step
 
     # From here on of the held-out prompts.
     wrong = wrong_pictures(raw, record.judge)
@@ -90,22 +90,22 @@ def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
 
     def make(settings, rewards, some, seed):
         own = settings.for_evaluation()
-        with run.phase("sample", run.policy.model):
+        with run.machine.phase("sample", run.policy.model):
             groups = run.policy.sample(run.glm_image.encode(some, own), own.group_size, seed)
             others = [share_of_other_ids(run.policy, group) for group in groups[:4]]
         return *run.paint_and_score(own, rewards, some, groups, seed), others
 
     # On a CPU a pass costs much and a row of it little: fewer, larger passes.
-    at_once = settings.prompts_per_step * (4 if run.phase.device.type == "cpu" else 1)
+    at_once = settings.prompts_per_step * (4 if run.machine.device.type == "cpu" else 1)
     for rows in ranks.batches(len(prompts), at_once):
         if stop is not None and any(ranks.gather(stop.received)):
             return
         some = [prompts[row % len(prompts)] for row in rows]
         given = run, settings, rewards, some, seed + rows[0]
-        images, raw_rewards, others = run.phase.attempt(make, *given)
+        images, raw_rewards, others = run.machine.attempt(make, *given)
         if shares is not None:
             shares += others
-        run.phase.bar.update(len(some))
+        run.machine.bar.update(len(some))
         for i, row in enumerate(rows):
             group = slice(i * settings.group_size, (i + 1) * settings.group_size)
             if row < len(prompts):  # else it is padding

@@ -46,11 +46,11 @@ class Record:
     line = LINE
     columns = 8  # pictures in a row of group-*.png
 
-    def __init__(self, out, settings, data, phase, trainers, done):
+    def __init__(self, out, settings, data, machine, trainers, done):
         self.out = out
         self.settings = settings
         self.hashed = data.hashed
-        self.phase = phase
+        self.machine = machine
         self.trainers = trainers
         self.done = done
         self.weights = weights_of(data.rewards)
@@ -101,14 +101,14 @@ class Record:
 
     write = staticmethod(tqdm.write)  # a line, above the bars
 
-    def step(self, done, prompts, batch, metrics):
+    def step(self, done, prompts, rollout, metrics):
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
         self.done = done
-        rewards = named(batch.raw_rewards, self.weights, len(batch.images) // len(prompts))
+        rewards = named(rollout.raw_rewards, self.weights, len(rollout.images) // len(prompts))
         of_ranks = ranks.gather(rewards)
         of_all = {name: torch.cat([each[name] for each in of_ranks]) for name in rewards}
-        timings = self.phase.read()
-        metrics |= self.reward_metrics(of_all) | timings | speeds(batch, timings)
+        timings = self.machine.read()
+        metrics |= self.reward_metrics(of_all) | timings | speeds(rollout, timings)
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
         self.track(self.records["metrics"][-1])
         groups = [
@@ -118,11 +118,11 @@ class Record:
         ]
         self.append("groups", [*chain(*ranks.gather(groups))])
         self.keep(done)
-        self.phase.bar.update()
+        self.machine.bar.update()
         self.write(format_step(self.settings.steps, self.records["metrics"][-1], self.line))
         if self.writes and (done % SAMPLE_EVERY == 0 or done == 1 or self.ends):
             with checkpoints.writing(self.out):
-                self.draw_group(prompts, batch, rewards["reward"])
+                self.draw_group(prompts, rollout, rewards["reward"])
 
     @property
     def ends(self):
@@ -133,13 +133,13 @@ class Record:
         """What a step's rewards, {name: (N, G)}, say of its groups."""
         return reward_metrics(rewards)
 
-    def draw_group(self, prompts, batch, rewards):
+    def draw_group(self, prompts, rollout, rewards):
         """group-*.png: the group whose rewards differ most. rewards: (N, G)."""
         i = rewards.nan_to_num().std(1).argmax().item()
-        images = batch.images[i * rewards.shape[1] :]
+        images = rollout.images[i * rewards.shape[1] :]
         cells = [
             (image, f"reward {format_number(reward)}\nadvantage {advantage:+.2f}", False)
-            for image, reward, advantage in zip(images, rewards[i].tolist(), batch.advantages(i))
+            for image, reward, advantage in zip(images, rewards[i].tolist(), rollout.advantages(i))
         ]
         rows = [("", cells[k : k + self.columns]) for k in range(0, len(cells), self.columns)]
         given = prompts[i].given() | {"target": prompts[i].target}
@@ -270,14 +270,14 @@ def named(raw_rewards, weights, group_size):
     return {name: values.view(-1, group_size) for name, values in rewards.items()}
 
 
-def speeds(batch, timings):
+def speeds(rollout, timings):
     """To compare with docs/memory.md: codes per second of one picture, as all are sampled side by
     side, and pictures per second in painting, each counted once however many samples share it.
     """
     seconds = lambda name: timings.get(f"seconds/{name}", math.nan)
     return {
-        "codes_per_second": batch.groups[0].tokens.shape[1] / seconds("sample"),
-        "pictures_per_second": len({id(image) for image in batch.images}) / seconds("paint"),
+        "codes_per_second": rollout.groups[0].tokens.shape[1] / seconds("sample"),
+        "pictures_per_second": len({id(image) for image in rollout.images}) / seconds("paint"),
     }
 
 

@@ -130,7 +130,7 @@ def prompts_of(*texts):
 def rolled_out(run, settings, rewards, prompts, seed):
     """The first two parts of a step."""
     groups = run.policy.sample(run.glm_image.encode(prompts, settings), settings.group_size, seed)
-    return train.Batch(
+    return train.Rollout(
         groups, *train.paint_and_score(run, settings, rewards, prompts, groups, seed)
     )
 

@@ -26,7 +26,7 @@ from diffusers import AutoencoderKL
 import grpo
 from benchmarks import random_weights
 from card import memory as gpu
-from card.memory import Phase
+from card.memory import Machine
 from glm_image.model import GlmImage
 from grpo import GRPO, Offload
 from rewards import Reward
@@ -37,7 +37,7 @@ from runtime.errors import out_of_memory
 
 @pytest.fixture(autouse=True)
 def as_on_a_card(monkeypatch):
-    monkeypatch.setattr(cpu, "Phase", Phase)
+    monkeypatch.setattr(cpu, "Machine", Machine)
 
 
 # ---- memory that runs out ------------------------------------------------------------------------
@@ -173,12 +173,12 @@ def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch):
 
 
 def attempt(work, run, *given):
-    return run.phase.attempt(work, run, *given)
+    return run.machine.attempt(work, run, *given)
 
 
 def room_for(micro_batch, *models, release=lambda: None):
-    """What Phase.attempt needs beside the work and a seed."""
-    run = SimpleNamespace(trainers={}, phase=Phase(models, CPU, release=release))
+    """What Machine.attempt needs beside the work and a seed."""
+    run = SimpleNamespace(trainers={}, machine=Machine(models, CPU, release=release))
     return run, tiny_settings("--micro-batch-size", micro_batch), {}, []
 
 
@@ -217,7 +217,7 @@ def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch, l
         settings.offload = offload
         work = Mock(side_effect=[FULL, "done"])
         assert attempt(work, run, settings, *given, 0) == "done"
-        assert (run.phase.offload is not None) == turns
+        assert (run.machine.offload is not None) == turns
         assert settings.micro_batch_size == (2 if turns else 1)
 
 
@@ -231,9 +231,9 @@ def test_a_step_has_left_the_host_when_the_next_begins(quick):
         def step(self, *given):
             # Paths of two steps would be there at once.
             assert not any(reference() for reference in left)
-            batch, metrics = super().step(*given)
-            left.extend(weakref.ref(each) for each in batch.paths)
-            return batch, metrics
+            rollout, metrics = super().step(*given)
+            left.extend(weakref.ref(each) for each in rollout.paths)
+            return rollout, metrics
 
     flags = "--group-size 2 --decode-steps 2 --steps 3 --train decoder --out run"
     assert quick(flags, run_class=Watched) == 0 and len(left) == 3
@@ -247,7 +247,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
     settings = tiny_settings(flags, sizes, "--temperature 9 --top-p 1")
     run = build_run(settings)
     learners = list(run.trainers.values())
-    offload = run.phase.offload = Offload(run.glm_image.parts, CPU)
+    offload = run.machine.offload = Offload(run.glm_image.parts, CPU)
     frozen = [offload.homes[part][0] for part in run.glm_image.parts]
     seen = set()  # which models are on the GPU for which work
 
@@ -265,7 +265,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
         watch(learner, "logprobs")
     reward = lambda images, *_: (look("score"), range(len(images)))[1]
     run.step(settings, {"mine": Reward("mine", 1.0, reward)}, prompts_of("a red circle"), 5)
-    assert "seconds/move" in run.phase.read()  # what moves is timed by itself
+    assert "seconds/move" in run.machine.read()  # what moves is timed by itself
     # The language model, the glyph encoder, the decoder, the VAE.
     turns = {("sample", 1, 0, 0, 0), ("paint", 0, 1, 1, 0), ("to_images", 0, 0, 0, 1)}
     turns |= {("score", 0, 0, 0, 0), ("logprobs", 1, 0, 0, 0)}

@@ -42,7 +42,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import train
-from card.memory import Phase
+from card.memory import Machine
 from grpo import compute_advantages
 from rewards import REWARDS, Reward, UserError, parse_rewards
 from runtime import evaluation, ranks, settings
@@ -628,17 +628,17 @@ def test_the_seconds_of_a_steps_phases_add_up(monkeypatch):
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
-    phase = Phase([], torch.device("cuda"))
-    phase.offload = Mock(all_but=lambda *models: named.append((phase.name, *models)))
+    machine = Machine([], torch.device("cuda"))
+    machine.offload = Mock(all_but=lambda *models: named.append((machine.name, *models)))
     named = []
     for name, *models in (("sample", "policy"), ("score",)):
-        with phase(name, *models):
-            named.append(phase.name)
+        with machine.phase(name, *models):
+            named.append(machine.name)
     assert named == [("move", "policy"), "sample", ("move",), "score"]
     seconds = {"seconds/move": 6, "seconds/sample": 3, "seconds/score": 1, "seconds": 10}
     peaks = {"gpu_gb/move": 2, "gpu_gb/sample": 7, "gpu_gb/score": 3, "gpu_gb": 7}
-    assert phase.read() == seconds | peaks
-    assert phase.read() == {"seconds": 0, "gpu_gb": 0}  # of the next step
+    assert machine.read() == seconds | peaks
+    assert machine.read() == {"seconds": 0, "gpu_gb": 0}  # of the next step
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])

@@ -41,7 +41,7 @@ import train
 from card import memory as gpu
 from card import token_forward
 from card.forward import CapturedForward, CheckedGRPO, grouped_attention, or_plain
-from card.memory import Phase, plan
+from card.memory import Machine, plan
 from card.model import compile_decoder, round_weights, sizes
 from glm_image.model import GlmImage
 from grpo import GRPO, Offload, generate_with_logprobs
@@ -274,14 +274,14 @@ def frozen():
 
 def test_models_that_take_turns_wait_where_they_belong(lockable):
     released, model = [], frozen()
-    offload = Phase([model], CUDA, "pinned", lambda: released.append(1)).offload
+    offload = Machine([model], CUDA, "pinned", lambda: released.append(1)).offload
     assert isinstance(offload, Offload) and list(offload.homes) == [model]
     assert offload.device == CUDA
     offload.on_evict()
     assert released == [1]
     assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings()
     own = model.weight.data_ptr()
-    unpinned = Phase([model], CUDA, "mapped").offload
+    unpinned = Machine([model], CUDA, "mapped").offload
     assert model.weight.data_ptr() == own and unpinned.homes[model][0][1].data_ptr() == own
     unpinned.on_evict()  # nothing is captured, nothing to release
 
@@ -302,15 +302,15 @@ def test_turns_begin_amid_a_run(lockable, monkeypatch):
     loaded = where()
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone())  # as to a GPU
-        phase = Phase([model, frozen()], CUDA)
+        machine = Machine([model, frozen()], CUDA)
     up = where()
     assert not {*up} & {*loaded}
-    assert where() == up and phase.offload is None
-    phase.device = CPU
+    assert where() == up and machine.offload is None
+    machine.device = CPU
     monkeypatch.setattr(gpu, "host_memory", lambda: 4e9)  # nothing can be locked
-    phase.take_turns()
-    assert where() == [*loaded[:2], up[2]] and not phase.homes  # or int8 would stay up
-    with phase("work", model):
+    machine.take_turns()
+    assert where() == [*loaded[:2], up[2]] and not machine.homes  # or int8 would stay up
+    with machine.phase("work", model):
         pass
     assert not {*where()} & {*loaded}
 
@@ -322,7 +322,7 @@ def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     model = frozen()
     home = model.weight.data_ptr()
-    assert Phase([model], CUDA, "pinned").offload.homes[model][0][1].data_ptr() == home
+    assert Machine([model], CUDA, "pinned").offload.homes[model][0][1].data_ptr() == home
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("memory: page-locking stopped (CUDA error: out of memory): ")
 
@@ -648,7 +648,7 @@ def test_a_gpu_captures_the_step_and_compiles_it(device, kind):
     model = GlmImage(train.load(settings.model, CPU))
     model.prepare_training(settings, device)
     policy = model.language_model
-    forward = train.machine_of(device).token_forward(model, settings)
+    forward = train.backend_of(device).token_forward(model, settings)
     assert isinstance(forward, kind)
     if device == CUDA:
         assert forward.num_new_tokens == 256 + 4 * 4  # of the preview and the picture

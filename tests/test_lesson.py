@@ -123,10 +123,10 @@ def rollout():
     run = build_run(settings)
     text, seed = lesson.GROUPS[0]
     functions = {name: x.load() for name, x in parse_rewards(settings.reward).items()}
-    batch = rolled_out(run, settings, functions, prompts_of(text), seed)
-    (rewards,) = batch.raw_rewards.values()
-    set_advantages(batch.groups, rewards)
-    return run, batch.groups[0], rewards
+    rollout = rolled_out(run, settings, functions, prompts_of(text), seed)
+    (rewards,) = rollout.raw_rewards.values()
+    set_advantages(rollout.groups, rewards)
+    return run, rollout.groups[0], rewards
 
 
 def updated(policy, group, rewards, optimizer):

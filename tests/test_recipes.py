@@ -143,8 +143,8 @@ def test_stages_weights_by_hand():
     plain = compute_advantages(rewards, 4)
     weights = [[0, 0, 1], [0, 1, 1], [0, 0.5, 1], [0, 0, 0]]
     torch.testing.assert_close(group.advantages, plain[:, None] * torch.tensor(weights))
-    batch = step.Batch([group], [], {})
-    assert batch.advantages(0).shape == (4,)  # of which the run draws a group
+    rollout = step.Rollout([group], [], {})
+    assert rollout.advantages(0).shape == (4,)  # of which the run draws a group
 
 
 @moved_on_purpose

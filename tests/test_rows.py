@@ -127,6 +127,6 @@ def test_a_run_names_what_made_it(quick, monkeypatch, capsys):
 def test_speeds_by_hand():
     """4 codes in 2 s; two pictures, one of them shared by two samples, in 4 s."""
     group = SimpleNamespace(tokens=SimpleNamespace(shape=(3, 4)))
-    batch = SimpleNamespace(groups=[group], images=[picture := object(), picture, object()])
-    found = speeds(batch, {"seconds/sample": 2, "seconds/paint": 4})
+    rollout = SimpleNamespace(groups=[group], images=[picture := object(), picture, object()])
+    found = speeds(rollout, {"seconds/sample": 2, "seconds/paint": 4})
     assert found == {"codes_per_second": 2, "pictures_per_second": 0.5}

@@ -284,8 +284,10 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(r
     some = held_out[::6]
     run = run_class.load(settings, Data(some, some, {}, {}, {}), torch.device("cpu"), None)
     rewards = {name: Reward(name, 1.0, getattr(check, name)) for name in ("correct", "clean")}
-    batch = rolled_out(run, settings, rewards, some, 0)
-    assert batch.raw_rewards["clean"].mean() > 0.8 and 0 < batch.raw_rewards["correct"].mean() < 1
+    rollout = rolled_out(run, settings, rewards, some, 0)
+    assert (
+        rollout.raw_rewards["clean"].mean() > 0.8 and 0 < rollout.raw_rewards["correct"].mean() < 1
+    )
 
 
 def read_prompt(policy, processor, text, picture=None):

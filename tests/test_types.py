@@ -17,7 +17,7 @@ from PIL import Image
 
 from rewards import Reward
 from runtime import evaluation as evaluation_module
-from runtime.cpu import Phase
+from runtime.cpu import Machine
 from runtime.data import Prompt, evenly, read_file
 from runtime.evaluation import (
     evaluate,
@@ -190,7 +190,7 @@ def test_an_evaluation_keeps_no_pictures_but_those_that_it_may_show(monkeypatch,
     record.draw_evaluation = lambda rows, prompts, pictures, *_: shown.append(pictures)
     reward = {"mine": Reward("mine")}
     data = SimpleNamespace(prompts=prompts, held_out=prompts, rewards=reward, judges=reward)
-    evaluate(SimpleNamespace(phase=Phase([], CPU)), settings, data, record)
+    evaluate(SimpleNamespace(machine=Machine([], CPU)), settings, data, record)
     may_show = lambda raw: rows_to_show(prompts, wrong_pictures(raw, "mine"))
     without_correct, first = may_show(raw)
     rows = record.records["evaluation"][0]["rows"]
