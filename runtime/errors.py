@@ -49,7 +49,10 @@ def exit_code(run):
         )
     # With several ranks it starts a line: another's progress bar may stand on this one.
     start = "error:" if ranks.count() == 1 else f"\nerror: rank {ranks.rank()}:"
-    print(start, message, file=sys.stderr)
+    print(f"{start} {message}", file=sys.stderr)
+    with suppress(UserError):
+        # When a rank ends, torchrun kills the others: first all save their step and print.
+        ranks.gather(None)
     return 2
 
 

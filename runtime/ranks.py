@@ -14,12 +14,15 @@ from rewards import UserError
 FAILED = "this rank has failed"  # what it gathers in place of a value
 
 
+class OtherFailed(UserError):
+    """Another rank has failed, or has gone."""
+
+
 @contextmanager
 def joined():
     """Within it the processes of torchrun work together, if there are any: the first prints.
 
-    If one fails, the others fail when they next gather. It waits for them, since torchrun kills
-    them 30 seconds after it has ended, and they have a step to save.
+    If one fails, the others fail when they next gather.
     """
     if dist.is_torchelastic_launched():
         # A rank may wait for another's whole update, or for its download.
@@ -31,8 +34,10 @@ def joined():
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         yield
+    except OtherFailed:
+        raise
     except Exception:
-        with suppress(UserError):
+        with suppress(OtherFailed):
             gather(FAILED)
         raise
     if dist.is_initialized():
@@ -88,7 +93,7 @@ def batches(number, size):
 
 
 def gather(value):
-    """The values of all ranks, in order. UserError if one of them has failed, or has gone."""
+    """The values of all ranks, in order. OtherFailed if one of them has failed, or has gone."""
     if count() == 1:
         return [value]
     answers = [None] * count()
@@ -97,12 +102,12 @@ def gather(value):
     except RuntimeError:  # from gloo: another process has ended
         answers = [FAILED]
     if FAILED in answers:
-        raise UserError("another rank has failed, was killed, or its machine ran out of memory")
+        raise OtherFailed("another rank has failed, was killed, or its machine ran out of memory")
     return answers
 
 
 def average(tensors):
-    """In place, over all ranks. UserError if one of them has failed.
+    """In place, over all ranks. OtherFailed if one of them has failed.
 
     Gradients go by NCCL, where a rank that has failed keeps the others waiting for ever; so they
     gather first, by gloo. The policy has not moved yet: all ranks stop at the same step.

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -160,6 +161,13 @@ def on_rank_1(call, action):
     return write_reward(f"if call == {call} and os.environ['RANK'] == '1':\n    {action}")
 
 
+def slow_to_print():
+    """The first rank's line is late: torchrun must not kill it before."""
+    write = sys.stderr.write
+    if os.environ["RANK"] == "0":
+        sys.stderr.write = lambda text: (time.sleep(3), write(text))
+
+
 def test_a_rank_that_fails_ends_the_run_with_its_message(processes, quick):
     """As torchrun starts ranks. In the third step, on the rank that does not write; the other saves
     the second."""
@@ -169,7 +177,9 @@ def test_a_rank_that_fails_ends_the_run_with_its_message(processes, quick):
     config.max_restarts = 0
     arguments = [*QUICK, *reward, "--steps", "9", "--out", "run"]
     with pytest.raises(ChildFailedError):
-        elastic_launch(config, _in_child)(str(Path.cwd()), arguments, "output.txt", None, {})
+        elastic_launch(config, _in_child)(
+            str(Path.cwd()), arguments, "output.txt", slow_to_print, {}
+        )
     output = Path("output.txt").read_text()
     (message,) = re.findall("error: rank 1: .*", output)
     assert "reward 'mine.py:reward' is infinite for image 1, of '" in message
