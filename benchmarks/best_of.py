@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import variants
+from benchmarks import command, variants
 from benchmarks.variants import BEFORE
 from rewards import variety
 from runtime import evaluation
@@ -111,4 +111,4 @@ def main(run=None, name=None):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command.run(main, __doc__, "[RUN]", "[NAME]")

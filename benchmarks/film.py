@@ -15,6 +15,7 @@ from check import correct
 from PIL import Image
 
 import train
+from benchmarks import command
 from runtime.data import evenly, read_prompts
 from runtime.evaluation import SHOWN
 from runtime.record import draw_grid, read_jsonl
@@ -59,4 +60,4 @@ def main(run, file):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command.run(main, __doc__, "RUN", "FILE")

@@ -32,7 +32,7 @@ from PIL import Image
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import train
-from benchmarks import losses
+from benchmarks import command, losses
 from benchmarks.best_of import CSV, curve
 from benchmarks.film import evaluations
 from benchmarks.variants import BEFORE
@@ -193,4 +193,4 @@ def main(folder=None):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command.run(main, __doc__, "[RUN]")

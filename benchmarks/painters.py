@@ -22,6 +22,7 @@ from grpo import compute_advantages
 from rewards import combine, weights_of
 from runtime import ranks
 from runtime.data import evenly, load_rewards, read_inputs
+from runtime.errors import exit_code
 from runtime.settings import option
 
 STEPS = 12, 8, 6, 4, 3, 2, 1
@@ -101,4 +102,4 @@ def main(*arguments):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(exit_code(lambda: main(*sys.argv[1:])))

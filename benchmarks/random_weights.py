@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks import command
 from card.model import without_weights
 from runtime.settings import TINY
 
@@ -64,4 +65,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command.run(main, __doc__, "FOLDER")

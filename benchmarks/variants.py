@@ -443,7 +443,9 @@ def draw_gamed(rows, file):
 
 
 def main(*arguments):
-    parser = argparse.ArgumentParser(description="What each part of GRPO is worth.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="rows to train again, at their best rate")
     parser.add_argument("--lr", type=float, help="another rate")
     parser.add_argument("--seed", type=int, default=0)

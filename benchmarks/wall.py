@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from PIL import Image
 
-from benchmarks import variants
+from benchmarks import command, variants
 from runtime import evaluation
 from runtime.data import evenly
 from runtime.record import RED
@@ -43,4 +43,4 @@ def main(run, file):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command.run(main, __doc__, "RUN", "FILE")

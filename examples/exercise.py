@@ -33,6 +33,9 @@ def emptied(source, name):
 
 if __name__ == "__main__":
     name, answer = sys.argv[-1], Path("answer.py")
+    if name in ("-h", "--help"):
+        print(__doc__)
+        sys.exit()
     if name not in HOLES or answer.exists():
         sys.exit(f"give one of {', '.join(HOLES)}; an open one ends by: mv answer.py grpo.py")
     answer.write_text(source := Path("grpo.py").read_text())

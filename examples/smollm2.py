@@ -7,6 +7,7 @@ An answer ends at the end of its line. Its reward is 1 / (1 + error), 0 if it is
 judged by other sums.
 """
 
+import argparse
 import importlib.util
 import random
 import sys
@@ -77,4 +78,8 @@ def train(seed=0, steps=40, num_judged=64):
 
 
 if __name__ == "__main__":
-    train(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("seed", nargs="?", type=int, default=0)
+    train(parser.parse_args().seed)

@@ -6,6 +6,7 @@ Token 0 ends a text. It takes seconds on a CPU. docs/copying.md says how to put 
 prompts and reward in their places.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -72,4 +73,7 @@ def train(steps=30):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     train()

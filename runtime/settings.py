@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import sys
+import textwrap
 from copy import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -268,10 +269,11 @@ def build_parser(kind=Settings):
     What it parses are the flags that were given, and no others.
     """
     parser = Parser(
-        description="Train GLM-Image with GRPO, or a tiny GLM-Image on a CPU. See README.md.",
+        description=sys.modules["__main__"].__doc__,  # of the script that takes these flags
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         prog=f"python {sys.argv[0]}",
         usage="%(prog)s [--FLAG VALUE ...]",
-        epilog=f"REWARDS: {', '.join(REWARDS)}",
+        epilog=textwrap.fill(f"REWARDS: {', '.join(REWARDS)}"),
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )

@@ -1,8 +1,13 @@
 """The pages: links lead somewhere; flags, rewards and tests that they name exist."""
 
+import ast
 import re
+import runpy
+import signal
 import subprocess
+import sys
 import textwrap
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -239,6 +244,39 @@ def test_the_tests_that_show_mistakes_exist():
 
 
 # ---- the code ------------------------------------------------------------------------------------
+
+
+SCRIPTS = [file for file in SOURCES if '__name__ == "__main__"' in file.read_text()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
+def test_every_script_has_help(script, tmp_path, monkeypatch, capsys):
+    """It begins with what the script's own docstring says, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    about = ast.get_docstring(ast.parse(script.read_text())).splitlines()[0]
+    helped = capsys.readouterr().out
+    assert not ended.value.code and ("usage: " in helped or about in helped)
+    assert about in helped or script.name == "make.py"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_installed_project_has_all_that_it_imports():
+    """`pip install -e .`: grpo, rewards, train and their rooms, from any folder."""
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    files = [ROOT / f"{name}.py" for name in setup["py-modules"]]
+    files += [file for name in setup["packages"] for file in (ROOT / name).glob("*.py")]
+    imports = re.compile(r"^ *(?:from|import) (\w+)|\"(\w+)\.\w+:", re.MULTILINE)
+    named = {x for file in files for pair in imports.findall(file.read_text()) for x in pair if x}
+    ours = {path.stem for path in (*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/")) if path.stem in named}
+    assert {"grpo", "glm_image", "reward_models"} <= ours
+    assert ours <= {*setup["py-modules"], *setup["packages"]}
 
 
 def test_there_are_few_flags():
