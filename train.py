@@ -29,8 +29,9 @@ from runtime.data import (
     read_inputs,
     read_prompts,
 )
-from runtime.errors import exit_code, rescued
+from runtime.errors import StopRequest, exit_code, rescued
 from runtime.evaluation import evaluate, seed_of_step
+from runtime.folder import RunFolder, claimed
 from runtime.record import Record, counted
 from runtime.settings import Settings, parse_settings, print_start
 
@@ -184,15 +185,17 @@ def train(settings, run_class=Run):
     device = ranks.device(settings.device)
     data = read_inputs(settings, run_class.read_prompts)
     turns = backend_of(device).plan(run_class.Model, settings, device)  # before any download
-    with checkpoints.claimed(settings.resume, settings.out) as out:
+    with claimed(settings.resume, settings.out) as out:
         print_start(settings, out, device, len(data.prompts), len(data.held_out))
         load_rewards(settings, data)
         run = run_class.load(settings, data, device, turns)
-        begun = checkpoints.load(out, run.trainers) if settings.resume else 0
-        record = run.Record(out, settings, data, run.machine, run.trainers, begun)
-        with rescued(record):
-            loop(run, settings, data, record, begun)
-    more = "; already complete: raise --steps for more" if 0 < settings.steps <= begun else ""
+        first = checkpoints.load(out, run.trainers) if settings.resume else 0
+        folder = RunFolder(out, settings, data.made_of, run.trainers, first)
+        stop = StopRequest()
+        record = run.Record(folder, settings, data, run.machine, stop, first)
+        with stop, rescued(record, folder):
+            loop(run, settings, data, record, folder, stop)
+    more = "; already complete: raise --steps for more" if 0 < settings.steps <= first else ""
     seconds = f"{time.time() - start:.0f} s{more}"
     pictures = out / "before-after.png"
     look = f"; look at {pictures}" if pictures.exists() else ""
@@ -200,14 +203,15 @@ def train(settings, run_class=Run):
     return 130 if record.done < settings.steps else 0
 
 
-def loop(run, settings, data, record, begun):
-    """Steps from `begun` on, with evaluations and checkpoints. A signal ends it after a step."""
-    record.save()
-    if begun == 0 or due(begun, settings.eval_every):
-        evaluate(run, settings, data, record, record.stop)
-    with run.machine.counting("step", settings.steps, begun):
-        for step in range(begun, settings.steps):
-            if any(ranks.gather(record.stop.received)):  # together, or others would wait for it
+def loop(run, settings, data, record, folder, stop):
+    """The steps still to make, with evaluations and checkpoints. A signal ends it after a step."""
+    first = record.done
+    folder.save()
+    if first == 0 or due(first, settings.eval_every):
+        evaluate(run, settings, data, record, stop)
+    with run.machine.counting("step", settings.steps, first):
+        for step in range(first, settings.steps):
+            if any(ranks.gather(stop.received)):  # together, or others would wait for it
                 break
             # All random draws of a step, also the draws of a reward, start from the step's seed. So
             # no random state needs saving.
@@ -220,16 +224,17 @@ def loop(run, settings, data, record, begun):
             record.step(step + 1, prompts, rollout, metrics)
             del rollout  # a decoder's denoising paths are gone before the next step makes its own
             if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
-                record.save()
+                folder.save()
             if due(step + 1, settings.eval_every):
                 evaluate(run, settings, data, record)
-    record.save()
+    folder.save()
     if record.done < settings.steps:
-        record.write(f"saved; {record.how_to_continue()}")
-    stopped = any(ranks.gather(record.stop.received))
-    if settings.steps > 0 and not (stopped and record.done == begun):  # else there is nothing new
+        record.write(f"saved; {folder.how_to_continue()}")
+    stopped = any(ranks.gather(stop.received))
+    if settings.steps > 0 and not (stopped and record.done == first):  # else there is nothing new
         evaluate(run, settings, data, record)
-        record.end()
+        record.warn_of_nothing()
+        folder.export(run.glm_image)
 
 
 def due(step, every):

@@ -18,7 +18,8 @@ import train
 from benchmarks import command
 from runtime.data import evenly, read_prompts
 from runtime.evaluation import SHOWN
-from runtime.record import draw_grid, read_jsonl
+from runtime.folder import read_jsonl
+from runtime.record import draw_grid
 
 
 def evaluations(run):

@@ -147,8 +147,8 @@ class DecoderRecord(Record):
         **LINE,
     }
 
-    def __init__(self, out, settings, *others):
-        super().__init__(out, settings, *others)
+    def __init__(self, folder, settings, *others):
+        super().__init__(folder, settings, *others)
         if settings.train == "both":
             self.columns = settings.paintings  # a row of pictures per code sequence
 
@@ -162,12 +162,6 @@ class DecoderRecord(Record):
         own = reward_metrics({"reward": rewards["reward"].flatten(0, 1)})
         own = {"decoder/reward_std": own["reward_std"], "unscored": own["unscored"]}
         return reward_metrics(means) | own
-
-    def save_adapters(self):
-        """As --adapter reads them, and for the stock pipeline, too."""
-        super().save_adapters()
-        model = self.trainers["decoder-adapter"].model
-        model.get_base_model().save_lora_adapter(self.out / "decoder-adapter")
 
 
 @dataclass

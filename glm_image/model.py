@@ -83,6 +83,10 @@ class GlmImage:
             add_adapter(self.pipe.transformer, "decoder", None, folder)
             self.pipe.transformer.requires_grad_(False)
 
+    def save_decoder_adapter(self, folder):
+        """For the stock pipeline's load_lora_adapter; --adapter reads PEFT's file beside it."""
+        self.pipe.transformer.save_lora_adapter(folder)
+
     @property
     def parts(self):
         return self.language_model, self.pipe.text_encoder, self.pipe.transformer, self.vae

@@ -1,27 +1,20 @@
-"""A run's folder and its checkpoints: whatever ends a run, its last complete checkpoint stays."""
+"""Checkpoints, and adapters in files: whatever ends a run, its last complete checkpoint stays."""
 
 import io
 import json
 import os
 import shlex
 import shutil
-import subprocess
-from contextlib import contextmanager, suppress
-from importlib.metadata import version
-from itertools import count, takewhile
+from contextlib import contextmanager
 from pathlib import Path
 
 import peft
 import torch
-from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from rewards import UserError
-from runtime import ranks
 from runtime.errors import readable
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 KEPT = 2  # the newest checkpoints, beside those of evaluated steps
 
@@ -31,35 +24,11 @@ def find(out):
     return sorted((out / "checkpoints").glob("[0-9]" * 6))
 
 
-def saved(settings):
-    """Settings as they are written, {name: value}."""
-    return shortened(vars(settings))
-
-
-def shortened(values):
-    return {name: short(value) for name, value in values.items()}
-
-
-def short(value):
-    """Files of this project by their place in it, so that another clone finds its own."""
-    return value.replace(f"{ROOT}{os.sep}", "") if isinstance(value, str) else value
-
-
-def versions():
-    """{name: version} of what makes a run's numbers; the commit, if the project is a clone."""
-    found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
-    command = "git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"
-    with suppress(OSError, subprocess.CalledProcessError):
-        if (ROOT / ".git").exists():
-            answer = subprocess.run(command, capture_output=True, text=True, check=True)
-            found["commit"] = answer.stdout.strip()
-    return {"commit": None} | found
-
-
 def copied(trainers):
-    """Adapters and optimisers as they are now, for save: what breaks the next step off moves some.
+    """Copies of the adapters and optimisers on the host, for save().
 
-    trainers: {folder of its adapter: GRPO}. Returns {folder: (model, weights, file)}, on the host.
+    A step that fails halfway may already have changed some weights. trainers: {folder of its
+    adapter: GRPO}. Returns {folder: (model, weights, file)}.
     """
     copies = {}
     for name, trainer in trainers.items():
@@ -75,28 +44,24 @@ def copied(trainers):
     return copies
 
 
-def save(out, step, copies, state, evaluated):
+def save(out, step, copies, evaluated):
     """Write a checkpoint to a temporary folder and rename it; remove old ones.
 
-    copies: see copied. state: {"settings": see saved, "versions", "inputs", "rewards": see
-    read_inputs in data.py}. evaluated: the steps whose checkpoints stay. No random states: the
+    copies: see copied. evaluated: the steps whose checkpoints stay. There are no random states: the
     prompts and all random draws of a step are functions of the seed and the step.
     """
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"
     if final.exists():  # the run was resumed from here
         return
-    with writing(out):
-        shutil.rmtree(unfinished, ignore_errors=True)
-        for name, (model, weights, optimizer) in copies.items():
-            save_adapter(model, unfinished / name, weights)
-            (unfinished / f"{name}-optimizer.pt").write_bytes(optimizer)
-        state = {"step": step, "ranks": ranks.count(), **state}
-        (unfinished / "state.json").write_text(json.dumps(state))
-        os.replace(unfinished, final)
-        for old in find(out)[:-KEPT]:
-            if int(old.name) not in evaluated and not old.is_symlink():
-                shutil.rmtree(old)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for name, (model, weights, optimizer) in copies.items():
+        save_adapter(model, unfinished / name, weights)
+        (unfinished / f"{name}-optimizer.pt").write_bytes(optimizer)
+    os.replace(unfinished, final)
+    for old in find(out)[:-KEPT]:
+        if int(old.name) not in evaluated and not old.is_symlink():
+            shutil.rmtree(old)
 
 
 def save_adapter(model, folder, weights):
@@ -114,7 +79,7 @@ def copy_adapters(adapters, folder):
 
 
 def newest(folder):
-    """The newest checkpoint of a run, which may go on meanwhile; another folder, or None, as is."""
+    """The newest checkpoint of a run's folder. Any other folder, or None, is returned as is."""
     saved = find(Path(folder)) if folder else []
     return str(saved[-1]) if saved else folder
 
@@ -156,22 +121,14 @@ def load_adapter(model, file, name="default"):
     """The weights in a file, all of them, into the model's adapter of this name."""
     weights = load_file(file)
     # By itself it would ask the hub about the vocabulary.
-    own = {"adapter_name": name, "save_embedding_layers": False}
-    wanted = peft.get_peft_model_state_dict(model, **own)
+    options = {"adapter_name": name, "save_embedding_layers": False}
+    wanted = peft.get_peft_model_state_dict(model, **options)
     shape = lambda tensors, key: list(tensors[key].shape) if key in tensors else "missing"
     for key in sorted(weights.keys() | wanted.keys()):
         if shape(weights, key) != shape(wanted, key):
             here = f"in this model it is {shape(wanted, key)}"
             raise ValueError(f"{key} is {shape(weights, key)}, {here}")
     peft.set_peft_model_state_dict(model, weights, adapter_name=name)
-
-
-def read_state(out):
-    """{"step", "ranks", "settings", "inputs", "rewards"} of the newest checkpoint, see save."""
-    if not find(out):
-        raise UserError(f"there is no checkpoint in {out} to resume")
-    with of_newest(out, "state.json") as file:
-        return json.loads(file.read_text())
 
 
 def load(out, trainers):
@@ -202,62 +159,3 @@ def how_to_continue(out, diverged=None):
         start = "start a new run from an earlier step with a lower --lr: --adapter"
         return f"{start} {shlex.quote(str(before[-1]))}" if before else ""
     return f"continue with --resume {shlex.quote(str(out))}" if find(out) else ""
-
-
-@contextmanager
-def writing(out):
-    """A full disk, a deleted folder or missing rights become one line."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write to {out}: {error}") from None
-
-
-# ---- the folder of a run -------------------------------------------------------------------------
-
-
-@contextmanager
-def claimed(resume, name):
-    """The folder of --resume or --out, or the next free runs/N: no other process can take it.
-
-    If nothing is written to it, it is removed, with what folders were made for it. A kill ends the
-    lock.
-    """
-    if ranks.rank() > 0:
-        yield ranks.gather(None)[0]
-        return
-    out = Path(resume or name or "runs")
-    before = next(folder for folder in (out, *out.parents) if folder.exists())
-    for file in out.rglob("*") if resume or name else ():
-        if file.is_symlink() and not file.is_dir():  # a folder may be on another disk
-            raise UserError(
-                f"{file} is a link, which a run would write through: copy the file there"
-            )
-    with writing(out):
-        out = out if resume or name else next_folder(out)
-        out.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out / ".lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            busy = f"another process is at work on the run in {out}: wait for it, or stop it"
-            raise UserError(busy) from None
-    try:
-        if resume is None and (out / "settings.json").exists():
-            more = [f"{out} already holds a run; choose another --out", how_to_continue(out)]
-            raise UserError(", or ".join(filter(None, more)))
-        yield ranks.gather(out)[0]
-    finally:
-        with suppress(OSError):  # Windows removes no open file: there the release does it
-            os.remove(lock.lock_file)
-        lock.release()
-        with suppress(OSError):  # something was written
-            for folder in takewhile(lambda folder: folder != before, (out, *out.parents)):
-                folder.rmdir()
-
-
-def next_folder(parent):
-    for number in count(1):
-        with suppress(FileExistsError):
-            (parent / str(number)).mkdir(parents=True)
-            return parent / str(number)

@@ -5,7 +5,6 @@ import random
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 from importlib.util import find_spec
 from io import BytesIO
 from itertools import chain, zip_longest
@@ -16,10 +15,10 @@ from PIL import Image, ImageCms, ImageOps
 from transformers.utils import cached_file
 
 from rewards import UserError, bind, forget_files, load_from_file, parse_rewards, score
-from runtime import checkpoints, ranks
-from runtime.errors import readable
+from runtime import checkpoints, ranks, resume
+from runtime.errors import option, readable
 from runtime.record import counted
-from runtime.settings import option, readable_loading
+from runtime.settings import readable_loading
 
 # A line for the prompts below it.
 TYPE = re.compile(r"#+ *(?:type|kind) *[:=\uff1a] *(\S.*)", re.IGNORECASE)
@@ -222,7 +221,7 @@ class Data:
     held_out: list
     rewards: dict  # {name: Reward}
     judges: dict  # rewards that nothing is trained to please
-    hashed: dict  # for --resume: {"inputs": see hash_of, "rewards": {name: of its file}}
+    made_of: dict  # see resume.py
 
 
 def read_inputs(settings, read):
@@ -252,47 +251,13 @@ def read_inputs(settings, read):
         )
     adapters = checkpoints.find_adapters(settings.adapter)
     files = {name: each.file for name, each in (rewards | judges).items() if each.file}
-    hashed = {
-        "inputs": hash_of(prompts, held_out, adapters.values()),
-        "rewards": {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
-    }
+    made_of = resume.inputs_of(prompts, held_out, adapters, files)
     if settings.resume:
-        compare(settings.resume, hashed)
+        made_of = resume.compare(settings.resume, made_of)
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):
         print(f"warning: {common} of the {len(new)} held-out prompts are also training prompts")
-    return Data(prompts, held_out, rewards, judges, hashed)
-
-
-def compare(out, hashed):
-    """With what the run in `out` has read: UserError for other inputs, a warning for rewards."""
-    before = checkpoints.read_state(Path(out))
-    if hashed["inputs"] != before["inputs"]:
-        raise UserError(
-            f"{out} was started with other prompts, pictures or adapters; restore the files, "
-            f"or start a new run from its adapter: --adapter {out}"
-        )
-    began = before["versions"]
-    now = checkpoints.versions()
-    if changed := [f"{x} {began[x]} ({now[x]} now)" for x in now if now[x] != began[x]]:
-        print(f"warning: {out} began with {', '.join(changed)}: numbers may differ")
-    for name, own in hashed["rewards"].items():
-        if own != before["rewards"][name]:
-            print(f"warning: the file of {name} has changed since the run began")
-
-
-def hash_of(prompts, held_out, adapters):
-    """One hash of prompts, their types and pictures, and of the adapters that a run starts from."""
-    digest = sha256(str(len(prompts)).encode())
-    for prompt in (*prompts, *held_out):
-        digest.update(repr((prompt.text, prompt.type)).encode())
-        for given in prompt.for_rewards().values():
-            digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
-        digest.update(json.dumps(prompt.row).encode() if prompt.row else b"")
-    for folder in adapters:
-        for file in (checkpoints.CONFIG, checkpoints.WEIGHTS):
-            digest.update((folder / file).read_bytes())
-    return digest.hexdigest()
+    return Data(prompts, held_out, rewards, judges, made_of)
 
 
 def load_rewards(settings, data):

@@ -6,10 +6,16 @@ import sys
 from contextlib import contextmanager, suppress
 
 import torch
+from safetensors import SafetensorError
 
 from grpo import NotFinite
 from rewards import UserError
 from runtime import ranks
+
+
+def option(name):
+    """A setting as its flag."""
+    return f"--{name.replace('_', '-')}"
 
 
 @contextmanager
@@ -20,6 +26,15 @@ def readable(what, hint=""):
     except Exception as error:  # each library that reads files has its own
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"cannot {what} ({reason}){hint}") from error
+
+
+@contextmanager
+def writing(out):
+    """A full disk, a deleted folder or missing rights become one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write to {out}: {error}") from None
 
 
 def out_of_memory(error):
@@ -57,7 +72,7 @@ def exit_code(run):
 
 
 @contextmanager
-def rescued(record):
+def rescued(record, folder):
     """Whatever breaks a run off, a second signal too, its last whole step is saved.
 
     But not where the policy has diverged: with the same settings it would diverge again.
@@ -68,8 +83,8 @@ def rescued(record):
         diverged = isinstance(error, NotFinite)
         if not diverged:
             with suppress(UserError):  # a full disk: the checkpoint before stays
-                record.save()
-        if hint := record.how_to_continue(diverged):
+                folder.save()
+        if hint := folder.how_to_continue(record.done if diverged else None):
             record.write(f"stopped in the phase '{record.machine.name}'; {hint}")
         raise
     finally:
@@ -84,10 +99,12 @@ class StopRequest:
 
     def __init__(self):
         self.received = False
+
+    def __enter__(self):
         numbers = (signal.SIGINT, signal.SIGTERM)
         self.before = {number: signal.signal(number, self.receive) for number in numbers}
 
-    def end(self):
+    def __exit__(self, *_):
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -96,4 +113,4 @@ class StopRequest:
         os.write(2, b"\nstopping: what has begun will be finished and saved\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
-            self.end()
+            self.__exit__()

@@ -14,9 +14,9 @@ from runtime.data import evenly
 from runtime.record import (
     counted,
     format_number,
-    named,
     shown_names,
     with_error,
+    with_weighted_sum,
 )
 
 # Prompt i of an evaluation has seed SEEDS[...] + i. Training with --seed 0 needs 536,870 steps to
@@ -36,7 +36,7 @@ def evaluate(run, settings, data, record, stop=None):
     Leaves numbers, a table, and pictures of some held-out prompts. stop: a StopRequest; once it is
     received, this ends early and leaves nothing.
     """
-    evaluations = record.records["evaluation"]
+    evaluations = record.folder.records["evaluation"]
     if record.done in [each["step"] for each in evaluations]:
         return
     chosen = evaluations[0].get("rows") if evaluations else None  # to show: once, before training
@@ -58,7 +58,7 @@ def evaluate(run, settings, data, record, stop=None):
             if len(raw) < len(prompts):  # stopped
                 return
             columns = {key: torch.cat([each[key] for each in raw.values()]) for key in rewards}
-            values = named(columns, record.weights, settings.group_size)
+            values = with_weighted_sum(columns, record.weights, settings.group_size)
             numbers |= evaluation_metrics(name, values, [prompt.type for prompt in prompts])
     run.machine.read()  # its time is no part of a step
 
@@ -66,15 +66,15 @@ def evaluate(run, settings, data, record, stop=None):
     wrong = wrong_pictures(raw, record.judge)
     without_correct, first = rows_to_show(prompts, wrong)
     rows = numbers["rows"] = chosen or without_correct or first
-    record.append("evaluation", [numbers])
+    record.folder.append("evaluation", [numbers])
     of_sets = {f"{name}/{key}": numbers[name][key][0] for name in SEEDS for key in values}
     record.track({name: None if np.isnan(mean) else mean for name, mean in of_sets.items()})
     sides = [each for each in evaluations if each["step"] in (0, record.done)]
     by_type = record.judge or next(iter(record.weights))
     record.write(evaluation_table(sides, by_type if record.ends else None))
-    if record.ends and (better := better_evaluation(evaluations, by_type)):
-        step, words = better
-        folder = shlex.quote(str(record.out / "checkpoints" / f"{step:06d}"))
+    if record.ends and (best := best_earlier_evaluation(evaluations, by_type)):
+        step, words = best
+        folder = shlex.quote(str(record.folder.out / "checkpoints" / f"{step:06d}"))
         record.write(f"held out, {words}; to go on from there: --adapter {folder}")
     pictures = of_all_ranks({row: pictures[row] for row in rows if row in pictures})
     record.draw_evaluation(rows, prompts, pictures, values["reward"], wrong)
@@ -217,7 +217,7 @@ def evaluation_table(records, by_type=None):
     return "\n".join([f"{title}: mean +- standard error over prompts (docs/numbers.md)", *lines])
 
 
-def better_evaluation(evaluations, reward):
+def best_earlier_evaluation(evaluations, reward):
     """The step of the evaluation whose held-out reward is highest, and words for both; or None.
 
     Only where it is above the last by more than its standard error.

@@ -22,7 +22,7 @@ class OtherFailed(UserError):
 def joined():
     """Within it the processes of torchrun work together, if there are any: the first prints.
 
-    If one fails, the others fail when they next gather.
+    When a process fails, the others fail at their next gather.
     """
     if dist.is_torchelastic_launched():
         # A rank may wait for another's whole update, or for its download.

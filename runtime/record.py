@@ -1,6 +1,5 @@
-"""What a run leaves: a line for each step, numbers in .jsonl files, pictures."""
+"""What a run says of itself: a line for each step, its numbers, pictures."""
 
-import json
 import math
 import os
 import secrets
@@ -16,11 +15,11 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
 from rewards import UserError, combine, weights_of
-from runtime import checkpoints, ranks
-from runtime.errors import StopRequest, readable
+from runtime import ranks
+from runtime.errors import readable, writing
+from runtime.resume import portable
 
 SAMPLE_EVERY = 10  # steps between group-*.png
-FILES = "metrics", "groups", "evaluation"  # .jsonl
 LINE = {  # parts of a step's line, see format_step
     "skipped": "SKIPPED: the gradient was not finite",
     "groups_without_spread": "{:.0%} without spread",
@@ -36,52 +35,29 @@ LINE = {  # parts of a step's line, see format_step
 
 
 class Record:
-    """The files of a run in `out`, which the first rank writes, and its lines on the screen.
+    """The numbers and pictures of a run, in its folder, and its lines on the screen.
 
-    data: see data.py. trainers: see checkpoints.save. done: steps made so far.
-    When a run is resumed, records of later steps are removed first, as is a line that a kill cut
-    short. What learns more than the policy extends it, see examples/train_decoder.py.
+    folder: a RunFolder. stop: a StopRequest. Scripts that train more than the policy subclass
+    Record, as examples/train_decoder.py does.
     """
 
     line = LINE
     columns = 8  # pictures in a row of group-*.png
 
-    def __init__(self, out, settings, data, machine, trainers, done):
-        self.out = out
+    def __init__(self, folder, settings, data, machine, stop, done):
+        """done: steps made so far."""
+        self.folder = folder
         self.settings = settings
-        self.hashed = data.hashed
         self.machine = machine
-        self.trainers = trainers
+        self.stop = stop
         self.done = done
         self.weights = weights_of(data.rewards)
         self.judge = next(iter(data.judges), None)
-        self.writes = ranks.rank() == 0
-        self.records = {name: read_jsonl(out / f"{name}.jsonl", done) for name in FILES}
-        if self.writes:
-            with checkpoints.writing(out):
-                for name, records in self.records.items():
-                    (out / f".{name}.jsonl").write_text(as_lines(records))
-                    os.replace(out / f".{name}.jsonl", out / f"{name}.jsonl")
-                about = checkpoints.saved(settings) | {"versions": checkpoints.versions()}
-                (out / "settings.json").write_text(json.dumps(about, indent=2))
-                if settings.steps > 0 and not settings.resume:
-                    started = checkpoints.find_adapters(settings.adapter)
-                    checkpoints.copy_adapters(started, out / "start")
         self.tracker = None
-        if self.writes and settings.tracker != "none":
+        if folder.writes and settings.tracker != "none":
             with readable(f"start --tracker {settings.tracker}"):
-                self.tracker = start_tracker(settings.tracker, out)
-                self.tracker.store_init_configuration(checkpoints.saved(settings))
-        self.stop = StopRequest()
-        self.keep(done)
-
-    def append(self, name, records):
-        """To a .jsonl file, with None for NaN, which JSON does not have."""
-        records = json.loads(json.dumps(records), parse_constant=lambda name: None)
-        self.records[name] += records
-        if self.writes:
-            with checkpoints.writing(self.out), open(self.out / f"{name}.jsonl", "a") as file:
-                file.write(as_lines(records))
+                self.tracker = start_tracker(settings.tracker, folder.out)
+                self.tracker.store_init_configuration(portable(vars(settings)))
 
     def track(self, numbers):
         """{name: number or None} to the tracker, if there is one."""
@@ -92,7 +68,7 @@ class Record:
 
     @contextmanager
     def optional(self, what):
-        """A run does not end for a curve, or a tracker."""
+        """A curve or a tracker that fails is a warning."""
         try:
             with readable(what):
                 yield
@@ -104,24 +80,25 @@ class Record:
     def step(self, done, prompts, rollout, metrics):
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
         self.done = done
-        rewards = named(rollout.raw_rewards, self.weights, len(rollout.images) // len(prompts))
+        group_size = len(rollout.images) // len(prompts)
+        rewards = with_weighted_sum(rollout.raw_rewards, self.weights, group_size)
         of_ranks = ranks.gather(rewards)
         of_all = {name: torch.cat([each[name] for each in of_ranks]) for name in rewards}
         timings = self.machine.read()
         metrics |= self.reward_metrics(of_all) | timings | speeds(rollout, timings)
-        self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
-        self.track(self.records["metrics"][-1])
+        self.folder.append("metrics", [{"step": done, **ranks.mean(metrics)}])
+        self.track(self.folder.records["metrics"][-1])
         groups = [
             {"step": done, "line": prompt.line, "prompt": prompt.text}
             | {name: values[i].tolist() for name, values in rewards.items()}
             for i, prompt in enumerate(prompts)
         ]
-        self.append("groups", [*chain(*ranks.gather(groups))])
-        self.keep(done)
+        self.folder.append("groups", [*chain(*ranks.gather(groups))])
+        self.folder.keep(done)
         self.machine.bar.update()
-        self.write(format_step(self.settings.steps, self.records["metrics"][-1], self.line))
-        if self.writes and (done % SAMPLE_EVERY == 0 or done == 1 or self.ends):
-            with checkpoints.writing(self.out):
+        self.write(format_step(self.settings.steps, self.folder.records["metrics"][-1], self.line))
+        if self.folder.writes and (done % SAMPLE_EVERY == 0 or done == 1 or self.ends):
+            with writing(self.folder.out):
                 self.draw_group(prompts, rollout, rewards["reward"])
 
     @property
@@ -145,7 +122,7 @@ class Record:
         given = prompts[i].given() | {"target": prompts[i].target}
         beside = [(picture, name, False) for name, picture in given.items() if picture]
         rows[0] = prompts[i].text, beside + rows[0][1]
-        draw_grid(f"step {self.done}", rows).save(self.out / f"group-{self.done:06d}.png")
+        draw_grid(f"step {self.done}", rows).save(self.folder.out / f"group-{self.done:06d}.png")
 
     def draw_evaluation(self, rows, prompts, pictures, rewards, wrong):
         """evaluation/STEP/: pictures of some prompts, and a sheet of them all.
@@ -153,10 +130,10 @@ class Record:
         before-after.png: the sheet of the evaluation before training, if it is there, and this one.
         pictures, wrong: {row: of each picture}. rewards: (N, G).
         """
-        if not self.writes:
+        if not self.folder.writes:
             return
-        folder, first = (self.out / "evaluation" / f"{step:06d}" for step in (self.done, 0))
-        with checkpoints.writing(self.out):
+        folder, first = (self.folder.out / "evaluation" / f"{step:06d}" for step in (self.done, 0))
+        with writing(self.folder.out):
             folder.mkdir(parents=True, exist_ok=True)
             shown = []
             for i, row in enumerate(rows, 1):
@@ -175,51 +152,24 @@ class Record:
             if self.done and (first / "sheet.png").exists():
                 sides = Image.open(first / "sheet.png"), np.asarray(sheet)[:, LABELS - 24 :]
                 sheet = Image.fromarray(np.hstack(sides))
-            sheet.save(self.out / "before-after.png")
+            sheet.save(self.folder.out / "before-after.png")
         if find_spec("matplotlib") is not None:
             with self.optional("draw reward.png"):
-                records = self.records["metrics"], self.records["evaluation"]
-                draw_curves(*records, self.out / "reward.png")
+                records = self.folder.records["metrics"], self.folder.records["evaluation"]
+                draw_curves(*records, self.folder.out / "reward.png")
         elif self.ends:
             self.write("no curves are drawn (reward.png): pip install matplotlib")
 
-    # ---- a checkpoint, and the end ---------------------------------------------------------------
-
-    def keep(self, step):
-        """What was learned up to a step, to be saved even if the next one breaks off midway."""
-        self.whole = step, checkpoints.copied(self.trainers) if self.writes else {}
-
-    def save(self):
-        """The last whole step."""
-        if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
-            state = {"settings": checkpoints.saved(self.settings), **self.hashed}
-            state["versions"] = checkpoints.versions()
-            evaluated = {each["step"] for each in self.records["evaluation"]}
-            checkpoints.save(self.out, *self.whole, state, evaluated)
-
-    def how_to_continue(self, diverged=False):
-        """In words; nothing if there is no checkpoint. diverged: in the step after the last."""
-        return checkpoints.how_to_continue(self.out, self.done if diverged else None)
-
-    def end(self):
-        """What was learned, for other programs to load; a warning if that is nothing."""
-        metrics = self.records["metrics"]
+    def warn_of_nothing(self):
+        """A warning if nothing was learned."""
+        metrics = self.folder.records["metrics"]
         if not any(x != 0 for each in metrics for name, x in each.items() if "grad_norm" in name):
             self.write(
                 "warning: nothing was learned: no group had unequal rewards; use another reward, "
                 "a higher --temperature or larger groups"
             )
-        if self.writes:
-            with checkpoints.writing(self.out):
-                self.save_adapters()
-
-    def save_adapters(self):
-        """Those of the last checkpoint, which has just been saved."""
-        last = checkpoints.find(self.out)[-1]
-        checkpoints.copy_adapters({name: last / name for name in self.trainers}, self.out)
 
     def finish(self):
-        self.stop.end()
         if self.tracker is not None:
             self.tracker.finish()
 
@@ -235,35 +185,17 @@ def start_tracker(name, out):
         file = out / "tracker-id"
         if not file.exists():
             file.write_text(f"{out.resolve().name}-{secrets.token_hex(4)}")
-        own = {"name": file.read_text(), "resume": "allow"}
-        own |= {"id": own["name"]} if name == "wandb" else {}
-        tracker = tracking.LOGGER_TYPE_TO_CLASS[name]("grpo-glm-image", **own)
+        options = {"name": file.read_text(), "resume": "allow"}
+        options |= {"id": options["name"]} if name == "wandb" else {}
+        tracker = tracking.LOGGER_TYPE_TO_CLASS[name]("grpo-glm-image", **options)
     tracker.start()
     return tracker
-
-
-def read_jsonl(path, last_step=math.inf):
-    """The records in a file, up to a step. Damaged lines are left out."""
-    records = []
-    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            records += [record] if record["step"] <= last_step else []
-        except (ValueError, LookupError, TypeError):
-            if number < len(lines):  # else a kill has cut it short
-                print(f"warning: line {number} of {path} is damaged, and left out")
-    return records
-
-
-def as_lines(records):
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def named(raw_rewards, weights, group_size):
+def with_weighted_sum(raw_rewards, weights, group_size):
     """{"reward": their weighted sum (N, G), "reward/NAME": each of them (N, G)}, from (N*G,)."""
     rewards = {f"reward/{name}": values for name, values in raw_rewards.items()}
     rewards = {"reward": combine(raw_rewards, weights, group_size), **rewards}

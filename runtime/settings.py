@@ -17,9 +17,9 @@ from transformers.utils import cached_file
 from grpo import GRPOSettings
 from rewards import REWARDS, UserError, parse_rewards, weights_of
 from runtime import checkpoints, ranks
-from runtime.checkpoints import ROOT
-from runtime.errors import readable
+from runtime.errors import option, readable
 from runtime.record import counted
+from runtime.resume import PATHS, ROOT, kept_settings, portable
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
@@ -29,9 +29,9 @@ RELEASE = "zai-org/GLM-Image"
 class Settings(GRPOSettings):
     """The settings of train.py; the defaults are GLM-Image's.
 
-    Those of the algorithm in grpo.py are flags, too. Scripts in examples/ add settings of their
-    own. While a run lasts, only card/memory.py changes any: base by what fits, micro_batch_size by
-    what does not.
+    The settings of the algorithm in grpo.py are flags, too. Scripts in examples/ add more settings.
+    During a run only card/memory.py changes settings: it sets `base` to what fits, and halves
+    `micro_batch_size` when memory runs out.
     """
 
     # ---- model and data
@@ -95,8 +95,8 @@ class Settings(GRPOSettings):
     eval_prompts: str = "prompts/heldout.txt"
     # folder with one picture per held-out prompt
     eval_targets: str = None
-    # rewards that are only reported, never trained on; if the first says 1 or 0, before-after.png
-    # has a red frame where it is 0; none: no such reward
+    # rewards that are reported and never trained on; where the first is 0 for a picture (and only
+    # ever 1 or 0), before-after.png has a red frame; none: no such reward
     eval_reward: str = "hps,variety"
     # prompts per evaluation from each of the training and held-out sets, evenly over types
     eval_count: int = 8
@@ -165,8 +165,8 @@ class Settings(GRPOSettings):
             value = getattr(self, each.name)
             if isinstance(value, int | float):
                 check_number(each.name, value)
-            elif each.name in FILES | {"model"}:
-                setattr(self, each.name, found(value))
+            elif each.name in PATHS | {"model"}:
+                setattr(self, each.name, find_path(value))
         self.adapter = checkpoints.newest(self.adapter)
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
@@ -179,10 +179,11 @@ class Settings(GRPOSettings):
 
     def for_evaluation(self):
         """As the model is used after training."""
-        own = copy(self)  # not replace(), which would check these as settings of a step
-        own.decode_steps, own.guidance_scale = self.eval_decode_steps, self.eval_guidance_scale
-        own.guidance_steps = None
-        return own
+        settings = copy(self)  # not replace(), which would check these as settings of a step
+        settings.decode_steps = self.eval_decode_steps
+        settings.guidance_scale = self.eval_guidance_scale
+        settings.guidance_steps = None
+        return settings
 
 
 # What numbers may be, here and in examples/. All others are above 0.
@@ -198,11 +199,6 @@ AT_LEAST = {
     "eval_every": 0,
 }
 AT_MOST = {"top_p": 1, "noise_level": 1, "seed": 2**32 - 1}
-# Files and folders that a run reads. They are also found from the project's folder.
-FILES = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
-# A resumed run may change these. Its files may lie elsewhere: what they hold is compared.
-MAY_CHANGE = FILES | {"steps", "eval_every", "save_every", "resume"}
-MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker"}
 
 
 def check_number(name, value):
@@ -214,8 +210,8 @@ def check_number(name, value):
         raise UserError(f"{option(name)}: must be {words}, got {value}")
 
 
-def found(path):
-    """What is named from this project's folder is found from any other, too."""
+def find_path(path):
+    """A path of a file or folder: named from this project's folder, it is found from any other."""
     elsewhere = path and not Path(path).exists() and (ROOT / path).exists()
     return str(ROOT / path) if elsewhere else path
 
@@ -236,7 +232,7 @@ def is_tiny(model):
     """Whether a model is of the tiny family: it has 1,024 codes, where the release has 16,384.
 
     Settings.tiny has the defaults of such a model: a model's folder holds no settings. Raises
-    UserError for what is no model.
+    UserError if it is not a GLM-Image pipeline.
     """
     if model == RELEASE:  # known before there is a network
         return False
@@ -251,10 +247,6 @@ def readable_loading(model):
 
 
 # ---- from the command line -----------------------------------------------------------------------
-
-
-def option(name):
-    return f"--{name.replace('_', '-')}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -278,7 +270,7 @@ def build_parser(kind=Settings):
         argument_default=argparse.SUPPRESS,
     )
     by_name = {each.name: each for each in fields(kind)}
-    tiny = checkpoints.shortened(kind.tiny)
+    tiny = portable(kind.tiny)
     groups = {}
     for name, (heading, words) in read_comments(kind).items():
         default = release = by_name[name].default
@@ -331,8 +323,8 @@ def parse_settings(arguments=None, kind=Settings):
     """
     given = vars(build_parser(kind).parse_args(arguments))
     if "resume" in given:
-        return kind(**resumed(given, kind))
-    model = found(given.get("model")) or default_model()
+        return kind(**kept_settings(given, kind))
+    model = find_path(given.get("model")) or default_model()
     tiny = is_tiny(model)
     settings = kind(**(kind.tiny if tiny else {}) | given | {"model": model})
     least, most = (128**2, 128**2) if tiny else (1024**2, 2048**2)
@@ -341,31 +333,6 @@ def parse_settings(arguments=None, kind=Settings):
         sizes = f"{least:,}" if tiny else f"{least:,} to {most:,}"
         print(f"warning: trained on {sizes} pixels per picture; this run paints {pixels:,}")
     return settings
-
-
-def resumed(given, kind):
-    """{name: value} of the run in --resume, and the flags that do not change what it computes."""
-    out = given["resume"]
-    state = checkpoints.read_state(Path(out))
-    before = state["settings"]
-    given = {name: value for name, value in given.items() if (name, value) != ("base", "auto")}
-    if before.keys() != {each.name for each in fields(kind)}:
-        hint = f"start a new run from its adapter: --adapter {out}"
-        raise UserError(f"{out} was made by another script or version; {hint}")
-    differ = [
-        f"{option(name)} {value} (was {before[name]})"
-        for name, value in sorted(checkpoints.shortened(given).items())
-        if name not in MAY_CHANGE and value != before[name]
-    ]
-    if differ:
-        raise UserError(f"a resumed run keeps its settings; different here: {', '.join(differ)}")
-    if state["ranks"] != ranks.count():  # the prompts of a step would be others
-        raise UserError(f"{out} began with {state['ranks']} processes: start as many by torchrun")
-    kept = {name: str(value) for name, value in sorted(before.items()) if name not in given}
-    if code := [f"{option(name)} {value}" for name, value in kept.items() if ".py:" in value]:
-        print(f"{out} runs code, as when it began: {' '.join(code)}")
-    start = Path(out, "start")  # its own copy of the adapters that it began with
-    return before | ({"adapter": str(start)} if start.exists() else {}) | given
 
 
 def print_start(settings, out, device, num_prompts, num_held_out):

@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import sys
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -102,8 +102,8 @@ def run_class_of(words):
     words = [*words]
     if "--resume" in words:
         file = Path(words[words.index("--resume") + 1], "settings.json")
-        before = json.loads(file.read_text()) if file.is_file() else {}
-        words += [f"--{name}" for name in before]
+        with suppress(OSError, ValueError):
+            words += [f"--{name}" for name in json.loads(file.read_text())]
     if "--train" in words:
         return DecoderRun
     return EditRun if {"--sources", "--eval-sources"} & {*words} else train.Run

@@ -141,7 +141,7 @@ def test_models_take_turns_first_then_micro_batches_are_halved(
     # Copies of weights lie otherwise in memory, and a CPU rounds by that.
     for expected, found in zip(undisturbed[0], records("run/metrics.jsonl"), strict=True):
         assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)
-    with open("run/checkpoints/000002/state.json") as file:
+    with open("run/settings.json") as file:
         assert '"micro_batch_size": 2' in file.read()
 
 

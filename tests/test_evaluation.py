@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import train
 from runtime import evaluation
-from runtime.record import draw_curves, named
+from runtime.record import draw_curves, with_weighted_sum
 from runtime.settings import RELEASE, TINY
 
 SEVENS = "[7.0] * len(images)"
@@ -206,7 +206,7 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
 def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group():
     """In the numbers of steps and evaluations as in training."""
     raw = {"half": torch.tensor([1, np.nan, 3, np.nan]), "all": torch.tensor([0.0, 4, 2, 2])}
-    rewards = named(raw, {"half": 1.0, "all": 0.5}, 2)
+    rewards = with_weighted_sum(raw, {"half": 1.0, "all": 0.5}, 2)
     assert rewards["reward"].tolist() == [[1, 3], [4, 4]]
 
 

@@ -248,7 +248,7 @@ def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
 def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
     """The labels once."""
     record = Record.__new__(Record)
-    record.out, record.writes, record.judge, record.records = tmp_path, True, None, MagicMock()
+    record.judge, record.folder = None, MagicMock(out=tmp_path, writes=True)
     monkeypatch.setattr("runtime.record.draw_curves", lambda *given: None)
 
     def draw(step, colour):

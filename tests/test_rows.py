@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 from conftest import error_from, records, resume
 
-from runtime import checkpoints
 from runtime.data import read_file
-from runtime.evaluation import better_evaluation
+from runtime.evaluation import best_earlier_evaluation
 from runtime.record import speeds, start_tracker
+from runtime.resume import versions
 
 ROWS = [
     {"tag": "counting", "prompt": "a photo of  three clocks\u200b", "include": [{"count": 3}]},
@@ -74,7 +74,7 @@ def test_the_best_evaluation_is_named():
 
     def best(*pairs):
         steps = [{"step": 10 * i, "held out": {"reward/f": [*x]}} for i, x in enumerate(pairs)]
-        return better_evaluation(steps, "f")
+        return best_earlier_evaluation(steps, "f")
 
     step, words = best((0.5, 0.02), (0.9, 0.05), (0.84, 0.05))
     assert (step, words) == (10, "f was highest after 10 steps: 0.900 +- 0.050, now 0.840")
@@ -116,10 +116,10 @@ def test_trackers_are_told_which_run_goes_on(tmp_path, monkeypatch):
 def test_a_run_names_what_made_it(quick, monkeypatch, capsys):
     assert quick("--steps 1 --out run") == 0
     made = json.loads(Path("run/settings.json").read_text())["versions"]
-    assert made == checkpoints.versions() and made.keys() >= {"torch", "peft", "commit"}
+    assert made == versions() and made.keys() >= {"torch", "peft", "commit"}
     capsys.readouterr()
     assert resume("run --steps 1") == 0 and "began with" not in capsys.readouterr().out
-    monkeypatch.setattr(checkpoints, "versions", lambda: made | {"torch": "9"})
+    monkeypatch.setattr("runtime.resume.versions", lambda: made | {"torch": "9"})
     assert resume("run --steps 1") == 0
     assert f"began with torch {made['torch']} (9 now): numbers" in capsys.readouterr().out
 

@@ -42,8 +42,8 @@ from train_edits import EditSettings
 import train
 from rewards import UserError
 from runtime import checkpoints
-from runtime.data import hash_of
-from runtime.settings import resumed
+from runtime.folder import claimed
+from runtime.resume import ROOT, kept_settings, portable
 
 
 def files_in(folder):
@@ -139,17 +139,19 @@ def test_a_resumed_run_keeps_every_setting_but_these(monkeypatch, capsys):
     changed = set()
     for kind in (DecoderSettings, EditSettings):
         before = dict.fromkeys(each.name for each in dataclasses.fields(kind))
-        state = {"settings": before, "ranks": 1}
-        monkeypatch.setattr(checkpoints, "read_state", lambda out, state=state: state)
+        state = before, {"processes": 1}
+        monkeypatch.setattr("runtime.resume.description", lambda out, state=state: state)
         for name in before:
             with suppress(UserError):
-                changed |= resumed({"resume": "run", name: "other"}, kind).items() - before.items()
+                changed |= (
+                    kept_settings({"resume": "run", name: "other"}, kind).items() - before.items()
+                )
     files = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
     others = "micro_batch_size steps device offload save_every eval_every resume tracker"
     assert {name for name, _ in changed} == {*files.split(), *others.split()}
     before |= {"targets": "odd,tiny-glm-image/world.py:f", "reward": "mse,my.py:f:2"}
     before["eval_targets"] = "new.py:f"  # which the user names
-    resumed({"resume": "run", "eval_targets": "new.py:f"}, EditSettings)
+    kept_settings({"resume": "run", "eval_targets": "new.py:f"}, EditSettings)
     flags = "--reward mse,my.py:f:2 --targets odd,tiny-glm-image/world.py:f"
     assert capsys.readouterr().out == f"run runs code, as when it began: {flags}\n"
 
@@ -206,11 +208,11 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
             whole = Path(name).read_bytes()
             Path(name).write_bytes(changed or whole[:-1] + bytes([whole[-1] ^ 1]))
             assert resume("run", "--steps 2") == 2
-            words = "other prompts, pictures or adapters; restore the files, or start a new run"
-            assert f"{words} from its adapter: --adapter run" in error_of(capsys)
+            flag = {"new": "--eval-prompts", "run": "--adapter, "}.get(name[:3], "--prompts")
+            flag += name.split("/")[2] if name.startswith("run/") else ""
+            words = f"other prompts, pictures or adapters ({flag}): restore the files, or start a"
+            assert f"{words} new run from its adapter: --adapter run" in error_of(capsys)
             Path(name).write_bytes(whole)
-    hashed = lambda own, new: hash_of(prompts_of(*own), prompts_of(*new), [])
-    assert hashed("a", "bc") != hashed("ab", "c")
     Path("prompts.txt").write_text("a red circle\n\na blue cross\n")  # the same prompts
     assert resume("run", "--steps 2") == 0
 
@@ -318,7 +320,6 @@ def test_an_adapter_that_cannot_be_used_is_refused(one_step, tmp_path):
         (ADAPTER, cut(-1), "file not fully covered"),
         (ADAPTER, lambda file: rewritten(file, lambda k, x: (k, x[:1])), f"({KEY} is [1, 256], "),
         (OPTIMIZER, cut(9999), ""),
-        ("state.json", cut(10), "Expecting ',' delimiter"),
     ],
 )
 def test_a_damaged_checkpoint_is_one_line(whole, tmp_path, trainers, name, damage, words):
@@ -326,13 +327,19 @@ def test_a_damaged_checkpoint_is_one_line(whole, tmp_path, trainers, name, damag
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
     folder = tmp_path / "checkpoints" / "000002"
     damage(folder / name)
-    read = lambda out: checkpoints.read_state(out) and checkpoints.load(out, trainers)
-    error = error_from(read, tmp_path)
+    error = error_from(checkpoints.load, tmp_path, trainers)
     assert error.startswith(f"cannot read {folder / name} (") and words in error
     assert error.endswith(f"; to continue from 000001, rm -r {folder}")
     assert steps_saved(tmp_path) == ["000000", "000001", "000002"]
     shutil.rmtree(folder)
-    assert read(tmp_path) == 1
+    assert checkpoints.load(tmp_path, trainers) == 1
+
+
+def test_a_damaged_description_is_one_line(quick, one_step, capsys):
+    shutil.copytree(one_step, "run")
+    cut(99)(Path("run/settings.json"))
+    assert resume("run") == 2
+    assert error_of(capsys).startswith("error: cannot read run/settings.json (")
 
 
 @pytest.fixture(scope="module")
@@ -530,7 +537,7 @@ def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monke
 
 
 def hold(folder):
-    with checkpoints.claimed(folder, None):
+    with claimed(folder, None):
         Path("held").touch()
         signal.pause()
 
@@ -577,7 +584,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(judged, monkeypatch):
 
     def remove_half(path, *arguments, **options):
         if Path(path).name == "000001":
-            (Path(path) / "state.json").unlink()
+            (Path(path) / OPTIMIZER).unlink()
             keep("amid pruning")
         remove(path, *arguments, **options)
 
@@ -599,10 +606,19 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(judged, monkeypatch):
     kept.symlink_to(Path("elsewhere").resolve())
     assert resume("run --steps 6 --eval-every 5") == 0
     assert steps_saved("run") == [f"{step:06d}" for step in (0, 2, 3, 4, 5, 6)]
-    assert Path("elsewhere/state.json").exists()
+    assert Path("elsewhere", OPTIMIZER).exists()
 
 
 def test_paths_of_the_project_are_short_on_windows_too(monkeypatch):
     monkeypatch.setattr(os, "sep", "\\")
-    path = f"{checkpoints.ROOT}\\prompts\\train.txt"
-    assert checkpoints.shortened({"prompts": path}) == {"prompts": "prompts\\train.txt"}
+    path = f"{ROOT}\\prompts\\train.txt"
+    assert portable({"prompts": path}) == {"prompts": "prompts\\train.txt"}
+
+
+def test_only_the_beginning_of_a_path_is_the_projects(monkeypatch):
+    monkeypatch.setattr("runtime.resume.ROOT", Path("/app"))
+    values = {"prompts": "/data/app/a.txt", "reward": "clip=/app/c,/app/m.py:f,/x/app/m.py:f:2"}
+    assert portable(values) == {
+        "prompts": "/data/app/a.txt",
+        "reward": "clip=c,m.py:f,/x/app/m.py:f:2",
+    }

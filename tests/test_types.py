@@ -184,16 +184,17 @@ def test_an_evaluation_keeps_no_pictures_but_those_that_it_may_show(monkeypatch,
     monkeypatch.setattr(evaluation_module, "judge", judge)
     settings = SimpleNamespace(eval_count=99, group_size=6)
     record = SimpleNamespace(weights={"mine": 1.0}, judge="mine", done=0, ends=True)
-    record.records, record.write = {"evaluation": []}, lambda line: None
+    record.write, records = lambda line: None, {"evaluation": []}
     record.track = lambda numbers: None
-    record.append = lambda name, records: record.records[name].extend(records)
+    append = lambda name, more: records[name].extend(more)
+    record.folder = SimpleNamespace(records=records, append=append)
     record.draw_evaluation = lambda rows, prompts, pictures, *_: shown.append(pictures)
     reward = {"mine": Reward("mine")}
     data = SimpleNamespace(prompts=prompts, held_out=prompts, rewards=reward, judges=reward)
     evaluate(SimpleNamespace(machine=Machine([], CPU)), settings, data, record)
     may_show = lambda raw: rows_to_show(prompts, wrong_pictures(raw, "mine"))
     without_correct, first = may_show(raw)
-    rows = record.records["evaluation"][0]["rows"]
+    rows = records["evaluation"][0]["rows"]
     assert rows == (without_correct or first) and max(kept) <= 2 * 8 * 4 + 6
     assert {row: [*map(id, x)] for row, x in shown[0].items()} == {
         row: painted[row][:4] for row in rows

@@ -1,0 +1,144 @@
+"""The folder of a run: who may write to it, its records, settings.json, checkpoints, adapters."""
+
+import json
+import math
+import os
+from contextlib import contextmanager, suppress
+from itertools import count, takewhile
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from rewards import UserError
+from runtime import checkpoints, ranks, resume
+from runtime.errors import writing
+
+RECORDS = "metrics", "groups", "evaluation"  # .jsonl
+
+
+class RunFolder:
+    """What a run writes to the folder `out`, for --resume and for people. The first rank writes.
+
+    made_of: see resume.py. trainers: see checkpoints.copied. done: steps made so far. When a run is
+    resumed, records of later steps are removed first, as is a line that a kill cut short.
+    """
+
+    def __init__(self, out, settings, made_of, trainers, done):
+        self.out = out
+        self.settings = settings
+        self.made_of = made_of
+        self.trainers = trainers
+        self.writes = ranks.rank() == 0
+        self.records = {name: read_jsonl(out / f"{name}.jsonl", done) for name in RECORDS}
+        if self.writes:
+            with writing(out):
+                for name, records in self.records.items():
+                    (out / f".{name}.jsonl").write_text(as_lines(records))
+                    os.replace(out / f".{name}.jsonl", out / f"{name}.jsonl")
+                resume.describe(out, settings, made_of)
+                if settings.steps > 0 and not settings.resume:
+                    started = checkpoints.find_adapters(settings.adapter)
+                    checkpoints.copy_adapters(started, out / "start")
+        self.keep(done)
+
+    def append(self, name, records):
+        """To a .jsonl file, with None for NaN, which JSON does not have."""
+        records = json.loads(json.dumps(records), parse_constant=lambda name: None)
+        self.records[name] += records
+        if self.writes:
+            with writing(self.out), open(self.out / f"{name}.jsonl", "a") as file:
+                file.write(as_lines(records))
+
+    def keep(self, step):
+        """What was learned up to a step, to be saved even if the next one breaks off midway."""
+        self.whole = step, checkpoints.copied(self.trainers) if self.writes else {}
+
+    def save(self):
+        """The last whole step. Settings go with it: memory that runs out changes some."""
+        if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
+            evaluated = {each["step"] for each in self.records["evaluation"]}
+            with writing(self.out):
+                checkpoints.save(self.out, *self.whole, evaluated)
+                resume.describe(self.out, self.settings, self.made_of)
+
+    def how_to_continue(self, diverged=None):
+        """In words. diverged: the step whose policy has diverged, if one has."""
+        return checkpoints.how_to_continue(self.out, diverged)
+
+    def export(self, glm_image):
+        """The adapters of the last checkpoint, for other programs to load."""
+        if self.writes:
+            with writing(self.out):
+                adapters = checkpoints.find_adapters(checkpoints.find(self.out)[-1])
+                checkpoints.copy_adapters(adapters, self.out)
+                if "decoder-adapter" in adapters:
+                    glm_image.save_decoder_adapter(self.out / "decoder-adapter")
+
+
+def read_jsonl(path, last_step=math.inf):
+    """The records in a file, up to a step. Damaged lines are left out."""
+    records = []
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            records += [record] if record["step"] <= last_step else []
+        except (ValueError, LookupError, TypeError):
+            if number < len(lines):  # else a kill has cut it short
+                print(f"warning: line {number} of {path} is damaged, and left out")
+    return records
+
+
+def as_lines(records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+# ---- who may write to it -------------------------------------------------------------------------
+
+
+@contextmanager
+def claimed(resumed, name):
+    """The folder of --resume or --out, or the next free runs/N: no other process can take it.
+
+    If nothing is written to it, it is removed, with what folders were made for it. A kill ends the
+    lock.
+    """
+    if ranks.rank() > 0:
+        yield ranks.gather(None)[0]
+        return
+    out = Path(resumed or name or "runs")
+    before = next(folder for folder in (out, *out.parents) if folder.exists())
+    for file in out.rglob("*") if resumed or name else ():
+        if file.is_symlink() and not file.is_dir():  # a folder may be on another disk
+            raise UserError(
+                f"{file} is a link, which a run would write through: copy the file there"
+            )
+    with writing(out):
+        out = out if resumed or name else next_folder(out)
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            busy = f"another process is at work on the run in {out}: wait for it, or stop it"
+            raise UserError(busy) from None
+    try:
+        if resumed is None and resume.is_run(out):
+            hint = checkpoints.how_to_continue(out)
+            more = [f"{out} already holds a run; choose another --out", hint]
+            raise UserError(", or ".join(filter(None, more)))
+        yield ranks.gather(out)[0]
+    finally:
+        with suppress(OSError):  # Windows removes no open file: there the release does it
+            os.remove(lock.lock_file)
+        lock.release()
+        with suppress(OSError):  # something was written
+            for folder in takewhile(lambda folder: folder != before, (out, *out.parents)):
+                folder.rmdir()
+
+
+def next_folder(parent):
+    for number in count(1):
+        with suppress(FileExistsError):
+            (parent / str(number)).mkdir(parents=True)
+            return parent / str(number)

@@ -1,0 +1,147 @@
+"""What a run is, as settings.json in its folder says, and whether a resumed run is that run."""
+
+import json
+import os
+import re
+import subprocess
+from contextlib import suppress
+from dataclasses import fields
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+from PIL import Image
+
+from rewards import UserError
+from runtime import checkpoints, ranks
+from runtime.errors import option, readable
+
+ROOT = Path(__file__).resolve().parent.parent
+# Settings that name files or folders which a run reads.
+PATHS = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
+# A resumed run may change these. Its files may lie elsewhere: compare() looks at their contents.
+MAY_CHANGE = PATHS | {"steps", "eval_every", "save_every", "resume"}
+MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker"}
+
+
+# ---- settings.json -------------------------------------------------------------------------------
+
+
+def is_run(folder):
+    return (folder / "settings.json").is_file()
+
+
+def describe(out, settings, made_of):
+    """Writes settings.json, which a kill leaves as it was before. made_of: see inputs_of."""
+    text = json.dumps(portable(vars(settings)) | made_of, indent=2)
+    (out / ".settings.json").write_text(text)
+    os.replace(out / ".settings.json", out / "settings.json")
+
+
+def description(out):
+    """The settings of the run in `out`, and what it was made of."""
+    if not checkpoints.find(out):
+        raise UserError(f"there is no checkpoint in {out} to resume")
+    file = out / "settings.json"
+    with readable(f"read {file}"):
+        settings = json.loads(file.read_text())
+        return settings, {name: settings.pop(name) for name in ("inputs", "versions", "processes")}
+
+
+def portable(values):
+    """{name: value}; files of this project by their place in it: another clone finds its own."""
+    # In the text of --reward a path may also follow a comma or an equals sign.
+    root = re.compile(rf"(?<![^,=]){re.escape(f'{ROOT}{os.sep}')}")
+    return {
+        name: root.sub("", value) if isinstance(value, str) else value
+        for name, value in values.items()
+    }
+
+
+def kept_settings(given, kind):
+    """The settings of the run in --resume, {name: value}, with the flags that are given.
+
+    UserError for flags that would change what the run computes. kind: the class of its settings.
+    """
+    out = given["resume"]
+    before, made_of = description(Path(out))
+    given = {name: value for name, value in given.items() if (name, value) != ("base", "auto")}
+    if before.keys() != {each.name for each in fields(kind)}:
+        hint = f"start a new run from its adapter: --adapter {out}"
+        raise UserError(f"{out} was made by another script or version; {hint}")
+    differ = [
+        f"{option(name)} {value} (was {before[name]})"
+        for name, value in sorted(portable(given).items())
+        if name not in MAY_CHANGE and value != before[name]
+    ]
+    if differ:
+        raise UserError(f"a resumed run keeps its settings; different here: {', '.join(differ)}")
+    if made_of["processes"] != ranks.count():  # the prompts of a step would be others
+        began = f"{out} began with {made_of['processes']} processes"
+        raise UserError(f"{began}: start as many by torchrun")
+    kept = {name: str(value) for name, value in sorted(before.items()) if name not in given}
+    if code := [f"{option(name)} {value}" for name, value in kept.items() if ".py:" in value]:
+        print(f"{out} runs code, as when it began: {' '.join(code)}")
+    start = Path(out, "start")  # its own copy of the adapters that it began with
+    return before | ({"adapter": str(start)} if start.exists() else {}) | given
+
+
+# ---- what a run is made of -----------------------------------------------------------------------
+
+
+def inputs_of(prompts, held_out, adapters, rewards):
+    """What a run is made of: {"inputs": {name: hash}, "versions", "processes"}.
+
+    adapters: {name: folder}. rewards: {name: file}.
+    """
+    inputs = {"--prompts": hash_of(prompts), "--eval-prompts": hash_of(held_out)}
+    for name, folder in adapters.items():
+        files = folder / checkpoints.CONFIG, folder / checkpoints.WEIGHTS
+        inputs[f"--adapter, {name}"] = sha256(b"".join(map(Path.read_bytes, files))).hexdigest()
+    for name, file in rewards.items():
+        inputs[name] = sha256(file.read_bytes()).hexdigest()
+    return {"inputs": inputs, "versions": versions(), "processes": ranks.count()}
+
+
+def hash_of(prompts):
+    """Of prompts, their types, and what rewards are given beside their pictures."""
+    digest = sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.text, prompt.type, prompt.row)).encode())
+        for given in prompt.for_rewards().values():
+            digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
+    return digest.hexdigest()
+
+
+def versions():
+    """{name: version} of what makes a run's numbers; the commit, if the project is a clone."""
+    found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
+    command = "git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"
+    with suppress(OSError, subprocess.CalledProcessError):
+        if (ROOT / ".git").exists():
+            answer = subprocess.run(command, capture_output=True, text=True, check=True)
+            found["commit"] = answer.stdout.strip()
+    return {"commit": None} | found
+
+
+def compare(out, made_of):
+    """What the run in `out` was made of when it began, beside what it is made of now.
+
+    UserError for other prompts, pictures or adapters; a warning for other rewards and versions.
+    Returns what it was made of when it began.
+    """
+    began = description(Path(out))[1]
+    now = made_of["inputs"]
+    changed = [name for name in now if now[name] != began["inputs"].get(name)]
+    if flags := [name for name in changed if name.startswith("--")]:
+        raise UserError(
+            f"{out} was started with other prompts, pictures or adapters ({'; '.join(flags)}): "
+            f"restore the files, or start a new run from its adapter: --adapter {out}"
+        )
+    for name in changed:
+        print(f"warning: the file of {name} has changed since the run began")
+    before, now = began["versions"], made_of["versions"]
+    other = [name for name in now if now[name] != before[name]]
+    if changed := [f"{name} {before[name]} ({now[name]} now)" for name in other]:
+        print(f"warning: {out} began with {', '.join(changed)}: numbers may differ")
+    return began
