@@ -228,8 +228,10 @@ def find_file(name):
     """The file of my_file.py:function, which is also found beside this one."""
     path = name.rpartition(":")[0]
     if not path.endswith(".py"):
-        known = ", ".join(sorted(REWARDS))
-        raise UserError(f"unknown reward {name!r}; known: {known}; your own: file.py:function")
+        known = f"known: {', '.join(sorted(REWARDS))}; your own: file.py:function"
+        if "/" in name:
+            known = "a path ends in .py:function, and has no comma, which ends a reward"
+        raise UserError(f"unknown reward {name!r}; {known}")
     file = Path(path) if Path(path).is_file() else Path(__file__).parent / path
     if not file.is_file():
         raise UserError(f"the file {path} does not exist")
@@ -261,7 +263,11 @@ def load_from_file(name):
         sys.modules[module] = module_from_spec(spec_from_file_location(module, file))
         # Not by spec.loader, which may take an older text of the file from __pycache__.
         code = compile(file.read_bytes(), file, "exec")
-        exec(code, vars(sys.modules[module]))  # noqa: S102
+        try:
+            exec(code, vars(sys.modules[module]))  # noqa: S102
+        except ModuleNotFoundError as error:
+            missing = f"pip install {error.name}, or put {error.name}.py beside it"
+            raise UserError(f"cannot run {file} ({error}): {missing}") from error
     function = name.rpartition(":")[2]
     if not hasattr(sys.modules[module], function):
         raise UserError(f"{file} has no function {function!r}")

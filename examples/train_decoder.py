@@ -128,6 +128,16 @@ class DecoderSettings(Settings):
             self.paintings = self.group_size
 
     @property
+    def sizes(self):
+        if self.train == "both":
+            return f"{self.group_size} code sequences, each painted {self.paintings} times"
+        return f"{self.group_size} paintings"
+
+    @property
+    def spread(self):
+        return "--temperature or --noise-level" if self.train == "both" else "--noise-level"
+
+    @property
     def sequences(self):
         """G, code sequences per prompt."""
         return self.group_size if self.train == "both" else 1

@@ -3,6 +3,7 @@
 import math
 import re
 import unicodedata
+from importlib.util import find_spec
 
 import torch
 from PIL import Image
@@ -43,6 +44,9 @@ class Text:
     """
 
     def __init__(self):
+        missing = [name for name in ("rapidocr", "onnxruntime") if find_spec(name) is None]
+        if missing:
+            raise ImportError(f"pip install {' '.join(missing)}")
         from rapidocr import RapidOCR
 
         # Three times faster.

@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from io import BytesIO
+from io import BytesIO, TextIOWrapper
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -82,7 +82,9 @@ def evenly(prompts, count):
 def read_file(path):
     """The Prompts in a text file, or in a .jsonl file, their lines counted from 1."""
     with readable(f"read the prompts file {path}"):
-        text = Path(path).read_text(encoding="utf-8-sig")
+        content = BytesIO(Path(path).read_bytes())
+    with readable(f"read the prompts file {path}", "; save the file as UTF-8"):
+        text = TextIOWrapper(content, "utf-8-sig").read()
     # Not splitlines(): U+2028 and the like end no prompt.
     lines = enumerate(text.split("\n"), 1)
     prompts = read_rows(path, lines) if Path(path).suffix == ".jsonl" else read_lines(path, lines)
@@ -157,7 +159,8 @@ def read_pictures(folder, kind, count, size):
     if ".py:" in folder:
         found = images = bind(folder, load_from_file(folder))()
     elif not Path(folder).is_dir():
-        raise UserError(f"the folder of {kind} pictures {folder} does not exist")
+        what = "is a file; name its folder" if Path(folder).exists() else "does not exist"
+        raise UserError(f"the folder of {kind} pictures {folder} {what}")
     else:
         in_order = lambda file: re.sub(
             "[0-9]+", lambda digits: digits[0].zfill(9), file.name.casefold()

@@ -166,7 +166,7 @@ class Record:
         if not any(x != 0 for each in metrics for name, x in each.items() if "grad_norm" in name):
             self.write(
                 "warning: nothing was learned: no group had unequal rewards; use another reward, "
-                "a higher --temperature or larger groups"
+                f"a higher {self.settings.spread} or larger groups"
             )
 
     def finish(self):

@@ -17,6 +17,7 @@ from runtime import checkpoints, ranks
 from runtime.errors import option, readable
 
 ROOT = Path(__file__).resolve().parent.parent
+MADE_OF = "inputs", "versions", "processes"  # see inputs_of
 # Settings that name files or folders which a run reads.
 PATHS = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
 # A resumed run may change these. Its files may lie elsewhere: compare() looks at their contents.
@@ -45,7 +46,7 @@ def description(out):
     file = out / "settings.json"
     with readable(f"read {file}"):
         settings = json.loads(file.read_text())
-        return settings, {name: settings.pop(name) for name in ("inputs", "versions", "processes")}
+        return settings, {name: settings.pop(name) for name in MADE_OF}
 
 
 def portable(values):

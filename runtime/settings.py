@@ -19,7 +19,7 @@ from rewards import REWARDS, UserError, parse_rewards, weights_of
 from runtime import checkpoints, ranks
 from runtime.errors import option, readable
 from runtime.record import counted
-from runtime.resume import PATHS, ROOT, kept_settings, portable
+from runtime.resume import MADE_OF, PATHS, ROOT, kept_settings, portable
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
@@ -177,6 +177,16 @@ class Settings(GRPOSettings):
         if self.combine is None:
             self.combine = "zscore" if len(weights) > 1 else "sum"
 
+    @property
+    def sizes(self):
+        """What a group is made of, in words."""
+        return f"{self.group_size}"
+
+    @property
+    def spread(self):
+        """The flag by which pictures of a group differ more."""
+        return "--temperature"
+
     def for_evaluation(self):
         """As the model is used after training."""
         settings = copy(self)  # not replace(), which would check these as settings of a step
@@ -282,6 +292,10 @@ def build_parser(kind=Settings):
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
         groups[heading].add_argument(option(name), help=words, **argument_of(by_name[name].type))
+    words = (
+        "JSON file of settings, such as runs/1/settings.json, to begin a run like that; flags win"
+    )
+    parser.add_argument("--config", help=words, metavar="FILE")
     return parser
 
 
@@ -318,12 +332,18 @@ def argument_of(hint):
 def parse_settings(arguments=None, kind=Settings):
     """The Settings of a command line.
 
-    Its flags come before the settings of the run that it resumes, or before the model's defaults.
-    kind: the class, in examples/ another than Settings.
+    Its flags come before the settings of the run that it resumes, or before those in --config,
+    which come before the model's defaults. kind: the class, in examples/ another than Settings.
     """
     given = vars(build_parser(kind).parse_args(arguments))
+    config = given.pop("config", None)
     if "resume" in given:
+        if config:
+            raise UserError(
+                "--config has no effect with --resume: a resumed run keeps its settings"
+            )
         return kind(**kept_settings(given, kind))
+    given = (read_config(config, kind) if config else {}) | given
     model = find_path(given.get("model")) or default_model()
     tiny = is_tiny(model)
     settings = kind(**(kind.tiny if tiny else {}) | given | {"model": model})
@@ -335,6 +355,28 @@ def parse_settings(arguments=None, kind=Settings):
     return settings
 
 
+def read_config(file, kind):
+    """{name: value} of the settings in a JSON file, each checked as its flag is.
+
+    Of a run's settings.json, its folder and what it was made of are left out. So is a setting that
+    only followed from others: now it follows from the flags.
+    """
+    with readable(f"use --config {file}", '; an example: {"steps": 50, "lr": 1e-4}'):
+        values = dict(json.loads(Path(file).read_text("utf-8-sig")))
+        if of_run := "versions" in values:
+            left_out = {*MADE_OF, "out", "resume"}
+            values = {name: values[name] for name in values.keys() - left_out}
+        if unknown := values.keys() - {each.name for each in fields(kind)}:
+            raise ValueError(f"no settings of this script: {', '.join(sorted(unknown))}")
+        words = [f"{option(name)}={x}" for name, x in values.items() if x is not None]
+        given = vars(build_parser(kind).parse_args(words))
+        for name in ("combine", "paintings") if of_run else ():
+            rest = {other: value for other, value in given.items() if other != name}
+            if name in given and getattr(kind(**rest), name) == given[name]:
+                given = rest
+    return given
+
+
 def print_start(settings, out, device, num_prompts, num_held_out):
     """What runs where, and how much there is to do."""
     name = f"CPU in float32, {counted(torch.get_num_threads(), 'thread')} (OMP_NUM_THREADS)"
@@ -342,4 +384,4 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     groups = counted(settings.prompts_per_step * ranks.count(), "group")
     prompts = f"{counted(num_prompts, 'prompt')}, {num_held_out} held out"
-    print(f"a step: {groups} of {settings.group_size}; {prompts}; output folder: {out}", flush=True)
+    print(f"a step: {groups} of {settings.sizes}; {prompts}; output folder: {out}", flush=True)

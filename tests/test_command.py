@@ -215,12 +215,49 @@ def test_every_setting_is_a_flag_with_help(capsys):
     for kind, first in ({settings.Settings: []} | more).items():
         parser = settings.build_parser(kind)
         assert [group.title for group in parser._action_groups[2:]] == [*first, *headings]
-        flags = {action.dest: action for action in parser._actions if action.dest != "help"}
+        flags = {
+            action.dest: action
+            for action in parser._actions
+            if action.dest not in ("help", "config")
+        }
         assert {*flags} == {each.name for each in fields(kind)}
         assert all(action.help for action in flags.values())
     assert "(default: ssim:1,mse:1 for tiny, edit:1,keep:0.2 for GLM" in flags["reward"].help
     with pytest.raises(UserError):  # no abbreviations: later flags must not change a command
         train.parse_settings(["--group", "4"])
+
+
+def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
+    """Flags win. What only followed from another setting follows from the flag."""
+    assert quick(BOTH, "--steps 1 --reward mse --targets targets --out run") == 0
+    of_run = json.loads(Path("run/settings.json").read_text())
+    parsed = lambda *flags: vars(train.parse_settings(flags, train_decoder.DecoderSettings))
+    again = parsed("--config", "run/settings.json", "--lr", "0.25")
+    there = lambda value: f"{ROOT}/{value}" if str(value).startswith("tiny-") else value
+    differ = {name for name in again if again[name] != there(of_run[name])}
+    assert differ == {"out", "lr"} and (again["out"], again["lr"]) == (None, 0.25)
+    changed = parsed("--config", "run/settings.json", "--reward", "mse,ssim")
+    assert (again["combine"], changed["combine"]) == ("sum", "zscore")
+    own = {"paintings": 3, "combine": "sum", "reward": "mse,ssim", "out": "mine", "lr": 1e-3}
+    Path("own.json").write_text(json.dumps({**own, "eval_reward": "", "targets": None}))
+    found = parsed("--config", "own.json", "--train", "both", "--reward", "ssim,mse")
+    assert found.items() >= (own | {"reward": "ssim,mse", "eval_reward": ""}).items()
+    assert found["steps"] == 20  # of the tiny model
+    for text, words in (
+        ('{"lr": "fast"}', "--lr: invalid float value: 'fast'"),
+        ('{"speed": 3, "config": "own.json"}', "no settings of this script: config, speed"),
+        ('{"lr": -1}', "--lr: must be above 0"),
+        ("[3]", "an example: "),
+        ("{", "an example: "),
+    ):
+        Path("own.json").write_text(text)
+        assert words in error_from(parsed, "--config", "own.json", "--reward", "mse")
+    assert "no effect with --resume" in error_from(
+        parsed, "--config", "own.json", "--resume", "run"
+    )
+    assert "paintings, train)" in error_from(
+        train.parse_settings, ["--config", "run/settings.json"]
+    )
 
 
 def test_numbers_have_limits():
@@ -247,10 +284,16 @@ def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
     output = capsys.readouterr().out
     assert output.startswith("device: CPU in float32, 1 thread (OMP_NUM_THREADS)\n")
     assert "a step: 8 groups of 8; 32 prompts, 12 held out; output folder: runs/1" in output
+    for flags, sizes in (("", "8 paintings"), (BOTH, "8 code sequences, each painted 2 times")):
+        words = words_of([flags, "--model", TINY, "--group-size 8"])
+        chosen = train.parse_settings(words, train_decoder.DecoderSettings)
+        settings.print_start(chosen, Path("runs/1"), cpu, 32, 12)
+        assert f"groups of {sizes}; 32 prompts" in capsys.readouterr().out
 
 
 FILES = {
     "empty.txt": "\n  \n",
+    "needy.py": "import nowhere.part\n",
     "odd.py": "number = 5\nclass Judge: pass\ndef two(images, prompts): pass\n",
     "one.txt": "a red circle\n",
     "sign.txt": "a red circle\n\na blue <|image|>\n",
@@ -270,7 +313,17 @@ FILES = {
         ("--prompts missing.txt", "cannot read the prompts file missing.txt"),
         ("--prompts empty.txt", "has no prompt in it"),
         ("--prompts sign.txt", "line 3 of sign.txt contains <|image|>"),
+        ("--prompts utf16.txt", "; save the file as UTF-8"),
         ("--eval-targets missing", "missing does not exist"),
+        ("--targets one.txt", "pictures one.txt is a file; name its folder"),
+        (
+            "--reward ../mine,a/odd.py:two",
+            "'../mine'; a path ends in .py:function, and has no comma",
+        ),
+        (
+            "--reward needy.py:f",
+            "No module named 'nowhere'): pip install nowhere, or put nowhere.py",
+        ),
         ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'"),
         ("--reward good.py:judge,ssim --prompts one.txt", "'ssim' needs --targets"),
         ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
@@ -302,6 +355,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         Path(name).write_text(text)
     judge_file("bad", "[1.0]")
     judge_file("good", "[1.0] * len(images)")
+    Path("utf16.txt").write_text("a red circle\n", encoding="utf-16")
     Path("few").mkdir()
     Path("new").mkdir()
     before = sorted(tmp_path.rglob("*"))

@@ -30,7 +30,7 @@ FILES = [ROOT / name for name in NAMES] or sorted([*ROOT.glob("*.py"), *ROOT.glo
 FILES = [file for file in FILES if file.exists()]
 TESTS = [file for file in FILES if "test" in str(file.relative_to(ROOT))]
 SOURCES = [file for file in FILES if file not in TESTS]
-FLAGS = 39  # of --help
+FLAGS = 40  # of --help
 # Not "--eval-...", which names several.
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w.-]*\.\.)")
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -561,7 +561,7 @@ def test_a_function_that_is_not_in_its_file_is_named(monkeypatch):
     words = "my_reward.py has no function 'nothing'"
     assert words in refusal("examples/my_reward.py:nothing")
     monkeypatch.setitem(sys.modules, "rapidocr", None)
-    assert re.match("cannot load reward 'text': .*rapidocr", refusal("text"))
+    assert re.match("cannot load reward 'text': .*pip install rapidocr", refusal("text"))
 
 
 def test_names_and_weights():
