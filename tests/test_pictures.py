@@ -245,11 +245,10 @@ def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
         assert isinstance(font_for(text, 15), ImageFont.FreeTypeFont)
 
 
-def test_before_and_after_stand_side_by_side(tmp_path, monkeypatch):
+def test_before_and_after_stand_side_by_side(tmp_path, judged):
     """The labels once."""
     record = Record.__new__(Record)
     record.judge, record.folder = None, MagicMock(out=tmp_path, writes=True)
-    monkeypatch.setattr("runtime.record.draw_curves", lambda *given: None)
 
     def draw(step, colour):
         record.done = step

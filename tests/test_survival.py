@@ -217,8 +217,11 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     assert resume("run", "--steps 2") == 0
 
 
-def test_zero_steps_evaluates_only(judged, one_step):
+def test_zero_steps_evaluates_only(judged, one_step, monkeypatch, capsys):
+    """Without matplotlib there are no curves, and a line says so."""
+    monkeypatch.setattr("runtime.record.find_spec", lambda name: None)
     assert judged("--steps 0 --out base") == 0
+    assert "(reward.png): pip install matplotlib\n" in capsys.readouterr().out
     # A run that has ended leaves signals as it found them.
     assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == unheard
     assert records("base/evaluation.jsonl") == records(one_step / "evaluation.jsonl")[:1]
