@@ -5,7 +5,7 @@ Everything here is a run of train.main on short pictures; see conftest.py.
 """
 
 import dataclasses
-import io
+import errno
 import multiprocessing
 import os
 import resource
@@ -461,7 +461,7 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
     amid the adapter."""
     shutil.copytree(one_step, "a run")
     with monkeypatch.context() as patch:
-        full = lambda file, data: io.FileIO("/dev/full", "w").write(data)
+        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
         patch.setattr(Path, "write_bytes", full)
         assert resume("'a run' --steps 2") == 2
     output, errors = capsys.readouterr()
