@@ -110,7 +110,8 @@ class StopRequest:
 
     def receive(self, *_):
         # By os.write: print may have been interrupted by this very signal.
-        os.write(2, b"\nstopping: what has begun will be finished and saved\n")
+        again = b" (again: stop now)" * (ranks.count() == 1)
+        os.write(2, b"\nstopping: what has begun will be finished and saved" + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             self.__exit__()

@@ -40,14 +40,15 @@ def evaluate(run, settings, data, record, stop=None):
     if record.done in [each["step"] for each in evaluations]:
         return
     chosen = evaluations[0].get("rows") if evaluations else None  # to show: once, before training
-    sets = [evenly(each, settings.eval_count) for each in (data.prompts, data.held_out)]
+    sets = sets_of(settings, data)
     rewards = data.rewards | data.judges
     numbers, shares = {"step": record.done}, []
-    record.write(f"evaluating {counted(sum(map(len, sets)), 'prompt')}")
-    with run.machine.counting("prompt", sum(-(-len(prompts) // ranks.count()) for prompts in sets)):
-        for (name, seed), prompts in zip(SEEDS.items(), sets):
+    sizes = [*map(len, sets.values())]
+    record.write(f"evaluating {counted(sum(sizes), 'prompt')}")
+    with run.machine.counting("prompt", sum(-(-size // ranks.count()) for size in sizes)):
+        for name, prompts in sets.items():
             raw, pictures = {}, {}
-            judged = judge(run, settings, rewards, prompts, seed, stop, shares)
+            judged = judge(run, settings, rewards, prompts, SEEDS[name], stop, shares)
             for row, of_row, images in judged:
                 raw[row], pictures[row] = of_row, images[:SHOWN]
                 may_show = rows_to_show(prompts, wrong_pictures(raw, record.judge))
@@ -67,7 +68,7 @@ def evaluate(run, settings, data, record, stop=None):
     without_correct, first = rows_to_show(prompts, wrong)
     rows = numbers["rows"] = chosen or without_correct or first
     record.folder.append("evaluation", [numbers])
-    of_sets = {f"{name}/{key}": numbers[name][key][0] for name in SEEDS for key in values}
+    of_sets = {f"{name}/{key}": numbers[name][key][0] for name in sets for key in values}
     record.track({name: None if np.isnan(mean) else mean for name, mean in of_sets.items()})
     sides = [each for each in evaluations if each["step"] in (0, record.done)]
     by_type = record.judge or next(iter(record.weights))
@@ -79,6 +80,13 @@ def evaluate(run, settings, data, record, stop=None):
     pictures = of_all_ranks({row: pictures[row] for row in rows if row in pictures})
     record.draw_evaluation(rows, prompts, pictures, values["reward"], wrong)
     warn_of_other_ids(record, shares)
+
+
+def sets_of(settings, data):
+    """{"training", "held out": Prompts to judge}; without steps nothing is trained on."""
+    sets = {"training": data.prompts} if settings.steps > 0 else {}
+    sets["held out"] = data.held_out
+    return {name: evenly(prompts, settings.eval_count) for name, prompts in sets.items()}
 
 
 def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
@@ -189,7 +197,7 @@ def evaluation_table(records, by_type=None):
     by_type: the reward that gets a row for each type of prompts, too.
     """
     last = records[-1]
-    sets = "training", "held out"
+    sets = [name for name in SEEDS if name in last]
     types = dict.fromkeys(name.partition(", ")[2] for name in last if ", " in name)
 
     def row(label, reward, end=""):
@@ -205,7 +213,7 @@ def evaluation_table(records, by_type=None):
         prompts, images = last[name]["prompts"], last[name]["images"]
         group = counted(images // prompts, "picture")
         table[0].append(f"{name}: {counted(prompts, 'prompt')} x {group}")
-    for reward in shown_names(last["training"]):
+    for reward in shown_names(last["held out"]):
         table.append(row(reward.removeprefix("reward/"), reward))
         if reward == f"reward/{by_type}":
             table += [row(f"- {each}", reward, f", {each}") for each in types]

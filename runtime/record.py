@@ -53,6 +53,8 @@ class Record:
         self.done = done
         self.weights = weights_of(data.rewards)
         self.judge = next(iter(data.judges), None)
+        prompts = settings.prompts_per_step * ranks.count()
+        self.epochs_per_step = prompts / len(data.prompts)
         self.tracker = None
         if folder.writes and settings.tracker != "none":
             with readable(f"start --tracker {settings.tracker}"):
@@ -96,7 +98,8 @@ class Record:
         self.folder.append("groups", [*chain(*ranks.gather(groups))])
         self.folder.keep(done)
         self.machine.bar.update()
-        self.write(format_step(self.settings.steps, self.folder.records["metrics"][-1], self.line))
+        numbers = self.folder.records["metrics"][-1]
+        self.write(format_step(self.settings.steps, numbers, self.line, self.epochs_per_step))
         if self.folder.writes and (done % SAMPLE_EVERY == 0 or done == 1 or self.ends):
             with writing(self.folder.out):
                 self.draw_group(prompts, rollout, rewards["reward"])
@@ -230,10 +233,14 @@ def reward_metrics(rewards):
 # ---- lines ---------------------------------------------------------------------------------------
 
 
-def format_step(steps, numbers, parts):
-    """The line of a step: what is 0 or was not measured is left out."""
+def format_step(steps, numbers, parts, epochs_per_step=0):
+    """The line of a step: what is 0 or was not measured is left out.
+
+    A run that trains on its prompts more than once also says how often so far.
+    """
     reward = with_error(numbers["reward"], numbers["reward_std"])
-    words = [f"step {numbers['step']}/{steps}", f"reward {reward}"]
+    epoch = f", epoch {numbers['step'] * epochs_per_step:.1f}" * (steps * epochs_per_step > 1)
+    words = [f"step {numbers['step']}/{steps}{epoch}", f"reward {reward}"]
     names = shown_names(numbers)
     for name in names if len(names) > 1 else ():
         if name != "reward":
@@ -318,13 +325,14 @@ def draw_curves(metrics, evaluations, file):
     """
     from matplotlib.figure import Figure
 
-    names = shown_names(evaluations[-1]["training"])
+    names = shown_names(evaluations[-1]["held out"])
     figure = Figure((4 * len(names), 3), layout="constrained")
     (row,) = figure.subplots(1, len(names), squeeze=False)
     for axes, name in zip(row, names):
         curves = [[(each["step"], each.get(name)) for each in metrics]]
         for prompts in ("training", "held out"):
-            curves.append([(each["step"], each[prompts][name][0]) for each in evaluations])
+            judged = [each for each in evaluations if prompts in each]
+            curves.append([(each["step"], each[prompts][name][0]) for each in judged])
         for (label, colour), points in zip(CURVES.items(), curves):
             points = np.array(points, float).reshape(-1, 2)  # (steps, 2), NaN for None
             axes.plot(*points.T, ".-", color=colour, label=label)

@@ -76,7 +76,12 @@ def kept_settings(given, kind):
         if name not in MAY_CHANGE and value != before[name]
     ]
     if differ:
-        raise UserError(f"a resumed run keeps its settings; different here: {', '.join(differ)}")
+        free = ", ".join(option(name) for name in sorted(MAY_CHANGE - PATHS - {"resume"}))
+        raise UserError(
+            f"a resumed run keeps its settings; different here: {', '.join(differ)}; "
+            f"free to change are {free}; to change others, start a new run from its adapter: "
+            f"--adapter {out}"
+        )
     if made_of["processes"] != ranks.count():  # the prompts of a step would be others
         began = f"{out} began with {made_of['processes']} processes"
         raise UserError(f"{began}: start as many by torchrun")

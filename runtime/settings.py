@@ -59,7 +59,7 @@ class Settings(GRPOSettings):
     prompts_per_step: int = 4
     # order of the prompts: shuffled in each epoch, or the file's, as for a curriculum
     order: Literal["shuffled", "file"] = "shuffled"
-    # training steps; 0 evaluates only
+    # training steps; 0 only evaluates, the held-out prompts alone
     steps: int = 200
     # AdamW's learning rate
     lr: float = 2e-5

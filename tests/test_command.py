@@ -204,7 +204,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
     output = " ".join(capsys.readouterr().out.split())
     for words in (
         "a published one; with --steps 0 only evaluate them --prompts",
-        "training steps; 0 evaluates only (default: 20 for tiny, 200 for GLM-Image) --lr",
+        "training steps; 0 only evaluates, the held-out prompts alone (default: 20 for tiny, 200 for ",
         "halved where GPU memory runs out (default: 4)",
         "REWARDS: mse, ssim, lpips",
     ):
@@ -664,6 +664,8 @@ def test_the_line_of_a_step_by_hand():
     tiny = format_step(20, NUMBERS | {"reward_std": 4.2e-5}, {})
     # 0.000 beside "25% without spread" would contradict it.
     assert tiny.startswith("step 3/20 | reward 1.250 +- 4e-05 | a")
+    for epochs, words in ((1 / 20, "step 3/20 |"), (0.7, "step 3/20, epoch 2.1 |")):
+        assert format_step(20, NUMBERS, {}, epochs).startswith(words)
     lone = {name: x for name, x in (NUMBERS | trouble).items() if "/b" not in name}
     assert format_step(20, lone, {}) == "step 3/20 | reward 1.250 +- 0.500"
     decoder = {**NUMBERS, "reward_std": None, "decoder/groups_without_spread": 0.5}
