@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from packaging.version import Version
 from tqdm import tqdm
 
 from card.model import sizes
@@ -16,13 +17,14 @@ from rewards import UserError
 from runtime import cpu, ranks
 from runtime.errors import out_of_memory
 
-# torch reads this at its first allocation, the older name first. Without the setting page-locked
-# memory comes in powers of two, 37.9 GB for 32.9 GB of weights, so that it can be used again, which
-# none is here.
+# By default torch rounds page-locked blocks up to powers of two so that it can reuse them: 37.9 GB
+# for 32.9 GB of weights. Nothing is reused here. torch reads the setting at its first allocation,
+# under the older name first; before 2.13 it does not know the setting, and would raise an error.
 OLDER_NAME = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOC_CONF = OLDER_NAME if OLDER_NAME in os.environ else "PYTORCH_ALLOC_CONF"
-own = os.environ.get(ALLOC_CONF, "")
-os.environ[ALLOC_CONF] = f"pinned_max_round_threshold_mb:1,{own}".rstrip(",")
+if Version(torch.__version__) >= Version("2.13"):
+    user_conf = os.environ.get(ALLOC_CONF, "")
+    os.environ[ALLOC_CONF] = f"pinned_max_round_threshold_mb:1,{user_conf}".rstrip(",")
 
 # Bytes that the work of most steps takes beside the largest model, and beside all of them.
 ALONE, TOGETHER = 4e9, 8e9
@@ -105,7 +107,9 @@ class Machine(cpu.Machine):
         """
         count_steps = lambda: sum(trainer.steps for trainer in run.trainers.values())
         before = count_steps()
+        timings = self.timings.copy()
         while True:
+            self.timings = timings.copy()  # a try that failed is no part of the step
             try:
                 return super().attempt(work, run, settings, rewards, prompts, seed)
             except RuntimeError as error:

@@ -33,8 +33,10 @@ def token_forward(glm_image, settings):
 
 
 def compile_decoder(transformer):
-    # Micro-batches of two sizes, with text to paint and without, are more than torch's limit.
-    transformer.compile_repeated_blocks(recompile_limit=32)
+    # Micro-batches of two sizes, with text to paint and without, are more than torch's limit. (Only
+    # torch 2.13 takes the limit as an argument.)
+    torch._dynamo.config.recompile_limit = 32
+    transformer.compile_repeated_blocks()
     transformer.forward = or_plain(transformer.forward)
 
 

@@ -1,5 +1,6 @@
 """What a run meets on a card: memory that runs out, models that take turns, several GPUs."""
 
+import itertools
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,6 +197,25 @@ def test_what_the_error_held_is_free_before_work_is_called_again():
 
     room = room_for(2, release=lambda: held.append("released"))
     assert attempt(work, *room, 2**40) == "done"
+
+
+def test_a_try_that_failed_is_no_part_of_a_steps_seconds(monkeypatch):
+    monkeypatch.setattr("time.perf_counter", itertools.count().__next__)  # a phase takes a second
+    run, settings, *given = room_for(2)
+    settings.offload = "no"
+    tries = []
+
+    def work(*given):
+        with run.machine.phase("sample"):
+            tries.append(1)
+        if len(tries) == 1:
+            raise FULL
+
+    with run.machine.phase("load"):
+        pass
+    attempt(work, run, settings, *given, 0)
+    seconds = {"seconds/load": 1, "seconds/sample": 1, "seconds": 2}
+    assert run.machine.read() == seconds | {"gpu_gb": 0} and len(tries) == 2
 
 
 def test_several_ranks_do_not_repeat(monkeypatch):

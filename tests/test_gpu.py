@@ -34,13 +34,21 @@ from conftest import (
     seeded,
     tiny_settings,
 )
+from peft.tuners.lora import LoraLayer
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
 import train
 from card import memory as gpu
 from card import token_forward
-from card.forward import CapturedForward, CheckedGRPO, grouped_attention, or_plain
+from card.forward import (
+    CapturedForward,
+    CheckedGRPO,
+    SummedLinear,
+    grouped_attention,
+    or_plain,
+    sum_products,
+)
 from card.memory import Machine, plan
 from card.model import compile_decoder, round_weights, sizes
 from glm_image.model import GlmImage
@@ -293,6 +301,13 @@ def test_the_allocators_setting_joins_those_of_the_user(monkeypatch, name):
     assert os.environ[name] == "pinned_max_round_threshold_mb:1,expandable_segments:True"
 
 
+def test_an_older_torch_is_not_given_a_setting_that_it_refuses(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    runpy.run_path(f"{ROOT}/card/memory.py")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
 def test_turns_begin_amid_a_run(lockable, monkeypatch):
     """Weights and buffers go back to where they were loaded, and what learns stays."""
     model = frozen()
@@ -495,12 +510,35 @@ def test_the_decoders_blocks_are_compiled_where_only_the_codes_learn(
     pipe, monkeypatch, kind, compiled
 ):
     calls = []
-    compile_blocks = lambda model, recompile_limit: calls.append(recompile_limit)
+    compile_blocks = lambda model: calls.append(torch._dynamo.config.recompile_limit)
     monkeypatch.setattr(type(pipe.transformer), "compile_repeated_blocks", compile_blocks)
     monkeypatch.setattr(pipe.transformer, "forward", pipe.transformer.forward)
     settings = tiny_settings("--prompts-per-step 3 --group-size 5")
-    assert token_forward(kind(pipe), settings).rows == 15
-    assert calls == [32] * compiled  # torch's own limit is 8
+    with torch._dynamo.config.patch(recompile_limit=8):  # torch's own limit
+        assert token_forward(kind(pipe), settings).rows == 15
+    assert calls == [32] * compiled
+
+
+def test_an_adapters_products_for_one_compiled_token_are_sums(glm, monkeypatch):
+    """Equal to torch's products but for rounding; an update, and a CPU, keep torch's products."""
+    layers = [module.lora_A["default"] for module in glm.modules() if isinstance(module, LoraLayer)]
+    layers += [
+        module.lora_B["default"] for module in glm.modules() if isinstance(module, LoraLayer)
+    ]
+    inputs = [torch.randn(5, 1, layer.in_features) for layer in layers]
+    expected = [layer(x) for layer, x in zip(layers, inputs)]
+    sum_products(glm)
+    assert {type(layer) for layer in layers} == {SummedLinear}
+    products, stock = [], torch.nn.Linear.forward
+    count = lambda layer, x: (products.append(layer), stock(layer, x))[1]
+    monkeypatch.setattr(torch.nn.Linear, "forward", count)
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda value=compiling: value)
+        for layer, x, output in zip(layers, inputs, expected):
+            torch.testing.assert_close(layer(x), output)
+        assert len(products) == len(layers)  # of the first round alone
+    layers[0](inputs[0].transpose(0, 1))
+    assert len(products) == len(layers) + 1
 
 
 def test_a_compiled_step_follows_the_adapter_and_its_cache_is_free_at_once(
