@@ -623,8 +623,8 @@ class Offload:
     """Lets models, now on the CPU, take turns on a GPU that cannot hold all: all_but(policy).
 
     Frozen weights live in page-locked host memory, which a GPU reads at the full speed of its bus.
-    Without `pin` they stay where they are, such as mapped from a file, and are read five times as
-    slowly. They are copied up when needed and then dropped, for they do not change. What is trained
+    Without `pin` they stay where they are, such as mapped from a file, and are read a third as
+    fast. They are copied up when needed and then dropped, for they do not change. What is trained
     is small, and stays on the device. on_evict: called after weights have left the GPU: a CUDA
     graph that read them must be dropped.
     """
