@@ -191,7 +191,7 @@ def train(settings, run_class=Run):
         run = run_class.load(settings, data, device, turns)
         first = checkpoints.load(out, run.trainers) if settings.resume else 0
         folder = RunFolder(out, settings, data.made_of, run.trainers, first)
-        stop = StopRequest()
+        stop = StopRequest(folder.save)
         record = run.Record(folder, settings, data, run.machine, stop, first)
         with stop, rescued(record, folder):
             loop(run, settings, data, record, folder, stop)
@@ -223,9 +223,10 @@ def loop(run, settings, data, record, folder, stop):
             )
             record.step(step + 1, prompts, rollout, metrics)
             del rollout  # a decoder's denoising paths are gone before the next step makes its own
-            if due(step + 1, settings.save_every) or due(step + 1, settings.eval_every):
+            if folder.overdue or due(step + 1, settings.save_every):
                 folder.save()
             if due(step + 1, settings.eval_every):
+                folder.save()
                 evaluate(run, settings, data, record)
     folder.save()
     if record.done < settings.steps:

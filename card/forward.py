@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo import GRPO, NotFinite
-from runtime.errors import out_of_memory
+from runtime.errors import out_of_memory, say
 
 
 def or_plain(function):
@@ -38,7 +38,7 @@ def or_plain(function):
 
 def slower(what, error, instead):
     reason = " ".join(str(error).split())[:150]
-    print(f"{what} ({reason}): {instead}, more slowly", flush=True)
+    say(f"{what} ({reason}): {instead}, more slowly")
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):

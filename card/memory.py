@@ -9,13 +9,12 @@ from pathlib import Path
 import psutil
 import torch
 from packaging.version import Version
-from tqdm import tqdm
 
 from card.model import sizes
 from grpo import Offload
 from rewards import UserError
 from runtime import cpu, ranks
-from runtime.errors import out_of_memory
+from runtime.errors import out_of_memory, say
 
 # By default torch rounds page-locked blocks up to powers of two so that it can reuse them: 37.9 GB
 # for 32.9 GB of weights. Nothing is reused here. torch reads the setting at its first allocation,
@@ -88,7 +87,7 @@ class Machine(cpu.Machine):
             self.offload = Offload(self.models, self.device, self.release, pin)
         except RuntimeError as error:  # from cudaHostAlloc: WSL2 locks 1 to 4 GB
             reason = str(error).strip().split("\n")[0]
-            print(f"memory: page-locking stopped ({reason}): the rest moves more slowly")
+            say(f"memory: page-locking stopped ({reason}): the rest moves more slowly")
             self.offload = Offload(self.models, self.device, self.release, pin=False)
 
     def can_take_turns(self):
@@ -129,7 +128,7 @@ class Machine(cpu.Machine):
                 settings.micro_batch_size //= 2
                 change = f"--micro-batch-size is {settings.micro_batch_size}"
             full = f"memory: the GPU is full in the phase '{self.name}'"
-            tqdm.write(f"{full}: from here on {change}")
+            say(f"{full}: from here on {change}")
 
 
 # ---- what fits -----------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
-"""What breaks a run off: the last whole step is saved, and the user reads one line."""
+"""What breaks a run off, signals too: whole steps are saved, and the user reads one line."""
 
 import os
 import signal
 import sys
+import threading
 from contextlib import contextmanager, suppress
 
 import torch
 from safetensors import SafetensorError
+from tqdm import tqdm
 
 from grpo import NotFinite
 from rewards import UserError
@@ -16,6 +18,15 @@ from runtime import ranks
 def option(name):
     """A setting as its flag."""
     return f"--{name.replace('_', '-')}"
+
+
+def say(line):
+    """Prints a line, above the bars; no run ends because its terminal, or a pipe, was closed."""
+    try:
+        tqdm.write(line)
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -47,6 +58,9 @@ def out_of_memory(error):
 
 def exit_code(run):
     """What run() returns; 2 after an error that the user can fix, on whichever rank."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError):  # a notebook has other streams
+            stream.reconfigure(errors="replace")  # a character that the console's code page lacks
     try:
         with ranks.joined():
             return run()
@@ -92,26 +106,37 @@ def rescued(record, folder):
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM: finish the step, save and evaluate; in the first evaluation, only save.
+    """Within it Ctrl-C, SIGTERM and SIGHUP (a terminal that closes) save the whole steps at once.
 
-    A second signal quits.
+    The step at hand is then finished, saved and evaluated; in the first evaluation a signal only
+    ends it. A second signal quits.
     """
 
-    def __init__(self):
+    def __init__(self, save):
+        """save: called when a signal comes; SIGKILL may follow seconds later."""
+        self.save = save
         self.received = False
+        self.before = {}  # {signal: handler}
 
     def __enter__(self):
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        self.before = {number: signal.signal(number, self.receive) for number in numbers}
+        if threading.current_thread() is not threading.main_thread():  # Python hands it no signals
+            return
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                self.before[number] = signal.signal(number, self.receive)
 
     def __exit__(self, *_):
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def receive(self, *_):
-        # By os.write: print may have been interrupted by this very signal.
         again = b" (again: stop now)" * (ranks.count() == 1)
-        os.write(2, b"\nstopping: what has begun will be finished and saved" + again + b"\n")
+        with suppress(OSError):  # the terminal may be closed
+            # By os.write: print may have been interrupted by this very signal.
+            os.write(2, b"\nstopping: the step at hand will be finished" + again + b"\n")
         self.received = True
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
             self.__exit__()
+        with suppress(UserError):  # a full disk: the checkpoint before stays
+            self.save()

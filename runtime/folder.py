@@ -1,11 +1,11 @@
 """The folder of a run: who may write to it, its records, settings.json, checkpoints, adapters."""
 
 import json
-import math
 import os
 from contextlib import contextmanager, suppress
 from itertools import count, takewhile
 from pathlib import Path
+from time import monotonic
 
 from filelock import FileLock, Timeout
 
@@ -14,6 +14,7 @@ from runtime import checkpoints, ranks, resume
 from runtime.errors import writing
 
 RECORDS = "metrics", "groups", "evaluation"  # .jsonl
+SAVE_SECONDS = 600  # a kill costs that much at most, or one step
 
 
 class RunFolder:
@@ -29,7 +30,17 @@ class RunFolder:
         self.made_of = made_of
         self.trainers = trainers
         self.writes = ranks.rank() == 0
-        self.records = {name: read_jsonl(out / f"{name}.jsonl", done) for name in RECORDS}
+        self.saving = False
+        self.saved_at = self.kept_at = monotonic()
+        found = {name: read_jsonl(out / f"{name}.jsonl") for name in RECORDS}
+        self.records = {
+            name: [each for each in records if each["step"] <= done]
+            for name, records in found.items()
+        }
+        if settings.resume:
+            later = len(found["metrics"]) - len(self.records["metrics"])
+            again = f"; its records of later steps ({later}) are made again" if later else ""
+            print(f"{out} goes on after step {done}{again}")
         if self.writes:
             with writing(out):
                 for name, records in self.records.items():
@@ -52,14 +63,29 @@ class RunFolder:
     def keep(self, step):
         """What was learned up to a step, to be saved even if the next one breaks off midway."""
         self.whole = step, checkpoints.copied(self.trainers) if self.writes else {}
+        self.step_seconds, self.kept_at = monotonic() - self.kept_at, monotonic()
+
+    @property
+    def overdue(self):
+        """Whether a kill at the end of the next step would cost more than SAVE_SECONDS."""
+        return self.kept_at + self.step_seconds - self.saved_at > SAVE_SECONDS
 
     def save(self):
-        """The last whole step. Settings go with it: memory that runs out changes some."""
-        if self.writes and self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
+        """The last whole step, also when a signal comes; if it comes in here, nothing more.
+
+        Settings go with it: memory that runs out changes some.
+        """
+        if self.saving or not self.writes or self.settings.steps == 0:  # which only evaluates
+            return
+        self.saving = True
+        try:
             evaluated = {each["step"] for each in self.records["evaluation"]}
             with writing(self.out):
                 checkpoints.save(self.out, *self.whole, evaluated)
                 resume.describe(self.out, self.settings, self.made_of)
+            self.saved_at = self.kept_at
+        finally:
+            self.saving = False
 
     def how_to_continue(self, diverged=None):
         """In words. diverged: the step whose policy has diverged, if one has."""
@@ -75,14 +101,14 @@ class RunFolder:
                     glm_image.save_decoder_adapter(self.out / "decoder-adapter")
 
 
-def read_jsonl(path, last_step=math.inf):
-    """The records in a file, up to a step. Damaged lines are left out."""
+def read_jsonl(path):
+    """The records in a file. Damaged lines are left out."""
     records = []
     lines = path.read_text(errors="replace").split("\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            records += [record] if record["step"] <= last_step else []
+            records += [record] if record["step"] >= 0 else []
         except (ValueError, LookupError, TypeError):
             if number < len(lines):  # else a kill has cut it short
                 print(f"warning: line {number} of {path} is damaged, and left out")

@@ -12,11 +12,10 @@ from itertools import chain
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from tqdm import tqdm
 
 from rewards import UserError, combine, weights_of
 from runtime import ranks
-from runtime.errors import readable, writing
+from runtime.errors import readable, say, writing
 from runtime.resume import portable
 
 SAMPLE_EVERY = 10  # steps between group-*.png
@@ -77,7 +76,7 @@ class Record:
         except UserError as error:
             self.write(f"warning: {error}")
 
-    write = staticmethod(tqdm.write)  # a line, above the bars
+    write = staticmethod(say)
 
     def step(self, done, prompts, rollout, metrics):
         """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""

@@ -126,7 +126,7 @@ class Settings(GRPOSettings):
     out: str = None
     # continue the run in this folder from its newest checkpoint
     resume: str = None
-    # steps between checkpoints
+    # steps between checkpoints; one comes sooner where ten minutes of work could be lost
     save_every: int = 20
     # send the numbers to a tracker, too
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"

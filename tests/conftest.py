@@ -199,7 +199,7 @@ def short_runs(folder):
     """In a folder with two prompts: train.main on short pictures. Yields it; it returns its exit
     code."""
     write_prompts(folder)
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.signal(number, unheard) for number in numbers]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

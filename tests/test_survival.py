@@ -6,11 +6,15 @@ Everything here is a run of train.main on short pictures; see conftest.py.
 
 import dataclasses
 import errno
+import io
 import multiprocessing
 import os
+import pty
 import resource
 import shutil
 import signal
+import sys
+import threading
 import time
 import warnings
 from contextlib import suppress
@@ -20,6 +24,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import (
+    QUICK,
     adapter_of,
     build_run,
     error_from,
@@ -42,6 +47,7 @@ from train_edits import EditSettings
 import train
 from rewards import UserError
 from runtime import checkpoints
+from runtime.errors import exit_code
 from runtime.folder import claimed
 from runtime.resume import ROOT, kept_settings, portable
 
@@ -68,6 +74,7 @@ def same_run(expected, found):
 # ---- going on ------------------------------------------------------------------------------------
 
 
+HEARD = "INT TERM HUP"  # signals
 DICE = "return torch.rand(len(images))"
 
 
@@ -102,6 +109,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
     output = capsys.readouterr().out
     assert output.count("is damaged, and left out") == 2
     assert "run runs code, as when it began: --reward mine.py:reward\n" in output
+    assert "run goes on after step 1; its records of later steps (2) are made again\n" in output
     changed = "warning: the file of mine.py:reward has changed since the run began\n"
     write_reward("return torch.zeros(len(images))")
     assert resume("run") == 0 and changed in capsys.readouterr().out and changed not in output
@@ -121,6 +129,18 @@ def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monk
     weights = load_file("run/checkpoints/000001/adapter/adapter_model.safetensors")
     moved = max(weight.abs().max().item() for name, weight in weights.items() if "lora_B" in name)
     assert moved == pytest.approx(0.01 / 3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "minutes, steps", [(4, [0, 2, 4, 5]), (20, [0, 1, 2, 3, 4, 5]), (1, [0, 5])]
+)
+def test_a_kill_costs_ten_minutes_or_one_step(quick, monkeypatch, minutes, steps):
+    """Of steps of four minutes the third would end after twelve."""
+    done = lambda: len(steps_of("run/metrics.jsonl")) if Path("run/metrics.jsonl").exists() else 0
+    monkeypatch.setattr(checkpoints, "KEPT", 9)
+    monkeypatch.setattr("runtime.folder.monotonic", lambda: 60 * minutes * done())
+    assert quick(*write_reward(""), "--steps 5 --out run") == 0
+    assert steps_saved("run") == [f"{step:06d}" for step in steps]
 
 
 def test_an_error_of_a_step_is_no_error_of_writing(quick, capfd):
@@ -230,7 +250,7 @@ def test_zero_steps_evaluates_only(judged, one_step, monkeypatch, capsys):
     assert judged("--steps 0 --out base") == 0
     assert "(reward.png): pip install matplotlib\n" in capsys.readouterr().out
     # A run that has ended leaves signals as it found them.
-    assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == unheard
+    assert {signal.getsignal(getattr(signal, f"SIG{x}")) for x in HEARD.split()} == {unheard}
     (expected, _), (found,) = (records(f"{run}/evaluation.jsonl") for run in (one_step, "base"))
     del expected["training"]
     assert found == expected
@@ -497,7 +517,7 @@ def test_a_signal_finishes_the_step_saves_and_evaluates(judged, capfd):
     typed = "--eval-prompts typed.txt --eval-count 2"
     assert judged(*reward, typed, "--steps 9 --eval-every 2 --out 'the run'") == 130
     output = "".join(capfd.readouterr())
-    assert "stopping: what has begun will be finished and saved" in output
+    assert "stopping: the step at hand will be finished (again: stop now)" in output
     assert "saved; continue with --resume 'the run'" in output
     assert output.count("| - b ") == 1  # the last table has the types
     assert steps_of("the run/metrics.jsonl") == [1, 2]
@@ -510,6 +530,67 @@ def test_a_signal_in_the_last_step_ends_a_run_that_is_complete(judged):
     reward = write_reward("if call == 4:\n    os.kill(os.getpid(), signal.SIGTERM)")
     assert judged(*reward, "--steps 1 --out run") == 0
     assert steps_of("run/evaluation.jsonl") == [0, 1]
+
+
+@pytest.mark.parametrize("name", HEARD.split())
+def test_a_signal_saves_the_whole_steps_at_once(quick, name):
+    """In the third step, whose end SIGKILL does not wait for."""
+    ask = "open('saved', 'a').write(' '.join(sorted(os.listdir('run/checkpoints'))) + '; ')"
+    kill = f"os.kill(os.getpid(), signal.SIG{name})"
+    reward = write_reward(f"if call == 4:\n    {ask}\n    {kill}\n    {ask}")
+    assert quick(*reward, "--steps 9 --out run") == 130
+    assert Path("saved").read_text() == "000000; 000000 000002; "
+    assert steps_saved("run") == ["000002", "000003"]
+
+
+def test_a_signal_amid_a_checkpoint_begins_no_second_one(quick, monkeypatch):
+    write, written = Path.write_bytes, []
+
+    def interrupted(file, data):
+        written.append(file.name)
+        if len(written) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        write(file, data)
+
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
+    assert quick(*write_reward(""), "--steps 9 --save-every 1 --out run") == 130
+    assert len(written) == 2 and steps_saved("run") == ["000000", "000001"]
+
+
+def test_nohup_and_another_thread_hear_no_signals(quick):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    reward = write_reward("if call == 2:\n    os.kill(os.getpid(), signal.SIGHUP)")
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(quick(*reward, "--steps 2 --out run")))
+    thread.start()
+    thread.join()
+    assert [*codes, quick(*reward, "--steps 2 --out again")] == [0, 0]
+
+
+def closed_terminal():
+    """For `prepare`: nobody reads on from the second step on."""
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    os.dup2(theirs, 1)
+    os.dup2(theirs, 2)
+    os.environ["TERMINAL"] = str(ours)
+
+
+def closed_pipe():
+    ours, theirs = os.pipe()
+    os.dup2(theirs, 1)
+    os.environ["TERMINAL"] = str(ours)
+
+
+@pytest.mark.parametrize("prepare", [closed_terminal, closed_pipe])
+def test_a_run_whose_output_nobody_reads_goes_on(start, prepare):
+    """It closes in the second step."""
+    close = "if call == 5:\n    os.close(int(os.environ['TERMINAL']))"
+    flags = str.split("--steps 3 --out run")
+    process = start(*QUICK, *write_reward(close), *flags, prepare=prepare)
+    process.join(60)
+    assert process.exitcode == 0, Path("output.txt").read_text()
+    assert steps_of("run/metrics.jsonl") == [1, 2, 3] and steps_of("run/evaluation.jsonl") == [0, 3]
 
 
 def test_a_signal_in_the_first_evaluation_ends_it(judged, capfd):
@@ -533,7 +614,7 @@ def test_a_second_signal_ends_at_once_and_loses_no_whole_step(quick, capfd):
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     assert quick(*reward, "--steps 9 --out run") == 130
     output, errors = capfd.readouterr()
-    assert "stopping: what has begun" in errors
+    assert "stopping: the step at hand" in errors
     assert "stopped in the phase 'score'; continue with --resume run\n" in output
     assert steps_of("run/metrics.jsonl") == [1] and steps_saved("run") == ["000000", "000001"]
 
@@ -543,6 +624,15 @@ def test_interrupted_before_the_first_step_there_is_nothing_to_save(quick, monke
     monkeypatch.setattr(train, "load", interrupt)
     assert quick("--steps 1") == 130
     assert not Path("runs").exists()
+
+
+def test_a_character_that_the_console_lacks_is_replaced(monkeypatch):
+    """As a Western Windows prints to a file."""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "cp1252"))
+    assert exit_code(lambda: print("计数 é")) is None
+    sys.stdout.flush()
+    sys.stdout.seek(0)
+    assert sys.stdout.read() == "?? é\n"
 
 
 # ---- kills ---------------------------------------------------------------------------------------
