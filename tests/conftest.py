@@ -272,9 +272,10 @@ def write_reward(body):
     return ["--reward", "mine.py:reward"]
 
 
-def judge_file(name, value):
+def judge_file(name, value, *columns):
     """NAME.py:judge, a reward of the user's own: `value` is Python for what it returns."""
-    code = f"import torch\n\ndef judge(images, prompts, targets):\n    return {value}\n"
+    given = ", ".join(["images", "prompts", "targets", *columns])
+    code = f"import torch\n\ndef judge({given}):\n    return {value}\n"
     Path(f"{name}.py").write_text(code)
     return f"{name}.py:judge"
 

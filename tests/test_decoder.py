@@ -327,6 +327,10 @@ def test_the_decoders_adapter_paints_in_a_stock_pipeline_what_it_painted_here(bo
     folder = str(both_halves / "decoder-adapter")
     pipe.transformer.load_lora_adapter(folder, prefix=None, use_safetensors=True)
     torch.testing.assert_close(paint(pipe), here, atol=1e-4, rtol=0)
+    # In a run of the policy it paints along, and does not learn.
+    along = build_run(tiny_settings("--adapter", both_halves)).glm_image.pipe
+    torch.testing.assert_close(paint(along), here, atol=1e-4, rtol=0)
+    assert not any(p.requires_grad for p in along.transformer.parameters())
 
 
 def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(both_halves, quick):

@@ -34,6 +34,7 @@ from torch.distributed.run import get_args_parser
 import grpo
 import train
 from runtime import ranks
+from runtime.errors import StopRequest
 from runtime.settings import build_parser
 
 
@@ -265,15 +266,25 @@ def test_shards_of_the_ranks_are_all_there_is(monkeypatch):
     assert shards == [[0, 1], [2, 3, 4], [5, 6, 7]]
 
 
-def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch):
+@pytest.mark.parametrize("order", ["shuffled", "file"])
+def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch, order):
     def groups(rank, count, prompts_per_step):
         as_rank(monkeypatch, rank, count)
-        settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step, order="shuffled")
+        settings = SimpleNamespace(seed=3, prompts_per_step=prompts_per_step, order=order)
         rows = train.prompt_indices(5, settings, 7)
         seed = train.seed_of_step(5, settings.seed, settings.prompts_per_step)
         return [(row, seed + i) for i, row in enumerate(rows)]
 
     assert groups(0, 3, 2) + groups(1, 3, 2) + groups(2, 3, 2) == groups(0, 1, 6)
+    assert order == "shuffled" or [row for row, _ in groups(0, 1, 6)] == [2, 3, 4, 5, 6, 0]
+
+
+def test_a_second_signal_ends_no_rank(monkeypatch, judged):
+    """Torchrun passes on the Ctrl-C that a terminal has sent to all."""
+    as_rank(monkeypatch, 1, 2)
+    with StopRequest():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import error_from, records, resume
+from conftest import error_from, judge_file, records, resume
 
 from runtime.data import read_file
 from runtime.evaluation import best_earlier_evaluation
@@ -16,7 +16,7 @@ from runtime.resume import versions
 
 ROWS = [
     {"tag": "counting", "prompt": "a photo of  three clocks\u200b", "include": [{"count": 3}]},
-    {"type": "two", "prompt": "#1 {x}", "include": None, "more": " 1  2 "},
+    {"type": "two", "tag": "three", "prompt": "#1 {x}", "include": None, "more": " 1  2 "},
 ]
 
 
@@ -26,11 +26,14 @@ def write_rows(name, *rows):
 
 
 def test_a_row_is_a_prompt_with_columns(tmp_path):
-    first, second = read_file(write_rows(tmp_path / "rows.jsonl", *ROWS))
+    """After a mark that some editors write at the beginning of a file."""
+    file = write_rows(tmp_path / "rows.jsonl", *ROWS)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    first, second = read_file(file)
     assert (first.text, first.type, first.line) == ("a photo of three clocks", "counting", 1)
     assert (second.text, second.type, second.line) == ("#1 {x}", "two", 3)
     assert first.row == {"include": [{"count": 3}]}
-    assert second.row == {"include": None, "more": " 1  2 "}
+    assert second.row == {"tag": "three", "include": None, "more": " 1  2 "}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,10 @@ def test_a_row_is_a_prompt_with_columns(tmp_path):
         ("rows.jsonl", '["a ring"]', "an example"),
         ("rows.jsonl", '{"prompt": " "}', "have to be text"),
         ("rows.jsonl", '{"prompt": "a ring", "tag": 3}', "have to be text"),
-        ("rows.jsonl", '{"prompt": "a ring", "images": 3}', "give images another name"),
+        *(
+            ("rows.jsonl", f'{{"prompt": "a ring", "{name}": 3}}', f"give {name} another name")
+            for name in ["rewards", "images", "prompts", "targets", "sources", "group_size"]
+        ),
         ("rows.jsonl", '{"prompt": "a <|image|>"}', "leave it out"),
     ],
 )
@@ -56,13 +62,16 @@ def test_a_reward_gets_the_columns_it_has_a_parameter_for(quick, capsys):
     """In a run, resumed too: a list with a value per picture; None where a row has none."""
     rows = [{"prompt": "a ring", "include": [2]}, {"prompt": "a cross", "other": 1}]
     write_rows("rows.jsonl", *rows)
-    write_rows("new.jsonl", {"prompt": "a circle"})
+    write_rows("new.jsonl", {"prompt": "a circle", "new": "a column of its own"})
+    own = judge_file("judge", "[len(x or '') for x in new]", "new")
     text = "def counted(images, prompts, targets, include):\n    return"
     given = "{'a ring': [2]}.get(prompt)"
     text += f" [i if include[i] == {given} else 1 / 0 for i, prompt in enumerate(prompts)]"
     Path("own.py").write_text(text)
     flags = "--prompts rows.jsonl --eval-prompts new.jsonl --targets none --eval-targets none"
-    flags += " --reward own.py:counted --prompts-per-step 2 --steps 1 --out run"
+    flags += (
+        f" --reward own.py:counted --eval-reward {own} --prompts-per-step 2 --steps 1 --out run"
+    )
     assert quick(flags) == 0
     write_rows("rows.jsonl", rows[0], rows[1] | {"other": 2})
     assert resume("run --steps 2") == 2
@@ -80,7 +89,7 @@ def test_the_best_evaluation_is_named():
     assert (step, words) == (10, "f was highest after 10 steps: 0.900 +- 0.050, now 0.840")
     assert best((0.5, 0.02), (0.9, 0.07), (0.84, 0.05)) is None
     assert best((0.5, 0.02), (0.9, 0.05)) is best((0.9, None), (0.5, 0.1)) is None
-    assert best((0.9, 0.05), (None, None)) is None
+    assert best((0.9, 0.05), (None, None)) is best((0.9, 0.05), (0.5, 0.1), (None, None)) is None
 
 
 def test_a_tracker_gets_the_numbers(judged, monkeypatch, capsys):
@@ -103,8 +112,11 @@ def test_a_tracker_gets_the_numbers(judged, monkeypatch, capsys):
 
 
 def test_trackers_are_told_which_run_goes_on(tmp_path, monkeypatch):
-    tracking = pytest.importorskip("accelerate").tracking
-    stub = Mock()
+    accelerate = pytest.importorskip("accelerate")
+    tracking = accelerate.tracking
+    monkeypatch.setattr(accelerate.PartialState, "_shared_state", {})
+    # Trackers write to accelerate's log, which asks for a state of its own.
+    stub = Mock(side_effect=lambda *given, **more: tracking.logger.info("begins") or Mock())
     monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", {"wandb": stub, "trackio": stub})
     for name in ("wandb", "wandb", "trackio"):
         start_tracker(name, tmp_path)

@@ -45,7 +45,7 @@ from train_decoder import DecoderRun, DecoderSettings
 from train_edits import EditSettings
 
 import train
-from rewards import UserError
+from rewards import UserError, load_from_file
 from runtime import checkpoints
 from runtime.errors import exit_code
 from runtime.folder import claimed
@@ -113,6 +113,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
     changed = "warning: the file of mine.py:reward has changed since the run began\n"
     write_reward("return torch.zeros(len(images))")
     assert resume("run") == 0 and changed in capsys.readouterr().out and changed not in output
+    # And now it is what scores, in this process too.
+    assert not load_from_file("mine.py:reward")([1, 2], ["a"] * 2, None).any()
 
 
 def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monkeypatch):
