@@ -118,18 +118,19 @@ class Run:
     read_prompts = staticmethod(read_prompts)
 
     @classmethod
-    def load(cls, settings, data, device, turns, pipe=None):
+    def load(cls, settings, data, device, waiting, pipe=None):
         """The models on the device, and the policy's trainer.
 
-        data: for a subclass that needs it, as examples/train_edits.py does. turns: None, "pinned"
-        or "mapped", see plan in card/memory.py. pipe: the stock pipeline, if it is loaded already.
+        data: for a subclass that needs it, as examples/train_edits.py does. waiting: where
+        weights wait for their turn, see plan in card/memory.py. pipe: the stock pipeline, if it is
+        loaded already.
         """
         glm_image = cls.Model(pipe or load(settings.model, device))
         if settings.base == "int8":
             from card.model import round_weights  # on a CPU, too
 
             # Straight to the GPU, so that the host never holds them.
-            round_weights(glm_image, None if turns else device)
+            round_weights(glm_image, None if waiting else device)
         glm_image.prepare_training(settings, device)
         backend = backend_of(device)
         policy = backend.Trainer(
@@ -141,7 +142,7 @@ class Run:
             reference=glm_image.reference,
             average=ranks.average,
         )
-        machine = backend.Machine(glm_image.parts, device, turns, policy.token_forward.release)
+        machine = backend.Machine(glm_image.parts, device, waiting, policy.token_forward.release)
         return cls(glm_image, policy, machine)
 
     @property
@@ -184,11 +185,11 @@ def train(settings, run_class=Run):
     check_version()  # load() does too, but after the rewards have loaded
     device = ranks.device(settings.device)
     data = read_inputs(settings, run_class.read_prompts)
-    turns = backend_of(device).plan(run_class.Model, settings, device)  # before any download
+    waiting = backend_of(device).plan(run_class.Model, settings, device)  # before any download
     with claimed(settings.resume, settings.out) as out:
         print_start(settings, out, device, len(data.prompts), len(data.held_out))
         load_rewards(settings, data)
-        run = run_class.load(settings, data, device, turns)
+        run = run_class.load(settings, data, device, waiting)
         first = checkpoints.load(out, run.trainers) if settings.resume else 0
         folder = RunFolder(out, settings, data.made_of, run.trainers, first)
         stop = StopRequest(folder.save)

@@ -73,9 +73,9 @@ def main(*arguments):
     settings = train.parse_settings(arguments)
     device = ranks.device(settings.device)
     data = read_inputs(settings, train.Run.read_prompts)
-    turns = train.backend_of(device).plan(train.Run.Model, settings, device)
+    waiting = train.backend_of(device).plan(train.Run.Model, settings, device)
     load_rewards(settings, data)
-    run = train.Run.load(settings, data, device, turns)
+    run = train.Run.load(settings, data, device, waiting)
     prompts, seed = evenly(data.prompts, settings.prompts_per_step), settings.seed
     with run.machine.phase("sample", run.policy.model):
         encoded = run.glm_image.encode(prompts, settings)

@@ -69,9 +69,9 @@ class RepairRun(DecoderRun):
     Model = DrawnGlmImage
 
     @classmethod
-    def load(cls, settings, data, device, turns):
+    def load(cls, settings, data, device, waiting):
         pipe = load_rounded(settings.model, device)
-        return super().load(settings, data, device, turns, pipe)
+        return super().load(settings, data, device, waiting, pipe)
 
 
 def main(*arguments):

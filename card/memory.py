@@ -33,12 +33,11 @@ PROCESS = 4e9  # bytes of host memory beside weights: CUDA's libraries, the comp
 class Machine(cpu.Machine):
     """with machine.phase("paint", decoder): it is on the GPU; peak memory is measured, too.
 
-    All models stay on the device; or, with an offload, they take turns: only those of the phase are
-    on it.
+    All models stay on the GPU, or they take turns: then only the models of the phase are on it.
     """
 
-    def __init__(self, models, device, turns=None, release=lambda: None):
-        """models: all, on the CPU. turns: see plan.
+    def __init__(self, models, device, waiting=None, release=lambda: None):
+        """models: all, on the CPU. waiting: where weights wait for their turn, see plan.
 
         release: called when weights leave the device, or memory runs out: see CapturedForward.
         """
@@ -49,8 +48,8 @@ class Machine(cpu.Machine):
         tensors = [x for model in models for x in (*model.parameters(), *model.buffers())]
         # Where the weights were loaded: mapped from files, they take no host memory there.
         self.homes = [(tensor, tensor.data) for tensor in tensors]
-        if turns:
-            self.take_turns(pin=turns == "pinned")
+        if waiting:
+            self.take_turns(pin=waiting == "pinned")
         else:
             for tensor, home in self.homes:
                 tensor.data = home.to(device)  # Module.to() would replace the buffers
@@ -76,7 +75,7 @@ class Machine(cpu.Machine):
         self.timings[f"gpu_gb/{name}"] = max(peak, self.timings[f"gpu_gb/{name}"])
 
     def take_turns(self, pin=None):
-        """pin: whether page-locked host memory may hold all weights; None: if it has the room."""
+        """pin: whether frozen weights wait in page-locked host memory; None: if it has the room."""
         if pin is None:
             pin = sum(home.nbytes for _, home in self.homes) <= room_of_host()
         for tensor, home in self.homes:
@@ -96,13 +95,12 @@ class Machine(cpu.Machine):
         return self.offload is None and unfiled <= room_of_host()
 
     def attempt(self, work, run, settings, rewards, prompts, seed):
-        """What work(settings, rewards, prompts, seed) returns, such as run.step.
+        """Returns work(settings, rewards, prompts, seed), such as run.step.
 
-        Where GPU memory runs out, room is made, and it is called again.
-
-        All its draws start from the seed, so it computes the same again, but for rounding. The
-        error ends the run if no more room can be made; if an optimizer has moved weights; and with
-        several ranks, whose collectives one alone cannot repeat.
+        If GPU memory runs out, this makes room and calls `work` again. All draws start from the
+        seed, so the second call computes the same, but for rounding. The error ends the run if no
+        more room can be made, if an optimizer has moved weights already, or with several ranks: a
+        rank alone cannot repeat a collective.
         """
         count_steps = lambda: sum(trainer.steps for trainer in run.trainers.values())
         before = count_steps()
@@ -137,12 +135,12 @@ class Machine(cpu.Machine):
 def plan(model_class, settings, device):
     """How the models share the GPU; decides settings.base if that is "auto".
 
-    None: they all stay. Otherwise they take turns, and the frozen weights wait on the host:
-    "pinned", in page-locked memory; "mapped", where so much cannot be locked: as they were loaded,
-    those in bfloat16 mapped from their files. All ranks decide alike.
+    Returns None if all models fit together. Otherwise they take turns, and the return value says
+    where frozen weights wait: "pinned" (page-locked host memory) or "mapped" (the files they were
+    loaded from, if the host cannot lock that much). All ranks return the same.
 
-    This comes before anything is downloaded, so it works by the sizes of the weights alone: what a
-    step takes beside them shows when it is made, see Machine.attempt. model_class: a GlmImage.
+    This runs before anything is downloaded, so it knows the sizes of the weights alone. If a step
+    needs more memory beside them, Machine.attempt makes room. model_class: a GlmImage.
     """
     connect(device)
     free, host = free_memory(device)

@@ -187,9 +187,9 @@ class DecoderRun(train.Run):
     step = decoder_step
 
     @classmethod
-    def load(cls, settings, data, device, turns, pipe=None):
+    def load(cls, settings, data, device, waiting, pipe=None):
         """As in train.py, and the decoder's trainer."""
-        run = super().load(settings, data, device, turns, pipe)
+        run = super().load(settings, data, device, waiting, pipe)
         run.policy_learns = settings.train == "both"
         run.decoder = DecoderGRPO(
             run.glm_image,

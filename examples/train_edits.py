@@ -60,13 +60,13 @@ class EditRun(train.Run):
     read_prompts = staticmethod(read_edits)
 
     @classmethod
-    def load(cls, settings, data, device, turns):
+    def load(cls, settings, data, device, waiting):
         """As in train.py, after the model has read all sources."""
         # In bfloat16 the tiny model's vision tower reads a third of the codes wrong.
         dtype = {"dtype": torch.float32} if is_tiny(settings.model) else {}
         pipe = load(settings.model, device, **dtype)
         read_sources(pipe, [*data.prompts, *data.held_out], device)
-        return super().load(settings, data, device, turns, pipe)
+        return super().load(settings, data, device, waiting, pipe)
 
 
 if __name__ == "__main__":

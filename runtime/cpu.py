@@ -30,7 +30,7 @@ class Machine:
     On a GPU the models that are named are on it within the block: see card/memory.py.
     """
 
-    def __init__(self, models, device, turns=None, release=None):
+    def __init__(self, models, device, waiting=None, release=None):
         self.device = device
         self.name = ""
         self.timings = defaultdict(float)
@@ -63,9 +63,9 @@ class Machine:
         outer.unpause()
 
     def attempt(self, work, run, settings, rewards, prompts, seed):
-        """What work(settings, rewards, prompts, seed) returns, such as run.step.
+        """Returns work(settings, rewards, prompts, seed), such as run.step.
 
-        All its draws start from the seed. card/ calls it again where memory has run out.
+        All its draws start from the seed. card/ calls it again if memory runs out.
         """
         set_seed(seed % 2**32)
         return work(settings, rewards, prompts, seed)

@@ -110,8 +110,8 @@ def planned(*flags):
     released = lambda model_class, settings, device: map(gigabytes, SIZES[settings.base])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "sizes", released)
-        turns = plan(GlmImage, settings, CUDA)
-    return settings.base, turns
+        waiting = plan(GlmImage, settings, CUDA)
+    return settings.base, waiting
 
 
 @pytest.mark.parametrize(
