@@ -191,7 +191,7 @@ def train(settings, run_class=Run):
         load_rewards(settings, data)
         run = run_class.load(settings, data, device, waiting)
         first = checkpoints.load(out, run.trainers) if settings.resume else 0
-        folder = RunFolder(out, settings, data.made_of, run.trainers, first)
+        folder = RunFolder(out, settings, data, run.trainers, first)
         stop = StopRequest(folder.save)
         record = run.Record(folder, settings, data, run.machine, stop, first)
         with stop, rescued(record, folder):

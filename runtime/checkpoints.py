@@ -68,6 +68,7 @@ def save_adapter(model, folder, weights):
     """The adapter that learns, as PEFT writes it, to a new folder. weights: see copied."""
     model.save_pretrained(folder, selected_adapters=["default"], state_dict=weights)
     (folder / "README.md").unlink()  # an empty template
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors lets its owner alone read it
 
 
 def copy_adapters(adapters, folder):

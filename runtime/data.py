@@ -225,6 +225,7 @@ class Data:
     rewards: dict  # {name: Reward}
     judges: dict  # rewards that nothing is trained to please
     made_of: dict  # see resume.py
+    copies: dict  # see copies_of in resume.py
 
 
 def read_inputs(settings, read):
@@ -256,11 +257,12 @@ def read_inputs(settings, read):
     files = {name: each.file for name, each in (rewards | judges).items() if each.file}
     made_of = resume.inputs_of(prompts, held_out, adapters, files)
     if settings.resume:
-        made_of = resume.compare(settings.resume, made_of)
+        made_of = resume.compare(settings, made_of)
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):
         print(f"warning: {common} of the {len(new)} held-out prompts are also training prompts")
-    return Data(prompts, held_out, rewards, judges, made_of)
+    copies = resume.copies_of(settings, files)
+    return Data(prompts, held_out, rewards, judges, made_of, copies)
 
 
 def load_rewards(settings, data):

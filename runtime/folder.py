@@ -20,14 +20,14 @@ SAVE_SECONDS = 600  # a kill costs that much at most, or one step
 class RunFolder:
     """What a run writes to the folder `out`, for --resume and for people. The first rank writes.
 
-    made_of: see resume.py. trainers: see checkpoints.copied. done: steps made so far. When a run is
+    data: see data.py. trainers: see checkpoints.copied. done: steps made so far. When a run is
     resumed, records of later steps are removed first, as is a line that a kill cut short.
     """
 
-    def __init__(self, out, settings, made_of, trainers, done):
+    def __init__(self, out, settings, data, trainers, done):
         self.out = out
         self.settings = settings
-        self.made_of = made_of
+        self.made_of = data.made_of
         self.trainers = trainers
         self.writes = ranks.rank() == 0
         self.saving = False
@@ -46,11 +46,19 @@ class RunFolder:
                 for name, records in self.records.items():
                     (out / f".{name}.jsonl").write_text(as_lines(records))
                     os.replace(out / f".{name}.jsonl", out / f"{name}.jsonl")
-                resume.describe(out, settings, made_of)
-                if settings.steps > 0 and not settings.resume:
-                    started = checkpoints.find_adapters(settings.adapter)
-                    checkpoints.copy_adapters(started, out / "start")
+                resume.describe(out, settings, data.made_of)
+                if not settings.resume:
+                    self.keep_start(data.copies)
         self.keep(done)
+
+    def keep_start(self, copies):
+        """start/: the adapters, prompts and rewards that the run begins with."""
+        start = self.out / "start"
+        if self.settings.steps > 0:
+            checkpoints.copy_adapters(checkpoints.find_adapters(self.settings.adapter), start)
+        start.mkdir(exist_ok=True)
+        for name, content in copies.items():
+            (start / name).write_bytes(content)
 
     def append(self, name, records):
         """To a .jsonl file, with None for NaN, which JSON does not have."""

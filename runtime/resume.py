@@ -10,8 +10,6 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
-from PIL import Image
-
 from rewards import UserError
 from runtime import checkpoints, ranks
 from runtime.errors import option, readable
@@ -88,8 +86,9 @@ def kept_settings(given, kind):
     kept = {name: str(value) for name, value in sorted(before.items()) if name not in given}
     if code := [f"{option(name)} {value}" for name, value in kept.items() if ".py:" in value]:
         print(f"{out} runs code, as when it began: {' '.join(code)}")
-    start = Path(out, "start")  # its own copy of the adapters that it began with
-    return before | ({"adapter": str(start)} if start.exists() else {}) | given
+    if before["adapter"]:
+        before["adapter"] = str(Path(out, "start"))  # its own copy
+    return before | given
 
 
 # ---- what a run is made of -----------------------------------------------------------------------
@@ -100,7 +99,7 @@ def inputs_of(prompts, held_out, adapters, rewards):
 
     adapters: {name: folder}. rewards: {name: file}.
     """
-    inputs = {"--prompts": hash_of(prompts), "--eval-prompts": hash_of(held_out)}
+    inputs = hashes_of(prompts, "--") | hashes_of(held_out, "--eval-")
     for name, folder in adapters.items():
         files = folder / checkpoints.CONFIG, folder / checkpoints.WEIGHTS
         inputs[f"--adapter, {name}"] = sha256(b"".join(map(Path.read_bytes, files))).hexdigest()
@@ -109,14 +108,31 @@ def inputs_of(prompts, held_out, adapters, rewards):
     return {"inputs": inputs, "versions": versions(), "processes": ranks.count()}
 
 
-def hash_of(prompts):
-    """Of prompts, their types, and what rewards are given beside their pictures."""
-    digest = sha256()
-    for prompt in prompts:
-        digest.update(repr((prompt.text, prompt.type, prompt.row)).encode())
-        for given in prompt.for_rewards().values():
-            digest.update(given.tobytes() if isinstance(given, Image.Image) else b"")
-    return digest.hexdigest()
+def hashes_of(prompts, prefix):
+    """{flag: hash}: of prompts with their types and columns, and of the pictures beside them."""
+    words = [(prompt.text, prompt.type, prompt.row) for prompt in prompts]
+    hashes = {f"{prefix}prompts": sha256(repr(words).encode()).hexdigest()}
+    for name in ("targets", "sources"):
+        pictures = [prompt.for_rewards().get(name) for prompt in prompts]
+        if any(pictures):
+            own = [sha256(picture.tobytes() if picture else b"").digest() for picture in pictures]
+            hashes[prefix + name] = sha256(b"".join(own)).hexdigest()
+    return hashes
+
+
+def copies_of(settings, rewards):
+    """{name in the run's start/: its bytes} of the prompt files, and of the files of rewards.
+
+    They are read together with what is hashed: a file may change while the models load.
+    """
+    copies = {}
+    for name in ("prompts", "eval_prompts"):
+        file = Path(getattr(settings, name))
+        copies[f"{name}{file.suffix}"] = file.read_bytes()
+    for file in dict.fromkeys(rewards.values()):
+        name = file.name if file.name not in copies else f"{len(copies)}-{file.name}"
+        copies[name] = file.read_bytes()
+    return copies
 
 
 def versions():
@@ -130,22 +146,25 @@ def versions():
     return {"commit": None} | found
 
 
-def compare(out, made_of):
-    """What the run in `out` was made of when it began, beside what it is made of now.
+def compare(settings, made_of):
+    """What the resumed run was made of when it began, beside what it is made of now.
 
     UserError for other prompts, pictures or adapters; a warning for other rewards and versions.
     Returns what it was made of when it began.
     """
+    out = settings.resume
     began = description(Path(out))[1]
-    now = made_of["inputs"]
-    changed = [name for name in now if now[name] != began["inputs"].get(name)]
+    before, now = began["inputs"], made_of["inputs"]
+    changed = [name for name in before | now if now.get(name) != before.get(name)]
+    start = Path(out, "start")
     if flags := [name for name in changed if name.startswith("--")]:
-        raise UserError(
-            f"{out} was started with other prompts, pictures or adapters ({'; '.join(flags)}): "
-            f"restore the files, or start a new run from its adapter: --adapter {out}"
-        )
+        values = [getattr(settings, name[2:].partition(",")[0].replace("-", "_")) for name in flags]
+        differ = "; ".join(f"{name} {value}" for name, value in zip(flags, values))
+        hint = f"restore the files (prompts are in {start}), or start a new run from its adapter"
+        what = f"other prompts, pictures or adapters; different here: {differ}"
+        raise UserError(f"{out} was started with {what}; {hint}: --adapter {out}")
     for name in changed:
-        print(f"warning: the file of {name} has changed since the run began")
+        print(f"warning: the file of {name} has changed since the run began; a copy is in {start}")
     before, now = began["versions"], made_of["versions"]
     other = [name for name in now if now[name] != before[name]]
     if changed := [f"{name} {before[name]} ({now[name]} now)" for name in other]:

@@ -375,6 +375,8 @@ def read_config(file, kind):
         if of_run := "versions" in values:
             left_out = {*MADE_OF, "out", "resume"}
             values = {name: values[name] for name in values.keys() - left_out}
+            if values.get("adapter") and (start := Path(file).with_name("start")).is_dir():
+                values["adapter"] = str(start)  # as it was when that run began
         if unknown := values.keys() - {each.name for each in fields(kind)}:
             raise ValueError(f"no settings of this script: {', '.join(sorted(unknown))}")
         words = [f"{option(name)}={x}" for name, x in values.items() if x is not None]

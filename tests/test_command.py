@@ -66,6 +66,12 @@ def test_a_run_leaves_every_promised_file(one_step):
     for name in ("1-1", "1-2", "sheet"):
         expected += f" evaluation/000000/{name}.png evaluation/000001/{name}.png"
     assert {*expected.split()} <= left and "adapter/README.md" not in left  # PEFT's form, empty
+    copies = {file.name: file.read_bytes() for file in (one_step / "start").iterdir()}
+    prompts = (one_step.parent / "prompts.txt").read_bytes()
+    assert copies == dict.fromkeys(["prompts.txt", "eval_prompts.txt"], prompts)
+    # safetensors writes files that nobody else may read.
+    modes = {file.stat().st_mode for file in one_step.rglob("*") if file.is_file()}
+    assert len(modes) == 1
     saved = json.loads((one_step / "settings.json").read_text())
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
 

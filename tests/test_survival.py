@@ -110,14 +110,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
     assert output.count("is damaged, and left out") == 2
     assert "run runs code, as when it began: --reward mine.py:reward\n" in output
     assert "run goes on after step 1; its records of later steps (2) are made again\n" in output
-    changed = "warning: the file of mine.py:reward has changed since the run began\n"
+    assert Path("run/start/mine.py").read_text() == Path("mine.py").read_text()
+    changed = (
+        "warning: the file of mine.py:reward has changed since the run began; a copy is in run/s"
+    )
     write_reward("return torch.zeros(len(images))")
     assert resume("run") == 0 and changed in capsys.readouterr().out and changed not in output
     # And now it is what scores, in this process too.
     assert not load_from_file("mine.py:reward")([1, 2], ["a"] * 2, None).any()
 
 
-def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monkeypatch):
+def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monkeypatch, capsys):
     """Adam's first step is as long as the rate, whatever the gradient: a third of it, where the
     third step has all."""
     monkeypatch.setattr(checkpoints, "KEPT", 9)
@@ -126,6 +129,7 @@ def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monk
     assert resume("run", "--steps 3") == 0
     files = sorted(Path("run/checkpoints").glob("*/adapter-optimizer.pt"))
     states = [torch.load(file, weights_only=True) for file in files]
+    assert "step 3/3, epoch 1.5 | reward" in capsys.readouterr().out
     rates = [state["param_groups"][0]["lr"] for state in states[1:]]
     assert rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
     weights = load_file("run/checkpoints/000001/adapter/adapter_model.safetensors")
@@ -226,24 +230,30 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     config = Path("run/start/adapter/adapter_config.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(train, "load", lambda *arguments: pytest.fail("it loads"))
-        for name, changed in (
-            ("prompts.txt", b"a blue cross\na red circle\n"),
-            ("new.txt", b"# type: low\na red circle\n# type: lower\na blue cross\n"),
-            ("targets/1.png", other),
-            ("new-targets/1.png", other),
-            ("run/start/adapter/adapter_config.json", config.replace(b'alpha": 32', b'alpha": 8')),
-            ("run/start/decoder-adapter/adapter_model.safetensors", None),
+        alpha = config.replace(b'alpha": 32', b'alpha": 8')
+        for name, changed, flag in (
+            ("prompts.txt", b"a blue cross\na red circle\n", "--prompts prompts.txt"),
+            ("new.txt", b"# type: low\na red circle\n# type: lower\na blue cross\n", "--eval-pro"),
+            ("targets/1.png", other, "--targets targets; restore"),
+            ("new-targets/1.png", other, "--eval-targets new-targets; restore"),
+            ("run/start/adapter/adapter_config.json", alpha, "--adapter, adapter run/start;"),
+            ("run/start/decoder-adapter/adapter_model.safetensors", None, "--adapter, decoder-ad"),
         ):
             whole = Path(name).read_bytes()
             Path(name).write_bytes(changed or whole[:-1] + bytes([whole[-1] ^ 1]))
             assert resume("run", "--steps 2") == 2
-            flag = {"new": "--eval-prompts", "run": "--adapter, "}.get(name[:3], "--prompts")
-            flag += name.split("/")[2] if name.startswith("run/") else ""
-            words = f"other prompts, pictures or adapters ({flag}): restore the files, or start a"
-            assert f"{words} new run from its adapter: --adapter run" in error_of(capsys)
+            words = f"other prompts, pictures or adapters; different here: {flag}"
+            assert words in (error := error_of(capsys))
+            assert error.endswith("or start a new run from its adapter: --adapter run")
             Path(name).write_bytes(whole)
+        assert resume("run", "--steps 2 --eval-targets none") == 2
+        assert "different here: --eval-targets none" in error_of(capsys)
     Path("prompts.txt").write_text("a red circle\n\na blue cross\n")  # the same prompts
     assert resume("run", "--steps 2") == 0
+    for name in ("prompts.txt", "new.txt"):
+        Path(name).unlink()
+    own = "--prompts run/start/prompts.txt --eval-prompts run/start/eval_prompts.txt"
+    assert resume("run", "--steps 2", own) == 0
 
 
 def test_zero_steps_evaluates_only(judged, one_step, monkeypatch, capsys):
@@ -549,9 +559,10 @@ def test_a_signal_amid_a_checkpoint_begins_no_second_one(quick, monkeypatch):
     write, written = Path.write_bytes, []
 
     def interrupted(file, data):
-        written.append(file.name)
-        if len(written) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+        if file.name == OPTIMIZER:
+            written.append(file.name)
+            if len(written) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
         write(file, data)
 
     monkeypatch.setattr(Path, "write_bytes", interrupted)
@@ -676,7 +687,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(judged, monkeypatch):
     write, replace, remove = Path.write_bytes, os.replace, shutil.rmtree
 
     def write_half(file, data):
-        if steps_saved("run")[-1:] == ["000002"]:
+        if file.name == OPTIMIZER and steps_saved("run")[-1:] == ["000002"]:
             write(file, data[: len(data) // 2])
             keep("amid the optimiser")
         write(file, data)
