@@ -1,11 +1,12 @@
 """Rewards: functions that look at pictures and say how good they are.
 
-A reward is `f(images, prompts, targets) -> float tensor (B,)`: higher is better, NaN is "does not
-apply". It gets B PIL images, the B prompts that they were painted for, and B PIL images that they
-should resemble (None where there is none). Do not change the pictures: other rewards see them too.
-With a parameter `group_size` it is told how many images in a row have the same prompt, to compare
-them with one another. If it has a method `applies(prompt)`, a run prints at its start how many
-prompts it does not apply to. It may be `async def`, as for a judge behind HTTP (docs/rewards.md).
+A reward is `f(images, prompts, targets) -> B numbers`: higher is better, NaN is "does not apply".
+It gets B PIL images, the B prompts that they were painted for, and B PIL images that they should
+resemble (None where there is none). All are its own copies. With a parameter `group_size` it is
+told how many images in a row have the same prompt, to compare them with one another. Other
+parameters name columns of the prompts (docs/rewards.md). If it has a method `applies(prompt)`, a
+run prints at its start how many prompts it does not apply to. It may be `async def`, as for a judge
+behind HTTP.
 Add yours to REWARDS, further down in this file, or keep it in a file of your own and name it on the
 command line:
 
@@ -20,16 +21,13 @@ Rewards that are models are in reward_models/. Each loads once, when named, from
 says. With NAME=FOLDER, that folder must hold all files of the row.
 """
 
-import asyncio
 import inspect
 import itertools
 import math
 import re
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -39,6 +37,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from grpo import centre_groups
+from runtime import foreign
 
 
 class UserError(Exception):
@@ -164,6 +163,7 @@ class Reward:
     source: str  # the item without its weight
     weight: float = 1.0
     function: Callable | None = None  # once it is loaded
+    own: dict = field(default_factory=dict)  # see apart
 
     def check(self, target):
         """UserError for what can be known to be wrong before anything loads, or is downloaded.
@@ -185,13 +185,35 @@ class Reward:
         return find_file(place) if ".py:" in place else None
 
     def load(self):
-        name, _, folder = self.source.partition("=")
-        self.function = REWARDS.get(name, self.source)
-        if isinstance(self.function, str):
-            self.function = load_from_file(self.function)
-        elif isinstance(self.function, tuple):
-            self.function = load_model(name, folder, *self.function)
+        """Once. A class is made an object, without arguments."""
+        if self.function is None:
+            name, _, folder = self.source.partition("=")
+            function = REWARDS.get(name, self.source)
+            file = self.file
+            self.own = foreign.CHANGES.setdefault(file or self.source, {})
+            with foreign.apart(self.own):
+                if file:  # absolute, for its code may have changed the working directory
+                    function = load_from_file(f"{file}:{function.rpartition(':')[2]}")
+                elif isinstance(function, tuple):
+                    function = load_model(name, folder, *function)
+                self.function = function() if inspect.isclass(function) else function
         return self
+
+    def __call__(self, /, *given, **more):
+        with foreign.apart(self.own):
+            return foreign.call(self.function, *given, **more)
+
+    def applies(self, prompt):
+        with foreign.apart(self.own):
+            return getattr(self.function, "applies", lambda prompt: True)(prompt)
+
+    def asks_for(self, *given):
+        """See foreign.py. UserError if it cannot be called like that."""
+        try:
+            return foreign.asks_for(self.function, *given)
+        except TypeError as error:
+            words = f"cannot be called as docs/rewards.md says: {error}"
+            raise UserError(f"{self.source} {words}") from None
 
 
 def parse_rewards(spec, others=()):
@@ -205,6 +227,7 @@ def parse_rewards(spec, others=()):
         if item.strip() not in ("", "none"):
             number = r"-?\d*\.?\d+(?:e-?\d+)?"
             source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
+            source = re.sub("(^|=)~(?=/)", rf"\1{Path.home()}", source)
             if source in [each.source for each in rewards.values()]:
                 raise UserError(f"reward {source!r} is named twice: give it one weight")
             name = source.partition("=")[0].split("/")[-1]
@@ -235,57 +258,21 @@ def find_file(name):
     file = Path(path) if Path(path).is_file() else Path(__file__).parent / path
     if not file.is_file():
         raise UserError(f"the file {path} does not exist")
-    return file
-
-
-OWN = []  # names of modules that were loaded from files
-
-
-def forget_files():
-    """The next run in this process loads its files again: a notebook may have changed them."""
-    while OWN:
-        sys.modules.pop(OWN.pop(), None)
+    return file.resolve()
 
 
 def load_from_file(name):
-    """my_file.py:function, as a function. A file runs once, under a name that import knows.
-
-    So it can import the files beside it, and a pool of processes can find its functions.
-    """
-    file = find_file(name).resolve()
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    module = file.stem.replace(".", "_")
-    while (spec := find_spec(module)) and spec.origin != str(file):  # another has this name
-        module += "_"
-    if module not in sys.modules:
-        OWN.append(module)
-        sys.modules[module] = module_from_spec(spec_from_file_location(module, file))
-        # Not by spec.loader, which may take an older text of the file from __pycache__.
-        code = compile(file.read_bytes(), file, "exec")
-        try:
-            exec(code, vars(sys.modules[module]))  # noqa: S102
-        except ModuleNotFoundError as error:
-            missing = f"pip install {error.name}, or put {error.name}.py beside it"
-            raise UserError(f"cannot run {file} ({error}): {missing}") from error
-    function = name.rpartition(":")[2]
-    if not hasattr(sys.modules[module], function):
-        raise UserError(f"{file} has no function {function!r}")
-    return getattr(sys.modules[module], function)
-
-
-def bind(name, function, /, *given, **more):
-    """The function with what it is given; of `more` what it has parameters for.
-
-    UserError if it cannot be called like that.
-    """
+    """my_file.py:function, as a function. The file runs once."""
+    file = find_file(name)
     try:
-        signature = inspect.signature(function)
-        wanted = {key: more[key] for key in more.keys() & signature.parameters.keys()}
-        signature.bind(*given, **wanted)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{name} cannot be called as docs/rewards.md says: {error}") from None
-    return partial(function, *given, **wanted)
+        module = foreign.load_module(file)
+    except ModuleNotFoundError as error:
+        missing = f"pip install {error.name}, or put {error.name}.py beside it"
+        raise UserError(f"cannot run {file} ({error}): {missing}") from error
+    function = name.rpartition(":")[2]
+    if not hasattr(module, function):
+        raise UserError(f"{file} has no function {function!r}")
+    return getattr(module, function)
 
 
 @torch.no_grad()
@@ -300,36 +287,43 @@ def score(rewards, images, prompts, targets=None, **more):
     Raises UserError for infinity, or what is not a number per picture, and what a reward raises.
     """
     group_size = len(images) // len(prompts)  # G
-    given = {"prompts": prompts, "targets": targets or [None] * len(prompts), **more}
-    given = {name: [x for x in column for _ in range(group_size)] for name, column in given.items()}
+    columns = {"prompts": prompts, "targets": targets or [None] * len(prompts), **more}
     values = {}
     for name, reward in rewards.items():
-        answer = ask(name, reward.function, images, **given, group_size=group_size)
+        # Copies, a picture's own each: what a reward does to them, no other sees.
+        own = {"images": [deepcopy(image) for image in images]}
+        for key, column in columns.items():
+            own[key] = [deepcopy(x) for x in column for _ in range(group_size)]
+        given = [own.pop(key) for key in ("images", "prompts", "targets")]
+        answer = reward(*given, **own, group_size=group_size)
         try:
-            numbers = torch.as_tensor(answer)
+            numbers = as_numbers(answer)
         except (TypeError, ValueError, RuntimeError):
             wanted = f"return {len(images)} numbers, one per picture"
-            raise UserError(f"reward {name!r} gave {answer!r:.60}: {wanted}") from None
-        # A copy: the reward may use its own tensor again.
-        numbers = numbers.detach().float().cpu().clone()
+            gave = " ".join(repr(answer).split())
+            raise UserError(f"reward {name!r} gave {gave:.60}: {wanted}") from None
         shape, expected = tuple(numbers.shape), (len(images),)
         if shape != expected:
             raise UserError(f"reward {name!r} gave shape {shape}, not {expected}")
         if numbers.isinf().any():
             i = numbers.isinf().nonzero()[0].item()
-            prompt = given["prompts"][i]
+            prompt = prompts[i // group_size]
             raise UserError(f"reward {name!r} is infinite for image {i}, of {prompt!r}")
         values[name] = numbers
     return values
 
 
-# One event loop for all calls: a client that a reward keeps is bound to the loop of its first.
-RUNNER = asyncio.Runner()
-
-
-def ask(name, function, images, /, prompts, targets, **more):
-    answer = bind(name, function, images, prompts, targets, **more)()
-    return RUNNER.run(answer) if inspect.iscoroutine(answer) else answer
+def as_numbers(answer):
+    """A tensor, or numbers of any type, as float32 on the CPU. None is NaN."""
+    if isinstance(answer, torch.Tensor):
+        # A copy: the reward may use its own tensor again.
+        return answer.detach().float().cpu().clone()
+    numbers = []
+    for x in answer:
+        if np.ndim(x) > 0:
+            raise TypeError("a list in place of a number")
+        numbers.append(math.nan if x is None else float(x))
+    return torch.tensor(numbers).float()
 
 
 def weights_of(rewards):

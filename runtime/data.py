@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image, ImageCms, ImageOps
 from transformers.utils import cached_file
 
-from rewards import UserError, bind, forget_files, load_from_file, parse_rewards, score
-from runtime import checkpoints, ranks, resume
+from rewards import Reward, UserError, parse_rewards, score
+from runtime import checkpoints, foreign, ranks, resume
 from runtime.errors import option, readable
 from runtime.record import counted
 from runtime.settings import readable_loading
@@ -43,6 +43,11 @@ class Prompt:
     def for_rewards(self):
         """What rewards are given beside pictures of it, by the names of their parameters."""
         return {"prompts": self.text, "targets": self.target, **self.row}
+
+    def columns(self):
+        """The names of all else that rewards may ask for, and that is known of this prompt."""
+        given = self.for_rewards().items()
+        return {name for name, value in given if value is not None} - {"prompts", "targets"}
 
     def given(self):
         """{name: picture} that the policy reads beside the text."""
@@ -96,6 +101,7 @@ def read_file(path):
     if any(prompt.type for prompt in prompts):
         for prompt in prompts:
             prompt.type = prompt.type or "other"
+            prompt.row.setdefault("type", prompt.type)
     return prompts
 
 
@@ -141,7 +147,7 @@ def read_rows(path, lines):
         with readable(f"read line {number} of {path}", '; an example: {"prompt": "three circles"}'):
             row = json.loads(line)
             text = without_unseen(row.pop("prompt"))
-            of_type = row.pop("type", None) or row.pop("tag", None)
+            of_type = row.get("type") or row.get("tag")
             prompts.append(Prompt(text, of_type, number, row=row))
             if not text or not isinstance(of_type, str | None):
                 raise ValueError("prompt and type have to be text")
@@ -157,7 +163,11 @@ def read_pictures(folder, kind, count, size):
     place of a folder my_file.py:function may draw them.
     """
     if ".py:" in folder:
-        found = images = bind(folder, load_from_file(folder))()
+        drawing = Reward(folder).load()
+        if asked := [*drawing.asks_for()]:
+            words = f"cannot be called as docs/rewards.md says: it gets no {asked[0]}"
+            raise UserError(f"{folder} {words}")
+        found = images = drawing()
     elif not Path(folder).is_dir():
         what = "is a file; name its folder" if Path(folder).exists() else "does not exist"
         raise UserError(f"the folder of {kind} pictures {folder} {what}")
@@ -234,7 +244,7 @@ def read_inputs(settings, read):
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError before anything loads: for files
     and names that are wrong, and for a resumed run that began with other files.
     """
-    forget_files()
+    foreign.forget_files()
     with readable_loading(settings.model):  # now, for rewards take a while
         cached_file(settings.model, "model_index.json")
     if settings.tracker != "none" and find_spec(settings.tracker) is None:
@@ -270,22 +280,41 @@ def load_rewards(settings, data):
 
     What cannot work fails now, not in an hour.
     """
-    _, _, *more = for_rewards(data.prompts[:1])  # beside prompts and targets
-    more = dict.fromkeys(["group_size", *more])
+    columns = {
+        path: {name for prompt in prompts for name in prompt.columns()}
+        for path, prompts in (
+            (settings.prompts, data.prompts),
+            (settings.eval_prompts, data.held_out),
+        )
+    }
     for reward in (*data.rewards.values(), *data.judges.values()):
-        if ".py:" in reward.source:  # now, before a reward is downloaded
-            bind(reward.source, reward.load().function, None, None, None, **more)
+        if reward.file:  # now, before a reward is downloaded
+            check_columns(reward.load(), columns)
     sets = {"reward": [data.prompts], "eval_reward": [data.held_out, data.prompts]}
-    for (flag, files), rewards in zip(sets.items(), (data.rewards, data.judges)):
+    for (flag, sets_of), rewards in zip(sets.items(), (data.rewards, data.judges)):
         if rewards:
             print(f"loading {option(flag)} {getattr(settings, flag)}", flush=True)
         for reward in rewards.values():
-            reward.load()
-        for prompts in files:
+            check_columns(reward.load(), columns)
+        for prompts in sets_of:
             blank = [Image.new("RGB", (settings.width, settings.height))] * 2
             score(rewards, blank, **for_rewards(prompts[:1]))
         for name, reward in rewards.items():
-            applies = getattr(reward.function, "applies", lambda prompt: True)
-            if left_out := sum(not applies(prompt.text) for prompt in files[0]):
-                prompts = f"{left_out} of {counted(len(files[0]), 'prompt')}"
+            if left_out := sum(not reward.applies(prompt.text) for prompt in sets_of[0]):
+                prompts = f"{left_out} of {counted(len(sets_of[0]), 'prompt')}"
                 print(f"{name}: does not apply to {prompts}", flush=True)
+
+
+def check_columns(reward, columns):
+    """UserError if a reward asks for a column that no row of a file of prompts has.
+
+    columns: {path of the file: its columns}. Where no file has any, a parameter that may be None is
+    no typing mistake.
+    """
+    there = {*chain(*columns.values())} - {"type", "tag", "sources"}
+    for name, optional in reward.asks_for("images", "prompts", "targets").items():
+        for path, known in columns.items():
+            if name not in known | {"group_size"} and (there or not optional):
+                has = f"its columns: {', '.join(sorted(known)) or 'none'}"
+                words = f"asks for {name!r}, which no row of {path} has; {has}"
+                raise UserError(f"reward {reward.source!r} {words} (docs/rewards.md)")

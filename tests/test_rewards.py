@@ -7,10 +7,13 @@ import json
 import math
 import os
 import pickle
+import random
 import re
 import shutil
 import sys
 from collections import defaultdict
+from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +33,7 @@ from reward_models import lend_gpu
 from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
 from rewards import Reward
+from runtime import data, foreign
 
 NAN = math.nan
 
@@ -524,16 +528,162 @@ WANTED = "return 2 numbers, one per picture"
 @pytest.mark.parametrize(
     "values, message",
     [
-        ([[1.0], [2.0]], "gave shape (2, 1), not (2,)"),
+        (torch.zeros(2, 1), "gave shape (2, 1), not (2,)"),
+        ([0.5], "gave shape (1,), not (2,)"),
+        (np.ones((2, 1)), f"gave array([[1.], [1.]]): {WANTED}"),
+        ([[1.0], [2.0]], f"gave [[1.0], [2.0]]: {WANTED}"),
         ([NAN, -math.inf], "is infinite for image 1, of 'b'"),
         (None, f"gave None: {WANTED}"),
         (["good", "bad"], f"gave ['good', 'bad']: {WANTED}"),
-        (np.array([1, None]), f"gave array([1, None], dtype=object): {WANTED}"),
     ],
 )
 def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
     error = error_from(score_by, lambda images, prompts, targets: values, ["a", "b"])
     assert error == f"reward 'mine' {message}"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0, None],
+        [Decimal(1), NAN],
+        [np.array(1.0), torch.tensor(NAN, requires_grad=True)],
+        np.array([NAN, 1.0])[::-1],
+        np.ma.array([1.0, 2.0], mask=[False, True]),
+        (x for x in (True, np.float16(NAN))),
+    ],
+)
+def test_numbers_of_any_type_are_scores(values):
+    same(score_by(lambda images, prompts, targets: values, ["a", "b"]), [1, NAN])
+
+
+# ---- code of the user's changes nothing ----------------------------------------------------------
+
+
+def test_what_a_reward_does_to_what_it_is_given_no_other_sees():
+    """Pictures that it changes, lists that it sorts or empties, and columns: of equal pictures and
+    of one prompt, too, and in the next call."""
+
+    def greedy(images, prompts, targets, wanted):
+        found = []
+        for image, target, words in zip(images, targets, wanted):
+            found.append(image.getpixel((0, 0))[0] + target.getpixel((0, 0))[0] + len(words["a"]))
+            for picture in (image, target):
+                picture.thumbnail((4, 4))
+                picture.paste("red", (0, 0, 4, 4))
+            words["a"].clear()
+        for given in (images, prompts, targets, wanted):
+            given.clear()
+        return found
+
+    grey = [Image.new("RGB", (8, 8), (level,) * 3) for level in (10, 20, 30)]
+    pair = {name: Reward(name, 1.0, greedy) for name in "ab"}
+    given = [grey[0], grey[0], *grey[:2]], ["x", "y"], [grey[2]] * 2
+    wanted = [{"a": [1, 2]}] * 2
+    for _ in range(2):
+        found = rewards.score(pair, *given, wanted=wanted)
+        assert [each.tolist() for each in found.values()] == [[42, 42, 42, 52]] * 2
+    assert len(given[0]) == 4 and grey[0].size == (8, 8) and wanted[0] == {"a": [1, 2]}
+
+
+WORLD = """
+import os, random
+import numpy as np
+import torch
+
+def change(place):
+    os.chdir(place)
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    global guard
+    guard = torch.inference_mode()
+    guard.__enter__()
+    torch.set_grad_enabled(False)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(7)
+
+def own():
+    return os.path.basename(os.getcwd()), torch.get_default_dtype(), torch.get_default_device().type
+
+change("a")
+
+def of_a(images, prompts, targets):
+    assert own() == ("a", torch.bfloat16, "meta") and not torch.is_grad_enabled()
+    return [1.0] * len(images)
+
+def to_b(images, prompts, targets):
+    change("../b")
+    raise KeyError("b")
+
+def of_b(images, prompts, targets):
+    assert own() == ("b", torch.bfloat16, "meta"), own()
+    return [2.0] * len(images)
+
+class Judge:
+    def __init__(self):
+        change("../a")
+    def applies(self, prompt):
+        change(".")
+        return prompt == "x"
+    async def __call__(self, images, prompts, targets):
+        change(".")
+        return [float("nan")] * len(images)
+
+def draw():
+    change(".")
+    return [__import__("PIL.Image").Image.new("RGB", (32, 32))]
+"""
+
+
+def state():
+    draws = random.random(), np.random.rand(), torch.rand(1).item()
+    defaults = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    return os.getcwd(), draws, defaults, torch.is_inference_mode_enabled()
+
+
+def test_code_of_the_users_leaves_the_process_as_it_was(tmp_path, monkeypatch):
+    """When it is loaded, called and raises; what it changed, it finds again in its next call."""
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        Path(name).mkdir()
+    Path("world.py.py").write_text(WORLD)
+
+    def unchanged(function, *given):
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        expected = state()
+        for put, value in zip((random.setstate, np.random.set_state, torch.set_rng_state), before):
+            put(value)
+        with suppress(KeyError):
+            return function(*given), state() == expected or pytest.fail(f"{state()}, {expected}")
+        assert state() == expected
+
+    specs = ",".join(f"world.py.py:{name}" for name in ("of_a", "to_b", "of_b", "Judge"))
+    parsed, _ = unchanged(loaded, specs)
+    given = noise(2), ["x", "y"]
+    for reward in parsed.values():
+        unchanged(rewards.score, {reward.source: reward}, *given)
+    assert unchanged(parsed["world.py.py:Judge"].applies, "y")[0] is False
+    with torch.no_grad():
+        unchanged(rewards.score, {"judge": parsed["world.py.py:Judge"]}, *given)
+    unchanged(data.read_pictures, "world.py.py:draw", "target", 1, (32, 32))
+    foreign.forget_files()
+
+
+def test_an_async_reward_works_where_a_loop_runs():
+    """As in a notebook, whose cells run in one: in a thread, with the loop of all other calls."""
+    loops = []
+
+    async def judge(images, prompts, targets):
+        loops.append(asyncio.get_running_loop())
+        assert not torch.is_grad_enabled()
+        await asyncio.sleep(0)
+        return [1.0] * len(images)
+
+    async def cell():
+        return score_by(judge, ["a"])
+
+    assert asyncio.run(cell()).tolist() == score_by(judge, ["a"]).tolist() == [1]
+    assert loops[0] is loops[1]
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -553,9 +703,17 @@ def test_a_bad_spec_is_one_line(spec, words):
     assert words in error_from(checked, f"mse:1,{spec}", noise(1)[0])
 
 
-def test_rewards_py_can_be_copied_with_grpo_py_alone():
-    imported = re.findall(r"(?m)^(?:from|import) (\w+)", Path(rewards.__file__).read_text())
-    assert {*imported} & {path.stem for path in ROOT.iterdir()} == {"grpo"}
+def test_rewards_py_can_be_copied_with_two_files():
+    def imported(module):
+        lines = re.findall(r"(?m)^(?:from|import) (\w+)(.*)", Path(module.__file__).read_text())
+        return {
+            name + more
+            for name, more in lines
+            if (ROOT / name).with_suffix(".py").exists() or (ROOT / name).is_dir()
+        }
+
+    assert imported(rewards) == {"grpo import centre_groups", "runtime import foreign"}
+    assert imported(foreign) == set()
 
 
 def test_a_function_that_is_not_in_its_file_is_named(monkeypatch):
@@ -572,6 +730,10 @@ def test_names_and_weights():
     assert weights == {"ssim": 0.5, "clip": 1, "my_file.py:f": 2e-3, "hps": -0.25}
     assert parsed["clip"].source == "clip=a:b"
     assert rewards.parse_rewards("none") == rewards.parse_rewards("") == {}
+    (at_home, its_folder) = rewards.parse_rewards("~/a.py:f,clip=~/b:2").values()
+    assert (
+        at_home.source == f"{Path.home()}/a.py:f" and its_folder.source == f"clip={Path.home()}/b"
+    )
     judges = rewards.parse_rewards("ssim,clip=c", parsed)  # one of them is another judge
     assert list(judges) == ["ssim", "clip=c"]
 
@@ -601,10 +763,19 @@ def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
     assert (seven(noise(2), ["a"] * 2, None), weight) == ([7, 7], 2) and one(None) == 7
     assert (other(), named_json()) == ("vqa", "json") and sys.modules["json"] is json
     assert Path("ran").read_text() == "x" * 2  # and in the process
-    rewards.forget_files()
+    foreign.forget_files()
     Path("vqa.py").write_text(code.replace("+ 0", "+ 1"))  # as long, in the same second
     os.utime("vqa.py", (10**9, 10**9))
     assert only("vqa.py:one")(None) == 8
+    foreign.forget_files()
+    (tmp_path / "beside_it.py").write_text("def seven():\n    return 70\n")
+    assert only("vqa.py:one")(None) == 71
+    Path("mine.py").write_text("def one():\n    return 1\n")
+    sys.path.insert(0, str(tmp_path))
+    import mine  # the user, in a notebook
+
+    Path("mine.py").write_text("def one():\n    return 22\n")
+    assert (only("mine.py:one")(), mine.one(), sys.modules["mine"]) == (22, 1, mine)
 
 
 def test_missing_weights_say_what_to_download(tmp_path, monkeypatch):

@@ -8,8 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import error_from, judge_file, records, resume
+from PIL import Image
 
-from runtime.data import read_file
+import rewards
+from rewards import Reward
+from runtime.data import check_columns, read_file
 from runtime.evaluation import best_earlier_evaluation
 from runtime.record import speeds, start_tracker
 from runtime.resume import versions
@@ -32,8 +35,8 @@ def test_a_row_is_a_prompt_with_columns(tmp_path):
     first, second = read_file(file)
     assert (first.text, first.type, first.line) == ("a photo of three clocks", "counting", 1)
     assert (second.text, second.type, second.line) == ("#1 {x}", "two", 3)
-    assert first.row == {"include": [{"count": 3}]}
-    assert second.row == {"tag": "three", "include": None, "more": " 1  2 "}
+    assert first.row == {"tag": "counting", "include": [{"count": 3}], "type": "counting"}
+    assert second.row == {"type": "two", "tag": "three", "include": None, "more": " 1  2 "}
 
 
 @pytest.mark.parametrize(
@@ -60,22 +63,101 @@ def test_rows_that_cannot_be_read(tmp_path, name, text, words):
 
 def test_a_reward_gets_the_columns_it_has_a_parameter_for(quick, capsys):
     """In a run, resumed too: a list with a value per picture; None where a row has none."""
-    rows = [{"prompt": "a ring", "include": [2]}, {"prompt": "a cross", "other": 1}]
+    rows = [{"prompt": "a ring", "include": [2], "tag": "a"}, {"prompt": "a cross", "other": 1}]
     write_rows("rows.jsonl", *rows)
-    write_rows("new.jsonl", {"prompt": "a circle", "new": "a column of its own"})
-    own = judge_file("judge", "[len(x or '') for x in new]", "new")
-    text = "def counted(images, prompts, targets, include):\n    return"
-    given = "{'a ring': [2]}.get(prompt)"
-    text += f" [i if include[i] == {given} else 1 / 0 for i, prompt in enumerate(prompts)]"
+    write_rows("new.jsonl", {"prompt": "a circle", "include": [3], "new": "a column of its own"})
+    own = judge_file("judge", "[len(x or '') for x in new]", "new=()")
+    text = "def counted(images, prompts, targets, tag, include):\n    return"
+    given = "{'a ring': [[2], 'a'], 'a circle': [[3], None]}.get(prompt, [None, None])"
+    text += (
+        f" [i if [include[i], tag[i]] == {given} else 1 / 0 for i, prompt in enumerate(prompts)]"
+    )
     Path("own.py").write_text(text)
     flags = "--prompts rows.jsonl --eval-prompts new.jsonl --targets none --eval-targets none"
     flags += (
         f" --reward own.py:counted --eval-reward {own} --prompts-per-step 2 --steps 1 --out run"
     )
+    assert quick(flags) == 2
+    words = "'own.py:counted' asks for 'tag', which no row of new.jsonl has; its columns: include"
+    assert words in capsys.readouterr().err
+    Path("own.py").write_text(text.replace("tag, include", "include, tag=()"))
     assert quick(flags) == 0
     write_rows("rows.jsonl", rows[0], rows[1] | {"other": 2})
     assert resume("run --steps 2") == 2
     assert "other prompts" in capsys.readouterr().err
+
+
+CALLABLES = """
+import functools
+import torch
+
+class Scorer:
+    scale = 2
+    def __call__(self, images, prompts, targets, wanted):
+        return [self.scale * word for word in wanted]
+    def method(self, images, prompts, targets, *, wanted=None):
+        return [word + 1 for word in wanted]
+
+class Module(torch.nn.Module):
+    def forward(self, images, prompts, targets, wanted=None):
+        return [word + 2 for word in wanted]
+
+def bare(function):
+    def inner(*given, **named):
+        return function(*given, **named)
+    return inner
+
+@bare
+def decorated(images, prompts, targets, group_size, wanted=None):
+    return [word + group_size for word in wanted]
+
+def everything(images, prompts, targets, **columns):
+    assert columns.keys() == {"wanted", "other"}
+    return columns["wanted"]
+
+def scaled(images, prompts, targets, wanted, scale):
+    return [word * scale for word in wanted]
+
+def nothing(images, prompts, targets):
+    return [len(images)] * len(images)
+
+an_object, a_module, method = Scorer(), Module(), Scorer().method
+partial, builtin = functools.partial(scaled, scale=9), functools.partial(nothing)
+builtin = type("no_signature", (), {"__signature__": "none", "__call__": builtin})()
+"""
+
+
+def test_callables_of_any_type_get_their_columns(tmp_path):
+    (tmp_path / "callables.py").write_text(CALLABLES)
+    scores = {
+        "Scorer": [6, 6, 14, 14],
+        "an_object": [6, 6, 14, 14],
+        "method": [4, 4, 8, 8],
+        "a_module": [5, 5, 9, 9],
+        "Module": [5, 5, 9, 9],
+        "decorated": [5, 5, 9, 9],
+        "everything": [3, 3, 7, 7],
+        "partial": [27, 27, 63, 63],
+    }
+    specs = ",".join(f"{tmp_path}/callables.py:{name}" for name in scores)
+    parsed = {name: each.load() for name, each in rewards.parse_rewards(specs).items()}
+    images = [Image.new("RGB", (8, 8))] * 4
+    found = rewards.score(parsed, images, ["a", "b"], wanted=[3, 7], other=[0, 0])
+    assert [each.tolist() for each in found.values()] == [*scores.values()]
+
+
+def test_a_column_that_a_file_lacks_is_refused():
+    """An option is none, nor is a parameter that may be None where no file has columns."""
+
+    def reward(images, prompts, targets, want=None, url="here", *, waits=(1,), group_size):
+        pass
+
+    check = lambda **files: check_columns(Reward("f.py:f", 1.0, reward), files)
+    words = "'f.py:f' asks for 'want', which no row of b has; its columns: wanted"
+    assert words in error_from(lambda: check(a={"want"}, b={"wanted"}))
+    assert "no row of a has" in error_from(lambda: check(a={"wanted", "type"}, b={"wanted"}))
+    check(a={"want", "other"}, b={"want"})
+    check(a={"type", "tag"}, b=set())
 
 
 def test_the_best_evaluation_is_named():
