@@ -32,8 +32,9 @@ from runtime.data import (
 from runtime.errors import StopRequest, exit_code, rescued
 from runtime.evaluation import evaluate, seed_of_step
 from runtime.folder import RunFolder, claimed
-from runtime.record import Record, counted
+from runtime.record import Record
 from runtime.settings import Settings, parse_settings, print_start
+from runtime.words import counted
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
 
@@ -209,7 +210,7 @@ def loop(run, settings, data, record, folder, stop):
     first = record.done
     folder.save()
     if first == 0 or due(first, settings.eval_every):
-        evaluate(run, settings, data, record, stop)
+        evaluate_and_show(run, settings, data, record, stop)
     with run.machine.counting("step", settings.steps, first):
         for step in range(first, settings.steps):
             if any(ranks.gather(stop.received)):  # together, or others would wait for it
@@ -228,15 +229,25 @@ def loop(run, settings, data, record, folder, stop):
                 folder.save()
             if due(step + 1, settings.eval_every):
                 folder.save()
-                evaluate(run, settings, data, record)
+                evaluate_and_show(run, settings, data, record)
     folder.save()
     if record.done < settings.steps:
         record.write(f"saved; {folder.how_to_continue()}")
     stopped = any(ranks.gather(stop.received))
     if settings.steps > 0 and not (stopped and record.done == first):  # else there is nothing new
-        evaluate(run, settings, data, record)
+        evaluate_and_show(run, settings, data, record)
         record.warn_of_nothing()
         folder.export(run.glm_image)
+
+
+def evaluate_and_show(run, settings, data, record, stop=None):
+    """An evaluation, and then all that people look at, such as before-after.png."""
+    evaluate(run, settings, data, record, stop)
+    if record.folder.writes and record.folder.records["evaluation"]:
+        from viewer import show  # training needs nothing of it
+
+        with record.optional("show the run"):
+            show(record.folder.out)
 
 
 def due(step, every):

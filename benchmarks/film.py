@@ -7,49 +7,44 @@ python benchmarks/film.py runs/1 assets/before-after.gif
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tiny-glm-image")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
-from check import correct
 from PIL import Image
 
-import train
 from benchmarks import command
-from runtime.data import evenly, read_prompts
-from runtime.evaluation import SHOWN
-from runtime.folder import read_jsonl
-from runtime.record import draw_grid
+from runtime.errors import readable
+from viewer.run import is_wrong, read
+from viewer.sheets import draw_grid
 
 
-def evaluations(run):
-    """Of each evaluation its step, the share of all pictures that are correct, and rows of some.
+def evaluations(folder):
+    """Of each evaluation its step, the share of all pictures that are correct, and rows.
 
-    A row is (caption, [(picture, whether it is correct)]). run: the folder of a run of the tiny
-    model.
+    A row is (caption, [(picture, whether it is correct)]). folder: of a run of the tiny model.
     """
-    settings = train.parse_settings(["--model", "tiny-glm-image"])
-    held_out = evenly(read_prompts(settings, "eval_"), settings.eval_count)
-    records = read_jsonl(Path(run, "evaluation.jsonl"))
-    captions = [held_out[row].text for row in records[0]["rows"]]
-    for record in records:
-        folder = Path(run, "evaluation", f"{record['step']:06d}")
+    with readable("make a film"):
+        run = read(folder)
+    for evaluation in run.evaluations:
         rows = []
-        for i, caption in enumerate(captions, 1):
-            pictures = [Image.open(folder / f"{i}-{j}.png") for j in range(1, SHOWN + 1)]
-            rows.append((caption, [*zip(pictures, correct(pictures, [caption] * SHOWN).tolist())]))
-        share = record["held out"]["reward/correct"][0]
-        yield record["step"], share, rows
+        for shown in evaluation["shown"]:
+            pictures = [Image.open(run.out / place) for place in shown["pictures"]]
+            correct = [not is_wrong(evaluation, shown, j) for j in range(len(pictures))]
+            rows.append((shown["prompt"], [*zip(pictures, correct)]))
+        yield evaluation["step"], evaluation["held out"]["reward/correct"][0], rows
 
 
 def frame(step, share, rows):
-    """Two captions beside two others, for the width of a page."""
+    """Half of the captions beside the other half, for the width of a page."""
     rows = [
         (caption, [(x, "", not is_correct) for x, is_correct in cells]) for caption, cells in rows
     ]
-    left = draw_grid(f"after {step} steps" if step else "before training", rows[:2])
-    right = draw_grid(f"all held-out captions: {share:.0%} correct", rows[2:4])
-    return Image.fromarray(np.hstack([left, right])).reduce(2)
+    half = -(-len(rows) // 2)
+    left = draw_grid(f"after {step} steps" if step else "before training", rows[:half])
+    right = draw_grid(f"all held-out captions: {share:.0%} correct", rows[half:])
+    both = Image.new("RGB", (left.width + right.width, left.height), "white")
+    both.paste(left, (0, 0))
+    both.paste(right, (left.width, 0))
+    return both.reduce(2)
 
 
 def main(run, file):

@@ -39,7 +39,7 @@ from benchmarks.variants import BEFORE
 from grpo import set_advantages
 from rewards import parse_rewards
 from runtime.data import Prompt
-from runtime.folder import read_jsonl
+from runtime.jsonl import read_jsonl
 
 PAGE, STILL = ROOT / "docs" / "lesson.html", ROOT / "assets" / "lesson.png"
 GROUPS = [  # caption, seed: four rewards; as in the notebook; one picture, four times

@@ -14,8 +14,8 @@ from PIL import Image
 from benchmarks import command, variants
 from runtime import evaluation
 from runtime.data import evenly
-from runtime.record import RED
 from runtime.settings import TINY
+from viewer.sheets import RED
 
 CELL = 37  # pixels
 

@@ -157,11 +157,6 @@ class DecoderRecord(Record):
         **LINE,
     }
 
-    def __init__(self, folder, settings, *others):
-        super().__init__(folder, settings, *others)
-        if settings.train == "both":
-            self.columns = settings.paintings  # a row of pictures per code sequence
-
     def reward_metrics(self, rewards):
         """Of code sequences by their means; or, of a lone one, of its paintings."""
         if self.settings.sequences == 1:

@@ -17,8 +17,8 @@ from transformers.utils import cached_file
 from rewards import Reward, UserError, parse_rewards, score
 from runtime import checkpoints, foreign, ranks, resume
 from runtime.errors import option, readable
-from runtime.record import counted
 from runtime.settings import readable_loading
+from runtime.words import counted
 
 # A line for the prompts below it.
 TYPE = re.compile(r"#+ *(?:type|kind) *[:=\uff1a] *(\S.*)", re.IGNORECASE)

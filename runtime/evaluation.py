@@ -4,20 +4,16 @@ import shlex
 import warnings
 from copy import copy
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import torch
 
 from runtime import ranks
 from runtime.data import evenly
-from runtime.record import (
-    counted,
-    format_number,
-    shown_names,
-    with_error,
-    with_weighted_sum,
-)
+from runtime.errors import writing
+from runtime.pictures import save_pictures
+from runtime.record import with_weighted_sum
+from runtime.words import counted, format_number, shown_names, with_error
 
 # Prompt i of an evaluation has seed SEEDS[...] + i. Training with --seed 0 needs 536,870 steps to
 # reach these seeds. Training with another --seed never reaches them: see seed_of_step.
@@ -39,7 +35,6 @@ def evaluate(run, settings, data, record, stop=None):
     evaluations = record.folder.records["evaluation"]
     if record.done in [each["step"] for each in evaluations]:
         return
-    chosen = evaluations[0].get("rows") if evaluations else None  # to show: once, before training
     sets = sets_of(settings, data)
     rewards = data.rewards | data.judges
     numbers, shares = {"step": record.done}, []
@@ -49,12 +44,11 @@ def evaluate(run, settings, data, record, stop=None):
         for name, prompts in sets.items():
             raw, pictures = {}, {}
             judged = judge(run, settings, rewards, prompts, SEEDS[name], stop, shares)
+            shown = range(count_to_show(prompts))
             for row, of_row, images in judged:
-                raw[row], pictures[row] = of_row, images[:SHOWN]
-                may_show = rows_to_show(prompts, wrong_pictures(raw, record.judge))
-                kept = {*(chosen or chain(*may_show))}
-                # Pictures of all prompts would take gigabytes.
-                pictures = {row: pictures[row] for row in pictures.keys() & kept}
+                raw[row] = of_row
+                if row in shown:  # pictures of all prompts would take gigabytes
+                    pictures[row] = images[:SHOWN]
             raw = of_all_ranks(raw)
             if len(raw) < len(prompts):  # stopped
                 return
@@ -64,9 +58,8 @@ def evaluate(run, settings, data, record, stop=None):
     run.machine.read()  # its time is no part of a step
 
     # From here on of the held-out prompts.
-    wrong = wrong_pictures(raw, record.judge)
-    without_correct, first = rows_to_show(prompts, wrong)
-    rows = numbers["rows"] = chosen or without_correct or first
+    numbers["judge"] = record.judge
+    numbers["shown"] = save_shown(record, prompts, of_all_ranks(pictures), values)
     record.folder.append("evaluation", [numbers])
     of_sets = {f"{name}/{key}": numbers[name][key][0] for name in sets for key in values}
     record.track({name: None if np.isnan(mean) else mean for name, mean in of_sets.items()})
@@ -77,8 +70,6 @@ def evaluate(run, settings, data, record, stop=None):
         step, words = best
         folder = shlex.quote(str(record.folder.out / "checkpoints" / f"{step:06d}"))
         record.write(f"held out, {words}; to go on from there: --adapter {folder}")
-    pictures = of_all_ranks({row: pictures[row] for row in rows if row in pictures})
-    record.draw_evaluation(rows, prompts, pictures, values["reward"], wrong)
     warn_of_other_ids(record, shares)
 
 
@@ -128,29 +119,34 @@ def of_all_ranks(rows):
 # ---- which pictures are shown --------------------------------------------------------------------
 
 
-def wrong_pictures(raw, judge):
-    """{row: (G,) bool}, the pictures that get 0; none, unless the judge says 1 or 0 alone.
+def count_to_show(prompts):
+    """How many of the first prompts are shown: the first of each type, or the first few.
 
-    raw: {row: {name: (G,)}}. judge: its name, or None.
+    prompts: in the order of evenly(), which begins with the first of each type.
     """
-    verdicts = {row: of_row.get(judge, torch.ones(SHOWN)) for row, of_row in raw.items()}
-    decides = all((x.nan_to_num(1).frac() == 0).all() for x in verdicts.values())
-    return {row: (x == 0) & decides for row, x in verdicts.items()}
+    types = {prompt.type for prompt in prompts}
+    return min(len(types) if len(types) > 1 else len(prompts), PROMPTS)
 
 
-def rows_to_show(prompts, wrong):
-    """Of prompts without a correct picture the first of each type, and of all the first of each.
+def save_shown(record, prompts, pictures, values):
+    """What is known of the prompts that are shown: [{"prompt", "type", "pictures", rewards}].
 
-    Shown are the former; if all prompts have a correct picture, the latter. wrong: see
-    wrong_pictures.
+    pictures: {row: SHOWN images}. values: {name of a reward: (N, G)}.
     """
-    both = []
-    for rows in ([row for row, pictures in wrong.items() if pictures.all()], wrong):
-        first = {}
-        for row in rows:
-            first.setdefault(prompts[row].type or row, row)
-        both.append([*first.values()][:PROMPTS])
-    return both
+    if not record.folder.writes:
+        return []
+    with writing(record.folder.out):
+        return [
+            {"prompt": prompts[row].text, "type": prompts[row].type}
+            | {name: of_all[row, :SHOWN].tolist() for name, of_all in values.items()}
+            | save_pictures(
+                record.folder.out,
+                f"evaluation/{record.done:06d}/{row + 1}",
+                images,
+                prompts[row].given(),
+            )
+            for row, images in pictures.items()
+        ]
 
 
 # ---- numbers and table ---------------------------------------------------------------------------

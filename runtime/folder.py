@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from rewards import UserError
 from runtime import checkpoints, ranks, resume
 from runtime.errors import writing
+from runtime.jsonl import as_lines, read_jsonl
 
 RECORDS = "metrics", "groups", "evaluation"  # .jsonl
 SAVE_SECONDS = 600  # a kill costs that much at most, or one step
@@ -107,24 +108,6 @@ class RunFolder:
                 checkpoints.copy_adapters(adapters, self.out)
                 if "decoder-adapter" in adapters:
                     glm_image.save_decoder_adapter(self.out / "decoder-adapter")
-
-
-def read_jsonl(path):
-    """The records in a file. Damaged lines are left out."""
-    records = []
-    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            records += [record] if record["step"] >= 0 else []
-        except (ValueError, LookupError, TypeError):
-            if number < len(lines):  # else a kill has cut it short
-                print(f"warning: line {number} of {path} is damaged, and left out")
-    return records
-
-
-def as_lines(records):
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 # ---- who may write to it -------------------------------------------------------------------------

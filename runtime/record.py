@@ -1,24 +1,21 @@
-"""What a run says of itself: a line for each step, its numbers, pictures."""
+"""What a run says of itself: a line for each step, its numbers, its pictures."""
 
 import math
-import os
 import secrets
-import textwrap
 import warnings
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from contextlib import contextmanager
 from itertools import chain
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from rewards import UserError, combine, weights_of
 from runtime import ranks
 from runtime.errors import readable, say, writing
+from runtime.pictures import save_pictures
 from runtime.resume import portable
+from runtime.words import format_number, shown_names, with_error
 
-SAMPLE_EVERY = 10  # steps between group-*.png
 LINE = {  # parts of a step's line, see format_step
     "skipped": "SKIPPED: the gradient was not finite",
     "groups_without_spread": "{:.0%} without spread",
@@ -41,7 +38,6 @@ class Record:
     """
 
     line = LINE
-    columns = 8  # pictures in a row of group-*.png
 
     def __init__(self, folder, settings, data, machine, stop, done):
         """done: steps made so far."""
@@ -79,7 +75,7 @@ class Record:
     write = staticmethod(say)
 
     def step(self, done, prompts, rollout, metrics):
-        """Writes a step's line and numbers, and every SAMPLE_EVERY steps a group's pictures."""
+        """Writes a step's line, its numbers, and the pictures of the first rank's groups."""
         self.done = done
         group_size = len(rollout.images) // len(prompts)
         rewards = with_weighted_sum(rollout.raw_rewards, self.weights, group_size)
@@ -92,6 +88,8 @@ class Record:
         groups = [
             {"step": done, "line": prompt.line, "prompt": prompt.text}
             | {name: values[i].tolist() for name, values in rewards.items()}
+            | {"advantage": rollout.advantages(i).tolist()}
+            | self.save_group(i, prompt, rollout.images[i * group_size : (i + 1) * group_size])
             for i, prompt in enumerate(prompts)
         ]
         self.folder.append("groups", [*chain(*ranks.gather(groups))])
@@ -99,9 +97,15 @@ class Record:
         self.machine.bar.update()
         numbers = self.folder.records["metrics"][-1]
         self.write(format_step(self.settings.steps, numbers, self.line, self.epochs_per_step))
-        if self.folder.writes and (done % SAMPLE_EVERY == 0 or done == 1 or self.ends):
-            with writing(self.folder.out):
-                self.draw_group(prompts, rollout, rewards["reward"])
+
+    def save_group(self, i, prompt, images):
+        """Of a step's group i; nothing on other ranks than the first."""
+        if not self.folder.writes:
+            return {}
+        place = f"groups/{self.done:06d}/{i + 1}"
+        beside = prompt.given() | {"target": prompt.target}
+        with writing(self.folder.out):
+            return save_pictures(self.folder.out, place, images, beside, small=True)
 
     @property
     def ends(self):
@@ -111,56 +115,6 @@ class Record:
     def reward_metrics(self, rewards):
         """What a step's rewards, {name: (N, G)}, say of its groups."""
         return reward_metrics(rewards)
-
-    def draw_group(self, prompts, rollout, rewards):
-        """group-*.png: the group whose rewards differ most. rewards: (N, G)."""
-        i = rewards.nan_to_num().std(1).argmax().item()
-        images = rollout.images[i * rewards.shape[1] :]
-        cells = [
-            (image, f"reward {format_number(reward)}\nadvantage {advantage:+.2f}", False)
-            for image, reward, advantage in zip(images, rewards[i].tolist(), rollout.advantages(i))
-        ]
-        rows = [("", cells[k : k + self.columns]) for k in range(0, len(cells), self.columns)]
-        given = prompts[i].given() | {"target": prompts[i].target}
-        beside = [(picture, name, False) for name, picture in given.items() if picture]
-        rows[0] = prompts[i].text, beside + rows[0][1]
-        draw_grid(f"step {self.done}", rows).save(self.folder.out / f"group-{self.done:06d}.png")
-
-    def draw_evaluation(self, rows, prompts, pictures, rewards, wrong):
-        """evaluation/STEP/: pictures of some prompts, and a sheet of them all.
-
-        before-after.png: the sheet of the evaluation before training, if it is there, and this one.
-        pictures, wrong: {row: of each picture}. rewards: (N, G).
-        """
-        if not self.folder.writes:
-            return
-        folder, first = (self.folder.out / "evaluation" / f"{step:06d}" for step in (self.done, 0))
-        with writing(self.folder.out):
-            folder.mkdir(parents=True, exist_ok=True)
-            shown = []
-            for i, row in enumerate(rows, 1):
-                cells = [(picture, name, False) for name, picture in prompts[row].given().items()]
-                for j, picture in enumerate(pictures[row]):
-                    picture.save(folder / f"{i}-{j + 1}.png")
-                    caption = f"reward {format_number(rewards[row, j])}"
-                    cells.append((picture, caption, wrong[row][j]))
-                shown.append((prompts[row].text, cells))
-            title = f"after {counted(self.done, 'step')}" if self.done else "before"
-            framed = any(frame for _, cells in shown for *_, frame in cells)
-            corner = f"red frame:\n{self.judge} is 0" if framed else ""
-            sheet = draw_grid(title, shown, corner)
-            sheet.save(folder / ".sheet.png")
-            os.replace(folder / ".sheet.png", folder / "sheet.png")  # later evaluations read it
-            if self.done and (first / "sheet.png").exists():
-                sides = Image.open(first / "sheet.png"), np.asarray(sheet)[:, LABELS - 24 :]
-                sheet = Image.fromarray(np.hstack(sides))
-            sheet.save(self.folder.out / "before-after.png")
-        if find_spec("matplotlib") is not None:
-            with self.optional("draw reward.png"):
-                records = self.folder.records["metrics"], self.folder.records["evaluation"]
-                draw_curves(*records, self.folder.out / "reward.png")
-        elif self.ends:
-            self.write("no curves are drawn (reward.png): pip install matplotlib")
 
     def warn_of_nothing(self):
         """A warning if nothing was learned."""
@@ -246,98 +200,3 @@ def format_step(steps, numbers, parts, epochs_per_step=0):
             words.append(f"{name.removeprefix('reward/')} {format_number(numbers[name])}")
     shown = {name: form for name, form in parts.items() if numbers.get(name)}
     return " | ".join([*words, *(form.format(numbers[name]) for name, form in shown.items())])
-
-
-def shown_names(numbers):
-    """The names of rewards, without their weighted sum where that is a lone reward of weight 1."""
-    names = [name for name in numbers if f"{name}/".startswith("reward/")]
-    return names[1:] if len(names) > 1 and numbers[names[0]] == numbers[names[1]] else names
-
-
-def with_error(mean, error):
-    """'0.692 +- 0.031'."""
-    return format_number(mean) + ("" if error is None else f" +- {format_number(error)}")
-
-
-def format_number(value):
-    if value is None or math.isnan(value):  # no image had this reward
-        return "none"
-    return f"{value:.0e}" if 0 < abs(value) < 5e-4 else f"{value:.3f}"
-
-
-def counted(number, noun):
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-# ---- pictures ------------------------------------------------------------------------------------
-
-CELL, LABELS, LETTERS = 144, 288, 24  # pixels: twice their size on a page
-RED = "#d02030"
-CURVES = {"steps": "#888888", "training prompts": "#2060c0", "held-out prompts": RED}
-# Fonts of the system, if it has one of these: Pillow's own font has no Chinese.
-CHINESE_FONTS = (
-    "NotoSansCJK-Regular.ttc",
-    "wqy-microhei.ttc",
-    "DroidSansFallbackFull.ttf",
-    "PingFang.ttc",
-    "msyh.ttc",
-)
-
-
-def draw_grid(title, rows, corner=""):
-    """Rows of pictures under a title, with labels on the left.
-
-    rows: [(label, [(picture, caption, whether it has a red frame)])]. corner: the words above the
-    labels.
-    """
-    lines = max(len(caption.splitlines()) for _, cells in rows for _, caption, _ in cells)
-    height = CELL + 8 + 20 * lines
-    width = LABELS + (CELL + 8) * max(len(cells) for _, cells in rows)
-    sheet = Image.new("RGB", (width, 72 + height * len(rows)), "white")
-    pen = ImageDraw.Draw(sheet)
-    pen.text((8, 2), corner, "black", font_for(corner, 18))
-    pen.text((LABELS, 8), title, "black", font_for(title))
-    for top, (label, cells) in zip(range(72, sheet.height, height), rows):
-        font = font_for(label)
-        letters = (LABELS - 32) * len(label) / max(1, font.getlength(label))
-        words = textwrap.wrap(label, max(1, int(letters)))[:4]
-        pen.text((8, top), "\n".join(words), "black", font)
-        for left, (picture, caption, framed) in zip(range(LABELS, width, CELL + 8), cells):
-            border = 3 * framed
-            picture = ImageOps.expand(ImageOps.contain(picture, (CELL, CELL)), border, RED)
-            sheet.paste(picture, (left - border, top - border))
-            pen.text((left, top + CELL), caption, "black", font_for(caption, 17))
-    return sheet
-
-
-def font_for(text, size=LETTERS):
-    for name in CHINESE_FONTS if max(text, default="") > "\u2e80" else ():
-        with suppress(OSError):
-            return ImageFont.truetype(name, size)
-    return ImageFont.load_default(size)
-
-
-def draw_curves(metrics, evaluations, file):
-    """Curves of a run over its steps, a panel for each reward.
-
-    metrics, evaluations: what is in the .jsonl files.
-    """
-    from matplotlib.figure import Figure
-
-    names = shown_names(evaluations[-1]["held out"])
-    figure = Figure((4 * len(names), 3), layout="constrained")
-    (row,) = figure.subplots(1, len(names), squeeze=False)
-    for axes, name in zip(row, names):
-        curves = [[(each["step"], each.get(name)) for each in metrics]]
-        for prompts in ("training", "held out"):
-            judged = [each for each in evaluations if prompts in each]
-            curves.append([(each["step"], each[prompts][name][0]) for each in judged])
-        for (label, colour), points in zip(CURVES.items(), curves):
-            points = np.array(points, float).reshape(-1, 2)  # (steps, 2), NaN for None
-            axes.plot(*points.T, ".-", color=colour, label=label)
-        low, high = axes.dataLim.intervaly
-        if 0 <= low and high <= 1:  # a share, at its true size
-            axes.set_ylim(-0.05, 1.05)
-        axes.set(title=name.removeprefix("reward/"), xlabel="step")
-    row[0].legend()
-    figure.savefig(file)

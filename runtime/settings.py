@@ -18,8 +18,8 @@ from grpo import GRPOSettings
 from rewards import REWARDS, UserError, parse_rewards, weights_of
 from runtime import checkpoints, ranks
 from runtime.errors import option, readable
-from runtime.record import counted
 from runtime.resume import MADE_OF, PATHS, ROOT, kept_settings, portable
+from runtime.words import counted
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"

@@ -220,9 +220,7 @@ def short_runs(folder):
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
-    """Runs without reward.png, which takes a tenth of a second, as if matplotlib were there."""
-    monkeypatch.setattr("runtime.record.find_spec", lambda name: name == "matplotlib")
-    monkeypatch.setattr("runtime.record.draw_curves", lambda *given: None)
+    """Runs train.py with small pictures in a folder of the test's."""
     with short_runs(tmp_path) as run:
         yield run
 

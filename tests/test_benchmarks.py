@@ -2,7 +2,6 @@
 
 import csv
 import itertools
-import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import check
 import numpy as np
 import pytest
 import torch
-import world
 from conftest import (
     CPU,
     TINY,
@@ -27,8 +25,9 @@ from PIL import Image, ImageColor
 import rewards
 import train
 from benchmarks import best_of, film, repair_decoder, variants
-from runtime.data import evenly, read_prompts
-from runtime.record import RED
+from runtime.jsonl import as_lines
+from runtime.pictures import save_pictures
+from viewer.sheets import RED
 
 
 @pytest.fixture
@@ -46,19 +45,20 @@ def run(capsys):
 
 
 def test_the_film_shows_what_each_evaluation_has_painted(run, tmp_path):
-    """Of four captions three pictures each are correct drawings, the last is empty."""
-    captions = [prompt.text for prompt in evenly(read_prompts(tiny_settings(), "eval_"), 9)[5:]]
+    """Of four captions, of which the last picture is wrong."""
+    captions = ["a ring", "two rings", "a red ring", "a ring and a cross"]
     lines = []
     for step in (0, 20):
-        folder = tmp_path / "evaluation" / f"{step:06d}"
-        folder.mkdir(parents=True)
-        for (i, caption), j in itertools.product(enumerate(captions, 1), range(1, 5)):
-            scene = world.MEANING[caption].scene() if j < 4 else (None,) * 4
-            world.draw(scene).save(folder / f"{i}-{j}.png")
+        shown = []
+        for i, caption in enumerate(captions):
+            place = f"evaluation/{step:06d}/{i}"
+            images = [Image.new("RGB", (64, 64), (60 * i, 200, step)) for _ in range(4)]
+            saved = save_pictures(tmp_path, place, images, {})
+            shown.append({"prompt": caption, "reward/correct": [1, 1, 1, 0], **saved})
         share = {"reward/correct": [step / 100, 0]}
-        line = {"step": step, "rows": [5, 6, 7, 8], "held out": share}
-        lines.append(json.dumps(line) + "\n")
-    (tmp_path / "evaluation.jsonl").write_text("".join(lines))
+        lines.append({"step": step, "judge": "correct", "shown": shown, "held out": share})
+    (tmp_path / "evaluation.jsonl").write_text(as_lines(lines))
+    (tmp_path / "settings.json").write_text("{}")
     before, after = film.evaluations(tmp_path)
     assert before[:2] == (0, 0) and after[:2] == (20, 0.2)
     assert [(caption, [is_correct for _, is_correct in cells]) for caption, cells in after[2]] == [

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,8 +59,8 @@ BOTH = "--train both --paintings 2 --decode-steps 2"
 def test_a_run_leaves_every_promised_file(one_step):
     left = {file.relative_to(one_step).as_posix() for file in one_step.rglob("*")}
     expected = "settings.json metrics.jsonl groups.jsonl evaluation.jsonl"
-    expected += " reward.png" * (find_spec("matplotlib") is not None)
-    expected += " before-after.png group-000001.png adapter/adapter_config.json"
+    expected += " before-after.png curves.svg group-000001.png adapter/adapter_config.json"
+    expected += " groups/000001/1-1.jpg groups/000001/1-2.jpg groups/000001/1-target.jpg"
     expected += " adapter/adapter_model.safetensors"
     for name in ("1-1", "1-2", "sheet"):
         expected += f" evaluation/000000/{name}.png evaluation/000001/{name}.png"
@@ -134,14 +133,11 @@ def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
     assert [len(records(f"runs/{name}/metrics.jsonl")) for name in "13"] == [1, 0]
 
 
-def test_pictures_and_evaluations_come_when_asked_for(quick, monkeypatch):
+def test_evaluations_come_when_asked_for(quick, monkeypatch):
     evaluated = []
     note = lambda run, settings, data, record, *stop: evaluated.append(record.done)
     monkeypatch.setattr(train, "evaluate", note)
-    monkeypatch.setattr("runtime.record.SAMPLE_EVERY", 3)
     assert quick("--steps 4 --eval-every 3 --out run") == 0
-    groups = sorted(file.name for file in Path("run").glob("group-*"))
-    assert groups == ["group-000001.png", "group-000003.png", "group-000004.png"]
     assert evaluated == [0, 3, 4] and steps_saved("run") == ["000003", "000004"]
 
 
@@ -470,22 +466,23 @@ def test_a_run_names_the_projects_files_by_their_place_in_it(quick, one_step, mo
     assert tiny_settings().prompts == str(ROOT / "tiny-glm-image/prompts.txt")
 
 
-def test_the_group_that_is_shown_has_spread_and_its_advantages(quick, monkeypatch):
+def test_every_group_has_its_pictures_and_advantages(quick):
+    """For viewer/, which need not know what a run is."""
     reward = write_reward(
         "return [i if 'cross' in p else torch.nan for i, p in enumerate(prompts)]"
     )
-    sheets = []
-    draw_grid = lambda title, *rows: sheets.append((title, rows[0])) or Image.new("RGB", (8, 8))
-    monkeypatch.setattr("runtime.record.draw_grid", draw_grid)
-    for flags in ("", BOTH):
-        sheets.clear()
-        assert quick(*reward, "--prompts-per-step 2 --steps 1", flags) == 0
-        ((title, rows),) = [sheet for sheet in sheets if sheet[0].startswith("step")]
-        assert title == "step 1" and rows[0][0] == "a blue cross"
-        captions = [caption for _, cells in rows for _, caption, _ in cells]
-        signs = ["-", "-", "+", "+"] if flags else ["-", "+"]
-        found = [caption.split("advantage ")[1] for caption in captions if "adv" in caption]
-        assert found == [f"{sign}0.71" for sign in signs]
+    for name, flags in (("one", ""), ("both", BOTH)):
+        count = 4 if flags else 2  # pictures of a prompt
+        assert quick(*reward, "--prompts-per-step 2 --steps 1 --out", name, flags) == 0
+        for i, group in enumerate(records(f"{name}/groups.jsonl"), 1):
+            place = f"groups/000001/{i}"
+            assert group["pictures"] == [f"{place}-{j}.jpg" for j in range(1, count + 1)]
+            assert group["beside"] == {"target": f"{place}-target.jpg"}
+            files = [*group["pictures"], *group["beside"].values()]
+            assert {Image.open(f"{name}/{file}").size for file in files} == {(32, 32)}
+            signs = [-1] * (count // 2) + [1] * (count // 2)
+            expected = [0.7071 * ("cross" in group["prompt"]) * sign for sign in signs]
+            assert group["advantage"] == pytest.approx(expected, abs=1e-3)
 
 
 def test_ctrl_c_while_the_libraries_load_has_no_traceback(tmp_path):
@@ -740,8 +737,8 @@ def test_code_sequences_get_the_advantages_of_their_own_pictures(monkeypatch, co
 def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(
     judged, capfd, monkeypatch
 ):
-    """Nor does a curve end it that cannot be drawn, as with the MPLBACKEND of a notebook."""
-    monkeypatch.setattr("runtime.record.draw_curves", Mock(side_effect=ValueError("no backend\n:")))
+    """Nor does what cannot be drawn end it."""
+    monkeypatch.setattr("viewer.draw_sheets", Mock(side_effect=ValueError("no font\n:")))
     reward = write_reward("return [float('nan')] * len(images)")
     assert judged(*reward, "--steps 1 --out run") == 0
     (line,) = records("run/metrics.jsonl")
@@ -749,8 +746,7 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
     assert line["unscored"] == line["groups_without_spread"] == 1
     for record in records("run/evaluation.jsonl"):
         assert record["training"]["reward"] == [None, None]
-    assert Path("run/before-after.png").exists()
     output = "".join(capfd.readouterr())
     assert "step 1/1 | reward none | 100% without spread | 100% unscored" in output
     assert "warning: nothing was learned: no group had unequal rewards" in output
-    assert output.count("warning: cannot draw reward.png (no backend)\n") == 2
+    assert output.count("warning: cannot show the run (no font)\n") == 2

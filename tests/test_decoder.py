@@ -1,6 +1,7 @@
 """The decoder as a policy: its steps against the stock scheduler and values by hand, its update as
 in test_grpo.py."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from conftest import (
     painted,
     perturb,
     prompts_of,
+    records,
     resume,
     seeded,
     short_runs,
@@ -40,6 +42,8 @@ from grpo import NotFinite
 from rewards import combine
 from runtime import checkpoints
 from runtime.settings import TINY
+from viewer.run import Run
+from viewer.sheets import draw_sheets
 
 PROMPTS = ["a red circle", "a blue cross"]
 VARIED = ["--temperature", "9", "--top-p", "1"]  # or the sequences of a prompt are all the same
@@ -367,9 +371,11 @@ def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, r
     codes."""
     sheets, blank = {}, Image.new("RGB", (8, 8))
     draw_grid = lambda title, rows, *_: sheets.update({title: rows}) or blank
-    monkeypatch.setattr("runtime.record.draw_grid", draw_grid)
-    arguments = "--steps 1 --decode-steps 2 --group-size 3 --train"
+    monkeypatch.setattr("viewer.sheets.draw_grid", draw_grid)
+    arguments = "--steps 1 --decode-steps 2 --group-size 3 --out run --train"
     assert quick(*write_reward(""), arguments, kind) == 0
+    settings = json.loads(Path("run/settings.json").read_text())
+    draw_sheets(Run(Path("run"), settings, [], records("run/groups.jsonl"), []))
     shown = [cells for _, cells in sheets["step 1"]]
     assert shown[0].pop(0)[1:] == ("target", False)  # stands beside, as does a source
     assert [len(cells) for cells in shown] == rows

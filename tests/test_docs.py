@@ -184,7 +184,7 @@ def test_the_readme_shows_the_whole_trainer_and_four_commands():
     commands = [line for line in commands.splitlines() if line[0] != "#"]
     assert commands[0].endswith(". .venv/bin/activate")
     assert commands[1:] == [
-        "pip install -r requirements.txt matplotlib",
+        "pip install -r requirements.txt",
         # Beside a GPU, too, it downloads nothing.
         "python train.py --model tiny-glm-image --group-size 4",
         "pytest",

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import train
 from runtime import evaluation
-from runtime.record import draw_curves, with_weighted_sum
+from runtime.record import with_weighted_sum
 from runtime.settings import RELEASE, TINY
 
 SEVENS = "[7.0] * len(images)"
@@ -99,16 +99,14 @@ def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
     place = "[10 * len(prompt) + i % 5 for i, prompt in enumerate(prompts)]"
     sheets = []
     draw_grid = lambda *given: sheets.append(given) or Image.new("RGB", (8, 8))
-    monkeypatch.setattr("runtime.record.draw_grid", draw_grid)
-    curves = []
-    monkeypatch.setattr("runtime.record.draw_curves", lambda *given: curves.append(given))
+    monkeypatch.setattr("viewer.sheets.draw_grid", draw_grid)
     arguments = "--eval-prompts new.txt --eval-targets none --group-size 5 --eval-count 4"
     arguments += f" --reward {judge_file('place', place)} --prompts-per-step 2 --steps 0"
     share = "[i % 3 / 2 for i in range(len(prompts))]"  # a half is no verdict: there are no frames
     arguments += f" --eval-reward {judge_file('share', share)}"
     assert judged(arguments, "--out run") == 0
     (record,) = records("run/evaluation.jsonl")
-    assert curves == [([], [record], Path("run/reward.png"))]
+    assert [shown["prompt"] for shown in record["shown"]] == lines
     ((_, rows, corner),) = sheets
     assert corner == "" and not any(framed for _, cells in rows for *_, framed in cells)
     assert [(label, [caption for _, caption, _ in cells]) for label, cells in rows] == [
@@ -143,33 +141,6 @@ def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
     assert bars == [*before, ("step", 0, 1, 1), *after, ("step", 1, 2, 1), *after]
     for line in Path("run/metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["seconds/score"] == 1
-
-
-def test_a_curve_has_steps_and_both_evaluations(monkeypatch, tmp_path):
-    """What was not measured is a gap. Without matplotlib there is no picture."""
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    drawn = []
-    monkeypatch.setattr(figure, "savefig", lambda figure, file: drawn.append(figure))
-    steps = [(0, None), (1, 0.5)]
-    both = [(0, 0.75), (10, 1.0)], [(0, 0.25), (10, 0.5)]
-    metrics = [{"step": step, "reward/a": mean, "reward/b": 2.0} for step, mean in steps]
-    of_set = lambda mean: (
-        {name: [mean, None] for name in ("reward", "reward/a")} | {"reward/b": [2, 0]}
-    )
-    pairs = zip(*both, strict=True)
-    evaluations = [
-        {"step": step, "training": of_set(training), "held out": of_set(held_out)}
-        for (step, training), (_, held_out) in pairs
-    ]
-    draw_curves(metrics, evaluations, "curves.png")
-    shares, dots = drawn[0].axes
-    for line, points in zip(shares.lines, (steps, *both), strict=True):
-        np.testing.assert_equal(line.get_xydata(), np.array(points, float))
-    labels = [text.get_text() for text in shares.get_legend().get_texts()]
-    assert labels == ["steps", "training prompts", "held-out prompts"]
-    assert (shares.get_title(), dots.get_title()) == ("a", "b")
-    assert shares.get_ylim() == (-0.05, 1.05) and dots.get_ylim()[1] > 1.05
-    assert dots.lines[0].get_marker() == "."
 
 
 def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, capsys):

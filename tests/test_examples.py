@@ -39,7 +39,6 @@ import rewards
 import runtime.settings
 import train
 from rewards import Reward, UserError
-from runtime.record import draw_curves
 
 
 def test_a_text_model_learns_by_grpo_alone():
@@ -250,7 +249,6 @@ def as_script(cells):
 def test_the_cells_of_the_notebook_run(judged, tmp_path, monkeypatch):
     """From top to bottom, on short pictures, which show no shapes: another default reward tells
     them apart."""
-    pytest.importorskip("matplotlib")
     reward = ["--reward", f"{ROOT}/examples/my_reward.py:blueness"]
     short = "--height 32 --width 32 --decode-steps 1 --steps 1 --eval-count 1 --temperature 5"
     short += " --eval-decode-steps 1 --prompts-per-step 2 --group-size 2"
@@ -259,7 +257,6 @@ def test_the_cells_of_the_notebook_run(judged, tmp_path, monkeypatch):
     parse_short = lambda arguments, kind=train.Settings: parse([*reward, *arguments, *short], kind)
     monkeypatch.setattr(train, "parse_settings", parse_short)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("runtime.record.draw_curves", draw_curves)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("cells.py").write_text(as_script(code_cells()))
     names = runpy.run_path("cells.py")

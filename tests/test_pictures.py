@@ -1,9 +1,7 @@
-"""Prompts in, pictures out, against GLM-Image's stock pipeline; which weights are trained; the
-sheets of pictures."""
+"""Prompts in, pictures out, against GLM-Image's stock pipeline; which weights are trained."""
 
 import warnings
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import make
 import numpy as np
@@ -16,18 +14,15 @@ from conftest import (
     chat_inputs,
     load_once,
     painted,
-    prompts_of,
     seeded,
     tiny_settings,
     write_reward,
 )
-from PIL import Image, ImageFont
 
 from card.model import sizes
 from glm_image.model import GlmImage, encode_prompt
 from grpo import get_per_token_logprobs
 from runtime import checkpoints
-from runtime.record import Record, draw_grid, font_for
 from runtime.settings import TINY
 
 # Square, wide, tall: an exchange of rows and columns shows on the last two.
@@ -192,74 +187,3 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     assert all(p.is_meta for p in policy.parameters())
     base = logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens)
     assert (base - expected).abs().max() > 0.1
-
-
-# ---- sheets --------------------------------------------------------------------------------------
-
-RED, BLUE, GREEN = (250, 0, 0), (0, 0, 250), (0, 120, 0)
-
-
-def columns_of(sheet, colour, top, bottom):
-    """Where in a stretch of rows a colour is: first and last column."""
-    found = (np.asarray(sheet)[top:bottom] == colour).all(-1).any(0).nonzero()[0]
-    return found.min(), found.max()
-
-
-def test_a_grid_shows_every_picture_in_its_place():
-    square, wide = Image.new("RGB", (50, 50), RED), Image.new("RGB", (100, 50), BLUE)
-    rows = [("first prompt", [(square, "1.0", False), (wide, "", False)])]
-    rows.append(("second " * 50, [(wide, "", True)]))
-    sheet = draw_grid("title", rows, "corner")
-    top, half = 72, 72 + (sheet.height - 72) // 2
-    # Labels stand before them.
-    assert columns_of(sheet, RED, top, half) == (288, 288 + 144 - 1)
-    assert columns_of(sheet, BLUE, top, half) == (288 + 144 + 8, 288 + 144 + 8 + 144 - 1)
-    # Below the first.
-    assert columns_of(sheet, BLUE, half, sheet.height) == (288, 288 + 144 - 1)
-    blue = (np.asarray(sheet)[:half] == BLUE).all(-1).any(1).sum()
-    assert blue == 72  # its shape is kept
-    dark = np.asarray(sheet.convert("L")) < 128
-    # The corner, the title.
-    assert dark[:30, :280].any() and dark[:40, 288:340].any()
-    assert dark[half:, :280].any() and not dark[half + 144 :, :280].any()  # a long label is cut
-    # A frame around the second.
-    assert sheet.getpixel((286, half + 20)) == (0xD0, 0x20, 0x30) != sheet.getpixel((286, 90))
-    plain = draw_grid("title", [("", [(square, "", False)])])
-    assert plain.height < half  # no room for captions where there are none
-
-
-def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
-    """The first of the system's; where there is none, and for all else, Pillow's."""
-    stock = ImageFont.truetype
-    here = ["wqy-microhei.ttc"]
-
-    def truetype(name, size, **options):
-        if name in here or not isinstance(name, str):  # Pillow's
-            return (name, size) if name in here else stock(name, size, **options)
-        raise OSError
-
-    monkeypatch.setattr(ImageFont, "truetype", truetype)
-    assert font_for("招牌", 15) == ("wqy-microhei.ttc", 15)
-    here.clear()
-    for text in ("招牌", "a sign", ""):
-        assert isinstance(font_for(text, 15), ImageFont.FreeTypeFont)
-
-
-def test_before_and_after_stand_side_by_side(tmp_path, judged):
-    """The labels once."""
-    record = Record.__new__(Record)
-    record.judge, record.folder = None, MagicMock(out=tmp_path, writes=True)
-
-    def draw(step, colour):
-        record.done = step
-        pictures = {0: [Image.new("RGB", (32, 32), colour)] * 2}
-        wrong = {0: [False, False]}
-        record.draw_evaluation([0], prompts_of("label"), pictures, torch.ones(1, 2), wrong)
-        files = f"evaluation/{step:06d}/sheet.png", "before-after.png"
-        return (Image.open(tmp_path / file) for file in files)
-
-    first, shown = draw(0, RED)
-    assert shown.tobytes() == first.tobytes()
-    _, sheet = draw(7, GREEN)
-    before, after = (columns_of(sheet, colour, 0, sheet.height) for colour in (RED, GREEN))
-    assert before == (288, 288 + 144 + 7 + 144) and after[0] == before[1] + 1 + 8 + 24

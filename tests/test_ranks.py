@@ -94,11 +94,18 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(judged, s
     one, two = first_moment("one"), first_moment("two")
     assert one.abs().max() > 1e-3
     torch.testing.assert_close(two, one, atol=1e-4 * one.abs().max().item(), rtol=0)
+    places_of_three = [[f"evaluation/000000/{i}-{j}.png" for j in (1, 2)] for i in (1, 2, 3)]
+    saved = ["pictures" in group for group in records("two/groups.jsonl")]
+    assert saved == [True, False] * 2  # by the first rank, in each of two steps
     for name in ("metrics.jsonl", "evaluation.jsonl"):
         expected, found = records(f"one/{name}"), records(f"two/{name}")
         assert [record["step"] for record in expected] == [record["step"] for record in found]
         assert [record.keys() for record in expected] == [record.keys() for record in found]
         # Of the same policy; the later ones may have grown apart.
+        for record in (expected[0], found[0]):
+            record.pop("judge", None)
+            places = [shown["pictures"] for shown in record.pop("shown", [])]
+            assert places in ([], places_of_three)
         flat = [flattened(record[0]) for record in (expected, found)]
         assert flat[1] == pytest.approx(flat[0], abs=1e-5, rel=1e-4)
     assert found[0]["training"]["images"] == 6

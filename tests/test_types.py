@@ -5,7 +5,6 @@ import math
 import random
 import re
 import weakref
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,11 +19,10 @@ from runtime import evaluation as evaluation_module
 from runtime.cpu import Machine
 from runtime.data import Prompt, evenly, read_file
 from runtime.evaluation import (
+    count_to_show,
     evaluate,
     evaluation_metrics,
     evaluation_table,
-    rows_to_show,
-    wrong_pictures,
 )
 
 NAN = math.nan
@@ -126,7 +124,7 @@ def test_the_table_by_hand():
     assert {len(line) for line in lines} == {max(map(len, lines))} and len(lines[0]) <= 100
     title, _, _, *rows = evaluation_table([after]).splitlines()
     assert title == f"evaluation after 3 steps{words}" and len(rows) == 2
-    after["training"]["reward"] = [1.5, 0.1]  # of two rewards there is a sum
+    after["held out"]["reward"] = [1.5, 0.1]  # of two rewards there is a sum
     rows = evaluation_table([after]).splitlines()[3:]
     assert [row.split()[1] for row in rows] == ["reward", "f.py:facts", "g.py:right"]
 
@@ -134,73 +132,63 @@ def test_the_table_by_hand():
 # ---- pictures ------------------------------------------------------------------------------------
 
 
-def test_prompts_without_a_correct_picture_are_shown():
-    """The first of each type; if all have one, the first of each type; without types, the first."""
-    prompts = [Prompt(text, kind) for text, kind in zip("abcd", ["low", "low", "high", "high"])]
-
-    def shown(prompts, *verdicts, judge="mine"):
-        raw = {row: {"mine": torch.tensor(pair)} for row, pair in enumerate(verdicts)}
-        without_correct, first = rows_to_show(prompts, wrong_pictures(raw, judge))
-        return without_correct or first
-
-    right, wrong = [0.0, 1.0], [0.0, 0.0]
-    assert shown(prompts, right, wrong, wrong, wrong) == [1, 2]
-    assert shown(prompts, right, right, wrong, right) == [2]
-    assert shown(prompts, right, right, right, right) == [0, 2]
-    assert shown(prompts, right, wrong, wrong, [0.0, NAN]) == [1, 2]
-    # None is known to be wrong: a half is no verdict; nobody judges.
-    assert shown(prompts, right, wrong, wrong, [0.0, 0.5]) == [0, 2]
-    assert shown(prompts, right, wrong, wrong, wrong, judge=None) == [0, 2]
-    plain = prompts_of(*"abcdefghijk")
-    assert shown(plain, right, *[wrong] * 10) == [1, 2, 3, 4, 5, 6, 7, 8]
+def test_the_first_prompt_of_each_type_is_shown():
+    """Without types, or of a lone one, the first few; never more than eight."""
+    for types, shown in (
+        ("aabbb", ["0", "2"]),
+        ("babab", ["0", "1"]),
+        ("a" * 9, [*"01234567"]),
+        ([None] * 3, [*"012"]),
+        ("abcdefghij", [*"01234567"]),
+    ):
+        prompts = evenly([Prompt(str(i), each) for i, each in enumerate(types)], 99)
+        assert [each.text for each in prompts[: count_to_show(prompts)]] == shown
 
 
 class Picture:
     """Stands in for one, which can be told from another."""
 
 
-@pytest.mark.parametrize("case", range(30))
-def test_an_evaluation_keeps_no_pictures_but_those_that_it_may_show(monkeypatch, case):
-    """All of them could be gigabytes. Whatever the verdicts, and on the second of two ranks too."""
+@pytest.mark.parametrize("case", range(10))
+def test_an_evaluation_keeps_no_pictures_but_those_that_it_shows(monkeypatch, case):
+    """All of them could be gigabytes. Whatever the verdicts, the same prompts are shown."""
     draw = random.Random(case)
     types = draw.choice([[None], "ab", "abcdefghijkl"])
-    prompts = [Prompt("a ring", draw.choice(types)) for _ in range(draw.randrange(1, 40))]
+    prompts = [Prompt(f"{i}", draw.choice(types)) for i in range(draw.randrange(1, 40))]
     prompts = evenly(prompts, 99)
-    share = draw.choice([0, 0.05, 0.5])  # of pictures that are correct
-    verdicts = torch.tensor([[draw.random() < share for _ in range(6)] for _ in prompts]).float()
-    verdicts[-1, 0] = draw.choice([0.0, 1.0, 0.5])  # a half: those before were no verdicts
-    raw = {row: {"mine": of_row} for row, of_row in enumerate(verdicts)}
-    painted, there, kept, shown = {}, weakref.WeakSet(), [], []
+    verdicts = torch.tensor([[draw.random() < 0.1 for _ in range(6)] for _ in prompts]).float()
+    painted, there, kept, shown = {}, weakref.WeakSet(), [], {}
 
     def judge(*given, **named):
         for row in range(len(prompts)):
             images = [Picture() for _ in range(6)]
             there.update(images)
             painted[row] = [*map(id, images)]
-            yield row, raw[row], images
+            yield row, {"mine": verdicts[row]}, images
             del images
             kept.append(len(there))
 
+    def save_pictures(out, place, images, beside):
+        shown[place] = [*map(id, images)]
+        return {"pictures": place}
+
     monkeypatch.setattr(evaluation_module, "judge", judge)
-    settings = SimpleNamespace(eval_count=99, group_size=6)
-    record = SimpleNamespace(weights={"mine": 1.0}, judge="mine", done=0, ends=True)
+    monkeypatch.setattr(evaluation_module, "save_pictures", save_pictures)
+    settings = SimpleNamespace(eval_count=99, group_size=6, steps=9)
+    record = SimpleNamespace(weights={"mine": 1.0}, judge="mine", done=3, ends=True)
     record.write, records = lambda line: None, {"evaluation": []}
     record.track = lambda numbers: None
     append = lambda name, more: records[name].extend(more)
-    record.folder = SimpleNamespace(records=records, append=append)
-    record.draw_evaluation = lambda rows, prompts, pictures, *_: shown.append(pictures)
+    record.folder = SimpleNamespace(records=records, append=append, writes=True, out=Path())
     reward = {"mine": Reward("mine")}
     data = SimpleNamespace(prompts=prompts, held_out=prompts, rewards=reward, judges=reward)
     evaluate(SimpleNamespace(machine=Machine([], CPU)), settings, data, record)
-    may_show = lambda raw: rows_to_show(prompts, wrong_pictures(raw, "mine"))
-    without_correct, first = may_show(raw)
-    rows = records["evaluation"][0]["rows"]
-    assert rows == (without_correct or first) and max(kept) <= 2 * 8 * 4 + 6
-    assert {row: [*map(id, x)] for row, x in shown[0].items()} == {
-        row: painted[row][:4] for row in rows
-    }
-    second = {row: raw[row] for row in range(len(prompts) // 2, len(prompts))}
-    assert {*rows} & second.keys() <= {*chain(*may_show(second))}
+    count = count_to_show(prompts)
+    (found,) = records["evaluation"]
+    assert [each["prompt"] for each in found["shown"]] == [each.text for each in prompts[:count]]
+    assert [each["reward/mine"] for each in found["shown"]] == verdicts[:count, :4].tolist()
+    assert max(kept) <= 2 * 8 * 4 + 6
+    assert shown == {f"evaluation/000003/{row + 1}": painted[row][:4] for row in range(count)}
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -224,7 +212,7 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     """Pictures that score 0 with the first judge are framed."""
     grids = []
     draw_grid = lambda *given: grids.append(given) or Image.new("RGB", (99, 9))
-    monkeypatch.setattr("runtime.record.draw_grid", draw_grid)
+    monkeypatch.setattr("viewer.sheets.draw_grid", draw_grid)
     Path("own.txt").write_text("# type: low\none\ntwo\nzero\n# type: high\nthree\nfour\nfive\n")
     Path("new.txt").write_text("two\nfive\n")
     Path("mine.py").write_text(JUDGES)
@@ -232,7 +220,8 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     arguments = "--reward mine.py:place --eval-reward mine.py:right,mine.py:place --eval-count 4"
     assert judged(files, arguments, "--eval-every 1 --steps 2 --out run") == 0
     before, _, after = records("run/evaluation.jsonl")
-    assert before["rows"] == after["rows"] == [1]  # not correct, before
+    # Of a lone type both, though one was correct before.
+    assert [each["prompt"] for each in before["shown"]] == ["two", "five"]
     low, high = after["training, low"], after["training, high"]
     # Not zero, the third.
     assert low["prompts"] == 2 and low["reward"] == pytest.approx([0.38 + 0.05, 0.24 / 2])
@@ -244,10 +233,10 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     assert len(re.findall(row, output)) == output.count("| - low") == 1  # at the end
     sheets = {title: others for title, *others in grids}
     for title, wrong in (("before", [True, True]), ("after 2 steps", [True, False])):
-        ((prompt, cells),), corner = sheets[title]
+        ((first, _), (prompt, cells)), corner = sheets[title]
         pictures, captions, framed = zip(*cells)
         captioned = "five", ("reward 0.000", "reward 0.100")
-        assert ((prompt, captions), [*framed]) == (captioned, wrong)
+        assert first == "two" and ((prompt, captions), [*framed]) == (captioned, wrong)
         assert corner == "red frame:\nmine.py:right is 0"
-    kept, last = (Image.open(file) for file in ("run/evaluation/000002/1-2.png", "last.png"))
+    kept, last = (Image.open(file) for file in ("run/evaluation/000002/2-2.png", "last.png"))
     assert kept.tobytes() == last.tobytes() == pictures[1].tobytes()

@@ -1,0 +1,75 @@
+"""Reads a run's folder, while the run goes on or later."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.jsonl import read_jsonl
+
+
+class CannotShow(Exception):
+    """A line for the user."""
+
+
+@dataclass
+class Run:
+    """What a run has written so far."""
+
+    out: Path
+    settings: dict
+    metrics: list  # of each step, {name: number or None}
+    groups: list  # of each step's prompts: rewards, advantages and pictures
+    evaluations: list
+
+    @property
+    def ended(self):
+        """Whether the last step was made and evaluated."""
+        done = self.metrics[-1]["step"] if self.metrics else 0
+        return done == self.evaluations[-1]["step"] >= self.settings.get("steps", 0)
+
+    @property
+    def columns(self):
+        """How many pictures of a group stand in a row: with --train both, those of equal codes."""
+        both = self.settings.get("train") == "both"
+        return self.settings["paintings"] if both else 8
+
+    def groups_of_steps(self):
+        """{step: its groups}."""
+        steps = {}
+        for group in self.groups:
+            steps.setdefault(group["step"], []).append(group)
+        return steps
+
+    def write(self, name, save):
+        """A file in the run's folder, by save(path); whoever reads it never finds half of it."""
+        unfinished = (self.out / name).with_name(f".{os.getpid()}-{Path(name).name}")
+        save(unfinished)
+        os.replace(unfinished, self.out / name)
+
+
+def read(out):
+    """The Run in a folder. CannotShow if there is none, or nothing to see yet."""
+    out = Path(out)
+    if not (out / "settings.json").exists():
+        raise CannotShow(f"no run is in {out}: name the folder of a run, such as runs/1")
+    try:
+        settings = json.loads((out / "settings.json").read_text())
+        records = [
+            read_jsonl(out / f"{name}.jsonl") for name in ("metrics", "groups", "evaluation")
+        ]
+    except (OSError, ValueError) as error:
+        raise CannotShow(f"cannot read the run in {out} ({error})") from error
+    if not records[-1]:
+        raise CannotShow(f"the run in {out} has no evaluation yet: ask again when it has one")
+    return Run(out, settings, *records)
+
+
+def is_wrong(evaluation, shown, j):
+    """Whether the judge says 0 of picture j of a prompt that is shown.
+
+    Only if the judge says nothing but 1 and 0 of all pictures that are shown.
+    """
+    judge = f"reward/{evaluation['judge']}"
+    verdicts = [value for each in evaluation["shown"] for value in each.get(judge, [])]
+    return {*verdicts} <= {0, 1, None} and judge in shown and shown[judge][j] == 0
