@@ -22,8 +22,8 @@ from glm_image.model import GlmImage, load
 from grpo import GRPO, set_advantages
 from rewards import load_from_file
 from runtime.data import evenly, read_file
-from runtime.record import draw_grid
 from runtime.settings import TINY, parse_settings
+from viewer.sheets import draw_grid
 
 GROUP_SIZE, PROMPTS, STEPS = 4, 16, 20
 torch.set_num_threads(1)
