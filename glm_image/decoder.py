@@ -34,7 +34,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 
 from glm_image.model import GlmImage, add_adapter
 from grpo import GRPO, NotFinite
-from runtime.checkpoints import find_adapter
 
 PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see evaluation.py
 
@@ -119,9 +118,8 @@ class LearningDecoder(GlmImage):
 
     compiles_decoder = False  # not tried
 
-    def adapt_decoder(self, settings, device):
+    def adapt_decoder(self, settings, device, folder):
         transformer = self.pipe.transformer
-        folder = find_adapter(settings.adapter, "decoder-adapter")
         adapted = add_adapter(transformer, "decoder", settings.lora_rank, folder)
         self.decoder, self.decoder_reference = adapted
         if device.type != "cpu":

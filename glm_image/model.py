@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import GlmImageProcessor, set_seed
 
 from rewards import UserError
-from runtime.checkpoints import WEIGHTS, find_adapter, load_adapter
+from runtime.checkpoints import WEIGHTS, find_adapters, load_adapter
 from runtime.errors import readable
 from runtime.settings import readable_loading
 
@@ -71,15 +71,16 @@ class GlmImage:
             self.vae.enable_slicing()  # one picture at a time: it takes most memory, little time
 
         set_seed(settings.seed)  # the adapter's start
-        folder = find_adapter(settings.adapter, "adapter")
+        # Both at once: a folder that goes while the models load must not leave half of its policy.
+        folders = find_adapters(settings.adapter)
         self.language_model, self.reference = add_adapter(
-            self.language_model, "codes", settings.lora_rank, folder
+            self.language_model, "codes", settings.lora_rank, folders.get("adapter")
         )
-        self.adapt_decoder(settings, device)
+        self.adapt_decoder(settings, device, folders.get("decoder-adapter"))
 
-    def adapt_decoder(self, settings, device):
+    def adapt_decoder(self, settings, device, folder):
         """An adapter that examples/train_decoder.py has left paints along, and does not learn."""
-        if folder := find_adapter(settings.adapter, "decoder-adapter"):
+        if folder:
             add_adapter(self.pipe.transformer, "decoder", None, folder)
             self.pipe.transformer.requires_grad_(False)
 

@@ -16,6 +16,7 @@ from rewards import UserError
 from runtime.errors import readable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
+ADAPTERS = "adapter", "decoder-adapter"  # folders: of the policy, of the decoder
 KEPT = 2  # the newest checkpoints, beside those of evaluated steps
 
 
@@ -44,11 +45,13 @@ def copied(trainers):
     return copies
 
 
-def save(out, step, copies, evaluated):
+def save(out, step, copies, frozen, evaluated):
     """Write a checkpoint to a temporary folder and rename it; remove old ones.
 
-    copies: see copied. evaluated: the steps whose checkpoints stay. There are no random states: the
-    prompts and all random draws of a step are functions of the seed and the step.
+    copies: see copied. frozen: {name: folder} of adapters that do not learn: whoever starts from
+    the checkpoint needs both halves. evaluated: the steps whose checkpoints stay. There are no
+    random states: the prompts and all random draws of a step are functions of the seed and the
+    step.
     """
     final = out / "checkpoints" / f"{step:06d}"
     unfinished = out / "checkpoints" / ".unfinished"
@@ -58,10 +61,12 @@ def save(out, step, copies, evaluated):
     for name, (model, weights, optimizer) in copies.items():
         save_adapter(model, unfinished / name, weights)
         (unfinished / f"{name}-optimizer.pt").write_bytes(optimizer)
+    copy_adapters(frozen, unfinished)
     os.replace(unfinished, final)
     for old in find(out)[:-KEPT]:
         if int(old.name) not in evaluated and not old.is_symlink():
-            shutil.rmtree(old)
+            os.replace(old, unfinished)  # at once: another program may be about to load it
+            shutil.rmtree(unfinished)
 
 
 def save_adapter(model, folder, weights):
@@ -102,10 +107,11 @@ def find_adapter(folder, name):
 
 def find_adapters(folder):
     """{name: folder} of all adapters in --adapter. UserError for what can be seen to be wrong."""
-    found = {name: find_adapter(folder, name) for name in ("adapter", "decoder-adapter")}
+    found = {name: find_adapter(folder, name) for name in ADAPTERS}
     found = {name: each for name, each in found.items() if each}
     if folder and not found:
-        raise UserError(f"--adapter {folder}: no run, no checkpoint and no adapter")
+        gone = "" if Path(folder).exists() else "; a run removes its older checkpoints"
+        raise UserError(f"--adapter {folder}: no run, no checkpoint and no adapter{gone}")
     for each in found.values():
         with readable(f"use the adapter {each}"):
             load_file(each / WEIGHTS)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from contextlib import contextmanager, suppress
 from itertools import count, takewhile
 from pathlib import Path
@@ -11,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from rewards import UserError
 from runtime import checkpoints, ranks, resume
+from runtime.checkpoints import ADAPTERS
 from runtime.errors import writing
 from runtime.jsonl import as_lines, read_jsonl
 
@@ -44,17 +46,18 @@ class RunFolder:
             print(f"{out} goes on after step {done}{again}")
         if self.writes:
             with writing(out):
+                if not settings.resume:
+                    self.keep_start(data.copies)
                 for name, records in self.records.items():
                     (out / f".{name}.jsonl").write_text(as_lines(records))
                     os.replace(out / f".{name}.jsonl", out / f"{name}.jsonl")
-                resume.describe(out, settings, data.made_of)
-                if not settings.resume:
-                    self.keep_start(data.copies)
         self.keep(done)
 
     def keep_start(self, copies):
         """start/: the adapters, prompts and rewards that the run begins with."""
         start = self.out / "start"
+        for name in ADAPTERS:  # of a start that failed
+            shutil.rmtree(start / name, ignore_errors=True)
         if self.settings.steps > 0:
             checkpoints.copy_adapters(checkpoints.find_adapters(self.settings.adapter), start)
         start.mkdir(exist_ok=True)
@@ -82,15 +85,23 @@ class RunFolder:
     def save(self):
         """The last whole step, also when a signal comes; if it comes in here, nothing more.
 
-        Settings go with it: memory that runs out changes some.
+        Then settings.json, since memory that runs out changes settings. It comes last: it says that
+        the folder is a run's.
         """
-        if self.saving or not self.writes or self.settings.steps == 0:  # which only evaluates
+        if self.saving or not self.writes:
             return
         self.saving = True
         try:
             evaluated = {each["step"] for each in self.records["evaluation"]}
+            starts = {name: self.out / "start" / name for name in ADAPTERS}
+            frozen = {
+                name: folder
+                for name, folder in starts.items()
+                if folder.exists() and name not in self.trainers
+            }
             with writing(self.out):
-                checkpoints.save(self.out, *self.whole, evaluated)
+                if self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
+                    checkpoints.save(self.out, *self.whole, frozen, evaluated)
                 resume.describe(self.out, self.settings, self.made_of)
             self.saved_at = self.kept_at
         finally:
@@ -117,8 +128,8 @@ class RunFolder:
 def claimed(resumed, name):
     """The folder of --resume or --out, or the next free runs/N: no other process can take it.
 
-    If nothing is written to it, it is removed, with what folders were made for it. A kill ends the
-    lock.
+    If nothing is written to it, it is removed, with what folders were made for it. In the folder of
+    a run the lock's file stays; a kill ends the lock.
     """
     if ranks.rank() > 0:
         yield ranks.gather(None)[0]
@@ -132,6 +143,8 @@ def claimed(resumed, name):
             )
     with writing(out):
         out = out if resumed or name else next_folder(out)
+        if resumed is None:  # before anything is written, and once more when it is locked
+            refuse_taken(out)
         out.mkdir(parents=True, exist_ok=True)
         lock = FileLock(out / ".lock", timeout=0)
         try:
@@ -140,18 +153,33 @@ def claimed(resumed, name):
             busy = f"another process is at work on the run in {out}: wait for it, or stop it"
             raise UserError(busy) from None
     try:
-        if resumed is None and resume.is_run(out):
-            hint = checkpoints.how_to_continue(out)
-            more = [f"{out} already holds a run; choose another --out", hint]
-            raise UserError(", or ".join(filter(None, more)))
+        if resumed is None:
+            refuse_taken(out)
         yield ranks.gather(out)[0]
     finally:
         with suppress(OSError):  # Windows removes no open file: there the release does it
-            os.remove(lock.lock_file)
+            if not resume.is_run(out):
+                os.remove(lock.lock_file)
         lock.release()
         with suppress(OSError):  # something was written
             for folder in takewhile(lambda folder: folder != before, (out, *out.parents)):
                 folder.rmdir()
+
+
+def refuse_taken(out):
+    """UserError for a folder that holds a run, or what a new one would take for its own.
+
+    A start that failed before its first checkpoint leaves nothing of either.
+    """
+    if resume.is_run(out):
+        hint = checkpoints.how_to_continue(out)
+        more = [f"{out} already holds a run; choose another --out", hint]
+        raise UserError(", or ".join(filter(None, more)))
+    files = [out / f"{name}.jsonl" for name in RECORDS]
+    foreign = [file for file in files if file.exists() and file.stat().st_size]
+    foreign += [*checkpoints.find(out), *filter(Path.exists, map(out.joinpath, ADAPTERS))]
+    if foreign:
+        raise UserError(f"{foreign[0]} is of no run (no settings.json): choose another --out")
 
 
 def next_folder(parent):

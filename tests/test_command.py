@@ -300,6 +300,9 @@ FILES = {
     "one.txt": "a red circle\n",
     "sign.txt": "a red circle\n\na blue <|image|>\n",
     "judged/settings.json": "{}",
+    "theirs/metrics.jsonl": '{"loss": 1}\n',
+    "gone/checkpoints/000001/adapter-optimizer.pt": "",
+    "published/adapter/adapter_model.safetensors": "",
     "old/settings.json": "{}",
     "old/checkpoints/000001/adapter-optimizer.pt": "",
 }
@@ -344,6 +347,9 @@ FILES = {
         ("--out one.txt/run", "cannot write to one.txt/run"),
         ("--out old", "old already holds a run; choose another --out, or continue with --resume"),
         ("--out judged", "judged already holds a run; choose another --out"),
+        ("--out theirs", "theirs/metrics.jsonl is of no run (no settings.json): choose another"),
+        ("--out gone", "gone/checkpoints/000001 is of no run (no settings.json): choose another"),
+        ("--out published", "published/adapter is of no run (no settings.json): choose another"),
         ("--resume nothing", "there is no checkpoint in nothing to resume"),
     ],
 )

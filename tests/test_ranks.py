@@ -289,7 +289,7 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch, or
 def test_a_second_signal_ends_no_rank(monkeypatch, judged):
     """Torchrun passes on the Ctrl-C that a terminal has sent to all."""
     as_rank(monkeypatch, 1, 2)
-    with StopRequest():
+    with StopRequest(lambda: None):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -292,6 +292,51 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     assert "--adapter nowhere: no run, no checkpoint and no adapter" in error_of(capsys)
 
 
+def test_an_adapter_comes_from_the_newest_checkpoint_of_a_run(judged, one_step, capsys):
+    """Which has no adapter/ of its own before it has ended. While the models load, the run may
+    remove the checkpoint: the base is not taken for it."""
+    shutil.copytree(one_step, "going")
+    shutil.rmtree("going/adapter")
+    assert judged("--adapter going --steps 0 --out again") == 0
+    (expected, found) = (records(f"{run}/evaluation.jsonl")[-1] for run in ("going", "again"))
+    assert found["held out"] == expected["held out"]
+    reward = write_reward("if call == 1:\n    shutil.rmtree('going/checkpoints/000001')")
+    capsys.readouterr()
+    assert judged(*reward, "--adapter going --steps 0 --out lost") == 2
+    words = (
+        "going/checkpoints/000001: no run, no checkpoint and no adapter; a run removes its older"
+    )
+    assert words in error_of(capsys) and not Path("lost").exists()
+
+
+def test_both_halves_of_a_model_are_in_each_checkpoint_and_at_the_end(judged, one_step):
+    """The decoder is trained over a policy that was trained before, then the policy over that
+    decoder: what each run ends with is what --adapter evaluates."""
+    shutil.copytree(one_step, "policy")
+    often = "--steps 1 --save-every 1 --eval-decode-steps 2 --warmup-steps 0"
+    decoder = f"--train decoder --decode-steps 2 --decoder-lr 0.1 {often}"
+    assert judged(decoder, "--adapter policy --out decoder") == 0
+    assert judged(often, "--lr 0.03 --adapter decoder --out both") == 0
+    for run in ("decoder", "both"):
+        for folder in (run, f"{run}/checkpoints/000000", f"{run}/checkpoints/000001"):
+            assert {*checkpoints.find_adapters(folder)} == {"adapter", "decoder-adapter"}
+        words = "--eval-decode-steps 2 --steps 0 --adapter"
+        assert judged(words, run, f"--out {run}-again") == 0
+        last = records(f"{run}/evaluation.jsonl")[-1]["held out"]
+        assert records(f"{run}-again/evaluation.jsonl")[0]["held out"] == last
+    same = lambda name, *runs: len({Path(run, name).read_bytes() for run in runs}) == 1
+    policy, of_decoder = ADAPTER, f"decoder-{ADAPTER}"
+    assert same(policy, "policy", "decoder") and not same(policy, "decoder", "both")
+    assert same(of_decoder, "decoder", "both")
+    stock = "decoder-adapter/pytorch_lora_weights.safetensors"  # which docs/memory.md loads
+    expected, found = (load_file(f"{run}/{stock}") for run in ("decoder", "both"))
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    shutil.copytree("both", "stopped")
+    shutil.rmtree("stopped/checkpoints/000001")
+    assert resume("stopped") == 0
+    same_run("both", "stopped")
+
+
 # ---- what is damaged -----------------------------------------------------------------------------
 
 
@@ -518,6 +563,17 @@ def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
     assert resume("'a run' --steps 2") == 0
 
 
+def test_a_start_that_fails_can_be_repeated(quick, one_step, monkeypatch):
+    """At its first checkpoint. What it started from is not taken for what the second starts from."""
+    shutil.copytree(one_step, "before")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_adapter", Mock(side_effect=OSError("full")))
+        assert quick("--steps 1 --adapter before --out run") == 2
+    assert Path("run/start/adapter").exists() and not Path("run/settings.json").exists()
+    assert quick("--train decoder --decode-steps 2 --steps 1 --out run") == 0
+    assert not Path("run/start/adapter").exists() and not Path("run/adapter").exists()
+
+
 # ---- signals -------------------------------------------------------------------------------------
 
 
@@ -697,7 +753,8 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(judged, monkeypatch):
         replace(source, target)
 
     def remove_half(path, *arguments, **options):
-        if Path(path).name == "000001":
+        if (Path(path) / OPTIMIZER).exists():  # a whole checkpoint, the first
+            assert steps_saved("run") == [".unfinished", "000000", "000002", "000003"]
             (Path(path) / OPTIMIZER).unlink()
             keep("amid pruning")
         remove(path, *arguments, **options)
