@@ -1,6 +1,7 @@
 """GLM-Image: prompts in, pictures out; its weights from files, and what of them learns."""
 
 import os
+import shutil
 import sys
 import warnings
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import GlmImageProcessor, set_seed
 
 from rewards import UserError
-from runtime.checkpoints import WEIGHTS, find_adapters, load_adapter
+from runtime.checkpoints import CONFIG, WEIGHTS, find_adapters, load_adapter
 from runtime.errors import readable
 from runtime.settings import readable_loading
 
@@ -87,6 +88,8 @@ class GlmImage:
     def save_decoder_adapter(self, folder):
         """For the stock pipeline's load_lora_adapter; --adapter reads PEFT's file beside it."""
         self.pipe.transformer.save_lora_adapter(folder)
+        for file in folder.glob("*.safetensors"):  # which its owner alone could read
+            shutil.copymode(folder / CONFIG, file)
 
     @property
     def parts(self):

@@ -15,6 +15,7 @@ from runtime import checkpoints, ranks, resume
 from runtime.checkpoints import ADAPTERS
 from runtime.errors import writing
 from runtime.jsonl import as_lines, read_jsonl
+from runtime.model_card import write_cards
 
 RECORDS = "metrics", "groups", "evaluation"  # .jsonl
 SAVE_SECONDS = 600  # a kill costs that much at most, or one step
@@ -112,13 +113,14 @@ class RunFolder:
         return checkpoints.how_to_continue(self.out, diverged)
 
     def export(self, glm_image):
-        """The adapters of the last checkpoint, for other programs to load."""
+        """The adapters of the last checkpoint, for other programs and people to load."""
         if self.writes:
             with writing(self.out):
                 adapters = checkpoints.find_adapters(checkpoints.find(self.out)[-1])
                 checkpoints.copy_adapters(adapters, self.out)
                 if "decoder-adapter" in adapters:
                     glm_image.save_decoder_adapter(self.out / "decoder-adapter")
+                write_cards(self, adapters)
 
 
 # ---- who may write to it -------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from conftest import (
     words_of,
     write_reward,
 )
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -44,7 +45,8 @@ import train
 from card.memory import Machine
 from grpo import compute_advantages
 from rewards import REWARDS, Reward, UserError, parse_rewards
-from runtime import evaluation, ranks, settings
+from runtime import evaluation, model_card, ranks, settings
+from runtime.folder import RECORDS
 from runtime.record import LINE, format_step, reward_metrics
 from runtime.settings import TINY
 
@@ -64,7 +66,8 @@ def test_a_run_leaves_every_promised_file(one_step):
     expected += " adapter/adapter_model.safetensors"
     for name in ("1-1", "1-2", "sheet"):
         expected += f" evaluation/000000/{name}.png evaluation/000001/{name}.png"
-    assert {*expected.split()} <= left and "adapter/README.md" not in left  # PEFT's form, empty
+    expected += " adapter/README.md adapter/settings.json adapter/before-after.png"
+    assert {*expected.split()} <= left
     copies = {file.name: file.read_bytes() for file in (one_step / "start").iterdir()}
     prompts = (one_step.parent / "prompts.txt").read_bytes()
     assert copies == dict.fromkeys(["prompts.txt", "eval_prompts.txt"], prompts)
@@ -73,6 +76,35 @@ def test_a_run_leaves_every_promised_file(one_step):
     assert len(modes) == 1
     saved = json.loads((one_step / "settings.json").read_text())
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
+
+
+def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
+    card = ModelCard.load(one_step / "adapter" / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "peft",
+        "pipeline_tag": "text-to-image",
+        "tags": ["lora", "grpo"],
+    }
+    before, after = records(one_step / "evaluation.jsonl")
+    numbers = [f"{side['held out']['reward/mse'][0]:.3f}" for side in (before, after)]
+    assert re.search(rf"\| mse +\|.*\| {' -> '.join(numbers)} +\|\n", card.text)
+    assert "trained by GRPO for 1 step.\n\n![Held-out prompts before" in card.text
+    assert "--lr 0.002" in card.text and f"torch {torch.__version__}" in card.text
+    for name in ("settings.json", "before-after.png"):
+        assert (one_step / name).read_bytes() == (one_step / "adapter" / name).read_bytes()
+    config = json.loads((one_step / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "tiny-glm-image"
+    released = SimpleNamespace(**vars(tiny_settings()) | {"model": settings.RELEASE})
+    run = SimpleNamespace(
+        settings=released,
+        records={name: records(one_step / f"{name}.jsonl") for name in RECORDS},
+        made_of={"versions": {"commit": None, "peft": "1"}},
+        trainers={"adapter": None},
+    )
+    text = model_card.page(Path("decoder-adapter"), run, ["adapter", "decoder-adapter"])
+    assert ModelCard(text).data.base_model == "zai-org/GLM-Image"
+    assert "with which the run began, and which it did not train. Load `adapter` of the" in text
+    assert "Versions: peft 1.\n" in text and "before-after.png" not in text
 
 
 def test_a_run_logs_every_step_and_evaluation(one_step):

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ SMALL = tiny_settings("--height 32 --width 32 --decode-steps 2")
 
 def run_code(page, word):
     """Runs the first block of Python on a page that contains a word; returns the names it
-    defines."""
+    defines. page: in docs/, or another file."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     file = Path(tempfile.mkdtemp(), "block.py")
     file.write_text(next(block for block in blocks if word in block))
@@ -90,6 +91,35 @@ def test_merged_adapters_do_what_adapters_do(quick, tmp_path, talkative):
     assert not [name for name, _ in modules.named_parameters() if "lora" in name]
     codes = drawn(merged)
     assert codes.shape[1] == 24 and codes.max() < NUM_CODES
+
+
+def test_the_cards_of_adapters_load_them(quick, tmp_path, monkeypatch, talkative):
+    """Into the stock pipeline, which then draws codes alone."""
+    reward = write_reward("return torch.arange(len(images)).float()")
+    assert quick(*reward, "--train both --steps 1 --decode-steps 2 --out run") == 0
+    monkeypatch.setattr(GlmImagePipeline, "__call__", pictures := MagicMock())
+    for name in ("adapter", "decoder-adapter"):
+        folder = tmp_path / "run" / name
+        monkeypatch.chdir(folder)
+        Path(TINY.name).symlink_to(talkative)
+        pipe = run_code(folder / "README.md", "adapter = ")["pipe"]
+        model = pipe.transformer if name == "decoder-adapter" else pipe.vision_language_encoder
+        loaded = {key: x for key, x in model.named_parameters() if "lora_B" in key}
+        trained = load_file("adapter_model.safetensors")
+        trained = {key: x for key, x in trained.items() if "lora_B" in key}
+        sums = [sorted(x.abs().sum().item() for x in own.values()) for own in (loaded, trained)]
+        assert (
+            sums[0] == pytest.approx(sums[1]) and len(loaded) == len(trained) and sum(sums[0]) > 0
+        )
+        other = "decoder-adapter" if name == "adapter" else "adapter"
+        assert (
+            f"for 1 step. Load `{other}` of the same run, too."
+            in (folder / "README.md").read_text()
+        )
+    codes = drawn(pipe)
+    assert codes.shape[1] == 24 and codes.max() < NUM_CODES
+    of_call = pictures.call_args.kwargs
+    assert (of_call["height"], of_call["num_inference_steps"]) == (32, 1)
 
 
 def test_the_first_program_draws_codes_alone_and_needs_no_trained_decoder(
