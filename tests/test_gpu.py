@@ -9,8 +9,6 @@ import gc
 import json
 import os
 import runpy
-import subprocess
-import sys
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -669,15 +667,6 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
 
 
 # ---- in a run ------------------------------------------------------------------------------------
-
-
-def test_a_run_on_a_cpu_does_not_enter_the_room_of_a_card(tmp_path):
-    code = "import sys, train\n"
-    code += "assert train.main(sys.argv[1:]) == 0\n"
-    code += "assert not [name for name in sys.modules if name.partition('.')[0] == 'card']"
-    words = "--model tiny-glm-image --steps 1 --prompts-per-step 1 --group-size 2 --eval-count 1"
-    command = [sys.executable, "-c", code, *words.split(), "--out", tmp_path / "run"]
-    subprocess.run(command, cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("device, kind", [(CPU, SharedForward), (CUDA, CapturedForward)])
