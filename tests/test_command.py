@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -310,8 +311,10 @@ def test_numbers_have_limits():
 
 def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
     chosen = tiny_settings("--group-size 8 --prompts-per-step 4 --eval-count 16")
-    monkeypatch.delenv("OMP_NUM_THREADS")
     torch.set_num_threads(2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert ranks.device("cpu") == CPU and torch.get_num_threads() == 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
     cpu = ranks.device("cpu")
     monkeypatch.setattr(ranks, "count", lambda: 2)
     settings.print_start(chosen, Path("runs/1"), cpu, 32, 12)
@@ -454,6 +457,12 @@ def test_a_models_folder_runs_no_code(tmp_path, monkeypatch):
     file.rename(processor / "own.py")
     with pytest.raises(UserError, match="contains custom code"):
         train.load("tiny-glm-image", CPU)
+    pickled = Path(shutil.copytree(TINY, "pickled"))
+    file = pickled / "vae/diffusion_pytorch_model.safetensors"
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
+    with pytest.raises(UserError, match="safetensors"):
+        train.load("pickled", CPU)
 
 
 def test_old_transformers_are_refused_before_anything_loads(quick, capsys, monkeypatch):
@@ -719,23 +728,29 @@ def test_the_line_of_a_step_by_hand():
 
 def test_the_seconds_of_a_steps_phases_add_up(monkeypatch):
     """Where models take turns, weights move before each, in seconds of their own."""
-    times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0])
+    times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 25.0, 30.0, 31.0, 40.0, 40.5, 50.0, 51.5])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    peaks = iter([2e9, 7e9, 1e9, 3e9])
+    peaks = iter([2e9, 7e9, 1e9, 3e9, 1e9, 5e9])
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
     machine = Machine([], torch.device("cuda"))
     machine.offload = Mock(all_but=lambda *models: named.append((machine.name, *models)))
     named = []
-    for name, *models in (("sample", "policy"), ("score",)):
+    for name, *models in (("sample", "policy"), ("score",), ("sample", "policy")):
         with machine.phase(name, *models):
             named.append(machine.name)
-    assert named == [("move", "policy"), "sample", ("move",), "score"]
-    seconds = {"seconds/move": 6, "seconds/sample": 3, "seconds/score": 1, "seconds": 10}
+    again = [("move", "policy"), "sample"]
+    assert named == [*again, ("move",), "score", *again]
+    seconds = {"seconds/move": 6.5, "seconds/sample": 4.5, "seconds/score": 1, "seconds": 12}
     peaks = {"gpu_gb/move": 2, "gpu_gb/sample": 7, "gpu_gb/score": 3, "gpu_gb": 7}
     assert machine.read() == seconds | peaks
     assert machine.read() == {"seconds": 0, "gpu_gb": 0}  # of the next step
+    with machine.counting("step", 1):
+        bar = machine.bar
+        with machine.counting("prompt", 1):  # of an evaluation
+            assert machine.bar is not bar
+        assert machine.bar is bar
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])
@@ -777,8 +792,13 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
 ):
     """Nor does what cannot be drawn end it."""
     monkeypatch.setattr("viewer.draw_sheets", Mock(side_effect=ValueError("no font\n:")))
+    monkeypatch.setattr("runtime.data.find_spec", lambda name: True)
+    monkeypatch.setattr("runtime.record.start_tracker", lambda *given: tracker)
+    tracker = Mock()
     reward = write_reward("return [float('nan')] * len(images)")
-    assert judged(*reward, "--steps 1 --out run") == 0
+    assert judged(*reward, "--steps 1 --tracker trackio --out run") == 0
+    # A tracker gets numbers alone.
+    assert all(map(math.isfinite, chain(*(x.args[0].values() for x in tracker.log.mock_calls))))
     (line,) = records("run/metrics.jsonl")
     assert line["reward"] is None and line["grad_norm"] == 0
     assert line["unscored"] == line["groups_without_spread"] == 1

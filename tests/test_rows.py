@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import error_from, judge_file, records, resume
+from conftest import TESTS, error_from, judge_file, records, resume
 from PIL import Image
 
 import rewards
@@ -82,6 +82,8 @@ def test_a_reward_gets_the_columns_it_has_a_parameter_for(quick, capsys):
     assert words in capsys.readouterr().err
     Path("own.py").write_text(text.replace("tag, include", "include, tag=()"))
     assert quick(flags) == 0
+    hashed = json.loads(Path("run/settings.json").read_text())["inputs"]
+    assert hashed.keys() >= {"own.py:counted", "judge.py:judge"}
     write_rows("rows.jsonl", rows[0], rows[1] | {"other": 2})
     assert resume("run --steps 2") == 2
     assert "other prompts" in capsys.readouterr().err
@@ -211,6 +213,10 @@ def test_a_run_names_what_made_it(quick, monkeypatch, capsys):
     assert quick("--steps 1 --out run") == 0
     made = json.loads(Path("run/settings.json").read_text())["versions"]
     assert made == versions() and made.keys() >= {"torch", "peft", "commit"}
+    # Where the project is no clone, whatever it lies in.
+    with monkeypatch.context() as patch:
+        patch.setattr("runtime.resume.ROOT", TESTS)
+        assert versions() == made | {"commit": None}
     capsys.readouterr()
     assert resume("run --steps 1") == 0 and "began with" not in capsys.readouterr().out
     monkeypatch.setattr("runtime.resume.versions", lambda: made | {"torch": "9"})

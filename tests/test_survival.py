@@ -33,6 +33,7 @@ from conftest import (
     records,
     resume,
     short_runs,
+    shorten,
     steps_of,
     steps_saved,
     tiny_settings,
@@ -48,7 +49,7 @@ import train
 from rewards import UserError, load_from_file
 from runtime import checkpoints
 from runtime.errors import exit_code
-from runtime.folder import claimed
+from runtime.folder import RunFolder, claimed
 from runtime.resume import ROOT, kept_settings, portable
 
 
@@ -248,6 +249,8 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
             Path(name).write_bytes(whole)
         assert resume("run", "--steps 2 --eval-targets none") == 2
         assert "different here: --eval-targets none" in error_of(capsys)
+        assert resume("run", "--steps 2 --adapter run") == 2
+        assert "different here: --adapter" in error_of(capsys)
     Path("prompts.txt").write_text("a red circle\n\na blue cross\n")  # the same prompts
     assert resume("run", "--steps 2") == 0
     for name in ("prompts.txt", "new.txt"):
@@ -256,9 +259,22 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     assert resume("run", "--steps 2", own) == 0
 
 
+def test_only_a_run_that_trains_keeps_the_adapters_it_starts_from(one_step, tmp_path):
+    """The newest checkpoint's, where the run was cut off before its end."""
+    run = shutil.copytree(one_step, tmp_path / "run", ignore=shutil.ignore_patterns("adapter"))
+    shutil.copytree(one_step / "checkpoints", run / "checkpoints", dirs_exist_ok=True)
+    for steps in (0, 1):
+        settings = tiny_settings("--adapter", run, "--steps", steps)
+        assert settings.adapter == str(run / "checkpoints/000001")
+        (out := tmp_path / str(steps)).mkdir()
+        RunFolder(out, settings, {}, {}, 0)
+        assert (out / "start").exists() == bool(steps)
+
+
 def test_zero_steps_evaluates_only(judged, one_step, capsys):
     assert judged("--steps 0 --out base") == 0
-    assert "warning: cannot show" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "warning: cannot show" not in output and "complete" not in output
     # A run that has ended leaves signals as it found them.
     assert {signal.getsignal(getattr(signal, f"SIG{x}")) for x in HEARD.split()} == {unheard}
     (expected, _), (found,) = (records(f"{run}/evaluation.jsonl") for run in (one_step, "base"))
@@ -285,6 +301,8 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     )
     assert trained.keys() == adapter.keys()
     shutil.copytree("straight", "stopped")
+    left = {file.name for file in Path("stopped/checkpoints/000002/adapter").iterdir()}
+    assert left == {checkpoints.CONFIG, checkpoints.WEIGHTS}  # and no reference
     shutil.rmtree("stopped/checkpoints/000002")
     assert resume("stopped") == 0
     same_run("straight", "stopped")
@@ -350,6 +368,13 @@ def cut(end):
     return lambda file: file.write_bytes(file.read_bytes()[:end])
 
 
+class Code:
+    """To pickle: a program in a file of somebody else."""
+
+    def __reduce__(self):
+        return pytest.fail, ("it runs code",)
+
+
 KEY = "base_model.model.model.language_model.layers.0.mlp.down_proj.lora_A.weight"
 ADAPTER, OPTIMIZER = "adapter/adapter_model.safetensors", "adapter-optimizer.pt"
 
@@ -371,8 +396,9 @@ def test_an_adapter_is_found_in_a_run_in_a_checkpoint_and_alone(one_step, tmp_pa
         assert find(folder, name) is None
 
 
-def test_an_adapters_dropout_does_not_act(one_step, tmp_path):
+def test_an_adapters_dropout_does_not_act(one_step, tmp_path, monkeypatch):
     """In train mode, in which an update recomputes activations. Sampling is in eval mode."""
+    shorten(monkeypatch.setattr)
     config = shutil.copytree(one_step / "adapter", tmp_path / "own") / "adapter_config.json"
     config.write_text(config.read_text().replace('dropout": 0.0', 'dropout": 0.5'))
     run = build_run(settings := tiny_settings("--temperature 6 --adapter", config.parent))
@@ -408,6 +434,7 @@ def test_an_adapter_that_cannot_be_used_is_refused(one_step, tmp_path):
         (ADAPTER, cut(-1), "file not fully covered"),
         (ADAPTER, lambda file: rewritten(file, lambda k, x: (k, x[:1])), f"({KEY} is [1, 256], "),
         (OPTIMIZER, cut(9999), ""),
+        (OPTIMIZER, lambda file: torch.save(Code(), file), "Weights only load failed"),
     ],
 )
 def test_a_damaged_checkpoint_is_one_line(whole, tmp_path, trainers, name, damage, words):
@@ -539,6 +566,15 @@ def test_a_folder_that_vanishes_ends_in_a_clear_line(quick, capsys):
     reward = write_reward("if call == 4:\n    shutil.rmtree('run')")
     assert quick(*reward, "--steps 9 --out run") == 2
     assert "cannot write to run" in error_of(capsys)
+
+
+def test_a_step_whose_records_are_not_all_written_is_not_saved(quick, capsys):
+    """The file of its groups cannot be written."""
+    reward = write_reward(
+        "if call == 2:\n    os.remove('run/groups.jsonl')\n    os.mkdir('run/groups.jsonl')"
+    )
+    assert quick(*reward, "--steps 9 --out run") == 2
+    assert "cannot write to run" in error_of(capsys) and steps_saved("run") == ["000000"]
 
 
 def test_a_full_disk_ends_in_a_clear_line(quick, one_step, capsys, monkeypatch):
@@ -735,6 +771,16 @@ def keep(name):
     """What a kill at this moment leaves."""
     if not Path(name).exists():
         shutil.copytree("run", name)
+
+
+def test_a_kill_as_a_run_goes_on_loses_no_record(one_step, tmp_path, monkeypatch):
+    run, write = shutil.copytree(one_step, tmp_path / "run"), Path.write_text
+    half = lambda file, text: sys.exit(write(file, text[: len(text) // 2]))
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(SystemExit):
+        RunFolder(run, tiny_settings(), {}, {}, 1)
+    for name in ("metrics", "groups", "evaluation"):
+        assert records(run / f"{name}.jsonl") == records(one_step / f"{name}.jsonl")
 
 
 def test_a_kill_while_saving_leaves_the_checkpoint_before(judged, monkeypatch):
