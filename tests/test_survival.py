@@ -19,6 +19,7 @@ import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -259,6 +260,9 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     assert resume("run", "--steps 2", own) == 0
 
 
+NO_DATA = SimpleNamespace(made_of={}, copies={})
+
+
 def test_only_a_run_that_trains_keeps_the_adapters_it_starts_from(one_step, tmp_path):
     """The newest checkpoint's, where the run was cut off before its end."""
     run = shutil.copytree(one_step, tmp_path / "run", ignore=shutil.ignore_patterns("adapter"))
@@ -267,8 +271,8 @@ def test_only_a_run_that_trains_keeps_the_adapters_it_starts_from(one_step, tmp_
         settings = tiny_settings("--adapter", run, "--steps", steps)
         assert settings.adapter == str(run / "checkpoints/000001")
         (out := tmp_path / str(steps)).mkdir()
-        RunFolder(out, settings, {}, {}, 0)
-        assert (out / "start").exists() == bool(steps)
+        RunFolder(out, settings, NO_DATA, {}, 0)
+        assert (out / "start/adapter").exists() == bool(steps)
 
 
 def test_zero_steps_evaluates_only(judged, one_step, capsys):
@@ -778,7 +782,7 @@ def test_a_kill_as_a_run_goes_on_loses_no_record(one_step, tmp_path, monkeypatch
     half = lambda file, text: sys.exit(write(file, text[: len(text) // 2]))
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(SystemExit):
-        RunFolder(run, tiny_settings(), {}, {}, 1)
+        RunFolder(run, tiny_settings(), NO_DATA, {}, 1)
     for name in ("metrics", "groups", "evaluation"):
         assert records(run / f"{name}.jsonl") == records(one_step / f"{name}.jsonl")
 
