@@ -1,44 +1,62 @@
 """GRPO in one file: group relative policy optimisation of a model that writes image codes.
 
 For a prompt the policy, a language model, writes a group of G sequences of T tokens, the codes of G
-pictures. A decoder paints the pictures, and each gets a reward R. Training makes the tokens of the
-pictures that beat their group more likely, and the tokens of the others less likely:
+pictures. A decoder paints the pictures, and each gets a reward R. The loss pushes up the tokens of
+the pictures that beat their group, and pushes down the tokens of the others:
 
     A    = (R - mean(R)) / std(R)       the advantage of a picture: a z-score within its group
     loss = -mean(A log pi(token))       over tokens, samples and prompts
 
 pi(token) is the probability that the policy gives a token, after the prompt and the tokens before
-it. mean(R) is the baseline, the reward to expect for this prompt. Dividing by std(R) makes all
-prompts count alike. A group of equal rewards has A = 0 and teaches nothing. The older REINFORCE has
-no baseline: its A is R. PPO trains a second network to predict the baseline, the value network.
-GRPO leaves that network out, and keeps PPO's ratio and clip:
+it. So the loss is cross-entropy on the policy's own samples, weighted by A: what beats its group is
+imitated, the rest is avoided. mean(R) is the baseline, the reward to expect for this prompt.
+Without it, rewards of 9 and 10 would push both samples up, and only the difference of two large
+pushes would teach. Dividing by std(R) makes all prompts count alike. A group of equal rewards
+teaches nothing: A = 0.
 
-    ratio = pi(token) / pi_old(token)   how far the policy has moved since it sampled, as pi_old
+Plain REINFORCE is this loss with A = R, without a baseline. PPO adds a second network, which learns
+to predict the baseline, and the ratio and the clip below. GRPO deletes that network, as the group's
+mean is the baseline, and adds the KL term to the loss:
+
+    ratio = pi(token) / pi_old(token)   pi_old: the policy when it sampled
     loss  = -mean(min(ratio A, clip(ratio, 1 - c, 1 + c) A) - kl_coef k3)
     k3    = ref/pi - log(ref/pi) - 1    an estimate of KL(pi || ref), never negative
 
-(Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1). With the ratio, the same samples
-can serve several optimiser steps. The clip ends the push on a token once its ratio has left 1 by c,
-clip_range. With one step per batch of samples, the default, the ratio is 1 up to rounding, the clip
-has nothing to do, and ratio A has the gradient of A log pi. k3 holds the policy near ref, the
-reference: the model before training. The reference costs no memory: the policy is a frozen base
-plus a LoRA adapter, so the base with its adapter off is the reference.
+(Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1).
 
-A training step, and where its six parts stand:
+The ratio is an importance weight. pi_old drew the samples; after one optimiser step the policy is
+another, pi, and would draw others. A token that is now twice as likely would come twice as often,
+so it counts twice: weighted by pi / pi_old, the samples of pi_old average as if pi had drawn them.
+So the same samples can serve several steps. At ratio 1 the gradient of ratio A is that of A log pi.
 
-    1. sample              GRPO.sample: G sequences per prompt, with their log-probs
-    2. paint and score     tokens -> pictures -> rewards: in train.py, or your own
-    3. advantages          set_advantages: rewards -> z-scores within each group
-    4. recompute           the log-probs of the same tokens, in one pass: GRPO.add_reference with
-                           the adapter off; GRPO.update with the adapter on, and with a gradient
-    5. loss                compute_grpo_loss
-    6. update              GRPO.update: micro-batches, gradient clipping, the optimiser
+The clip bounds how far one batch of samples may push a token, for they say little about a policy
+far from pi_old. It acts beyond c, clip_range, on the side to which A pushes, and there alone:
 
-Advantages, loss and class GRPO come first: they are the algorithm. Below them stands how a language
-model recomputes log-probs and samples, then class Offload, by which policy and decoder take turns
-on a GPU. The rest is padding, texts that end, and guards against silent mistakes. Nothing here
-depends on GLM-Image: docs/copying.md trains a text model with this file alone, and has the lines to
-change for another loss (Dr. GRPO, DAPO, GSPO).
+                     A > 0, pushed up              A < 0, pushed down
+    ratio > 1 + c    no gradient: far enough       gradient: it brings the ratio back
+    ratio < 1 - c    gradient: it brings it back   no gradient: far enough
+
+It cuts gradients alone: shared weights and momentum may move the token on. With one step per batch,
+the default, the ratio is 1 up to rounding, and the clip has nothing to do.
+
+The KL term holds the policy near ref, the reference: the model before training. Otherwise it may
+end at pictures that please the reward alone. The reference costs no memory: the policy is a frozen
+base plus a LoRA adapter, so the base with its adapter off is the reference. compute_grpo_loss says
+why the term is k3 and not log(pi/ref).
+
+A training step has six parts; examples/pictures.py has them in a whole trainer:
+
+    groups = policy.sample(prompts, G, seed)  # 1. G sequences per prompt, with log pi_old
+    rewards = ...                             # 2. paint and score: in train.py, or your own
+    set_advantages(groups, rewards)           # 3. z-scores within each group
+    policy.add_reference(groups)              # 4. log ref of the same tokens, in one pass
+    metrics = policy.update(groups)           # 4. log pi, with a gradient; 5. loss; 6. optimiser
+
+Advantages, loss and class GRPO are the algorithm. Below them stands how a language model recomputes
+log-probs and samples, then class Offload, by which models take turns on a GPU, and the rest:
+padding, texts that end, guards against silent mistakes. Nothing here depends on GLM-Image:
+docs/copying.md trains a text model with this file alone, and has the lines to change for another
+loss (Dr. GRPO, DAPO, GSPO).
 """
 
 import math
@@ -59,7 +77,7 @@ class GRPOSettings:
     micro_batch_size: int = 4
     # optimiser steps on each step's samples; above 1 the ratios leave 1, and the clip can act
     iterations: int = 1
-    # how far a ratio may leave 1 before its gradient is cut
+    # how far a ratio may be pushed from 1 before its gradient is cut
     clip_range: float = 0.2
     # weight of the KL from the reference, the model before training; 0: no reference
     kl_coef: float = 0.0
@@ -136,11 +154,6 @@ def set_advantages(groups, rewards):
         group.advantages = of_group
 
 
-def rewards_differ(group):
-    """Whether a group teaches anything: the advantages of equal rewards are exactly 0."""
-    return bool(group.advantages.any())
-
-
 # ---- 5. loss -------------------------------------------------------------------------------------
 
 
@@ -153,64 +166,64 @@ def compute_grpo_loss(
     clip_range=0.2,
     kl_coef=0.0,
 ):
-    """The clipped surrogate with a KL penalty (DeepSeekMath, eq. 3-4).
+    """The clipped loss with a KL term (DeepSeekMath, eq. 3-4); the header says why it is so.
 
-    Both are means over the tokens of a sample, then over samples.
+    Both terms are means over the tokens of a sample, then over samples.
 
     Args:
         new_logprobs, old_logprobs, ref_logprobs: (B, T) float32, of B samples: log pi, log pi_old
             and log ref. Only the first gets a gradient.
         advantages: (B,) float32: the same for every token of a sample. Or (B, T), one per token.
         mask: (B, T), 1 for tokens that count, 0 for those that do not, whatever their numbers are;
-            None: all count.
+            None: all count. A sample of which no token counts adds 0 to the mean.
         clip_range: a ratio beyond 1 +- this, in the direction the advantage pushes, gets no further
             gradient.
-        kl_coef: weight of k3; above 0 it needs `ref_logprobs`.
+        kl_coef: weight of k3, by torch.expm1; above 0 it needs `ref_logprobs`.
 
     Returns: the loss, a scalar, and metrics as floats: loss, policy_loss, kl (nats per token; NaN
     without a reference), clip_fraction (share of tokens whose gradient was cut), ratio_mean, and
-    mean_logprob_gap and max_logprob_gap, of |new - old|: on fresh samples it is rounding, between
-    sampling with a cache and recomputing in one pass. ValueError for other shapes: _check_loss.
+    mean_logprob_gap and max_logprob_gap, of |new - old|: before the first step it is rounding,
+    between sampling with a cache and recomputing in one pass. ValueError for other shapes:
+    _check_loss.
     """
     _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
-    # A mean over the tokens of a sample, then over samples: a long text counts like a short one.
-    share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T)
-    # Hook: other losses weigh the tokens otherwise (docs/copying.md); metrics stay means.
-    loss_share = share
-
-    def masked(x):  # before any product: 0 x NaN is NaN
-        return torch.where(mask > 0, x, 0)
-
-    def average(x):
-        return (x * share).sum()
+    masked = lambda x: torch.where(mask > 0, x, 0)  # before any product: 0 x NaN is NaN
 
     log_ratio = masked(new_logprobs - old_logprobs.detach())  # (B, T)
     ratio = log_ratio.exp()
     advantages = masked(advantages.detach().view(len(advantages), -1))  # (B, T)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * advantages  # flat beyond the range
-    # The smaller of both. At a ratio of 1.5 a token with A > 0 has been pushed far enough: the
-    # clipped term is smaller, and has no gradient. With A < 0 the token has moved the wrong way:
-    # the unclipped term is smaller, and its gradient brings the ratio back.
-    loss = policy_loss = -(torch.min(unclipped, clipped) * loss_share).sum()
-    kl = torch.tensor(float("nan"))  # not measured
+    # The clipped term is the smaller where A has pushed the ratio beyond the range: above it with
+    # A > 0, below it with A < 0. Elsewhere the gradient is that of ratio A.
+    policy_terms = -torch.min(unclipped, clipped)
+
+    k3 = torch.full_like(ratio, math.nan)  # not measured
     if ref_logprobs is not None:
-        # k3 (Schulman 2020, "Approximating KL divergence"): its mean is KL(pi || ref). Its gradient
-        # is (1 - ref/pi) grad log pi. On fresh samples the mean of grad log pi is 0, so the mean is
-        # -sum ref grad log pi, the gradient of KL(ref || pi). Both pull towards the reference.
+        # Over samples of pi, log(pi/ref) has the mean KL(pi || ref). As a loss it would pull
+        # nowhere: its gradient has the mean sum(pi grad log pi) = grad sum(pi) = grad 1 = 0. k3
+        # (Schulman 2020, "Approximating KL divergence") adds ref/pi - 1. Its mean is
+        # sum(ref - pi) = 0, so the mean of k3 is KL(pi || ref), too. But its gradient has the mean
+        # -sum(ref grad log pi), as cross-entropy with ref as the target: it pulls pi to ref.
         log_ref = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
-        # expm1(x) is exp(x) - 1 without cancellation: near 0 the plain form is rounding, and may be
-        # negative.
+        # expm1(x) is exp(x) - 1 without cancellation: near 0 that is rounding, and may be negative.
         k3 = torch.expm1(log_ref) - log_ref
-        kl = average(k3)
+
+    # A mean over the tokens of a sample, then over samples: a long text counts like a short one.
+    share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T)
+    # Hook: other losses weigh the tokens otherwise (docs/copying.md); metrics stay means.
+    loss_share = share
+    loss = policy_loss = (policy_terms * loss_share).sum()
+    if kl_coef > 0:
         loss = policy_loss + kl_coef * (k3 * loss_share).sum()
 
+    average = lambda x: (x * share).sum()
     gap = log_ratio.abs()
     metrics = {
         "loss": loss,
         "policy_loss": policy_loss,
-        "kl": kl,
+        "kl": average(k3),
         "clip_fraction": average((clipped < unclipped).float()),
         "ratio_mean": average(ratio),
         "mean_logprob_gap": average(gap),
@@ -291,19 +304,17 @@ class GRPO:
             mask = mask_through_end(tokens, ends)  # (N*G, T)
             # Ended texts are sampled on until the longest ends. No reward may see those tokens.
             tokens = tokens.where(mask > 0, ends[0])
-        groups = []
-        for i, ids in enumerate(prompt_ids):
-            rows = slice(i * group_size, (i + 1) * group_size)
-            group = Group(
-                prompt_ids=ids.cpu(),
-                position_ids=position_ids[i],
-                tokens=tokens[rows],
-                old_logprobs=logprobs[rows],
-                nucleus=_rows(nucleus, rows),
-                mask=_rows(mask, rows),
+        return [
+            Group(
+                prompt_ids[i].cpu(),
+                position_ids[i],
+                tokens[rows],
+                logprobs[rows],
+                _rows(nucleus, rows),
+                _rows(mask, rows),
             )
-            groups.append(group)
-        return groups
+            for i, rows in enumerate(torch.arange(len(tokens)).split(group_size))
+        ]
 
     @torch.no_grad()
     def add_reference(self, groups):
@@ -312,9 +323,10 @@ class GRPO:
             return
         self.model.eval()
         with self.reference():
-            for group in filter(rewards_differ, groups):
-                parts = [self.logprobs(group, rows) for rows in self.split(group)]
-                group.ref_logprobs = torch.cat(parts)
+            for group in groups:
+                if group.advantages.any():
+                    parts = [self.logprobs(group, rows) for rows in self.split(group)]
+                    group.ref_logprobs = torch.cat(parts)
 
     def update(self, groups):
         """4 to 6: move the policy, by `iterations` optimiser steps over all groups.
@@ -328,39 +340,51 @@ class GRPO:
             grad_norm: the mean over the other iterations, before clipping.
             groups_without_spread: the share of groups that were left out.
         """
-        with_spread = [group for group in groups if rewards_differ(group)]
+        with_spread = [group for group in groups if group.advantages.any()]
         micro_batches = [(group, rows) for group in with_spread for rows in self.split(group)]
-        total = self.total_size(groups)
-        at_start = self.is_at_start()
-        self.set_mode()
+        # The size of the step, groups of equal rewards included; the mean over all processes.
+        sizes = [float(self.size(group, rows)) for group in groups for rows in self.split(group)]
+        total = torch.tensor(sizes, device=self.model.device).sum()
+        self.average([total])
+        # The policy still is the reference. An optimizer that was resumed has a state.
+        at_start = self.steps == 0 and not self.optimizer.state
+        # Eval mode switches dropout off, but gradient checkpointing works in train mode only.
+        modules = self.model.modules()
+        self.model.train(any(getattr(each, "gradient_checkpointing", False) for each in modules))
         reports = []  # (size, metrics) of each micro-batch
         norms = []  # of the gradient before clipping, of each iteration
         for _ in range(self.settings.iterations):
-            self.clear_gradients()
+            for each in self.parameters:
+                # Not None: a process without spread still takes part in the average.
+                each.grad = torch.zeros_like(each)
             for group, rows in micro_batches:
-                loss, metrics = self.loss(group, rows)  # 4, 5
+                loss, metrics = compute_grpo_loss(  # 5
+                    self.logprobs(group, rows),  # 4
+                    group.old_logprobs[rows],
+                    group.advantages[rows],
+                    _rows(group.ref_logprobs, rows),
+                    _rows(group.mask, rows),
+                    self.settings.clip_range,
+                    self.settings.kl_coef,
+                )
                 size = self.size(group, rows)
                 # The gradients of micro-batches add up to the gradient of the step.
-                (loss * size / total).backward()
+                (loss * size / total.item()).backward()
                 reports.append((size, metrics))
             norms.append(self.step())  # 6
 
         first = _average(reports[: len(micro_batches)])  # later iterations have moved the policy
-        _warn_of(first, norms, at_start and bool(self.optimizer.state), with_spread, self.model)
-        without_spread = 1 - len(with_spread) / len(groups)
-        return _summary(reports, first, norms) | {"groups_without_spread": without_spread}
-
-    def loss(self, group, rows):
-        """4 and 5: the loss of some samples of a group, and its metrics."""
-        return compute_grpo_loss(
-            self.logprobs(group, rows),
-            group.old_logprobs[rows],
-            group.advantages[rows],
-            _rows(group.ref_logprobs, rows),
-            _rows(group.mask, rows),
-            self.settings.clip_range,
-            self.settings.kl_coef,
-        )
+        # An optimizer that keeps no state, as SGD, does not tell whether it was resumed.
+        at_start = at_start and bool(self.optimizer.state)
+        _warn_of(first, norms, at_start, with_spread, self.model)
+        finite = [norm for norm in norms if norm < math.inf]
+        return _average(reports) | {
+            "mean_logprob_gap": first["mean_logprob_gap"],
+            "max_logprob_gap": first["max_logprob_gap"],
+            "grad_norm": sum(finite) / max(len(finite), 1),
+            "skipped": 1 - len(finite) / len(norms),
+            "groups_without_spread": 1 - len(with_spread) / len(groups),
+        }
 
     def logprobs(self, group, rows):
         """4: log-probs (B, T) of some samples of a group under the model as it is, on the CPU."""
@@ -403,27 +427,6 @@ class GRPO:
     def size(self, group, rows):
         # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
         return len(rows)
-
-    def total_size(self, groups):
-        """The size of a step, groups of equal rewards included; the mean over all processes."""
-        sizes = [float(self.size(group, rows)) for group in groups for rows in self.split(group)]
-        total = torch.tensor(sizes, device=self.model.device).sum()
-        self.average([total])
-        return total.item()
-
-    def is_at_start(self):
-        """Whether the policy still is the reference. An optimizer that was resumed has a state."""
-        return self.steps == 0 and not self.optimizer.state
-
-    def set_mode(self):
-        # Eval mode switches dropout off, but gradient checkpointing works in train mode only.
-        modules = self.model.modules()
-        self.model.train(any(getattr(each, "gradient_checkpointing", False) for each in modules))
-
-    def clear_gradients(self):
-        # Zeros, not None: a process without spread still takes part in the average.
-        for each in self.parameters:
-            each.grad = torch.zeros_like(each)
 
 
 # ==== Below: how a language model recomputes log-probs, and samples ===============================
@@ -721,17 +724,6 @@ def _nucleus(logp, top_p):
 
 def _rows(tensor, rows):
     return None if tensor is None else tensor[rows]
-
-
-def _summary(reports, first, norms):
-    """What an update reports. first: the means of the first iteration. norms: of each iteration."""
-    finite = [norm for norm in norms if norm < math.inf]
-    return _average(reports) | {
-        "mean_logprob_gap": first["mean_logprob_gap"],
-        "max_logprob_gap": first["max_logprob_gap"],
-        "grad_norm": sum(finite) / max(len(finite), 1),
-        "skipped": 1 - len(finite) / len(norms),
-    }
 
 
 def _average(reports):

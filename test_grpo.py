@@ -156,6 +156,19 @@ def test_clipping_acts_on_the_right_side(ratio, advantage, gradient):
     assert metrics["clip_fraction"] == (gradient == 0)
 
 
+def test_the_ratio_is_an_importance_weight():
+    """Samples of pi_old, summed as often as it draws them, have the mean of A over those of pi."""
+    torch.manual_seed(0)
+    logits, old = torch.randn(6, requires_grad=True), torch.randn(6).log_softmax(0)
+    pi, advantages = logits.log_softmax(0), torch.randn(6)
+    of_each = zip(pi.view(6, 1, 1), old.view(6, 1, 1), advantages.view(6, 1), old.exp())
+    unbounded = [compute_grpo_loss(*x, clip_range=1e9)[0] * often for *x, often in of_each]
+    total, expected = sum(unbounded), -(pi.exp() * advantages).sum()
+    assert total.item() == pytest.approx(expected.item())
+    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (total, expected)]
+    torch.testing.assert_close(*gradients)
+
+
 def test_loss_averages_each_sample_then_samples():
     """A short answer counts as much as a long one. All ratios are 1.1. What is masked may hold any
     number: 0 x NaN is NaN."""
@@ -193,6 +206,14 @@ def test_k3_has_the_value_and_the_gradient_that_the_comment_claims():
     value, expected, gradient, _, of_reverse = exact_kl(compute_grpo_loss)
     assert value == pytest.approx(expected, abs=1e-5)
     torch.testing.assert_close(gradient, of_reverse, atol=1e-5, rtol=0)
+
+
+def test_log_of_pi_over_ref_has_the_value_but_pulls_nowhere():
+    def plain(new, old, advantages, ref, kl_coef):
+        return kl_coef * (new - ref).sum(), {"kl": (new - ref).item()}
+
+    value, expected, gradient, *_ = exact_kl(plain)
+    assert value == pytest.approx(expected, abs=1e-5) and gradient.abs().max() < 1e-6
 
 
 def test_k3_near_zero_is_never_negative():

@@ -109,7 +109,7 @@ EDITS = [
     Edit(
         "GSPO",
         "ratio = log_ratio.exp()",
-        "ratio = (log_ratio * share * len(mask)).sum(1, keepdim=True).exp()",
+        "ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()",
     ),
     Edit("GSPO", "clip_range: float = 0.2", "clip_range: float = 3e-4"),
     Edit(
