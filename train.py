@@ -248,6 +248,7 @@ def evaluate_and_show(run, settings, data, record, stop=None):
 
         with record.optional("show the run"):
             show(record.folder.out)
+        record.track_picture(record.folder.out / "before-after.png")
 
 
 def due(step, every):

@@ -8,6 +8,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+from PIL import Image
 
 from rewards import UserError, combine, weights_of
 from runtime import ranks
@@ -62,6 +63,12 @@ class Record:
             with self.optional(f"send numbers to {self.settings.tracker}"):
                 known = {name: number for name, number in numbers.items() if number is not None}
                 self.tracker.log(known, step=self.done)
+
+    def track_picture(self, file):
+        """A picture to the tracker, if both are there."""
+        if self.tracker is not None and file.exists():
+            with self.optional(f"send {file.name} to {self.settings.tracker}"):
+                log_picture(self.tracker, self.settings.tracker, file, self.done)
 
     @contextmanager
     def optional(self, what):
@@ -128,6 +135,18 @@ class Record:
     def finish(self):
         if self.tracker is not None:
             self.tracker.finish()
+
+
+def log_picture(tracker, name, file, step):
+    """tracker: see start_tracker. name: its --tracker."""
+    pixels = np.asarray(Image.open(file, formats=["PNG"]).convert("RGB"))  # (height, width, 3)
+    if name == "trackio":
+        import trackio
+
+        tracker.log({file.stem: trackio.Image(pixels)}, step=step)
+    else:
+        layout = {"dataformats": "NHWC"} if name == "tensorboard" else {}
+        tracker.log_images({file.stem: pixels[None]}, step=step, **layout)
 
 
 def start_tracker(name, out):

@@ -2,10 +2,12 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from conftest import TESTS, error_from, judge_file, records, resume
 from PIL import Image
@@ -14,7 +16,7 @@ import rewards
 from rewards import Reward
 from runtime.data import check_columns, read_file
 from runtime.evaluation import best_earlier_evaluation
-from runtime.record import speeds, start_tracker
+from runtime.record import log_picture, speeds, start_tracker
 from runtime.resume import versions
 
 ROWS = [
@@ -182,17 +184,30 @@ def test_a_tracker_gets_the_numbers(judged, monkeypatch, capsys):
     assert judged("--tracker wandb") == 2 and "pip install wandb" in capsys.readouterr().err
     monkeypatch.setattr("runtime.data.find_spec", lambda name: True)
     monkeypatch.setattr("runtime.record.start_tracker", lambda *given: tracker)
-    tracker.log.side_effect = [None, ValueError("away"), None]
+    # The numbers and the picture before, the step's numbers, then both after.
+    tracker.log.side_effect = [None, None, ValueError("away"), None, None]
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Image=lambda pixels: pixels))
     assert judged("--tracker trackio --steps 1 --out run") == 0
     assert "warning: cannot send numbers to trackio (away)" in capsys.readouterr().out
     (before, after), (line,) = records("run/evaluation.jsonl"), records("run/metrics.jsonl")
     calls = [(call.kwargs["step"], call.args[0]) for call in tracker.log.call_args_list]
+    shown = [calls.pop(i)[1]["before-after"] for i in (4, 1)]
+    assert np.array_equal(shown[0], Image.open("run/before-after.png")) and shown[1].ndim == 3
     assert [step for step, _ in calls] == [0, 1, 1]
     assert calls[1][1].items() >= {(k, v) for k, v in line.items() if v is not None}
     for (_, numbers), record in ((calls[0], before), (calls[2], after)):
         assert numbers["held out/reward"] == pytest.approx(record["held out"]["reward"][0])
     assert tracker.store_init_configuration.call_args.args[0]["steps"] == 1
     tracker.finish.assert_called_once()
+
+
+def test_other_trackers_take_pictures_in_their_own_ways(tmp_path):
+    Image.new("RGB", (3, 2), "red").save(tmp_path / "before-after.png")
+    for name, layout in (("wandb", {}), ("tensorboard", {"dataformats": "NHWC"})):
+        log_picture(tracker := Mock(), name, tmp_path / "before-after.png", 7)
+        ((pictures,), options) = tracker.log_images.call_args
+        assert pictures["before-after"].tolist() == [[[[255, 0, 0]] * 3] * 2]
+        assert options == {"step": 7, **layout}
 
 
 def test_trackers_are_told_which_run_goes_on(tmp_path, monkeypatch):
