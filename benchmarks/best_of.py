@@ -38,7 +38,7 @@ def measured(name, folder):
     """The lines of a run, a line per caption; without a folder, of the start."""
     settings, data, run = variants.loaded(variants.start_of("shipped"), folder)
     settings = replace(settings, group_size=PICTURES, prompts_per_step=1)
-    results = evaluation.judge(run, settings, variants.JUDGES, data.held_out, SEED)
+    results = evaluation.score_prompts(run, settings, variants.JUDGES, data.held_out, SEED)
     for row, rewards, images in results:
         prompt = data.held_out[row]
         correct = rewards["correct"]

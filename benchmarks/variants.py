@@ -174,7 +174,7 @@ def judged(model, adapter=None, prompts="held out", pictures=PICTURES):
     some = data.held_out if prompts == "held out" else evenly(data.prompts, 48)
     correct, clean, objects = [], [], []
     seed = evaluation.SEEDS[prompts]
-    for _, rewards, images in evaluation.judge(run, settings, JUDGES, some, seed):
+    for _, rewards, images in evaluation.score_prompts(run, settings, JUDGES, some, seed):
         correct.append(rewards["correct"].mean().item())
         clean += rewards["clean"].tolist()
         objects += (4 * check.many(images)).tolist()

@@ -24,7 +24,9 @@ def wall(adapter):
     """A column for each caption, in two rows of columns; a red frame is a picture that is wrong."""
     settings, data, run = variants.loaded(TINY, adapter)
     shown = evenly(data.held_out, settings.eval_count)  # as in an evaluation
-    results = evaluation.judge(run, settings, variants.JUDGES, shown, evaluation.SEEDS["held out"])
+    results = evaluation.score_prompts(
+        run, settings, variants.JUDGES, shown, evaluation.SEEDS["held out"]
+    )
     sheet = Image.new("RGB", (24 * CELL, 8 * CELL), "white")
     for i, rewards, images in results:
         for j, (image, correct) in enumerate(zip(images, rewards["correct"])):

@@ -28,6 +28,7 @@ class Clip:
     def __init__(self, model, processor):
         self.model, self.processor = _clip(model, processor)
         self.reads_chinese = Path(model).is_dir()
+        self.crops = self.processor.image_processor.do_center_crop  # to the middle square
 
     def applies(self, prompt):
         return self.reads_chinese or CHINESE.search(prompt) is None

@@ -26,6 +26,15 @@ TYPE = re.compile(r"#+ *(?:type|kind) *[:=\uff1a] *(\S.*)", re.IGNORECASE)
 # end the emoji of a flag.
 UNSEEN = "\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\u2800\u3164"
 
+# Files of other forms, whose lines are no prompts: by their name, and by a line of theirs.
+TABLES = {".csv", ".tsv", ".json", ".yaml", ".yml", ".xlsx", ".parquet"}
+JSON = re.compile(r'\{|\[\s*(["{\[]|$)')
+MARK = re.compile(r"([-*\u2022]|[0-9]+[.)]) ")  # of a list
+QUOTED = re.compile("[\"'\u201c].*[\"'\u201d]")
+
+# In place of them.
+ROWS = "write a prompt per line, or give a .jsonl file, an object per line: docs/rewards.md"
+
 # What rewards are given under these names is no column of a .jsonl file.
 TAKEN = {"rewards", "images", "prompts", "targets", "sources", "group_size"}
 
@@ -86,13 +95,16 @@ def evenly(prompts, count):
 
 def read_file(path):
     """The Prompts in a text file, or in a .jsonl file, their lines counted from 1."""
+    form = Path(path).suffix.lower()
+    if form in TABLES:
+        raise UserError(f"{path} is a table or a list: {ROWS}")
     with readable(f"read the prompts file {path}"):
         content = BytesIO(Path(path).read_bytes())
     with readable(f"read the prompts file {path}", "; save the file as UTF-8"):
         text = TextIOWrapper(content, "utf-8-sig").read()
     # Not splitlines(): U+2028 and the like end no prompt.
     lines = enumerate(text.split("\n"), 1)
-    prompts = read_rows(path, lines) if Path(path).suffix == ".jsonl" else read_lines(path, lines)
+    prompts = (read_rows if form in (".jsonl", ".ndjson") else read_lines)(path, lines)
     for prompt in prompts:
         if "<|image|>" in prompt.text:
             raise UserError(f"line {prompt.line} of {path} contains <|image|>: leave it out")
@@ -119,20 +131,31 @@ def read_lines(path, lines):
     "# type: counting" names the type of the prompts below it; others with # in front are comments;
     \\# begins a prompt.
     """
-    rows = "for rows with columns, give a .jsonl file, an object per line: docs/rewards.md"
-    if Path(path).suffix == ".csv":
-        raise UserError(f"{path} is a table: {rows}")
     of_type = None
     prompts = []
-    for number, line in lines:
-        line = without_unseen(line)
-        if line.startswith("{"):
-            raise UserError(f"line {number} of {path} looks like JSON: {rows}")
+    for number, whole in lines:
+        line = without_unseen(whole)
+        if JSON.match(line):
+            raise UserError(f"line {number} of {path} looks like JSON: {ROWS}")
         if named := TYPE.fullmatch(line):
             of_type = named[1]
         elif line and line[0] != "#":
+            if not prompts and is_header(whole):
+                raise UserError(f"line {number} of {path} looks like the head of a table: {ROWS}")
             prompts.append(Prompt(re.sub(r"^\\#", "#", line), of_type, number))
+    some = len(prompts) > 1
+    if some and all(MARK.match(prompt.text) for prompt in prompts):
+        mark = MARK.match(prompts[0].text)[0]
+        raise UserError(f"{path} is a list: a line is a prompt as it stands; leave {mark!r} out")
+    if some and all(QUOTED.fullmatch(prompt.text) for prompt in prompts):
+        print(f"warning: all prompts of {path} are in quotes: GLM-Image writes what is in quotes")
     return prompts
+
+
+def is_header(line):
+    """Whether a first line names the columns of a table: by tabs, or "prompt" beside others."""
+    fields = [field.strip(' "').lower() for field in re.split("[,;|]", line)]
+    return "\t" in line.strip() or (len(fields) > 1 and "prompt" in fields)
 
 
 def read_rows(path, lines):
@@ -146,11 +169,14 @@ def read_rows(path, lines):
             continue
         with readable(f"read line {number} of {path}", '; an example: {"prompt": "three circles"}'):
             row = json.loads(line)
-            text = without_unseen(row.pop("prompt"))
-            of_type = row.get("type") or row.get("tag")
-            prompts.append(Prompt(text, of_type, number, row=row))
+            if not isinstance(row, dict) or "prompt" not in row:
+                raise ValueError("it is no object with a prompt")
+            text, of_type = row.pop("prompt"), row.get("type") or row.get("tag")
+            text = without_unseen(text) if isinstance(text, str) else None
             if not text or not isinstance(of_type, str | None):
                 raise ValueError("prompt and type have to be text")
+            text.encode()  # an error for half of an emoji, which the tokenizer could not read
+            prompts.append(Prompt(text, of_type, number, row=row))
         if taken := row.keys() & TAKEN:
             raise UserError(f"line {number} of {path}: give {', '.join(taken)} another name")
     return prompts
@@ -222,8 +248,11 @@ def prompt_indices(step, settings, count):
     places = [divmod(step * groups + i, count) for i in ranks.shard(groups)]  # (epoch, place in it)
     if settings.order == "file":
         return [place for _, place in places]
-    shuffled = lambda epoch: random.Random(f"{settings.seed} {epoch}").sample(range(count), count)
-    return [shuffled(epoch)[place] for epoch, place in places]
+    shuffled = {
+        epoch: random.Random(f"{settings.seed} {epoch}").sample(range(count), count)
+        for epoch in {epoch for epoch, _ in places}
+    }
+    return [shuffled[epoch][place] for epoch, place in places]
 
 
 @dataclass
@@ -280,29 +309,31 @@ def load_rewards(settings, data):
 
     What cannot work fails now, not in an hour.
     """
-    columns = {
-        path: {name for prompt in prompts for name in prompt.columns()}
-        for path, prompts in (
-            (settings.prompts, data.prompts),
-            (settings.eval_prompts, data.held_out),
-        )
-    }
-    for reward in (*data.rewards.values(), *data.judges.values()):
+    files = (settings.prompts, data.prompts), (settings.eval_prompts, data.held_out)
+    columns = {path: {*chain(*(each.columns() for each in prompts))} for path, prompts in files}
+    everything = data.rewards | data.judges
+    for reward in everything.values():
         if reward.file:  # now, before a reward is downloaded
             check_columns(reward.load(), columns)
     sets = {"reward": [data.prompts], "eval_reward": [data.held_out, data.prompts]}
-    for (flag, sets_of), rewards in zip(sets.items(), (data.rewards, data.judges)):
+    for (flag, tried), rewards in zip(sets.items(), (data.rewards, data.judges)):
         if rewards:
             print(f"loading {option(flag)} {getattr(settings, flag)}", flush=True)
         for reward in rewards.values():
             check_columns(reward.load(), columns)
-        for prompts in sets_of:
+        for prompts in tried:
             blank = [Image.new("RGB", (settings.width, settings.height))] * 2
             score(rewards, blank, **for_rewards(prompts[:1]))
         for name, reward in rewards.items():
-            if left_out := sum(not reward.applies(prompt.text) for prompt in sets_of[0]):
-                prompts = f"{left_out} of {counted(len(sets_of[0]), 'prompt')}"
+            if left_out := sum(not reward.applies(prompt.text) for prompt in tried[0]):
+                prompts = f"{left_out} of {counted(len(tried[0]), 'prompt')}"
                 print(f"{name}: does not apply to {prompts}", flush=True)
+    crops = [name for name, each in everything.items() if getattr(each.function, "crops", False)]
+    side, longer = sorted([settings.height, settings.width])
+    if crops and side < longer:
+        print(
+            f"{', '.join(crops)}: of each picture only the middle {side}x{side} counts", flush=True
+        )
 
 
 def check_columns(reward, columns):

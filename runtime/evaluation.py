@@ -37,15 +37,15 @@ def evaluate(run, settings, data, record, stop=None):
         return
     sets = sets_of(settings, data)
     rewards = data.rewards | data.judges
-    numbers, shares = {"step": record.done}, []
+    numbers, shares, raw_of_sets = {"step": record.done}, [], []
     sizes = [*map(len, sets.values())]
     record.write(f"evaluating {counted(sum(sizes), 'prompt')}")
     with run.machine.counting("prompt", sum(-(-size // ranks.count()) for size in sizes)):
         for name, prompts in sets.items():
             raw, pictures = {}, {}
-            judged = judge(run, settings, rewards, prompts, SEEDS[name], stop, shares)
+            scored = score_prompts(run, settings, rewards, prompts, SEEDS[name], stop, shares)
             shown = range(count_to_show(prompts))
-            for row, of_row, images in judged:
+            for row, of_row, images in scored:
                 raw[row] = of_row
                 if row in shown:  # pictures of all prompts would take gigabytes
                     pictures[row] = images[:SHOWN]
@@ -53,23 +53,26 @@ def evaluate(run, settings, data, record, stop=None):
             if len(raw) < len(prompts):  # stopped
                 return
             columns = {key: torch.cat([each[key] for each in raw.values()]) for key in rewards}
+            raw_of_sets.append(columns)
             values = with_weighted_sum(columns, record.weights, settings.group_size)
             numbers |= evaluation_metrics(name, values, [prompt.type for prompt in prompts])
     run.machine.read()  # its time is no part of a step
 
     # From here on of the held-out prompts.
-    numbers["judge"] = record.judge
+    numbers["judge"] = record.judged_by
     numbers["shown"] = save_shown(record, prompts, of_all_ranks(pictures), values)
     record.folder.append("evaluation", [numbers])
     of_sets = {f"{name}/{key}": numbers[name][key][0] for name in sets for key in values}
     record.track({name: None if np.isnan(mean) else mean for name, mean in of_sets.items()})
     sides = [each for each in evaluations if each["step"] in (0, record.done)]
-    by_type = record.judge or next(iter(record.weights))
+    by_type = record.judged_by or next(iter(record.weights))
     record.write(evaluation_table(sides, by_type if record.ends else None))
     if record.ends and (best := best_earlier_evaluation(evaluations, by_type)):
         step, words = best
         folder = shlex.quote(str(record.folder.out / "checkpoints" / f"{step:06d}"))
         record.write(f"held out, {words}; to go on from there: --adapter {folder}")
+    if len(evaluations) == 1:
+        warn_of_dead_rewards(record, raw_of_sets)
     warn_of_other_ids(record, shares)
 
 
@@ -80,7 +83,7 @@ def sets_of(settings, data):
     return {name: evenly(prompts, settings.eval_count) for name, prompts in sets.items()}
 
 
-def judge(run, settings, rewards, prompts, seed, stop=None, shares=None):
+def score_prompts(run, settings, rewards, prompts, seed, stop=None, shares=None):
     """Yields, of each prompt of this rank, its row, raw rewards {name: (G,)} and G pictures.
 
     stop: a StopRequest; once it is received, nothing more comes. shares: a list that gets
@@ -235,6 +238,22 @@ def best_earlier_evaluation(evaluations, reward):
     words = f"{reward} was highest after {counted(best['step'], 'step')}"
     words += f": {with_error(mean, error)}, now {format_number(now)}"
     return (best["step"], words) if mean - error > now else None
+
+
+def warn_of_dead_rewards(record, raw_of_sets):
+    """A warning for each reward that is NaN for all pictures, or equal for all and to be learned.
+
+    raw_of_sets: [{name: (N*G,)}].
+    """
+    for name in raw_of_sets[0]:
+        values = torch.cat([of_set[name] for of_set in raw_of_sets])
+        known = values[~values.isnan()].unique()
+        pictures = f"all {counted(len(values), 'picture')} of this evaluation"
+        if len(known) == 0:
+            record.write(f"warning: reward {name!r} is NaN (does not apply) for {pictures}")
+        elif len(known) == 1 and record.weights.get(name) and not record.ends:
+            same = f"gives {format_number(known.item())} to {pictures}"
+            record.write(f"warning: reward {name!r} {same}: equal rewards teach nothing")
 
 
 # ---- deployed as trained? ------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Record:
         self.stop = stop
         self.done = done
         self.weights = weights_of(data.rewards)
-        self.judge = next(iter(data.judges), None)
+        self.judged_by = next(iter(data.judges), None)
         prompts = settings.prompts_per_step * ranks.count()
         self.epochs_per_step = prompts / len(data.prompts)
         self.tracker = None
@@ -127,10 +127,13 @@ class Record:
         """A warning if nothing was learned."""
         metrics = self.folder.records["metrics"]
         if not any(x != 0 for each in metrics for name, x in each.items() if "grad_norm" in name):
-            self.write(
-                "warning: nothing was learned: no group had unequal rewards; use another reward, "
-                f"a higher {self.settings.spread} or larger groups"
+            why = (
+                f"no group had unequal rewards; use another reward, a higher {self.settings.spread}"
             )
+            why = f"{why} or larger groups"
+            if all(each["unscored"] == 1 for each in metrics):
+                why = "no reward applied to any picture; use another reward, or other prompts"
+            self.write(f"warning: nothing was learned: {why}")
 
     def finish(self):
         if self.tracker is not None:

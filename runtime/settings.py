@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import math
+import os
 import sys
 import textwrap
 from copy import copy
@@ -335,7 +336,9 @@ def argument_of(hint):
     """What argparse is told of a type: a number or text, or one of some words."""
     if words := get_args(hint):
         return {"choices": words, "metavar": "|".join(words)}
-    return {"type": hint, "metavar": hint.__name__.upper()}
+    # Of --out=~/runs the shell leaves the ~ to the program.
+    parse = os.path.expanduser if hint is str else hint
+    return {"type": parse, "metavar": hint.__name__.upper()}
 
 
 def parse_settings(arguments=None, kind=Settings):

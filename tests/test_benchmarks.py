@@ -250,12 +250,12 @@ def test_a_run_is_measured_by_its_distinct_pictures(run, monkeypatch, tmp_path):
     best_of.CSV.write_text(",".join(best_of.COLUMNS) + "\n")
     red, blue = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (32, 32), "blue")
 
-    def judge(run, settings, rewards, prompts, seed):
+    def score_prompts(run, settings, rewards, prompts, seed):
         assert (settings.group_size, list(rewards)) == (3, ["correct", "clean"])
         for row in range(len(prompts)):
             yield row, {"correct": torch.tensor([1.0, 0.0, 1.0])}, [red, blue, red.copy()]
 
-    monkeypatch.setattr(best_of.evaluation, "judge", judge)
+    monkeypatch.setattr(best_of.evaluation, "score_prompts", score_prompts)
     monkeypatch.setattr(best_of, "KS", [1, 2])
     run(best_of, variants.BEFORE, "mine")
     with pytest.raises(SystemExit, match="has 'mine' already"):

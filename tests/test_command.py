@@ -225,6 +225,7 @@ def test_defaults_depend_on_the_model():
     assert tiny.targets is other.targets is other.eval_targets is None
     default = settings.RELEASE if torch.cuda.is_available() else TINY
     assert train.parse_settings([]).model == default
+    assert train.parse_settings(["--out=~/a"]).out == str(Path.home() / "a")  # as the shell does
 
 
 def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
@@ -806,5 +807,7 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
         assert record["training"]["reward"] == [None, None]
     output = "".join(capfd.readouterr())
     assert "step 1/1 | reward none | 100% without spread | 100% unscored" in output
-    assert "warning: nothing was learned: no group had unequal rewards" in output
+    words = "warning: reward 'mine.py:reward' is NaN (does not apply) for all 4 pictures of"
+    assert output.count(words) == output.count("mine.py:reward' is") == 1
+    assert "warning: nothing was learned: no reward applied to any picture" in output
     assert output.count("warning: cannot show the run (no font)\n") == 2

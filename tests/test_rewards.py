@@ -34,6 +34,7 @@ from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
 from rewards import Reward
 from runtime import data, foreign
+from runtime.data import Prompt
 
 NAN = math.nan
 
@@ -337,6 +338,22 @@ def test_clip_is_the_cosine_by_hand(clip):
     assert np.std(expected) > 0.05  # a test that tells prompts and pictures apart
     same(raw_rewards["clip"], expected)
     same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
+
+
+def test_a_run_of_wide_pictures_says_that_clip_sees_their_middle(clip, capsys):
+    spec = f"clip={clip},aesthetic={clip}"
+    data_of = data.Data(*[[Prompt("a")]] * 2, rewards.parse_rewards(spec), {}, None, None)
+    chosen = {"prompts": "a", "eval_prompts": "b", "reward": spec, "height": 32}
+    for width, said in ((64, 1), (32, 0)):
+        data.load_rewards(SimpleNamespace(**chosen, width=width), data_of)
+        words = "clip, aesthetic: of each picture only the middle 32x32 counts\n"
+        assert capsys.readouterr().out.count(words) == said
+    wide = Image.new("RGB", (64, 32))
+    wide.paste(noise(1)[0], (16, 0))
+    changed = wide.copy()
+    changed.paste("white", (0, 0, 16, 32))
+    first, second = only(f"clip={clip}")([wide, changed], ["a", "a"], None).tolist()
+    assert first == second
 
 
 def test_a_processor_may_come_from_another_place(tmp_path):

@@ -44,12 +44,24 @@ def test_a_row_is_a_prompt_with_columns(tmp_path):
 @pytest.mark.parametrize(
     "name, text, words",
     [
-        ("rows.csv", "prompt,tag", "give a .jsonl file"),
+        ("rows.CSV", "prompt,tag", "give a .jsonl file"),
+        ("rows.tsv", "a ring", "is a table or a list"),
+        ("list.json", '["a ring"]', "is a table or a list"),
+        ("list.yaml", "- a ring", "is a table or a list"),
+        ("list.txt", '\n["a ring", "a cross"]', "line 2 of"),
+        ("list.txt", '[\n"a ring",\n"a cross"]', "line 1 of"),
+        ("list.txt", "# mine\n- a ring\n- a cross", "leave '- ' out"),
+        ("list.txt", "1. a ring\n2. a cross", "leave '1. ' out"),
+        ("table.txt", "# mine\nPrompt\tNote\na ring\tround", "line 2 of"),
+        ("table.txt", 'id;"prompt"\n1;a ring', "the head of a table"),
         ("rows.txt", 'a ring\n{"prompt": "a ring"}', "line 2 of"),
         ("rows.jsonl", '{"prompt": "a ring"', "line 1 of"),
         ("rows.jsonl", '\n{"text": "a ring"}', "line 2 of"),
         ("rows.jsonl", '["a ring"]', "an example"),
+        ("rows.jsonl", '"a ring"', "no object with a prompt"),
         ("rows.jsonl", '{"prompt": " "}', "have to be text"),
+        ("rows.JSONL", '{"prompt": [{"role": "user"}]}', "have to be text"),
+        ("rows.ndjson", '{"prompt": "a \\ud83d"}', "surrogates"),
         ("rows.jsonl", '{"prompt": "a ring", "tag": 3}', "have to be text"),
         *(
             ("rows.jsonl", f'{{"prompt": "a ring", "{name}": 3}}', f"give {name} another name")
@@ -89,6 +101,17 @@ def test_a_reward_gets_the_columns_it_has_a_parameter_for(quick, capsys):
     write_rows("rows.jsonl", rows[0], rows[1] | {"other": 2})
     assert resume("run --steps 2") == 2
     assert "other prompts" in capsys.readouterr().err
+
+
+def test_lines_that_are_prompts(tmp_path, capsys):
+    """Though one of them looks like an item, or has a tab; quotes are words to write."""
+    lines = ["[low key] a ring", "- a cross, 3) a ring", "2.5 rings", "\tprompt, a\tring"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(lines))
+    assert [each.text for each in read_file(file)] == [*lines[:3], "prompt, a ring"]
+    assert not capsys.readouterr().out
+    file.write_text('"a ring"\n“a cross”')
+    assert len(read_file(file)) == 2 and "are in quotes" in capsys.readouterr().out
 
 
 CALLABLES = """

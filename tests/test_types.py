@@ -129,6 +129,40 @@ def test_the_table_by_hand():
     assert [row.split()[1] for row in rows] == ["reward", "f.py:facts", "g.py:right"]
 
 
+def test_a_dead_reward_is_named():
+    """NaN for all; or equal for all, if it is to be learned and steps are to come."""
+    record = SimpleNamespace(weights={"a": 1.0, "b": 0.5, "c": 0.0, "d": 1.0}, ends=False)
+    same, unequal, nan = torch.full((2,), 0.5), torch.tensor([0.5, 0.25]), torch.full((2,), NAN)
+    of_sets = [
+        {"a": same, "b": same, "c": same, "d": nan, "judge": same, "odd": nan},
+        {
+            "a": same,
+            "b": unequal,
+            "c": same,
+            "d": torch.tensor([NAN, 0.1]),
+            "judge": same,
+            "odd": nan,
+        },
+    ]
+
+    def warned():
+        lines = []
+        record.write = lines.append
+        evaluation_module.warn_of_dead_rewards(record, of_sets)
+        return [line.removeprefix("warning: reward ") for line in lines]
+
+    of = "all 4 pictures of this evaluation"
+    nothing = ": equal rewards teach nothing"
+    dead = f"'odd' is NaN (does not apply) for {of}"
+    assert warned() == [
+        f"'a' gives 0.500 to {of}{nothing}",
+        f"'d' gives 0.100 to {of}{nothing}",
+        dead,
+    ]
+    record.ends = True
+    assert warned() == [dead]
+
+
 # ---- pictures ------------------------------------------------------------------------------------
 
 
@@ -159,7 +193,7 @@ def test_an_evaluation_keeps_no_pictures_but_those_that_it_shows(monkeypatch, ca
     verdicts = torch.tensor([[draw.random() < 0.1 for _ in range(6)] for _ in prompts]).float()
     painted, there, kept, shown = {}, weakref.WeakSet(), [], {}
 
-    def judge(*given, **named):
+    def score_prompts(*given, **named):
         for row in range(len(prompts)):
             images = [Picture() for _ in range(6)]
             there.update(images)
@@ -172,10 +206,10 @@ def test_an_evaluation_keeps_no_pictures_but_those_that_it_shows(monkeypatch, ca
         shown[place] = [*map(id, images)]
         return {"pictures": place}
 
-    monkeypatch.setattr(evaluation_module, "judge", judge)
+    monkeypatch.setattr(evaluation_module, "score_prompts", score_prompts)
     monkeypatch.setattr(evaluation_module, "save_pictures", save_pictures)
     settings = SimpleNamespace(eval_count=99, group_size=6, steps=9)
-    record = SimpleNamespace(weights={"mine": 1.0}, judge="mine", done=3, ends=True)
+    record = SimpleNamespace(weights={"mine": 1.0}, judged_by="mine", done=3, ends=True)
     record.write, records = lambda line: None, {"evaluation": []}
     record.track = lambda numbers: None
     append = lambda name, more: records[name].extend(more)
