@@ -199,8 +199,8 @@ def train(settings, run_class=Run):
             loop(run, settings, data, record, folder, stop)
     more = "; already complete: raise --steps for more" if 0 < settings.steps <= first else ""
     seconds = f"{time.time() - start:.0f} s{more}"
-    pictures = out / "before-after.png"
-    look = f"; look at {pictures}" if pictures.exists() else ""
+    page = out / "index.html"
+    look = f"; look at {page}" if page.exists() else ""
     print(f"{counted(record.done, 'step')}, {seconds}; output folder: {out}{look}")
     return 130 if record.done < settings.steps else 0
 
@@ -241,7 +241,7 @@ def loop(run, settings, data, record, folder, stop):
 
 
 def evaluate_and_show(run, settings, data, record, stop=None):
-    """An evaluation, and then all that people look at, such as before-after.png."""
+    """An evaluation, and then all that people look at, such as index.html."""
     evaluate(run, settings, data, record, stop)
     if record.folder.writes and record.folder.records["evaluation"]:
         from viewer import show  # training needs nothing of it

@@ -62,7 +62,9 @@ BOTH = "--train both --paintings 2 --decode-steps 2"
 def test_a_run_leaves_every_promised_file(one_step):
     left = {file.relative_to(one_step).as_posix() for file in one_step.rglob("*")}
     expected = "settings.json metrics.jsonl groups.jsonl evaluation.jsonl"
-    expected += " before-after.png curves.svg group-000001.png adapter/adapter_config.json"
+    expected += (
+        " index.html before-after.png curves.svg group-000001.png adapter/adapter_config.json"
+    )
     expected += " groups/000001/1-1.jpg groups/000001/1-2.jpg groups/000001/1-target.jpg"
     expected += " adapter/adapter_model.safetensors"
     for name in ("1-1", "1-2", "sheet"):
@@ -141,7 +143,7 @@ def test_a_run_says_what_it_does(one_step):
     # In a file no bars, only lines.
     assert "evaluating 2 prompts" in output and not re.search(r"\r|\x1b|%\|", output)
     assert "nothing was learned" not in output
-    assert output.endswith("output folder: run; look at run/before-after.png\n")
+    assert output.endswith("output folder: run; look at run/index.html\n")
 
 
 def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):

@@ -7,6 +7,7 @@ calls show() after each evaluation. Needs Pillow alone.
 """
 
 from viewer.curves import draw_curves
+from viewer.page import draw_page
 from viewer.run import read
 from viewer.sheets import draw_sheets
 
@@ -15,5 +16,5 @@ def show(out):
     """Draws the run in a folder, as far as it has come. CannotShow if there is nothing to see."""
     run = read(out)
     draw_sheets(run)
-    run.write("curves.svg", lambda file: file.write_text(draw_curves(run)))
-    return run
+    for name, text in {"curves.svg": draw_curves(run), "index.html": draw_page(run)}.items():
+        run.write(name, lambda file, text=text: file.write_text(text, encoding="utf-8"))

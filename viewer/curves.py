@@ -82,10 +82,14 @@ def panel(title, curves):
         name: [point for point in points if point[1] is not None] for name, points in curves.items()
     }
     known = [point for points in curves.values() for point in points]
-    low, high = scale([y + side * (error or 0) for _, y, error in known for side in (-1, 1)])
+    low, high = scale(
+        [value for _, value, _ in known],
+        [value + side * (error or 0) for _, value, error in known for side in (-1, 1)],
+    )
     last = max((step for step, *_ in known), default=0) or 1
     x = lambda step: LEFT + (WIDTH - LEFT - RIGHT) * step / last
-    y = lambda value: HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
+    share = lambda value: (min(max(value, low), high) - low) / (high - low)
+    y = lambda value: HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share(value)
 
     parts = [f'<text x="{LEFT}" y="15" font-weight="600">{escape(title.strip())}</text>']
     for value in ticks(low, high):
@@ -124,11 +128,11 @@ def curve(name, points, x, y):
     return f'<g class="{name.split()[0]}">{"".join(parts)}</g>'
 
 
-def scale(values):
-    """The lowest and highest value of an axis. A share is drawn on 0 to 1."""
-    low, high = min(values, default=0), max(values, default=1)
-    if 0 <= low and 0.5 < high <= 1:
+def scale(values, ends):
+    """The lowest and highest value of an axis. A share is drawn on 0 to 1. ends: of error bars."""
+    if values and 0 <= min(values) and 0.5 < max(values) <= 1:
         return 0, 1
+    low, high = min(ends, default=0), max(ends, default=1)
     if 0 <= low < high / 2:
         return 0, high
     return (low, high) if low < high else (low - 0.5, low + 0.5)
@@ -146,12 +150,12 @@ def ticks(low, high):
 def legend():
     """What the colours are, as an <svg>."""
     parts = []
-    for place, (name, words) in zip((0, 70, 185), CURVES.items()):
+    for place, (name, words) in zip((0, 70, 200), CURVES.items()):
         parts.append(
             f'<g class="{name.split()[0]}"><circle class="dot" cx="{8 + place}" cy="10" r="4"/>'
             f'<text x="{18 + place}" y="14">{words}</text></g>'
         )
-    return f'<svg viewBox="0 0 {WIDTH} 20" width="{WIDTH}" height="20">{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 340 20" width="340" height="20">{"".join(parts)}</svg>'
 
 
 class Svg(str):

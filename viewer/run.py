@@ -23,10 +23,25 @@ class Run:
     evaluations: list
 
     @property
-    def ended(self):
-        """Whether the last step was made and evaluated."""
-        done = self.metrics[-1]["step"] if self.metrics else 0
-        return done == self.evaluations[-1]["step"] >= self.settings.get("steps", 0)
+    def steps(self):
+        """How many steps have been made."""
+        return self.metrics[-1]["step"] if self.metrics else 0
+
+    @property
+    def last(self):
+        """The last evaluation."""
+        return self.evaluations[-1]
+
+    @property
+    def sides(self):
+        """The evaluation before training and the last; or the last alone."""
+        before = self.evaluations[0]
+        return [before, self.last] if before["step"] == 0 < self.last["step"] else [self.last]
+
+    @property
+    def judge(self):
+        """The first reward that only judges, as evaluations name it, or None."""
+        return f"reward/{self.last['judge']}" if self.last.get("judge") else None
 
     @property
     def columns(self):
