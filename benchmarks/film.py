@@ -35,11 +35,13 @@ def evaluations(folder):
 
 def frame(step, share, rows):
     """Half of the captions beside the other half, for the width of a page."""
+    verdicts = [is_correct for _, cells in rows for _, is_correct in cells]
     rows = [
         (caption, [(x, "", not is_correct) for x, is_correct in cells]) for caption, cells in rows
     ]
     half = -(-len(rows) // 2)
-    left = draw_grid(f"after {step} steps" if step else "before training", rows[:half])
+    when = f"after {step} steps" if step else "before training"
+    left = draw_grid(f"{when}: {sum(verdicts)} of {len(verdicts)} correct", rows[:half])
     right = draw_grid(f"all held-out captions: {share:.0%} correct", rows[half:])
     both = Image.new("RGB", (left.width + right.width, left.height), "white")
     both.paste(left, (0, 0))
@@ -49,7 +51,7 @@ def frame(step, share, rows):
 
 def main(run, file):
     sheets = [frame(*each) for each in evaluations(run)]
-    palette = sheets[-1].quantize(128)  # one for all: what stays the same is stored once
+    palette = sheets[-1].quantize(256)  # one for all: what stays the same is stored once
     frames = [sheet.quantize(palette=palette, dither=Image.Dither.NONE) for sheet in sheets]
     milliseconds = [2000, *[400] * (len(frames) - 2), 4000]
     frames[0].save(file, save_all=True, append_images=frames[1:], duration=milliseconds, loop=0)
