@@ -1,4 +1,4 @@
-"""Several GPUs: torchrun starts one process (a rank) for each, with prompts of its own."""
+"""Several GPUs: a launcher starts one process (a rank) for each, with prompts of its own."""
 
 import math
 import os
@@ -20,18 +20,18 @@ class OtherFailed(UserError):
 
 @contextmanager
 def joined():
-    """Within it the processes of torchrun work together, if there are any: the first prints.
+    """Within it the processes of a launcher work together, if there are any: the first prints.
 
     When a process fails, the others fail at their next gather.
     """
-    if dist.is_torchelastic_launched():
+    if dist.is_torchelastic_launched() or launched_otherwise():
         # A rank may wait for another's whole update, or for its download.
         timeout = timedelta(hours=3)
         # NCCL connects when it is first used: where the models are on the CPU it never is.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timeout)
         if rank() > 0:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115
     try:
         yield
     except OtherFailed:
@@ -42,6 +42,39 @@ def joined():
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+# What launchers call the number of their processes.
+SIZES = "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
+
+
+def launched_otherwise():
+    """Whether several processes were started, but not by torchrun: by Kubernetes, srun, mpirun.
+
+    UserError where they do not know one another. Each would train alone, on the same GPU.
+    """
+    given = os.environ
+    sizes = {name: given[name] for name in SIZES if name in given}
+    if "SLURM_PROCID" not in given:  # a shell of salloc, in which no srun runs
+        sizes.pop("SLURM_NTASKS", None)
+    name, size = next(iter(sizes.items()), (None, "1"))
+    if size == "1":
+        return False
+    needed = "RANK", "WORLD_SIZE", "MASTER_ADDR"
+    if missing := [each for each in needed if each not in given]:
+        raise UserError(
+            f"{name} is {size}, but {missing[0]} is not set: start the processes by torchrun, or "
+            f"give each {', '.join(needed)} and LOCAL_RANK; for a single process unset {name}"
+        )
+    gpus = max(1, torch.cuda.device_count())
+    given.setdefault("MASTER_PORT", "29500")
+    given.setdefault("LOCAL_RANK", str(int(given["RANK"]) % gpus))
+    given.setdefault("LOCAL_WORLD_SIZE", str(min(int(given["WORLD_SIZE"]), gpus)))
+    place = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
+    print(
+        f"rank {given['RANK']} of {given['WORLD_SIZE']} waits for the others at {place}", flush=True
+    )
+    return True
 
 
 def device(wanted):

@@ -20,6 +20,7 @@ from conftest import (
     QUICK,
     _in_child,
     adapter_of,
+    error_from,
     flattened,
     records,
     resume,
@@ -37,13 +38,15 @@ from runtime import ranks
 from runtime.errors import StopRequest
 from runtime.settings import build_parser
 
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "test"}
 
-def together(start, *arguments, **options):
-    """Two ranks of train.main, without torchrun. Returns their exit codes and what they printed."""
+
+def together(start, *arguments, launcher=TORCHRUN, **options):
+    """Two ranks of train.main, as of a launcher. Returns their exit codes and what they printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **launcher}
     meeting |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     processes = []
     for i in range(2):
@@ -247,14 +250,56 @@ def test_a_rank_that_fails_amid_its_update_leaves_a_line_and_a_checkpoint(start)
 
 @pytest.mark.parametrize("call, last", [(2, 0), (4, 1)])
 def test_ranks_stop_together(start, call, last):
-    """Only the second is told to stop: in the evaluation before training, or in the first step."""
+    """Only the second is told to stop: in the evaluation before training, or in the first step.
+
+    Of Kubernetes, which sets no more than where they meet.
+    """
     reward = on_rank_1(call, f"os.kill(os.getpid(), {int(signal.SIGTERM)})")
-    codes, outputs = together(start, *reward, *str.split("--steps 9 --eval-every 1 --out run"))
+    codes, outputs = together(
+        start, *reward, *str.split("--steps 9 --eval-every 1 --out run"), launcher={}
+    )
     assert codes == [130, 130], outputs
+    assert "rank 0 of 2 waits for the others at 127.0.0.1:" in outputs[0]
+    assert "a step: 2 groups" in outputs[0] and "a step" not in outputs[1]
     assert "saved; continue with --resume run" in outputs[0]
     assert len(records("run/metrics.jsonl")) == last
     assert steps_saved("run")[-1] == f"{last:06d}"
     assert steps_of("run/evaluation.jsonl") == ([0, 1] if last else [])
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ("WORLD_SIZE=2 RANK=1", "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
+        ("SLURM_NTASKS=8 SLURM_PROCID=0", "SLURM_NTASKS is 8, but RANK is not set"),
+        ("OMPI_COMM_WORLD_SIZE=4", "for a single process unset OMPI_COMM_WORLD_SIZE"),
+        ("WORLD_SIZE=1 RANK=0 SLURM_NTASKS=8 SLURM_PROCID=0", None),
+        ("SLURM_NTASKS=8", None),
+    ],
+)
+def test_a_launcher_whose_processes_would_each_train_alone_is_refused(monkeypatch, given, words):
+    """But not where there is a lone process, as in a shell of salloc."""
+    for name in [*ranks.SIZES, "RANK", "MASTER_ADDR", "SLURM_PROCID"]:
+        monkeypatch.delenv(name, raising=False)
+    for each in given.split():
+        monkeypatch.setenv(*each.split("="))
+    if words is None:
+        assert not ranks.launched_otherwise()
+    else:
+        assert words in error_from(ranks.launched_otherwise)
+
+
+def test_a_launcher_that_gives_no_local_rank(monkeypatch):
+    """Of two machines with two GPUs each."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, value)
+    own = "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
+    for name in own:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert ranks.launched_otherwise()
+    assert [os.environ[name] for name in own] == ["1", "2", "29500"]
 
 
 # ---- by hand -------------------------------------------------------------------------------------
