@@ -3,9 +3,20 @@
     python train.py --group-size 4
     torchrun --nproc-per-node 8 train.py --group-size 4
 
-With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/.
-grpo_step() is one step of GRPO, its six parts in their order; loop() is the run.
-examples/train_decoder.py and examples/train_edits.py make the same run with another Run.
+With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. It
+does what examples/pictures.py does, and what long runs need: checkpoints, several rewards and GPUs,
+models that take turns on a small GPU. grpo_step() is one step of GRPO, its six parts in their
+order; loop() is the run. examples/train_decoder.py and examples/train_edits.py make the same run
+with another Run.
+
+What to expect of the tiny model, in four minutes of one CPU core (each number: docs/numbers.md):
+
+    step 1/20, epoch 0.1 | reward 0.592 +- 0.217 | 31% without spread | ... | norm 0.034 | ...
+    step 10/20, epoch 1.4 | reward 0.956 +- 0.075 | 56% without spread | ... | norm 0.015 | ...
+    step 20/20, epoch 2.9 | reward 0.971 +- 0.029 | 88% without spread | ... | norm 0.004 | ...
+
+The reward rises. Its standard deviation within a group, after +-, falls: without spread, all
+rewards of a group are equal, and there is nothing left to learn from it.
 """
 
 import signal
