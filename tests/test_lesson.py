@@ -200,6 +200,10 @@ def test_what_the_page_says_of_the_clip_and_of_the_best_of_k():
     def times(loss, optimiser):  # of picture 4, after each update
         return [math.prod(row[c] for c in own) for row in updates["ratios"][loss][optimiser]]
 
+    (shown,) = re.findall(r"showCode\((\d+), (\d+)\)\"", PAGE)
+    i, place = map(int, shown)
+    (c,) = [c for c, x in enumerate(updates["codes"]) if (x["i"], x["place"]) == (i, place)]
+    assert DATA["groups"][0]["rewards"][i] > 0.6 and updates["ratios"]["GRPO"]["AdamW"][-1][c] < 0.8
     calm, sgd = times("GRPO", "AdamW without momentum"), times("GRPO", "SGD")
     shown = times("GRPO", "AdamW"), times("no clip", "AdamW"), calm, sgd
     said = re.search("After six updates(.*?)</p>", PAGE, re.DOTALL)[1]
@@ -215,7 +219,7 @@ def test_what_the_page_says_of_the_clip_and_of_the_best_of_k():
 
 def test_the_page_is_one_small_file():
     lines = PAGE.splitlines()
-    assert len(lines) <= 330 and len(PAGE.encode()) <= 160_000
+    assert len(lines) <= 360 and len(PAGE.encode()) <= 160_000
     wide = [line for line in lines if len(line) > 100]
     assert len(wide) == 1 and wide[0].startswith("const DATA = ")
     assert re.findall(r"https?:|<script src|<link|@import|url\(", PAGE) == []
@@ -244,7 +248,12 @@ addEventListener("load", () => {
     if (/[▲▼] 1.00/.test(shown())) told.push("an arrow at 1.00")
   }
   const after = advantages()
-  for (let i = 0; i < 30; i++) { // whatever can be pressed, and the ends of the other sliders
+  document.querySelector("[onclick^=showCode]").click()
+  const chosen = document.getElementById("code").selectedOptions[0].textContent
+  const pushedBack = [chosen, document.getElementById("count").textContent]
+  const dashed = document.querySelectorAll('#ratios [stroke-dasharray="9 9"]').length
+  if (!/A pushes r back/.test(document.getElementById("term").textContent)) told.push("not back")
+  for (let i = 0; i < 60; i++) { // whatever can be pressed, and the ends of the other sliders
     const controls = document.querySelectorAll("button, [type=checkbox]")
     controls[i % controls.length].click()
     see()
@@ -255,7 +264,7 @@ addEventListener("load", () => {
     see()
   }
   const crosses = document.querySelector("#ratios").innerHTML.split("l12,12").length - 1
-  window.report = { told, gains, crosses, before, after, heights, named, edges, width: innerWidth }
+  window.report = { told, gains, crosses, pushedBack, dashed, before, after, heights, named, edges, width: innerWidth }
 })
 </script>"""
 
@@ -269,7 +278,8 @@ FRAMES = """<script>onload = () => {
 def test_in_a_browser(tmp_path):
     page = html.escape(PAGE.replace("<style>", PROBE + "<style>"))
     frame = '<iframe srcdoc="{}" style="border: 0; height: 900px; width: {}px"></iframe>'
-    frames = [frame.format(page, width) for width in (400, 1000)]
+    widths = 320, 400, 1000
+    frames = [frame.format(page, width) for width in widths]
     file = tmp_path / "frames.html"
     file.write_text(f"<meta charset=utf-8>{FRAMES}{''.join(frames)}")
     flags = f"--headless --no-sandbox --disable-gpu --dump-dom --user-data-dir={tmp_path}"
@@ -278,12 +288,13 @@ def test_in_a_browser(tmp_path):
     reports = json.loads(html.unescape(re.search("<body>(.*)</body>", done.stdout)[1]))
     rewards = [0, *DATA["groups"][0]["rewards"][1:]]
     expected = compute_advantages(torch.tensor(rewards), 4).tolist()
-    for report, width in zip(reports, (400, 1000), strict=True):
+    for report, width in zip(reports, widths, strict=True):
         assert report["told"] == [] and report["width"] == width
         assert max(report["edges"]) <= width
         # docs/worth.md has these numbers too.
         assert re.findall(r"(\S+) times", report["gains"])[::3] == ["2.98", "1.62"]
-        assert "picture 1 gains most" in report["gains"]
+        assert "picture 1 gains most, not the one with the best reward" in report["gains"]
+        assert report["pushedBack"] == ["picture 1, place 20", "6"] and report["dashed"] == 2
         assert report["crosses"] == 48  # GSPO cuts all 8 codes from the second update on
         assert report["before"] == ["0.34", "−1.01", "−0.56", "1.24"]
         after = [float(x.replace("−", "-")) for x in report["after"]]
