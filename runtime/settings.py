@@ -378,7 +378,8 @@ def read_config(file, kind):
         if of_run := "versions" in values:
             left_out = {*MADE_OF, "out", "resume"}
             values = {name: values[name] for name in values.keys() - left_out}
-            if values.get("adapter") and (start := Path(file).with_name("start")).is_dir():
+            start = Path(file).with_name("start")
+            if values.get("adapter") and any(start.glob("*adapter")):
                 values["adapter"] = str(start)  # as it was when that run began
         if unknown := values.keys() - {each.name for each in fields(kind)}:
             raise ValueError(f"no settings of this script: {', '.join(sorted(unknown))}")

@@ -310,6 +310,10 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     shutil.rmtree("stopped/checkpoints/000002")
     assert resume("stopped") == 0
     same_run("straight", "stopped")
+    begun = lambda: train.parse_settings(["--config", "straight/settings.json"]).adapter
+    assert begun() == "straight/start"
+    shutil.rmtree("straight/start/adapter")  # as in a run that only evaluated
+    assert begun() == "downloaded"
     assert judged("--adapter nowhere") == 2
     assert "--adapter nowhere: no run, no checkpoint and no adapter" in error_of(capsys)
 
