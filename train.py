@@ -73,7 +73,7 @@ def grpo_step(run, settings, rewards, prompts, seed):
     with run.machine.phase("update", policy.model):  # 4. adapter on; 5. the clipped loss; 6. AdamW
         metrics = policy.update(groups)
 
-    return Rollout(groups, images, raw_rewards), metrics | {"entropy": entropy(groups)}
+    return Rollout(prompts, groups, images, raw_rewards), metrics | {"entropy": entropy(groups)}
 
 
 def paint_and_score(run, settings, rewards, prompts, groups, seed):
@@ -99,11 +99,22 @@ def entropy(groups):
 
 @dataclass
 class Rollout:
-    """What a step has made, for its record."""
+    """What a step has made, for its record. print() shows a line for each picture."""
 
+    prompts: list  # N
     groups: list  # N
     images: list  # N*G PIL images
     raw_rewards: dict  # {name: (N*G,)}
+
+    def __str__(self):
+        size = len(self.images) // len(self.prompts)
+        lines = []
+        for k in range(len(self.images)):
+            i, j = divmod(k, size)
+            rewards = [f"{name} {values[k]:.3f}" for name, values in self.raw_rewards.items()]
+            words = [self.prompts[i].text, *rewards, f"advantage {self.advantages(i)[j]:+.2f}"]
+            lines.append(" | ".join(words))
+        return "\n".join(lines)
 
     def advantages(self, i):
         """The advantages of the pictures of prompt i, (G,)."""
@@ -234,7 +245,7 @@ def loop(run, settings, data, record, folder, stop):
             rollout, metrics = run.machine.attempt(
                 run.step, run, settings, data.rewards, prompts, seed
             )
-            record.step(step + 1, prompts, rollout, metrics)
+            record.step(step + 1, rollout, metrics)
             del rollout  # a decoder's denoising paths are gone before the next step makes its own
             if folder.overdue or due(step + 1, settings.save_every):
                 folder.save()

@@ -66,7 +66,7 @@ def decoder_step(run, settings, rewards, prompts, seed):
 
     metrics |= own | {"entropy": train.entropy(groups)}
     metrics["skipped"] += own["decoder/skipped"]
-    return NestedRollout(groups, images, raw_rewards, paths, paintings), metrics
+    return NestedRollout(prompts, groups, images, raw_rewards, paths, paintings), metrics
 
 
 def learn(run, trainer, model, groups, prefix=""):

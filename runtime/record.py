@@ -81,9 +81,10 @@ class Record:
 
     write = staticmethod(say)
 
-    def step(self, done, prompts, rollout, metrics):
+    def step(self, done, rollout, metrics):
         """Writes a step's line, its numbers, and the pictures of the first rank's groups."""
         self.done = done
+        prompts = rollout.prompts
         group_size = len(rollout.images) // len(prompts)
         rewards = with_weighted_sum(rollout.raw_rewards, self.weights, group_size)
         of_ranks = ranks.gather(rewards)

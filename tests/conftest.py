@@ -131,7 +131,7 @@ def rolled_out(run, settings, rewards, prompts, seed):
     """The first two parts of a step."""
     groups = run.policy.sample(run.glm_image.encode(prompts, settings), settings.group_size, seed)
     return train.Rollout(
-        groups, *train.paint_and_score(run, settings, rewards, prompts, groups, seed)
+        prompts, groups, *train.paint_and_score(run, settings, rewards, prompts, groups, seed)
     )
 
 

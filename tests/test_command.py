@@ -44,7 +44,7 @@ from safetensors.torch import load_file
 
 import train
 from card.memory import Machine
-from grpo import compute_advantages
+from grpo import Group, compute_advantages
 from rewards import REWARDS, Reward, UserError, parse_rewards
 from runtime import evaluation, model_card, ranks, settings
 from runtime.folder import RECORDS
@@ -813,3 +813,18 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
     assert output.count(words) == output.count("mine.py:reward' is") == 1
     assert "warning: nothing was learned: no reward applied to any picture" in output
     assert output.count("warning: cannot show the run (no font)\n") == 2
+
+
+def test_a_rollout_prints_a_line_for_each_picture():
+    groups = [
+        Group(torch.zeros(1), None, torch.zeros(2, 1), torch.zeros(2, 1), advantages=advantages)
+        for advantages in torch.tensor([[0.5, -0.5], [0.0, 0.0]])
+    ]
+    rewards = {"facts": torch.tensor([1, 0.25, 0, 0]), "mine": torch.tensor([2.0, 2, 2, 2])}
+    rollout = train.Rollout(prompts_of("a ring", "two"), groups, [None] * 4, rewards)
+    assert str(rollout).splitlines() == [
+        "a ring | facts 1.000 | mine 2.000 | advantage +0.50",
+        "a ring | facts 0.250 | mine 2.000 | advantage -0.50",
+        "two | facts 0.000 | mine 2.000 | advantage +0.00",
+        "two | facts 0.000 | mine 2.000 | advantage +0.00",
+    ]

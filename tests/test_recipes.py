@@ -141,7 +141,7 @@ def test_stages_weights_by_hand():
     plain = compute_advantages(rewards, 4)
     weights = [[0, 0, 1], [0, 1, 1], [0, 0.5, 1], [0, 0, 0]]
     torch.testing.assert_close(group.advantages, plain[:, None] * torch.tensor(weights))
-    rollout = step.Rollout([group], [], {})
+    rollout = step.Rollout([], [group], [], {})
     assert rollout.advantages(0).shape == (4,)  # of which the run draws a group
 
 
