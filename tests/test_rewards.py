@@ -759,6 +759,7 @@ def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
     """Which may import what lies beside it, and start processes; it runs once. Two files may have
     one name, also that of a module of Python or of a file of this project."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (tmp_path / "beside_it.py").write_text("import json\n\ndef seven():\n    return 7\n")
     code = "import beside_it\nfrom concurrent.futures import ProcessPoolExecutor\n"
     code += "from multiprocessing import get_context\n\nopen('ran', 'a').write('x')\n\n"
