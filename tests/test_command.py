@@ -519,8 +519,10 @@ def test_a_run_names_the_projects_files_by_their_place_in_it(quick, one_step, mo
 def test_every_group_has_its_pictures_and_advantages(quick):
     """For viewer/, which need not know what a run is."""
     reward = write_reward(
+        "for i, image in enumerate(images):\n    image.save(f'{i}.png')\n"
         "return [i if 'cross' in p else torch.nan for i, p in enumerate(prompts)]"
     )
+    pixels = lambda file: np.asarray(Image.open(file)).astype(int)
     for name, flags in (("one", ""), ("both", BOTH)):
         count = 4 if flags else 2  # pictures of a prompt
         assert quick(*reward, "--prompts-per-step 2 --steps 1 --out", name, flags) == 0
@@ -530,6 +532,10 @@ def test_every_group_has_its_pictures_and_advantages(quick):
             assert group["beside"] == {"target": f"{place}-target.jpg"}
             files = [*group["pictures"], *group["beside"].values()]
             assert {Image.open(f"{name}/{file}").size for file in files} == {(32, 32)}
+            for j, file in enumerate(group["pictures"]):
+                scored = [pixels(f"{k}.png") for k in range(2 * count)]
+                errors = [np.abs(pixels(f"{name}/{file}") - each).mean() for each in scored]
+                assert errors[(i - 1) * count + j] == min(errors) < 20  # JPEG; here codes are noise
             signs = [-1] * (count // 2) + [1] * (count // 2)
             expected = [0.7071 * ("cross" in group["prompt"]) * sign for sign in signs]
             assert group["advantage"] == pytest.approx(expected, abs=1e-3)
