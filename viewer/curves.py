@@ -49,7 +49,8 @@ def number_panels(run):
         for key in dict.fromkeys(key for each in run.metrics for key in each):
             points = [(each["step"], each.get(key), None) for each in run.metrics]
             if key.split("/")[-1] == name and any(value for _, value, _ in points):
-                panels.append(panel(f"{key.removesuffix(name)} {title}", {"step": points}))
+                whose = key.removesuffix(name).replace("/", ": ")
+                panels.append(panel(whose + title, {"step": points}))
     return panels
 
 
@@ -91,7 +92,7 @@ def panel(title, curves):
     share = lambda value: (min(max(value, low), high) - low) / (high - low)
     y = lambda value: HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share(value)
 
-    parts = [f'<text x="{LEFT}" y="15" font-weight="600">{escape(title.strip())}</text>']
+    parts = [f'<text x="{LEFT}" y="15" font-weight="600">{escape(title)}</text>']
     for value in ticks(low, high):
         parts.append(
             f'<path class="grid" d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}"/>'
@@ -104,7 +105,7 @@ def panel(title, curves):
             )
     parts += [curve(name, points, x, y) for name, points in curves.items()]
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img"'
-    return f'{head} aria-label="{escape(title.strip())}">{"".join(parts)}</svg>'
+    return f'{head} aria-label="{escape(title)}">{"".join(parts)}</svg>'
 
 
 def curve(name, points, x, y):
@@ -133,7 +134,7 @@ def scale(values, ends):
     if values and 0 <= min(values) and 0.5 < max(values) <= 1:
         return 0, 1
     low, high = min(ends, default=0), max(ends, default=1)
-    if 0 <= low < high / 2:
+    if 0 <= low < high / 2 or 0 < low == high:
         return 0, high
     return (low, high) if low < high else (low - 0.5, low + 0.5)
 

@@ -116,7 +116,7 @@ def gamed(run):
     moves = {name: move(run, name) for name in ["reward", *judges]}
     fell = [name for name in judges if moves[name] == "fell"] if moves["reward"] == "rose" else []
     words = [f"{escape(name.removeprefix('reward/'))} {moved}" for name, moved in moves.items()]
-    about = f"On held-out prompts {', '.join(words)} (by more than the standard error). "
+    about = f"On held-out prompts {', '.join(words)}. "
     if not fell:
         return quiet(f"{about}No judge fell while the reward rose.")
     names = " and ".join(escape(name.removeprefix("reward/")) for name in fell)
@@ -125,7 +125,7 @@ def gamed(run):
 
 
 def move(run, name):
-    """'rose', 'fell' or 'stayed': the held-out mean, by more than the error of the difference."""
+    """'rose' or 'fell': the held-out mean, by more than the standard error of the difference."""
     (before, error), (after, other) = (
         each["held out"].get(name, (None, None)) for each in run.sides
     )
@@ -133,7 +133,7 @@ def move(run, name):
         return "is unknown"
     change = after - before
     if abs(change) <= math.hypot(error or 0, other or 0):
-        return "stayed"
+        return "stayed within its error"
     return "rose" if change > 0 else "fell"
 
 
