@@ -111,6 +111,8 @@ def test_the_cards_of_adapters_load_them(quick, tmp_path, monkeypatch, talkative
         assert (
             sums[0] == pytest.approx(sums[1]) and len(loaded) == len(trained) and sum(sums[0]) > 0
         )
+        files = [file for file in folder.iterdir() if file.suffix in (".json", ".safetensors")]
+        assert len({file.stat().st_mode for file in files}) == 1 and len(files) > 2
         other = "decoder-adapter" if name == "adapter" else "adapter"
         assert (
             f"for 1 step. Load `{other}` of the same run, too."
