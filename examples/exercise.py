@@ -8,7 +8,7 @@ from pathlib import Path
 HOLES = {  # and the tests of test_grpo.py that grade them
     "compute_advantages": "advantages or exactly_zero",
     "set_advantages": "rewards_meet",
-    "compute_grpo_loss": "loss or right_side or k3",
+    "compute_grpo_loss": "loss or right_side or k3 or importance",
     "mask_through_end": "through",
     "_nucleus": "nucleus",
     "_log_distribution": "distribution",
