@@ -6,7 +6,6 @@ import math
 import re
 import runpy
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Emu3ForCausalLM
 
 from grpo import (
     GRPO,
-    Group,
     GRPOSettings,
     generate_with_logprobs,
     set_advantages,
@@ -96,11 +94,12 @@ def build(kind, **changes):
 
 
 def on_the_page(begin, folder, **names):
-    """What the block of code in docs/copying.md defines that begins so. names: what it uses."""
+    """What the block of code in docs/copying.md defines that begins so, after its imports. names:
+    what else it uses."""
     page = (ROOT / "docs" / "copying.md").read_text()
-    (code,) = re.findall(rf"```python\n({begin}.*?)```", page, flags=re.DOTALL)
+    imports = r"(?:(?:from|import) [^\n]*\n|\n)+"
+    (code,) = re.findall(rf"```python\n({imports}{begin}.*?)```", page, flags=re.DOTALL)
     (folder / "page.py").write_text(code)
-    names |= {"torch": torch, "SimpleNamespace": SimpleNamespace}
     return runpy.run_path(str(folder / "page.py"), names)
 
 
@@ -376,7 +375,7 @@ def test_a_text_of_several_turns(tmp_path):
     said = torch.randint(50, (4, 3), generator=seeded(0))
     contexts = [torch.cat([EQUAL[0], *both]) for both in zip(first.tokens, said)]
     second = run.sample([(ids, None, 5) for ids in contexts], 1, 1)
-    given = {"Group": Group, "first": first, "second": second, "said": said}
+    given = {"first": first, "second": second, "said": said}
     group = on_the_page("answers = ", tmp_path, **given)["group"]
     assert group.tokens.shape == (4, 12) and not group.mask[:, 4:7].any()
     set_advantages([group], torch.tensor([0.0, 1, 2, 5]))
