@@ -220,7 +220,7 @@ def parse_rewards(spec, others=()):
     """'ssim,clip=folder:0.5' -> {"ssim": Reward("ssim"), "clip": Reward("clip=folder", 0.5)}.
 
     'none' -> {}. The names are what people read, 'my.py:f' for 'a/my.py:f'. A second reward of one
-    name, here or among others, {name: Reward}, has its source for a name.
+    name, here or among others, {name: Reward}, has more of its source for a name.
     """
     rewards = {}
     for item in spec.split(","):
@@ -230,9 +230,10 @@ def parse_rewards(spec, others=()):
             source = re.sub("(^|=)~(?=/)", rf"\1{Path.home()}", source)
             if source in [each.source for each in rewards.values()]:
                 raise UserError(f"reward {source!r} is named twice: give it one weight")
-            name = source.partition("=")[0].split("/")[-1]
-            known = {**dict(others), **rewards}.get(name)
-            name = source if known and known.source != source else name
+            parts = source.partition("=")[0].split("/")
+            names = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+            known = {name: each.source for name, each in {**dict(others), **rewards}.items()}
+            name = next((each for each in names if known.get(each, source) == source), source)
             rewards[name] = Reward(source, float(weight or 1))
     return rewards
 

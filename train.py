@@ -32,7 +32,7 @@ import torch
 from glm_image.model import GlmImage, check_version, load
 from grpo import GRPO, set_advantages
 from rewards import combine, score, weights_of
-from runtime import checkpoints, cpu, ranks
+from runtime import checkpoints, cpu, ranks, resume
 from runtime.data import (
     for_rewards,
     load_rewards,
@@ -213,6 +213,7 @@ def train(settings, run_class=Run):
         print_start(settings, out, device, len(data.prompts), len(data.held_out))
         load_rewards(settings, data)
         run = run_class.load(settings, data, device, waiting)
+        resume.compare_model(settings, data.made_of)
         first = checkpoints.load(out, run.trainers) if settings.resume else 0
         folder = RunFolder(out, settings, data, run.trainers, first)
         stop = StopRequest(folder.save)

@@ -8,18 +8,26 @@ from contextlib import suppress
 from dataclasses import fields
 from hashlib import sha256
 from importlib.metadata import version
+from modulefinder import ModuleFinder
 from pathlib import Path
 
-from rewards import UserError
+from transformers.utils import cached_file
+
+from rewards import UserError, parse_rewards, weights_of
 from runtime import checkpoints, ranks
 from runtime.errors import option, readable
 
 ROOT = Path(__file__).resolve().parent.parent
-MADE_OF = "inputs", "versions", "processes"  # see inputs_of
+MADE_OF = "inputs", "weights", "versions", "resumed", "processes"  # see inputs_of
+# The project's files that make a run's numbers.
+CODE = "[!t]*.py", "train.py", "examples/train_*.py"
+CODE += "card/*.py", "glm_image/*.py", "reward_models/*.py", "runtime/*.py"
 # Settings that name files or folders which a run reads.
 PATHS = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
+REWARD_FLAGS = {"reward", "eval_reward"}
 # A resumed run may change these. Its files may lie elsewhere: compare() looks at their contents.
-MAY_CHANGE = PATHS | {"steps", "eval_every", "save_every", "resume"}
+MOVABLE = PATHS | REWARD_FLAGS | {"model"}
+MAY_CHANGE = MOVABLE | {"steps", "eval_every", "save_every", "resume"}
 MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker"}
 
 
@@ -32,7 +40,7 @@ def is_run(folder):
 
 def describe(out, settings, made_of):
     """Writes settings.json, which a kill leaves as it was before. made_of: see inputs_of."""
-    text = json.dumps(portable(vars(settings)) | made_of, indent=2)
+    text = json.dumps(portable(absolute(vars(settings))) | made_of, indent=2)
     (out / ".settings.json").write_text(text)
     os.replace(out / ".settings.json", out / "settings.json")
 
@@ -47,6 +55,27 @@ def description(out):
         return settings, {name: settings.pop(name) for name in MADE_OF}
 
 
+def absolute(values):
+    """{name: value}; files and folders by their absolute paths, for a resume from elsewhere."""
+
+    def place(path):  # also my_file.py:function
+        file, colon, function = path.rpartition(":") if ".py:" in path else (path, "", "")
+        return f"{Path(file).absolute()}{colon}{function}" if Path(file).exists() else path
+
+    def item(text):  # of --reward
+        for reward in parse_rewards(text).values():
+            name, equals, folder = reward.source.partition("=")
+            source = f"{name}={place(folder)}" if equals else place(name)
+            known = reward.source in text  # else it begins with ~
+            return text.replace(reward.source, source) if known else f"{source}:{reward.weight}"
+        return text
+
+    changed = {name: place(values[name]) for name in {*PATHS, "model"} if values.get(name)}
+    for name in REWARD_FLAGS:
+        changed[name] = ",".join(map(item, values[name].split(",")))
+    return values | changed
+
+
 def portable(values):
     """{name: value}; files of this project by their place in it: another clone finds its own."""
     # In the text of --reward a path may also follow a comma or an equals sign.
@@ -55,6 +84,11 @@ def portable(values):
         name: root.sub("", value) if isinstance(value, str) else value
         for name, value in values.items()
     }
+
+
+def named_in(spec):
+    """{name: weight} of --reward."""
+    return weights_of(parse_rewards(spec or ""))
 
 
 def kept_settings(given, kind):
@@ -73,8 +107,11 @@ def kept_settings(given, kind):
         for name, value in sorted(portable(given).items())
         if name not in MAY_CHANGE and value != before[name]
     ]
+    for name in REWARD_FLAGS & given.keys():  # other places are no other rewards
+        if named_in(given[name]) != named_in(before[name]):
+            differ.append(f"{option(name)} {given[name]} (was {before[name]})")
     if differ:
-        free = ", ".join(option(name) for name in sorted(MAY_CHANGE - PATHS - {"resume"}))
+        free = ", ".join(option(name) for name in sorted(MAY_CHANGE - MOVABLE - {"resume"}))
         raise UserError(
             f"a resumed run keeps its settings; different here: {', '.join(differ)}; "
             f"free to change are {free}; to change others, start a new run from its adapter: "
@@ -95,17 +132,54 @@ def kept_settings(given, kind):
 
 
 def inputs_of(prompts, held_out, adapters, rewards):
-    """What a run is made of: {"inputs": {name: hash}, "versions", "processes"}.
+    """What a run is made of, found once, at its start; the model is added when it has loaded.
 
-    adapters: {name: folder}. rewards: {name: file}.
+    adapters: {name: folder}. rewards: {name: file}. Returns {"inputs": {name: hash}, "weights": a
+    hash, "versions": of the beginning, "resumed": [{"step", "versions"}], "processes"}.
     """
     inputs = hashes_of(prompts, "--") | hashes_of(held_out, "--eval-")
     for name, folder in adapters.items():
         files = folder / checkpoints.CONFIG, folder / checkpoints.WEIGHTS
         inputs[f"--adapter, {name}"] = sha256(b"".join(map(Path.read_bytes, files))).hexdigest()
     for name, file in rewards.items():
-        inputs[name] = sha256(file.read_bytes()).hexdigest()
-    return {"inputs": inputs, "versions": versions(), "processes": ranks.count()}
+        for each in (file, *imported_by(file)):
+            label = name if each == file else f"{each.name}, imported by {name}"
+            inputs[label] = sha256(each.read_bytes()).hexdigest()
+    others = {"weights": None, "resumed": [], "processes": ranks.count()}
+    return {"inputs": inputs, "versions": versions()} | others
+
+
+def imported_by(file):
+    """The files in the folder of a reward's file that it imports, or that these import."""
+    finder = ModuleFinder([str(file.parent)])  # it reads code, and runs none
+    with suppress(SyntaxError):  # which the reward's loading tells
+        finder.run_script(str(file))
+    files = [Path(module.__file__ or "") for module in finder.modules.values()]
+    return sorted(each for each in files if each.suffix == ".py" and each != file)
+
+
+def fingerprint(model):
+    """A hash of the weights in a model's folder: configs, names, sizes, and a bit of each tensor.
+
+    model: folder or hub id, whose files are on this machine.
+    """
+    folder = Path(cached_file(model, "model_index.json")).parent
+    digest = sha256()
+    for file in sorted(folder.glob("*/*")):
+        if file.name in ("config.json", "scheduler_config.json", "tokenizer.json"):
+            digest.update(file.name.encode() + file.read_bytes())
+        elif file.suffix == ".safetensors":
+            digest.update(f"{file.parent.name} {file.name} {file.stat().st_size}".encode())
+            with open(file, "rb") as weights:
+                # The format: 8 bytes of length, a JSON header with the place of each tensor, data.
+                header = weights.read(int.from_bytes(weights.read(8), "little"))
+                digest.update(header)
+                begin = weights.tell()
+                for tensor in json.loads(header).values():
+                    if "data_offsets" in tensor:
+                        weights.seek(begin + sum(tensor["data_offsets"]) // 2)
+                        digest.update(weights.read(64))
+    return digest.hexdigest()
 
 
 def hashes_of(prompts, prefix):
@@ -136,21 +210,48 @@ def copies_of(settings, rewards):
 
 
 def versions():
-    """{name: version} of what makes a run's numbers; the commit, if the project is a clone."""
+    """{name: version} of what makes a run's numbers; of the project the commit and a hash.
+
+    The commit is None unless the project is a clone. The hash is of its code as it is.
+    """
     found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
     command = "git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"
     with suppress(OSError, subprocess.CalledProcessError):
         if (ROOT / ".git").exists():
             answer = subprocess.run(command, capture_output=True, text=True, check=True)
             found["commit"] = answer.stdout.strip()
+    files = [file for pattern in CODE for file in sorted(ROOT.glob(pattern))]
+    found["code"] = sha256(b"".join(map(Path.read_bytes, files))).hexdigest()[:12]
     return {"commit": None} | found
+
+
+def compare_model(settings, made_of):
+    """Of the model, when it has loaded: UserError if a resumed run began with another one.
+
+    It may lie elsewhere. A warning if the adapter to start from was trained upon another model.
+    """
+    found = fingerprint(settings.model)
+    if made_of["weights"] not in (None, found):
+        hint = "give the folder that it began with, or start a new run from its adapter: --adapter"
+        raise UserError(
+            f"{settings.resume} was started with another model than {settings.model}: {hint} "
+            f"{settings.resume}"
+        )
+    made_of["weights"] = found
+    adapter = Path(settings.adapter or "/").absolute()
+    for folder in (adapter, *adapter.parents[:2]):  # of the adapter, a run or a checkpoint of it
+        with suppress(OSError, ValueError, AttributeError):
+            before = json.loads((folder / "settings.json").read_text()).get("weights")
+            if before not in (None, found):
+                print(f"warning: {adapter} was trained upon another model than {settings.model}")
+                return
 
 
 def compare(settings, made_of):
     """What the resumed run was made of when it began, beside what it is made of now.
 
-    UserError for other prompts, pictures or adapters; a warning for other rewards and versions.
-    Returns what it was made of when it began.
+    UserError for other prompts, pictures or adapters; a warning for other rewards and versions,
+    each time. Returns what it was made of when it began, and that it goes on with other versions.
     """
     out = settings.resume
     began = description(Path(out))[1]
@@ -169,4 +270,7 @@ def compare(settings, made_of):
     other = [name for name in now if now[name] != before[name]]
     if changed := [f"{name} {before[name]} ({now[name]} now)" for name in other]:
         print(f"warning: {out} began with {', '.join(changed)}: numbers may differ")
+    if now != [began["versions"], *(each["versions"] for each in began["resumed"])][-1]:
+        step = int(checkpoints.find(Path(out))[-1].name)
+        began["resumed"].append({"step": step, "versions": now})
     return began

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import TESTS, error_from, judge_file, records, resume
+from conftest import TESTS, error_from, judge_file, records, resume, write_reward
 from PIL import Image
 
 import rewards
@@ -254,12 +254,31 @@ def test_a_run_names_what_made_it(quick, monkeypatch, capsys):
     # Where the project is no clone, whatever it lies in.
     with monkeypatch.context() as patch:
         patch.setattr("runtime.resume.ROOT", TESTS)
-        assert versions() == made | {"commit": None}
+        assert versions()["commit"] is None
     capsys.readouterr()
     assert resume("run --steps 1") == 0 and "began with" not in capsys.readouterr().out
-    monkeypatch.setattr("runtime.resume.versions", lambda: made | {"torch": "9"})
-    assert resume("run --steps 1") == 0
-    assert f"began with torch {made['torch']} (9 now): numbers" in capsys.readouterr().out
+    for _ in range(2):  # each time
+        monkeypatch.setattr("runtime.resume.versions", lambda: made | {"torch": "9"})
+        assert resume("run --steps 1") == 0
+        assert f"began with torch {made['torch']} (9 now): numbers" in capsys.readouterr().out
+    of_run = json.loads(Path("run/settings.json").read_text())
+    assert of_run["versions"] == made
+    assert of_run["resumed"] == [{"step": 1, "versions": made | {"torch": "9"}}]
+
+
+def test_the_code_of_a_run_is_what_began_it(quick, tmp_path, monkeypatch):
+    """A pull while it runs changes nothing of what is recorded."""
+    code = tmp_path / "project" / "runtime"
+    code.mkdir(parents=True)
+    monkeypatch.setattr("runtime.resume.ROOT", code.parent)
+    (code / "cpu.py").write_text("1")
+    assert quick("--steps 0 --out before") == 0
+    pull = f"open({str(code / 'cpu.py')!r}, 'w').write('2')"
+    assert quick(*write_reward(pull), "--steps 1 --out run") == 0
+    pulled = versions()["code"]
+    codes = {run: json.loads(Path(run, "settings.json").read_text()) for run in ("before", "run")}
+    codes = {run: each["versions"]["code"] for run, each in codes.items()}
+    assert codes["run"] == codes["before"] != pulled and len(pulled) == 12
 
 
 def test_speeds_by_hand():

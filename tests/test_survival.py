@@ -26,6 +26,7 @@ import pytest
 import torch
 from conftest import (
     QUICK,
+    TINY,
     adapter_of,
     build_run,
     error_from,
@@ -110,14 +111,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
     assert steps_saved("run") == ["000000", "000000-good", "000001", "000002"]
     output = capsys.readouterr().out
     assert output.count("is damaged, and left out") == 2
-    assert "run runs code, as when it began: --reward mine.py:reward\n" in output
+    code = whole.parent / "mine.py:reward"
+    assert f"run runs code, as when it began: --reward {code}\n" in output
     assert "run goes on after step 1; its records of later steps (2) are made again\n" in output
     assert Path("run/start/mine.py").read_text() == Path("mine.py").read_text()
     changed = (
         "warning: the file of mine.py:reward has changed since the run began; a copy is in run/s"
     )
     write_reward("return torch.zeros(len(images))")
-    assert resume("run") == 0 and changed in capsys.readouterr().out and changed not in output
+    moved = "--reward mine.py:reward"
+    assert (
+        resume("run", moved) == 0 and changed in capsys.readouterr().out and changed not in output
+    )
     # And now it is what scores, in this process too.
     assert not load_from_file("mine.py:reward")([1, 2], ["a"] * 2, None).any()
 
@@ -174,7 +179,7 @@ def test_a_resumed_run_keeps_every_setting_but_these(monkeypatch, capsys):
                 changed |= (
                     kept_settings({"resume": "run", name: "other"}, kind).items() - before.items()
                 )
-    files = "adapter prompts targets sources eval_prompts eval_targets eval_sources"
+    files = "model adapter prompts targets sources eval_prompts eval_targets eval_sources"
     others = "micro_batch_size steps device offload save_every eval_every resume tracker"
     assert {name for name, _ in changed} == {*files.split(), *others.split()}
     before |= {"targets": "odd,tiny-glm-image/world.py:f", "reward": "mse,my.py:f:2"}
@@ -233,11 +238,12 @@ def test_a_run_goes_on_with_what_it_began_with(quick, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(train, "load", lambda *arguments: pytest.fail("it loads"))
         alpha = config.replace(b'alpha": 32', b'alpha": 8')
+        here = Path.cwd()
         for name, changed, flag in (
-            ("prompts.txt", b"a blue cross\na red circle\n", "--prompts prompts.txt"),
+            ("prompts.txt", b"a blue cross\na red circle\n", f"--prompts {here}/prompts.txt"),
             ("new.txt", b"# type: low\na red circle\n# type: lower\na blue cross\n", "--eval-pro"),
-            ("targets/1.png", other, "--targets targets; restore"),
-            ("new-targets/1.png", other, "--eval-targets new-targets; restore"),
+            ("targets/1.png", other, f"--targets {here}/targets; restore"),
+            ("new-targets/1.png", other, f"--eval-targets {here}/new-targets; restore"),
             ("run/start/adapter/adapter_config.json", alpha, "--adapter, adapter run/start;"),
             ("run/start/decoder-adapter/adapter_model.safetensors", None, "--adapter, decoder-ad"),
         ):
@@ -273,6 +279,58 @@ def test_only_a_run_that_trains_keeps_the_adapters_it_starts_from(one_step, tmp_
         (out := tmp_path / str(steps)).mkdir()
         RunFolder(out, settings, NO_DATA, {}, 0)
         assert (out / "start/adapter").exists() == bool(steps)
+
+
+def test_a_run_whose_files_have_moved_goes_on(quick, capsys, monkeypatch):
+    """First from another folder, then with its model, prompts and reward elsewhere. A reward of
+    another name or weight is refused."""
+    Path("mine").mkdir()
+    shutil.copytree(TINY, "mine/model", copy_function=os.link)
+    shutil.copy("prompts.txt", "mine")
+    Path("mine/helper.py").write_text("SHIFT = 1\n")
+    Path("mine/own.py").write_text(
+        "import helper\ndef f(images, prompts, targets):\n    return [0, helper.SHIFT]\n"
+    )
+    files = "--model {0}/model --prompts {0}/prompts.txt --reward {0}/own.py:f:0.5,ssim"
+    assert quick(files.format("mine"), "--steps 1 --out run") == 0
+    run = Path("run").resolve()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert resume(run, "--steps 2") == 0
+    Path("../mine").rename("../moved")
+    assert resume(run, "--steps 3") == 2
+    capsys.readouterr()
+    assert resume(run, "--steps 3", files.format("../moved")) == 0
+    assert "warning" not in capsys.readouterr().out.replace("warning: 2 of the 2 held-out", "")
+    assert steps_of(run / "metrics.jsonl") == [1, 2, 3]
+    Path("../moved/helper.py").write_text("SHIFT = 2\n")
+    assert resume(run, "--steps 3") == 0
+    changed = "warning: the file of helper.py, imported by own.py:f has changed since the run began"
+    assert changed in capsys.readouterr().out
+    for reward in ("../moved/own.py:f,ssim", "../moved/own.py:g:0.5,ssim"):
+        assert resume(run, "--steps 3 --reward", reward) == 2
+        assert f"different here: --reward {reward} (was " in error_of(capsys)
+
+
+def test_a_run_goes_on_with_the_model_that_it_began_with(quick, one_step, capsys):
+    """Which is what an adapter is for, too."""
+    shutil.copytree(TINY, "model", copy_function=shutil.copyfile)
+    weights = Path("model/vision_language_encoder/model.safetensors")
+    rewritten(weights, lambda key, x: (key, x))  # so that all but one tensor stays
+    shutil.copytree("model", "kept")
+    assert quick("--model model --steps 1 --out run") == 0
+    rewritten(weights, lambda key, x: (key, x / 2 if key == "lm_head.weight" else x))
+    assert resume("run --steps 2") == 2
+    error = error_of(capsys)
+    model = Path("model").resolve()
+    assert error.startswith(f"error: run was started with another model than {model}: give the")
+    assert resume("run --steps 2 --model kept") == 0
+    assert "another model" not in capsys.readouterr().out
+    shutil.copytree(one_step, "other")
+    for adapter in ("other", "other/adapter"):
+        out = f"on-{adapter.replace('/', '-')}"
+        assert quick("--model model --steps 0 --adapter", adapter, "--out", out) == 0
+        assert " was trained upon another model than model\n" in capsys.readouterr().out
 
 
 def test_zero_steps_evaluates_only(judged, one_step, capsys):
@@ -313,7 +371,7 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     begun = lambda: train.parse_settings(["--config", "straight/settings.json"]).adapter
     assert begun() == "straight/start"
     shutil.rmtree("straight/start/adapter")  # as in a run that only evaluated
-    assert begun() == "downloaded"
+    assert begun() == str(config.parent.resolve())
     assert judged("--adapter nowhere") == 2
     assert "--adapter nowhere: no run, no checkpoint and no adapter" in error_of(capsys)
 
