@@ -13,7 +13,7 @@ import torch
 import transformers
 from diffusers import GlmImagePipeline
 from packaging.version import Version
-from peft import LoraConfig, PeftConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict
 from transformers import GlmImageProcessor, set_seed
 
 from rewards import UserError
@@ -188,6 +188,9 @@ def add_adapter(module, half, rank, folder=None):
         model.add_adapter("reference", replace(config, inference_mode=True))
         for name in ("default", "reference"):
             load_adapter(model, folder / WEIGHTS, name)
+        learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # An error now, where it could not be saved.
+        get_peft_model_state_dict(model, learned, save_embedding_layers=False)
     return model, partial(with_reference, model)
 
 

@@ -124,9 +124,17 @@ def find_adapters(folder):
     return found
 
 
+def needs_peft(folder):
+    """The type of an adapter, if transformers' load_adapter leaves a part of it out; or None."""
+    config = json.loads((folder / CONFIG).read_text())
+    if config.get("peft_type") == "VERA":
+        return "VeRA"
+    return "DoRA" if config.get("use_dora") else None
+
+
 def load_adapter(model, file, name="default"):
     """The weights in a file, all of them, into the model's adapter of this name."""
-    weights = load_file(file)
+    weights = without_base(load_file(file), model)
     # By itself it would ask the hub about the vocabulary.
     options = {"adapter_name": name, "save_embedding_layers": False}
     wanted = peft.get_peft_model_state_dict(model, **options)
@@ -134,8 +142,18 @@ def load_adapter(model, file, name="default"):
     for key in sorted(weights.keys() | wanted.keys()):
         if shape(weights, key) != shape(wanted, key):
             here = f"in this model it is {shape(wanted, key)}"
-            raise ValueError(f"{key} is {shape(weights, key)}, {here}")
+            hint = "; no run has its vision tower: train it without" * (".visual." in key)
+            raise ValueError(f"{key} is {shape(weights, key)}, {here}{hint}")
     peft.set_peft_model_state_dict(model, weights, adapter_name=name)
+
+
+def without_base(weights, model):
+    """Weights of an adapter without those of the base, which PEFT writes too if lm_head has one."""
+    base = dict(model.named_parameters())
+    equal = lambda key: torch.equal(weights[key].to(base[key].dtype), base[key].cpu())
+    frozen = [key for key in weights if ".base_layer." in key and key in base]
+    frozen = [key for key in frozen if base[key].is_meta or equal(key)]
+    return {key: weight for key, weight in weights.items() if key not in frozen}
 
 
 def load(out, trainers):

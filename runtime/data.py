@@ -293,6 +293,10 @@ def read_inputs(settings, read):
             "warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated"
         )
     adapters = checkpoints.find_adapters(settings.adapter)
+    for folder in adapters.values():
+        if kind := checkpoints.needs_peft(folder):
+            words = "load_adapter() would load another adapter; load by PEFT what this run trains"
+            print(f"warning: {folder} is {kind}: {words} (docs/memory.md, After the run)")
     files = {name: each.file for name, each in (rewards | judges).items() if each.file}
     made_of = resume.inputs_of(prompts, held_out, adapters, files)
     if settings.resume:

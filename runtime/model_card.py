@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 from rewards import parse_rewards
-from runtime.checkpoints import CONFIG
+from runtime.checkpoints import CONFIG, needs_peft
 from runtime.errors import option
 from runtime.evaluation import evaluation_table
 from runtime.resume import portable
@@ -103,6 +103,8 @@ def page(folder, run, adapters):
     settings, records = run.settings, run.records
     name, values = folder.name, portable(vars(settings))
     load, part, library = LOADED[name]
+    if name == "adapter" and needs_peft(folder):
+        load = "from peft import PeftModel\n\npolicy = PeftModel.from_pretrained(policy, adapter)"
     load = load.replace("policy", "pipe.vision_language_encoder")
     steps = f"trained by GRPO for {counted(records['metrics'][-1]['step'], 'step')}"
     frozen = "with which the run began, and which it did not train"
