@@ -202,10 +202,10 @@ def compute_grpo_loss(
     k3 = torch.full_like(ratio, math.nan)  # not measured
     if ref_logprobs is not None:
         # Over samples of pi, log(pi/ref) has the mean KL(pi || ref). As a loss it would pull
-        # nowhere: its gradient has the mean sum(pi grad log pi) = grad sum(pi) = grad 1 = 0. k3
-        # (Schulman 2020, "Approximating KL divergence") adds ref/pi - 1. Its mean is
-        # sum(ref - pi) = 0, so the mean of k3 is KL(pi || ref), too. But its gradient has the mean
-        # -sum(ref grad log pi), as cross-entropy with ref as the target: it pulls pi to ref.
+        # nowhere: the mean of its gradient, grad log pi, is sum(pi grad log pi) = grad sum(pi) =
+        # grad 1 = 0. k3 (Schulman 2020, "Approximating KL divergence") adds ref/pi - 1. The mean of
+        # that is sum(ref - pi) = 0, so the mean of k3 is KL(pi || ref), too. But the mean of
+        # its gradient is -sum(ref grad log pi), that of cross-entropy with ref as the target.
         log_ref = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         # expm1(x) is exp(x) - 1 without cancellation: near 0 that is rounding, and may be negative.
         k3 = torch.expm1(log_ref) - log_ref
