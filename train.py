@@ -40,10 +40,10 @@ from runtime.data import (
     read_inputs,
     read_prompts,
 )
-from runtime.errors import StopRequest, exit_code, rescued
+from runtime.errors import StopRequest, exit_code, optional, rescued
 from runtime.evaluation import evaluate, seed_of_step
 from runtime.folder import RunFolder, claimed
-from runtime.record import Record
+from runtime.record import Record, tracked
 from runtime.settings import Settings, parse_settings, print_start
 from runtime.words import counted
 
@@ -209,7 +209,7 @@ def train(settings, run_class=Run):
     device = ranks.device(settings.device)
     data = read_inputs(settings, run_class.read_prompts)
     waiting = backend_of(device).plan(run_class.Model, settings, device)  # before any download
-    with claimed(settings.resume, settings.out) as out:
+    with claimed(settings.resume, settings.out) as out, tracked(settings, out) as tracker:
         print_start(settings, out, device, len(data.prompts), len(data.held_out))
         load_rewards(settings, data)
         run = run_class.load(settings, data, device, waiting)
@@ -217,7 +217,7 @@ def train(settings, run_class=Run):
         first = checkpoints.load(out, run.trainers) if settings.resume else 0
         folder = RunFolder(out, settings, data, run.trainers, first)
         stop = StopRequest(folder.save)
-        record = run.Record(folder, settings, data, run.machine, stop, first)
+        record = run.Record(folder, settings, data, run.machine, stop, tracker, first)
         with stop, rescued(record, folder):
             loop(run, settings, data, record, folder, stop)
     more = "; already complete: raise --steps for more" if 0 < settings.steps <= first else ""
@@ -269,7 +269,7 @@ def evaluate_and_show(run, settings, data, record, stop=None):
     if record.folder.writes and record.folder.records["evaluation"]:
         from viewer import show  # training needs nothing of it
 
-        with record.optional("show the run"):
+        with optional("show the run"):
             show(record.folder.out)
         record.track_picture(record.folder.out / "before-after.png")
 

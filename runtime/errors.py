@@ -40,6 +40,16 @@ def readable(what, hint=""):
 
 
 @contextmanager
+def optional(what):
+    """A page, a picture or a tracker that fails is a warning."""
+    try:
+        with readable(what):
+            yield
+    except UserError as error:
+        say(f"warning: {error}")
+
+
+@contextmanager
 def writing(out):
     """A full disk, a deleted folder or missing rights become one line."""
     try:
@@ -101,8 +111,6 @@ def rescued(record, folder):
         if hint := folder.how_to_continue(record.done if diverged else None):
             record.write(f"stopped in the phase '{record.machine.name}'; {hint}")
         raise
-    finally:
-        record.finish()
 
 
 class StopRequest:

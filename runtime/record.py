@@ -1,18 +1,20 @@
 """What a run says of itself: a line for each step, its numbers, its pictures."""
 
 import math
+import os
 import secrets
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
-from rewards import UserError, combine, weights_of
+from rewards import combine, weights_of
 from runtime import ranks
-from runtime.errors import readable, say, writing
+from runtime.errors import optional, readable, say, writing
 from runtime.pictures import save_pictures
 from runtime.resume import portable
 from runtime.words import format_number, shown_names, with_error
@@ -40,8 +42,8 @@ class Record:
 
     line = LINE
 
-    def __init__(self, folder, settings, data, machine, stop, done):
-        """done: steps made so far."""
+    def __init__(self, folder, settings, data, machine, stop, tracker, done):
+        """tracker: see tracked. done: steps made so far."""
         self.folder = folder
         self.settings = settings
         self.machine = machine
@@ -51,33 +53,20 @@ class Record:
         self.judged_by = next(iter(data.judges), None)
         prompts = settings.prompts_per_step * ranks.count()
         self.epochs_per_step = prompts / len(data.prompts)
-        self.tracker = None
-        if folder.writes and settings.tracker != "none":
-            with readable(f"start --tracker {settings.tracker}"):
-                self.tracker = start_tracker(settings.tracker, folder.out)
-                self.tracker.store_init_configuration(portable(vars(settings)))
+        self.tracker = tracker
 
     def track(self, numbers):
         """{name: number or None} to the tracker, if there is one."""
         if self.tracker is not None:
-            with self.optional(f"send numbers to {self.settings.tracker}"):
+            with optional(f"send numbers to {self.settings.tracker}"):
                 known = {name: number for name, number in numbers.items() if number is not None}
                 self.tracker.log(known, step=self.done)
 
     def track_picture(self, file):
         """A picture to the tracker, if both are there."""
         if self.tracker is not None and file.exists():
-            with self.optional(f"send {file.name} to {self.settings.tracker}"):
+            with optional(f"send {file.name} to {self.settings.tracker}"):
                 log_picture(self.tracker, self.settings.tracker, file, self.done)
-
-    @contextmanager
-    def optional(self, what):
-        """A curve or a tracker that fails is a warning."""
-        try:
-            with readable(what):
-                yield
-        except UserError as error:
-            self.write(f"warning: {error}")
 
     write = staticmethod(say)
 
@@ -136,9 +125,28 @@ class Record:
                 why = "no reward applied to any picture; use another reward, or other prompts"
             self.write(f"warning: nothing was learned: {why}")
 
-    def finish(self):
-        if self.tracker is not None:
-            self.tracker.finish()
+
+# ---- trackers ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def tracked(settings, out):
+    """Yields the tracker of --tracker, or None. The first rank has it.
+
+    It starts before the models load: if it cannot, that is an error, which leaves nothing in the
+    folder `out`. Whatever fails later is a warning.
+    """
+    if settings.tracker == "none" or ranks.rank() > 0:
+        yield None
+        return
+    with readable(f"start --tracker {settings.tracker}"):
+        tracker = start_tracker(settings.tracker, out)
+        tracker.store_init_configuration(portable(vars(settings)))
+    try:
+        yield tracker
+    finally:
+        with optional(f"finish {settings.tracker}"):
+            tracker.finish()
 
 
 def log_picture(tracker, name, file, step):
@@ -160,15 +168,31 @@ def start_tracker(name, out):
     PartialState()
     if name == "tensorboard":
         tracker = tracking.TensorBoardTracker("tensorboard", logging_dir=out)
-    else:
-        file = out / "tracker-id"
-        if not file.exists():
-            file.write_text(f"{out.resolve().name}-{secrets.token_hex(4)}")
-        options = {"name": file.read_text(), "resume": "allow"}
-        options |= {"id": options["name"]} if name == "wandb" else {}
-        tracker = tracking.LOGGER_TYPE_TO_CLASS[name]("grpo-glm-image", **options)
+        tracker.start()
+        return tracker
+    run = tracker_id(out)
+    project, options = "grpo-glm-image", {"name": run, "resume": "allow"}
+    if name == "wandb":
+        project = os.environ.get("WANDB_PROJECT", project)
+        options |= {"id": run, "name": os.environ.get("WANDB_NAME", run)}
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[name](project, **options)
     tracker.start()
+    # With its place: so a copy of the folder is told from a folder that has moved.
+    (out / "tracker-id").write_text(f"{run}\n{out.resolve()}\n")
     return tracker
+
+
+def tracker_id(out):
+    """What a run is called in a tracker: a new name for a new run, and for a copy of its folder."""
+    read = lambda folder: (folder / "tracker-id").read_text().split("\n")
+    with suppress(OSError):
+        run, *place = read(out)
+        original = Path(*place[:1])
+        if not (original / "tracker-id").exists() or original.samefile(out):
+            return run
+        if read(original)[0] != run:
+            return run
+    return f"{out.resolve().name}-{secrets.token_hex(4)}"
 
 
 # ---- numbers -------------------------------------------------------------------------------------

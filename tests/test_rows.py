@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +225,27 @@ def test_a_tracker_gets_the_numbers(judged, monkeypatch, capsys):
     tracker.finish.assert_called_once()
 
 
+def test_a_tracker_ends_no_run(quick, monkeypatch, capsys):
+    """Nor does it hide what does. If it cannot start, nothing is left, so the same command works
+    once it can."""
+    monkeypatch.setattr("runtime.data.find_spec", lambda name: True)
+    start = Mock(side_effect=ValueError("No API key configured"))
+    monkeypatch.setattr("runtime.record.start_tracker", start)
+    with monkeypatch.context() as patch:
+        patch.setattr("train.load", lambda *given: pytest.fail("it loads"))
+        assert quick("--tracker wandb --steps 1 --out run") == 2
+    assert "cannot start --tracker wandb (No API key configured)" in capsys.readouterr().err
+    assert not Path("run").exists()
+    start.side_effect = None
+    start.return_value.finish.side_effect = ConnectionError("away")
+    assert quick("--tracker wandb --steps 1 --out run") == 0
+    assert "warning: cannot finish wandb (away)" in capsys.readouterr().out
+    reward = write_reward("if call == 2:\n    return [0, torch.inf]")
+    assert quick(*reward, "--tracker wandb --steps 1 --out broken") == 2
+    output, errors = capsys.readouterr()
+    assert "reward 'mine.py:reward' is infinite" in errors and "cannot finish wandb" in output
+
+
 def test_other_trackers_take_pictures_in_their_own_ways(tmp_path):
     Image.new("RGB", (3, 2), "red").save(tmp_path / "before-after.png")
     for name, layout in (("wandb", {}), ("tensorboard", {"dataformats": "NHWC"})):
@@ -240,11 +262,23 @@ def test_trackers_are_told_which_run_goes_on(tmp_path, monkeypatch):
     # Trackers write to accelerate's log, which asks for a state of its own.
     stub = Mock(side_effect=lambda *given, **more: tracking.logger.info("begins") or Mock())
     monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", {"wandb": stub, "trackio": stub})
+    (run := tmp_path / "run").mkdir()
     for name in ("wandb", "wandb", "trackio"):
-        start_tracker(name, tmp_path)
+        start_tracker(name, run)
     first, again, other = (call.kwargs for call in stub.call_args_list)
     assert first == again == other | {"id": first["name"]} and first["resume"] == "allow"
-    assert re.fullmatch(re.escape(tmp_path.name) + "-[0-9a-f]{8}", first["name"])
+    assert re.fullmatch("run-[0-9a-f]{8}", first["name"])
+    assert {call.args for call in stub.call_args_list} == {("grpo-glm-image",)}
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("WANDB_NAME", "named")
+    copy = shutil.copytree(run, tmp_path / "copy")
+    for folder in (copy, copy, run):
+        start_tracker("wandb", folder)
+    start_tracker("wandb", run.rename(tmp_path / "moved"))
+    started = stub.call_args_list[3:]
+    assert {(*call.args, call.kwargs["name"]) for call in started} == {("mine", "named")}
+    of_copy, again, *of_run = (call.kwargs["id"] for call in started)
+    assert of_copy == again != first["id"] and of_run == [first["id"]] * 2
 
 
 def test_a_run_names_what_made_it(quick, monkeypatch, capsys):
