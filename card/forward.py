@@ -222,12 +222,12 @@ class CheckedGRPO(GRPO):
 
     checked = False
 
-    def sample(self, *given):
+    def sample(self, *given, **named):
         if self.checked:
-            return super().sample(*given)
+            return super().sample(*given, **named)
         gap = torch.inf
         with suppress(NotFinite), torch.no_grad():
-            groups = super().sample(*given)
+            groups = super().sample(*given, **named)
             rows = self.split(groups[0])[0]  # one micro-batch
             gaps = self.logprobs(groups[0], rows) - groups[0].old_logprobs[rows]
             gap = gaps.abs().mean().item()
@@ -235,4 +235,4 @@ class CheckedGRPO(GRPO):
         if gap <= 0.1:  # nats: bfloat16 rounds by less
             return groups
         self.token_forward.simplify(f"sampled and recomputed log-probs differ by {gap:.2f}")
-        return super().sample(*given)
+        return super().sample(*given, **named)

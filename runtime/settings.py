@@ -181,6 +181,9 @@ class Settings(GRPOSettings):
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
+        groups = self.prompts_per_step * ranks.count()
+        if groups > 1000:  # seed_of_step would give two steps some seeds in common
+            raise UserError(f"--prompts-per-step: at most 1000 in all processes, got {groups}")
         weights = weights_of(parse_rewards(self.reward))
         if not any(weights.values()):
             raise UserError(f"--reward {self.reward}: no weight above 0, so nothing can be learned")

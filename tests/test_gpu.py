@@ -253,10 +253,10 @@ def test_processes_of_the_tiny_model_leave_the_gpus_alone(card, monkeypatch):
     with ranks.joined():
         pass
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks, "count", lambda: 4)
     assert ranks.device(tiny_settings().device) == CPU
     assert begun[0].get("device_id") is None and not chosen
     card.current, device = 3, torch.device("cuda", 3)
-    monkeypatch.setattr(ranks, "count", lambda: 4)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: device)
     monkeypatch.setattr(ranks, "average", chosen.extend)
     assert ranks.device("auto") == device and chosen == [3]
@@ -659,7 +659,7 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
         patch.setattr(GRPO, "sample", full)
         policy.sample(prompts, 2, 5)
     try:
-        groups = policy.sample(prompts, 2, 5)
+        groups = policy.sample(prompts, group_size=2, seed=5)
     finally:
         torch.compiler.set_stance("default")
     assert torch.equal(groups[0].tokens, plain[0].tokens)

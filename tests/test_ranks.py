@@ -26,6 +26,7 @@ from conftest import (
     resume,
     steps_of,
     steps_saved,
+    tiny_settings,
     write_reward,
 )
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -329,6 +330,15 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch, or
 
     assert groups(0, 3, 2) + groups(1, 3, 2) + groups(2, 3, 2) == groups(0, 1, 6)
     assert order == "shuffled" or [row for row, _ in groups(0, 1, 6)] == [2, 3, 4, 5, 6, 0]
+
+
+def test_two_steps_have_no_seed_in_common(monkeypatch):
+    as_rank(monkeypatch, 2, 3)
+    assert train.seed_of_step(5, 0, 333) + 332 < train.seed_of_step(6, 0, 0)
+    assert tiny_settings("--prompts-per-step 333").prompts_per_step == 333
+    assert "at most 1000 in all processes, got 1002" in error_from(
+        tiny_settings, "--prompts-per-step 334"
+    )
 
 
 def test_a_second_signal_ends_no_rank(monkeypatch, judged):
