@@ -273,6 +273,9 @@ def read_inputs(settings, read):
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError before anything loads: for files
     and names that are wrong, and for a resumed run that began with other files.
     """
+    groups = settings.prompts_per_step * ranks.count()
+    if groups > 1000:  # seed_of_step would give two steps some seeds in common
+        raise UserError(f"--prompts-per-step: at most 1000 in all processes, got {groups}")
     foreign.forget_files()
     with readable_loading(settings.model):  # now, for rewards take a while
         cached_file(settings.model, "model_index.json")

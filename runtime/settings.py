@@ -181,9 +181,6 @@ class Settings(GRPOSettings):
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
-        groups = self.prompts_per_step * ranks.count()
-        if groups > 1000:  # seed_of_step would give two steps some seeds in common
-            raise UserError(f"--prompts-per-step: at most 1000 in all processes, got {groups}")
         weights = weights_of(parse_rewards(self.reward))
         if not any(weights.values()):
             raise UserError(f"--reward {self.reward}: no weight above 0, so nothing can be learned")
@@ -340,8 +337,7 @@ def argument_of(hint):
     if words := get_args(hint):
         return {"choices": words, "metavar": "|".join(words)}
     # Of --out=~/runs the shell leaves the ~ to the program.
-    parse = os.path.expanduser if hint is str else hint
-    return {"type": parse, "metavar": hint.__name__.upper()}
+    return {"type": os.path.expanduser if hint is str else hint, "metavar": hint.__name__.upper()}
 
 
 def parse_settings(arguments=None, kind=Settings):
@@ -354,9 +350,7 @@ def parse_settings(arguments=None, kind=Settings):
     config = given.pop("config", None)
     if "resume" in given:
         if config:
-            raise UserError(
-                "--config has no effect with --resume: a resumed run keeps its settings"
-            )
+            raise UserError("--config has no effect with --resume, which keeps a run's settings")
         return kind(**kept_settings(given, kind))
     given = (read_config(config, kind) if config else {}) | given
     model = find_path(given.get("model")) or default_model()

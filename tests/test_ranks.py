@@ -36,6 +36,7 @@ from torch.distributed.run import get_args_parser
 import grpo
 import train
 from runtime import ranks
+from runtime.data import read_inputs, read_prompts
 from runtime.errors import StopRequest
 from runtime.settings import build_parser
 
@@ -335,10 +336,9 @@ def test_prompts_and_seeds_of_the_ranks_are_those_of_one_process(monkeypatch, or
 def test_two_steps_have_no_seed_in_common(monkeypatch):
     as_rank(monkeypatch, 2, 3)
     assert train.seed_of_step(5, 0, 333) + 332 < train.seed_of_step(6, 0, 0)
-    assert tiny_settings("--prompts-per-step 333").prompts_per_step == 333
-    assert "at most 1000 in all processes, got 1002" in error_from(
-        tiny_settings, "--prompts-per-step 334"
-    )
+    read = lambda number: read_inputs(tiny_settings("--prompts-per-step", number), read_prompts)
+    assert "at most 1000 in all processes, got 1002" in error_from(read, 334)
+    assert read(333).prompts
 
 
 def test_a_second_signal_ends_no_rank(monkeypatch, judged):
