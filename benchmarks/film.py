@@ -27,7 +27,7 @@ def evaluations(folder):
     for evaluation in run.evaluations:
         rows = []
         for shown in evaluation["shown"]:
-            pictures = [Image.open(run.out / place) for place in shown["pictures"]]
+            pictures = [run.open(place) for place in shown["pictures"]]
             correct = [not is_wrong(evaluation, shown, j) for j in range(len(pictures))]
             rows.append((shown["prompt"], [*zip(pictures, correct)]))
         yield evaluation["step"], evaluation["held out"]["reward/correct"][0], rows

@@ -583,6 +583,25 @@ def test_a_sheet_that_is_cut_off_ends_no_later_evaluation(judged, monkeypatch):
     assert resume("run") == 0 and Path("run/before-after.png").exists()
 
 
+def test_after_a_kill_before_the_pictures_the_resumed_run_draws_them(judged, monkeypatch):
+    """And opens what lies there as a picture, not as a program for Ghostscript."""
+    show = Mock(side_effect=[None, SystemExit])  # of the last evaluation
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("viewer.show", show)
+        judged("--steps 1 --out run")
+    assert steps_of("run/evaluation.jsonl") == [0, 1] and not Path("run/before-after.png").exists()
+    shutil.copytree("run", "strange")
+    assert resume("run") == 0
+    sheets = [Image.open(f"run/evaluation/00000{step}/sheet.png") for step in (0, 1)]
+    assert Image.open("run/before-after.png").width > max(sheet.width for sheet in sheets)
+    started = Mock()
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", started)
+    program = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
+    Path("strange/evaluation/000000/sheet.png").write_text(program)
+    assert resume("strange") == 0
+    started.assert_not_called()
+
+
 def test_a_run_that_diverges_says_where_to_start_again_and_saves_nothing_broken(quick, capsys):
     """Resumed, it would diverge again, also from a checkpoint that was saved before it showed."""
     reward = write_reward("")

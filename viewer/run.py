@@ -5,6 +5,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from PIL import Image
+
 from runtime.jsonl import read_jsonl
 
 
@@ -55,6 +57,11 @@ class Run:
         for group in self.groups:
             steps.setdefault(group["step"], []).append(group)
         return steps
+
+    def open(self, name):
+        """A picture in the run's folder, which may come from a stranger."""
+        # No other formats: for some of them Pillow starts another program.
+        return Image.open(self.out / name, formats=["PNG", "JPEG"])
 
     def write(self, name, save):
         """A file in the run's folder, by save(path); whoever reads it never finds half of it."""

@@ -50,10 +50,10 @@ def is_missing(run, sheet, shown):
 def before_after(run, sheets):
     """The sheet of the evaluation before training, if there is one, beside the last: the labels
     once."""
-    last = Image.open(run.out / sheets[max(sheets)])
+    last = run.open(sheets[max(sheets)])
     if 0 not in sheets or max(sheets) == 0:
         return last
-    first, last = Image.open(run.out / sheets[0]), last.crop((LABELS - 24, 0, *last.size))
+    first, last = run.open(sheets[0]), last.crop((LABELS - 24, 0, *last.size))
     both = Image.new("RGB", (first.width + last.width, max(first.height, last.height)), "white")
     both.paste(first, (0, 0))
     both.paste(last, (first.width, 0))
@@ -67,7 +67,7 @@ def draw_evaluation(run, evaluation):
         cells = cells_beside(run, shown)
         for j, (place, reward) in enumerate(zip(shown["pictures"], shown["reward"])):
             caption = f"reward {format_number(reward)}"
-            cells.append((Image.open(run.out / place), caption, is_wrong(evaluation, shown, j)))
+            cells.append((run.open(place), caption, is_wrong(evaluation, shown, j)))
         rows.append((shown["prompt"], cells))
     step = evaluation["step"]
     framed = any(frame for _, cells in rows for *_, frame in cells)
@@ -80,7 +80,7 @@ def draw_group(run, group):
     cells = []
     for place, reward, advantage in zip(group["pictures"], group["reward"], group["advantage"]):
         caption = f"reward {format_number(reward)}\nadvantage {advantage:+.2f}"
-        cells.append((Image.open(run.out / place), caption, False))
+        cells.append((run.open(place), caption, False))
     rows = [("", cells[k : k + run.columns]) for k in range(0, len(cells), run.columns)]
     rows[0] = group["prompt"], cells_beside(run, group) + rows[0][1]
     corner = "the group whose\nrewards differ most"
@@ -89,7 +89,7 @@ def draw_group(run, group):
 
 def cells_beside(run, shown):
     """The source or target of a prompt."""
-    return [(Image.open(run.out / place), name, False) for name, place in shown["beside"].items()]
+    return [(run.open(place), name, False) for name, place in shown["beside"].items()]
 
 
 def spread(group):
