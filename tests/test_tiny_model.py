@@ -282,7 +282,7 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(r
     settings.group_size = 1
     held_out = train.read_inputs(settings, run_class.read_prompts).held_out
     some = held_out[::6]
-    run = run_class.load(settings, Data(some, some, {}, {}, {}), torch.device("cpu"), None)
+    run = run_class.load(settings, Data(some, some, {}, {}, {}, {}), torch.device("cpu"), None)
     rewards = {name: Reward(name, 1.0, getattr(check, name)) for name in ("correct", "clean")}
     rollout = rolled_out(run, settings, rewards, some, 0)
     assert (
