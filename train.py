@@ -40,7 +40,7 @@ from runtime.data import (
     read_inputs,
     read_prompts,
 )
-from runtime.errors import StopRequest, exit_code, optional, rescued
+from runtime.errors import StopRequest, exit_code, optional, rescued, say
 from runtime.evaluation import evaluate, seed_of_step
 from runtime.folder import RunFolder, claimed
 from runtime.record import Record, tracked
@@ -224,7 +224,7 @@ def train(settings, run_class=Run):
     seconds = f"{time.time() - start:.0f} s{more}"
     page = out / "index.html"
     look = f"; look at {page}" if page.exists() else ""
-    print(f"{counted(record.done, 'step')}, {seconds}; output folder: {out}{look}")
+    say(f"{counted(record.done, 'step')}, {seconds}; output folder: {out}{look}")
     return 130 if record.done < settings.steps else 0
 
 

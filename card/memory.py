@@ -165,7 +165,7 @@ def plan(model_class, settings, device):
         raise UserError(f"too little memory: {reason}; {hints}")
     words = "take turns on the GPU" if turns else "all stay on the GPU"
     slower = ", more slowly: the host cannot page-lock that much" if turns and not pinned else ""
-    print(f"memory: {reason}: the models {words}{slower} (--offload {settings.offload})")
+    say(f"memory: {reason}: the models {words}{slower} (--offload {settings.offload})")
     # So that torch raises an error. Windows and WSL2 would lend host memory, and slow down.
     torch.cuda.set_per_process_memory_fraction(free / torch.cuda.mem_get_info(device)[1], device)
     if not turns:

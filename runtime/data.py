@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 
 from rewards import Reward, UserError, parse_rewards, score
 from runtime import checkpoints, foreign, ranks, resume
-from runtime.errors import option, readable
+from runtime.errors import option, readable, say
 from runtime.settings import readable_loading
 from runtime.words import counted
 
@@ -148,7 +148,7 @@ def read_lines(path, lines):
         mark = MARK.match(prompts[0].text)[0]
         raise UserError(f"{path} is a list: a line is a prompt as it stands; leave {mark!r} out")
     if some and all(QUOTED.fullmatch(prompt.text) for prompt in prompts):
-        print(f"warning: all prompts of {path} are in quotes: GLM-Image writes what is in quotes")
+        say(f"warning: all prompts of {path} are in quotes: GLM-Image writes what is in quotes")
     return prompts
 
 
@@ -292,21 +292,19 @@ def read_inputs(settings, read):
         for reward in some.values():
             reward.check(first.target)
     if prompts[0].target and not held_out[0].target:
-        print(
-            "warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated"
-        )
+        say("warning: no held-out prompt has a target (--eval-targets): likeness is not evaluated")
     adapters = checkpoints.find_adapters(settings.adapter)
     for folder in adapters.values():
         if kind := checkpoints.needs_peft(folder):
             words = "load_adapter() would load another adapter; load by PEFT what this run trains"
-            print(f"warning: {folder} is {kind}: {words} (docs/memory.md, After the run)")
+            say(f"warning: {folder} is {kind}: {words} (docs/memory.md, After the run)")
     files = {name: each.file for name, each in (rewards | judges).items() if each.file}
     made_of = resume.inputs_of(prompts, held_out, adapters, files)
     if settings.resume:
         made_of = resume.compare(settings, made_of)
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):
-        print(f"warning: {common} of the {len(new)} held-out prompts are also training prompts")
+        say(f"warning: {common} of the {len(new)} held-out prompts are also training prompts")
     copies = resume.copies_of(settings, files)
     return Data(prompts, held_out, rewards, judges, made_of, copies)
 
@@ -325,7 +323,7 @@ def load_rewards(settings, data):
     sets = {"reward": [data.prompts], "eval_reward": [data.held_out, data.prompts]}
     for (flag, tried), rewards in zip(sets.items(), (data.rewards, data.judges)):
         if rewards:
-            print(f"loading {option(flag)} {getattr(settings, flag)}", flush=True)
+            say(f"loading {option(flag)} {getattr(settings, flag)}")
         for reward in rewards.values():
             check_columns(reward.load(), columns)
         for prompts in tried:
@@ -334,13 +332,11 @@ def load_rewards(settings, data):
         for name, reward in rewards.items():
             if left_out := sum(not reward.applies(prompt.text) for prompt in tried[0]):
                 prompts = f"{left_out} of {counted(len(tried[0]), 'prompt')}"
-                print(f"{name}: does not apply to {prompts}", flush=True)
+                say(f"{name}: does not apply to {prompts}")
     crops = [name for name, each in everything.items() if getattr(each.function, "crops", False)]
     side, longer = sorted([settings.height, settings.width])
     if crops and side < longer:
-        print(
-            f"{', '.join(crops)}: of each picture only the middle {side}x{side} counts", flush=True
-        )
+        say(f"{', '.join(crops)}: of each picture only the middle {side}x{side} counts")
 
 
 def check_columns(reward, columns):

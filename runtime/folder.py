@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from rewards import UserError
 from runtime import checkpoints, ranks, resume
 from runtime.checkpoints import ADAPTERS
-from runtime.errors import writing
+from runtime.errors import say, writing
 from runtime.jsonl import as_lines, read_jsonl
 from runtime.model_card import write_cards
 
@@ -44,7 +44,7 @@ class RunFolder:
         if settings.resume:
             later = len(found["metrics"]) - len(self.records["metrics"])
             again = f"; its records of later steps ({later}) are made again" if later else ""
-            print(f"{out} goes on after step {done}{again}")
+            say(f"{out} goes on after step {done}{again}")
         if self.writes:
             with writing(out):
                 if not settings.resume:

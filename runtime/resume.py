@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 
 from rewards import UserError, parse_rewards, weights_of
 from runtime import checkpoints, ranks
-from runtime.errors import option, readable
+from runtime.errors import option, readable, say
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE_OF = "inputs", "weights", "versions", "resumed", "processes"  # see inputs_of
@@ -48,7 +48,8 @@ def describe(out, settings, made_of):
 def description(out):
     """The settings of the run in `out`, and what it was made of."""
     if not checkpoints.find(out):
-        raise UserError(f"there is no checkpoint in {out} to resume")
+        hint = "name the folder of a run, such as runs/1"
+        raise UserError(f"there is no checkpoint in {out} to resume: {hint}")
     file = out / "settings.json"
     with readable(f"read {file}"):
         settings = json.loads(file.read_text())
@@ -107,7 +108,7 @@ def kept_settings(given, kind):
         for name, value in sorted(portable(given).items())
         if name not in MAY_CHANGE and value != before[name]
     ]
-    for name in REWARD_FLAGS & given.keys():  # other places are no other rewards
+    for name in sorted(REWARD_FLAGS & given.keys()):  # other places are no other rewards
         if named_in(given[name]) != named_in(before[name]):
             differ.append(f"{option(name)} {given[name]} (was {before[name]})")
     if differ:
@@ -122,7 +123,7 @@ def kept_settings(given, kind):
         raise UserError(f"{began}: start as many by torchrun")
     kept = {name: str(value) for name, value in sorted(before.items()) if name not in given}
     if code := [f"{option(name)} {value}" for name, value in kept.items() if ".py:" in value]:
-        print(f"{out} runs code, as when it began: {' '.join(code)}")
+        say(f"{out} runs code, as when it began: {' '.join(code)}")
     if before["adapter"]:
         before["adapter"] = str(Path(out, "start"))  # its own copy
     return before | given
@@ -243,7 +244,7 @@ def compare_model(settings, made_of):
         with suppress(OSError, ValueError, AttributeError):
             before = json.loads((folder / "settings.json").read_text()).get("weights")
             if before not in (None, found):
-                print(f"warning: {adapter} was trained upon another model than {settings.model}")
+                say(f"warning: {adapter} was trained upon another model than {settings.model}")
                 return
 
 
@@ -265,11 +266,11 @@ def compare(settings, made_of):
         what = f"other prompts, pictures or adapters; different here: {differ}"
         raise UserError(f"{out} was started with {what}; {hint}: --adapter {out}")
     for name in changed:
-        print(f"warning: the file of {name} has changed since the run began; a copy is in {start}")
+        say(f"warning: the file of {name} has changed since the run began; a copy is in {start}")
     before, now = began["versions"], made_of["versions"]
     other = [name for name in now if now[name] != before[name]]
     if changed := [f"{name} {before[name]} ({now[name]} now)" for name in other]:
-        print(f"warning: {out} began with {', '.join(changed)}: numbers may differ")
+        say(f"warning: {out} began with {', '.join(changed)}: numbers may differ")
     if now != [began["versions"], *(each["versions"] for each in began["resumed"])][-1]:
         step = int(checkpoints.find(Path(out))[-1].name)
         began["resumed"].append({"step": step, "versions": now})

@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 from grpo import GRPOSettings
 from rewards import REWARDS, UserError, parse_rewards, weights_of
 from runtime import checkpoints, ranks
-from runtime.errors import option, readable
+from runtime.errors import option, readable, say
 from runtime.resume import MADE_OF, PATHS, ROOT, kept_settings, portable
 from runtime.words import counted
 
@@ -244,7 +244,7 @@ def default_model():
     if torch.cuda.is_available():
         if not (too_old := ranks.gpu_without_bfloat16()):
             return RELEASE
-        print(f"warning: {too_old} has no bfloat16: training the tiny model, on the CPU")
+        say(f"warning: {too_old} has no bfloat16: training the tiny model, on the CPU")
     return TINY
 
 
@@ -360,7 +360,7 @@ def parse_settings(arguments=None, kind=Settings):
     pixels = settings.height * settings.width
     if not least <= pixels <= most:
         sizes = f"{least:,}" if tiny else f"{least:,} to {most:,}"
-        print(f"warning: trained on {sizes} pixels per picture; this run paints {pixels:,}")
+        say(f"warning: trained on {sizes} pixels per picture; this run paints {pixels:,}")
     return settings
 
 
@@ -393,7 +393,7 @@ def print_start(settings, out, device, num_prompts, num_held_out):
     """What runs where, and how much there is to do."""
     name = f"CPU in float32, {counted(torch.get_num_threads(), 'thread')} (OMP_NUM_THREADS)"
     name = torch.cuda.get_device_name() if device.type == "cuda" else name
-    print(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
+    say(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     groups = counted(settings.prompts_per_step * ranks.count(), "group")
     prompts = f"{counted(num_prompts, 'prompt')}, {num_held_out} held out"
-    print(f"a step: {groups} of {settings.sizes}; {prompts}; output folder: {out}", flush=True)
+    say(f"a step: {groups} of {settings.sizes}; {prompts}; output folder: {out}")

@@ -769,8 +769,8 @@ def closed_pipe():
 
 @pytest.mark.parametrize("prepare", [closed_terminal, closed_pipe])
 def test_a_run_whose_output_nobody_reads_goes_on(start, prepare):
-    """It closes in the second step."""
-    close = "if call == 5:\n    os.close(int(os.environ['TERMINAL']))"
+    """It closes before the models load."""
+    close = "if call == 1:\n    os.close(int(os.environ['TERMINAL']))"
     flags = str.split("--steps 3 --out run")
     process = start(*QUICK, *write_reward(close), *flags, prepare=prepare)
     process.join(60)
