@@ -1,8 +1,9 @@
 """GRPO in one file: group relative policy optimisation of a model that writes image codes.
 
-For a prompt the policy, a language model, writes a group of G sequences of T tokens, the codes of G
-pictures. A decoder paints the pictures, and each gets a reward R. The loss pushes up the tokens of
-the pictures that beat their group, and pushes down the tokens of the others:
+GRPO is reinforcement learning: it raises the mean reward of what a model samples. For a prompt the
+policy, a language model, writes a group of G sequences of T tokens, the codes of G pictures. A
+decoder paints the pictures, and each gets a reward R. The loss pushes up the probability of the
+tokens of the pictures that beat their group, and pushes down that of the others:
 
     A    = (R - mean(R)) / std(R)       the advantage of a picture: a z-score within its group
     loss = -mean(A log pi(token))       over tokens, samples and prompts
@@ -10,13 +11,13 @@ the pictures that beat their group, and pushes down the tokens of the others:
 pi(token) is the probability that the policy gives a token, after the prompt and the tokens before
 it. So the loss is cross-entropy on the policy's own samples, weighted by A: what beats its group is
 imitated, the rest is avoided. mean(R) is the baseline, the reward to expect for this prompt.
-Without it, rewards of 9 and 10 would push both samples up, and only the difference of two large
-pushes would teach. Dividing by std(R) makes all prompts count alike. A group of equal rewards
-teaches nothing: A = 0.
+Without it, rewards of 9 and 10 would push both samples up, and which pictures happened to be
+sampled would matter more than which are better. Dividing by std(R) makes all prompts count alike. A
+group of equal rewards teaches nothing: A = 0.
 
-Plain REINFORCE is this loss with A = R, without a baseline. PPO adds a second network, which learns
-to predict the baseline, and the ratio and the clip below. GRPO deletes that network, as the group's
-mean is the baseline, and adds the KL term to the loss:
+The oldest such method, REINFORCE, is this loss with A = R. PPO adds three things: a second network,
+which learns to predict the baseline; the ratio; and the clip. GRPO takes the group's mean in place
+of that network, keeps the ratio and the clip, and adds a KL term to the loss:
 
     ratio = pi(token) / pi_old(token)   pi_old: the policy when it sampled
     loss  = -mean(min(ratio A, clip(ratio, 1 - c, 1 + c) A) - kl_coef k3)
@@ -24,27 +25,32 @@ mean is the baseline, and adds the KL term to the loss:
 
 (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1).
 
-The ratio is an importance weight. pi_old drew the samples; after one optimiser step the policy is
-another, pi, and would draw others. A token that is now twice as likely would come twice as often,
-so it counts twice: weighted by pi / pi_old, the samples of pi_old average as if pi had drawn them.
-So the same samples can serve several steps. At ratio 1 the gradient of ratio A is that of A log pi.
+The ratio is an importance weight. pi_old drew the samples. After one optimiser step the policy has
+changed to pi, and would draw others. A token that is now twice as likely would come twice as often,
+so it counts twice: weighted by pi / pi_old, the mean of A over samples of pi_old is that over
+samples of pi. (It corrects for each token alone, not for the tokens before it, so pi must stay near
+pi_old.) So the same samples can serve several optimiser steps. At ratio 1 the gradient of ratio A
+is that of A log pi, since grad ratio = ratio grad log pi.
 
-The clip bounds how far one batch of samples may push a token, for they say little about a policy
-far from pi_old. It acts beyond c, clip_range, on the side to which A pushes, and there alone:
+The clip limits how far one batch of samples may push a token, for they say little about a policy
+far from pi_old. It acts only where A has pushed the ratio more than c, clip_range, away from 1:
 
                      A > 0, pushed up              A < 0, pushed down
     ratio > 1 + c    no gradient: far enough       gradient: it brings the ratio back
     ratio < 1 - c    gradient: it brings it back   no gradient: far enough
 
-It cuts gradients alone: shared weights and momentum may move the token on. With one step per batch,
-the default, the ratio is 1 up to rounding, and the clip has nothing to do.
+It removes the gradient of that token. It does not fix the ratio: shared weights and momentum may
+move the token on.
 
 The KL term holds the policy near ref, the reference: the model before training. Otherwise it may
-end at pictures that please the reward alone. The reference costs no memory: the policy is a frozen
-base plus a LoRA adapter, so the base with its adapter off is the reference. compute_grpo_loss says
-why the term is k3 and not log(pi/ref).
+end at pictures that score high and look wrong. The reference costs no memory: the policy is a
+frozen base plus a LoRA adapter, which changes nothing at first, so the base with its adapter off is
+the reference. compute_grpo_loss says why the term is k3 and not log(pi/ref).
 
-A training step has six parts; examples/pictures.py has them in a whole trainer:
+GRPOSettings begins with one optimiser step per batch and kl_coef 0. Then the ratio is 1 up to
+rounding, the clip has nothing to do, and the gradient is that of the first loss above.
+
+A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
     groups = policy.sample(prompts, G, seed)  # 1. G sequences per prompt, with log pi_old
     rewards = ...                             # 2. paint and score: in train.py, or your own
@@ -52,7 +58,7 @@ A training step has six parts; examples/pictures.py has them in a whole trainer:
     policy.add_reference(groups)              # 4. log ref of the same tokens, in one pass
     metrics = policy.update(groups)           # 4. log pi, with a gradient; 5. loss; 6. optimiser
 
-Advantages, loss and class GRPO are the algorithm. Below them stands how a language model recomputes
+Advantages, loss and class GRPO are the algorithm. After them comes how a language model recomputes
 log-probs and samples, then class Offload, by which models take turns on a GPU, and the rest:
 padding, texts that end, guards against silent mistakes. Nothing here depends on GLM-Image:
 docs/copying.md trains a text model with this file alone, and has the lines to change for another
@@ -75,7 +81,7 @@ class GRPOSettings:
 
     # sequences per pass in parts 4 to 6, at most a group; fewer take less memory
     micro_batch_size: int = 4
-    # optimiser steps on each step's samples; above 1 the ratios leave 1, and the clip can act
+    # optimiser steps on the same samples; above 1 the ratios leave 1, and the clip can act
     iterations: int = 1
     # how far a ratio may be pushed from 1 before its gradient is cut
     clip_range: float = 0.2
@@ -83,7 +89,7 @@ class GRPOSettings:
     kl_coef: float = 0.0
     # divides the logits, in sampling and in recomputing log-probs
     temperature: float = 1.0
-    # sample from the likeliest tokens that make up this share
+    # sample from the fewest likeliest tokens whose probabilities add up to this; 1: from all
     top_p: float = 1.0
     # the tokens that end a text; pictures have none
     end_ids: tuple = ()
@@ -101,7 +107,7 @@ class Group:
     position_ids: torch.Tensor | None  # (3, L+T)
     tokens: torch.Tensor  # (G, T)
     old_logprobs: torch.Tensor  # (G, T)
-    # Of the V ids that may be sampled, those that top-p kept, at each place.
+    # At each place, True for the ids that top-p kept, of the V ids that may be sampled.
     nucleus: torch.Tensor | None = None  # (G, T, V) bool
     # 1 for tokens that count. None: all count.
     mask: torch.Tensor | None = None  # (G, T)
@@ -202,10 +208,12 @@ def compute_grpo_loss(
     k3 = torch.full_like(ratio, math.nan)  # not measured
     if ref_logprobs is not None:
         # Over samples of pi, log(pi/ref) has the mean KL(pi || ref). As a loss it would pull
-        # nowhere: the mean of its gradient, grad log pi, is sum(pi grad log pi) = grad sum(pi) =
-        # grad 1 = 0. k3 (Schulman 2020, "Approximating KL divergence") adds ref/pi - 1. The mean of
-        # that is sum(ref - pi) = 0, so the mean of k3 is KL(pi || ref), too. But the mean of
-        # its gradient is -sum(ref grad log pi), that of cross-entropy with ref as the target.
+        # nowhere. Autograd takes the drawn tokens as fixed, so the mean of its gradient, grad log
+        # pi, is sum(pi grad log pi) = grad sum(pi) = grad 1 = 0. k3 (Schulman 2020, "Approximating
+        # KL divergence") adds ref/pi - 1, whose mean is sum(ref - pi) = 0: k3 has the same mean.
+        # Its gradient is (1 - ref/pi) grad log pi: it lowers a token that pi makes likelier than
+        # ref, and raises a token that pi makes less likely. The mean of that is the gradient of
+        # KL(ref || pi), which also is least where pi is ref.
         log_ref = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         # expm1(x) is exp(x) - 1 without cancellation: near 0 that is rounding, and may be negative.
         k3 = torch.expm1(log_ref) - log_ref
