@@ -118,13 +118,15 @@ def test_a_resumed_run_equals_the_uninterrupted_one(judged, whole, capsys):
     changed = (
         "warning: the file of mine.py:reward has changed since the run began; a copy is in run/s"
     )
+    load = lambda: load_from_file("mine.py:reward")([1, 2], ["a"] * 2, None)
+    assert load().any()
     write_reward("return torch.zeros(len(images))")
     moved = "--reward mine.py:reward"
     assert (
         resume("run", moved) == 0 and changed in capsys.readouterr().out and changed not in output
     )
     # And now it is what scores, in this process too.
-    assert not load_from_file("mine.py:reward")([1, 2], ["a"] * 2, None).any()
+    assert not load().any()
 
 
 def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, monkeypatch, capsys):
