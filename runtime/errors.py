@@ -24,7 +24,7 @@ def say(line):
     """Prints a line, above the bars; no run ends because its terminal, or a pipe, was closed."""
     try:
         tqdm.write(line)
-        sys.stdout.flush()
+        print(end="", flush=True)  # a program may have set sys.stdout to None
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
