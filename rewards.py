@@ -291,12 +291,12 @@ def score(rewards, images, prompts, targets=None, **more):
     columns = {"prompts": prompts, "targets": targets or [None] * len(prompts), **more}
     values = {}
     for name, reward in rewards.items():
-        # Copies, a picture's own each: what a reward does to them, no other sees.
-        own = {"images": [deepcopy(image) for image in images]}
+        # Copies: what a reward does to them, no other reward sees.
+        copies = {"images": [deepcopy(image) for image in images]}
         for key, column in columns.items():
-            own[key] = [deepcopy(x) for x in column for _ in range(group_size)]
-        given = [own.pop(key) for key in ("images", "prompts", "targets")]
-        answer = reward(*given, **own, group_size=group_size)
+            copies[key] = [deepcopy(x) for x in column for _ in range(group_size)]
+        given = [copies.pop(key) for key in ("images", "prompts", "targets")]
+        answer = reward(*given, **copies, group_size=group_size)
         try:
             numbers = as_numbers(answer)
         except (TypeError, ValueError, RuntimeError):

@@ -62,10 +62,10 @@ def decoder_step(run, settings, rewards, prompts, seed):
     # 3. A painting is compared among the K of the same codes, at each denoising step.
     reward = combine(raw_rewards, weights, paintings, settings.combine)
     set_advantages(paths, repeat_for_steps(reward, paths))
-    own = learn(run, decoder, run.glm_image.pipe.transformer, paths, "decoder/")  # 4 to 6
+    of_decoder = learn(run, decoder, run.glm_image.pipe.transformer, paths, "decoder/")  # 4 to 6
 
-    metrics |= own | {"entropy": train.entropy(groups)}
-    metrics["skipped"] += own["decoder/skipped"]
+    metrics |= of_decoder | {"entropy": train.entropy(groups)}
+    metrics["skipped"] += of_decoder["decoder/skipped"]
     return NestedRollout(prompts, groups, images, raw_rewards, paths, paintings), metrics
 
 
@@ -164,9 +164,9 @@ class DecoderRecord(Record):
         count = self.settings.paintings
         rewards = {name: x.double().unflatten(1, (-1, count)) for name, x in rewards.items()}
         means = {name: x.nanmean(2) for name, x in rewards.items()}
-        own = reward_metrics({"reward": rewards["reward"].flatten(0, 1)})
-        own = {"decoder/reward_std": own["reward_std"], "unscored": own["unscored"]}
-        return reward_metrics(means) | own
+        flat = reward_metrics({"reward": rewards["reward"].flatten(0, 1)})
+        flat = {"decoder/reward_std": flat["reward_std"], "unscored": flat["unscored"]}
+        return reward_metrics(means) | flat
 
 
 @dataclass
@@ -198,8 +198,8 @@ class DecoderRun(train.Run):
 
     @property
     def trainers(self):
-        own = {"decoder-adapter": self.decoder}
-        return {**super().trainers, **own} if self.policy_learns else own
+        decoder = {"decoder-adapter": self.decoder}
+        return {**super().trainers, **decoder} if self.policy_learns else decoder
 
     def set_learning_rates(self, settings, step):
         train.set_learning_rate(self.decoder, settings.decoder_lr, settings.warmup_steps, step)

@@ -80,7 +80,7 @@ class GlmImage:
         self.adapt_decoder(settings, device, folders.get("decoder-adapter"))
 
     def adapt_decoder(self, settings, device, folder):
-        """An adapter that examples/train_decoder.py has left paints along, and does not learn."""
+        """Loads the decoder adapter of examples/train_decoder.py, if there is one, frozen."""
         if folder:
             add_adapter(self.pipe.transformer, "decoder", None, folder)
             self.pipe.transformer.requires_grad_(False)
@@ -169,14 +169,15 @@ def latent_scaling(vae):
 # ---- LoRA adapters -------------------------------------------------------------------------------
 
 
-def add_adapter(module, half, rank, folder=None):
-    """The module with an adapter that learns, float32 even over a bfloat16 base; the reference.
+def add_adapter(module, targets, rank, folder=None):
+    """Returns the module with an adapter that learns, and the reference for GRPO.
 
-    half: "codes" or "decoder". The adapter is a new one, and the reference None, the module without
-    it, see GRPO; or it is read from a folder, and the reference is a frozen copy of it.
+    The adapter is float32, even over a bfloat16 base. A new adapter goes to the layers of
+    LORA_TARGETS[targets], and the reference is None: the module without it. An adapter that is read
+    from a folder has its own layers and rank, and the reference is a frozen copy of it.
     """
     if folder is None:
-        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_TARGETS[half])
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_TARGETS[targets])
         return get_peft_model(module, lora), None
     with readable(f"use the adapter {folder}"):
         config = PeftConfig.from_pretrained(folder)

@@ -91,11 +91,13 @@ def score_prompts(run, settings, rewards, prompts, seed, stop=None, shares=None)
     """
 
     def make(settings, rewards, some, seed):
-        own = settings.for_evaluation()
+        deployed = settings.for_evaluation()
         with run.machine.phase("sample", run.policy.model):
-            groups = run.policy.sample(run.glm_image.encode(some, own), own.group_size, seed)
+            groups = run.policy.sample(
+                run.glm_image.encode(some, deployed), deployed.group_size, seed
+            )
             others = [share_of_other_ids(run.policy, group) for group in groups[:4]]
-        return *run.paint_and_score(own, rewards, some, groups, seed), others
+        return *run.paint_and_score(deployed, rewards, some, groups, seed), others
 
     # On a CPU a pass costs much and a row of it little: fewer, larger passes.
     at_once = settings.prompts_per_step * (4 if run.machine.device.type == "cpu" else 1)
@@ -167,8 +169,8 @@ def evaluation_metrics(name, rewards, types):
     if len({*types}) == 1:
         return metrics
     for kind in dict.fromkeys(types):
-        own = [each == kind for each in types]
-        of_kind = {reward: values[own] for reward, values in rewards.items()}
+        rows = [each == kind for each in types]
+        of_kind = {reward: values[rows] for reward, values in rewards.items()}
         metrics[f"{name}, {kind}"] = means_and_errors(of_kind)
     whole, *kinds = metrics.values()
     mean = metrics[f"{name}, mean of types"] = dict(whole)

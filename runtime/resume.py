@@ -190,8 +190,8 @@ def hashes_of(prompts, prefix):
     for name in ("targets", "sources"):
         pictures = [prompt.for_rewards().get(name) for prompt in prompts]
         if any(pictures):
-            own = [sha256(picture.tobytes() if picture else b"").digest() for picture in pictures]
-            hashes[prefix + name] = sha256(b"".join(own)).hexdigest()
+            each = [sha256(picture.tobytes() if picture else b"").digest() for picture in pictures]
+            hashes[prefix + name] = sha256(b"".join(each)).hexdigest()
     return hashes
 
 

@@ -58,7 +58,12 @@ QUICK = ["--model", str(TINY), *QUICK.split(), "--eval-reward", "", "--lr", "2e-
 
 def pytest_configure(config):
     # Of one library about another.
-    for warning in ("ignore::FutureWarning", "ignore:.*torch.jit:DeprecationWarning"):
+    for warning in (
+        "ignore::FutureWarning",
+        "ignore:.*torch.jit:DeprecationWarning",
+        "ignore:.*converting a masked element to nan:UserWarning",
+        "ignore:.*save_embedding_layers:UserWarning",
+    ):
         config.addinivalue_line("filterwarnings", warning)
     if "s" not in config.option.reportchars:
         config.option.reportchars += "s"  # at the end, why tests were skipped
