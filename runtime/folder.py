@@ -15,7 +15,6 @@ from runtime import checkpoints, ranks, resume
 from runtime.checkpoints import ADAPTERS
 from runtime.errors import say, writing
 from runtime.jsonl import as_lines, read_jsonl
-from runtime.model_card import write_cards
 
 RECORDS = "metrics", "groups", "evaluation"  # .jsonl
 SAVE_SECONDS = 600  # a kill costs that much at most, or one step
@@ -115,6 +114,8 @@ class RunFolder:
     def export(self, glm_image):
         """The adapters of the last checkpoint, for other programs and people to load."""
         if self.writes:
+            from runtime.model_card import write_cards  # training needs nothing of it
+
             with writing(self.out):
                 adapters = checkpoints.find_adapters(checkpoints.find(self.out)[-1])
                 checkpoints.copy_adapters(adapters, self.out)
