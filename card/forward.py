@@ -48,7 +48,7 @@ def grouped_attention(module, query, key, value, attention_mask, scaling=None, *
     for GLM-Image. Two products and a softmax take 19 us per layer on an H100, the kernel of
     scaled_dot_product_attention 68: it has B*K queries to share out among 132 multiprocessors.
     """
-    if query.shape[2] > 1:
+    if query.shape[2] > 1 or attention_mask is None:
         inputs = module, query, key, value, attention_mask
         return sdpa_attention_forward(*inputs, scaling=scaling, **options)
     rows = query.view(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, K, H / K, D)

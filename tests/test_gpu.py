@@ -360,6 +360,10 @@ def test_grouped_attention_equals_repeated_heads():
     expected = scaled_dot_product_attention(query, *repeated, mask, scale=0.3).transpose(1, 2)
     output, _ = grouped_attention(None, query, key, value, mask, scaling=0.3)
     torch.testing.assert_close(output, expected)  # (2, 1, 8, 16)
+    # A prompt of a single token has no mask.
+    grouped, alone = SimpleNamespace(num_key_value_groups=4, is_causal=True), (key[:, :, :1],) * 2
+    output, _ = grouped_attention(grouped, query, *alone, None, scaling=0.3)
+    torch.testing.assert_close(output, alone[1].repeat_interleave(4, 1).transpose(1, 2))
 
 
 class RecordedGraph:
