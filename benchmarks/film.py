@@ -14,7 +14,7 @@ from PIL import Image
 from benchmarks import command
 from runtime.errors import readable
 from viewer.run import is_wrong, read
-from viewer.sheets import draw_grid
+from viewer.sheets import draw_grid, side_by_side
 
 
 def evaluations(folder):
@@ -43,10 +43,7 @@ def frame(step, share, rows):
     when = f"after {step} steps" if step else "before training"
     left = draw_grid(f"{when}: {sum(verdicts)} of {len(verdicts)} correct", rows[:half])
     right = draw_grid(f"all held-out captions: {share:.0%} correct", rows[half:])
-    both = Image.new("RGB", (left.width + right.width, left.height), "white")
-    both.paste(left, (0, 0))
-    both.paste(right, (left.width, 0))
-    return both.reduce(2)
+    return side_by_side(left, right).reduce(2)
 
 
 def main(run, file):

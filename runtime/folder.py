@@ -14,9 +14,8 @@ from rewards import UserError
 from runtime import checkpoints, ranks, resume
 from runtime.checkpoints import ADAPTERS
 from runtime.errors import say, writing
-from runtime.jsonl import as_lines, read_jsonl
+from runtime.jsonl import RECORDS, as_lines, read_jsonl
 
-RECORDS = "metrics", "groups", "evaluation"  # .jsonl
 SAVE_SECONDS = 600  # a kill costs that much at most, or one step
 
 

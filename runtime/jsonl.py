@@ -2,6 +2,8 @@
 
 import json
 
+RECORDS = "metrics", "groups", "evaluation"  # .jsonl files of a run
+
 
 def read_jsonl(path):
     """The records in a file. Damaged lines are left out."""

@@ -138,9 +138,8 @@ def evaluation(settings, evaluations):
     """The table of the last one beside that before training, if there was any."""
     if not evaluations:
         return ""
-    rewards = parse_rewards(settings.reward)
-    judges = parse_rewards(settings.eval_reward, rewards)
+    by_type = evaluations[-1].get("judge") or next(iter(parse_rewards(settings.reward)))
     sides = [each for each in evaluations if each["step"] in (0, evaluations[-1]["step"])]
-    _, table = evaluation_table(sides, next(iter(judges | rewards))).split("\n", 1)
+    _, table = evaluation_table(sides, by_type).split("\n", 1)
     words = "Before -> after training; mean +- standard error over prompts."
     return f"\n## Evaluation\n\n{words}\n\n{table}\n"

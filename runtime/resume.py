@@ -64,12 +64,13 @@ def absolute(values):
         return f"{Path(file).absolute()}{colon}{function}" if Path(file).exists() else path
 
     def item(text):  # of --reward
-        for reward in parse_rewards(text).values():
-            name, equals, folder = reward.source.partition("=")
-            source = f"{name}={place(folder)}" if equals else place(name)
-            known = reward.source in text  # else it begins with ~
-            return text.replace(reward.source, source) if known else f"{source}:{reward.weight}"
-        return text
+        if not (rewards := parse_rewards(text)):  # "none"
+            return text
+        (reward,) = rewards.values()
+        name, equals, folder = reward.source.partition("=")
+        source = f"{name}={place(folder)}" if equals else place(name)
+        known = reward.source in text  # else it begins with ~
+        return text.replace(reward.source, source) if known else f"{source}:{reward.weight}"
 
     changed = {name: place(values[name]) for name in {*PATHS, "model"} if values.get(name)}
     for name in REWARD_FLAGS:

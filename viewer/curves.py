@@ -3,9 +3,10 @@
 import math
 from html import escape
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import stdev
 
 from runtime.words import shown_names, with_error
+from viewer.run import mean_of
 
 WIDTH, HEIGHT = 320, 190  # of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 26, 24  # what surrounds its curves
@@ -24,7 +25,7 @@ STYLE = Path(__file__).with_name("style.css").read_text()
 def reward_panels(run):
     """A panel for each reward: of the steps, and of both sets of an evaluation."""
     panels = []
-    for name in shown_names(run.evaluations[-1]["held out"]):
+    for name in shown_names(run.last["held out"]):
         curves = {"step": step_points(run, name)}
         curves |= {each: evaluation_points(run, each, name) for each in ("training", "held out")}
         panels.append(panel(name.removeprefix("reward/"), curves))
@@ -33,9 +34,8 @@ def reward_panels(run):
 
 def type_panels(run, name):
     """A panel for each type of prompts, of the reward of this name."""
-    last = run.evaluations[-1]
     panels = []
-    for label in dict.fromkeys(key.partition(", ")[2] for key in last if ", " in key):
+    for label in run.types:
         sets = {each: f"{each}, {label}" for each in ("training", "held out")}
         curves = {each: evaluation_points(run, key, name) for each, key in sets.items()}
         panels.append(panel(label, curves))
@@ -61,8 +61,8 @@ def step_points(run, name):
     for numbers in run.metrics:
         step, means = numbers["step"], []
         for group in groups.get(numbers["step"], []):
-            known = [value for value in group.get(name, []) if value is not None]
-            means += [mean(known)] if known else []
+            known = mean_of(group.get(name, []))
+            means += [] if known is None else [known]
         error = stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
         points.append((step, numbers.get(name), error))
     return points

@@ -4,9 +4,9 @@ import math
 from html import escape
 from urllib.parse import quote
 
-from runtime.words import counted, format_number, shown_names
+from runtime.words import counted, format_number, shown_names, with_error
 from viewer import curves
-from viewer.run import is_wrong
+from viewer.run import is_wrong, mean_of
 from viewer.sheets import spread
 
 STEPS = 200  # steps whose groups are on the page, at most
@@ -63,10 +63,11 @@ def rewards(run):
 def by_type(run):
     """The judge, or a run's reward, for each type of prompts."""
     name = run.judge or "reward"
-    labels = dict.fromkeys(key.partition(", ")[2] for key in run.last if ", " in key)
-    if not labels:
+    if not run.types:
         return ""
-    rows = {each: [change(run, f"{prompts}, {each}", name) for prompts in SETS] for each in labels}
+    rows = {
+        each: [change(run, f"{prompts}, {each}", name) for prompts in SETS] for each in run.types
+    }
     return (
         quiet(escape(name.removeprefix("reward/")))
         + table(rows)
@@ -77,11 +78,7 @@ def by_type(run):
 def change(run, prompts, name):
     """'0.542 ± 0.060 → 0.948 ± 0.018', of a reward before training and after."""
     sides = [each for each in run.sides if name in each.get(prompts, {})]
-    return " → ".join(with_error(*each[prompts][name]) for each in sides)
-
-
-def with_error(mean, error):
-    return format_number(mean) + ("" if error is None else f" ± {format_number(error)}")
+    return " → ".join(with_error(*each[prompts][name]) for each in sides).replace("+-", "±")
 
 
 def table(rows):
@@ -154,11 +151,6 @@ def fallen(run, judge):
     if parts:
         about = "Pictures shown with a higher reward than their prompt had before, and a lower"
     return quiet(f"{about} {escape(judge.removeprefix('reward/'))}:") + row_of(parts[:PICTURES], 4)
-
-
-def mean_of(values):
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 # ---- pictures ------------------------------------------------------------------------------------

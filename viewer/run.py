@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from runtime.jsonl import read_jsonl
+from runtime.jsonl import RECORDS, read_jsonl
 
 
 class CannotShow(Exception):
@@ -46,6 +46,11 @@ class Run:
         return f"reward/{self.last['judge']}" if self.last.get("judge") else None
 
     @property
+    def types(self):
+        """The types of prompts in the last evaluation, and "mean of types"; [] without types."""
+        return [*dict.fromkeys(key.partition(", ")[2] for key in self.last if ", " in key)]
+
+    @property
     def columns(self):
         """How many pictures of a group stand in a row: with --train both, those of equal codes."""
         both = self.settings.get("train") == "both"
@@ -77,14 +82,18 @@ def read(out):
         raise CannotShow(f"no run is in {out}: name the folder of a run, such as runs/1")
     try:
         settings = json.loads((out / "settings.json").read_text())
-        records = [
-            read_jsonl(out / f"{name}.jsonl") for name in ("metrics", "groups", "evaluation")
-        ]
+        records = [read_jsonl(out / f"{name}.jsonl") for name in RECORDS]
     except (OSError, ValueError) as error:
         raise CannotShow(f"cannot read the run in {out} ({error})") from error
     if not records[-1]:
         raise CannotShow(f"the run in {out} has no evaluation yet: ask again when it has one")
     return Run(out, settings, *records)
+
+
+def mean_of(values):
+    """The mean of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def is_wrong(evaluation, shown, j):

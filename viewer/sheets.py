@@ -53,10 +53,13 @@ def before_after(run, sheets):
     last = run.open(sheets[max(sheets)])
     if 0 not in sheets or max(sheets) == 0:
         return last
-    first, last = run.open(sheets[0]), last.crop((LABELS - 24, 0, *last.size))
-    both = Image.new("RGB", (first.width + last.width, max(first.height, last.height)), "white")
-    both.paste(first, (0, 0))
-    both.paste(last, (first.width, 0))
+    return side_by_side(run.open(sheets[0]), last.crop((LABELS - 24, 0, *last.size)))
+
+
+def side_by_side(left, right):
+    both = Image.new("RGB", (left.width + right.width, max(left.height, right.height)), "white")
+    both.paste(left, (0, 0))
+    both.paste(right, (left.width, 0))
     return both
 
 
