@@ -37,6 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
 import train
+from benchmarks import token_step
 from card import memory as gpu
 from card import token_forward
 from card.forward import (
@@ -563,6 +564,36 @@ def test_a_compiled_step_follows_the_adapter_and_its_cache_is_free_at_once(
         assert keys() is None
     finally:
         gc.enable()
+
+
+def test_the_benchmark_times_a_token_in_each_of_its_forms(monkeypatch, capsys):
+    """With sizes that a CPU has in place of the released ones, uncompiled."""
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    text = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 1, "rope_parameters": rope}
+    text |= {"vocab_size": 16384, "pad_token_id": 0, "eos_token_id": 0}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+    small = {"text_config": text, "vision_config": vision, "vq_config": {"num_embeddings": 8}}
+    monkeypatch.setattr(token_step, "SIZES", {token_step.POLICY: small})
+    for name, size in {"LAYERS": 1, "ROWS": 2, "CODES": 3}.items():
+        monkeypatch.setattr(token_step, name, size)
+    forms, build = [], token_step.build
+
+    def seen(*form):
+        model, forward = build(*form)
+        names = [name for name, layer in model.named_modules() if type(layer) is SummedLinear]
+        attention = forward.config.get_text_config()._attn_implementation
+        forms.append((*(sum(f"lora_{x}" in name for name in names) for x in "AB"), attention))
+        return model, forward
+
+    monkeypatch.setattr(token_step, "build", seen)
+    token_step.main()
+    assert forms[1:4] == [(6, 6, "grouped"), (6, 0, "grouped"), (0, 0, "grouped")]
+    assert (forms[0], forms[4]) == ((0, 0, "grouped"), (6, 6, "sdpa"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ms: ")[1] for line in lines] == [*token_step.FORMS]
+    assert all(float(line.split()[0]) > 0 for line in lines)
 
 
 # ---- what fails is left out ----------------------------------------------------------------------
