@@ -51,6 +51,13 @@ def decoder_step(run, settings, rewards, prompts, seed):
     with run.machine.phase("score"):  # 2. score
         raw_rewards = score(rewards, images, **for_rewards(prompts))
 
+    # 3. A painting is compared among the K of the same codes, at each denoising step.
+    reward = combine(raw_rewards, weights, paintings, settings.combine)
+    set_advantages(paths, repeat_for_steps(reward, paths))
+    # The decoder learns first, for its update takes the most memory. If memory runs out there,
+    # nothing has learned yet, and the step can be made again.
+    of_decoder = learn(run, decoder, run.glm_image.pipe.transformer, paths, "decoder/")  # 4 to 6
+
     metrics = {"skipped": 0}
     if settings.train == "both":
         # 3. A code sequence has the mean reward of its K paintings, among the G of its prompt. In
@@ -58,11 +65,6 @@ def decoder_step(run, settings, rewards, prompts, seed):
         means = {name: x.double().view(-1, paintings).nanmean(1) for name, x in raw_rewards.items()}
         set_advantages(groups, combine(means, weights, sequences, settings.combine))
         metrics = learn(run, policy, policy.model, groups)  # 4 to 6
-
-    # 3. A painting is compared among the K of the same codes, at each denoising step.
-    reward = combine(raw_rewards, weights, paintings, settings.combine)
-    set_advantages(paths, repeat_for_steps(reward, paths))
-    of_decoder = learn(run, decoder, run.glm_image.pipe.transformer, paths, "decoder/")  # 4 to 6
 
     metrics |= of_decoder | {"entropy": train.entropy(groups)}
     metrics["skipped"] += of_decoder["decoder/skipped"]

@@ -28,6 +28,7 @@ import grpo
 from benchmarks import random_weights
 from card import memory as gpu
 from card.memory import Machine
+from glm_image.decoder import DecoderGRPO
 from glm_image.model import GlmImage
 from grpo import GRPO, Offload
 from rewards import Reward
@@ -149,6 +150,16 @@ def test_models_take_turns_first_then_micro_batches_are_halved(
 @pytest.fixture
 def lockable(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+
+
+def test_of_both_halves_the_larger_learns_first(quick, monkeypatch, capsys):
+    """If memory runs out in the decoder's update, neither half has moved: the step is made again."""
+    flags = "--train both --paintings 2 --decode-steps 3 --kl-coef 0 --steps 1"
+    assert quick(*write_reward(DRAWS), flags, "--micro-batch-size 1 --out undisturbed") == 0
+    runs_out(monkeypatch, DecoderGRPO, "logprobs", [1])
+    assert quick(*write_reward(DRAWS), flags, "--micro-batch-size 2 --offload no --out run") == 0
+    assert memory_lines(capsys) == [full("decoder/update", "--micro-batch-size is 1")]
+    assert records("run/metrics.jsonl") == records("undisturbed/metrics.jsonl")
 
 
 def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys):

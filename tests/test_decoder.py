@@ -271,13 +271,13 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
     number = {"number": rewards.Reward("number", 1.0, number)}
     rolled, metrics = train_decoder.decoder_step(run, settings, number, prompts, 5)
     # Several rewards are made alike among those that are compared.
-    assert calls == [(3, "zscore"), (4, "zscore")]
+    assert calls == [(4, "zscore"), (3, "zscore")]
     assert given["prompts"] == [text for text in PROMPTS for _ in range(12)]
     assert given["targets"] == [red] * 12 + [blue] * 12
     assert given["images"] == len(rolled.images) == 24
     assert metrics["decoder/skipped"] == 1 and metrics["skipped"] == 2
     values, moves_each = values.double().view(6, 4), settings.decode_steps - 1
-    compared = [*values.nanmean(1).view(2, 3), *values.repeat_interleave(moves_each, 0)]
+    compared = [*values.repeat_interleave(moves_each, 0), *values.nanmean(1).view(2, 3)]
     for own, group in zip(compared, learned, strict=True):
         by_hand = ((own - own.nanmean()) / (own[~own.isnan()].std() + 1e-6)).nan_to_num(0)
         torch.testing.assert_close(group.advantages, by_hand.float(), atol=1e-4, rtol=0)
