@@ -12,8 +12,8 @@ pi(token) is the probability that the policy gives a token, after the prompt and
 it. So the loss is cross-entropy on the policy's own samples, weighted by A: what beats its group is
 imitated, the rest is avoided. mean(R) is the baseline, the reward to expect for this prompt.
 Without it, rewards of 9 and 10 would push both samples up, and which pictures happened to be
-sampled would matter more than which are better. Dividing by std(R) makes all prompts count alike. A
-group of equal rewards teaches nothing: A = 0.
+sampled would matter more than which are better. Dividing by std(R) makes all prompts count alike,
+however little their rewards differ. A group of equal rewards teaches nothing: A = 0.
 
 The oldest such method, REINFORCE, is this loss with A = R. PPO adds three things: a second network,
 which learns to predict the baseline; the ratio; and the clip. GRPO takes the group's mean in place
@@ -27,36 +27,40 @@ of that network, keeps the ratio and the clip, and adds a KL term to the loss:
 
 The ratio is an importance weight. pi_old drew the samples. After one optimiser step the policy has
 changed to pi, and would draw others. A token that is now twice as likely would come twice as often,
-so it counts twice: weighted by pi / pi_old, the mean of A over samples of pi_old is that over
-samples of pi. (It corrects for each token alone, not for the tokens before it, so pi must stay near
-pi_old.) So the same samples can serve several optimiser steps. At ratio 1 the gradient of ratio A
-is that of A log pi, since grad ratio = ratio grad log pi.
+so it counts twice: weighted by pi / pi_old, the mean of A over samples of pi_old is the mean over
+samples of pi, which training is to raise. (The ratio corrects for its own token, not for the tokens
+before it, so pi must stay near pi_old.) So the same samples can serve several optimiser steps. The
+gradient of ratio A is ratio A grad log pi: at ratio 1 the gradient of A log pi, the first loss.
 
 The clip limits how far one batch of samples may push a token, for they say little about a policy
-far from pi_old. It acts only where A has pushed the ratio more than c, clip_range, away from 1:
+far from pi_old. It acts only where the ratio is more than c, clip_range, from 1 on the side to
+which A pushes:
 
-                     A > 0, pushed up              A < 0, pushed down
+                     A > 0, pushes up              A < 0, pushes down
     ratio > 1 + c    no gradient: far enough       gradient: it brings the ratio back
     ratio < 1 - c    gradient: it brings it back   no gradient: far enough
 
-It removes the gradient of that token. It does not fix the ratio: shared weights and momentum may
-move the token on.
+There it removes the gradient of the token's first term; the KL term keeps its own. A clamp without
+the min would remove all four gradients, also from a token that has moved the wrong way. The clip
+does not fix the ratio: shared weights and momentum may move the token on.
 
 The KL term holds the policy near ref, the reference: the model before training. Otherwise it may
-end at pictures that score high and look wrong. The reference costs no memory: the policy is a
-frozen base plus a LoRA adapter, which changes nothing at first, so the base with its adapter off is
-the reference. compute_grpo_loss says why the term is k3 and not log(pi/ref).
+end at pictures that score high and look wrong. The reference costs a pass over the samples, but no
+memory: the policy is a frozen base plus a LoRA adapter, which changes nothing at first, so the base
+with its adapter off is the reference. Why k3, and not log(pi/ref): see compute_grpo_loss.
 
-GRPOSettings begins with one optimiser step per batch and kl_coef 0. Then the ratio is 1 up to
-rounding, the clip has nothing to do, and the gradient is that of the first loss above.
+The defaults of GRPOSettings are one optimiser step per batch and kl_coef 0 (train.py has others).
+With one step the ratio is 1 up to rounding, and the clip has nothing to do.
 
 A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
     groups = policy.sample(prompts, G, seed)  # 1. G sequences per prompt, with log pi_old
     rewards = ...                             # 2. paint and score: in train.py, or your own
     set_advantages(groups, rewards)           # 3. z-scores within each group
-    policy.add_reference(groups)              # 4. log ref of the same tokens, in one pass
+    policy.add_reference(groups)              # 4. log ref of the same tokens
     metrics = policy.update(groups)           # 4. log pi, with a gradient; 5. loss; 6. optimiser
+
+Part 4 computes log pi again, for sampling keeps no graph through which a gradient could flow.
 
 Advantages, loss and class GRPO are the algorithm. After them comes how a language model recomputes
 log-probs and samples, then class Offload, by which models take turns on a GPU, and the rest:
@@ -79,7 +83,7 @@ from transformers.generation.logits_process import TopPLogitsWarper
 class GRPOSettings:
     """Settings of the algorithm."""
 
-    # sequences per pass in parts 4 to 6, at most a group; fewer take less memory
+    # sequences per pass in parts 4 and 5, at most a group; fewer take less memory
     micro_batch_size: int = 4
     # optimiser steps on the same samples; above 1 the ratios leave 1, and the clip can act
     iterations: int = 1
@@ -89,7 +93,7 @@ class GRPOSettings:
     kl_coef: float = 0.0
     # divides the logits, in sampling and in recomputing log-probs
     temperature: float = 1.0
-    # sample from the fewest likeliest tokens whose probabilities add up to this; 1: from all
+    # sample from the fewest likeliest tokens with at least this probability together; 1: from all
     top_p: float = 1.0
     # the tokens that end a text; pictures have none
     end_ids: tuple = ()
@@ -137,14 +141,13 @@ def compute_advantages(rewards, group_size, eps=1e-6):
 def centre_groups(rewards, group_size):
     """The rewards less the mean of their group, (N, G) float64, and each group's std, (N, 1).
 
-    The mean is the baseline. The std is the unbiased one, over G - 1. NaN stays NaN, and is not
-    counted.
+    The mean is the baseline. The variance divides by G - 1. NaN stays NaN, and is not counted.
     """
     rewards = torch.as_tensor(rewards, device="cpu")
     if rewards.ndim != 1 or group_size < 2 or rewards.isinf().any():
         raise ValueError(f"rewards {tuple(rewards.shape)}: give (N*G,), G > 1, none infinite")
     # In float64 the mean of equal float32 numbers is exact, and their std is 0. In float32 eight
-    # rewards of 9.9 would get advantages of 0.47: one rounding error divided by another.
+    # rewards of 9.9 would get advantages of 0.47, from a rounding error alone.
     groups = rewards.float().double().view(-1, group_size)  # (N, G)
     centred = groups - groups.nanmean(dim=1, keepdim=True)
     count = (~groups.isnan()).sum(dim=1, keepdim=True)
@@ -184,12 +187,12 @@ def compute_grpo_loss(
             None: all count. A sample of which no token counts adds 0 to the mean.
         clip_range: a ratio beyond 1 +- this, in the direction the advantage pushes, gets no further
             gradient.
-        kl_coef: weight of k3, by torch.expm1; above 0 it needs `ref_logprobs`.
+        kl_coef: weight of the KL term; above 0 it needs `ref_logprobs`.
 
     Returns: the loss, a scalar, and metrics as floats: loss, policy_loss, kl (nats per token; NaN
-    without a reference), clip_fraction (share of tokens whose gradient was cut), ratio_mean, and
+    without a reference), clip_fraction (share of tokens that were clipped), ratio_mean, and
     mean_logprob_gap and max_logprob_gap, of |new - old|: before the first step it is rounding,
-    between sampling with a cache and recomputing in one pass. ValueError for other shapes:
+    between sampling token by token and recomputing all tokens at once. ValueError for other shapes:
     _check_loss.
     """
     _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef)
@@ -207,13 +210,16 @@ def compute_grpo_loss(
 
     k3 = torch.full_like(ratio, math.nan)  # not measured
     if ref_logprobs is not None:
-        # Over samples of pi, log(pi/ref) has the mean KL(pi || ref). As a loss it would pull
-        # nowhere. Autograd takes the drawn tokens as fixed, so the mean of its gradient, grad log
-        # pi, is sum(pi grad log pi) = grad sum(pi) = grad 1 = 0. k3 (Schulman 2020, "Approximating
-        # KL divergence") adds ref/pi - 1, whose mean is sum(ref - pi) = 0: k3 has the same mean.
-        # Its gradient is (1 - ref/pi) grad log pi: it lowers a token that pi makes likelier than
-        # ref, and raises a token that pi makes less likely. The mean of that is the gradient of
-        # KL(ref || pi), which also is least where pi is ref.
+        # KL(pi || ref) is the mean of log(pi/ref) over tokens drawn from pi. As a loss, log(pi/ref)
+        # would not hold the policy. A step changes the KL by changing which tokens are drawn, but
+        # autograd takes the drawn tokens as fixed: what is left is grad log pi, whose mean over the
+        # vocabulary is sum(pi grad log pi) = grad sum(pi) = grad 1 = 0.
+        # k3 (Schulman 2020, "Approximating KL divergence") adds ref/pi - 1. Its mean is
+        # sum(ref - pi) = 0, so k3 too has the mean KL(pi || ref). Its gradient does pull:
+        # (1 - ref/pi) grad log pi lowers a token that pi makes likelier than ref, and raises a
+        # token that pi makes less likely. The mean of this gradient, at each token, is the gradient
+        # of the KL the other way round, KL(ref || pi), which also is least where pi is ref.
+        # (These means are over pi. The samples are of pi_old, so after a step they hold roughly.)
         log_ref = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         # expm1(x) is exp(x) - 1 without cancellation: near 0 that is rounding, and may be negative.
         k3 = torch.expm1(log_ref) - log_ref
@@ -340,11 +346,11 @@ class GRPO:
         """4 to 6: move the policy, by `iterations` optimiser steps over all groups.
 
         Groups of equal rewards are left out, with their KL term. The loss still divides by all
-        groups; the metrics are means over the other groups (NaN if there are none).
+        groups; the metrics are means over those that stay (NaN if none does).
 
         Returns the metrics of compute_grpo_loss, and
             mean_logprob_gap, max_logprob_gap: from the first iteration alone.
-            skipped: the share of iterations whose gradient was not finite; they made no step.
+            skipped: the share of iterations that made no step, their gradient not being finite.
             grad_norm: the mean over the other iterations, before clipping.
             groups_without_spread: the share of groups that were left out.
         """
@@ -443,7 +449,7 @@ class GRPO:
 # (pytorch 193893, trl 7181).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-# ---- 4. recompute the log-probs, by teacher forcing ----------------------------------------------
+# ---- 4. recompute the log-probs, of all tokens at once -------------------------------------------
 
 
 def get_per_token_logprobs(
@@ -464,8 +470,8 @@ def get_per_token_logprobs(
         allowed_ids, temperature: as in sampling; V ids may be sampled.
         nucleus: (B, T, V) bool, the ids that top-p kept, as sampling returned it. New, old and
             reference policy renormalise over this same set: a ratio of probabilities over different
-            sets would not be an importance weight. The KL term too compares the distributions cut
-            off by top-p.
+            sets would not be an importance weight, and a token outside of a set has the log-prob
+            -inf. The KL term, too, compares what top-p has kept of the distributions.
 
     Returns: (B, T) float32, with gradient. The value for an id that is not allowed is meaningless:
     mask it in the loss.
