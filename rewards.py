@@ -231,10 +231,13 @@ def parse_rewards(spec, others=()):
             if source in [each.source for each in rewards.values()]:
                 raise UserError(f"reward {source!r} is named twice: give it one weight")
             parts = source.partition("=")[0].split("/")
+            weight = float(weight or 1)
+            if not abs(weight) < 1e30:
+                raise UserError(f"reward {source!r}: the weight {weight} is too large")
             names = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
             known = {name: each.source for name, each in {**dict(others), **rewards}.items()}
             name = next((each for each in names if known.get(each, source) == source), source)
-            rewards[name] = Reward(source, float(weight or 1))
+            rewards[name] = Reward(source, weight)
     return rewards
 
 
@@ -319,6 +322,8 @@ def as_numbers(answer):
     if isinstance(answer, torch.Tensor):
         # A copy: the reward may use its own tensor again.
         return answer.detach().float().cpu().clone()
+    if isinstance(answer, dict | set | str):  # their order, or digits, would be the scores
+        raise TypeError("no sequence of numbers")
     numbers = []
     for x in answer:
         if np.ndim(x) > 0:

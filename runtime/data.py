@@ -194,6 +194,12 @@ def read_pictures(folder, kind, count, size):
             words = f"cannot be called as docs/rewards.md says: it gets no {asked[0]}"
             raise UserError(f"{folder} {words}")
         found = images = drawing()
+        of_pillow = isinstance(found, list | tuple) and all(
+            isinstance(image, Image.Image) for image in found
+        )
+        if not of_pillow:
+            gave = " ".join(repr(found).split())
+            raise UserError(f"{folder} gave {gave:.60}: return a list of Pillow images")
     elif not Path(folder).is_dir():
         what = "is a file; name its folder" if Path(folder).exists() else "does not exist"
         raise UserError(f"the folder of {kind} pictures {folder} {what}")
@@ -343,12 +349,13 @@ def check_columns(reward, columns):
     """UserError if a reward asks for a column that no row of a file of prompts has.
 
     columns: {path of the file: its columns}. Where no file has any, a parameter that may be None is
-    no typing mistake.
+    no typing mistake; nor is `sources`, which an edit has.
     """
     there = {*chain(*columns.values())} - {"type", "tag", "sources"}
     for name, optional in reward.asks_for("images", "prompts", "targets").items():
         for path, known in columns.items():
-            if name not in known | {"group_size"} and (there or not optional):
+            may_lack = optional and (not there or name == "sources")
+            if name not in known | {"group_size"} and not may_lack:
                 has = f"its columns: {', '.join(sorted(known)) or 'none'}"
                 words = f"asks for {name!r}, which no row of {path} has; {has}"
                 raise UserError(f"reward {reward.source!r} {words} (docs/rewards.md)")

@@ -55,12 +55,12 @@ class RunFolder:
     def keep_start(self, copies):
         """start/: the adapters, prompts and rewards that the run begins with."""
         start = self.out / "start"
-        for name in ADAPTERS:  # of a start that failed
-            shutil.rmtree(start / name, ignore_errors=True)
+        shutil.rmtree(start, ignore_errors=True)  # of a start that was killed
+        start.mkdir()
         if self.settings.steps > 0:
             checkpoints.copy_adapters(checkpoints.find_adapters(self.settings.adapter), start)
-        start.mkdir(exist_ok=True)
         for name, content in copies.items():
+            (start / name).parent.mkdir(parents=True, exist_ok=True)
             (start / name).write_bytes(content)
 
     def append(self, name, records):
@@ -161,6 +161,7 @@ def claimed(resumed, name):
     finally:
         with suppress(OSError):  # Windows removes no open file: there the release does it
             if not resume.is_run(out):
+                shutil.rmtree(out / "start", ignore_errors=True)
                 os.remove(lock.lock_file)
         lock.release()
         with suppress(OSError):  # something was written
@@ -171,7 +172,8 @@ def claimed(resumed, name):
 def refuse_taken(out):
     """UserError for a folder that holds a run, or what a new one would take for its own.
 
-    A start that failed before its first checkpoint leaves nothing of either.
+    A start that failed before its first checkpoint leaves nothing of either. A start that was
+    killed leaves start/, and its lock's file.
     """
     if resume.is_run(out):
         hint = checkpoints.how_to_continue(out)
@@ -179,7 +181,8 @@ def refuse_taken(out):
         raise UserError(", or ".join(filter(None, more)))
     files = [out / f"{name}.jsonl" for name in RECORDS]
     foreign = [file for file in files if file.exists() and file.stat().st_size]
-    foreign += [*checkpoints.find(out), *filter(Path.exists, map(out.joinpath, ADAPTERS))]
+    names = [*ADAPTERS, "index.html", *([] if (out / ".lock").exists() else ["start"])]
+    foreign += [*checkpoints.find(out), *filter(Path.exists, map(out.joinpath, names))]
     if foreign:
         raise UserError(f"{foreign[0]} is of no run (no settings.json): choose another --out")
 

@@ -42,6 +42,8 @@ def apart(own):
             torch.set_grad_enabled(gradients),
         ):
             yield
+    except SystemExit as error:  # it would end the run without a word, or as if it were complete
+        raise RuntimeError(f"code of yours has called sys.exit({error.code!r})") from error
     finally:
         after = surroundings()
         own.clear()

@@ -117,10 +117,11 @@ class Record:
         """A warning if nothing was learned."""
         metrics = self.folder.records["metrics"]
         if not any(x != 0 for each in metrics for name, x in each.items() if "grad_norm" in name):
-            why = (
-                f"no group had unequal rewards; use another reward, a higher {self.settings.spread}"
-            )
-            why = f"{why} or larger groups"
+            higher = f"a higher {self.settings.spread} or larger groups"
+            why = f"no group had unequal rewards; use another reward, {higher}"
+            spreads = "groups_without_spread", "decoder/groups_without_spread"
+            if any(each.get(name, 1) < 1 for each in metrics for name in spreads):
+                why = f"the samples of a group were alike, though not their rewards; use {higher}"
             if all(each["unscored"] == 1 for each in metrics):
                 why = "no reward applied to any picture; use another reward, or other prompts"
             self.write(f"warning: nothing was learned: {why}")

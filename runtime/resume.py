@@ -19,7 +19,6 @@ from runtime.errors import option, readable, say
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE_OF = "inputs", "weights", "versions", "resumed", "processes"  # see inputs_of
-# The project's files that make a run's numbers.
 CODE = "[!t]*.py", "train.py", "examples/train_*.py"
 CODE += "card/*.py", "glm_image/*.py", "reward_models/*.py", "runtime/*.py"
 # Settings that name files or folders which a run reads.
@@ -99,6 +98,8 @@ def kept_settings(given, kind):
     UserError for flags that would change what the run computes. kind: the class of its settings.
     """
     out = given["resume"]
+    if given.get("steps") == 0:
+        raise UserError(f"--steps 0 resumes nothing: to evaluate, --adapter {out} --steps 0")
     before, made_of = description(Path(out))
     given = {name: value for name, value in given.items() if (name, value) != ("base", "auto")}
     if before.keys() != {each.name for each in fields(kind)}:
@@ -154,7 +155,8 @@ def inputs_of(prompts, held_out, adapters, rewards):
 def imported_by(file):
     """The files in the folder of a reward's file that it imports, or that these import."""
     finder = ModuleFinder([str(file.parent)])  # it reads code, and runs none
-    with suppress(SyntaxError):  # which the reward's loading tells
+    # A SyntaxError is told by the reward's loading; folders without __init__.py are unknown to it.
+    with suppress(Exception):
         finder.run_script(str(file))
     files = [Path(module.__file__ or "") for module in finder.modules.values()]
     return sorted(each for each in files if each.suffix == ".py" and each != file)
@@ -197,7 +199,7 @@ def hashes_of(prompts, prefix):
 
 
 def copies_of(settings, rewards):
-    """{name in the run's start/: its bytes} of the prompt files, and of the files of rewards.
+    """{name in the run's start/: its bytes} of prompts, rewards, and what these import beside them.
 
     They are read together with what is hashed: a file may change while the models load.
     """
@@ -206,8 +208,10 @@ def copies_of(settings, rewards):
         file = Path(getattr(settings, name))
         copies[f"{name}{file.suffix}"] = file.read_bytes()
     for file in dict.fromkeys(rewards.values()):
-        name = file.name if file.name not in copies else f"{len(copies)}-{file.name}"
-        copies[name] = file.read_bytes()
+        for each in (file, *(other for other in imported_by(file) if other not in project_code())):
+            name, content = str(each.relative_to(file.parent)), each.read_bytes()
+            if copies.setdefault(name, content) != content:
+                copies[f"{len(copies)}-{each.name}"] = content
     return copies
 
 
@@ -222,9 +226,13 @@ def versions():
         if (ROOT / ".git").exists():
             answer = subprocess.run(command, capture_output=True, text=True, check=True)
             found["commit"] = answer.stdout.strip()
-    files = [file for pattern in CODE for file in sorted(ROOT.glob(pattern))]
-    found["code"] = sha256(b"".join(map(Path.read_bytes, files))).hexdigest()[:12]
+    found["code"] = sha256(b"".join(map(Path.read_bytes, project_code()))).hexdigest()[:12]
     return {"commit": None} | found
+
+
+def project_code():
+    """The project's files that make a run's numbers."""
+    return [file for pattern in CODE for file in sorted(ROOT.glob(pattern))]
 
 
 def compare_model(settings, made_of):

@@ -348,6 +348,9 @@ def parse_settings(arguments=None, kind=Settings):
     """
     given = vars(build_parser(kind).parse_args(arguments))
     config = given.pop("config", None)
+    for name, value in given.items():
+        if value == "" and name != "eval_reward":  # a shell's variable that is not set
+            raise UserError(f"{option(name)} is empty: leave it out, or give it a value")
     if "resume" in given:
         if config:
             raise UserError("--config has no effect with --resume, which keeps a run's settings")
@@ -378,7 +381,7 @@ def read_config(file, kind):
             start = Path(file).with_name("start")
             if values.get("adapter") and any(start.glob("*adapter")):
                 values["adapter"] = str(start)  # as it was when that run began
-        if unknown := values.keys() - {each.name for each in fields(kind)}:
+        if unknown := values.keys() - ({each.name for each in fields(kind)} - {"resume"}):
             raise ValueError(f"no settings of this script: {', '.join(sorted(unknown))}")
         words = [f"{option(name)}={x}" for name, x in values.items() if x is not None]
         given = vars(build_parser(kind).parse_args(words))

@@ -285,6 +285,7 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
         ('{"lr": "fast"}', "--lr: invalid float value: 'fast'"),
         ('{"speed": 3, "config": "own.json"}', "no settings of this script: config, speed"),
         ('{"lr": -1}', "--lr: must be above 0"),
+        ('{"resume": "run"}', "no settings of this script: resume"),
         ("[3]", "an example: "),
         ("{", "an example: "),
     ):
@@ -341,6 +342,9 @@ FILES = {
     "theirs/metrics.jsonl": '{"loss": 1}\n',
     "gone/checkpoints/000001/adapter-optimizer.pt": "",
     "published/adapter/adapter_model.safetensors": "",
+    "kept/start/adapter/adapter_config.json": "",
+    "page/index.html": "mine",
+    "odd_draw.py": "def draw():\n    return [None]\n",
     "old/settings.json": "{}",
     "old/checkpoints/000001/adapter-optimizer.pt": "",
 }
@@ -388,6 +392,10 @@ FILES = {
         ("--out theirs", "theirs/metrics.jsonl is of no run (no settings.json): choose another"),
         ("--out gone", "gone/checkpoints/000001 is of no run (no settings.json): choose another"),
         ("--out published", "published/adapter is of no run (no settings.json): choose another"),
+        ("--out kept", "kept/start is of no run (no settings.json): choose another"),
+        ("--out page", "page/index.html is of no run (no settings.json): choose another"),
+        ("--targets odd_draw.py:draw", "draw gave [None]: return a list of Pillow images"),
+        ("--adapter=", "--adapter is empty: leave it out"),
         ("--resume nothing", "there is no checkpoint in nothing to resume"),
     ],
 )
@@ -819,6 +827,19 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
     assert output.count(words) == output.count("mine.py:reward' is") == 1
     assert "warning: nothing was learned: no reward applied to any picture" in output
     assert output.count("warning: cannot show the run (no font)\n") == 2
+
+
+@pytest.mark.parametrize("without, words", [(1, "no group had unequal"), (0.5, "were alike")])
+def test_why_nothing_was_learned(without, words):
+    """All rewards of a group are equal, or all of its samples."""
+    line = {"grad_norm": 0, "groups_without_spread": without, "unscored": 0}
+    said, learned = [], {**line, "grad_norm": 0.1}
+    for lines in ([line], [line, learned]):
+        folder = SimpleNamespace(records={"metrics": lines})
+        record = SimpleNamespace(folder=folder, settings=tiny_settings(), write=said.append)
+        train.Run.Record.warn_of_nothing(record)
+    (warning,) = said
+    assert words in warning and "a higher --temperature or larger groups" in warning
 
 
 def test_a_rollout_prints_a_line_for_each_picture():

@@ -552,6 +552,9 @@ WANTED = "return 2 numbers, one per picture"
         ([NAN, -math.inf], "is infinite for image 1, of 'b'"),
         (None, f"gave None: {WANTED}"),
         (["good", "bad"], f"gave ['good', 'bad']: {WANTED}"),
+        ({0: 0.5, 1: 0.9}, f"gave {{0: 0.5, 1: 0.9}}: {WANTED}"),
+        ({0.5}, f"gave {{0.5}}: {WANTED}"),
+        ("12", f"gave '12': {WANTED}"),
     ],
 )
 def test_a_reward_that_is_not_a_number_a_picture_is_named(values, message):
@@ -686,6 +689,12 @@ def test_code_of_the_users_leaves_the_process_as_it_was(tmp_path, monkeypatch):
     foreign.forget_files()
 
 
+def test_a_reward_that_exits_ends_no_run_as_if_it_were_complete():
+    """sys.exit(0) would be the exit code of the run."""
+    with pytest.raises(RuntimeError, match=r"code of yours has called sys.exit\(0\)"):
+        rewards.Reward("mine", 1.0, lambda *_: sys.exit(0))([], [], [])
+
+
 def test_an_async_reward_works_where_a_loop_runs():
     """As in a notebook, whose cells run in one: in a thread, with the loop of all other calls."""
     loops = []
@@ -714,6 +723,7 @@ def test_an_async_reward_works_where_a_loop_runs():
         ("clip=none/here:0.5", "reward 'clip' finds no folder none/here"),
         ("none.py:f", "the file none.py does not exist"),
         ("mse:2", "reward 'mse' is named twice: give it one weight"),
+        ("ssim:1e39", "reward 'ssim': the weight 1e+39 is too large"),
     ],
 )
 def test_a_bad_spec_is_one_line(spec, words):

@@ -185,6 +185,12 @@ def test_a_column_that_a_file_lacks_is_refused():
     assert "no row of a has" in error_from(lambda: check(a={"wanted", "type"}, b={"wanted"}))
     check(a={"want", "other"}, b={"want"})
     check(a={"type", "tag"}, b=set())
+    # An edit has sources; a judge of edits and of captions gets them where they are.
+    judge = lambda images, prompts, targets, sources=None: None
+    check_columns(Reward("f.py:f", 1.0, judge), {"a": {"include", "tag"}})
+    needy = lambda images, prompts, targets, sources: None
+    needs = lambda: check_columns(Reward("f.py:f", 1.0, needy), {"a": {"include", "tag"}})
+    assert "asks for 'sources'" in error_from(needs)
 
 
 def test_the_best_evaluation_is_named():

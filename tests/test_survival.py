@@ -286,8 +286,10 @@ def test_a_run_whose_files_have_moved_goes_on(quick, capsys, monkeypatch):
     shutil.copytree(TINY, "mine/model", copy_function=os.link)
     shutil.copy("prompts.txt", "mine")
     Path("mine/helper.py").write_text("SHIFT = 1\n")
+    Path("mine/package").mkdir()  # without __init__.py, of which ModuleFinder knows nothing
+    Path("mine/package/part.py").write_text("")
     Path("mine/own.py").write_text(
-        "import helper\ndef f(images, prompts, targets):\n    return [0, helper.SHIFT]\n"
+        "import helper, package.part\ndef f(images, prompts, targets):\n    return [0, helper.SHIFT]\n"
     )
     files = "--model {0}/model --prompts {0}/prompts.txt --reward {0}/own.py:f:0.5,ssim"
     assert quick(files.format("mine"), "--steps 1 --out run") == 0
@@ -296,11 +298,14 @@ def test_a_run_whose_files_have_moved_goes_on(quick, capsys, monkeypatch):
     monkeypatch.chdir("elsewhere")
     assert resume(run, "--steps 2") == 0
     Path("../mine").rename("../moved")
+    assert resume(run, "--steps 0") == 2
+    assert "--steps 0 resumes nothing: to evaluate, --adapter" in error_of(capsys)
     assert resume(run, "--steps 3") == 2
     capsys.readouterr()
     assert resume(run, "--steps 3", files.format("../moved")) == 0
     assert "warning" not in capsys.readouterr().out.replace("warning: 2 of the 2 held-out", "")
     assert steps_of(run / "metrics.jsonl") == [1, 2, 3]
+    assert (run / "start/helper.py").read_text() == "SHIFT = 1\n"
     Path("../moved/helper.py").write_text("SHIFT = 2\n")
     assert resume(run, "--steps 3") == 0
     changed = "warning: the file of helper.py, imported by own.py:f has changed since the run began"
@@ -688,7 +693,9 @@ def test_a_start_that_fails_can_be_repeated(quick, one_step, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "save_adapter", Mock(side_effect=OSError("full")))
         assert quick("--steps 1 --adapter before --out run") == 2
-    assert Path("run/start/adapter").exists() and not Path("run/settings.json").exists()
+    assert not Path("run/start").exists() and not Path("run/settings.json").exists()
+    shutil.copytree("before/adapter", "run/start/adapter")  # a kill leaves it, and the lock
+    Path("run/.lock").touch()
     assert quick("--train decoder --decode-steps 2 --steps 1 --out run") == 0
     assert not Path("run/start/adapter").exists() and not Path("run/adapter").exists()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -139,6 +140,9 @@ def test_groups_are_drawn_of_some_steps_and_of_each_the_one_with_most_spread(tmp
     sheet = np.asarray(Image.open(tmp_path / names[0]).convert("RGB")).astype(int)
     assert np.abs(sheet[72 + 36, 288 + 72] - BLUE).max() < 9  # JPEG
     assert Image.open(tmp_path / groups[0]["pictures"][0]).size == (256, 128)
+    shutil.rmtree(tmp_path / "groups")  # to free the disk
+    draw_sheets(run)
+    assert sorted(file.name for file in tmp_path.glob("group-*")) == names
 
 
 # ---- curves --------------------------------------------------------------------------------------

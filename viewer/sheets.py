@@ -42,8 +42,10 @@ def draw_sheets(run):
 
 
 def is_missing(run, sheet, shown):
-    """Whether a sheet is not drawn yet, or is older than the pictures on it."""
+    """Whether a sheet is not drawn yet, or is older than its pictures, if these are still there."""
     sheet, picture = run.out / sheet, run.out / shown["pictures"][0]
+    if not picture.exists():
+        return False
     return not sheet.exists() or sheet.stat().st_mtime < picture.stat().st_mtime
 
 
