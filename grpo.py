@@ -13,7 +13,7 @@ it. So the loss is cross-entropy on the policy's own samples, weighted by A: wha
 imitated, the rest is avoided. mean(R) is the baseline, the reward to expect for this prompt.
 Without it, rewards of 9 and 10 would push both samples up, and which pictures happened to be
 sampled would matter more than which are better. Dividing by std(R) makes all prompts count alike,
-however little their rewards differ. A group of equal rewards teaches nothing: A = 0.
+also a prompt whose rewards differ little. A group of equal rewards teaches nothing: its A is 0.
 
 The oldest such method, REINFORCE, is this loss with A = R. PPO adds three things: a second network,
 which learns to predict the baseline; the ratio; and the clip. GRPO takes the group's mean in place
@@ -28,12 +28,13 @@ of that network, keeps the ratio and the clip, and adds a KL term to the loss:
 The ratio is an importance weight. pi_old drew the samples. After one optimiser step the policy has
 changed to pi, and would draw others. A token that is now twice as likely would come twice as often,
 so it counts twice: weighted by pi / pi_old, the mean of A over samples of pi_old is the mean over
-samples of pi, which training is to raise. (The ratio corrects for its own token, not for the tokens
-before it, so pi must stay near pi_old.) So the same samples can serve several optimiser steps. The
-gradient of ratio A is ratio A grad log pi: at ratio 1 the gradient of A log pi, the first loss.
+samples of pi. A itself stays as it is, so this mean rises from 0 as better tokens become likelier.
+(The ratio corrects for its own token, not for the tokens before it, so pi must stay near pi_old.)
+So the same samples can serve several optimiser steps. The gradient of ratio A is ratio A grad
+log pi: at ratio 1 the gradient of A log pi, the first loss.
 
 The clip limits how far one batch of samples may push a token, for they say little about a policy
-far from pi_old. It acts only where the ratio is more than c, clip_range, from 1 on the side to
+far from pi_old. It acts only where the ratio has left 1 by more than c, clip_range, to the side to
 which A pushes:
 
                      A > 0, pushes up              A < 0, pushes down
@@ -41,16 +42,16 @@ which A pushes:
     ratio < 1 - c    gradient: it brings it back   no gradient: far enough
 
 There it removes the gradient of the token's first term; the KL term keeps its own. A clamp without
-the min would remove all four gradients, also from a token that has moved the wrong way. The clip
-does not fix the ratio: shared weights and momentum may move the token on.
+the min would be flat in all four cells: a token that has moved the wrong way would get no gradient
+either. The clip does not hold the ratio: shared weights and momentum may move the token on.
 
 The KL term holds the policy near ref, the reference: the model before training. Otherwise it may
 end at pictures that score high and look wrong. The reference costs a pass over the samples, but no
 memory: the policy is a frozen base plus a LoRA adapter, which changes nothing at first, so the base
 with its adapter off is the reference. Why k3, and not log(pi/ref): see compute_grpo_loss.
 
-The defaults of GRPOSettings are one optimiser step per batch and kl_coef 0 (train.py has others).
-With one step the ratio is 1 up to rounding, and the clip has nothing to do.
+By default GRPOSettings has kl_coef 0 (train.py a higher one) and one optimiser step per batch. With
+one step the ratio is 1 up to rounding, and the clip has nothing to do.
 
 A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
@@ -60,7 +61,8 @@ A training step has six parts, in this order; examples/pictures.py has them in a
     policy.add_reference(groups)              # 4. log ref of the same tokens
     metrics = policy.update(groups)           # 4. log pi, with a gradient; 5. loss; 6. optimiser
 
-Part 4 computes log pi again, for sampling keeps no graph through which a gradient could flow.
+Part 4 computes log pi again: sampling keeps no graph through which a gradient could flow, and each
+optimiser step changes log pi.
 
 Advantages, loss and class GRPO are the algorithm. After them comes how a language model recomputes
 log-probs and samples, then class Offload, by which models take turns on a GPU, and the rest:
@@ -107,7 +109,7 @@ class Group:
 
     # L: the length of the prompt. T: the number of tokens of a sample.
     prompt_ids: torch.Tensor  # (L,)
-    # Time, row and column of each token: a picture's codes form a grid. None: the model counts.
+    # Time, row and column of each token: a picture's codes form a grid. None: as in a text.
     position_ids: torch.Tensor | None  # (3, L+T)
     tokens: torch.Tensor  # (G, T)
     old_logprobs: torch.Tensor  # (G, T)
@@ -215,10 +217,11 @@ def compute_grpo_loss(
         # autograd takes the drawn tokens as fixed: what is left is grad log pi, whose mean over the
         # vocabulary is sum(pi grad log pi) = grad sum(pi) = grad 1 = 0.
         # k3 (Schulman 2020, "Approximating KL divergence") adds ref/pi - 1. Its mean is
-        # sum(ref - pi) = 0, so k3 too has the mean KL(pi || ref). Its gradient does pull:
-        # (1 - ref/pi) grad log pi lowers a token that pi makes likelier than ref, and raises a
-        # token that pi makes less likely. The mean of this gradient, at each token, is the gradient
-        # of the KL the other way round, KL(ref || pi), which also is least where pi is ref.
+        # sum(ref - pi) = 0, so k3 too has the mean KL(pi || ref). Its gradient does pull: a step
+        # against (1 - ref/pi) grad log pi lowers a token that pi makes likelier than ref, and
+        # raises a token that pi makes less likely. The mean of this gradient, at each token, is the
+        # gradient of the KL the other way round, KL(ref || pi), which also is least where pi is
+        # ref.
         # (These means are over pi. The samples are of pi_old, so after a step they hold roughly.)
         log_ref = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         # expm1(x) is exp(x) - 1 without cancellation: near 0 that is rounding, and may be negative.
@@ -345,8 +348,8 @@ class GRPO:
     def update(self, groups):
         """4 to 6: move the policy, by `iterations` optimiser steps over all groups.
 
-        Groups of equal rewards are left out, with their KL term. The loss still divides by all
-        groups; the metrics are means over those that stay (NaN if none does).
+        Groups of equal rewards are left out, with their KL term, to save their passes. The loss
+        still divides by all groups; the metrics are means over those that stay (NaN if none does).
 
         Returns the metrics of compute_grpo_loss, and
             mean_logprob_gap, max_logprob_gap: from the first iteration alone.
@@ -387,7 +390,7 @@ class GRPO:
                 reports.append((size, metrics))
             norms.append(self.step())  # 6
 
-        first = _average(reports[: len(micro_batches)])  # later iterations have moved the policy
+        first = _average(reports[: len(micro_batches)])  # before the others the policy has moved
         # An optimizer that keeps no state, as SGD, does not tell whether it was resumed.
         at_start = at_start and bool(self.optimizer.state)
         _warn_of(first, norms, at_start, with_spread, self.model)
