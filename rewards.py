@@ -304,8 +304,8 @@ def score(rewards, images, prompts, targets=None, **more):
             numbers = as_numbers(answer)
         except (TypeError, ValueError, RuntimeError):
             wanted = f"return {len(images)} numbers, one per picture"
-            gave = " ".join(repr(answer).split())
-            raise UserError(f"reward {name!r} gave {gave:.60}: {wanted}") from None
+            gave = foreign.shortened(answer)
+            raise UserError(f"reward {name!r} gave {gave}: {wanted}") from None
         shape, expected = tuple(numbers.shape), (len(images),)
         if shape != expected:
             raise UserError(f"reward {name!r} gave shape {shape}, not {expected}")

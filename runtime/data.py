@@ -194,12 +194,10 @@ def read_pictures(folder, kind, count, size):
             words = f"cannot be called as docs/rewards.md says: it gets no {asked[0]}"
             raise UserError(f"{folder} {words}")
         found = images = drawing()
-        of_pillow = isinstance(found, list | tuple) and all(
-            isinstance(image, Image.Image) for image in found
-        )
-        if not of_pillow:
-            gave = " ".join(repr(found).split())
-            raise UserError(f"{folder} gave {gave:.60}: return a list of Pillow images")
+        is_list = isinstance(found, list | tuple)
+        if not is_list or not all(isinstance(image, Image.Image) for image in found):
+            gave = foreign.shortened(found)
+            raise UserError(f"{folder} gave {gave}: return a list of Pillow images")
     elif not Path(folder).is_dir():
         what = "is a file; name its folder" if Path(folder).exists() else "does not exist"
         raise UserError(f"the folder of {kind} pictures {folder} {what}")
@@ -304,7 +302,9 @@ def read_inputs(settings, read):
         if kind := checkpoints.needs_peft(folder):
             words = "load_adapter() would load another adapter; load by PEFT what this run trains"
             say(f"warning: {folder} is {kind}: {words} (docs/memory.md, After the run)")
-    files = {name: each.file for name, each in (rewards | judges).items() if each.file}
+    files = {
+        name: resume.files_of(each.file) for name, each in (rewards | judges).items() if each.file
+    }
     made_of = resume.inputs_of(prompts, held_out, adapters, files)
     if settings.resume:
         made_of = resume.compare(settings, made_of)

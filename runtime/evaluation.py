@@ -64,9 +64,8 @@ def evaluate(run, settings, data, record, stop=None):
     record.folder.append("evaluation", [numbers])
     of_sets = {f"{name}/{key}": numbers[name][key][0] for name in sets for key in values}
     record.track({name: None if np.isnan(mean) else mean for name, mean in of_sets.items()})
-    sides = [each for each in evaluations if each["step"] in (0, record.done)]
     by_type = record.judged_by or next(iter(record.weights))
-    record.write(evaluation_table(sides, by_type if record.ends else None))
+    record.write(evaluation_table(evaluations, by_type if record.ends else None))
     if record.ends and (best := best_earlier_evaluation(evaluations, by_type)):
         step, words = best
         folder = shlex.quote(str(record.folder.out / "checkpoints" / f"{step:06d}"))
@@ -192,12 +191,13 @@ def means_and_errors(rewards):
     return numbers
 
 
-def evaluation_table(records, by_type=None):
-    """Lines of Markdown, a row for each reward; records: one evaluation, or two.
+def evaluation_table(evaluations, by_type=None):
+    """Lines of Markdown, a row for each reward: the last evaluation, beside that before training.
 
     by_type: the reward that gets a row for each type of prompts, too.
     """
-    last = records[-1]
+    last = evaluations[-1]
+    records = [each for each in evaluations if each["step"] in (0, last["step"])]
     sets = [name for name in SEEDS if name in last]
     types = dict.fromkeys(name.partition(", ")[2] for name in last if ", " in name)
 

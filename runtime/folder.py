@@ -181,7 +181,9 @@ def refuse_taken(out):
         raise UserError(", or ".join(filter(None, more)))
     files = [out / f"{name}.jsonl" for name in RECORDS]
     foreign = [file for file in files if file.exists() and file.stat().st_size]
-    names = [*ADAPTERS, "index.html", *([] if (out / ".lock").exists() else ["start"])]
+    names = [*ADAPTERS, "index.html"]
+    if not (out / ".lock").exists():
+        names.append("start")
     foreign += [*checkpoints.find(out), *filter(Path.exists, map(out.joinpath, names))]
     if foreign:
         raise UserError(f"{foreign[0]} is of no run (no settings.json): choose another --out")

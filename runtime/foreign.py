@@ -136,6 +136,11 @@ def call(function, /, *given, **more):
     return wait_for(answer) if inspect.isawaitable(answer) else answer
 
 
+def shortened(answer):
+    """What a function has returned, in words for a line."""
+    return f"{' '.join(repr(answer).split()):.60}"
+
+
 def asks_for(function, *given):
     """{parameter: whether the function works without}, beside what it is given.
 

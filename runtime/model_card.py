@@ -15,6 +15,8 @@ from runtime.words import counted
 
 # A README.md without this line is the user's own.
 MARK = "<!-- A resumed run writes this page again. Without this line it leaves the page alone. -->"
+# Settings by which its example paints.
+SHOWN = "temperature", "top_p", "height", "width", "eval_decode_steps", "eval_guidance_scale"
 LOADED = {  # how the stock pipeline loads an adapter, and how the hub names it
     "adapter": ("policy.load_adapter(adapter)", "language model", "peft"),
     "decoder-adapter": (
@@ -90,12 +92,9 @@ def write_cards(run, adapters):
 
 def name_base(config, settings):
     """PEFT has written the folder that the base model was read from, which may be a cache."""
-    values = json.loads(config.read_text()) | {"base_model_name_or_path": base_of(settings)}
+    base = portable(vars(settings))["model"]
+    values = json.loads(config.read_text()) | {"base_model_name_or_path": base}
     config.write_text(json.dumps(values, indent=2))
-
-
-def base_of(settings):
-    return portable({"model": settings.model})["model"]
 
 
 def page(folder, run, adapters):
@@ -119,8 +118,8 @@ def page(folder, run, adapters):
         mark=MARK,
         title=f"{Path(settings.model).name}, trained by GRPO: {settings.reward}",
         part=part,
-        model=base_of(settings),
-        name=json.dumps(base_of(settings)),
+        model=values["model"],
+        name=json.dumps(values["model"]),
         load=load,
         how=steps if name in run.trainers else frozen,
         other="".join(others),
@@ -129,8 +128,7 @@ def page(folder, run, adapters):
         prompt=json.dumps(records["groups"][-1]["prompt"], ensure_ascii=False),
         flags=textwrap.fill(" ".join(flags), 100, break_on_hyphens=False, break_long_words=False),
         versions=", ".join(f"{x} {y}" for x, y in of_run.items()),
-        **{x: values[x] for x in ("temperature", "top_p", "height", "width")},
-        **{x: values[x] for x in ("eval_decode_steps", "eval_guidance_scale")},
+        **{x: values[x] for x in SHOWN},
     )
 
 
@@ -139,7 +137,6 @@ def evaluation(settings, evaluations):
     if not evaluations:
         return ""
     by_type = evaluations[-1].get("judge") or next(iter(parse_rewards(settings.reward)))
-    sides = [each for each in evaluations if each["step"] in (0, evaluations[-1]["step"])]
-    _, table = evaluation_table(sides, by_type).split("\n", 1)
+    _, table = evaluation_table(evaluations, by_type).split("\n", 1)
     words = "Before -> after training; mean +- standard error over prompts."
     return f"\n## Evaluation\n\n{words}\n\n{table}\n"

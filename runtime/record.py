@@ -116,11 +116,12 @@ class Record:
     def warn_of_nothing(self):
         """A warning if nothing was learned."""
         metrics = self.folder.records["metrics"]
-        if not any(x != 0 for each in metrics for name, x in each.items() if "grad_norm" in name):
+        # Of both halves, if both learn.
+        all_of = lambda word: [x for each in metrics for name, x in each.items() if word in name]
+        if not any(x != 0 for x in all_of("grad_norm")):
             higher = f"a higher {self.settings.spread} or larger groups"
             why = f"no group had unequal rewards; use another reward, {higher}"
-            spreads = "groups_without_spread", "decoder/groups_without_spread"
-            if any(each.get(name, 1) < 1 for each in metrics for name in spreads):
+            if any(x < 1 for x in all_of("groups_without_spread")):
                 why = f"the samples of a group were alike, though not their rewards; use {higher}"
             if all(each["unscored"] == 1 for each in metrics):
                 why = "no reward applied to any picture; use another reward, or other prompts"

@@ -137,29 +137,30 @@ def kept_settings(given, kind):
 def inputs_of(prompts, held_out, adapters, rewards):
     """What a run is made of, found once, at its start; the model is added when it has loaded.
 
-    adapters: {name: folder}. rewards: {name: file}. Returns {"inputs": {name: hash}, "weights": a
-    hash, "versions": of the beginning, "resumed": [{"step", "versions"}], "processes"}.
+    adapters: {name: folder}. rewards: {name: files_of its file}.
+
+    Returns {"inputs": {name: hash}, "weights": a hash, "versions": of the beginning, "resumed":
+    [{"step", "versions"}], "processes"}.
     """
     inputs = hashes_of(prompts, "--") | hashes_of(held_out, "--eval-")
     for name, folder in adapters.items():
         files = folder / checkpoints.CONFIG, folder / checkpoints.WEIGHTS
         inputs[f"--adapter, {name}"] = sha256(b"".join(map(Path.read_bytes, files))).hexdigest()
-    for name, file in rewards.items():
-        for each in (file, *imported_by(file)):
-            label = name if each == file else f"{each.name}, imported by {name}"
-            inputs[label] = sha256(each.read_bytes()).hexdigest()
+    for name, (file, *imported) in rewards.items():
+        labels = {name: file} | {f"{each.name}, imported by {name}": each for each in imported}
+        inputs |= {each: sha256(labels[each].read_bytes()).hexdigest() for each in labels}
     others = {"weights": None, "resumed": [], "processes": ranks.count()}
     return {"inputs": inputs, "versions": versions()} | others
 
 
-def imported_by(file):
-    """The files in the folder of a reward's file that it imports, or that these import."""
+def files_of(file):
+    """A reward's file, then those in its folder that it imports, or that these import."""
     finder = ModuleFinder([str(file.parent)])  # it reads code, and runs none
     # A SyntaxError is told by the reward's loading; folders without __init__.py are unknown to it.
     with suppress(Exception):
         finder.run_script(str(file))
     files = [Path(module.__file__ or "") for module in finder.modules.values()]
-    return sorted(each for each in files if each.suffix == ".py" and each != file)
+    return [file, *sorted(each for each in files if each.suffix == ".py" and each != file)]
 
 
 def fingerprint(model):
@@ -201,14 +202,17 @@ def hashes_of(prompts, prefix):
 def copies_of(settings, rewards):
     """{name in the run's start/: its bytes} of prompts, rewards, and what these import beside them.
 
-    They are read together with what is hashed: a file may change while the models load.
+    They are read together with what is hashed: a file may change while the models load. Of the
+    project's own code, versions() has a hash. rewards: see inputs_of.
     """
     copies = {}
     for name in ("prompts", "eval_prompts"):
         file = Path(getattr(settings, name))
         copies[f"{name}{file.suffix}"] = file.read_bytes()
-    for file in dict.fromkeys(rewards.values()):
-        for each in (file, *(other for other in imported_by(file) if other not in project_code())):
+    known = project_code()
+    placed = [(each, files[0]) for files in rewards.values() for each in files]
+    for each, file in dict.fromkeys(placed):
+        if each == file or each not in known:
             name, content = str(each.relative_to(file.parent)), each.read_bytes()
             if copies.setdefault(name, content) != content:
                 copies[f"{len(copies)}-{each.name}"] = content

@@ -381,7 +381,7 @@ def read_config(file, kind):
             start = Path(file).with_name("start")
             if values.get("adapter") and any(start.glob("*adapter")):
                 values["adapter"] = str(start)  # as it was when that run began
-        if unknown := values.keys() - ({each.name for each in fields(kind)} - {"resume"}):
+        if unknown := values.keys() - {each.name for each in fields(kind) if each.name != "resume"}:
             raise ValueError(f"no settings of this script: {', '.join(sorted(unknown))}")
         words = [f"{option(name)}={x}" for name, x in values.items() if x is not None]
         given = vars(build_parser(kind).parse_args(words))

@@ -48,6 +48,20 @@ RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture of 64x64, half as many of 32x32: see shorten
 
+SMALL_POLICY = {  # sizes of a policy for a CPU, in place of the released ones
+    "text_config": {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [4, 6, 6],
+        },
+    },
+    "vision_config": {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2},
+}
 QUICK = "--prompts prompts.txt --targets targets --height 32 --width 32 --reward ssim,mse:0.5"
 QUICK += " --prompts-per-step 1 --group-size 2 --decode-steps 1 --eval-prompts prompts.txt"
 # Sharp as the shipped model is, short pictures would all be the same.

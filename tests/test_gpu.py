@@ -23,6 +23,7 @@ import train_edits
 from conftest import (
     CPU,
     ROOT,
+    SMALL_POLICY,
     build_run,
     painted,
     perturb,
@@ -569,12 +570,9 @@ def test_a_compiled_step_follows_the_adapter_and_its_cache_is_free_at_once(
 def test_the_benchmark_times_a_token_in_each_of_its_forms(monkeypatch, capsys):
     """With sizes that a CPU has in place of the released ones, uncompiled."""
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    text = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
-    text |= {"num_key_value_heads": 1, "rope_parameters": rope}
-    text |= {"vocab_size": 16384, "pad_token_id": 0, "eos_token_id": 0}
-    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
-    small = {"text_config": text, "vision_config": vision, "vq_config": {"num_embeddings": 8}}
+    text = {"num_key_value_heads": 1, "vocab_size": 16384, "pad_token_id": 0, "eos_token_id": 0}
+    small = {"text_config": SMALL_POLICY["text_config"] | text, "vq_config": {"num_embeddings": 8}}
+    small = SMALL_POLICY | small
     monkeypatch.setattr(token_step, "SIZES", {token_step.POLICY: small})
     for name, size in {"LAYERS": 1, "ROWS": 2, "CODES": 3}.items():
         monkeypatch.setattr(token_step, name, size)
