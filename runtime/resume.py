@@ -19,7 +19,7 @@ from runtime.errors import option, readable, say
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE_OF = "inputs", "weights", "versions", "resumed", "processes"  # see inputs_of
-CODE = "[!t]*.py", "train.py", "examples/train_*.py"
+CODE = "grpo.py", "rewards.py", "train.py", "examples/train_*.py"
 CODE += "card/*.py", "glm_image/*.py", "reward_models/*.py", "runtime/*.py"
 # Settings that name files or folders which a run reads.
 PATHS = {"adapter", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}

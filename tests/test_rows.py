@@ -16,6 +16,7 @@ from PIL import Image
 import rewards
 from rewards import Reward
 from runtime import foreign
+from runtime import resume as resume_module
 from runtime.data import check_columns, read_file
 from runtime.evaluation import best_earlier_evaluation
 from runtime.record import log_picture, speeds, start_tracker
@@ -191,6 +192,24 @@ def test_a_column_that_a_file_lacks_is_refused():
     needy = lambda images, prompts, targets, sources: None
     needs = lambda: check_columns(Reward("f.py:f", 1.0, needy), {"a": {"include", "tag"}})
     assert "asks for 'sources'" in error_from(needs)
+
+
+def test_what_a_reward_imports_is_copied_but_not_the_projects_code(tmp_path, monkeypatch):
+    """Also of a reward in the project's folder. Of equal names the second gets a number."""
+    monkeypatch.setattr(resume_module, "ROOT", tmp_path)
+    files = {"rewards.py": "", "helper.py": "", "other/helper.py": "x = 1"}
+    files |= {"own.py": "import rewards, helper", "other/two.py": "import helper"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    settings = SimpleNamespace(prompts=tmp_path / "own.py", eval_prompts=tmp_path / "own.py")
+    used = {name: resume_module.files_of(tmp_path / name) for name in ("own.py", "other/two.py")}
+    assert [file.name for file in used["own.py"]] == ["own.py", "helper.py", "rewards.py"]
+    copies = resume_module.copies_of(settings, used | {"again": used["other/two.py"]})
+    del copies["prompts.py"], copies["eval_prompts.py"]
+    names = {"own.py": "own.py", "helper.py": "helper.py"}
+    names |= {"two.py": "other/two.py", "5-helper.py": "other/helper.py"}
+    assert copies == {name: files[file].encode() for name, file in names.items()}
 
 
 def test_the_best_evaluation_is_named():
