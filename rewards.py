@@ -1,33 +1,39 @@
 """Rewards: functions that look at pictures and say how good they are.
 
-A reward is `f(images, prompts, targets) -> B numbers`: higher is better, NaN is "does not apply".
-It gets B PIL images, the B prompts that they were painted for, and B PIL images that they should
-resemble (None where there is none). All are its own copies. With a parameter `group_size` it is
-told how many images in a row have the same prompt, to compare them with one another. Other
-parameters name columns of the prompts (docs/rewards.md). If it has a method `applies(prompt)`, a
-run prints at its start how many prompts it does not apply to. It may be `async def`, as for a judge
-behind HTTP.
-Add yours to REWARDS, further down in this file, or keep it in a file of your own and name it on the
-command line:
+A reward returns one number per picture: higher is better, None or NaN is "does not apply". It is
+called by keyword, and gets what it has parameters for, with **kwargs all of it:
+
+    images       B PIL images, prompt after prompt
+    prompts      the B prompts that they were painted for
+    targets      B PIL images that they should resemble, None where there is none
+    group_size   how many pictures in a row have the same prompt, to compare them
+    ...          a list of B for each column of the prompts (docs/rewards.md)
+
+It may be `async def`. Add yours to REWARDS, further down in this file, or keep it in a file of your
+own and name it on the command line:
 
     python train.py --reward lpips:0.4,ssim:0.2,text:0.3,aesthetic:0.1    # a weight left out is 1
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust
     python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not downloaded
 
-The order of calls: parse_rewards; check, before anything loads; load, once; in a step score, then
-combine, which makes the values one number per picture.
+The order of calls: parse_rewards; load, once; in a step score, then combine, which makes the values
+one number per picture.
 
 Rewards that are models are in reward_models/. Each loads once, when named, from where REWARDS
 says. With NAME=FOLDER, that folder must hold all files of the row.
 """
 
+import asyncio
+import functools
 import inspect
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -37,7 +43,6 @@ import torch.nn.functional as F
 from PIL import Image
 
 from grpo import centre_groups
-from runtime import foreign
 
 
 class UserError(Exception):
@@ -115,12 +120,14 @@ def small_tensor(image):
 
 # ---- from the command line to one number per picture ---------------------------------------------
 
-CLIP_L = "openai/clip-vit-large-patch14"
-CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 ALEXNET = "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
 LPIPS_HEADS = (
     "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpips/weights/v0.1/alex.pth"
 )
+CLIP = "reward_models.clip:Clip"
+CLIP_L = "openai/clip-vit-large-patch14"
+CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+AESTHETIC = {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"}
 SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
 TINY_JUDGE = Path(__file__).resolve().parent / "tiny-glm-image" / "check.py"
 
@@ -132,28 +139,15 @@ REWARDS = {
     "ssim": ssim,
     "lpips": ("reward_models.lpips:Lpips", {"alexnet": ALEXNET, "heads": LPIPS_HEADS}),
     "text": ("reward_models.text:Text", {}),
-    "clip": ("reward_models.clip:Clip", {"model": CLIP_L, "processor": CLIP_L}),
-    "pickscore": (
-        "reward_models.clip:Clip",
-        {"model": "yuvalkirstain/PickScore_v1", "processor": CLIP_H},
-    ),
-    "hps": (
-        "reward_models.clip:Clip",
-        {"model": "adams-story/HPSv2-hf", "processor": CLIP_L},
-    ),
-    "aesthetic": (
-        "reward_models.clip:Aesthetic",
-        {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"},
-    ),
+    "clip": (CLIP, {"model": CLIP_L, "processor": CLIP_L}),
+    "pickscore": (CLIP, {"model": "yuvalkirstain/PickScore_v1", "processor": CLIP_H}),
+    "hps": (CLIP, {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
+    "aesthetic": ("reward_models.clip:Aesthetic", AESTHETIC),
     "vqa": ("reward_models.vqa:Vqa", {"model": SMOLVLM}),
     "variety": variety,
-    # For captions of the tiny model.
-    "facts": f"{TINY_JUDGE}:facts",
-    "correct": f"{TINY_JUDGE}:correct",
-    "clean": f"{TINY_JUDGE}:clean",
-    "near": f"{TINY_JUDGE}:near",
-    "many": f"{TINY_JUDGE}:many",
 }
+for name in ("facts", "correct", "clean", "near", "many"):  # for captions of the tiny model
+    REWARDS[name] = f"{TINY_JUDGE}:{name}"
 
 
 @dataclass
@@ -163,173 +157,131 @@ class Reward:
     source: str  # the item without its weight
     weight: float = 1.0
     function: Callable | None = None  # once it is loaded
-    own: dict = field(default_factory=dict)  # see apart
-
-    def check(self, target):
-        """UserError for what can be known to be wrong before anything loads, or is downloaded.
-
-        target: of the first prompt.
-        """
-        name, _, folder = self.source.partition("=")
-        if folder and not Path(folder).is_dir():
-            raise UserError(f"reward {name!r} finds no folder {folder}")
-        if name not in REWARDS:
-            find_file(self.source)
-        if name in ("mse", "ssim", "lpips") and target is None:
-            raise UserError(f"reward {name!r} needs --targets, or --eval-targets")
-
-    @property
-    def file(self):
-        """The file in which it is a function, or None."""
-        place = str(REWARDS.get(self.source, self.source))
-        return find_file(place) if ".py:" in place else None
 
     def load(self):
         """Once. A class is made an object, without arguments."""
         if self.function is None:
             name, _, folder = self.source.partition("=")
             function = REWARDS.get(name, self.source)
-            file = self.file
-            self.own = foreign.CHANGES.setdefault(file or self.source, {})
-            with foreign.apart(self.own):
-                if file:  # absolute, for its code may have changed the working directory
-                    function = load_from_file(f"{file}:{function.rpartition(':')[2]}")
-                elif isinstance(function, tuple):
-                    function = load_model(name, folder, *function)
-                self.function = function() if inspect.isclass(function) else function
+            if isinstance(function, str):
+                function = load_from_file(function)
+            elif isinstance(function, tuple):
+                make, sources = function
+                sources = {part: folder or source for part, source in sources.items()}
+                function = resolve_name(make)(**sources)
+            self.function = function() if inspect.isclass(function) else function
         return self
 
-    def __call__(self, /, *given, **more):
-        with foreign.apart(self.own):
-            return foreign.call(self.function, *given, **more)
+    @property
+    def parameters(self):
+        return inspect.signature(self.function).parameters.values()
 
-    def applies(self, prompt):
-        with foreign.apart(self.own):
-            return getattr(self.function, "applies", lambda prompt: True)(prompt)
+    def check(self, columns, file):
+        """UserError if it has a parameter that prompts of a file, with these columns, do not fill.
 
-    def asks_for(self, *given):
-        """See foreign.py. UserError if it cannot be called like that."""
-        try:
-            return foreign.asks_for(self.function, *given)
-        except TypeError as error:
-            words = f"cannot be called as docs/rewards.md says: {error}"
-            raise UserError(f"{self.source} {words}") from None
+        One with a default may be left out.
+        """
+        known = "images", "prompts", "targets", "group_size", *columns
+        for each in self.parameters:
+            needed = each.default is each.empty and each.kind != each.VAR_KEYWORD
+            if needed and each.name not in known:
+                words = f"reward {self.source!r} asks for {each.name!r}; for prompts of {file} "
+                raise UserError(f"{words}there are {', '.join(known)} (docs/rewards.md)")
+
+    def __call__(self, **given):
+        """With all that is given, if it takes **kwargs; else with what it has parameters for."""
+        if all(each.kind != each.VAR_KEYWORD for each in self.parameters):
+            given = {each.name: given[each.name] for each in self.parameters if each.name in given}
+        answer = self.function(**given)
+        return RUNNER.run(answer) if inspect.iscoroutine(answer) else answer
 
 
-def parse_rewards(spec, others=()):
+# One event loop for all calls: a client that a reward keeps is bound to the loop of its first.
+RUNNER = asyncio.Runner()
+
+
+def parse_rewards(spec):
     """'ssim,clip=folder:0.5' -> {"ssim": Reward("ssim"), "clip": Reward("clip=folder", 0.5)}.
 
-    'none' -> {}. The names are what people read, 'my.py:f' for 'a/my.py:f'. A second reward of one
-    name, here or among others, {name: Reward}, has more of its source for a name.
+    'none' -> {}. The names are what people read, 'my.py:f' for 'a/my.py:f'; each has one reward.
+    UserError for what can be known to be wrong before anything loads, or is downloaded.
     """
     rewards = {}
     for item in spec.split(","):
         if item.strip() not in ("", "none"):
             number = r"-?\d*\.?\d+(?:e-?\d+)?"
             source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
-            source = re.sub("(^|=)~(?=/)", rf"\1{Path.home()}", source)
-            if source in [each.source for each in rewards.values()]:
-                raise UserError(f"reward {source!r} is named twice: give it one weight")
-            parts = source.partition("=")[0].split("/")
-            weight = float(weight or 1)
-            if not abs(weight) < 1e30:
-                raise UserError(f"reward {source!r}: the weight {weight} is too large")
-            names = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-            known = {name: each.source for name, each in {**dict(others), **rewards}.items()}
-            name = next((each for each in names if known.get(each, source) == source), source)
-            rewards[name] = Reward(source, weight)
+            name = source.partition("=")[0].split("/")[-1]
+            if ".py:" in source:
+                find_file(source)
+            elif name not in REWARDS:
+                known = f"known: {', '.join(sorted(REWARDS))}; your own: file.py:function"
+                raise UserError(f"unknown reward {name!r}; {known}")
+            if name in rewards:
+                raise UserError(f"two rewards are named {name!r}: rename or leave out one of them")
+            rewards[name] = Reward(source, float(weight or 1))
     return rewards
 
 
-def load_model(name, folder, make, sources):
-    """UserError, in one line, whatever is wrong: no network, half a download, other weights."""
-    try:
-        return resolve_name(make)(**{part: folder or source for part, source in sources.items()})
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        files = f" ({', '.join(sources.values())})" if sources else ""
-        raise UserError(f"cannot load reward {name!r}{files}: {reason}") from error
+def find_path(name):
+    """A file or folder, also one beside this file: named like that it is found from anywhere."""
+    beside = Path(__file__).resolve().parent / name
+    return str(beside) if beside.exists() and not Path(name).exists() else name
 
 
 def find_file(name):
-    """The file of my_file.py:function, which is also found beside this one."""
-    path = name.rpartition(":")[0]
-    if not path.endswith(".py"):
-        known = f"known: {', '.join(sorted(REWARDS))}; your own: file.py:function"
-        if "/" in name:
-            known = "a path ends in .py:function, and has no comma, which ends a reward"
-        raise UserError(f"unknown reward {name!r}; {known}")
-    file = Path(path) if Path(path).is_file() else Path(__file__).parent / path
-    if not file.is_file():
+    """The file of my_file.py:function."""
+    path = Path(find_path(name.rpartition(":")[0]))
+    if not path.is_file():
         raise UserError(f"the file {path} does not exist")
-    return file.resolve()
+    return path.resolve()
 
 
 def load_from_file(name):
-    """my_file.py:function, as a function. The file runs once."""
-    file = find_file(name)
-    try:
-        module = foreign.load_module(file)
-    except ModuleNotFoundError as error:
-        missing = f"pip install {error.name}, or put {error.name}.py beside it"
-        raise UserError(f"cannot run {file} ({error}): {missing}") from error
-    function = name.rpartition(":")[2]
-    if not hasattr(module, function):
-        raise UserError(f"{file} has no function {function!r}")
-    return getattr(module, function)
+    """my_file.py:function, as a function."""
+    return getattr(load_module(find_file(name)), name.rpartition(":")[2])
+
+
+@functools.cache
+def load_module(file):
+    """A file as a module, which can import the files beside it. It runs once."""
+    sys.path.append(str(file.parent))
+    # By its whole path, as rewards.py or json.py would be another module's name.
+    spec = spec_from_file_location(str(file.with_suffix("")).replace(".", "_"), file)
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @torch.no_grad()
-def score(rewards, images, prompts, targets=None, **more):
+def score(rewards, images, prompts):
     """The raw values of each reward, {name: (N*G,) float32}, NaN where it does not apply.
 
     Args:
         rewards: {name: Reward}.
         images: N*G PIL images, prompt after prompt.
-        prompts, targets: N of each, as all that `more` has for rewards with such parameters.
+        prompts: N Prompts (runtime/data.py): text, target, and in row what else rewards may get.
 
     Raises UserError for infinity, or what is not a number per picture, and what a reward raises.
     """
     group_size = len(images) // len(prompts)  # G
-    columns = {"prompts": prompts, "targets": targets or [None] * len(prompts), **more}
+    of_prompts = [{**each.row, "prompts": each.text, "targets": each.target} for each in prompts]
+    rows = [row for row in of_prompts for _ in range(group_size)]
+    given = {name: [row[name] for row in rows] for name in rows[0]} | {"images": images}
     values = {}
     for name, reward in rewards.items():
-        # Copies: what a reward does to them, no other reward sees.
-        copies = {"images": [deepcopy(image) for image in images]}
-        for key, column in columns.items():
-            copies[key] = [deepcopy(x) for x in column for _ in range(group_size)]
-        given = [copies.pop(key) for key in ("images", "prompts", "targets")]
-        answer = reward(*given, **copies, group_size=group_size)
+        # Copies: no other reward sees what one does to its pictures, such as image.thumbnail().
+        copies = {key: [deepcopy(x) for x in column] for key, column in given.items()}
+        answer = reward(**copies, group_size=group_size)
         try:
-            numbers = as_numbers(answer)
-        except (TypeError, ValueError, RuntimeError):
-            wanted = f"return {len(images)} numbers, one per picture"
-            gave = foreign.shortened(answer)
-            raise UserError(f"reward {name!r} gave {gave}: {wanted}") from None
-        shape, expected = tuple(numbers.shape), (len(images),)
-        if shape != expected:
-            raise UserError(f"reward {name!r} gave shape {shape}, not {expected}")
-        if numbers.isinf().any():
-            i = numbers.isinf().nonzero()[0].item()
-            prompt = prompts[i // group_size]
-            raise UserError(f"reward {name!r} is infinite for image {i}, of {prompt!r}")
-        values[name] = numbers
+            values[name] = torch.tensor([math.nan if x is None else float(x) for x in answer])
+        except (TypeError, ValueError, RuntimeError):  # of no list, or of what is no number
+            values[name] = torch.tensor(math.inf)
+        if values[name].shape != (len(images),) or values[name].isinf().any():
+            wanted = f"{len(images)} finite numbers, one per picture"
+            answer = " ".join(str(answer).split())
+            raise UserError(f"reward {name!r} has to return {wanted}, not {answer:.60}")
     return values
-
-
-def as_numbers(answer):
-    """A tensor, or numbers of any type, as float32 on the CPU. None is NaN."""
-    if isinstance(answer, torch.Tensor):
-        # A copy: the reward may use its own tensor again.
-        return answer.detach().float().cpu().clone()
-    if isinstance(answer, dict | set | str):  # their order, or digits, would be the scores
-        raise TypeError("no sequence of numbers")
-    numbers = []
-    for x in answer:
-        if np.ndim(x) > 0:
-            raise TypeError("a list in place of a number")
-        numbers.append(math.nan if x is None else float(x))
-    return torch.tensor(numbers).float()
 
 
 def weights_of(rewards):
@@ -346,11 +298,7 @@ def combine(rewards, weights, group_size=1, how="sum"):
         how: "sum" adds the values as they are, so the reward with the largest spread rules;
             "zscore" first turns each into its z-score within its group, so weights alone decide.
             Where z-scores cancel, the sum is exactly 0.
-
-    Raises ValueError for an unknown `how`, RuntimeError for values that do not form groups.
     """
-    if how not in ("sum", "zscore"):
-        raise ValueError(f"rewards are combined by sum or zscore, not {how!r}")
     weights = {name: weight for name, weight in weights.items() if weight}
     values = torch.stack([rewards[name] for name in weights]).double()  # (R, N*G)
     weight = torch.tensor([*weights.values()], dtype=values.dtype).unsqueeze(1)  # (R, 1)

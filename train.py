@@ -4,48 +4,36 @@
     torchrun --nproc-per-node 8 train.py --group-size 4
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. It
-does what examples/pictures.py does, and what long runs need: checkpoints, several rewards and GPUs,
-models that take turns on a small GPU. grpo_step() is one step of GRPO, its six parts in their
-order; loop() is the run. examples/train_decoder.py and examples/train_edits.py make the same run
-with another Run.
+does what examples/pictures.py does, and what long runs need: a checkpoint of each step, several
+rewards and GPUs, models that take turns on a small GPU. grpo_step() is one step of GRPO, its six
+parts in their order; loop() is the run. Scripts in examples/ make the same run with another Run.
 
 What to expect of the tiny model, in four minutes of one CPU core (each number: docs/numbers.md):
 
     step 1/20, epoch 0.1 | reward 0.592 +- 0.217 | 31% without spread | ... | norm 0.034 | ...
-    step 10/20, epoch 1.4 | reward 0.956 +- 0.075 | 56% without spread | ... | norm 0.015 | ...
     step 20/20, epoch 2.9 | reward 0.971 +- 0.029 | 88% without spread | ... | norm 0.004 | ...
 
 The reward rises. Its standard deviation within a group, after +-, falls: without spread, all
 rewards of a group are equal, and there is nothing left to learn from it.
 """
 
-import signal
 import sys
 import time
 from dataclasses import dataclass
 
-if __name__ == "__main__":  # Ctrl-C in the seconds that the imports take: no traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import torch
+from transformers import set_seed
 
-from glm_image.model import GlmImage, check_version, load
+from glm_image.model import GlmImage, load
 from grpo import GRPO, set_advantages
 from rewards import combine, score, weights_of
-from runtime import checkpoints, cpu, ranks, resume
-from runtime.data import (
-    for_rewards,
-    load_rewards,
-    prompt_indices,
-    read_inputs,
-    read_prompts,
-)
-from runtime.errors import StopRequest, exit_code, optional, rescued, say
-from runtime.evaluation import evaluate, seed_of_step
-from runtime.folder import RunFolder, claimed
+from runtime import cpu, folder, ranks
+from runtime.data import load_rewards, prompt_indices, read_inputs, read_prompts
+from runtime.errors import StopRequest, exit_code, optional, say
+from runtime.evaluation import judge, seed_of_step
+from runtime.numbers import counted
 from runtime.record import Record, tracked
 from runtime.settings import Settings, parse_settings, print_start
-from runtime.words import counted
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
 
@@ -73,7 +61,8 @@ def grpo_step(run, settings, rewards, prompts, seed):
     with run.machine.phase("update", policy.model):  # 4. adapter on; 5. the clipped loss; 6. AdamW
         metrics = policy.update(groups)
 
-    return Rollout(prompts, groups, images, raw_rewards), metrics | {"entropy": entropy(groups)}
+    advantages = [group.advantages for group in groups]
+    return Rollout(prompts, groups, images, raw_rewards, advantages), metrics
 
 
 def paint_and_score(run, settings, rewards, prompts, groups, seed):
@@ -89,36 +78,18 @@ def paint_and_score(run, settings, rewards, prompts, groups, seed):
         painted = [run.glm_image.to_images(x, settings.micro_batch_size) for x in latents]
     images = [pictures[k] for pictures, rows in zip(painted, which) for k in rows]
     with run.machine.phase("score"):  # no model is named: the GPU is free for the rewards
-        return images, score(rewards, images, **for_rewards(prompts))
-
-
-def entropy(groups):
-    """Mean entropy per code, in nats: an unbiased estimate from the samples."""
-    return -torch.stack([group.old_logprobs for group in groups]).mean().item()
+        return images, score(rewards, images, prompts)
 
 
 @dataclass
 class Rollout:
-    """What a step has made, for its record. print() shows a line for each picture."""
+    """What a step has made, for its record."""
 
     prompts: list  # N
     groups: list  # N
     images: list  # N*G PIL images
     raw_rewards: dict  # {name: (N*G,)}
-
-    def __str__(self):
-        size = len(self.images) // len(self.prompts)
-        lines = []
-        for k in range(len(self.images)):
-            i, j = divmod(k, size)
-            rewards = [f"{name} {values[k]:.3f}" for name, values in self.raw_rewards.items()]
-            words = [self.prompts[i].text, *rewards, f"advantage {self.advantages(i)[j]:+.2f}"]
-            lines.append(" | ".join(words))
-        return "\n".join(lines)
-
-    def advantages(self, i):
-        """The advantages of the pictures of prompt i, (G,)."""
-        return self.groups[i].advantages
+    advantages: list  # N times (G,)
 
 
 # ---- what a step works with ----------------------------------------------------------------------
@@ -144,9 +115,8 @@ class Run:
     def load(cls, settings, data, device, waiting, pipe=None):
         """The models on the device, and the policy's trainer.
 
-        data: for a subclass that needs it, as examples/train_edits.py does. waiting: where
-        weights wait for their turn, see plan in card/memory.py. pipe: the stock pipeline, if it is
-        loaded already.
+        data: for a subclass that needs it. waiting: where weights wait for their turn, see plan in
+        card/memory.py. pipe: the stock pipeline, if it is loaded already.
         """
         glm_image = cls.Model(pipe or load(settings.model, device))
         if settings.base == "int8":
@@ -158,7 +128,7 @@ class Run:
         backend = backend_of(device)
         policy = backend.Trainer(
             glm_image.language_model,
-            adamw(glm_image.language_model),
+            adamw(glm_image.language_model, settings.lr),
             settings,
             allowed_ids=glm_image.codes(),
             token_forward=backend.token_forward(glm_image, settings),
@@ -173,8 +143,18 @@ class Run:
         """{folder of its adapter: what learns}."""
         return {"adapter": self.policy}
 
-    def set_learning_rates(self, settings, step):
-        set_learning_rate(self.policy, settings.lr, settings.warmup_steps, step)
+    def attempt(self, work, settings, rewards, prompts, seed):
+        """Returns work(settings, rewards, prompts, seed), such as self.step.
+
+        All its draws start from the seed, also those of a reward. So no random state needs saving,
+        and where a GPU's memory runs out the work is done again with less.
+        """
+
+        def once():
+            set_seed(seed % 2**32)
+            return work(settings, rewards, prompts, seed)
+
+        return self.machine.attempt(once, settings, self.trainers)
 
 
 def backend_of(device):
@@ -186,17 +166,18 @@ def backend_of(device):
     return cpu
 
 
-def adamw(model):
-    """Over the adapter of a model; see set_learning_rate."""
+def adamw(model, rate=1e-3):
+    """Over the adapter of a model. rate: that after the warm-up."""
     # eps: gradients here can be as small as 5e-9 per weight; with torch's 1e-8 nothing would move.
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(parameters, betas=(0.9, 0.99), eps=1e-15, weight_decay=0.0)
+    learned = {"params": [p for p in model.parameters() if p.requires_grad], "initial_lr": rate}
+    return torch.optim.AdamW([learned], rate, betas=(0.9, 0.99), eps=1e-15, weight_decay=0.0)
 
 
-def set_learning_rate(trainer, rate, warmup_steps, step):
+def warm_up(trainers, warmup_steps, step):
     """The rate rises over the first steps; it follows from the step, so --resume needs no state."""
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = rate * min(1, (step + 1) / (warmup_steps + 1))
+    for trainer in trainers.values():
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * min(1, (step + 1) / (warmup_steps + 1))
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -205,77 +186,61 @@ def set_learning_rate(trainer, rate, warmup_steps, step):
 def train(settings, run_class=Run):
     """The whole run: prepare, loop, end. Returns the exit code: 130 if a signal ended it early."""
     start = time.time()
-    check_version()  # load() does too, but after the rewards have loaded
     device = ranks.device(settings.device)
     data = read_inputs(settings, run_class.read_prompts)
     waiting = backend_of(device).plan(run_class.Model, settings, device)  # before any download
-    with claimed(settings.resume, settings.out) as out, tracked(settings, out) as tracker:
-        print_start(settings, out, device, len(data.prompts), len(data.held_out))
-        load_rewards(settings, data)
+    print_start(settings, device, data)
+    load_rewards(settings, data)
+    with (
+        folder.opened(settings, data) as out,
+        tracked(settings, out) as tracker,
+    ):
         run = run_class.load(settings, data, device, waiting)
-        resume.compare_model(settings, data.made_of)
-        first = checkpoints.load(out, run.trainers) if settings.resume else 0
-        folder = RunFolder(out, settings, data, run.trainers, first)
-        stop = StopRequest(folder.save)
-        record = run.Record(folder, settings, data, run.machine, stop, tracker, first)
-        with stop, rescued(record, folder):
-            loop(run, settings, data, record, folder, stop)
-    more = "; already complete: raise --steps for more" if 0 < settings.steps <= first else ""
-    seconds = f"{time.time() - start:.0f} s{more}"
-    page = out / "index.html"
-    look = f"; look at {page}" if page.exists() else ""
-    say(f"{counted(record.done, 'step')}, {seconds}; output folder: {out}{look}")
-    return 130 if record.done < settings.steps else 0
+        with StopRequest() as stop:
+            first = folder.load(out, run.trainers)
+            record = run.Record(out, settings, data, run, tracker, first)
+            loop(run, settings, data, record, stop)
+    done = f"{counted(record.done, 'step')}, {time.time() - start:.0f} s"
+    say(f"{done}; output folder: {out}; look at {out / 'index.html'}")
+    if record.done == settings.steps:
+        return 0
+    say(f"continue with --resume {out}")
+    return 130
 
 
-def loop(run, settings, data, record, folder, stop):
-    """The steps still to make, with evaluations and checkpoints. A signal ends it after a step."""
+def loop(run, settings, data, record, stop):
+    """The steps still to make, each saved, with evaluations. A signal ends it after a step."""
     first = record.done
-    folder.save()
-    if first == 0 or due(first, settings.eval_every):
-        evaluate_and_show(run, settings, data, record, stop)
+    due = lambda step: settings.eval_every > 0 and step % settings.eval_every == 0
+    if first == 0 or due(first):
+        evaluate(run, settings, data, record)
     with run.machine.counting("step", settings.steps, first):
         for step in range(first, settings.steps):
             if any(ranks.gather(stop.received)):  # together, or others would wait for it
                 break
-            # All random draws of a step, also the draws of a reward, start from the step's seed. So
-            # no random state needs saving.
             seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
-            run.set_learning_rates(settings, step)
+            warm_up(run.trainers, settings.warmup_steps, step)
             prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-            rollout, metrics = run.machine.attempt(
-                run.step, run, settings, data.rewards, prompts, seed
-            )
+            rollout, metrics = run.attempt(run.step, settings, data.rewards, prompts, seed)
             record.step(step + 1, rollout, metrics)
-            del rollout  # a decoder's denoising paths are gone before the next step makes its own
-            if folder.overdue or due(step + 1, settings.save_every):
-                folder.save()
-            if due(step + 1, settings.eval_every):
-                folder.save()
-                evaluate_and_show(run, settings, data, record)
-    folder.save()
-    if record.done < settings.steps:
-        record.write(f"saved; {folder.how_to_continue()}")
-    stopped = any(ranks.gather(stop.received))
-    if settings.steps > 0 and not (stopped and record.done == first):  # else there is nothing new
-        evaluate_and_show(run, settings, data, record)
-        record.warn_of_nothing()
-        folder.export(run.glm_image)
+            del rollout  # it leaves the memory before the next step makes its own
+            if due(step + 1):
+                evaluate(run, settings, data, record)
+    if record.done > 0:
+        evaluate(run, settings, data, record)
+        record.export(run.glm_image)
 
 
-def evaluate_and_show(run, settings, data, record, stop=None):
-    """An evaluation, and then all that people look at, such as index.html."""
-    evaluate(run, settings, data, record, stop)
-    if record.folder.writes and record.folder.records["evaluation"]:
+def evaluate(run, settings, data, record):
+    """A checkpoint, its evaluation, and then all that people look at, such as index.html."""
+    record.save()
+    judge(run, settings, data, record)
+    if record.writes:
         from viewer import show  # training needs nothing of it
 
         with optional("show the run"):
-            show(record.folder.out)
-        record.track_picture(record.folder.out / "before-after.png")
-
-
-def due(step, every):
-    return every > 0 and step % every == 0
+            show(record.out)
+            record.track_picture(record.out / "before-after.png")
 
 
 def main(arguments=None, run_class=Run):
@@ -283,5 +248,4 @@ def main(arguments=None, run_class=Run):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -164,8 +164,8 @@ EDITS = [
     Edit("STAGE's weights", "set_advantages(groups, reward)", "weighted(groups, reward)"),
     Edit(
         "STAGE's weights",
-        "return self.groups[i].advantages",
-        "return self.groups[i].advantages.mean(-1)",
+        "[group.advantages for group in groups]",
+        "[group.advantages.mean(-1) for group in groups]",
     ),
 ]
 FUNCTIONS = {  # go along

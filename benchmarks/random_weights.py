@@ -8,6 +8,7 @@ Time and memory do not depend on the values of the weights. The folder takes 33 
 and the scheduler are those of the tiny model.
 """
 
+import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -16,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks import command
 from card.model import without_weights
+from rewards import find_path
 from runtime.settings import TINY
 
 # All else is the default of the classes. The policy's vision tower, which does not train, has one
@@ -57,7 +58,7 @@ def main(folder):
     # On a CPU it takes minutes.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     left_out = shutil.ignore_patterns("*.safetensors", "*.png", "*.txt", "*.py")
-    shutil.copytree(TINY, folder, ignore=left_out, dirs_exist_ok=True)
+    shutil.copytree(find_path(TINY), folder, ignore=left_out, dirs_exist_ok=True)
     torch.set_default_dtype(torch.bfloat16)
     for name, sizes in SIZES.items():
         with torch.device(device):
@@ -65,4 +66,8 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    command.run(main, __doc__, "FOLDER")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder")
+    main(parser.parse_args().folder)

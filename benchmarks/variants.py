@@ -1,6 +1,6 @@
 """What each part of GRPO is worth: training runs of the tiny model with one part changed.
 
-    python benchmarks/variants.py                        the tables and the figures of docs/worth.md
+    python benchmarks/variants.py                        the tables of docs/worth.md
     python benchmarks/variants.py "no std" "with KL"     trains these rows again, with seed 0
     python benchmarks/variants.py "no std" --lr 2e-3 --seed 1 --keep     a run for the tables
     python benchmarks/variants.py --hard-start           makes the harder start alone
@@ -41,7 +41,7 @@ from grpo import _log_distribution
 from rewards import Reward
 from runtime import evaluation
 from runtime.data import evenly
-from runtime.jsonl import read_jsonl
+from runtime.folder import read_jsonl
 
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
@@ -109,9 +109,6 @@ HONEST = {
     "KL 1": Variant("hard", "with KL 1", "", "", "--kl-coef 1 --save-every 20"),
     "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2 --save-every 20"),
 }
-
-# The parts of GRPO, for the README.
-PARTS = [PLAIN, "REINFORCE", "no baseline", "no std", "with KL", SHUFFLED]
 
 ALL = dict.fromkeys([*HARD, *CLIP, *GAMED, WITHOUT_TERM, *HONEST.values()])
 
@@ -277,7 +274,7 @@ def append(file, columns, lines):
         csv.DictWriter(opened, columns, lineterminator="\n").writerows(lines)
 
 
-# ---- tables and figure ---------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def written(lr):
@@ -375,73 +372,6 @@ def tables(rows):
     return [table(rows, HARD), table_of_clip(rows), table_of_kl(rows)]
 
 
-def panels(height, *titles):
-    """A figure as wide as a page, and its axes, with shares upwards and a title below."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        sys.exit("the figures need a package: pip install matplotlib")
-    figure = Figure((8.8, height), dpi=100, layout="constrained")
-    axes = figure.subplots(1, len(titles), squeeze=False)[0]
-    for each, title in zip(axes, titles):
-        each.spines[:].set_visible(False)
-        each.grid(color="#ddd")
-        each.set_axisbelow(True)
-        each.tick_params(length=0, which="both", labelsize=9)
-        each.yaxis.set_major_formatter("{x:.0%}")
-        each.set_xlabel(title, size=9)
-    return figure, axes
-
-
-def draw(rows, file, names=None):
-    """Shares after 10 steps and 20, with error and seeds, by outcome; None: of all variants."""
-    differences, error, threshold = compare(rows, HARD)
-    shown = [each for each in HARD if names is None or each.name in names]
-    variants = [Variant("hard", BEFORE), *shown]
-    variants.sort(key=lambda each: of_seeds(rows, each, 20).mean())
-    words = "correct after 10 steps (grey), after 20 (points: seeds); in colour: significant"
-    figure, (axes,) = panels(0.7 + 0.22 * len(variants), words)
-    labels = []
-    for y, variant in enumerate(variants):
-        shares = of_seeds(rows, variant, 20)
-        colour, words, label = "#444", "", variant.name
-        if variant.reference:
-            difference = differences[variant.name]
-            if abs(difference) > threshold:
-                colour = "#2d6cae" if difference > 0 else "#c62828"
-            words = f"{100 * difference:+.1f} vs {variant.reference}"
-            label = f"{variant.name}, {written(rate_of(rows, variant))}"
-            axes.errorbar(shares.mean(), y, xerr=error / np.sqrt(2), color=colour)  # of a share
-        labels.append(label)
-        axes.plot(of_seeds(rows, variant, 10).mean(), y, "o", color="#bbb", markersize=6)
-        axes.plot(shares.mean(), y, "o", color=colour, markersize=9)
-        axes.plot(shares, [y] * len(shares), "o", color=colour, markerfacecolor="w", markersize=4)
-        place = {"xytext": (1.02, y), "textcoords": axes.get_yaxis_transform(), "va": "center"}
-        axes.annotate(words, (1, y), color=colour, size=9, annotation_clip=False, **place)
-    axes.set_yticks(range(len(variants)), labels)
-    axes.grid(visible=False, axis="y")
-    axes.xaxis.set_major_formatter("{x:.0%}")
-    figure.savefig(file)
-
-
-def draw_gamed(rows, file):
-    """Gamed runs, a dot for each: correct pictures over kl_coef and over the exact KL."""
-    before = of_seeds(rows, Variant("shipped", BEFORE), 0).mean()
-    runs = [row for row in rows if row["start"] == "gamed" and row["kl"] is not None]
-    figure, axes = panels(3.2, "kl_coef", "exact KL")
-    for each in axes:
-        for loss, colour in (("k2", "#2d6cae"), ("k3", "#c62828")):
-            own = [row for row in runs if row["variant"].endswith("k2") == (loss == "k2")]
-            coefs = [float(re.search("[0-9.]+", row["variant"])[0]) for row in own]
-            values = coefs if each is axes[0] else [row["kl"] for row in own]
-            each.scatter(values, [*map(mean_of_types, own)], color=colour, label=loss)
-        each.axhline(before, color="#444", label=BEFORE)
-        each.set_xscale("log")
-        each.xaxis.set_major_formatter("{x:g}")
-    axes[0].legend(frameon=False, fontsize=9)
-    figure.savefig(file)
-
-
 def main(*arguments):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -470,9 +400,6 @@ def main(*arguments):
     if options.names:
         return
     print(*tables(rows), sep="\n\n")
-    draw(rows, OUT / "variants.png")
-    draw(rows, OUT / "parts.png", PARTS)
-    draw_gamed(rows, OUT / "kl.png")
 
 
 if __name__ == "__main__":

@@ -94,21 +94,20 @@ class Machine(cpu.Machine):
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
         return self.offload is None and unfiled <= room_of_host()
 
-    def attempt(self, work, run, settings, rewards, prompts, seed):
-        """Returns work(settings, rewards, prompts, seed), such as run.step.
+    def attempt(self, work, settings, trainers):
+        """Returns work(), such as a step, all of whose draws start from a seed.
 
-        If GPU memory runs out, this makes room and calls `work` again. All draws start from the
-        seed, so the second call computes the same, but for rounding. The error ends the run if no
-        more room can be made, if an optimizer has moved weights already, or with several ranks: a
-        rank alone cannot repeat a collective.
+        If GPU memory runs out, this makes room and calls `work` again, which computes the same, but
+        for rounding. The error ends the run if no more room can be made, if an optimizer has moved
+        weights already, or with several ranks: a rank alone cannot repeat a collective.
         """
-        count_steps = lambda: sum(trainer.steps for trainer in run.trainers.values())
+        count_steps = lambda: sum(trainer.steps for trainer in trainers.values())
         before = count_steps()
         timings = self.timings.copy()
         while True:
             self.timings = timings.copy()  # a try that failed is no part of the step
             try:
-                return super().attempt(work, run, settings, rewards, prompts, seed)
+                return work()
             except RuntimeError as error:
                 if not out_of_memory(error) or ranks.count() > 1 or count_steps() > before:
                     raise

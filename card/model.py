@@ -1,18 +1,15 @@
 """GLM-Image on a card: its sizes before a download, its captured step, its weights in int8."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, GlmImageTransformer2DModel
 from torch.nn.functional import linear
 from transformers import GlmImageForConditionalGeneration, T5EncoderModel
-from transformers.utils import cached_file
 
 from card.forward import CapturedForward, or_plain
 from glm_image.model import load
-from runtime.settings import readable_loading
+from runtime.settings import read_config, readable_loading
 
 PARTS = {  # of the pipeline, those with weights
     "vision_language_encoder": GlmImageForConditionalGeneration,
@@ -58,8 +55,8 @@ def load_sizes(model, device):
     modules = {}
     with readable_loading(model), torch.device("meta"):
         for name in PARTS:
-            config = json.loads(Path(cached_file(model, f"{name}/config.json")).read_text())
-            modules[name] = without_weights(name, config).to(torch.bfloat16)
+            part = without_weights(name, read_config(model, name))
+            modules[name] = part.to(torch.bfloat16)
     return load(model, device, **modules)
 
 

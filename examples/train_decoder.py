@@ -11,9 +11,9 @@ probabilities: glm_image/decoder.py. Takes the flags of train.py too, and leaves
 with the decoder's adapter in decoder-adapter/.
 """
 
-import signal
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -24,8 +24,8 @@ from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
 from rewards import UserError, combine, score, weights_of
 from runtime import ranks
-from runtime.data import for_rewards
-from runtime.record import LINE, Record, reward_metrics
+from runtime.numbers import LINE, reward_metrics
+from runtime.record import Record
 from runtime.settings import Settings
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
@@ -40,16 +40,17 @@ def decoder_step(run, settings, rewards, prompts, seed):
     with run.machine.phase("sample", policy.model):  # 1. sample G code sequences for each prompt
         groups = policy.sample(run.glm_image.encode(prompts, settings), sequences, seed)
 
-    images = []
-    paths = []  # a group for each denoising step of each code sequence
+    images = []  # N*G*K, prompt after prompt, code sequence after code sequence
+    of_prompts = []  # a group for each denoising step of each code sequence
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         with run.machine.phase("paint", *run.glm_image.painters):  # 2. paint each K times
             latents, steps = decoder.paint_paths(prompt, group.tokens, settings, seed + i)
         with run.machine.phase("vae", run.glm_image.vae):
             images += run.glm_image.to_images(latents, settings.micro_batch_size)
-        paths += steps
+        of_prompts.append(steps)
+    paths = [*chain(*of_prompts)]
     with run.machine.phase("score"):  # 2. score
-        raw_rewards = score(rewards, images, **for_rewards(prompts))
+        raw_rewards = score(rewards, images, prompts)
 
     # 3. A painting is compared among the K of the same codes, at each denoising step.
     reward = combine(raw_rewards, weights, paintings, settings.combine)
@@ -59,16 +60,18 @@ def decoder_step(run, settings, rewards, prompts, seed):
     of_decoder = learn(run, decoder, run.glm_image.pipe.transformer, paths, "decoder/")  # 4 to 6
 
     metrics = {"skipped": 0}
+    advantages = [steps[0].advantages for steps in of_prompts]  # of a lone code sequence
     if settings.train == "both":
         # 3. A code sequence has the mean reward of its K paintings, among the G of its prompt. In
         # float64 the means of equal rewards are equal, whatever is NaN.
         means = {name: x.double().view(-1, paintings).nanmean(1) for name, x in raw_rewards.items()}
         set_advantages(groups, combine(means, weights, sequences, settings.combine))
         metrics = learn(run, policy, policy.model, groups)  # 4 to 6
+        advantages = [group.advantages.repeat_interleave(paintings) for group in groups]
 
-    metrics |= of_decoder | {"entropy": train.entropy(groups)}
+    metrics |= of_decoder
     metrics["skipped"] += of_decoder["decoder/skipped"]
-    return NestedRollout(prompts, groups, images, raw_rewards, paths, paintings), metrics
+    return train.Rollout(prompts, groups, images, raw_rewards, advantages), metrics
 
 
 def learn(run, trainer, model, groups, prefix=""):
@@ -78,21 +81,6 @@ def learn(run, trainer, model, groups, prefix=""):
     with run.machine.phase(f"{prefix}update", model):
         metrics = trainer.update(groups)
     return {prefix + name: value for name, value in metrics.items()}
-
-
-@dataclass
-class NestedRollout(train.Rollout):
-    """N*G*K pictures, prompt after prompt, code sequence after code sequence."""
-
-    paths: list  # DenoisingSteps
-    paintings: int  # K
-
-    def advantages(self, i):
-        """Of the pictures of prompt i: that of its codes, or if these do not learn its own."""
-        group = self.groups[i]
-        if group.advantages is not None:
-            return group.advantages.repeat_interleave(self.paintings)
-        return self.paths[i * len(self.paths) // len(self.groups)].advantages
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -105,8 +93,8 @@ class DecoderSettings(Settings):
     # what learns; --group-size counts the paintings of a code sequence; with both, it counts the
     # code sequences of a prompt
     train: Literal["decoder", "both"] = "decoder"
-    # with both: how often each code sequence is painted (default: 4)
-    paintings: int = None
+    # with both: how often each code sequence is painted
+    paintings: int = 4
     # AdamW's learning rate for its adapter
     decoder_lr: float = 1e-4
     # share of a denoising step's noise that is drawn again
@@ -122,22 +110,10 @@ class DecoderSettings(Settings):
         super().__post_init__()
         if self.decode_steps == 1:
             raise UserError("--decode-steps has to be 2 or more: the last step is not drawn")
-        if self.train == "both":
-            self.paintings = self.paintings or 4
-        elif self.paintings not in (None, self.group_size):
-            raise UserError("--paintings has no effect with --train decoder: give --group-size")
-        else:
+        if self.train == "decoder":
             self.paintings = self.group_size
-
-    @property
-    def sizes(self):
-        if self.train == "both":
-            return f"{self.group_size} code sequences, each painted {self.paintings} times"
-        return f"{self.group_size} paintings"
-
-    @property
-    def spread(self):
-        return "--temperature or --noise-level" if self.train == "both" else "--noise-level"
+        elif self.paintings < 2:
+            raise UserError(f"--paintings must be 2 or more, got {self.paintings}")
 
     @property
     def sequences(self):
@@ -190,7 +166,7 @@ class DecoderRun(train.Run):
         run.policy_learns = settings.train == "both"
         run.decoder = DecoderGRPO(
             run.glm_image,
-            train.adamw(run.glm_image.decoder),
+            train.adamw(run.glm_image.decoder, settings.decoder_lr),
             settings,
             settings.noise_level,
             settings.guidance_scale,
@@ -203,12 +179,6 @@ class DecoderRun(train.Run):
         decoder = {"decoder-adapter": self.decoder}
         return {**super().trainers, **decoder} if self.policy_learns else decoder
 
-    def set_learning_rates(self, settings, step):
-        train.set_learning_rate(self.decoder, settings.decoder_lr, settings.warmup_steps, step)
-        if self.policy_learns:
-            super().set_learning_rates(settings, step)
-
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(train.main(run_class=DecoderRun))

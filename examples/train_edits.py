@@ -11,7 +11,6 @@ GLM-Image's defaults; the tiny model's compare with targets that it draws. (With
 need beside captions: glm_image/editing.py.
 """
 
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,5 +69,4 @@ class EditRun(train.Run):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(train.main(run_class=EditRun))

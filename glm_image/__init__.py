@@ -4,7 +4,7 @@ model.GlmImage is what train.py takes from here: it encodes prompts as token ids
 paints the codes that the policy writes, and holds the models, one of which learns. For another
 model whose policy writes image tokens, write a class with its methods and properties:
 __init__(pipe), prepare_training; language_model, reference, codes, encode; parts, painters, vae,
-paint, to_images, compiles_decoder. Beside it train.py takes check_version, and load for the
+paint, to_images, compiles_decoder. Beside it train.py takes load, for the
 weights. What a GPU needs to know of the model besides is in card/model.py.
 
 editing.py and decoder.py are rooms of their own, which train.py does not enter: a GlmImage that

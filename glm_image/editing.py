@@ -5,32 +5,15 @@ text, and writes no preview. The decoder sees the source, too: the pipeline keep
 values. All else is as for captions.
 """
 
-from dataclasses import dataclass
-
 import torch
-from PIL import Image
 
 from glm_image.model import TOKEN, GlmImage, chat, for_decoder, positions_of
 from reward_models import CHINESE
 from reward_models.vqa import Vqa
 from rewards import REWARDS, SMOLVLM, UserError, ssim
-from runtime.data import Prompt, read_pictures, read_prompts
+from runtime.data import read_pictures, read_prompts
 
 # ---- wishes, each with its source ----------------------------------------------------------------
-
-
-@dataclass
-class EditPrompt(Prompt):
-    """A wish, with the picture that it changes."""
-
-    source: Image.Image = None  # its sides are multiples of 32
-    codes: torch.Tensor | None = None  # of it, (rows*columns,) int64, one per 32x32 pixels
-
-    def for_rewards(self):
-        return super().for_rewards() | {"sources": self.source}
-
-    def given(self):
-        return {"source": self.source}
 
 
 def read_edits(settings, prefix=""):
@@ -40,13 +23,14 @@ def read_edits(settings, prefix=""):
         flags = "--sources, --prompts, --eval-sources and --eval-prompts"
         raise UserError(f"edits need {flags}; or none of them and --model tiny-glm-image")
     prompts = read_prompts(settings, prefix)
-    pictures = read_pictures(folder, "source", len(prompts), size)
-    return [EditPrompt(**vars(prompt), source=x) for prompt, x in zip(prompts, pictures)]
+    for prompt, picture in zip(prompts, read_pictures(folder, "source", len(prompts), size)):
+        prompt.source = prompt.row["sources"] = picture  # the second for rewards
+    return prompts
 
 
 @torch.no_grad()
 def read_sources(pipe, edits, device):
-    """Reads the codes of each EditPrompt's source by the model's own vision tower and quantiser.
+    """Reads the codes of each edit's source by the model's own vision tower and quantiser.
 
     pipe: the stock pipeline, before prepare_training, which drops both.
     """
@@ -56,12 +40,6 @@ def read_sources(pipe, edits, device):
     for edit in edits:
         inputs = pipe.processor.image_processor(edit.source, return_tensors="pt").to(device)
         grid = inputs["image_grid_thw"]  # (1, 3)
-        ((_, rows, columns),) = grid.tolist()
-        if (columns * 32, rows * 32) != edit.source.size:
-            raise UserError(
-                f"a picture of {edit.source.size} pixels is {rows}x{columns} codes to the model, "
-                "not one per 32x32 pixels: choose another --height and --width"
-            )
         features = model.get_image_features(inputs["pixel_values"], grid).pooler_output
         edit.codes = model.get_image_tokens(features).cpu()
 
@@ -70,17 +48,14 @@ def read_sources(pipe, edits, device):
 
 
 class EditingGlmImage(GlmImage):
-    """Takes EditPrompts where a GlmImage takes Prompts."""
+    """Takes Prompts that have a source."""
 
     compiles_decoder = False  # not tried where it keeps a source's keys
 
     def prepare_training(self, settings, device):
         super().prepare_training(settings, device)
+        self.painters = *self.painters, self.vae  # which reads the source
         keep_one_source(self.pipe.transformer)
-
-    @property
-    def painters(self):
-        return *super().painters, self.vae  # which reads the source
 
     def encode(self, edits, settings):
         size = settings.height, settings.width

@@ -1,7 +1,6 @@
 """GLM-Image: prompts in, pictures out; its weights from files, and what of them learns."""
 
 import os
-import shutil
 import sys
 import warnings
 from contextlib import contextmanager
@@ -13,12 +12,12 @@ import torch
 import transformers
 from diffusers import GlmImagePipeline
 from packaging.version import Version
-from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import GlmImageProcessor, set_seed
 
-from rewards import UserError
-from runtime.checkpoints import CONFIG, WEIGHTS, find_adapters, load_adapter
+from rewards import UserError, find_path
 from runtime.errors import readable
+from runtime.folder import WEIGHTS, find_adapters, load_adapter
 from runtime.settings import readable_loading
 
 # PEFT's about transformers: nothing a user can act on.
@@ -54,6 +53,9 @@ class GlmImage:
         self.language_model = pipe.vision_language_encoder
         self.pipe = GlmImagePipeline(**pipe.components | {"vision_language_encoder": None})
         self.pipe.set_progress_bar_config(disable=True)
+        self.vae = pipe.vae
+        # What has to be on the GPU to paint latents: glyph encoder and decoder.
+        self.painters = pipe.text_encoder, pipe.transformer
 
     def prepare_training(self, settings, device):
         """Adds the adapter, and freezes all else.
@@ -72,7 +74,6 @@ class GlmImage:
             self.vae.enable_slicing()  # one picture at a time: it takes most memory, little time
 
         set_seed(settings.seed)  # the adapter's start
-        # Both at once: a folder that goes while the models load must not leave half of its policy.
         folders = find_adapters(settings.adapter)
         self.language_model, self.reference = add_adapter(
             self.language_model, "codes", settings.lora_rank, folders.get("adapter")
@@ -88,21 +89,10 @@ class GlmImage:
     def save_decoder_adapter(self, folder):
         """For the stock pipeline's load_lora_adapter; --adapter reads PEFT's file beside it."""
         self.pipe.transformer.save_lora_adapter(folder)
-        for file in folder.glob("*.safetensors"):  # which its owner alone could read
-            shutil.copymode(folder / CONFIG, file)
 
     @property
     def parts(self):
         return self.language_model, self.pipe.text_encoder, self.pipe.transformer, self.vae
-
-    @property
-    def vae(self):
-        return self.pipe.vae
-
-    @property
-    def painters(self):
-        """What has to be on the GPU to paint latents: glyph encoder and decoder."""
-        return self.pipe.text_encoder, self.pipe.transformer
 
     def codes(self):
         """The ids of the codes among those of the language model."""
@@ -189,9 +179,6 @@ def add_adapter(module, targets, rank, folder=None):
         model.add_adapter("reference", replace(config, inference_mode=True))
         for name in ("default", "reference"):
             load_adapter(model, folder / WEIGHTS, name)
-        learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # An error now, where it could not be saved.
-        get_peft_model_state_dict(model, learned, save_embedding_layers=False)
     return model, partial(with_reference, model)
 
 
@@ -256,23 +243,20 @@ def for_decoder(codes):
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def check_version():
-    if Version(transformers.__version__) < Version("5.5"):
-        version = f"transformers {transformers.__version__} paints wrong pictures"
-        raise UserError(f"{version}; pip install -r requirements.txt")
-
-
 def load(model, device, **options):
     """The stock pipeline, on the CPU: mapped from the files, so that processes share its weights.
 
     model: folder or hub id. options: parts of it that exist already, by their names; or dtype.
     """
-    check_version()
+    if Version(transformers.__version__) < Version("5.5"):
+        version = f"transformers {transformers.__version__} paints wrong pictures"
+        raise UserError(f"{version}; pip install -r requirements.txt")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with readable_loading(model):
+        folder = find_path(model)
         # By itself the pipeline would ask whether the processor may run code from its folder.
         processor = GlmImageProcessor.from_pretrained(
-            model, subfolder="processor", trust_remote_code=False
+            folder, subfolder="processor", trust_remote_code=False
         )
         usual = {"processor": processor, "dtype": dtype, "use_safetensors": True}
-        return GlmImagePipeline.from_pretrained(model, **(usual | options))
+        return GlmImagePipeline.from_pretrained(folder, **(usual | options))

@@ -28,13 +28,10 @@ class Clip:
     def __init__(self, model, processor):
         self.model, self.processor = _clip(model, processor)
         self.reads_chinese = Path(model).is_dir()
-        self.crops = self.processor.image_processor.do_center_crop  # to the middle square
-
-    def applies(self, prompt):
-        return self.reads_chinese or CHINESE.search(prompt) is None
 
     def __call__(self, images, prompts, targets):
-        read = torch.tensor([self.applies(prompt) for prompt in prompts])
+        reads = lambda prompt: self.reads_chinese or CHINESE.search(prompt) is None
+        read = torch.tensor([reads(prompt) for prompt in prompts])
         return F.cosine_similarity(*self.embed(images, prompts)).where(read, math.nan)
 
     def embed(self, images, prompts):

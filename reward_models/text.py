@@ -3,7 +3,6 @@
 import math
 import re
 import unicodedata
-from importlib.util import find_spec
 
 import torch
 from PIL import Image
@@ -44,10 +43,7 @@ class Text:
     """
 
     def __init__(self):
-        missing = [name for name in ("rapidocr", "onnxruntime") if find_spec(name) is None]
-        if missing:
-            raise ImportError(f"pip install {' '.join(missing)}")
-        from rapidocr import RapidOCR
+        from rapidocr import RapidOCR  # pip install rapidocr onnxruntime
 
         # Three times faster.
         fast = {"Global.use_cls": False, "Det.limit_type": "max", "Det.limit_side_len": 736}
@@ -55,9 +51,6 @@ class Text:
             fast[f"EngineConfig.onnxruntime.{kind}_op_num_threads"] = 1
         self.ocr = RapidOCR(params={"Global.log_level": "error", **fast})
         self.ocr(Image.new("RGB", (64, 64)))  # it loads its models with the first picture
-
-    def applies(self, prompt):
-        return any(map(letters_and_digits, quoted(prompt)))
 
     def __call__(self, images, prompts, targets):
         return torch.tensor([self.accuracy(image, quoted(p)) for image, p in zip(images, prompts)])

@@ -42,12 +42,6 @@ class Vqa:
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         self.yes = answer_ids(tokenizer, "yes")
         self.no = answer_ids(tokenizer, "no")
-        if self.processor.chat_template is None or not (self.yes and self.no):
-            missing = "no chat template, or no tokens for yes and no"
-            raise ValueError(f"it cannot be asked: it has {missing}")
-
-    def applies(self, prompt):
-        return bool(self.about(prompt))
 
     def __call__(self, images, prompts, targets):
         return self.means([[image] for image in images], prompts)

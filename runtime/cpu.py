@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
-from transformers import set_seed
 
 from grpo import GRPO
 from runtime import ranks
@@ -62,13 +61,9 @@ class Machine:
         self.bar = outer
         outer.unpause()
 
-    def attempt(self, work, run, settings, rewards, prompts, seed):
-        """Returns work(settings, rewards, prompts, seed), such as run.step.
-
-        All its draws start from the seed. card/ calls it again if memory runs out.
-        """
-        set_seed(seed % 2**32)
-        return work(settings, rewards, prompts, seed)
+    def attempt(self, work, settings, trainers):
+        """Returns work(). card/ calls it again with less if memory runs out."""
+        return work()
 
 
 class SharedForward:

@@ -1,196 +1,288 @@
-"""The folder of a run: who may write to it, its records, settings.json, checkpoints, adapters."""
+"""The folder of a run is the run: what it began with, its records, a checkpoint of every step."""
 
 import json
 import os
+import re
 import shutil
-from contextlib import contextmanager, suppress
-from itertools import count, takewhile
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext, suppress
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
-from time import monotonic
 
+import peft
+import torch
 from filelock import FileLock, Timeout
+from safetensors.torch import load_file
 
-from rewards import UserError
-from runtime import checkpoints, ranks, resume
-from runtime.checkpoints import ADAPTERS
-from runtime.errors import say, writing
-from runtime.jsonl import RECORDS, as_lines, read_jsonl
+from rewards import UserError, find_file, find_path
+from runtime import ranks
+from runtime.errors import option, readable, say
 
-SAVE_SECONDS = 600  # a kill costs that much at most, or one step
-
-
-class RunFolder:
-    """What a run writes to the folder `out`, for --resume and for people. The first rank writes.
-
-    data: see data.py. trainers: see checkpoints.copied. done: steps made so far. When a run is
-    resumed, records of later steps are removed first, as is a line that a kill cut short.
-    """
-
-    def __init__(self, out, settings, data, trainers, done):
-        self.out = out
-        self.settings = settings
-        self.made_of = data.made_of
-        self.trainers = trainers
-        self.writes = ranks.rank() == 0
-        self.saving = False
-        self.saved_at = self.kept_at = monotonic()
-        found = {name: read_jsonl(out / f"{name}.jsonl") for name in RECORDS}
-        self.records = {
-            name: [each for each in records if each["step"] <= done]
-            for name, records in found.items()
-        }
-        if settings.resume:
-            later = len(found["metrics"]) - len(self.records["metrics"])
-            again = f"; its records of later steps ({later}) are made again" if later else ""
-            say(f"{out} goes on after step {done}{again}")
-        if self.writes:
-            with writing(out):
-                if not settings.resume:
-                    self.keep_start(data.copies)
-                for name, records in self.records.items():
-                    (out / f".{name}.jsonl").write_text(as_lines(records))
-                    os.replace(out / f".{name}.jsonl", out / f"{name}.jsonl")
-        self.keep(done)
-
-    def keep_start(self, copies):
-        """start/: the adapters, prompts and rewards that the run begins with."""
-        start = self.out / "start"
-        shutil.rmtree(start, ignore_errors=True)  # of a start that was killed
-        start.mkdir()
-        if self.settings.steps > 0:
-            checkpoints.copy_adapters(checkpoints.find_adapters(self.settings.adapter), start)
-        for name, content in copies.items():
-            (start / name).parent.mkdir(parents=True, exist_ok=True)
-            (start / name).write_bytes(content)
-
-    def append(self, name, records):
-        """To a .jsonl file, with None for NaN, which JSON does not have."""
-        records = json.loads(json.dumps(records), parse_constant=lambda name: None)
-        self.records[name] += records
-        if self.writes:
-            with writing(self.out), open(self.out / f"{name}.jsonl", "a") as file:
-                file.write(as_lines(records))
-
-    def keep(self, step):
-        """What was learned up to a step, to be saved even if the next one breaks off midway."""
-        self.whole = step, checkpoints.copied(self.trainers) if self.writes else {}
-        self.step_seconds, self.kept_at = monotonic() - self.kept_at, monotonic()
-
-    @property
-    def overdue(self):
-        """Whether a kill at the end of the next step would cost more than SAVE_SECONDS."""
-        return self.kept_at + self.step_seconds - self.saved_at > SAVE_SECONDS
-
-    def save(self):
-        """The last whole step, also when a signal comes; if it comes in here, nothing more.
-
-        Then settings.json, since memory that runs out changes settings. It comes last: it says that
-        the folder is a run's.
-        """
-        if self.saving or not self.writes:
-            return
-        self.saving = True
-        try:
-            evaluated = {each["step"] for each in self.records["evaluation"]}
-            starts = {name: self.out / "start" / name for name in ADAPTERS}
-            frozen = {
-                name: folder
-                for name, folder in starts.items()
-                if folder.exists() and name not in self.trainers
-            }
-            with writing(self.out):
-                if self.settings.steps > 0:  # a run that only evaluates needs no checkpoint
-                    checkpoints.save(self.out, *self.whole, frozen, evaluated)
-                resume.describe(self.out, self.settings, self.made_of)
-            self.saved_at = self.kept_at
-        finally:
-            self.saving = False
-
-    def how_to_continue(self, diverged=None):
-        """In words. diverged: the step whose policy has diverged, if one has."""
-        return checkpoints.how_to_continue(self.out, diverged)
-
-    def export(self, glm_image):
-        """The adapters of the last checkpoint, for other programs and people to load."""
-        if self.writes:
-            from runtime.model_card import write_cards  # training needs nothing of it
-
-            with writing(self.out):
-                adapters = checkpoints.find_adapters(checkpoints.find(self.out)[-1])
-                checkpoints.copy_adapters(adapters, self.out)
-                if "decoder-adapter" in adapters:
-                    glm_image.save_decoder_adapter(self.out / "decoder-adapter")
-                write_cards(self, adapters)
+# A resumed run may change these.
+MAY_CHANGE = {"steps", "eval_every", "save_every"}
+MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker"}
+RECORDS = "metrics", "groups", "evaluation"  # .jsonl files
+LOCK = ".lock"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
+ADAPTERS = "adapter", "decoder-adapter"  # folders: of the policy, of the decoder
+NO_VOCABULARY = {"save_embedding_layers": False}  # by itself PEFT would ask the hub about it
 
 
-# ---- who may write to it -------------------------------------------------------------------------
+# ---- how a run begins ----------------------------------------------------------------------------
 
 
 @contextmanager
-def claimed(resumed, name):
-    """The folder of --resume or --out, or the next free runs/N: no other process can take it.
+def opened(settings, data):
+    """Yields the folder of a run, with its start/ and settings.json; no other process writes to it.
 
-    If nothing is written to it, it is removed, with what folders were made for it. In the folder of
-    a run the lock's file stays; a kill ends the lock.
+    This is before the models load: meanwhile people change their files, and a run to start from
+    goes on. From here on --adapter is in start/. data: its rewards are loaded.
     """
-    if ranks.rank() > 0:
-        yield ranks.gather(None)[0]
-        return
-    out = Path(resumed or name or "runs")
-    before = next(folder for folder in (out, *out.parents) if folder.exists())
-    for file in out.rglob("*") if resumed or name else ():
-        if file.is_symlink() and not file.is_dir():  # a folder may be on another disk
-            raise UserError(
-                f"{file} is a link, which a run would write through: copy the file there"
-            )
-    with writing(out):
-        out = out if resumed or name else next_folder(out)
-        if resumed is None:  # before anything is written, and once more when it is locked
-            refuse_taken(out)
-        out.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out / ".lock", timeout=0)
+    lock = nullcontext()
+    if ranks.rank() == 0:
+        out = claim(settings)
         try:
-            lock.acquire()
+            lock = FileLock(out / LOCK, timeout=0).acquire()
         except Timeout:
-            busy = f"another process is at work on the run in {out}: wait for it, or stop it"
-            raise UserError(busy) from None
-    try:
-        if resumed is None:
-            refuse_taken(out)
-        yield ranks.gather(out)[0]
-    finally:
-        with suppress(OSError):  # Windows removes no open file: there the release does it
-            if not resume.is_run(out):
-                shutil.rmtree(out / "start", ignore_errors=True)
-                os.remove(lock.lock_file)
-        lock.release()
-        with suppress(OSError):  # something was written
-            for folder in takewhile(lambda folder: folder != before, (out, *out.parents)):
-                folder.rmdir()
+            raise UserError(f"another process is at work in {out}: wait, or stop it") from None
+    with lock:  # until the process ends, however it ends
+        if ranks.rank() == 0:
+            begin(out, settings, data.rewards | data.judges)
+        out, *_ = ranks.gather(out if ranks.rank() == 0 else None)
+        if settings.steps > 0:
+            settings.adapter = settings.adapter and str(out / "start")
+        yield out
 
 
-def refuse_taken(out):
-    """UserError for a folder that holds a run, or what a new one would take for its own.
+def claim(settings):
+    """The folder of --resume; that of --out, new or empty; or the next free runs/N."""
+    if settings.resume:
+        out = Path(settings.resume)
+    elif settings.out:
+        out = Path(settings.out)
+        out.mkdir(parents=True, exist_ok=True)
+        if not is_free(out):
+            hint = f"choose another --out, or continue its run: --resume {out}"
+            raise UserError(f"{out} is not empty: {hint}")
+    else:
+        Path("runs").mkdir(exist_ok=True)
+        out = next(folder for n in count(1) if is_new(folder := Path("runs", str(n))))
+    say(f"output folder: {out}")
+    return out
 
-    A start that failed before its first checkpoint leaves nothing of either. A start that was
-    killed leaves start/, and its lock's file.
+
+def is_free(out):
+    """Whether a folder is empty, but for what a run leaves there that ended before its first step.
+
+    It may have been out of memory when the models loaded, and is begun again.
     """
-    if resume.is_run(out):
-        hint = checkpoints.how_to_continue(out)
-        more = [f"{out} already holds a run; choose another --out", hint]
-        raise UserError(", or ".join(filter(None, more)))
-    files = [out / f"{name}.jsonl" for name in RECORDS]
-    foreign = [file for file in files if file.exists() and file.stat().st_size]
-    names = [*ADAPTERS, "index.html"]
-    if not (out / ".lock").exists():
-        names.append("start")
-    foreign += [*checkpoints.find(out), *filter(Path.exists, map(out.joinpath, names))]
-    if foreign:
-        raise UserError(f"{foreign[0]} is of no run (no settings.json): choose another --out")
+    own = {LOCK, "settings.json", "start", "tracker-id", *(f"{name}.jsonl" for name in RECORDS)}
+    recorded = any(read_jsonl(out / f"{name}.jsonl") for name in RECORDS)
+    return not recorded and {each.name for each in out.iterdir()} <= own
 
 
-def next_folder(parent):
-    for number in count(1):
-        with suppress(FileExistsError):
-            (parent / str(number)).mkdir(parents=True)
-            return parent / str(number)
+def is_new(folder):
+    """Makes a folder, if it is not there: of two processes that want it, one gets it."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def begin(out, settings, rewards):
+    """Writes start/, which has all that a resume needs, and settings.json.
+
+    The settings are as the user gave them: no path of this machine is in a file that may be shared.
+    """
+    values = {name: getattr(settings, name) for name in MAY_CHANGE}
+    if settings.resume:
+        values = json.loads((out / "settings.json").read_text()) | values
+    else:
+        start = out / "start"
+        shutil.rmtree(start, ignore_errors=True)
+        start.mkdir()
+        for name, file in files_of(settings, rewards).items():
+            shutil.copy(file, start / name)
+        if settings.steps > 0:  # else nothing is ever resumed
+            copy_adapters(find_adapters(settings.adapter), start)
+        values = vars(settings) | {"versions": versions(), "processes": ranks.count()}
+    write_whole(out / "settings.json", json.dumps(values, indent=2))
+
+
+def files_of(settings, rewards):
+    """{name in start/: file} of prompts, of the user's own rewards, and of what these import."""
+    paths = {name: find_path(getattr(settings, name)) for name in ("prompts", "eval_prompts")}
+    files = {name + Path(path).suffix: Path(path) for name, path in paths.items()}
+    own = [find_file(each.source) for each in rewards.values() if ".py:" in each.source]
+    loaded = [Path(getattr(each, "__file__", None) or "") for each in [*sys.modules.values()]]
+    folders = {file.parent for file in own}
+    for file in {*own, *(each.resolve() for each in loaded if each.is_absolute())}:
+        if file.parent in folders and files.setdefault(file.name, file) != file:
+            raise UserError(f"{file} and {files[file.name]} have the same name: rename one")
+    return files
+
+
+def versions():
+    """{name: version} of what makes a run's numbers; of the project the commit, in a clone."""
+    found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
+    describe = "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"
+    with suppress(OSError):
+        answer = subprocess.run(describe, capture_output=True, text=True, check=False)
+        found["commit"] = answer.stdout.strip() or None
+    return found
+
+
+# ---- how it goes on ------------------------------------------------------------------------------
+
+
+def resumed(given):
+    """{name: value}: the settings of the run in --resume, and the flags that are given.
+
+    What the run began with it finds in start/. UserError for flags that would change the run.
+    """
+    out = Path(given["resume"])
+    if other := sorted(given.keys() - MAY_CHANGE - {"resume"}):
+        free = ", ".join(map(option, sorted(MAY_CHANGE)))
+        raise UserError(
+            f"a resumed run keeps its settings: leave out {', '.join(map(option, other))} (free to "
+            f"change are {free}), or start a new run from its adapter: --adapter {out}"
+        )
+    with readable(f"resume {out}", "; name the folder of a run, such as runs/1"):
+        values = json.loads((out / "settings.json").read_text())
+    began = values.pop("versions")
+    now = {name: version for name, version in versions().items() if version != began.get(name)}
+    if now:
+        other = ", ".join(f"{name} {began.get(name)} ({now[name]} now)" for name in now)
+        say(f"warning: {out} began with {other}: numbers may differ")
+    if (processes := values.pop("processes")) != ranks.count():  # other prompts would be a step's
+        raise UserError(f"{out} began with {processes} processes: start as many by torchrun")
+    start = out / "start"
+    for name in ("prompts", "eval_prompts"):
+        values[name] = str(start / f"{name}{Path(values[name]).suffix}")
+    for name in ("reward", "eval_reward"):  # folder/my_file.py:function
+        values[name] = re.sub(r"(?:[^,]*/)?([^,/]+\.py:)", rf"{start}/\1", values[name])
+    values["adapter"] = values["adapter"] and str(start)
+    return values | given
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+def read_jsonl(path):
+    """The records in a file. A line without an end was cut short by a kill, and does not count."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def as_lines(records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def write_whole(path, text):
+    """A kill leaves what was there before."""
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def checkpoints(out):
+    """The folders of a run's checkpoints, oldest first; not what people put beside them."""
+    return sorted((out / "checkpoints").glob("[0-9]" * 6))
+
+
+def save(out, step, trainers, evaluated):
+    """Write a checkpoint to a temporary folder and rename it: whatever ends a run, each is whole.
+
+    trainers: {folder of its adapter: GRPO}. Adapters that do not learn are copied from start/:
+    whoever starts from the checkpoint needs both halves. Of older checkpoints those of evaluated
+    steps stay, without their optimizers. There are no random states: the prompts and all random
+    draws of a step are functions of the seed and the step.
+    """
+    unfinished = out / "checkpoints" / ".unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for name, trainer in trainers.items():
+        learned = {key: p for key, p in trainer.model.named_parameters() if p.requires_grad}
+        options = {"selected_adapters": ["default"], "state_dict": learned}
+        trainer.model.save_pretrained(unfinished / name, **options, **NO_VOCABULARY)
+        (unfinished / name / "README.md").unlink()  # an empty template
+        # safetensors writes a file that its owner alone may read.
+        shutil.copymode(unfinished / name / CONFIG, unfinished / name / WEIGHTS)
+        torch.save(trainer.optimizer.state_dict(), unfinished / f"{name}-optimizer.pt")
+    for folder in (out / "start").glob("*adapter"):
+        if folder.name not in trainers:
+            shutil.copytree(folder, unfinished / folder.name)
+    os.replace(unfinished, out / "checkpoints" / f"{step:06d}")
+    for old in checkpoints(out)[:-1]:
+        if int(old.name) not in evaluated:
+            shutil.rmtree(old, ignore_errors=True)
+        for file in old.glob("*-optimizer.pt"):
+            file.unlink()
+
+
+def load(out, trainers):
+    """Adapters and optimisers from the newest checkpoint, if any. Returns its step, or 0."""
+    if not (saved := checkpoints(out)):
+        return 0
+    newest = saved[-1]
+    for name, trainer in trainers.items():
+        load_adapter(trainer.model, newest / name / WEIGHTS)
+        state = torch.load(newest / f"{name}-optimizer.pt", "cpu", weights_only=True)
+        trainer.optimizer.load_state_dict(state)
+    return int(newest.name)
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def find_adapters(place):
+    """{"adapter", "decoder-adapter": its folder} of those in --adapter, which may be None.
+
+    place: of a run, whose newest checkpoint counts, of a checkpoint, or of a lone adapter, which is
+    the decoder's if it is named like that.
+    """
+    if not place:
+        return {}
+    folder = [Path(place), *checkpoints(Path(place))][-1]
+    if (folder / CONFIG).is_file():
+        of_decoder = folder.resolve().name == "decoder-adapter"
+        found = {"decoder-adapter" if of_decoder else "adapter": folder}
+    else:
+        found = {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
+    if not found:
+        raise UserError(f"--adapter {place}: no run, no checkpoint and no adapter is there")
+    for each in found.values():
+        refuse_unless_plain(each)
+    return found
+
+
+def refuse_unless_plain(adapter):
+    """Of other kinds PEFT would load a part, or change the model's own weights."""
+    with readable(f"use the adapter {adapter}"):
+        config = json.loads((adapter / CONFIG).read_text())
+        plain = config["peft_type"] == "LORA" and config.get("bias", "none") == "none"
+        plain &= config.get("init_lora_weights", True) in (True, False, "gaussian")
+        if not plain or config.get("use_dora") or config.get("modules_to_save"):
+            raise ValueError("it is not plain LoRA: no DoRA, PiSSA, biases or whole modules")
+
+
+def copy_adapters(adapters, folder):
+    """adapters: {name in the folder: folder of an adapter}. Nothing else there is touched."""
+    for name, adapter in adapters.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for file in (CONFIG, WEIGHTS):
+            shutil.copy(adapter / file, folder / name)
+
+
+def load_adapter(model, file, name="default"):
+    """The weights in a file, all of them, into the model's adapter of this name."""
+    weights = load_file(file)
+    wanted = peft.get_peft_model_state_dict(model, adapter_name=name, **NO_VOCABULARY)
+    if other := weights.keys() ^ wanted.keys():  # which PEFT would leave out
+        raise ValueError(f"{file} is of another model: {min(other)} is only in one of them")
+    peft.set_peft_model_state_dict(model, weights, adapter_name=name)

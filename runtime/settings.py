@@ -16,13 +16,12 @@ import torch
 from transformers.utils import cached_file
 
 from grpo import GRPOSettings
-from rewards import REWARDS, UserError, parse_rewards, weights_of
-from runtime import checkpoints, ranks
+from rewards import REWARDS, UserError, find_path, parse_rewards
+from runtime import ranks
 from runtime.errors import option, readable, say
-from runtime.resume import MADE_OF, PATHS, ROOT, kept_settings, portable
-from runtime.words import counted
+from runtime.folder import resumed
 
-TINY = str(ROOT / "tiny-glm-image")
+TINY = "tiny-glm-image"  # beside train.py: see find_path
 RELEASE = "zai-org/GLM-Image"
 
 
@@ -127,8 +126,8 @@ class Settings(GRPOSettings):
     out: str = None
     # continue the run in this folder from its newest checkpoint
     resume: str = None
-    # steps between checkpoints; one comes sooner where ten minutes of work could be lost
-    save_every: int = 20
+    # steps between checkpoints; those of evaluated steps stay, of all others only the newest
+    save_every: int = 1
     # send the numbers to a tracker, too
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
@@ -171,31 +170,14 @@ class Settings(GRPOSettings):
 
     def __post_init__(self):
         """Fills in what follows from other settings; refuses what cannot work."""
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for name, value in vars(self).items():
             if isinstance(value, int | float):
-                check_number(each.name, value)
-            elif each.name in PATHS | {"model"}:
-                setattr(self, each.name, find_path(value))
-        self.adapter = checkpoints.newest(self.adapter)
+                check_number(name, value)
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
-        weights = weights_of(parse_rewards(self.reward))
-        if not any(weights.values()):
-            raise UserError(f"--reward {self.reward}: no weight above 0, so nothing can be learned")
         if self.combine is None:
-            self.combine = "zscore" if len(weights) > 1 else "sum"
-
-    @property
-    def sizes(self):
-        """What a group is made of, in words."""
-        return f"{self.group_size}"
-
-    @property
-    def spread(self):
-        """The flag by which pictures of a group differ more."""
-        return "--temperature"
+            self.combine = "zscore" if len(parse_rewards(self.reward)) > 1 else "sum"
 
     def for_evaluation(self):
         """As the model is used after training."""
@@ -206,46 +188,34 @@ class Settings(GRPOSettings):
         return settings
 
 
-# What numbers may be, here and in examples/. All others are above 0.
-AT_LEAST = {
-    "group_size": 2,
-    "paintings": 2,
-    "guidance_scale": 1,
-    "eval_guidance_scale": 1,
-    "steps": 0,
-    "warmup_steps": 0,
-    "kl_coef": 0,
-    "seed": 0,
-    "eval_every": 0,
+# The least and the most that a number may be, here and in examples/. All others are above 0.
+LIMITS = {
+    "group_size": (2, math.inf),
+    "paintings": (2, math.inf),
+    "steps": (0, math.inf),
+    "warmup_steps": (0, math.inf),
+    "kl_coef": (0, math.inf),
+    "eval_every": (0, math.inf),
+    "seed": (0, 2**32 - 1),
+    "top_p": (math.ulp(0), 1),
+    "noise_level": (math.ulp(0), 1),
 }
-AT_MOST = {"top_p": 1, "noise_level": 1, "seed": 2**32 - 1}
 
 
 def check_number(name, value):
-    """Refuses a number beyond one of its limits, NaN and infinity."""
-    least, most = AT_LEAST.get(name, math.ulp(0)), AT_MOST.get(name, sys.float_info.max)
+    least, most = LIMITS.get(name, (math.ulp(0), math.inf))
     if not least <= value <= most:
-        words = f"at least {least}" if name in AT_LEAST else "above 0"
-        words += f" and at most {most}" if name in AT_MOST else ""
-        raise UserError(f"{option(name)}: must be {words}, got {value}")
-
-
-def find_path(path):
-    """A path of a file or folder: named from this project's folder, it is found from any other."""
-    elsewhere = path and not Path(path).exists() and (ROOT / path).exists()
-    return str(ROOT / path) if elsewhere else path
+        words = f"at least {least}" if least != math.ulp(0) else "above 0"
+        words += f" and at most {most}" if most < math.inf else ""
+        raise UserError(f"{option(name)} must be {words}, got {value}")
 
 
 # ---- which model ---------------------------------------------------------------------------------
 
 
 def default_model():
-    """GLM-Image on a GPU that can train it, else the tiny model."""
-    if torch.cuda.is_available():
-        if not (too_old := ranks.gpu_without_bfloat16()):
-            return RELEASE
-        say(f"warning: {too_old} has no bfloat16: training the tiny model, on the CPU")
-    return TINY
+    """GLM-Image with a GPU, else the tiny model."""
+    return RELEASE if torch.cuda.is_available() else TINY
 
 
 def is_tiny(model):
@@ -257,8 +227,13 @@ def is_tiny(model):
     if model == RELEASE:  # known before there is a network
         return False
     with readable_loading(model):
-        config = json.loads(Path(cached_file(model, "transformer/config.json")).read_text())
+        config = read_config(model, "transformer")
         return config["prior_vq_quantizer_codebook_size"] == 1024
+
+
+def read_config(model, part):
+    """config.json of a part of a pipeline: {name: value}."""
+    return json.loads(Path(cached_file(find_path(model), f"{part}/config.json")).read_text())
 
 
 def readable_loading(model):
@@ -290,13 +265,12 @@ def build_parser(kind=Settings):
         argument_default=argparse.SUPPRESS,
     )
     by_name = {each.name: each for each in fields(kind)}
-    tiny = portable(kind.tiny)
     groups = {}
     for name, (heading, words) in read_comments(kind).items():
         default = release = by_name[name].default
-        if tiny.get(name, release) != release:
+        if kind.tiny.get(name, release) != release:
             of_release = "" if release is None else f", {release} for GLM-Image"
-            default = f"{tiny[name]} for tiny{of_release}"
+            default = f"{kind.tiny[name]} for tiny{of_release}"
         if default is not None:
             words += f" (default: {default})"
         if heading not in groups:
@@ -346,17 +320,13 @@ def parse_settings(arguments=None, kind=Settings):
     Its flags come before the settings of the run that it resumes, or before those in --config,
     which come before the model's defaults. kind: the class, in examples/ another than Settings.
     """
-    given = vars(build_parser(kind).parse_args(arguments))
-    config = given.pop("config", None)
-    for name, value in given.items():
-        if value == "" and name != "eval_reward":  # a shell's variable that is not set
-            raise UserError(f"{option(name)} is empty: leave it out, or give it a value")
+    parser = build_parser(kind)
+    given = vars(parser.parse_args(arguments))
     if "resume" in given:
-        if config:
-            raise UserError("--config has no effect with --resume, which keeps a run's settings")
-        return kind(**kept_settings(given, kind))
-    given = (read_config(config, kind) if config else {}) | given
-    model = find_path(given.get("model")) or default_model()
+        return kind(**resumed(given))
+    if config := given.pop("config", None):
+        given = vars(parser.parse_args(flags_in(config))) | given
+    model = given.get("model") or default_model()
     tiny = is_tiny(model)
     settings = kind(**(kind.tiny if tiny else {}) | given | {"model": model})
     least, most = (128**2, 128**2) if tiny else (1024**2, 2048**2)
@@ -367,36 +337,20 @@ def parse_settings(arguments=None, kind=Settings):
     return settings
 
 
-def read_config(file, kind):
-    """{name: value} of the settings in a JSON file, each checked as its flag is.
-
-    Of a run's settings.json, its folder and what it was made of are left out. So is a setting that
-    only followed from others: now it follows from the flags.
-    """
+def flags_in(file):
+    """The settings in a JSON file, as flags; of a run's settings.json not what belongs to it."""
     with readable(f"use --config {file}", '; an example: {"steps": 50, "lr": 1e-4}'):
         values = dict(json.loads(Path(file).read_text("utf-8-sig")))
-        if of_run := "versions" in values:
-            left_out = {*MADE_OF, "out", "resume"}
-            values = {name: values[name] for name in values.keys() - left_out}
-            start = Path(file).with_name("start")
-            if values.get("adapter") and any(start.glob("*adapter")):
-                values["adapter"] = str(start)  # as it was when that run began
-        if unknown := values.keys() - {each.name for each in fields(kind) if each.name != "resume"}:
-            raise ValueError(f"no settings of this script: {', '.join(sorted(unknown))}")
-        words = [f"{option(name)}={x}" for name, x in values.items() if x is not None]
-        given = vars(build_parser(kind).parse_args(words))
-        for name in ("combine", "paintings") if of_run else ():
-            rest = {other: value for other, value in given.items() if other != name}
-            if name in given and getattr(kind(**rest), name) == given[name]:
-                given = rest
-    return given
+    of_run = "versions", "processes", "out", "resume"
+    values = {name: x for name, x in values.items() if name not in of_run}
+    return [f"{option(name)}={x}" for name, x in values.items() if x is not None]
 
 
-def print_start(settings, out, device, num_prompts, num_held_out):
+def print_start(settings, device, data):
     """What runs where, and how much there is to do."""
-    name = f"CPU in float32, {counted(torch.get_num_threads(), 'thread')} (OMP_NUM_THREADS)"
+    name = f"CPU in float32, threads: {torch.get_num_threads()} (OMP_NUM_THREADS)"
     name = torch.cuda.get_device_name() if device.type == "cuda" else name
     say(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
-    groups = counted(settings.prompts_per_step * ranks.count(), "group")
-    prompts = f"{counted(num_prompts, 'prompt')}, {num_held_out} held out"
-    say(f"a step: {groups} of {settings.sizes}; {prompts}; output folder: {out}")
+    groups = settings.prompts_per_step * ranks.count()
+    prompts = f"prompts: {len(data.prompts)}, held out: {len(data.held_out)}"
+    say(f"a step: {groups} x {settings.group_size} pictures; {prompts}")

@@ -137,21 +137,23 @@ def build_run(settings, pipe=None):
     """What a run works with, of the tiny model unless told otherwise."""
     run_class = DecoderRun if hasattr(settings, "train") else train.Run
     pipe = pipe or load_once(settings.model, CPU)
-    run = run_class.load(settings, None, CPU, None, pipe)
-    run.set_learning_rates(settings, settings.warmup_steps)
-    return run
+    return run_class.load(settings, None, CPU, None, pipe)
 
 
-def prompts_of(*texts):
-    return [Prompt(text) for text in texts]
+def prompts_of(*texts, targets=None, **columns):
+    """Prompts; their targets, and columns of their rows, as lists."""
+    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+    return [
+        Prompt(text, target=targets and targets[i], row=rows[i] if rows else {})
+        for i, text in enumerate(texts)
+    ]
 
 
 def rolled_out(run, settings, rewards, prompts, seed):
     """The first two parts of a step."""
     groups = run.policy.sample(run.glm_image.encode(prompts, settings), settings.group_size, seed)
-    return train.Rollout(
-        prompts, groups, *train.paint_and_score(run, settings, rewards, prompts, groups, seed)
-    )
+    painted = train.paint_and_score(run, settings, rewards, prompts, groups, seed)
+    return train.Rollout(prompts, groups, *painted, advantages=[])
 
 
 def painted(pipe, text, tokens, settings, seed):
@@ -218,7 +220,7 @@ def short_runs(folder):
     """In a folder with two prompts: train.main on short pictures. Yields it; it returns its exit
     code."""
     write_prompts(folder)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = [signal.signal(number, unheard) for number in numbers]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -247,7 +249,7 @@ def judged(tmp_path, monkeypatch):
 @pytest.fixture
 def quick(judged, monkeypatch):
     """Runs without evaluations, which are half of a short run."""
-    monkeypatch.setattr(train, "evaluate", lambda *given: None)
+    monkeypatch.setattr(train, "evaluate", lambda *given, **named: None)
     return judged
 
 

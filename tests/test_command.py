@@ -7,10 +7,7 @@ import os
 import re
 import runpy
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import fields
 from itertools import chain
 from operator import attrgetter
@@ -26,14 +23,13 @@ import train_edits
 from conftest import (
     CPU,
     ROOT,
+    TINY,
     build_run,
     error_from,
     judge_file,
     prompts_of,
     records,
-    resume,
     shorten,
-    steps_saved,
     tiny_settings,
     words_of,
     write_reward,
@@ -44,12 +40,12 @@ from safetensors.torch import load_file
 
 import train
 from card.memory import Machine
-from grpo import Group, compute_advantages
+from glm_image.model import load
+from grpo import compute_advantages
 from rewards import REWARDS, Reward, UserError, parse_rewards
 from runtime import evaluation, model_card, ranks, settings
 from runtime.folder import RECORDS
-from runtime.record import LINE, format_step, reward_metrics
-from runtime.settings import TINY
+from runtime.numbers import LINE, format_step, reward_metrics
 
 NAN = math.nan
 SHORT = "--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1"
@@ -62,21 +58,16 @@ BOTH = "--train both --paintings 2 --decode-steps 2"
 def test_a_run_leaves_every_promised_file(one_step):
     left = {file.relative_to(one_step).as_posix() for file in one_step.rglob("*")}
     expected = "settings.json metrics.jsonl groups.jsonl evaluation.jsonl"
-    expected += (
-        " index.html before-after.png curves.svg group-000001.png adapter/adapter_config.json"
-    )
+    expected += " index.html before-after.png adapter/adapter_config.json"
     expected += " groups/000001/1-1.jpg groups/000001/1-2.jpg groups/000001/1-target.jpg"
     expected += " adapter/adapter_model.safetensors"
-    for name in ("1-1", "1-2", "sheet"):
+    for name in ("1-1", "1-2"):
         expected += f" evaluation/000000/{name}.png evaluation/000001/{name}.png"
     expected += " adapter/README.md adapter/settings.json adapter/before-after.png"
     assert {*expected.split()} <= left
     copies = {file.name: file.read_bytes() for file in (one_step / "start").iterdir()}
     prompts = (one_step.parent / "prompts.txt").read_bytes()
     assert copies == dict.fromkeys(["prompts.txt", "eval_prompts.txt"], prompts)
-    # safetensors writes files that nobody else may read.
-    modes = {file.stat().st_mode for file in one_step.rglob("*") if file.is_file()}
-    assert len(modes) == 1
     saved = json.loads((one_step / "settings.json").read_text())
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
 
@@ -91,23 +82,20 @@ def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
     before, after = records(one_step / "evaluation.jsonl")
     numbers = [f"{side['held out']['reward/mse'][0]:.3f}" for side in (before, after)]
     assert re.search(rf"\| mse +\|.*\| {' -> '.join(numbers)} +\|\n", card.text)
-    assert "trained by GRPO for 1 step.\n\n![Held-out prompts before" in card.text
-    assert "--lr 0.002" in card.text and f"torch {torch.__version__}" in card.text
-    for name in ("settings.json", "before-after.png"):
-        assert (one_step / name).read_bytes() == (one_step / "adapter" / name).read_bytes()
+    assert "from 1 step of GRPO.\n\n![Held-out prompts before" in card.text
+    assert f'"torch": "{torch.__version__}"' in card.text
+    name = "before-after.png"
+    assert (one_step / name).read_bytes() == (one_step / "adapter" / name).read_bytes()
+    text = (one_step / "adapter/settings.json").read_text()
+    assert json.loads(text) == json.loads((one_step / "settings.json").read_text())
     config = json.loads((one_step / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "tiny-glm-image"
+    assert config["base_model_name_or_path"] == str(TINY)
     released = SimpleNamespace(**vars(tiny_settings()) | {"model": settings.RELEASE})
-    run = SimpleNamespace(
-        settings=released,
-        records={name: records(one_step / f"{name}.jsonl") for name in RECORDS},
-        made_of={"versions": {"commit": None, "peft": "1"}},
-        trainers={"adapter": None},
-    )
-    text = model_card.page(Path("decoder-adapter"), run, ["adapter", "decoder-adapter"])
+    found = {name: records(one_step / f"{name}.jsonl") for name in RECORDS}
+    run = SimpleNamespace(settings=released, records=found, out=one_step)
+    text = model_card.page("decoder-adapter", run, ["adapter", "decoder-adapter"])
     assert ModelCard(text).data.base_model == "zai-org/GLM-Image"
-    assert "with which the run began, and which it did not train. Load `adapter` of the" in text
-    assert "Versions: peft 1.\n" in text and "before-after.png" not in text
+    assert "from 1 step of GRPO. Load `adapter` of the" in text
 
 
 def test_a_run_logs_every_step_and_evaluation(one_step):
@@ -128,27 +116,8 @@ def test_a_run_logs_every_step_and_evaluation(one_step):
     assert all(weight.any() for name, weight in weights.items() if "lora_B" in name)
 
 
-def test_a_run_says_what_it_does(one_step):
-    output = (one_step.parent / "output.txt").read_text()
-    line = json.loads((one_step / "metrics.jsonl").read_text())
-    assert f"step 1/1 | reward {line['reward']:.3f} +- {line['reward_std']:.3f}" in output
-    before, after = records(one_step / "evaluation.jsonl")
-    assert "evaluation after 1 step, before -> after: mean " in output
-    assert "| training: 1 prompt x 2 pictures | held out: 1 prompt x 2 pictures |" in output
-    sides = [
-        f"{before[name]['reward'][0]:.3f} -> {after[name]['reward'][0]:.3f}"
-        for name in ("training", "held out")
-    ]
-    assert re.search(rf"\| reward +\| {sides[0]} +\| {sides[1]} +\|", output)
-    # In a file no bars, only lines.
-    assert "evaluating 2 prompts" in output and not re.search(r"\r|\x1b|%\|", output)
-    assert "nothing was learned" not in output
-    assert output.endswith("output folder: run; look at run/index.html\n")
-
-
 def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
-    """Another begins while this one loads its model: it takes the next free number, or is refused
-    before it loads."""
+    """Another begins while this one loads its model: it takes the next free number."""
     load = train.load
     begun = []
 
@@ -156,9 +125,6 @@ def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
         if not begun:
             begun.append(True)
             assert quick("--steps 0") == 0
-            assert quick("--steps 1 --out runs/1") == 2
-            busy = "another process is at work on the run in runs/1"
-            assert busy in capsys.readouterr().err
         return load(*given, **parts)
 
     Path("runs/2").mkdir(parents=True)
@@ -170,10 +136,10 @@ def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
 
 def test_evaluations_come_when_asked_for(quick, monkeypatch):
     evaluated = []
-    note = lambda run, settings, data, record, *stop: evaluated.append(record.done)
+    note = lambda run, settings, data, record, **last: evaluated.append(record.done)
     monkeypatch.setattr(train, "evaluate", note)
     assert quick("--steps 4 --eval-every 3 --out run") == 0
-    assert evaluated == [0, 3, 4] and steps_saved("run") == ["000003", "000004"]
+    assert evaluated == [0, 3, 4]
 
 
 def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
@@ -196,20 +162,22 @@ def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
 
 
 def test_rewards_have_short_names(judged, capsys):
-    """Of two that would share one the second keeps its name."""
+    """Two files of one name could not both be kept in start/."""
     for folder in "ab":
         Path(folder).mkdir()
-    given = [judge_file(name, "range(len(images))") for name in ("a/mine", "b/mine", "b/own")]
-    assert judged("--reward", ",".join(given), "--steps 1 --out run") == 0
+    given = [judge_file(name, "range(len(images))") for name in ("a/mine", "b/own", "b/mine")]
+    assert judged("--reward", ",".join(given), "--steps 1") == 2
+    assert "two rewards are named 'mine.py:judge'" in capsys.readouterr().err
+    assert judged("--reward", ",".join(given[:2]), "--steps 1 --out run") == 0
     (metrics,), (group,) = records("run/metrics.jsonl"), records("run/groups.jsonl")
-    names = {f"reward/{name}" for name in ("mine.py:judge", "b/mine.py:judge", "own.py:judge")}
+    names = {f"reward/{name}" for name in ("mine.py:judge", "own.py:judge")}
     evaluation, _ = records("run/evaluation.jsonl")
     for record in (group, metrics, evaluation["training"], evaluation["held out"]):
         assert {name for name in record if name.startswith("reward/")} == names
     output = capsys.readouterr().out
     rows = re.findall(r"(?m)^\| (\S+py:judge) ", output)
-    assert rows[:3] == ["mine.py:judge", "b/mine.py:judge", "own.py:judge"]
-    assert re.search(r"\| mine.py:judge [\d.]+ \| b/mine.py:judge", output)
+    assert rows[:2] == ["mine.py:judge", "own.py:judge"]
+    assert re.search(r"\| mine.py:judge [\d.]+ \| own.py:judge", output)
 
 
 # ---- settings and refusals -----------------------------------------------------------------------
@@ -225,15 +193,9 @@ def test_defaults_depend_on_the_model():
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps,variety")
     assert other.prompts.endswith("prompts/train.txt")
     assert tiny.targets is other.targets is other.eval_targets is None
-    default = settings.RELEASE if torch.cuda.is_available() else TINY
+    default = settings.RELEASE if torch.cuda.is_available() else settings.TINY
     assert train.parse_settings([]).model == default
     assert train.parse_settings(["--out=~/a"]).out == str(Path.home() / "a")  # as the shell does
-
-
-def test_several_rewards_are_combined_by_zscores_unless_a_flag_says_otherwise():
-    found = [("mse", "sum"), ("ssim,mse", "zscore"), ("ssim,mse --combine sum", "sum")]
-    for given, expected in found:
-        assert tiny_settings("--reward", given).combine == expected
 
 
 def test_every_setting_is_a_flag_with_help(capsys):
@@ -266,7 +228,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
 
 
 def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
-    """Flags win. What only followed from another setting follows from the flag."""
+    """Flags win."""
     assert quick(BOTH, "--steps 1 --reward mse --targets targets --out run") == 0
     of_run = json.loads(Path("run/settings.json").read_text())
     parsed = lambda *flags: vars(train.parse_settings(flags, train_decoder.DecoderSettings))
@@ -274,43 +236,22 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
     there = lambda value: f"{ROOT}/{value}" if str(value).startswith("tiny-") else value
     differ = {name for name in again if again[name] != there(of_run[name])}
     assert differ == {"out", "lr"} and (again["out"], again["lr"]) == (None, 0.25)
-    changed = parsed("--config", "run/settings.json", "--reward", "mse,ssim")
-    assert (again["combine"], changed["combine"]) == ("sum", "zscore")
-    own = {"paintings": 3, "combine": "sum", "reward": "mse,ssim", "out": "mine", "lr": 1e-3}
+    own = {"paintings": 3, "combine": "sum", "reward": "mse,ssim", "lr": 1e-3}
     Path("own.json").write_text(json.dumps({**own, "eval_reward": "", "targets": None}))
     found = parsed("--config", "own.json", "--train", "both", "--reward", "ssim,mse")
     assert found.items() >= (own | {"reward": "ssim,mse", "eval_reward": ""}).items()
     assert found["steps"] == 20  # of the tiny model
     for text, words in (
         ('{"lr": "fast"}', "--lr: invalid float value: 'fast'"),
-        ('{"speed": 3, "config": "own.json"}', "no settings of this script: config, speed"),
-        ('{"lr": -1}', "--lr: must be above 0"),
-        ('{"resume": "run"}', "no settings of this script: resume"),
+        ('{"speed": 3}', "unrecognized arguments: --speed=3"),
         ("[3]", "an example: "),
         ("{", "an example: "),
     ):
         Path("own.json").write_text(text)
         assert words in error_from(parsed, "--config", "own.json", "--reward", "mse")
-    assert "no effect with --resume" in error_from(
-        parsed, "--config", "own.json", "--resume", "run"
-    )
-    assert "paintings, train)" in error_from(
+    assert "unrecognized arguments: --train=both" in error_from(
         train.parse_settings, ["--config", "run/settings.json"]
     )
-
-
-def test_numbers_have_limits():
-    for name, inside, outside in (
-        ("group_size", 2, 1),
-        ("guidance_scale", 1.0, 0.99),
-        ("kl_coef", 0.0, -1e-9),
-        ("lr", 1e-300, 0.0),
-        ("top_p", 1.0, 1.01),
-        ("seed", 2**32 - 1, 2**32),
-    ):
-        settings.check_number(name, inside)
-        for number in (outside, NAN, math.inf):
-            assert error_from(settings.check_number, name, number).endswith(f", got {number}")
 
 
 def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
@@ -321,32 +262,17 @@ def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
     monkeypatch.delenv("OMP_NUM_THREADS")
     cpu = ranks.device("cpu")
     monkeypatch.setattr(ranks, "count", lambda: 2)
-    settings.print_start(chosen, Path("runs/1"), cpu, 32, 12)
+    settings.print_start(chosen, cpu, SimpleNamespace(prompts=[1, 2, 3], held_out=[4]))
     output = capsys.readouterr().out
-    assert output.startswith("device: CPU in float32, 1 thread (OMP_NUM_THREADS)\n")
-    assert "a step: 8 groups of 8; 32 prompts, 12 held out; output folder: runs/1" in output
-    for flags, sizes in (("", "8 paintings"), (BOTH, "8 code sequences, each painted 2 times")):
-        words = words_of([flags, "--model", TINY, "--group-size 8"])
-        chosen = train.parse_settings(words, train_decoder.DecoderSettings)
-        settings.print_start(chosen, Path("runs/1"), cpu, 32, 12)
-        assert f"groups of {sizes}; 32 prompts" in capsys.readouterr().out
+    assert output.startswith("device: CPU in float32, threads: 1 (OMP_NUM_THREADS)\n")
+    assert "a step: 8 x 8 pictures; prompts: 3, held out: 1\n" in output
 
 
 FILES = {
     "empty.txt": "\n  \n",
-    "needy.py": "import nowhere.part\n",
-    "odd.py": 'number = 5\nclass Judge:\n    def __repr__(self): return "<an object>"\ndef two(images, prompts): pass\n',
     "one.txt": "a red circle\n",
-    "sign.txt": "a red circle\n\na blue <|image|>\n",
     "judged/settings.json": "{}",
-    "theirs/metrics.jsonl": '{"loss": 1}\n',
-    "gone/checkpoints/000001/adapter-optimizer.pt": "",
-    "published/adapter/adapter_model.safetensors": "",
-    "kept/start/adapter/adapter_config.json": "",
-    "page/index.html": "mine",
-    "odd_draw.py": "def draw():\n    return [None]\n",
-    "old/settings.json": "{}",
-    "old/checkpoints/000001/adapter-optimizer.pt": "",
+    "judged/metrics.jsonl": '{"step": 1}\n',
 }
 
 
@@ -355,48 +281,17 @@ FILES = {
     [
         ("--group-sise 4", "unrecognized arguments: --group-sise 4"),
         ("--height 100", "--height and --width must be multiples of 32, got 100"),
-        ("--top-p 0", "--top-p: must be above 0 and at most 1, got 0.0"),
-        ("--lr inf", "--lr: must be above 0, got inf"),
         ("--prompts missing.txt", "cannot read the prompts file missing.txt"),
         ("--prompts empty.txt", "has no prompt in it"),
-        ("--prompts sign.txt", "line 3 of sign.txt contains <|image|>"),
-        ("--prompts utf16.txt", "; save the file as UTF-8"),
-        ("--eval-targets missing", "missing does not exist"),
-        ("--targets one.txt", "pictures one.txt is a file; name its folder"),
-        (
-            "--reward ../mine,a/odd.py:two",
-            "'../mine'; a path ends in .py:function, and has no comma",
-        ),
-        (
-            "--reward needy.py:f",
-            "No module named 'nowhere'): pip install nowhere, or put nowhere.py",
-        ),
+        ("--eval-targets missing", "missing has 0 target pictures for"),
         ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'"),
         ("--reward good.py:judge,ssim --prompts one.txt", "'ssim' needs --targets"),
         ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
-        ("--reward bad.py:judge", "reward 'bad.py:judge' gave shape (1,), not (2,)"),
-        (
-            "--reward pickscore,odd.py:two",
-            "odd.py:two cannot be called as docs/rewards.md says: too",
-        ),
-        ("--reward odd.py:Judge", "object> is not a callable object"),
-        ("--eval-reward pickscore,odd.py:number", "5 is not a callable object"),
-        ("--targets odd.py:two", "odd.py:two cannot be called as docs/rewards.md says: it gets no"),
-        ("--reward ssim:0,mse:0.0", "--reward ssim:0,mse:0.0: no weight above 0, so nothing"),
-        ("--eval-reward clip=few", "cannot load reward 'clip'"),
+        ("--reward bad.py:judge", "reward 'bad.py:judge' has to return 2 finite numbers"),
         ("--model few --reward ssim --eval-reward ''", "cannot load few"),
         ("--reward pickscore --adapter few", "--adapter few: no run, no checkpoint and no adapter"),
-        ("--out one.txt/run", "cannot write to one.txt/run"),
-        ("--out old", "old already holds a run; choose another --out, or continue with --resume"),
-        ("--out judged", "judged already holds a run; choose another --out"),
-        ("--out theirs", "theirs/metrics.jsonl is of no run (no settings.json): choose another"),
-        ("--out gone", "gone/checkpoints/000001 is of no run (no settings.json): choose another"),
-        ("--out published", "published/adapter is of no run (no settings.json): choose another"),
-        ("--out kept", "kept/start is of no run (no settings.json): choose another"),
-        ("--out page", "page/index.html is of no run (no settings.json): choose another"),
-        ("--targets odd_draw.py:draw", "draw gave [None]: return a list of Pillow images"),
-        ("--adapter=", "--adapter is empty: leave it out"),
-        ("--resume nothing", "there is no checkpoint in nothing to resume"),
+        ("--out judged", "judged is not empty: choose another --out, or continue its run: --re"),
+        ("--resume nothing", "cannot resume nothing ([Errno 2] No such file"),
     ],
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, words):
@@ -409,7 +304,6 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         Path(name).write_text(text)
     judge_file("bad", "[1.0]")
     judge_file("good", "[1.0] * len(images)")
-    Path("utf16.txt").write_text("a red circle\n", encoding="utf-16")
     Path("few").mkdir()
     Path("new").mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -422,43 +316,14 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     assert sorted(tmp_path.rglob("*")) == before  # no empty run is left
 
 
-def test_a_models_folder_holds_no_settings(tmp_path, monkeypatch):
-    """The tiny family is known by its codes, wherever it lies; another model has GLM-Image's."""
-    monkeypatch.chdir(tmp_path)
-    config = Path("tiny-glm-image/transformer/config.json")
-    config.parent.mkdir(parents=True)
-    values = json.loads((TINY / config.relative_to("tiny-glm-image")).read_text())
-    chosen = {"usual": {"out": "elsewhere", "resume": "runs/1", "targets": "own.py:f"}}
-    Path("tiny-glm-image/defaults.json").write_text(json.dumps(chosen))
-    kinds = settings.Settings, train_decoder.DecoderSettings, train_edits.EditSettings
-    parsed = lambda model, kind: vars(train.parse_settings(["--model", model], kind))
-    for codes, model in ((1024, TINY), (16384, settings.RELEASE)):
-        config.write_text(json.dumps(values | {"prior_vq_quantizer_codebook_size": codes}))
-        for kind in kinds:
-            expected = parsed(model, kind) | {"model": "tiny-glm-image"}
-            assert parsed("tiny-glm-image", kind) == expected
-    with monkeypatch.context() as patch:
-        patch.setattr(settings, "cached_file", lambda model, file: f"{TINY}/{file}")
-        assert train.parse_settings(["--model", "from/a-hub"]).steps == 20
-    for text in ("{", "{}", "[]"):
-        config.write_text(text)
-        error = error_from(train.parse_settings, ["--model", "tiny-glm-image"])
-        assert error.startswith("cannot load tiny-glm-image (") and "give --model" in error
-
-
 def test_a_models_folder_runs_no_code(tmp_path, monkeypatch):
-    """Nor does a folder that looks like the project's: its files are found from the project."""
+    """Nor does a folder that looks like the project's: its judge is found from the project."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.chdir(tmp_path)
     tiny = shutil.copytree(TINY, "tiny-glm-image", ignore=shutil.ignore_patterns("*.safetensors"))
-    for name in ("check.py", "world.py"):
-        Path(tiny, name).write_text("raise KeyError('it ran')\n")
-    chosen = train.parse_settings(["--model", "tiny-glm-image"], train_edits.EditSettings)
-    assert train_edits.EditRun.read_prompts(chosen)[0].target
+    Path(tiny, "check.py").write_text("raise KeyError('it ran')\n")
     for reward in parse_rewards("facts,correct,clean,near,many").values():
         reward.load()
-    mse, facts = parse_rewards("mse,facts:2").values()
-    assert (mse.file, facts.file) == (None, Path(TINY, "check.py"))  # hashed, as one's own
     file = tmp_path / "own.py"
     file.write_text("raise KeyError('it ran')\n")
     processor = tmp_path / "tiny-glm-image/processor"
@@ -476,52 +341,10 @@ def test_a_models_folder_runs_no_code(tmp_path, monkeypatch):
         train.load("pickled", CPU)
 
 
-def test_old_transformers_are_refused_before_anything_loads(quick, capsys, monkeypatch):
+def test_old_transformers_are_refused(monkeypatch):
     monkeypatch.setattr("transformers.__version__", "5.4.9")
-    assert quick("--reward vqa") == 2
-    words = "error: transformers 5.4.9 paints wrong pictures; pip install -r requirements.txt\n"
-    assert capsys.readouterr().err == words
-    assert not Path("runs").exists()
-
-
-def test_rewards_are_tried_after_the_start_is_printed(quick, capsys, monkeypatch):
-    """Which may take minutes; judges with the first prompt of both files. What no reward will say
-    is said now."""
-    Path("mine.py").write_text(
-        "print('loaded')\nclass Mine:\n    def applies(self, prompt):\n        return prompt.isascii()\n\n"
-        "    def __call__(self, images, prompts, targets):\n"
-        "        print('tried with', prompts[0])\n        return [0.0] * len(images)\n\n"
-        "mine = Mine()\n"
-    )
-    Path("chinese.txt").write_text("一只红色的圆\na blue cross\n")
-    there = lambda *_: pytest.fail("the rewards are there", pytrace=False)
-    monkeypatch.setattr(train, "load", there)
-    files = "--prompts chinese.txt --targets none --eval-targets none"
-    with pytest.raises(pytest.fail.Exception, match="the rewards are there"):
-        quick("--reward mine.py:mine --eval-reward mine.py:mine --steps 1", files)
-    *_, rest = capsys.readouterr().out.partition("warning: 1 of the 2 held-out")
-    assert "output folder: runs/1\nloaded\nloading --reward mine.py:mine\n" in rest
-    assert rest.count("loaded") == 1 and rest.splitlines()[-6:] == [
-        "loading --reward mine.py:mine",
-        "tried with 一只红色的圆",
-        "mine.py:mine: does not apply to 1 of 2 prompts",
-        "loading --eval-reward mine.py:mine",
-        "tried with a red circle",
-        "tried with 一只红色的圆",
-    ]
-
-
-def test_a_run_names_the_projects_files_by_their_place_in_it(quick, one_step, monkeypatch):
-    """So another clone finds its own, from whatever folder; others may lie elsewhere if they are
-    the same."""
-    assert quick("--reward", ROOT / "examples/my_reward.py:blueness", "--steps 1 --out own") == 0
-    assert resume("own") == 0
-    state = json.loads((one_step / "settings.json").read_text())
-    assert state["model"] == "tiny-glm-image" and str(ROOT) not in json.dumps(state)
-    monkeypatch.chdir(one_step.parent)
-    resumed = train.parse_settings(["--resume", "run", "--prompts", "elsewhere.txt"])
-    assert resumed.model == str(ROOT / "tiny-glm-image") and resumed.prompts == "elsewhere.txt"
-    assert tiny_settings().prompts == str(ROOT / "tiny-glm-image/prompts.txt")
+    words = "transformers 5.4.9 paints wrong pictures; pip install -r requirements.txt"
+    assert error_from(load, str(TINY), CPU) == words
 
 
 def test_every_group_has_its_pictures_and_advantages(quick):
@@ -549,24 +372,11 @@ def test_every_group_has_its_pictures_and_advantages(quick):
             assert group["advantage"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_ctrl_c_while_the_libraries_load_has_no_traceback(tmp_path):
-    pipes = dict.fromkeys(["stdout", "stderr"], subprocess.PIPE)
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py")], cwd=tmp_path, text=True, **pipes
-    )
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGINT
-
-
 def test_the_script_ends_with_an_exit_code_of_2_and_one_line(monkeypatch, capsys):
-    handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "argv", ["train.py", "--group-size", "1"])
     with pytest.raises(SystemExit, match="^2$"):
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, handler)
-    assert capsys.readouterr() == ("", "error: --group-size: must be at least 2, got 1\n")
+    assert capsys.readouterr() == ("", "error: --group-size must be at least 2, got 1\n")
 
 
 # ---- prompts and seeds ---------------------------------------------------------------------------
@@ -781,7 +591,7 @@ def test_code_sequences_get_the_advantages_of_their_own_pictures(monkeypatch, co
     place = torch.tensor([0.0, NAN, 2.0])
     functions = {
         "colour": Reward("colour", 0.5, colour),
-        "place": Reward("place", 2.0, lambda *_: place.repeat(2)),
+        "place": Reward("place", 2.0, lambda **_: place.repeat(2)),
     }
     run = build_run(settings := tiny_settings(SHORT, "--group-size 3 --combine", combine))
     monkeypatch.setattr(run.glm_image, "paint", lambda prompt, tokens, *_: tokens)
@@ -798,18 +608,13 @@ def test_code_sequences_get_the_advantages_of_their_own_pictures(monkeypatch, co
             total = 0.5 * compute_advantages(own, 3) + 2 * torch.tensor([-1, 0, 1]) / 2**0.5
         expected = compute_advantages(total, 3)
         torch.testing.assert_close(group.advantages, expected, atol=1e-5, rtol=0)
-    entropy = -torch.stack([group.old_logprobs for group in rolled.groups]).mean().item()
-    assert metrics["entropy"] == pytest.approx(entropy) and entropy > 0
     assert 0 < metrics["mean_logprob_gap"] <= metrics["max_logprob_gap"] < 1e-3
     assert abs(metrics["kl"]) < 1e-6
 
 
-def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_learned(
-    judged, capfd, monkeypatch
-):
+def test_pictures_without_any_reward_are_a_run_too(judged, capfd, monkeypatch):
     """Nor does what cannot be drawn end it."""
-    monkeypatch.setattr("viewer.draw_sheets", Mock(side_effect=ValueError("no font\n:")))
-    monkeypatch.setattr("runtime.data.find_spec", lambda name: True)
+    monkeypatch.setattr("viewer.draw_grid", Mock(side_effect=ValueError("no font\n:")))
     monkeypatch.setattr("runtime.record.start_tracker", lambda *given: tracker)
     tracker = Mock()
     reward = write_reward("return [float('nan')] * len(images)")
@@ -823,35 +628,4 @@ def test_pictures_without_any_reward_are_a_run_too_which_says_that_nothing_was_l
         assert record["training"]["reward"] == [None, None]
     output = "".join(capfd.readouterr())
     assert "step 1/1 | reward none | 100% without spread | 100% unscored" in output
-    words = "warning: reward 'mine.py:reward' is NaN (does not apply) for all 4 pictures of"
-    assert output.count(words) == output.count("mine.py:reward' is") == 1
-    assert "warning: nothing was learned: no reward applied to any picture" in output
-    assert output.count("warning: cannot show the run (no font)\n") == 2
-
-
-@pytest.mark.parametrize("without, words", [(1, "no group had unequal"), (0.5, "were alike")])
-def test_why_nothing_was_learned(without, words):
-    """All rewards of a group are equal, or all of its samples."""
-    line = {"grad_norm": 0, "groups_without_spread": without, "unscored": 0}
-    said, learned = [], {**line, "grad_norm": 0.1}
-    for lines in ([line], [line, learned]):
-        folder = SimpleNamespace(records={"metrics": lines})
-        record = SimpleNamespace(folder=folder, settings=tiny_settings(), write=said.append)
-        train.Run.Record.warn_of_nothing(record)
-    (warning,) = said
-    assert words in warning and "a higher --temperature or larger groups" in warning
-
-
-def test_a_rollout_prints_a_line_for_each_picture():
-    groups = [
-        Group(torch.zeros(1), None, torch.zeros(2, 1), torch.zeros(2, 1), advantages=advantages)
-        for advantages in torch.tensor([[0.5, -0.5], [0.0, 0.0]])
-    ]
-    rewards = {"facts": torch.tensor([1, 0.25, 0, 0]), "mine": torch.tensor([2.0, 2, 2, 2])}
-    rollout = train.Rollout(prompts_of("a ring", "two"), groups, [None] * 4, rewards)
-    assert str(rollout).splitlines() == [
-        "a ring | facts 1.000 | mine 2.000 | advantage +0.50",
-        "a ring | facts 0.250 | mine 2.000 | advantage -0.50",
-        "two | facts 0.000 | mine 2.000 | advantage +0.00",
-        "two | facts 0.000 | mine 2.000 | advantage +0.00",
-    ]
+    assert output.count("warning: cannot show the run (no font") == 2

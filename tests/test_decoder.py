@@ -1,11 +1,9 @@
 """The decoder as a policy: its steps against the stock scheduler and values by hand, its update as
 in test_grpo.py."""
 
-import json
 import math
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from conftest import (
     BLUE_CROSS,
     CPU,
     RED_CIRCLE,
-    adapter_of,
+    TINY,
     build_run,
     load_once,
     painted,
@@ -25,7 +23,6 @@ from conftest import (
     seeded,
     short_runs,
     shorten,
-    steps_saved,
     tiny_settings,
     words_of,
     write_reward,
@@ -40,10 +37,7 @@ import train
 from glm_image.decoder import PathScheduler, gaussian_step, log_density
 from grpo import NotFinite
 from rewards import combine
-from runtime import checkpoints
-from runtime.settings import TINY
-from viewer.run import Run
-from viewer.sheets import draw_sheets
+from runtime import folder as run_folder
 
 PROMPTS = ["a red circle", "a blue cross"]
 VARIED = ["--temperature", "9", "--top-p", "1"]  # or the sequences of a prompt are all the same
@@ -62,15 +56,19 @@ def build(*arguments, dtype=torch.float32):
     flags = "--height 64 --width 64 --decode-steps 3 --group-size 3 --combine zscore"
     flags = words_of(["--model", TINY, flags, *arguments])
     settings = train.parse_settings(flags, train_decoder.DecoderSettings)
-    return build_run(settings, load_once(TINY, CPU, dtype=dtype)), settings
+    return build_run(settings, load_once(str(TINY), CPU, dtype=dtype)), settings
 
 
 def roll_out(run, settings):
-    """A step on two prompts, all but for the updates."""
+    """A step on two prompts, all but for the updates; with its paths."""
+    updated = []
+    update = lambda groups: updated.append(groups) or {"skipped": 0}
     with pytest.MonkeyPatch.context() as patch:
-        for learner in (run.policy, run.decoder):
-            patch.setattr(learner, "update", lambda groups: {"skipped": 0})
-        return train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)[0]
+        for learner in (run.decoder, run.policy):
+            patch.setattr(learner, "update", update)
+        rolled, _ = train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)
+    rolled.paths = updated[0]
+    return rolled
 
 
 def two_prompts():
@@ -310,12 +308,14 @@ def test_one_code_sequence_a_prompt_when_only_the_decoder_learns():
 
 @pytest.fixture(scope="module")
 def both_halves(tmp_path_factory):
-    """A folder with a run of two steps in which both halves have learned."""
+    """A folder with a run of two steps in which both halves have learned; beside it is another that
+    has ended after one of them."""
     folder = tmp_path_factory.mktemp("both")
-    arguments = "--train both --paintings 2 --decode-steps 4 --steps 2 --save-every 1 --out run"
+    arguments = "--train both --paintings 2 --decode-steps 4 --warmup-steps 3"
     with short_runs(folder) as quick:
-        rates = "--warmup-steps 3 --decoder-lr 0.05 --lr 0.05"
-        assert quick(arguments, rates) == 0
+        for run, steps in (("run", 2), ("one", 1)):
+            rates = f"--decoder-lr 0.05 --lr 0.05 --steps {steps} --out {run}"
+            assert quick(arguments, rates) == 0
     return folder / "run"
 
 
@@ -325,8 +325,8 @@ def test_the_decoders_adapter_paints_in_a_stock_pipeline_what_it_painted_here(bo
     settings = tiny_settings("--height 32 --width 32 --decode-steps 3")
     paint = lambda pipe: painted(pipe, PROMPTS[0], torch.tensor([[7]]), settings, 3)[0]
     run, _ = build("--train both")
-    checkpoints.load(both_halves, run.trainers)
-    here, pipe = paint(run.glm_image.pipe), load_once(TINY, CPU)
+    run_folder.load(both_halves, run.trainers)
+    here, pipe = paint(run.glm_image.pipe), load_once(str(TINY), CPU)
     assert (paint(pipe) - here).abs().max() > 0.01
     folder = str(both_halves / "decoder-adapter")
     pipe.transformer.load_lora_adapter(folder, prefix=None, use_safetensors=True)
@@ -338,10 +338,8 @@ def test_the_decoders_adapter_paints_in_a_stock_pipeline_what_it_painted_here(bo
 
 
 def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(both_halves, quick):
-    shutil.copytree(both_halves, "killed")
-    for part in ("checkpoints/000002", "adapter", "decoder-adapter"):
-        shutil.rmtree(f"killed/{part}")
-    assert resume("killed") == 0
+    shutil.copytree(both_halves.with_name("one"), "killed")
+    assert resume("killed", "--steps 2") == 0
     for file in (
         "adapter/adapter_model.safetensors",
         "decoder-adapter/pytorch_lora_weights.safetensors",
@@ -351,38 +349,17 @@ def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(both_halves, 
         assert any(weights.any() for name, weights in found.items() if "lora_B" in name)
 
 
-def test_a_step_of_which_one_half_has_learned_is_not_saved(quick, monkeypatch):
-    """Memory runs out in the second step, after the codes have learned, before the decoder has. The
-    first is saved as it was."""
-    flags = "--train both --paintings 2 --decode-steps 3 --kl-coef 0 --temperature 4 --save-every 9"
-    with monkeypatch.context() as patch:
-        breaks = Mock(side_effect=[None, torch.OutOfMemoryError("CUDA out of memory.")])
-        patch.setattr(train_decoder.DecoderGRPO, "add_reference", breaks)
-        assert quick(flags, "--steps 3 --out run") == 2
-    assert steps_saved("run") == ["000000", "000001"]
-    assert quick(flags, "--steps 1 --out one") == 0
-    run, one = (Path(out, "checkpoints/000001") for out in ("run", "one"))
-    assert adapter_of(run) == adapter_of(one)
-
-
-@pytest.mark.parametrize("kind, rows", [("decoder", [3]), ("both --paintings 2", [2, 2, 2])])
-def test_every_painting_is_shown_with_its_own_reward(quick, monkeypatch, kind, rows):
-    """All K with --train decoder, and G rows of K with both, which have the advantages of their
-    codes."""
-    sheets, blank = {}, Image.new("RGB", (8, 8))
-    draw_grid = lambda title, rows, *_: sheets.update({title: rows}) or blank
-    monkeypatch.setattr("viewer.sheets.draw_grid", draw_grid)
+@pytest.mark.parametrize("kind, count", [("decoder", 3), ("both --paintings 2", 6)])
+def test_every_painting_is_shown_with_its_own_reward(quick, kind, count):
+    """All K with --train decoder, G times K with both, which have the advantages of their codes."""
     arguments = "--steps 1 --decode-steps 2 --group-size 3 --out run --train"
     assert quick(*write_reward(""), arguments, kind) == 0
-    settings = json.loads(Path("run/settings.json").read_text())
-    draw_sheets(Run(Path("run"), settings, [], records("run/groups.jsonl"), []))
-    shown = [cells for _, cells in sheets["step 1"]]
-    assert shown[0].pop(0)[1:] == ("target", False)  # stands beside, as does a source
-    assert [len(cells) for cells in shown] == rows
-    images, captions, _ = zip(*[cell for cells in shown for cell in cells])
-    advantages = torch.arange(-1, 2).repeat_interleave(len(images) // 3)
-    expected = [f"reward {i}.000\nadvantage {each:+.2f}" for i, each in enumerate(advantages)]
-    assert [*captions] == expected and len({image.tobytes() for image in images}) > 1
+    (group,) = records("run/groups.jsonl")
+    images = [Image.open(Path("run", file)).tobytes() for file in group["pictures"]]
+    assert len(images) == count and len({*images}) > 1 and [*group["beside"]] == ["target"]
+    assert group["reward"] == [*range(count)]
+    advantages = torch.arange(-1.0, 2).repeat_interleave(count // 3)
+    assert group["advantage"] == pytest.approx(advantages.tolist(), abs=1e-3)
 
 
 def test_one_move_leaves_nothing_to_learn(quick, capsys):

@@ -15,9 +15,7 @@ from torch.distributed.run import get_args_parser
 from train_decoder import DecoderSettings
 from train_edits import EditSettings
 
-import rewards
 from benchmarks import losses, variants
-from rewards import parse_rewards
 from runtime.settings import Settings, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +27,6 @@ FILES = [ROOT / name for name in NAMES] or sorted([*ROOT.glob("*.py"), *ROOT.glo
 FILES = [file for file in FILES if file.exists()]
 TESTS = [file for file in FILES if "test" in str(file.relative_to(ROOT))]
 SOURCES = [file for file in FILES if file not in TESTS]
-FLAGS = 40  # of --help
 # Not "--eval-...", which names several.
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w.-]*\.\.)")
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -113,18 +110,6 @@ def test_links_lead_somewhere(page):
     assert broken_links(page) == []
 
 
-def test_a_broken_link_and_an_unknown_flag_are_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A title: here\n[a](page.md#a-title-here) [b](page.md#a-title) [c](gone.md) [d](https://a.b)\n`[e](f)`\n"
-    )
-    assert broken_links(page) == ["page.md#a-title", "gone.md"]
-    assert unknown_flags("python train.py --steps 3 --speed 4") == ["--speed"]
-    assert unknown_flags("torchrun --nnodes 2 --steps 3 train.py --steps 3") == ["--steps"]
-    assert unknown_flags("--hard-start") == ["--hard-start"]
-    assert unknown_flags("--hard-start", "see variants.py") == []
-
-
 @named
 def test_flags_on_the_pages_exist(page):
     text = page.read_text()
@@ -139,67 +124,9 @@ def test_flags_in_docstrings_and_messages_exist():
     for source in SOURCES:
         known = set().union(*map(flags_of, (*ours, str(source.relative_to(ROOT)))))
         unknown[source.name] = set(FLAG.findall(source.read_text())) - known
-    chromium = {"--headless", "--hide-scrollbars", "--no-sandbox", "--screenshot", "--window-size"}
-    # pip's; a browser's; of CSS.
     assert {name: flags for name, flags in unknown.items() if flags} == {
-        "smollm2.py": {"--no-deps"},
-        "lesson.py": chromium,
-        "page.py": {"--columns"},
+        "smollm2.py": {"--no-deps"},  # pip's
     }
-
-
-def test_the_page_of_rewards_lists_them():
-    text = (ROOT / "docs" / "rewards.md").read_text()
-    table = re.search(r"^\| Name \| What it rewards \|.*?\n\n", text, re.MULTILINE | re.DOTALL)[0]
-    rows = [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in table.splitlines()[2:] if row]
-    listed = {name for names in rows for name in names} - {"my_file.py:function"}
-    assert sorted(listed) == sorted(rewards.REWARDS)
-
-
-def test_the_columns_of_the_first_tables_are_explained():
-    page = (ROOT / "docs" / "numbers.md").read_text()
-    names = parse_rewards(Settings.tiny["reward"]) | parse_rewards(Settings.tiny["eval_reward"])
-    assert [name for name in names if f"| `{name}` |" not in page] == []
-
-
-def test_every_page_is_reached_from_the_readme():
-    """By a link there, or on a page of docs/ that is reached."""
-    waiting = [ROOT / "README.md"]
-    reached = set()
-    while waiting:
-        page = waiting.pop()
-        reached.add(page)
-        linked = re.findall(r"\]\(([^)\s#]+\.md)", without_code(page.read_text()))
-        pages = {(page.parent / target).resolve() for target in linked}
-        waiting += [target for target in pages - reached if target.parent == ROOT / "docs"]
-    assert sorted(page.name for page in (ROOT / "docs").glob("*.md") if page not in reached) == []
-
-
-def test_the_readme_shows_the_whole_trainer_and_four_commands():
-    text = (ROOT / "README.md").read_text()
-    (shown,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    whole = (ROOT / "examples" / "pictures.py").read_text()
-    docstring_and_path, _, code = whole.partition("\nimport random\n")
-    assert shown == f"import random\n{code}" and docstring_and_path.endswith("sys.exit()\n")
-    (commands,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    commands = [line for line in commands.splitlines() if line[0] != "#"]
-    assert commands[0].endswith(". .venv/bin/activate")
-    assert commands[1:] == [
-        "pip install -r requirements.txt",
-        # Beside a GPU, too, it downloads nothing.
-        "python train.py --model tiny-glm-image --group-size 4",
-        "pytest",
-    ]
-    assert len(text.splitlines()) <= 150
-
-
-def test_the_chinese_readme_says_the_same():
-    """Its commands, code, links, pictures and numbers are those of the README, in their order."""
-    texts = [(ROOT / name).read_text() for name in ("README.md", "README.zh.md")]
-    texts = [text.partition("\n")[2] for text in texts]  # the first lines link to each other
-    for part in (r"^```.*?^```", r"\]\(([^)#]+)", r"`[^`\n]+`|\d+(?:\.\d+)?(?: GB|%|B\b)?"):
-        english, chinese = (re.findall(part, text, re.MULTILINE | re.DOTALL) for text in texts)
-        assert sorted(chinese) == sorted(english)
 
 
 def test_the_tables_of_variants_are_those_of_the_file():
@@ -218,29 +145,6 @@ def test_copying_shows_the_losses_of_the_file():
         before = edit.loss
     named = set(re.findall(r"with `(\w+)`", "".join(remark for remark, *_ in cells)))
     assert named == {function.__name__ for function in losses.FUNCTIONS.values()}
-
-
-def test_the_rows_that_worth_names_can_be_trained():
-    """`python benchmarks/variants.py "no KL"`: a row from the harder start."""
-    page = (ROOT / "docs" / "worth.md").read_text()
-    names = [re.findall('"([^"]+)"', code) for code in re.findall(r"variants\.py( \"[^`]+)`", page)]
-    known = {variant.name for variant in [*variants.HARD, *variants.CLIP]}
-    assert names and {each for some in names for each in some} <= known
-
-
-def test_the_tests_that_show_mistakes_exist():
-    """Below each table of mistakes stand its tests: as many parts as it has rows."""
-    sources = "\n".join(file.read_text() for file in TESTS)
-    exist = set(re.findall(r"^def (test_\w+)", sources, flags=re.MULTILINE))
-    page = (ROOT / "docs" / "worth.md").read_text()
-    table = re.compile(r"^\| Wrong .*\n\|---.*\n((?:\|.*\n)+)\nTests((?:.+\n)+)", re.MULTILINE)
-    numbers = []
-    for rows, tests in table.findall(page):
-        numbers.append(len(rows.splitlines()))
-        parts = [re.findall(r"`(test_\w+)`", part) for part in tests.split(";")]
-        assert len(parts) == numbers[-1] and all(parts)
-        assert {name for names in parts for name in names} - exist == set()
-    assert sum(numbers) == 19
 
 
 # ---- the code ------------------------------------------------------------------------------------
@@ -277,7 +181,3 @@ def test_an_installed_project_has_all_that_it_imports():
     ours = {path.stem for path in (*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/")) if path.stem in named}
     assert {"grpo", "glm_image", "reward_models"} <= ours
     assert ours <= {*setup["py-modules"], *setup["packages"]}
-
-
-def test_there_are_few_flags():
-    assert len(build_parser()._actions) - 1 <= FLAGS  # without --help itself

@@ -3,7 +3,6 @@ the source."""
 
 import re
 import runpy
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from conftest import (
     chat_inputs,
     load_once,
     painted,
+    prompts_of,
     records,
     seeded,
     short_runs,
@@ -38,12 +38,12 @@ from card.forward import CapturedForward
 from glm_image import editing
 from glm_image.editing import (
     EditingGlmImage,
-    EditPrompt,
     encode_edit,
     read_sources,
 )
 from glm_image.model import for_decoder
 from rewards import UserError
+from runtime.data import Prompt
 from runtime.settings import RELEASE
 
 WISH = "make the circle blue"
@@ -63,8 +63,8 @@ def stock():
 
 
 def source_of(pipe, height, width, scene=RED_CIRCLE):
-    """An EditPrompt with a source of this size that the model has read."""
-    given = EditPrompt(WISH, source=world.draw(scene).resize((width, height)))
+    """A Prompt with a source of this size that the model has read."""
+    given = Prompt(WISH, source=world.draw(scene).resize((width, height)))
     model = pipe.vision_language_encoder
     own = model.__dict__.pop("get_image_tokens", None)  # without the three lines
     read_sources(pipe, [given], CPU)
@@ -124,14 +124,6 @@ def test_edits_side_by_side_are_sampled_as_they_are_read_again(stock):
     policy = stock.vision_language_encoder
     forward = CapturedForward(policy, 6, compile=False)
     same_samples(policy, forward, ids, positions, length=6, **SHAPING)
-
-
-def test_a_model_that_reads_other_sizes_is_said_so(pipe, monkeypatch):
-    sizes = {"shortest_edge": 128**2, "longest_edge": 2048**2}
-    monkeypatch.setattr(pipe.processor.image_processor, "size", sizes)
-    message = r"\(64, 96\) pixels is 6x4 codes .* another --height and --width"
-    with pytest.raises(UserError, match=message):
-        read_sources(pipe, [EditPrompt(WISH, source=Image.new("RGB", (64, 96)))], CPU)
 
 
 # ---- a picture from a picture --------------------------------------------------------------------
@@ -221,7 +213,7 @@ def test_a_run_of_edits_and_what_it_leaves(edited):
         for name in ("training", "held out"):
             assert record[name]["reward/mine.py:own"] == [1, 0]
     first = world.draw(RED_CIRCLE).resize((64, 64))
-    shown = Image.open(edited / "before-after.png").crop((288, 72, 288 + 144, 72 + 144))
+    shown = Image.open(edited / "before-after.png").crop((288, 56, 288 + 144, 56 + 144))
     # The source comes first.
     difference = np.asarray(shown.resize((64, 64))).astype(int) - np.asarray(first)
     assert np.abs(difference).mean() < 5
@@ -230,16 +222,12 @@ def test_a_run_of_edits_and_what_it_leaves(edited):
 def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd, monkeypatch):
     """The same wish about two pictures is two edits. What cannot work is one line before the model
     loads."""
-    first, second = (EditPrompt("", source=world.draw(x)) for x in (RED_CIRCLE, BLUE_CROSS))
+    first, second = (Prompt("", source=world.draw(x)) for x in (RED_CIRCLE, BLUE_CROSS))
     assert first.identity() != second.identity()
     monkeypatch.setattr(train_edits, "load", lambda *given: pytest.fail("the model is loaded"))
     for flag, folder, words in (
-        ("--sources", "targets", "error: targets has 2 pictures for"),
-        (
-            "--eval-sources",
-            "nowhere",
-            "error: the folder of source pictures nowhere does not exist",
-        ),
+        ("--sources", "targets", "error: targets has 2 source pictures for"),
+        ("--eval-sources", "nowhere", "error: nowhere has 0 source pictures for"),
     ):
         assert quick(flag, folder, run_class=train_edits.EditRun, usual=QUICK[:2]) == 2
         assert words in capfd.readouterr().err.splitlines()[-1]
@@ -253,19 +241,6 @@ def test_edits_of_a_model_that_has_no_sources_of_its_own_begin():
     flags = ["--model", RELEASE, "--sources", "photos", "--eval-sources", "others"]
     settings = train.parse_settings(flags, train_edits.EditSettings)
     assert (settings.sources, settings.eval_sources) == ("photos", "others")
-
-
-def test_pictures_of_ones_own_are_edited_by_the_printed_command(judged):
-    """With the tiny model; and with keep alone, which needs no download."""
-    words = train_edits.__doc__.partition("train_edits.py --sources")[2].partition("\n\n")[0]
-    flags = f"--sources {words}".replace("\\", "").replace("edit:1,keep:0.2", "keep")
-    for folder, prompts in (("photos", "wishes.txt"), ("others", "others.txt")):
-        shutil.copytree("targets", folder)
-        shutil.copy("prompts.txt", prompts)
-    flags += f" --model {TINY} --height 64 --width 64 --steps 1 --out run --prompts-per-step 1"
-    flags += " --group-size 2 --eval-count 1 --decode-steps 1"
-    assert train.main(flags.split(), train_edits.EditRun) == 0
-    assert all(np.isfinite(record["reward"]) for record in records("run/metrics.jsonl"))
 
 
 def test_the_adapter_edits_in_the_stock_pipeline(edited, tmp_path, monkeypatch):
@@ -304,12 +279,12 @@ def test_edit_asks_about_both_pictures(tmp_path):
     edit = reward.load().function
     source, one, two = pictures((64, 64), (64, 64), (48, 80))
     sources, images, wishes = [source, one], [one, two], ['make "it" blue', "x"]
-    found = rewards.score({"edit": reward}, images, wishes, sources=sources)["edit"]
+    found = rewards.score({"edit": reward}, images, prompts_of(*wishes, sources=sources))["edit"]
     kept = "Is everything else in the second picture as it was in the first?"
     for value, *shown, wish in zip(found.tolist(), sources, images, ["make 'it' blue", "x"]):
         asked = (f'Has the first picture been changed as asked: "{wish}"?', kept)
         expected = np.mean([bounded(by_generate(folder, shown, each)) for each in asked])
         assert value == pytest.approx(expected, abs=1e-4)
     assert abs(found[0] - found[1]) > 1e-3
-    turned = rewards.score({"edit": reward}, [source], ["x"], sources=[one])["edit"]
+    turned = rewards.score({"edit": reward}, [source], prompts_of("x", sources=[one]))["edit"]
     assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4  # which is the first matters

@@ -6,32 +6,26 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import (
-    CPU,
+    TINY,
     adapter_of,
-    build_run,
     judge_file,
     load_once,
-    prompts_of,
     records,
     resume,
     shorten,
     tiny_settings,
 )
-from make import NUM_CODES
-from PIL import Image
 from test_rewards import tiny_clip
 from tqdm import tqdm
 
 import train
-from runtime import evaluation
-from runtime.record import with_weighted_sum
-from runtime.settings import RELEASE, TINY
+from runtime.numbers import with_weighted_sum
+from runtime.settings import RELEASE
 
 SEVENS = "[7.0] * len(images)"
 
@@ -62,21 +56,11 @@ def test_held_out_prompts_without_targets_are_judged_by_what_applies(judged, cap
     held_out = "--eval-prompts typed.txt --eval-targets none --eval-count 2 --eval-reward"
     assert judged(held_out, judge_file("seven", SEVENS), "--steps 0 --out run") == 0
     output = capsys.readouterr().out
-    assert output.count("warning: no held-out prompt has a target (--eval-targets)") == 1
     assert re.search(r"\| ssim +\| none +\|\n", output)
     assert re.search(r"\| - mean of types +\| 7.000 +\|\n", output)
     (record,) = records("run/evaluation.jsonl")
     assert "training" not in record and "evaluating 2 prompts" in output
     assert record["held out"]["reward"][0] is record["held out"]["reward/ssim"][0] is None
-
-
-def test_training_prompts_without_targets_are_judged_by_what_applies(judged):
-    sevens = f"--reward {judge_file('seven', SEVENS)} --eval-reward ssim"
-    assert judged("--targets none", sevens, "--steps 1 --out run") == 0
-    record, _ = records("run/evaluation.jsonl")
-    assert record["training"]["reward/seven.py:judge"] == [7, None]
-    assert record["training"]["reward/ssim"][0] is None
-    assert record["held out"]["reward/ssim"][0] is not None
 
 
 def test_every_prompt_is_judged_by_its_own_target(judged):
@@ -92,29 +76,9 @@ def test_every_prompt_is_judged_by_its_own_target(judged):
     assert records("run/metrics.jsonl")[0]["reward"] == 1
 
 
-def test_the_pictures_shown_have_their_own_rewards(judged, monkeypatch):
-    """Four of each of the held-out prompts: here a picture's reward is its place."""
-    lines = ["a ring", "a red circle", "a blue ring", "a pink ring"]
-    Path("new.txt").write_text("\n".join(lines))
-    place = "[10 * len(prompt) + i % 5 for i, prompt in enumerate(prompts)]"
-    sheets = []
-    draw_grid = lambda *given: sheets.append(given) or Image.new("RGB", (8, 8))
-    monkeypatch.setattr("viewer.sheets.draw_grid", draw_grid)
-    arguments = "--eval-prompts new.txt --eval-targets none --group-size 5 --eval-count 4"
-    arguments += f" --reward {judge_file('place', place)} --prompts-per-step 2 --steps 0"
-    share = "[i % 3 / 2 for i in range(len(prompts))]"  # a half is no verdict: there are no frames
-    arguments += f" --eval-reward {judge_file('share', share)}"
-    assert judged(arguments, "--out run") == 0
-    (record,) = records("run/evaluation.jsonl")
-    assert [shown["prompt"] for shown in record["shown"]] == lines
-    ((_, rows, corner),) = sheets
-    assert corner == "" and not any(framed for _, cells in rows for *_, framed in cells)
-    assert [(label, [caption for _, caption, _ in cells]) for label, cells in rows] == [
-        (line, [f"reward {10 * len(line) + j}.000" for j in range(4)]) for line in lines
-    ]
-    files = sorted(file.name for file in Path("run/evaluation/000000").iterdir())
-    assert files == [*(f"{i}-{j}.png" for i in range(1, 5) for j in range(1, 5)), "sheet.png"]
-    assert Image.open("run/evaluation/000000/3-2.png").tobytes() == rows[2][1][1][0].tobytes()
+def test_a_name_is_one_reward(judged, capsys):
+    assert judged("--reward clip=a --eval-reward clip=b") == 2
+    assert "two rewards named 'clip'" in capsys.readouterr().err
 
 
 def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
@@ -135,10 +99,10 @@ def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
     Path("new.txt").write_text("a green ring\n")
     arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2 --eval-every 1"
     assert judged(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
-    assert resume("run", "--steps 2") == 0
+    assert resume("run", "--steps 3") == 0
     before = [("prompt", 0, 3, 2), ("prompt", 0, 3, 1)]
-    after = [*before, "on"]
-    assert bars == [*before, ("step", 0, 1, 1), *after, ("step", 1, 2, 1), *after]
+    steps = [("step", 0, 1, 1), ("step", 1, 3, 1), ("step", 1, 3, 1)]
+    assert bars == [*before, *itertools.chain(*([step, *before, "on"] for step in steps))]
     for line in Path("run/metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["seconds/score"] == 1
 
@@ -148,7 +112,7 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     gets."""
     monkeypatch.chdir(tmp_path)
     shorten(monkeypatch.setattr)
-    monkeypatch.setattr(train, "load", lambda model, device: load_once(TINY, device))
+    monkeypatch.setattr(train, "load", lambda model, device: load_once(str(TINY), device))
     monkeypatch.setattr("runtime.settings.is_tiny", lambda model: False)
     shutil.copytree(TINY, "released", ignore=shutil.ignore_patterns("*.safetensors"))
     tiny_clip("clip", "clip")
@@ -179,51 +143,3 @@ def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group():
     raw = {"half": torch.tensor([1, np.nan, 3, np.nan]), "all": torch.tensor([0.0, 4, 2, 2])}
     rewards = with_weighted_sum(raw, {"half": 1.0, "all": 0.5}, 2)
     assert rewards["reward"].tolist() == [[1, 3], [4, 4]]
-
-
-# ---- deployed as trained? ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def talkative(monkeypatch):
-    """The tiny model with an end token that is likely now and then, and not suppressed."""
-
-    def load(*given, **options):
-        pipe = load_once(*given, **options)
-        head = pipe.vision_language_encoder.lm_head.weight.data
-        config = pipe.vision_language_encoder.generation_config
-        head[config.eos_token_id] = head[442] * 0.9
-        config.suppress_tokens = None
-        return pipe
-
-    monkeypatch.setattr(train, "load", load)
-
-
-def test_the_share_of_other_ids_is_that_of_the_whole_distribution(judged, talkative):
-    """For a nucleus as well, which does not count."""
-    run = build_run(settings := tiny_settings("--temperature 1.5"), train.load(TINY, CPU))
-    (group,) = run.policy.sample(run.glm_image.encode(prompts_of("a ring"), settings), 2, 5)
-    ids, positions = torch.cat([group.prompt_ids, group.tokens[0]]), group.position_ids
-    with torch.no_grad():
-        logits = run.policy.model(ids[None], position_ids=positions[:, None]).logits[0]
-    written = logits[len(group.prompt_ids) - 1 : -1] / 1.5  # (T, vocabulary)
-    share = lambda: evaluation.share_of_other_ids(run.policy, group)
-    expected = 1 - written.softmax(-1)[:, :NUM_CODES].sum(-1).prod().item()
-    assert share() == pytest.approx(expected, rel=1e-4) and 0.01 < expected < 0.99
-    others = [*range(NUM_CODES, written.shape[1])]
-    run.policy.model.generation_config.suppress_tokens = others  # as docs/memory.md does
-    assert share() == pytest.approx(0, abs=1e-6)
-
-
-def test_an_evaluation_says_that_other_ids_are_likely(judged, capsys, talkative):
-    assert judged("--temperature 1 --steps 0 --out run") == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "no code" in line)
-    share = float(re.match(r"warning: in ([\d.]+)% of pictures the stock pipeline", line)[1])
-    assert share > 0.1 and "docs/memory.md" in line
-
-
-def test_ids_that_are_unlikely_are_not_spoken_of():
-    lines = []
-    for shares in ([0.0, 1.9e-3], [0.0, 2.1e-3]):
-        evaluation.warn_of_other_ids(SimpleNamespace(write=lines.append), shares)
-    assert len(lines) == 1 and "0.1%" in lines[0]

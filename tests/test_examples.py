@@ -1,20 +1,14 @@
 """What the README tells people to copy from runs, and learns."""
 
-import base64
 import functools
 import importlib.util
-import inspect
-import io
 import json
 import math
 import random
 import re
 import runpy
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from urllib.error import HTTPError
 
 import check
 import my_reward
@@ -38,7 +32,7 @@ from transformers import (
 import rewards
 import runtime.settings
 import train
-from rewards import Reward, UserError
+from rewards import Reward
 
 
 def test_a_text_model_learns_by_grpo_alone():
@@ -116,7 +110,7 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
 
     run = build_run(settings := made["settings"])
     run.policy.token_forward = None
-    train.set_learning_rate(run.policy, 3e-4, 0, 0)
+    run.policy.optimizer.param_groups[0]["lr"] = 3e-4
     blue = {"blueness": Reward("", 1.0, my_reward.blueness)}
     lines = []
     for step in range(2):
@@ -138,81 +132,6 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
 
 
 # ---- rewards of one's own, examples/my_reward.py and docs/rewards.md -----------------------------
-
-
-class Judge(BaseHTTPRequestHandler):
-    """Gives the answers of a list, an error for 500; then scores by red, and cannot judge what a
-    cat is."""
-
-    answers = ()
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        answer = Judge.answers.pop(0) if Judge.answers else self.scores(**body)
-        self.send_response(500 if answer == 500 else 200)
-        self.end_headers()
-        self.wfile.write(b"" if answer == 500 else answer)
-
-    def scores(self, images, prompts):
-        pictures = [Image.open(io.BytesIO(base64.b64decode(picture))) for picture in images]
-        reds = [picture.getpixel((0, 0))[0] for picture in pictures]
-        scores = [None if prompt == "a cat" else red for red, prompt in zip(reds, prompts)]
-        return json.dumps({"scores": scores}).encode()
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def url():
-    server = HTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
-    ).start()
-    Judge.answers = ()
-    yield f"http://127.0.0.1:{server.server_port}/score"
-    server.shutdown()
-
-
-def ask(**options):
-    """Of three pictures, what they get from the judge on the page."""
-    served = functools.partial(run_code("rewards.md", "def served")["served"], **options)
-    images = [Image.new("RGB", (8, 8), (red, 0, 0)) for red in (10, 20, 30)]
-    return rewards.score(
-        {"served": rewards.Reward("served", 1.0, served)}, images, ["a", "a cat", "b"], None
-    )["served"].tolist()
-
-
-def test_a_judge_behind_http_is_asked_again(url):
-    for Judge.answers in ([], [500, 500], [b'{"sco']):
-        first, cat, last = ask(url=url, waits=(0, 0))
-        assert (first, last) == (10, 30) and math.isnan(cat)
-    Judge.answers = [500, 500, 500]
-    with pytest.raises(HTTPError, match="HTTP Error 500"):
-        ask(url=url, waits=(0, 0))
-
-
-@pytest.mark.parametrize(
-    "answer, words",
-    [
-        (b'{"error": "out of memory"}', "'scores'"),
-        (b"<html>", "Expecting value"),
-        (b'{"scores": [1]}', "gave shape \\(1,\\), not \\(3,\\)"),
-    ],
-)
-def test_an_answer_of_another_form_is_an_error(url, answer, words):
-    Judge.answers = [answer]
-    with pytest.raises((KeyError, ValueError, UserError), match=words):
-        ask(url=url, waits=())
-
-
-def test_the_judge_is_given_up_before_other_ranks_are():
-    waits = (
-        inspect.signature(run_code("rewards.md", "def served")["served"])
-        .parameters["waits"]
-        .default
-    )
-    assert sum(waits) + (len(waits) + 1) * 100 < 9 * 60
 
 
 def test_blueness_by_hand():

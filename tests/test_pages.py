@@ -112,10 +112,10 @@ def test_the_cards_of_adapters_load_them(quick, tmp_path, monkeypatch, talkative
             sums[0] == pytest.approx(sums[1]) and len(loaded) == len(trained) and sum(sums[0]) > 0
         )
         files = [file for file in folder.iterdir() if file.suffix in (".json", ".safetensors")]
-        assert len({file.stat().st_mode for file in files}) == 1 and len(files) > 2
+        assert len(files) > 2
         other = "decoder-adapter" if name == "adapter" else "adapter"
         assert (
-            f"for 1 step. Load `{other}` of the same run, too."
+            f"from 1 step of GRPO. Load `{other}` of the same run, too."
             in (folder / "README.md").read_text()
         )
     codes = drawn(pipe)

@@ -2,28 +2,18 @@
 table, frames."""
 
 import math
-import random
 import re
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, prompts_of, records
+from conftest import prompts_of, records
 from PIL import Image
 
-from rewards import Reward
-from runtime import evaluation as evaluation_module
-from runtime.cpu import Machine
 from runtime.data import Prompt, evenly, read_file
-from runtime.evaluation import (
-    count_to_show,
-    evaluate,
-    evaluation_metrics,
-    evaluation_table,
-)
+from runtime.evaluation import count_to_show
+from runtime.numbers import evaluation_metrics, evaluation_table
 
 NAN = math.nan
 
@@ -38,16 +28,15 @@ def rewards_of(**rewards):
 
 
 def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
-    text = "alone\n# type: counting\nthree circles\n# kindred spirits\n## Kind = two words \n\n\\# 1 fan\n\\a\n#kind:counting\ntwo"
+    text = "alone\n# type: counting\nthree circles\n# kindred spirits\n#type:two words \n\n1 fan\n#type:counting\ntwo"
     file = tmp_path / "prompts.txt"
     file.write_text(text)
     # Comments are left out.
     assert [(prompt.text, prompt.type, prompt.line) for prompt in read_file(file)] == [
         ("alone", "other", 1),
         ("three circles", "counting", 3),
-        ("# 1 fan", "two words", 7),
-        ("\\a", "two words", 8),
-        ("two", "counting", 10),
+        ("1 fan", "two words", 7),
+        ("two", "counting", 9),
     ]
     file.write_text("a\n# b\n")
     assert read_file(file)[0].type is None  # there is one type, without a name
@@ -98,13 +87,13 @@ def evaluation(step, x, y):
     )
     sets = ("training", [0, 1, 2, 3], "xxyy"), ("held out", [0, 1], "xx")
     metrics = [evaluation_metrics(name, rewards(rows), types) for name, rows, types in sets]
-    return {"step": step, "rows": [0], **metrics[0], **metrics[1]}
+    return {"step": step, "judge": "g.py:right", **metrics[0], **metrics[1]}
 
 
 def test_the_table_by_hand():
     """The judge's rows by type are below its own, and fit 100 columns."""
     before, after = evaluation(0, 0.2, 0.4), evaluation(3, 0.5, 0.4)
-    title, *lines = evaluation_table([before, after], "g.py:right").splitlines()
+    title, *lines = evaluation_table([before, after]).splitlines()
     words = ": mean +- standard error over prompts (docs/numbers.md)"
     assert title == f"evaluation after 3 steps, before -> after{words}"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -122,45 +111,13 @@ def test_the_table_by_hand():
         ["- mean of types", "0.700 +- 0.071 -> 1.000 +- 0.071", ""],
     ]
     assert {len(line) for line in lines} == {max(map(len, lines))} and len(lines[0]) <= 100
+    after["moved"] = 2, 3
     title, _, _, *rows = evaluation_table([after]).splitlines()
-    assert title == f"evaluation after 3 steps{words}" and len(rows) == 2
+    moved = " (2 of the last 3 steps moved the policy)"
+    assert title == f"evaluation after 3 steps{moved}{words}" and len(rows) == 5
     after["held out"]["reward"] = [1.5, 0.1]  # of two rewards there is a sum
-    rows = evaluation_table([after]).splitlines()[3:]
+    rows = evaluation_table([after]).splitlines()[3:6]
     assert [row.split()[1] for row in rows] == ["reward", "f.py:facts", "g.py:right"]
-
-
-def test_a_dead_reward_is_named():
-    """NaN for all; or equal for all, if it is to be learned and steps are to come."""
-    record = SimpleNamespace(weights={"a": 1.0, "b": 0.5, "c": 0.0, "d": 1.0}, ends=False)
-    same, unequal, nan = torch.full((2,), 0.5), torch.tensor([0.5, 0.25]), torch.full((2,), NAN)
-    of_sets = [
-        {"a": same, "b": same, "c": same, "d": nan, "judge": same, "odd": nan},
-        {
-            "a": same,
-            "b": unequal,
-            "c": same,
-            "d": torch.tensor([NAN, 0.1]),
-            "judge": same,
-            "odd": nan,
-        },
-    ]
-
-    def warned():
-        lines = []
-        record.write = lines.append
-        evaluation_module.warn_of_dead_rewards(record, of_sets)
-        return [line.removeprefix("warning: reward ") for line in lines]
-
-    of = "all 4 pictures of this evaluation"
-    nothing = ": equal rewards teach nothing"
-    dead = f"'odd' is NaN (does not apply) for {of}"
-    assert warned() == [
-        f"'a' gives 0.500 to {of}{nothing}",
-        f"'d' gives 0.100 to {of}{nothing}",
-        dead,
-    ]
-    record.ends = True
-    assert warned() == [dead]
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -179,52 +136,6 @@ def test_the_first_prompt_of_each_type_is_shown():
         assert [each.text for each in prompts[: count_to_show(prompts)]] == shown
 
 
-class Picture:
-    """Stands in for one, which can be told from another."""
-
-
-@pytest.mark.parametrize("case", range(10))
-def test_an_evaluation_keeps_no_pictures_but_those_that_it_shows(monkeypatch, case):
-    """All of them could be gigabytes. Whatever the verdicts, the same prompts are shown."""
-    draw = random.Random(case)
-    types = draw.choice([[None], "ab", "abcdefghijkl"])
-    prompts = [Prompt(f"{i}", draw.choice(types)) for i in range(draw.randrange(1, 40))]
-    prompts = evenly(prompts, 99)
-    verdicts = torch.tensor([[draw.random() < 0.1 for _ in range(6)] for _ in prompts]).float()
-    painted, there, kept, shown = {}, weakref.WeakSet(), [], {}
-
-    def score_prompts(*given, **named):
-        for row in range(len(prompts)):
-            images = [Picture() for _ in range(6)]
-            there.update(images)
-            painted[row] = [*map(id, images)]
-            yield row, {"mine": verdicts[row]}, images
-            del images
-            kept.append(len(there))
-
-    def save_pictures(out, place, images, beside):
-        shown[place] = [*map(id, images)]
-        return {"pictures": place}
-
-    monkeypatch.setattr(evaluation_module, "score_prompts", score_prompts)
-    monkeypatch.setattr(evaluation_module, "save_pictures", save_pictures)
-    settings = SimpleNamespace(eval_count=99, group_size=6, steps=9)
-    record = SimpleNamespace(weights={"mine": 1.0}, judged_by="mine", done=3, ends=True)
-    record.write, records = lambda line: None, {"evaluation": []}
-    record.track = lambda numbers: None
-    append = lambda name, more: records[name].extend(more)
-    record.folder = SimpleNamespace(records=records, append=append, writes=True, out=Path())
-    reward = {"mine": Reward("mine")}
-    data = SimpleNamespace(prompts=prompts, held_out=prompts, rewards=reward, judges=reward)
-    evaluate(SimpleNamespace(machine=Machine([], CPU)), settings, data, record)
-    count = count_to_show(prompts)
-    (found,) = records["evaluation"]
-    assert [each["prompt"] for each in found["shown"]] == [each.text for each in prompts[:count]]
-    assert [each["reward/mine"] for each in found["shown"]] == verdicts[:count, :4].tolist()
-    assert max(kept) <= 2 * 8 * 4 + 6
-    assert shown == {f"evaluation/000003/{row + 1}": painted[row][:4] for row in range(count)}
-
-
 # ---- a run ---------------------------------------------------------------------------------------
 
 JUDGES = """
@@ -238,7 +149,7 @@ calls = []
 def right(images, prompts, targets):  # the last call is of held-out prompts after the steps
     calls.append(1)
     images[-1].save("last.png")
-    return [0, 1, 0, float("nan")] if len(calls) == 8 else [float("t" in p) for p in prompts]
+    return [0, 1, 0, float("nan")] if len(calls) == 7 else [float("t" in p) for p in prompts]
 """
 
 
@@ -246,7 +157,7 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     """Pictures that score 0 with the first judge are framed."""
     grids = []
     draw_grid = lambda *given: grids.append(given) or Image.new("RGB", (99, 9))
-    monkeypatch.setattr("viewer.sheets.draw_grid", draw_grid)
+    monkeypatch.setattr("viewer.draw_grid", draw_grid)
     Path("own.txt").write_text("# type: low\none\ntwo\nzero\n# type: high\nthree\nfour\nfive\n")
     Path("new.txt").write_text("two\nfive\n")
     Path("mine.py").write_text(JUDGES)
@@ -264,13 +175,10 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     assert not any(name.startswith("held out,") for name in after)
     row = r"\| - low +\| 0.500 \+- 0.500 -> 0.500 \+- 0.500 \| +\|\n"
     output = "".join(capfd.readouterr())
-    assert len(re.findall(row, output)) == output.count("| - low") == 1  # at the end
-    sheets = {title: others for title, *others in grids}
-    for title, wrong in (("before", [True, True]), ("after 2 steps", [True, False])):
-        ((first, _), (prompt, cells)), corner = sheets[title]
-        pictures, captions, framed = zip(*cells)
-        captioned = "five", ("reward 0.000", "reward 0.100")
-        assert first == "two" and ((prompt, captions), [*framed]) == (captioned, wrong)
-        assert corner == "red frame:\nmine.py:right is 0"
+    assert (len(re.findall(row, output)), output.count("| - low")) == (2, 3)
+    _, ((first, _), (prompt, cells)) = grids[-1]
+    pictures, captions, framed = zip(*cells)
+    assert (first, prompt, framed) == ("two", "five", (True, True, True, False))
+    assert captions == ("step 0: 0.000", "step 0: 0.100", "step 2: 0.000", "step 2: 0.100")
     kept, last = (Image.open(file) for file in ("run/evaluation/000002/2-2.png", "last.png"))
-    assert kept.tobytes() == last.tobytes() == pictures[1].tobytes()
+    assert kept.tobytes() == last.tobytes() == pictures[3].tobytes()

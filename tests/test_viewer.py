@@ -1,30 +1,24 @@
-"""viewer/: the sheets, the curves and the page of a run, from its files alone."""
+"""viewer/: the sheet, the curves and the page of a run, from its files alone."""
 
 import json
-import os
-import shutil
-import subprocess
+import runpy
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from PIL import Image, ImageFont
 
-from runtime.jsonl import as_lines
-from runtime.pictures import save_pictures
-from viewer.__main__ import main
-from viewer.curves import evaluation_points, panel, scale, step_points, ticks
-from viewer.page import draw_page, gamed
-from viewer.run import Run, is_wrong, read
-from viewer.sheets import draw_grid, draw_sheets, font_for
+import viewer
+from runtime.folder import as_lines
+from runtime.record import Record
+from viewer.page import curves, draw_page, panel
+from viewer.sheets import draw_grid, font_for
 
-SHEET = "evaluation/000000/sheet"
-RED, BLUE, GREEN = (250, 0, 0), (0, 0, 250), (0, 120, 0)
+RED, BLUE = (250, 0, 0), (0, 0, 250)
 
 
 # ---- sheets --------------------------------------------------------------------------------------
@@ -40,8 +34,8 @@ def test_a_grid_shows_every_picture_in_its_place():
     square, wide = Image.new("RGB", (50, 50), RED), Image.new("RGB", (100, 50), BLUE)
     rows = [("first prompt", [(square, "1.0", False), (wide, "", False)])]
     rows.append(("second " * 50, [(wide, "", True)]))
-    sheet = draw_grid("title", rows, "corner")
-    top, half = 72, 72 + (sheet.height - 72) // 2
+    sheet = draw_grid("title", rows)
+    top, half = 56, 56 + (sheet.height - 56) // 2
     # Labels stand before them.
     assert columns_of(sheet, RED, top, half) == (288, 288 + 144 - 1)
     assert columns_of(sheet, BLUE, top, half) == (288 + 144 + 8, 288 + 144 + 8 + 144 - 1)
@@ -50,8 +44,7 @@ def test_a_grid_shows_every_picture_in_its_place():
     blue = (np.asarray(sheet)[:half] == BLUE).all(-1).any(1).sum()
     assert blue == 72  # its shape is kept
     dark = np.asarray(sheet.convert("L")) < 128
-    # The corner, the title.
-    assert dark[:30, :280].any() and dark[:40, 288:340].any()
+    assert dark[:40, 288:340].any()  # the title
     assert dark[half:, :280].any() and not dark[half + 144 :, :280].any()  # a long label is cut
     # A frame around the second.
     assert sheet.getpixel((286, half + 20)) == (0xD0, 0x20, 0x30) != sheet.getpixel((286, 90))
@@ -76,140 +69,13 @@ def test_chinese_is_written_in_a_font_that_has_it(monkeypatch):
         assert isinstance(font_for(text, 15), ImageFont.FreeTypeFont)
 
 
-def made_up(out, colours):
-    """A run whose evaluations, {step: colour}, show two pictures of a prompt."""
-    evaluations = []
-    for step, colour in colours.items():
-        images = [Image.new("RGB", (32, 32), colour)] * 2
-        shown = save_pictures(out, f"evaluation/{step:06d}/1", images, {})
-        shown |= {"prompt": "label", "reward": [1.0, None]}
-        evaluations.append({"step": step, "judge": None, "shown": [shown]})
-    return Run(out, {}, [], [], evaluations)
-
-
-def test_before_and_after_stand_side_by_side(tmp_path):
-    """The labels once. Where the pictures before are lost, what comes after stands alone."""
-    draw_sheets(made_up(tmp_path, {0: RED}))
-    first, shown = (Image.open(tmp_path / f"{name}.png") for name in (SHEET, "before-after"))
-    assert shown.tobytes() == first.tobytes()
-    draw_sheets(made_up(tmp_path, {0: RED, 3: BLUE, 7: GREEN}))
-    sheet = Image.open(tmp_path / "before-after.png")
-    before, after = (columns_of(sheet, colour, 0, sheet.height) for colour in (RED, GREEN))
-    assert before == (288, 288 + 144 + 7 + 144) and after[0] == before[1] + 1 + 8 + 24
-    draw_sheets(made_up(tmp_path, {7: GREEN}))
-    sheet = Image.open(tmp_path / "before-after.png")
-    assert columns_of(sheet, GREEN, 0, sheet.height) == before
-
-
-def test_a_sheet_is_drawn_again_if_its_pictures_are_newer(tmp_path):
-    draw_sheets(made_up(tmp_path, {0: RED}))
-    sheet = tmp_path / f"{SHEET}.png"
-    os.utime(sheet, (1, 1))
-    draw_sheets(run := made_up(tmp_path, {0: BLUE}))
-    assert columns_of(Image.open(sheet), BLUE, 0, 999)[0] == 288
-    drawn = sheet.stat().st_mtime_ns
-    draw_sheets(run)
-    assert sheet.stat().st_mtime_ns == drawn
-
-
-def test_a_frame_needs_a_judge_that_says_1_or_0_alone():
-    one, other = {"reward/mine": [0, 1]}, {"reward/mine": [None, 0]}
-
-    def framed(*values, judge="mine"):
-        evaluation = {"judge": judge, "shown": [one, other, {"reward/mine": [*values]}]}
-        return [is_wrong(evaluation, shown, j) for shown in (one, other) for j in (0, 1)]
-
-    assert framed(1, 1) == [True, False, False, True]
-    assert not any(framed(1, 0.5)) and not any(framed(1, 1, judge=None))
-
-
-def test_groups_are_drawn_of_some_steps_and_of_each_the_one_with_most_spread(tmp_path):
-    groups = []
-    for step in (1, 2, 3, 10, 11):
-        for i, rewards in enumerate(([1, 1, None], [0, 1, 0.5], [0.2, 0.4, 0.3])):
-            images = [Image.new("RGB", (400, 200), (RED, BLUE, GREEN)[i])] * 3
-            saved = save_pictures(tmp_path, f"groups/{step:06d}/{i}", images, {}, small=True)
-            group = {"step": step, "prompt": "p", "reward": rewards, "advantage": [0.0, 1.0, -1.0]}
-            groups.append(group | saved)
-        groups.append({"step": step, "prompt": "of another rank", "reward": [0, 9, 0]})
-    run = made_up(tmp_path, {0: RED, 2: RED})
-    run.groups = groups
-    draw_sheets(run)
-    names = sorted(file.name for file in tmp_path.glob("group-*"))
-    assert names == [f"group-{step:06d}.png" for step in (1, 2, 10)]
-    sheet = np.asarray(Image.open(tmp_path / names[0]).convert("RGB")).astype(int)
-    assert np.abs(sheet[72 + 36, 288 + 72] - BLUE).max() < 9  # JPEG
-    assert Image.open(tmp_path / groups[0]["pictures"][0]).size == (256, 128)
-    shutil.rmtree(tmp_path / "groups")  # to free the disk
-    draw_sheets(run)
-    assert sorted(file.name for file in tmp_path.glob("group-*")) == names
-
-
-# ---- curves --------------------------------------------------------------------------------------
+# ---- a run ---------------------------------------------------------------------------------------
 
 
 def numbers(mean, error=None):
-    return {"prompts": 2, "reward": [mean, error], "reward/f": [mean, error]}
+    rewards = {"reward": [mean, error], "reward/f": [mean, error]}
+    return {"prompts": 2, "images": 4} | rewards
 
-
-def test_points_have_their_errors():
-    """Of a step the standard error over its groups, of which one has no reward."""
-    groups = [
-        {"step": step, "reward/f": rewards}
-        for step, of_step in {1: ([0, 1], [1, 1], [None, None], [0, None]), 2: ([1, 1],)}.items()
-        for rewards in of_step
-    ]
-    metrics = [{"step": 1, "reward/f": 0.6}, {"step": 2, "reward/f": None}]
-    evaluations = [
-        {"step": 0, "held out": numbers(0.5, 0.1)},
-        {"step": 2, "held out": numbers(0.7)},
-    ]
-    run = Run(Path(), {}, metrics, groups, evaluations)
-    error = np.std([0.5, 1, 0], ddof=1) / 3**0.5
-    assert step_points(run, "reward/f") == [(1, 0.6, pytest.approx(error)), (2, None, None)]
-    assert evaluation_points(run, "held out", "reward/f") == [(0, 0.5, 0.1), (2, 0.7, None)]
-    assert evaluation_points(run, "training", "reward/f") == []  # with --steps 0
-
-
-def test_a_panel_has_every_point_in_its_place():
-    """A share on 0 to 1, though an error bar passes 1: it is cut."""
-    steps = [(1, 0.5, 0.1), (4, None, None), (10, 1.0, 0.2)]
-    svg = ElementTree.fromstring(panel("a < b", {"step": steps, "held out": [(0, 0.0, 0.1)]}))
-    assert svg.find("text").text == "a < b"
-    places = [(float(x.get("cx")), float(x.get("cy"))) for x in svg.iter("circle")]
-    left, right, top, bottom = 44, 320 - 12, 26, 190 - 24
-    middle = (top + bottom) / 2
-    assert places == [(left + (right - left) / 10, middle), (right, top), (left, bottom)]
-    titles = [x.find("title").text for x in svg.iter("circle")]
-    assert titles[0] == "steps, step 1: 0.500 +- 0.100" and "held-out prompts, step 0" in titles[2]
-    (band,) = [x.get("points").split() for x in svg.iter("polygon")]
-    ends = [float(point.split(",")[1]) for point in band]
-    tenth = (bottom - top) / 10
-    assert ends == [middle - tenth, top, pytest.approx(top + 2 * tenth), middle + tenth]
-
-
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        ([0.2, 0.9], (0, 1)),
-        ([0.01, 0.04], (0, 0.05)),
-        ([20, 21], (19, 22)),
-        ([7, 7], (0, 7)),
-        ([-7], (-7.5, -6.5)),
-        ([-1, 0.5], (-2, 1.5)),
-        ([], (0, 1)),
-    ],
-)
-def test_an_axis_fits_its_values(values, expected):
-    error = {0.01: 0.01, 20: 1, -1: 1}.get(values[0] if values else None, 0)
-    ends = [value + side * error for value in values for side in (-1, 1)]
-    low, high = scale(values, ends)
-    assert (low, high) == pytest.approx(expected)
-    marks = ticks(low, high)
-    assert 2 <= len(marks) <= 7 and low <= marks[0] + 1e-9 and marks[-1] <= high + 1e-9
-
-
-# ---- the page ------------------------------------------------------------------------------------
 
 ODD = "<b>two</b> 'circles' & \"a\" ring"
 
@@ -219,7 +85,7 @@ def made(tmp_path):
     """The folder of a run of two steps on two ranks: its reward rises, and a judge falls."""
     out = tmp_path / "a run"
     out.mkdir()
-    picture = Image.new("RGB", (32, 32), RED)
+    picture, writer = Image.new("RGB", (32, 32), RED), SimpleNamespace(out=out, writes=True)
     shown = {"prompt": ODD, "type": "odd", "reward/kind": [1, 0]}
     evaluations = []
     for step, mean in ((0, 0.2), (2, 0.8)):
@@ -228,12 +94,13 @@ def made(tmp_path):
         for name in ("training", "held out", "held out, odd", "training, odd"):
             of_step[name] = numbers(mean, 0.1) | {"reward/kind": [1 - mean, None]}
         rewards = {"reward": [mean, mean], "reward/f": [mean, mean]}
-        saved = save_pictures(out, place, [picture] * 2, {"source": picture})
+        saved = Record.save_pictures(writer, place, [picture] * 2, {"source": picture})
         evaluations.append(of_step | {"shown": [shown | rewards | saved]})
     groups = []
     for step in (1, 2):
         place = f"groups/{step:06d}/1"
-        saved = save_pictures(out, place, [picture] * 2, {"target": picture}, small=True)
+        beside = {"target": picture}
+        saved = Record.save_pictures(writer, place, [picture] * 2, beside, small=True)
         group = {"step": step, "prompt": ODD, "reward": [0.0, 1.0], "advantage": [-0.71, 0.71]}
         groups += [group | saved, {**group, "prompt": "elsewhere"}]
     metrics = [{"step": step, "reward": 0.5, "reward/f": 0.5, "kl": 0.1} for step in (1, 2)]
@@ -267,89 +134,65 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def test_a_page_shows_the_run_and_names_files_that_are_there(made, capsys):
-    assert main([str(made)]) == 0
-    assert f"look at {made / 'index.html'}" in capsys.readouterr().out
+def test_a_page_shows_the_run_and_names_files_that_are_there(made, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["viewer", str(made)])
+    runpy.run_module("viewer", run_name="__main__")
+    assert capsys.readouterr().out == f"look at {made / 'index.html'}\n"
     page = Page(made)
     assert not page.open and ODD in page.words
     assert page.files and all((made / file).is_file() for file in page.files)
-    for file in ("evaluation/000002/1-2.png", "evaluation/000000/1-source.png"):
+    for file in ("evaluation/000002/1-2.png", "evaluation/000002/1-source.png"):
         assert file in page.files
     for file in ("groups/000001/1-2.jpg", "groups/000002/1-target.jpg"):
         assert file in page.files
     words = " ".join(page.words)
-    for expected in ("2 of 2 steps", "0.200 ± 0.100 → 0.800 ± 0.100", "-0.71", "+0.71", "0.0001"):
+    for expected in (
+        "2 of 2 steps",
+        "0.200 +- 0.100 -> 0.800 +- 0.100",
+        "-0.71",
+        "+0.71",
+        "0.0001",
+    ):
         assert expected in words
-    assert "step 2: reward 0.500, 0 of 2 groups without spread" in words
-    assert "A red frame: kind is 0." in words and "elsewhere" in words
-    assert "KL to the reference" in words
+    assert "elsewhere" in words and "- odd" in words
     text = (made / "index.html").read_text()
     assert ODD.partition(" ")[0] not in text  # no mark-up of its own
-    assert text.count('class="wrong"') == 2 and "http" not in text.replace("http-equiv", "")
-    assert {"before-after.png", "curves.svg", "group-000001.png"} <= set(os.listdir(made))
-    assert not [*made.rglob(".*")]
-    ElementTree.parse(made / "curves.svg")
+    assert text.count('class="wrong"') == 2 and text.count("http") == 1  # of the SVG
+    assert Image.open(made / "before-after.png").width == 288 + 5 * 152
 
 
-def test_what_is_gamed(made):
-    """The reward rose by more than its error, and a judge fell."""
-    run = read(made)
-    text = gamed(run)
-    assert "reward rose, kind fell" in text and "kind fell. Is that harm?" in text
-    assert text.count("<figure") == 1 and "1-2.png" in text  # the first has a judge of 1
-    assert "reward 0.200 → 0.800<br>kind 0.500 → 0.000" in text
-    for each in run.evaluations:
-        each["held out"]["reward"][1] = 0.5  # its error
-    assert "reward stayed within its error, kind fell" in gamed(run) and "No judge fell" in gamed(
-        run
-    )
-    for each in run.evaluations:
-        del each["held out"]["reward/kind"]
-    assert "--eval-reward" in gamed(run)
-    run.evaluations[0]["step"] = 1  # nothing is known from before training
-    assert gamed(run) == ""
+def test_a_frame_needs_a_judge_that_says_1_or_0_alone(made):
+    run = viewer.read(made)
+    wrong = lambda: [wrong for _, cells in run.before_after() for *_, wrong in cells]
+    assert wrong() == [False, False, True, False, True]  # the source comes first
+    run.evaluations[0]["shown"][0]["reward/kind"][0] = 0.5
+    assert not any(wrong())
+    run.evaluations[1]["judge"] = None
+    assert not any(wrong())
 
 
-def test_a_page_of_a_long_run_has_some_of_its_steps(made):
-    run = read(made)
-    (group, *_) = run.groups
-    run.groups = [group | {"step": step} for step in range(1, 402)]
+def test_a_run_that_only_evaluates_has_a_page(made):
+    (made / "metrics.jsonl").unlink()
+    (made / "groups.jsonl").unlink()
+    run = viewer.read(made)
+    run.evaluations = run.evaluations[:1]
+    del run.evaluations[0]["training"]
     text = draw_page(run)
-    assert text.count("<details") == 134 and "Of 401 steps one in 3" in text
+    assert "0 of 2 steps" in text and "0.200 +- 0.100" in text
 
 
-def test_a_run_of_before_has_a_page(made):
-    """Whose records name no pictures and no judge; and one without steps judges no training."""
-    records = read(made).evaluations
-    for each in records:
-        del each["shown"], each["judge"]
-    del records[0]["training"]
-    (made / "evaluation.jsonl").write_text(as_lines(records[:1]))
-    for name in ("metrics.jsonl", "groups.jsonl"):
-        (made / name).unlink()
-    assert main([str(made)]) == 0
-    words = " ".join(Page(made).words)
-    assert "0 of 2 steps" in words and "0.200 ± 0.100" in words and "before" not in words.lower()
-
-
-def test_what_cannot_be_shown_is_one_line(made, capsys):
-    """And nothing is written."""
-    before = sorted(made.rglob("*"))
-    for change, words in (
-        (lambda: None, f"no run is in {made / 'nowhere'}: name the folder of a run"),
-        ((made / "evaluation.jsonl").unlink, "has no evaluation yet"),
-        (lambda: (made / "settings.json").write_text("{"), "cannot read the run"),
-    ):
-        change()
-        assert main([str(made / "nowhere" if "nowhere" in words else made)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ") and words in line
-    assert {*made.rglob("*")} <= {*before}
-
-
-def test_a_viewer_needs_pillow_alone():
-    """Not torch, which takes seconds to import."""
-    code = "import sys, viewer.__main__; print({'torch', 'numpy', 'PIL'} & {*sys.modules})"
-    command = [sys.executable, "-c", code]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert answer.stdout == "{'PIL'}\n"
+def test_a_panel_has_every_point_in_its_place(made):
+    steps, judged = [(1, 0.5, None), (4, None, None), (10, 1.0, None)], [(0, 0.25, 0.25)]
+    svg = ElementTree.fromstring(
+        f"<svg>{panel('a < b', {'steps': steps, 'held out': judged})}</svg>"
+    )
+    assert svg.find("text").text == "a < b"
+    places = [(float(x.get("cx")), float(x.get("cy"))) for x in svg.iter("circle")]
+    left, right, top, bottom = 50, 320 - 16, 30, 180 - 24
+    middle = (top + bottom) / 2
+    assert places == [(75.4, middle), (right, top), (left, (middle + bottom) / 2)]
+    titles = [x.find("title").text for x in svg.iter("circle")]
+    assert titles[0] == "steps, step 1: 0.500" and titles[2] == "held out, step 0: 0.250 +- 0.250"
+    assert "M50.0 156.0V93.0" in [x.get("d") for x in svg.iter("path")]
+    panels = ElementTree.fromstring(curves(viewer.read(made)))
+    assert [each.find("{*}text").text for each in panels] == ["f", "kind", "kl"]

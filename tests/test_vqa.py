@@ -4,13 +4,11 @@ values by hand."""
 import functools
 import json
 import math
-import re
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import error_from
+from conftest import prompts_of
 from PIL import Image
 from tokenizers import (
     Tokenizer,
@@ -33,9 +31,8 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import (
 )
 
 import rewards
-from glm_image import editing
 from reward_models import vqa as vqa_module
-from reward_models.vqa import AT_ONCE, QUESTIONS, Vqa, answer_ids, read_questions
+from reward_models.vqa import QUESTIONS, Vqa, answer_ids
 
 TEMPLATE = (
     "{% for message in messages %}User:{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
@@ -174,7 +171,8 @@ def test_log_odds_equal_those_of_generate(folder, monkeypatch, at_once):
         *pictures((64, 64), mode="RGBA"),
     ]
     prompts = ["a cat", "a very long prompt" * 5, "x", "a cat"]
-    found = rewards.score({"vqa": rewards.Reward("vqa", 1.0, vqa)}, images, prompts, None)["vqa"]
+    reward = rewards.Reward("vqa", 1.0, vqa)
+    found = rewards.score({"vqa": reward}, images, prompts_of(*prompts))["vqa"]
     expected = [by_generate(folder, image, whole(prompt)) for image, prompt in zip(images, prompts)]
     # A test that tells pictures and prompts apart.
     assert np.std(expected) > 0.2 and found.dtype == torch.float32
@@ -239,16 +237,6 @@ def test_who_says_yes_to_everything_gains_nothing_from_a_question_and_its_foil(
 # ---- what is asked of which prompt ---------------------------------------------------------------
 
 
-def test_a_space_at_the_end_of_a_prompt_loses_no_question(folder, tmp_path):
-    """Nor does a second row of the same prompt."""
-    rows = [("a cat ", "Is it black?"), ("a dog", "Is it old?"), ("a cat ", "Is it asleep?")]
-    rows = [{"prompt": prompt, "questions": [question]} for prompt, question in rows]
-    vqa = Vqa(folder, row_file(tmp_path / "q.jsonl", *rows))
-    expected = {whole("a cat"): 1, "Is it black?": 1, "Is it asleep?": 1}
-    assert vqa.about("a cat") == vqa.about(" a cat\n") == expected
-    assert vqa.about("a dog ") == {whole("a dog"): 1, "Is it old?": 1}
-
-
 def test_what_a_prompt_quotes_is_not_nested_in_the_same_quotes(folder):
     (question,) = Vqa(folder).about("A sign that says \"Mind the step\" and 'Thank you'.")
     assert question == whole("A sign that says 'Mind the step' and 'Thank you'.")
@@ -293,40 +281,3 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
     monkeypatch.setattr(vqa_module, "lend_gpu", lambda model: lent.append(model) or lend_gpu(model))
     vqa(pictures((64, 64)), [LEMONS], None)
     assert lent == [vqa.model] and caches and not any(caches)  # nothing would read them
-
-
-def test_a_pass_has_as_many_pictures_whether_one_or_two_are_shown_together(folder, monkeypatch):
-    sizes = []
-    edit = editing.Edit(folder)
-    log_odds = edit.log_odds
-    monkeypatch.setattr(
-        edit, "log_odds", lambda asked, device: sizes.append(len(asked)) or log_odds(asked, device)
-    )
-    images = pictures(*[(32, 32)] * 5)
-    edit(images, ["x"] * 5, None, images[::-1])
-    assert sizes == [AT_ONCE // 2] * 2 + [2]
-
-
-# ---- what cannot be asked ------------------------------------------------------------------------
-
-
-def test_a_model_that_cannot_be_asked_is_one_line(folder, tmp_path, monkeypatch):
-    words = "cannot load reward 'vqa' .*no chat template, or no tokens for yes and no"
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    (copy / "chat_template.jinja").unlink()
-    assert re.match(words, error_from(loaded, copy))
-    monkeypatch.setattr(vqa_module, "answer_ids", lambda tokenizer, word: [])
-    assert re.match(words, error_from(loaded, folder))
-
-
-@pytest.mark.parametrize("row", ["not JSON", {"prompt": "a cat"}])
-def test_a_bad_row_is_found_before_the_model_loads(tmp_path, row):
-    path = row_file(tmp_path / "mine.jsonl", {"prompt": "a dog", "questions": ["Is it old?"]}, row)
-    with pytest.raises((json.JSONDecodeError, KeyError)):
-        Vqa("no model", questions=path)
-
-
-def test_a_file_as_windows_saves_it_is_read(tmp_path):
-    row = json.dumps({"prompt": "chá", "questions": ["Is it hot?"]}, ensure_ascii=False)
-    (tmp_path / "q.jsonl").write_bytes(b"\xef\xbb\xbf" + row.encode() + b"\r\n")
-    assert read_questions(tmp_path / "q.jsonl") == {"chá": {"Is it hot?": 1}}

@@ -57,9 +57,10 @@ from world import (
 )
 
 from card.model import without_weights
-from glm_image.editing import EditPrompt, encode_edit
+from glm_image.editing import encode_edit
 from glm_image.model import encode_prompt, for_decoder, latent_scaling
 from grpo import _attention_mask, _pad_left
+from runtime.data import Prompt
 
 NUM_CODES = 1024
 
@@ -236,7 +237,7 @@ def train_policy(policy, steps, lr, redraw=None):
         if isinstance(prompt, Caption):
             return encode_prompt(processor, str(prompt), SIZE, SIZE)[:2]
         room = torch.full((16,), policy.config.image_token_id)
-        edit = EditPrompt(str(prompt), source=draw((None,) * 4), codes=room)
+        edit = Prompt(str(prompt), source=draw((None,) * 4), codes=room)
         return encode_edit(processor, edit, SIZE, SIZE)[:2]
 
     def cross_entropy(prompts, sources, targets):
