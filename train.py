@@ -31,9 +31,9 @@ from runtime import cpu, folder, ranks
 from runtime.data import load_rewards, prompt_indices, read_inputs, read_prompts
 from runtime.errors import StopRequest, exit_code, optional, say
 from runtime.evaluation import judge, seed_of_step
-from runtime.numbers import counted
 from runtime.record import Record, tracked
 from runtime.settings import Settings, parse_settings, print_start
+from runtime.words import counted
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
 

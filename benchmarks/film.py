@@ -22,10 +22,10 @@ def frame(folder, evaluation):
     for shown in evaluation["shown"]:
         verdicts = zip(shown["pictures"], shown["reward/correct"])
         cells = [(Image.open(folder / file), "", correct == 0) for file, correct in verdicts]
-        rows.append((shown["prompt"], cells))
+        rows.append((shown["prompt"], [cells]))
     share = evaluation["held out"]["reward/correct"][0]
     title = f"step {evaluation['step']}: {share:.0%} of all held-out pictures are correct"
-    return draw_grid(title, rows).reduce(2)
+    return draw_grid([title], rows).reduce(2)
 
 
 def main(folder, file):

@@ -41,7 +41,7 @@ from grpo import _log_distribution
 from rewards import Reward
 from runtime import evaluation
 from runtime.data import evenly
-from runtime.folder import read_jsonl
+from runtime.words import read_jsonl
 
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"

@@ -55,7 +55,7 @@ def evaluate(when):
     _, images, captions = sample_and_paint(held_out, seed=2**29)
     verdicts = judge(images, captions, targets=None)
     print(f"{when}: {verdicts.mean():.0%} of {len(images)} held-out pictures are correct")
-    cells = [(image, when, verdict == 0) for image, verdict in zip(images, verdicts)]
+    cells = [(image, "", verdict == 0) for image, verdict in zip(images, verdicts)]
     return [cells[i : i + GROUP_SIZE] for i in range(0, len(cells), GROUP_SIZE)]
 
 
@@ -71,5 +71,5 @@ for step in range(STEPS):
 after = evaluate("after")
 
 model.save_pretrained("runs/pictures")
-rows = [(prompt.text, x + y) for prompt, x, y in zip(held_out[:6], before, after)]
-draw_grid("red frame: not correct", rows).save("runs/pictures/before-after.png")
+rows = [(prompt.text, [x, y]) for prompt, x, y in zip(held_out[:6], before, after)]
+draw_grid(["before", "after"], rows, "red: wrong").save("runs/pictures/before-after.png")

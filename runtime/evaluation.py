@@ -5,7 +5,8 @@ import torch
 from runtime import ranks
 from runtime.data import evenly
 from runtime.errors import say
-from runtime.numbers import counted, evaluation_metrics, with_weighted_sum
+from runtime.numbers import evaluation_metrics, with_weighted_sum
+from runtime.words import counted
 
 # Prompt i of an evaluation has seed SEEDS[...] + i. Training with --seed 0 needs 536,870 steps to
 # reach these seeds. Training with another --seed never reaches them: see seed_of_step.

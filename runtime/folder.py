@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from rewards import UserError, find_file, find_path
 from runtime import ranks
 from runtime.errors import option, readable, say
+from runtime.words import RECORDS, read_jsonl
 
 # A resumed run may change these.
 MAY_CHANGE = {"steps", "eval_every", "save_every"}
 MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker"}
-RECORDS = "metrics", "groups", "evaluation"  # .jsonl files
 LOCK = ".lock"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 ADAPTERS = "adapter", "decoder-adapter"  # folders: of the policy, of the decoder
@@ -169,16 +169,6 @@ def resumed(given):
 
 
 # ---- records -------------------------------------------------------------------------------------
-
-
-def read_jsonl(path):
-    """The records in a file. A line without an end was cut short by a kill, and does not count."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def as_lines(records):
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def write_whole(path, text):

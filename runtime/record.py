@@ -13,14 +13,16 @@ from PIL import Image
 from rewards import weights_of
 from runtime import folder, ranks
 from runtime.errors import optional, readable, say
-from runtime.folder import RECORDS, as_lines, read_jsonl, write_whole
-from runtime.numbers import (
+from runtime.folder import write_whole
+from runtime.numbers import reward_metrics, with_weighted_sum
+from runtime.words import (
     LINE,
+    RECORDS,
+    as_lines,
     best_earlier_evaluation,
     evaluation_table,
     format_step,
-    reward_metrics,
-    with_weighted_sum,
+    read_jsonl,
 )
 
 SIDE = 256  # pixels of a side of a training picture at most, since a run saves thousands of them

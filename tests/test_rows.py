@@ -74,7 +74,9 @@ def test_a_reward_gets_the_columns_it_has_a_parameter_for(quick, capsys):
         f" --reward own.py:counted --eval-reward {own} --prompts-per-step 2 --steps 1 --out run"
     )
     assert quick(flags) == 2
-    words = "'own.py:counted' asks for 'incldue'; for prompts of rows.jsonl there are images, prompts"
+    words = (
+        "'own.py:counted' asks for 'incldue'; for prompts of rows.jsonl there are images, prompts"
+    )
     assert words in capsys.readouterr().err
     Path("own.py").write_text(text)
     assert quick(flags) == 2

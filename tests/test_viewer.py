@@ -13,9 +13,9 @@ import pytest
 from PIL import Image, ImageFont
 
 import viewer
-from runtime.folder import as_lines
 from runtime.record import Record
-from viewer.page import curves, draw_page, panel
+from runtime.words import as_lines
+from viewer.page import axis, draw_curves, draw_page, panel
 from viewer.sheets import draw_grid, font_for
 
 RED, BLUE = (250, 0, 0), (0, 0, 250)
@@ -32,23 +32,24 @@ def columns_of(sheet, colour, top, bottom):
 
 def test_a_grid_shows_every_picture_in_its_place():
     square, wide = Image.new("RGB", (50, 50), RED), Image.new("RGB", (100, 50), BLUE)
-    rows = [("first prompt", [(square, "1.0", False), (wide, "", False)])]
-    rows.append(("second " * 50, [(wide, "", True)]))
-    sheet = draw_grid("title", rows)
+    rows = [("first prompt", [[(square, "1.0", False), (wide, "", False)], [(square, "", False)]])]
+    rows.append(("second " * 50, [[(wide, "", True)], []]))
+    sheet = draw_grid(["before", "after"], rows)
     top, half = 56, 56 + (sheet.height - 56) // 2
     # Labels stand before them.
-    assert columns_of(sheet, RED, top, half) == (288, 288 + 144 - 1)
+    second = 288 + 2 * 152 + 24  # block, after a gap
+    assert columns_of(sheet, RED, top, half) == (288, second + 144 - 1)
     assert columns_of(sheet, BLUE, top, half) == (288 + 144 + 8, 288 + 144 + 8 + 144 - 1)
     # Below the first.
     assert columns_of(sheet, BLUE, half, sheet.height) == (288, 288 + 144 - 1)
     blue = (np.asarray(sheet)[:half] == BLUE).all(-1).any(1).sum()
     assert blue == 72  # its shape is kept
     dark = np.asarray(sheet.convert("L")) < 128
-    assert dark[:40, 288:340].any()  # the title
+    assert dark[:40, 288:340].any() and dark[:40, second : second + 50].any()  # the headings
     assert dark[half:, :280].any() and not dark[half + 144 :, :280].any()  # a long label is cut
     # A frame around the second.
     assert sheet.getpixel((286, half + 20)) == (0xD0, 0x20, 0x30) != sheet.getpixel((286, 90))
-    plain = draw_grid("title", [("", [(square, "", False)])])
+    plain = draw_grid(["title"], [("", [[(square, "", False)]])])
     assert plain.height < half  # no room for captions where there are none
 
 
@@ -103,8 +104,9 @@ def made(tmp_path):
         saved = Record.save_pictures(writer, place, [picture] * 2, beside, small=True)
         group = {"step": step, "prompt": ODD, "reward": [0.0, 1.0], "advantage": [-0.71, 0.71]}
         groups += [group | saved, {**group, "prompt": "elsewhere"}]
-    metrics = [{"step": step, "reward": 0.5, "reward/f": 0.5, "kl": 0.1} for step in (1, 2)]
-    settings = {"steps": 2, "reward": "f", "lr": 1e-4, "versions": {"torch": "2"}, "inputs": {}}
+    mean = {"reward": 0.5, "reward/f": 0.5, "reward_std": 0.5, "kl": 0.1}
+    metrics = [{"step": step, **mean} for step in (1, 2)]
+    settings = {"steps": 2, "reward": "f", "lr": 1e-4, "versions": {"torch": "2"}}
     (out / "settings.json").write_text(json.dumps(settings))
     for name, records in (("metrics", metrics), ("groups", groups), ("evaluation", evaluations)):
         (out / f"{name}.jsonl").write_text(as_lines(records))
@@ -148,7 +150,9 @@ def test_a_page_shows_the_run_and_names_files_that_are_there(made, monkeypatch, 
     words = " ".join(page.words)
     for expected in (
         "2 of 2 steps",
-        "0.200 +- 0.100 -> 0.800 +- 0.100",
+        "after 2 steps",
+        "0.200 ± 0.100 → 0.800 ± 0.100",
+        "step 2/2 | reward 0.500 +- 0.500 | kl 0.1000",
         "-0.71",
         "+0.71",
         "0.0001",
@@ -157,14 +161,14 @@ def test_a_page_shows_the_run_and_names_files_that_are_there(made, monkeypatch, 
     assert "elsewhere" in words and "- odd" in words
     text = (made / "index.html").read_text()
     assert ODD.partition(" ")[0] not in text  # no mark-up of its own
-    assert text.count('class="wrong"') == 2 and text.count("http") == 1  # of the SVG
-    assert Image.open(made / "before-after.png").width == 288 + 5 * 152
+    assert text.count('class="wrong"') == 2 and "http" not in text
+    assert Image.open(made / "before-after.png").width == 288 + 2 * (3 * 152 + 24)
 
 
 def test_a_frame_needs_a_judge_that_says_1_or_0_alone(made):
     run = viewer.read(made)
-    wrong = lambda: [wrong for _, cells in run.before_after() for *_, wrong in cells]
-    assert wrong() == [False, False, True, False, True]  # the source comes first
+    wrong = lambda: [x for *_, blocks in run.before_after() for cells in blocks for *_, x in cells]
+    assert wrong() == [False, False, True] * 2  # the source comes first
     run.evaluations[0]["shown"][0]["reward/kind"][0] = 0.5
     assert not any(wrong())
     run.evaluations[1]["judge"] = None
@@ -181,18 +185,38 @@ def test_a_run_that_only_evaluates_has_a_page(made):
     assert "0 of 2 steps" in text and "0.200 +- 0.100" in text
 
 
+def test_a_page_of_many_steps_has_the_groups_of_some(made):
+    run = viewer.read(made)
+    run.metrics = [run.metrics[0] | {"step": step} for step in range(1, 401)]
+    run.groups = {step: run.groups[1] for step in range(1, 401)}
+    text = draw_page(run)
+    assert text.count("<details") == 200 and "step 399/" in text and "step 400/" not in text
+
+
 def test_a_panel_has_every_point_in_its_place(made):
-    steps, judged = [(1, 0.5, None), (4, None, None), (10, 1.0, None)], [(0, 0.25, 0.25)]
-    svg = ElementTree.fromstring(
-        f"<svg>{panel('a < b', {'steps': steps, 'held out': judged})}</svg>"
-    )
+    steps, judged = [(1, 0.5, 0.5), (4, None, None), (10, 1.0, None)], [(0, 0.25, 0.25)]
+    curves = {"steps": steps, "held out": judged}
+    svg = ElementTree.fromstring(f"<svg>{panel('a < b', curves)}</svg>")
     assert svg.find("text").text == "a < b"
     places = [(float(x.get("cx")), float(x.get("cy"))) for x in svg.iter("circle")]
-    left, right, top, bottom = 50, 320 - 16, 30, 180 - 24
+    left, right, top, bottom = 48, 320 - 12, 26, 190 - 24
     middle = (top + bottom) / 2
-    assert places == [(75.4, middle), (right, top), (left, (middle + bottom) / 2)]
+    assert places == [(left + 26, middle), (right, top), (left, (middle + bottom) / 2)]
     titles = [x.find("title").text for x in svg.iter("circle")]
-    assert titles[0] == "steps, step 1: 0.500" and titles[2] == "held out, step 0: 0.250 +- 0.250"
-    assert "M50.0 156.0V93.0" in [x.get("d") for x in svg.iter("path")]
-    panels = ElementTree.fromstring(curves(viewer.read(made)))
-    assert [each.find("{*}text").text for each in panels] == ["f", "kind", "kl"]
+    assert titles == [
+        "steps, step 1: 0.500 +- 0.500",
+        "steps, step 10: 1.000",
+        "held out, step 0: 0.250 +- 0.250",
+    ]
+    band, _ = [x.get("points") for x in svg.iter("polygon")]
+    assert band == "74.0,26.0 308.0,26.0 308.0,26.0 74.0,166.0"  # once around
+    found = ElementTree.fromstring(draw_curves(viewer.read(made)))
+    assert [each.find("{*}text").text for each in found.findall("{*}svg")] == ["f", "kind", "kl"]
+
+
+def test_an_axis_has_round_numbers_and_begins_at_0_where_it_can():
+    assert axis(0.6, 0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])  # a share
+    assert axis(3, 7) == [0, 2, 4, 6, 8]
+    assert axis(20.1, 21.4) == pytest.approx([20, 20.5, 21, 21.5])
+    assert axis(-0.013, -0.001) == pytest.approx([-0.015, -0.01, -0.005, 0])
+    assert axis(0, 0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])

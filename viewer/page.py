@@ -1,12 +1,14 @@
 """The page of a run, index.html: it needs no server, and shows pictures of the run's folder."""
 
 import json
+import math
 from html import escape
 from pathlib import Path
+from statistics import fmean, stdev
 from string import Template
 from urllib.parse import quote
 
-from runtime.numbers import counted, evaluation_table, format_number, shown_names, with_error
+from runtime.words import LINE, counted, evaluation_rows, format_step, shown_names, with_error
 
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 STEPS = 200  # steps whose groups are on the page, at most
@@ -14,7 +16,8 @@ SETS = "training", "held out"
 COLOURS = {"steps": "#888", "training": "#3b7ddd", "held out": "#d02030"}
 # Of metrics.jsonl, each where it is not 0 throughout.
 NUMBERS = "kl", "entropy", "groups_without_spread", "unscored", "grad_norm", "clip_fraction"
-WIDTH, HEIGHT = 320, 180  # of a panel, in pixels
+WIDTH, HEIGHT = 320, 190  # of a panel, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 48, 12, 26, 24  # what surrounds its curves
 
 
 def draw_page(run):
@@ -22,52 +25,73 @@ def draw_page(run):
     return TEMPLATE.substitute(
         name=escape(run.out.resolve().name),
         steps=f"{len(run.metrics)} of {counted(run.settings['steps'], 'step')}",
-        before_after="".join(row(*each) for each in run.before_after()),
-        table=escape(evaluation_table(run.evaluations)),
-        curves=curves(run),
-        groups=groups(run),
-        settings=escape(json.dumps(run.settings, indent=1)),
+        before_after="".join(before_after(run)),
+        table=table(evaluation_rows(run.evaluations)[1]),
+        curves="".join(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}">{each}</svg>' for each in panels(run)),
+        groups="".join(steps_of(run)),
+        settings=escape(json.dumps(run.settings, indent=0)[2:-2]),
     )
+
+
+def table(rows):
+    """rows: lists of cells, a head first."""
+    cells = lambda row, tag: "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
+    head, *others = rows
+    lines = [cells(head, "th"), *(cells(row[:1], "th") + cells(row[1:], "td") for row in others)]
+    text = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table>{text}</table>".replace("+-", "±").replace("-&gt;", "→")
 
 
 # ---- pictures ------------------------------------------------------------------------------------
 
 
-def row(label, figures):
-    """figures: [(file or None, caption in HTML, whether it is wrong)]."""
-    parts = []
-    for file, caption, wrong in figures:
-        place = quote(file or "")
-        link = f'<a href="{place}"><img src="{place}" loading="lazy"></a>' if file else ""
-        kind = "wrong" if wrong else ""
-        parts.append(f'<figure class="{kind}">{link}<figcaption>{caption}</figcaption></figure>')
-    return f'<h3>{escape(label)}</h3><div class="pictures">{"".join(parts)}</div>'
+def before_after(run):
+    """A row for each prompt that evaluations show."""
+    for prompt, of_type, blocks in run.before_after():
+        both = "".join(
+            f"<div><p>{heading}</p>{pictures(block)}</div>"
+            for heading, block in zip(run.sides, blocks)
+        )
+        title = f"{escape(prompt)} <span>{escape(of_type or '')}</span>"
+        yield f'<h3>{title}</h3><div class="blocks">{both}</div>'
 
 
-def groups(run):
+def steps_of(run):
     """Of each step its groups, or of some steps where there are many."""
-    steps = {}
-    for group in run.groups:
-        steps.setdefault(group["step"], []).append(group)
-    parts = []
-    for step in [*steps][:: -(-len(steps) // STEPS) or 1]:
-        rows = "".join(row(group["prompt"], figures_of(group)) for group in steps[step])
-        parts.append(f"<details><summary>step {step}</summary>{rows}</details>")
-    return "".join(parts)
+    for numbers in run.metrics[:: -(-len(run.metrics) // STEPS) or 1]:
+        line = escape(format_step(run.settings["steps"], numbers, LINE))
+        opened = " open" if numbers["step"] == 1 else ""
+        groups = "".join(
+            f"<div><h3>{escape(group['prompt'])}</h3>{pictures(of_group(group))}</div>"
+            for group in run.groups[numbers["step"]]
+        )
+        groups = f'<div class="blocks">{groups}</div>'
+        yield f"<details{opened}><summary>{line}</summary>{groups}</details>"
 
 
-def figures_of(group):
+def of_group(group):
     """What stands beside a group, such as the target, then its pictures."""
-    figures = [(file, escape(name), False) for name, file in group.get("beside", {}).items()]
+    found = [(file, name, False) for name, file in group.get("beside", {}).items()]
     files = group.get("pictures", [None] * len(group["reward"]))  # of other ranks none are saved
     for file, reward, advantage in zip(files, group["reward"], group["advantage"]):
         sign = "up" if advantage > 0 else "down" if advantage < 0 else ""
-        words = f'{format_number(reward)} <b class="{sign}">{advantage:+.2f}</b>'
-        figures.append((file, words, False))
-    return figures
+        reward = with_error(reward, None)
+        found.append((file, f'{reward} <b class="{sign}">{advantage:+.2f}</b>', False))
+    return found
 
 
-# ---- numbers -------------------------------------------------------------------------------------
+def pictures(block):
+    """block: [(file or None, caption in HTML, whether it is wrong)]."""
+    figures = []
+    for file, caption, wrong in block:
+        place = quote(file or "")
+        link = f'<a href="{place}"><img src="{place}" loading="lazy"></a>' if file else ""
+        mark = ' class="wrong"' if wrong else ""
+        figures.append(f"<figure{mark}>{link}<figcaption>{caption}</figcaption></figure>")
+    return f'<div class="pictures">{"".join(figures)}</div>'
+
+
+# ---- curves --------------------------------------------------------------------------------------
 
 
 class Svg(str):
@@ -76,60 +100,83 @@ class Svg(str):
     _repr_svg_ = str.__str__
 
 
-def curves(run, columns=3):
-    """All rewards and numbers of a run over its steps: panels in an SVG."""
-    panels = {}  # {title: {a key of COLOURS: [(step, value, its standard error or None)]}}
-    for name in shown_names(run.evaluations[-1]["held out"]):
-        of_steps = [(each["step"], each.get(name), None) for each in run.metrics]
-        panels[name.removeprefix("reward/")] = {"steps": of_steps} | {
-            key: [(each["step"], *each[key][name]) for each in run.evaluations if key in each]
-            for key in SETS
-        }
-    for name in run.metrics[-1] if run.metrics else ():
-        of_steps = [(each["step"], each[name], None) for each in run.metrics]
-        if name.split("/")[-1] in NUMBERS and any(value for _, value, _ in of_steps):
-            panels[name] = {"steps": of_steps}
+def draw_curves(run, columns=3):
+    """All rewards and numbers of a run over its steps, as one SVG."""
     parts = []
-    for i, (title, of_panel) in enumerate(panels.items()):
+    for i, each in enumerate(found := [*panels(run)]):
         place = f'x="{i % columns * WIDTH}" y="{i // columns * HEIGHT}"'
-        parts.append(f"<svg {place}>{panel(title, of_panel)}</svg>")
-    width, height = WIDTH * columns, HEIGHT * -(-len(panels) // columns)
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-    style = 'font-family="sans-serif" font-size="12" fill="currentColor"'
-    return Svg(f"{start} {style}>{''.join(parts)}</svg>")
+        parts.append(f"<svg {place}>{each}</svg>")
+    width, height = WIDTH * columns, HEIGHT * -(-len(found) // columns)
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
+    return Svg(f'{start}<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>')
 
 
-def panel(title, of_panel):
-    """Dots joined by lines, with bars of errors, between the lowest and the highest value."""
-    of_panel = {
-        name: [point for point in points if point[1] is not None]
-        for name, points in of_panel.items()
-    }
-    known = [point for points in of_panel.values() for point in points] or [(0, 0, None)]
+def panels(run):
+    """The content of an <svg> for each reward and number of a run."""
+    for name in shown_names(run.evaluations[-1]["held out"]):
+        steps = [
+            (x["step"], x.get(name), error_of(run.groups[x["step"]], name)) for x in run.metrics
+        ]
+        of_sets = {
+            key: [(x["step"], *x[key][name]) for x in run.evaluations if key in x] for key in SETS
+        }
+        yield panel(name.removeprefix("reward/"), {"steps": steps} | of_sets)
+    for name in run.metrics[-1] if run.metrics else ():
+        points = [(each["step"], each[name], None) for each in run.metrics]
+        if name.split("/")[-1] in NUMBERS and any(value for _, value, _ in points):
+            yield panel(name, {"steps": points})
+
+
+def error_of(groups, name):
+    """The standard error of a step's mean reward over its groups, or None."""
+    known = [[x for x in group.get(name, []) if x is not None] for group in groups]
+    means = [fmean(values) for values in known if values]
+    return stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
+
+
+def panel(title, curves):
+    """The content of an <svg>. curves: {a key of COLOURS: [(step, value, error)]}, some None."""
+    curves = {key: [x for x in points if x[1] is not None] for key, points in curves.items()}
+    known = [point for points in curves.values() for point in points] or [(0, 0, None)]
     ends = [value + side * (error or 0) for _, value, error in known for side in (-1, 1)]
-    low, high = min(ends), max(ends)
-    low = 0 if 0 <= low < high / 2 else low
-    last = max(step for step, *_ in known) or 1
-    x = lambda step: 50 + (WIDTH - 66) * step / last
-    y = lambda value: HEIGHT - 24 - (HEIGHT - 54) * (value - low) / (high - low or 1)
-    parts = [
-        f'<text x="50" y="16" font-weight="600">{escape(title)}</text>',
-        f'<text x="{x(last)}" y="{HEIGHT - 6}" text-anchor="middle">{last}</text>',
-    ]
-    for value in {low, high}:
+    values, steps = axis(min(ends), max(ends)), axis(0, max(step for step, *_ in known))
+    x = lambda step: LEFT + (WIDTH - LEFT - RIGHT) * step / steps[-1]
+    share = lambda value: (value - values[0]) / (values[-1] - values[0])
+    y = lambda value: HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * min(max(share(value), 0), 1)
+
+    words = '<text fill="currentColor" font-family="sans-serif" font-size="12"'
+    parts = [f'{words} x="{LEFT}" y="15" font-weight="600">{escape(title)}</text>']
+    for value in values:
         parts.append(
-            f'<text x="44" y="{y(value) + 4:.1f}" text-anchor="end">{format_number(value)}</text>'
-            f'<path d="M50 {y(value):.1f}H{WIDTH - 16}" stroke="currentColor" opacity="0.2"/>'
+            f'{words} x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+            f'<path d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}" stroke="#8884"/>'
         )
-    for name, points in of_panel.items():
-        line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value, _ in points)
-        marks = [f'<polyline points="{line}" fill="none"/>']
+    for step in steps:
+        place = f'x="{x(step):.1f}" y="{HEIGHT - 6}" text-anchor="middle"'
+        parts.append(f"{words} {place}>{step:g}</text>" if step == int(step) else "")
+    for key, points in curves.items():
+        place = lambda step, value: f"{x(step):.1f},{y(value):.1f}"
+        sides = [place(step, value + (error or 0)) for step, value, error in points]
+        sides += [place(step, value - (error or 0)) for step, value, error in reversed(points)]
+        line = " ".join(place(*point[:2]) for point in points)
+        marks = [f'<polygon points="{" ".join(sides)}" stroke="none" opacity="0.2"/>']
+        marks.append(f'<polyline points="{line}" fill="none"/>')
         for step, value, error in points:
-            bar = f"M{x(step):.1f} {y(value - (error or 0)):.1f}V{y(value + (error or 0)):.1f}"
-            words = f"<title>{name}, step {step}: {with_error(value, error)}</title>"
-            size = 1.5 if name == "steps" else 3
-            dot = f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="{size}">{words}</circle>'
-            marks.append(f'<path d="{bar}"/>{dot}')
-        colour = COLOURS[name]
-        parts.append(f'<g stroke="{colour}" fill="{colour}">{"".join(marks)}</g>')
+            note = f"<title>{key}, step {step}: {with_error(value, error)}</title>"
+            size = 1.5 if key == "steps" else 3
+            dot = f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="{size}">'
+            marks.append(f"{dot}{note}</circle>")
+        parts.append(f'<g stroke="{COLOURS[key]}" fill="{COLOURS[key]}">{"".join(marks)}</g>')
     return "".join(parts)
+
+
+def axis(low, high):
+    """The round numbers of an axis, from below `low`, or from 0, to above `high`."""
+    if 0 <= low and (low < high / 2 or 0.5 < high <= 1):  # the second: a share
+        low = 0
+    if low == high:
+        high = low + 1
+    unit = 10 ** math.floor(math.log10(high - low))
+    step = next(size * unit for size in (0.2, 0.5, 1, 2) if (high - low) / (size * unit) < 6)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * i for i in range(first, last + 1)]

@@ -1,0 +1,133 @@
+"""The records of a run as people read them; docs/numbers.md explains each number."""
+
+import json
+import math
+
+RECORDS = "metrics", "groups", "evaluation"  # .jsonl files
+LINE = {  # parts of a step's line, see format_step
+    "skipped": "SKIPPED: the gradient was not finite",
+    "groups_without_spread": "{:.0%} without spread",
+    "unscored": "{:.0%} unscored",
+    "kl": "kl {:.4f}",
+    "entropy": "entropy {:.4f}",
+    "mean_logprob_gap": "gap {:.0e}",
+    "grad_norm": "norm {:.3f}",
+    "clip_fraction": "{:.1%} clipped",
+    "seconds": "{:.1f}s",
+    "gpu_gb": "{:.1f} GB",
+}
+
+
+def read_jsonl(path):
+    """The records in a file. A line without an end was cut short by a kill, and does not count."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def as_lines(records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+# ---- a step and an evaluation --------------------------------------------------------------------
+
+
+def format_step(steps, numbers, parts, epochs_per_step=0):
+    """The line of a step: what is 0 or was not measured is left out.
+
+    A run that trains on its prompts more than once also says how often so far.
+    """
+    reward = with_error(numbers["reward"], numbers["reward_std"])
+    epoch = f", epoch {numbers['step'] * epochs_per_step:.1f}" * (steps * epochs_per_step > 1)
+    words = [f"step {numbers['step']}/{steps}{epoch}", f"reward {reward}"]
+    names = shown_names(numbers)
+    for name in names if len(names) > 1 else ():
+        if name != "reward":
+            words.append(f"{name.removeprefix('reward/')} {format_number(numbers[name])}")
+    shown = {name: form for name, form in parts.items() if numbers.get(name)}
+    return " | ".join([*words, *(form.format(numbers[name]) for name, form in shown.items())])
+
+
+def evaluation_table(evaluations):
+    """A title and lines of Markdown: see evaluation_rows."""
+    title, rows = evaluation_rows(evaluations)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = [f"| {' | '.join(map(str.ljust, cells, widths))} |" for cells in rows]
+    return "\n".join([f"{title}: mean +- standard error over prompts (docs/numbers.md)", *lines])
+
+
+def evaluation_rows(evaluations):
+    """The last evaluation beside that before training: a title, and rows of cells, a head first.
+
+    There is a row for each reward. The judge, or the reward if there is none, gets a row for each
+    type of prompts, too.
+    """
+    last = evaluations[-1]
+    records = [each for each in evaluations if each["step"] in (0, last["step"])]
+    sets = [name for name in ("training", "held out") if name in last]
+    types = dict.fromkeys(name.partition(", ")[2] for name in last if ", " in name)
+
+    def row(label, reward, end=""):
+        """Of each set, or of its prompts of a type."""
+        cells = []
+        for name in sets:
+            sides = [each[name + end][reward] for each in records if name + end in each]
+            cells.append(" -> ".join(with_error(*side) for side in sides))
+        return [label, *cells]
+
+    table = [["reward"]]
+    for name in sets:
+        prompts, images = last[name]["prompts"], last[name]["images"]
+        group = counted(images // prompts, "picture")
+        table[0].append(f"{name}: {counted(prompts, 'prompt')} x {group}")
+    rewards = shown_names(last["held out"])
+    judge = f"reward/{last['judge']}" if last["judge"] else rewards[0]
+    for reward in rewards:
+        table.append(row(reward.removeprefix("reward/"), reward))
+        if reward == judge:
+            table += [row(f"- {each}", reward, f", {each}") for each in types]
+    title = f"evaluation after {counted(last['step'], 'step')}"
+    title += ", before -> after" if len(records) > 1 else ""
+    moved, steps = last.get("moved", (0, 0))
+    if moved < steps:
+        title += f" ({moved} of the last {steps} steps moved the policy)"
+    return title, table
+
+
+def best_earlier_evaluation(evaluations, reward):
+    """The step of the evaluation whose held-out reward is highest, and words for both; or None.
+
+    Only where it is above the last by more than its standard error.
+    """
+    numbers = [(*each["held out"][f"reward/{reward}"], each["step"]) for each in evaluations]
+    known = [each for each in numbers if None not in each]
+    if numbers[-1] not in known:
+        return None
+    (mean, error, step), (now, *_) = max(known), numbers[-1]
+    words = f"{reward} was highest after {counted(step, 'step')}"
+    words += f": {with_error(mean, error)}, now {format_number(now)}"
+    return (step, words) if mean - error > now else None
+
+
+# ---- in words ------------------------------------------------------------------------------------
+
+
+def shown_names(numbers):
+    """The names of rewards, without their weighted sum where that is a lone reward of weight 1."""
+    names = [name for name in numbers if f"{name}/".startswith("reward/")]
+    return names[1:] if len(names) > 1 and numbers[names[0]] == numbers[names[1]] else names
+
+
+def with_error(mean, error):
+    """'0.692 +- 0.031'."""
+    return format_number(mean) + ("" if error is None else f" +- {format_number(error)}")
+
+
+def format_number(value):
+    if value is None or math.isnan(value):  # no image had this reward
+        return "none"
+    return f"{value:.0e}" if 0 < abs(value) < 5e-4 else f"{value:.3f}"
+
+
+def counted(number, noun):
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
