@@ -44,8 +44,8 @@ from glm_image.model import load
 from grpo import compute_advantages
 from rewards import REWARDS, Reward, UserError, parse_rewards
 from runtime import evaluation, model_card, ranks, settings
-from runtime.folder import RECORDS
-from runtime.numbers import LINE, format_step, reward_metrics
+from runtime.numbers import reward_metrics
+from runtime.words import LINE, RECORDS, format_step
 
 NAN = math.nan
 SHORT = "--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1"

@@ -15,6 +15,7 @@ from conftest import (
     chat_inputs,
     load_once,
     painted,
+    prompts_of,
     seeded,
     tiny_settings,
     write_reward,
@@ -187,3 +188,19 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     assert all(p.is_meta for p in policy.parameters())
     base = logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens)
     assert (base - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("steps, passes", [(None, 6), (1, 4), (2, 5)])
+def test_guidance_ends_after_its_steps(pipe, steps, passes):
+    """Passes of the decoder for three denoising steps; an evaluation guides in all."""
+    settings = tiny_settings("--decode-steps 3 --guidance-scale 1.5 --eval-decode-steps 3")
+    settings.guidance_steps, settings.eval_guidance_scale = steps, 1.5
+    glm_image, calls = GlmImage(pipe), []
+    hook = glm_image.pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
+    (prompt,) = prompts_of("a ring")
+    ((*_, length),) = glm_image.encode([prompt], settings)
+    tokens = torch.zeros(1, length, dtype=int)
+    glm_image.paint(prompt, tokens, settings, 0)
+    glm_image.paint(prompt, tokens, settings.for_evaluation(), 0)
+    hook.remove()
+    assert len(calls) == passes + 6

@@ -15,8 +15,8 @@ from PIL import Image
 
 from runtime.data import read_file
 from runtime.folder import versions
-from runtime.numbers import best_earlier_evaluation
 from runtime.record import Record, start_tracker
+from runtime.words import best_earlier_evaluation
 
 ROWS = [
     {"tag": "counting", "prompt": "a photo of  three clocks\u3000", "include": [{"count": 3}]},

@@ -13,7 +13,8 @@ from PIL import Image
 
 from runtime.data import Prompt, evenly, read_file
 from runtime.evaluation import count_to_show
-from runtime.numbers import evaluation_metrics, evaluation_table
+from runtime.numbers import evaluation_metrics
+from runtime.words import evaluation_table
 
 NAN = math.nan
 
@@ -176,9 +177,10 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     row = r"\| - low +\| 0.500 \+- 0.500 -> 0.500 \+- 0.500 \| +\|\n"
     output = "".join(capfd.readouterr())
     assert (len(re.findall(row, output)), output.count("| - low")) == (2, 3)
-    _, ((first, _), (prompt, cells)) = grids[-1]
-    pictures, captions, framed = zip(*cells)
+    headings, ((first, _), (prompt, blocks)), _ = grids[-1]
+    assert headings == ["before", "after 2 steps"]
+    pictures, captions, framed = zip(*blocks[0], *blocks[1])
     assert (first, prompt, framed) == ("two", "five", (True, True, True, False))
-    assert captions == ("step 0: 0.000", "step 0: 0.100", "step 2: 0.000", "step 2: 0.100")
+    assert captions == ("reward 0.000", "reward 0.100") * 2
     kept, last = (Image.open(file) for file in ("run/evaluation/000002/2-2.png", "last.png"))
     assert kept.tobytes() == last.tobytes() == pictures[3].tobytes()
