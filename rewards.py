@@ -77,6 +77,11 @@ def ssim(images, prompts, targets):
     return against_targets(lambda a, b: ssim_map(a, b).mean(), images, targets)
 
 
+def keep(images, sources):
+    """Structural similarity of an edit to its source: with a small weight it keeps the rest."""
+    return ssim(images, None, sources)
+
+
 def ssim_map(a, b):
     """Local similarity of mean, contrast and structure, under a Gaussian of 11x11 pixels.
 
@@ -144,6 +149,8 @@ REWARDS = {
     "hps": (CLIP, {"model": "adams-story/HPSv2-hf", "processor": CLIP_L}),
     "aesthetic": ("reward_models.clip:Aesthetic", AESTHETIC),
     "vqa": ("reward_models.vqa:Vqa", {"model": SMOLVLM}),
+    "edit": ("reward_models.vqa:Edit", {"model": SMOLVLM}),
+    "keep": keep,
     "variety": variety,
 }
 for name in ("facts", "correct", "clean", "near", "many"):  # for captions of the tiny model

@@ -113,8 +113,6 @@ class DecoderSettings(Settings):
             raise UserError("--decode-steps has to be 2 or more: the last step is not drawn")
         if self.train == "decoder":
             self.paintings = self.group_size
-        elif self.paintings < 2:
-            raise UserError(f"--paintings must be 2 or more, got {self.paintings}")
 
     @property
     def sequences(self):

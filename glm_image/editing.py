@@ -8,9 +8,7 @@ values. All else is as for captions.
 import torch
 
 from glm_image.model import TOKEN, GlmImage, chat, for_decoder, positions_of
-from reward_models import CHINESE
-from reward_models.vqa import Vqa
-from rewards import REWARDS, SMOLVLM, UserError, ssim
+from rewards import UserError
 from runtime.data import read_pictures, read_prompts
 
 # ---- wishes, each with its source ----------------------------------------------------------------
@@ -103,38 +101,3 @@ def keep_one_source(transformer):
             cache.set_mode("write")
 
     transformer.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-# ---- rewards that see the source -----------------------------------------------------------------
-
-
-def keep(images, prompts, targets, sources):
-    """Structural similarity to the picture that was edited.
-
-    A small weight keeps a model from repainting all of it.
-    """
-    return ssim(images, prompts, sources)
-
-
-class Edit(Vqa):
-    """How sure a vision-language model is that an edit was made, and nothing else changed, 0..1.
-
-    It sees source and result in one chat and gets two questions (Edit-R1, Li et al. 2025, asks for
-    a grade). The mean of their values, see Vqa: a picture left as it was gets half.
-    """
-
-    def __call__(self, images, prompts, targets, sources):
-        return self.means(list(zip(sources, images)), prompts)
-
-    def about(self, prompt):
-        if CHINESE.search(prompt) and not self.reads_chinese:
-            return {}
-        done = prompt.strip().replace('"', "'")
-        return {
-            f'Has the first picture been changed as asked: "{done}"?': 1,
-            "Is everything else in the second picture as it was in the first?": 1,
-        }
-
-
-# Where this is imported, --reward knows them too.
-REWARDS.update(keep=keep, edit=("glm_image.editing:Edit", {"model": SMOLVLM}))

@@ -99,6 +99,26 @@ class Vqa:
         return (logits[:, self.yes].logsumexp(-1) - logits[:, self.no].logsumexp(-1)).cpu()
 
 
+class Edit(Vqa):
+    """How sure a vision-language model is that an edit was made, and nothing else changed, 0..1.
+
+    It sees source and result in one chat and gets two questions (Edit-R1, Li et al. 2025, asks for
+    a grade). The mean of their values, see Vqa: a picture left as it was gets half.
+    """
+
+    def __call__(self, images, prompts, targets, sources):
+        return self.means(list(zip(sources, images)), prompts)
+
+    def about(self, prompt):
+        if CHINESE.search(prompt) and not self.reads_chinese:
+            return {}
+        done = prompt.strip().replace('"', "'")
+        return {
+            f'Has the first picture been changed as asked: "{done}"?': 1,
+            "Is everything else in the second picture as it was in the first?": 1,
+        }
+
+
 def answer_ids(tokenizer, word):
     """The ids of tokens that an answer may begin with, each once; a space alone begins none."""
     spellings = [word.title(), word, f" {word.title()}", f" {word}"]

@@ -268,7 +268,7 @@ def test_the_adapter_edits_in_the_stock_pipeline(edited, tmp_path, monkeypatch):
 
 def test_keep_is_likeness_to_the_source():
     drawn = world.draw(RED_CIRCLE), world.draw(BLUE_CROSS)
-    found = editing.keep(drawn, ["", ""], None, [drawn[0]] * 2)
+    found = rewards.keep(drawn, [drawn[0]] * 2)
     assert torch.equal(found, rewards.ssim(drawn, ["", ""], [drawn[0]] * 2))
 
 
