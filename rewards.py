@@ -44,6 +44,8 @@ from PIL import Image
 
 from grpo import centre_groups
 
+ROOT = Path(__file__).resolve().parent
+
 
 class UserError(Exception):
     """An error that the user can fix: shown as one line, exit code 2."""
@@ -134,7 +136,7 @@ CLIP_L = "openai/clip-vit-large-patch14"
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 AESTHETIC = {"clip": CLIP_L, "head": "trl-lib/ddpo-aesthetic-predictor"}
 SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
-TINY_JUDGE = Path(__file__).resolve().parent / "tiny-glm-image" / "check.py"
+TINY_JUDGE = ROOT / "tiny-glm-image" / "check.py"
 
 
 # Name: a function; its file, which is run when it is named; or a class, imported when it is named,
@@ -231,9 +233,9 @@ def parse_rewards(spec):
 
 
 def find_path(name):
-    """A file or folder, also one beside this file: named like that it is found from anywhere."""
-    beside = Path(__file__).resolve().parent / name
-    return str(beside) if beside.exists() and not Path(name).exists() else name
+    """A file or folder as it is named, or else as it is named in the project's folder."""
+    own = ROOT / name
+    return str(own) if own.exists() and not Path(name).exists() else name
 
 
 def find_file(name):

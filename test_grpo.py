@@ -46,7 +46,6 @@ from grpo import (
     mask_through_end,
     set_advantages,
 )
-from rewards import find_path
 from runtime.settings import TINY
 
 if "OMP_NUM_THREADS" not in os.environ:
@@ -568,7 +567,7 @@ RED, BLUE = "a red circle on a pink background", "a blue cross"  # of two length
 def pipe():
     """The shipped model, through the stock pipeline. Its distributions are sharp, so a wrong
     position is expensive."""
-    return GlmImagePipeline.from_pretrained(find_path(TINY), dtype=torch.float32)
+    return GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
 
 
 def seeded(*seeds):

@@ -95,7 +95,7 @@ def is_new(folder):
 def begin(out, settings, rewards):
     """Writes start/, which has all that a resume needs, and settings.json.
 
-    The settings are as the user gave them: no path of this machine is in a file that may be shared.
+    rewards: {name: Reward}, loaded.
     """
     values = {name: getattr(settings, name) for name in MAY_CHANGE}
     if settings.resume:
@@ -108,7 +108,7 @@ def begin(out, settings, rewards):
             shutil.copy(file, start / name)
         if settings.steps > 0:  # else nothing is ever resumed
             copy_adapters(find_adapters(settings.adapter), start)
-        values = vars(settings) | {"versions": versions(), "processes": ranks.count()}
+        values = settings.portable() | {"versions": versions(), "processes": ranks.count()}
     write_whole(out / "settings.json", json.dumps(values, indent=2))
 
 

@@ -69,37 +69,39 @@ def write_cards(run, adapters):
 
     run: a Record. adapters: the names of those that it has exported.
     """
+    text = (run.out / "settings.json").read_text()
+    settings = json.loads(text)
     for name in adapters:
         folder = run.out / name
         # PEFT has written the folder that the base model was read from, which may be a cache.
         config = json.loads((folder / CONFIG).read_text())
-        config["base_model_name_or_path"] = run.settings.model
+        config["base_model_name_or_path"] = settings["model"]
         (folder / CONFIG).write_text(json.dumps(config, indent=2))
         if (run.out / "before-after.png").exists():
             shutil.copy(run.out / "before-after.png", folder)
-        shutil.copy(run.out / "settings.json", folder)
-        (folder / "README.md").write_text(page(name, run, adapters), "utf-8")
+        (folder / "settings.json").write_text(text)
+        words = settings | {"settings": text}
+        (folder / "README.md").write_text(page(name, words, run.records, adapters), "utf-8")
 
 
-def page(name, run, adapters):
+def page(name, settings, records, adapters):
     """The text of README.md."""
-    settings, records = run.settings, run.records
+    model = settings["model"]
     load, part, library = LOADED[name]
     others = [f" Load `{each}` of the same run, too." for each in adapters if each != name]
-    is_folder = Path(find_path(settings.model)).exists()
+    is_folder = Path(find_path(model)).exists()
     words = {
-        "base": "" if is_folder else f"base_model: {settings.model}\n",
+        "base": "" if is_folder else f"base_model: {model}\n",
         "library": library,
-        "title": f"{Path(settings.model).name}, trained by GRPO: {settings.reward}",
+        "title": f"{Path(model).name}, trained by GRPO: {settings['reward']}",
         "part": part,
         "steps": counted(records["metrics"][-1]["step"], "step"),
         "others": "".join(others),
         "evaluation": evaluation(records["evaluation"]),
         "load": load,
         "prompt": json.dumps(records["groups"][-1]["prompt"], ensure_ascii=False),
-        "settings": (run.out / "settings.json").read_text(),
     }
-    return PAGE.format_map(vars(settings) | words)
+    return PAGE.format_map(settings | words)
 
 
 def evaluation(evaluations):

@@ -16,12 +16,12 @@ import torch
 from transformers.utils import cached_file
 
 from grpo import GRPOSettings
-from rewards import REWARDS, UserError, find_path, parse_rewards
+from rewards import REWARDS, ROOT, UserError, find_path, parse_rewards
 from runtime import ranks
 from runtime.errors import option, readable, say
 from runtime.folder import resumed
 
-TINY = "tiny-glm-image"  # beside train.py: see find_path
+TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
 
 
@@ -42,7 +42,7 @@ class Settings(GRPOSettings):
     # --steps 0 only evaluate them
     adapter: str = None
     # text file, one prompt per line
-    prompts: str = "prompts/train.txt"
+    prompts: str = f"{ROOT}/prompts/train.txt"
     # folder with one picture per prompt, sorted by name; or my_file.py:function, which draws them
     targets: str = None
     # NAME[=FOLDER][:WEIGHT],... with NAME one of REWARDS, see below, or my_file.py:function, which
@@ -92,7 +92,7 @@ class Settings(GRPOSettings):
     # ---- evaluation, before and after
 
     # prompts that are never trained on, one per line
-    eval_prompts: str = "prompts/heldout.txt"
+    eval_prompts: str = f"{ROOT}/prompts/heldout.txt"
     # folder with one picture per held-out prompt
     eval_targets: str = None
     # rewards that are reported and never trained on; where the first is 0 for a picture (and only
@@ -179,6 +179,10 @@ class Settings(GRPOSettings):
         if self.combine is None:
             self.combine = "zscore" if len(parse_rewards(self.reward)) > 1 else "sum"
 
+    def portable(self):
+        """{name: value}, without the place of the project on this machine."""
+        return {name: portable(value) for name, value in vars(self).items()}
+
     def for_evaluation(self):
         """As the model is used after training."""
         settings = copy(self)  # not replace(), which would check these as settings of a step
@@ -186,6 +190,11 @@ class Settings(GRPOSettings):
         settings.guidance_scale = self.eval_guidance_scale
         settings.guidance_steps = None
         return settings
+
+
+def portable(value):
+    """A setting; it names files of the project as find_path finds them on any machine."""
+    return value.replace(f"{ROOT}{os.sep}", "") if isinstance(value, str) else value
 
 
 # The least and the most that a number may be, here and in examples/. All others are above 0.
@@ -272,7 +281,7 @@ def build_parser(kind=Settings):
             of_release = "" if release is None else f", {release} for GLM-Image"
             default = f"{kind.tiny[name]} for tiny{of_release}"
         if default is not None:
-            words += f" (default: {default})"
+            words += f" (default: {portable(default)})"
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
         groups[heading].add_argument(option(name), help=words, **argument_of(by_name[name].type))

@@ -89,11 +89,10 @@ def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
     text = (one_step / "adapter/settings.json").read_text()
     assert json.loads(text) == json.loads((one_step / "settings.json").read_text())
     config = json.loads((one_step / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(TINY)
-    released = SimpleNamespace(**vars(tiny_settings()) | {"model": settings.RELEASE})
+    assert config["base_model_name_or_path"] == json.loads(text)["model"] == "tiny-glm-image"
+    released = json.loads(text) | {"model": settings.RELEASE, "settings": text}
     found = {name: records(one_step / f"{name}.jsonl") for name in RECORDS}
-    run = SimpleNamespace(settings=released, records=found, out=one_step)
-    text = model_card.page("decoder-adapter", run, ["adapter", "decoder-adapter"])
+    text = model_card.page("decoder-adapter", released, found, ["adapter", "decoder-adapter"])
     assert ModelCard(text).data.base_model == "zai-org/GLM-Image"
     assert "from 1 step of GRPO. Load `adapter` of the" in text
 
@@ -231,10 +230,9 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
     """Flags win."""
     assert quick(BOTH, "--steps 1 --reward mse --targets targets --out run") == 0
     of_run = json.loads(Path("run/settings.json").read_text())
-    parsed = lambda *flags: vars(train.parse_settings(flags, train_decoder.DecoderSettings))
+    parsed = lambda *flags: train.parse_settings(flags, train_decoder.DecoderSettings).portable()
     again = parsed("--config", "run/settings.json", "--lr", "0.25")
-    there = lambda value: f"{ROOT}/{value}" if str(value).startswith("tiny-") else value
-    differ = {name for name in again if again[name] != there(of_run[name])}
+    differ = {name for name in again if again[name] != of_run[name]}
     assert differ == {"out", "lr"} and (again["out"], again["lr"]) == (None, 0.25)
     own = {"paintings": 3, "combine": "sum", "reward": "mse,ssim", "lr": 1e-3}
     Path("own.json").write_text(json.dumps({**own, "eval_reward": "", "targets": None}))
