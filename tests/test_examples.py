@@ -29,10 +29,37 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+import grpo
 import rewards
 import runtime.settings
 import train
 from rewards import Reward
+
+
+def test_one_screen_computes_what_grpo_py_computes(tmp_path, capsys):
+    """Its advantages, its loss and gradient, on its own samples of a step in which the clip acts."""
+    code = (ROOT / "examples" / "one_screen.py").read_text()
+    (file := tmp_path / "one_screen.py").write_text(code.replace("2, 30\n", "2, 10\n"))
+    made = runpy.run_path(file)
+    first, *_, last = re.findall(r"reward (.*?),", capsys.readouterr().out)
+    assert float(first) < 0.65 and float(last) > 0.7
+    advantages = grpo.compute_advantages(made["rewards"].flatten(), made["G"])
+    torch.testing.assert_close(made["advantages"].flatten(), advantages, atol=1e-5, rtol=1e-4)
+    new_logprobs, old_logprobs, _, ref_logprobs = made["given"]
+    new_logprobs = new_logprobs.detach().requires_grad_()
+    found, kl, share = made["compute_grpo_loss"](*made["given"])
+    settings = {"clip_range": made["CLIP_RANGE"], "kl_coef": made["KL_COEF"]}
+    given = new_logprobs, old_logprobs, advantages, ref_logprobs
+    expected, metrics = grpo.compute_grpo_loss(*given, **settings)
+    for one, other in ((found, expected), (kl, metrics["kl"]), (share, metrics["clip_fraction"])):
+        assert one.item() == pytest.approx(float(other), abs=1e-6)
+    assert share > 0.01 and kl > 0.1
+    (expected,) = torch.autograd.grad(expected, new_logprobs)
+    found, *_ = made["compute_grpo_loss"](
+        new_logprobs, old_logprobs, given[2][:, None], ref_logprobs
+    )
+    (found,) = torch.autograd.grad(found, new_logprobs)
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-4)
 
 
 def test_a_text_model_learns_by_grpo_alone():
