@@ -10,10 +10,16 @@ tokens of the pictures that beat their group, and pushes down that of the others
 
 pi(token) is the probability that the policy gives a token, after the prompt and the tokens before
 it. So the loss is cross-entropy on the policy's own samples, weighted by A: what beats its group is
-imitated, the rest is avoided. mean(R) is the baseline, the reward to expect for this prompt.
-Without it, rewards of 9 and 10 would push both samples up, and which pictures happened to be
-sampled would matter more than which are better. Dividing by std(R) makes all prompts count alike,
-also a prompt whose rewards differ little. A group of equal rewards teaches nothing: its A is 0.
+imitated, the rest is avoided.
+
+mean(R) is the baseline, the reward to expect for this prompt. Without it, rewards of 9 and 10 would
+push both samples up, and which pictures happened to be sampled would matter more than which are
+better. It does not change the goal: over the policy's own samples the mean of grad log pi is
+sum(pi * grad log pi) = grad sum(pi) = grad 1 = 0, so a constant times grad log pi adds nothing to
+the mean gradient. Dividing by std(R) makes all prompts count alike, also a prompt whose rewards
+differ little. It has a price: where the pictures are equally good and the reward is noisy, the
+noise gets as large a push as a real difference elsewhere. A group of equal rewards teaches nothing:
+its A is 0.
 
 The oldest such method, REINFORCE, is this loss with A = R. PPO adds three things: a second network,
 which learns to predict the baseline; the ratio; and the clip. GRPO takes the group's mean in place
@@ -27,11 +33,11 @@ of that network, keeps the ratio and the clip, and adds a KL term to the loss:
 
 The ratio is an importance weight. pi_old drew the samples. After one optimiser step the policy has
 changed to pi, and would draw others. A token that is now twice as likely would come twice as often,
-so it counts twice: weighted by pi / pi_old, the mean of A over samples of pi_old is the mean over
-samples of pi. A itself stays as it is, so this mean rises from 0 as better tokens become likelier.
-(The ratio corrects for its own token, not for the tokens before it, so pi must stay near pi_old.)
-So the same samples can serve several optimiser steps. The gradient of ratio A is ratio A grad
-log pi: at ratio 1 the gradient of A log pi, the first loss.
+so it counts twice: sum(pi_old * pi/pi_old * A) = sum(pi * A), which is the mean of A over samples
+of pi. A itself stays as it is, so this mean rises from 0 as better tokens become likelier. So the
+same samples can serve several optimiser steps. (The ratio corrects for its own token, not for the
+tokens before it, so pi must stay near pi_old.) The gradient is grad(ratio * A) = ratio * A *
+grad log pi. At ratio 1 it is the gradient of A * log pi, the first loss.
 
 The clip limits how far one batch of samples may push a token, for they say little about a policy
 far from pi_old. It acts only where the ratio has left 1 by more than c, clip_range, to the side to
@@ -41,17 +47,22 @@ which A pushes:
     ratio > 1 + c    no gradient: far enough       gradient: it brings the ratio back
     ratio < 1 - c    gradient: it brings it back   no gradient: far enough
 
-There it removes the gradient of the token's first term; the KL term keeps its own. A clamp without
-the min would be flat in all four cells: a token that has moved the wrong way would get no gradient
-either. The clip does not hold the ratio: shared weights and momentum may move the token on.
+"No gradient" is of the token's first term; its KL term keeps a gradient. A clamp without the min
+would be flat in all four cells: a token that has moved the wrong way would get no gradient either.
+The clip does not hold the ratio: shared weights and momentum may move the token on.
 
 The KL term holds the policy near ref, the reference: the model before training. Otherwise it may
 end at pictures that score high and look wrong. The reference costs a pass over the samples, but no
 memory: the policy is a frozen base plus a LoRA adapter, which changes nothing at first, so the base
 with its adapter off is the reference. Why k3, and not log(pi/ref): see compute_grpo_loss.
 
-By default GRPOSettings has kl_coef 0 (train.py a higher one) and one optimiser step per batch. With
-one step the ratio is 1 up to rounding, and the clip has nothing to do.
+By default there is one optimiser step per batch. The ratio then is 1 up to rounding, and the clip
+has nothing to do. Three defaults of GRPOSettings are others in train.py:
+
+                 GRPOSettings   GLM-Image   the tiny model
+    kl_coef      0              0.01        0.2
+    temperature  1              0.9         1
+    top_p        1              0.75        0.95
 
 A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
@@ -214,8 +225,8 @@ def compute_grpo_loss(
     if ref_logprobs is not None:
         # KL(pi || ref) is the mean of log(pi/ref) over tokens drawn from pi. As a loss, log(pi/ref)
         # would not hold the policy. A step changes the KL by changing which tokens are drawn, but
-        # autograd takes the drawn tokens as fixed: what is left is grad log pi, whose mean over the
-        # vocabulary is sum(pi grad log pi) = grad sum(pi) = grad 1 = 0.
+        # autograd takes the drawn tokens as fixed: what is left is grad log pi, whose mean is 0, as
+        # the header says of the baseline.
         # k3 (Schulman 2020, "Approximating KL divergence") adds ref/pi - 1. Its mean is
         # sum(ref - pi) = 0, so k3 too has the mean KL(pi || ref). Its gradient does pull: a step
         # against (1 - ref/pi) grad log pi lowers a token that pi makes likelier than ref, and
@@ -299,7 +310,8 @@ class GRPO:
         one T for all. Group i draws from `seed + i` alone: the same prompts and seed give the same
         samples until the policy moves. So the seeds of two steps must differ by N or more.
         """
-        _check_prompts(encoded)
+        if len({length for *_, length in encoded}) > 1:
+            raise ValueError("the prompts have several T: give one for all")
         self.model.eval()
         prompt_ids, position_ids, (length, *_) = zip(*encoded, strict=True)
         seeds = range(seed, seed + len(encoded))
@@ -348,8 +360,10 @@ class GRPO:
     def update(self, groups):
         """4 to 6: move the policy, by `iterations` optimiser steps over all groups.
 
-        Groups of equal rewards are left out, with their KL term, to save their passes. The loss
-        still divides by all groups; the metrics are means over those that stay (NaN if none does).
+        Groups of equal rewards are left out, to save their passes. (Eq. 3 keeps their KL term. It
+        made no difference that could be measured: "KL in all groups" in docs/worth.md.) The loss
+        still divides by all groups; the metrics, kl too, are means over those that stay, NaN if
+        none does.
 
         Returns the metrics of compute_grpo_loss, and
             mean_logprob_gap, max_logprob_gap: from the first iteration alone.
@@ -363,9 +377,10 @@ class GRPO:
         sizes = [float(self.size(group, rows)) for group in groups for rows in self.split(group)]
         total = torch.tensor(sizes, device=self.model.device).sum()
         self.average([total])
-        # The policy still is the reference. An optimizer that was resumed has a state.
+        # Whether the policy still is the reference. An optimizer that was resumed has a state.
         at_start = self.steps == 0 and not self.optimizer.state
-        # Eval mode switches dropout off, but gradient checkpointing works in train mode only.
+        # Eval mode switches dropout off. Gradient checkpointing works in train mode only: a model
+        # that uses it must have no dropout, or the ratios of fresh samples would not be 1.
         modules = self.model.modules()
         self.model.train(any(getattr(each, "gradient_checkpointing", False) for each in modules))
         reports = []  # (size, metrics) of each micro-batch
@@ -391,8 +406,6 @@ class GRPO:
             norms.append(self.step())  # 6
 
         first = _average(reports[: len(micro_batches)])  # before the others the policy has moved
-        # An optimizer that keeps no state, as SGD, does not tell whether it was resumed.
-        at_start = at_start and bool(self.optimizer.state)
         _warn_of(first, norms, at_start, with_spread, self.model)
         finite = [norm for norm in norms if norm < math.inf]
         return _average(reports) | {
@@ -404,7 +417,10 @@ class GRPO:
         }
 
     def logprobs(self, group, rows):
-        """4: log-probs (B, T) of some samples of a group under the model as it is, on the CPU."""
+        """4: log-probs (B, T) of some samples of a group under the model as it is.
+
+        They are on the CPU, where the group's other tensors wait. The gradient finds its way back.
+        """
         ids = torch.cat([group.prompt_ids.expand(len(rows), -1), group.tokens[rows]], dim=1)
         return get_per_token_logprobs(
             self.model,
@@ -558,7 +574,6 @@ def generate_with_logprobs(
         logprobs: (N*G, T) float32, under the sampling distribution: after temperature and top-p.
         nucleus: (N*G, T, V) bool, the ids that survived top-p, kept for part 4. None if top_p is 1.
     """
-    _check_sampling(allowed_ids, temperature, top_p, end_ids)
     ids, positions, not_padding = _pad_left(prompt_ids, position_ids, num_new_tokens, model.device)
     # A tensor, not a number: see get_per_token_logprobs.
     last = torch.tensor([-1], device=model.device)
@@ -758,26 +773,6 @@ def _average(reports):
 
 class NotFinite(ValueError):
     """Sampled log-probs are NaN or infinite."""
-
-
-def _check_prompts(encoded):
-    for each in encoded:
-        if not isinstance(each, tuple | list) or len(each) != 3 or not torch.is_tensor(each[0]):
-            wanted = "(prompt_ids, position_ids or None, T), prompt_ids a tensor (L,)"
-            raise ValueError(f"a prompt is {wanted}; got {each!r:.60}")
-    lengths = [length for *_, length in encoded]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"numbers of tokens {lengths}: give one T for all prompts")
-
-
-def _check_sampling(allowed_ids, temperature, top_p, end_ids):
-    if allowed_ids.step not in (None, 1):
-        raise ValueError(f"allowed_ids is {allowed_ids}: give slice(first, end)")
-    if temperature <= 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature {temperature} must be above 0, top_p {top_p} in (0, 1]")
-    end = allowed_ids.stop or math.inf
-    if end_ids and not any(allowed_ids.start <= i < end for i in end_ids):
-        raise ValueError(f"no text could end: allowed_ids has none of the end_ids {end_ids}")
 
 
 def _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef):

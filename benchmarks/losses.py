@@ -120,6 +120,10 @@ EDITS = [
     Edit("GPG", " / (std + eps)", ""),
     Edit("GPG", "torch.min(unclipped, clipped)", "advantages * masked(new_logprobs)"),
     Edit("GPG", "return len(rows)", "return len(rows) * bool(group.advantages.any())"),
+    Edit("KL in all groups", "if group.advantages.any():", "if True:"),
+    Edit(
+        "KL in all groups", "for group in groups if group.advantages.any()]", "for group in groups]"
+    ),
     Edit("k2", "k3 = torch.expm1(log_ref) - log_ref", "k3 = log_ref.square() / 2"),
     Edit(
         "old = new.detach()",

@@ -70,7 +70,7 @@ BEFORE = "before training"
 PLAIN = "plain GRPO"  # without a KL term
 NO_KL = "--kl-coef 0"
 FOUR = "--kl-coef 0 --iterations 4"
-GAME = "--reward many --warmup-steps 0 --steps 12 --save-every 12 --kl-coef"
+GAME = "--reward many --warmup-steps 0 --steps 12 --eval-every 12 --kl-coef"
 SHUFFLED = "rewards shuffled within each group"
 
 FOUR_ITERATIONS = Variant("hard", "4 iterations", PLAIN, "", FOUR)
@@ -85,6 +85,7 @@ HARD = [
     Variant("hard", "no std", PLAIN, "Dr. GRPO", NO_KL),
     Variant("hard", "a constant baseline, 1", "no std", "REINFORCE with a constant", NO_KL),
     WITH_KL,
+    Variant("hard", "KL in all groups", "with KL", "KL in all groups"),
     Variant("hard", SHUFFLED, "with KL", "Rewards shuffled", "", 4e-3),
     Variant("hard", "RAFT", PLAIN, "RAFT", NO_KL),
     Variant("hard", "supervised", PLAIN, "Given answers", NO_KL),
@@ -106,8 +107,8 @@ GAMED = [
 WITHOUT_TERM = Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3)
 HONEST = {
     "KL 0.2": WITH_KL,
-    "KL 1": Variant("hard", "with KL 1", "", "", "--kl-coef 1 --save-every 20"),
-    "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2 --save-every 20"),
+    "KL 1": Variant("hard", "with KL 1", "", "", "--kl-coef 1 --eval-every 20"),
+    "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2 --eval-every 20"),
 }
 
 ALL = dict.fromkeys([*HARD, *CLIP, *GAMED, WITHOUT_TERM, *HONEST.values()])
@@ -126,7 +127,8 @@ def lines_of(variant, lr, seed):
     shutil.copytree(ROOT, out / "project", ignore=ignored)
     for file, text in losses.edited(variant.loss or None).items():
         (out / "project" / file).write_text(text, encoding="utf-8")
-    flags = f"--eval-count 1 --eval-every 0 --save-every 10 {variant.flags} --lr {lr} --seed {seed}"
+    # The checkpoints of evaluated steps stay.
+    flags = f"--eval-count 1 --eval-every 10 {variant.flags} --lr {lr} --seed {seed}"
     call = [sys.executable, "train.py", "--model", model, *flags.split(), "--out", out / "run"]
     quiet = {"stdout": subprocess.DEVNULL, "start_new_session": True}
     subprocess.run(call, cwd=out / "project", check=True, **quiet)

@@ -55,6 +55,20 @@ def evenly(prompts, count):
     return [prompt for prompt in turns if prompt][:count]
 
 
+def spread(prompts, count):
+    """`count` distinct ones, evenly over the types.
+
+    Where fewer than all are taken, they are from all over the file, which may be sorted: in an
+    order that is shuffled, and always the same.
+    """
+    distinct = list({prompt.identity(): prompt for prompt in prompts}.values())
+    if len(distinct) > count:
+        types = [*dict.fromkeys(prompt.type for prompt in distinct)]
+        random.Random(0).shuffle(distinct)
+        distinct.sort(key=lambda prompt: types.index(prompt.type))  # which keeps the new order
+    return evenly(distinct, count)
+
+
 def read_file(path):
     """The Prompts in a text file, a line each, or in a .jsonl file; lines are counted from 1."""
     readers = {".txt": read_lines, ".jsonl": read_rows}

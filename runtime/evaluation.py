@@ -3,7 +3,7 @@
 import torch
 
 from runtime import ranks
-from runtime.data import evenly
+from runtime.data import evenly, spread
 from runtime.errors import say
 from runtime.numbers import evaluation_metrics, with_weighted_sum
 from runtime.words import counted
@@ -49,9 +49,9 @@ def judge(run, settings, data, record):
 
 def sets_of(settings, data):
     """{"training", "held out": Prompts to judge}; without steps nothing is trained on."""
-    sets = {"training": data.prompts} if settings.steps > 0 else {}
-    sets["held out"] = data.held_out
-    return {name: evenly(prompts, settings.eval_count) for name, prompts in sets.items()}
+    count = settings.eval_count
+    sets = {"training": evenly(data.prompts, count)} if settings.steps > 0 else {}
+    return sets | {"held out": spread(data.held_out, count)}
 
 
 def score_prompts(run, settings, rewards, prompts, seed):

@@ -436,7 +436,7 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
 
     monkeypatch.setattr(train.GlmImage, "paint", paint)
     new = [f"ring {number}" for number in range(5)]
-    Path("new.txt").write_text("\n".join([*new, "a sixth that is never asked for"]))
+    Path("new.txt").write_text("\n".join(new))
     arguments = "--prompts-per-step 1 --eval-prompts new.txt --eval-targets none --eval-count 5"
     deployed = "--eval-decode-steps 3 --eval-guidance-scale 1.5"
     assert judged("--steps 2 --seed 3", arguments, deployed, "--out run") == 0

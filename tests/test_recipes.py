@@ -14,7 +14,7 @@ from test_grpo import NAN, exact_kl, trainer, with_adapter
 
 RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO"]
 RECIPES += ["old = new.detach()", "REINFORCE", "REINFORCE with a constant", "No baseline, divided"]
-RECIPES += ["The batch's mean and std", "RLOO", "CISPO", "GPG", "k2"]
+RECIPES += ["The batch's mean and std", "RLOO", "CISPO", "GPG", "KL in all groups", "k2"]
 UNDIVIDED = ("Dr. GRPO", "REINFORCE", "REINFORCE with a constant", "RLOO", "GPG")
 REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
 
@@ -22,11 +22,16 @@ REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
 moved_on_purpose = pytest.mark.filterwarnings("ignore:mean_logprob_gap", "ignore:kl is above 0")
 
 
+def rewards_of(name):
+    """(8,), of two groups; the second of equal rewards where that is what matters."""
+    return REWARDS.clone().index_fill(0, torch.arange(4, 8), 1) if "all groups" in name else REWARDS
+
+
 def paper(name, model, groups, kl_coef=0.1):
     """The gradient of the loss as the papers write it, over all sequences at once, padded by their
     masks."""
     terms, masks = [], []
-    for group, rewards in zip(groups, REWARDS.split(4)):
+    for group, rewards in zip(groups, rewards_of(name).split(4)):
         ids = torch.cat([group.prompt_ids.expand(4, -1), group.tokens], dim=1)
         logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1].log_softmax(-1)
         new = logprobs.gather(-1, group.tokens[..., None])[..., 0]  # (4, T)
@@ -79,7 +84,7 @@ def prepared(name):
         with_adapter(llama()), lr=1.0, module=module, max_grad_norm=float("inf"), **settings
     )
     groups = run.sample([(ids, None, LENGTH) for ids in EQUAL], 4, 0)
-    module.set_advantages(groups, REWARDS)
+    module.set_advantages(groups, rewards_of(name))
     every = [LENGTH] * 4  # GPG takes the mean over all tokens, which for pictures is the same
     for group, lengths in zip(groups, ([8, 3, 5, 1], [2, 1, 2, 4])):
         lengths = every if name == "GPG" else lengths
