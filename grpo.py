@@ -360,10 +360,9 @@ class GRPO:
     def update(self, groups):
         """4 to 6: move the policy, by `iterations` optimiser steps over all groups.
 
-        Groups of equal rewards are left out, to save their passes. (Eq. 3 keeps their KL term. It
-        made no difference that could be measured: "KL in all groups" in docs/worth.md.) The loss
-        still divides by all groups; the metrics, kl too, are means over those that stay, NaN if
-        none does.
+        Groups of equal rewards are left out, to save their passes, although eq. 3 keeps their KL
+        term (docs/worth.md, The KL term). The loss still divides by all groups. The metrics, kl
+        too, are means over those that stay: NaN if none does.
 
         Returns the metrics of compute_grpo_loss, and
             mean_logprob_gap, max_logprob_gap: from the first iteration alone.
@@ -801,7 +800,7 @@ def _check_process(parameters, average):
 
 
 def _warn_of(metrics, norms, at_start, groups, model):
-    """Warns where an update's metrics say that something is wrong (causes: docs/copying.md).
+    """Warns where an update's metrics say that something is wrong (causes: docs/numbers.md).
 
     metrics: from the first iteration. at_start: whether the policy then still was the reference.
     groups: those with unequal rewards.
@@ -821,4 +820,4 @@ def _warn_of(metrics, norms, at_start, groups, model):
     if not all(norm < math.inf for norm in norms):
         signs.append("the gradient is NaN or infinite: no step was taken")
     for sign in signs:  # Python shows each once for a line that calls update
-        warnings.warn(f"{sign}; causes are in docs/copying.md", stacklevel=3)  # at that line
+        warnings.warn(f"{sign}; causes are in docs/numbers.md", stacklevel=3)  # at that line

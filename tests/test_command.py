@@ -282,7 +282,16 @@ FILES = {
         ("--prompts missing.txt", "cannot read the prompts file missing.txt"),
         ("--prompts empty.txt", "has no prompt in it"),
         ("--eval-targets missing", "missing has 0 target pictures for"),
-        ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'"),
+        ("--prompts rows.csv", "rows.csv is no file of prompts: these are .txt"),
+        ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'; known: "),
+        ("--reward ssim:nan", "unknown reward 'ssim:nan'"),
+        ("--reward none.py:f", "the file none.py does not exist"),
+        ("--group-size 1", "--group-size must be at least 2, got 1"),
+        ("--lr 0", "--lr must be above 0, got 0.0"),
+        ("--kl-coef -0.1", "--kl-coef must be at least 0, got -0.1"),
+        ("--prompts-per-step 0", "--prompts-per-step must be above 0, got 0"),
+        ("--top-p 75", "--top-p must be above 0 and at most 1, got 75.0"),
+        ("--lr nan", "--lr must be above 0, got nan"),
         ("--reward good.py:judge,ssim --prompts one.txt", "'ssim' needs --targets"),
         ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
         ("--reward bad.py:judge", "reward 'bad.py:judge' has to return 2 finite numbers"),
@@ -304,14 +313,15 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     judge_file("good", "[1.0] * len(images)")
     Path("few").mkdir()
     Path("new").mkdir()
-    before = sorted(tmp_path.rglob("*"))
+    files = lambda: sorted(x for x in tmp_path.rglob("*") if "__pycache__" not in x.parts)
+    before = files()
     named = "--out" in arguments or "--resume" in arguments
     for out in [""] if named else ["", "--out new/a/run"]:
         assert train.main(words_of(["--steps 1", arguments, out])) == 2
         message = capsys.readouterr().err.strip().splitlines()[-1]
         assert message.startswith("error: ")
         assert words in message
-    assert sorted(tmp_path.rglob("*")) == before  # no empty run is left
+    assert files() == before  # no empty run is left
 
 
 def test_a_models_folder_runs_no_code(tmp_path, monkeypatch):

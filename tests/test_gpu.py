@@ -218,6 +218,12 @@ def test_without_a_model_a_gpu_trains_glm_image(card):
     assert parse_settings([]).model == RELEASE
 
 
+def test_a_gpu_without_bfloat16_is_refused(quick, card, capsys):
+    card.capability = (7, 5)
+    assert quick("--device cuda --out run") == 2
+    assert "error: Tesla T4 has no bfloat16: use an Ampere GPU" in capsys.readouterr().err
+
+
 def test_a_gpu_is_asked_for_where_there_is_none(quick, capsys):
     assert quick("--device cuda --out run") == 2
     assert capsys.readouterr().err == "error: --device cuda: torch finds no GPU that it can use\n"

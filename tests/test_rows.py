@@ -43,7 +43,6 @@ def test_a_row_is_a_prompt_with_columns(tmp_path):
 @pytest.mark.parametrize(
     "name, text, words",
     [
-        ("rows.csv", "prompt,tag", "rows.csv is no file of prompts: these are .txt"),
         ("rows.jsonl", '{"prompt": "a ring"', "cannot read line 1"),
         ("rows.jsonl", '\n{"text": "a ring"}', "cannot read line 2 ('prompt')"),
         ("rows.jsonl", '["a ring"]', "an example"),
@@ -68,14 +67,14 @@ def test_a_reward_gets_the_columns_it_has_a_parameter_for(quick, capsys):
     text += (
         f" [i if [include[i], tag[i]] == {given} else 1 / 0 for i, prompt in enumerate(prompts)]"
     )
-    Path("own.py").write_text(text.replace("tag, include", "tag, incldue"))
+    Path("own.py").write_text(text.replace("tag, include", "tag, included"))
     flags = "--prompts rows.jsonl --eval-prompts new.jsonl --targets none --eval-targets none"
     flags += (
         f" --reward own.py:counted --eval-reward {own} --prompts-per-step 2 --steps 1 --out run"
     )
     assert quick(flags) == 2
     words = (
-        "'own.py:counted' asks for 'incldue'; for prompts of rows.jsonl there are images, prompts"
+        "'own.py:counted' asks for 'included'; for prompts of rows.jsonl there are images, prompts"
     )
     assert words in capsys.readouterr().err
     Path("own.py").write_text(text)

@@ -40,7 +40,7 @@ from train_edits import EditSettings
 
 import train
 from runtime import folder as run_folder
-from runtime.folder import MAY_CHANGE, write_whole
+from runtime.folder import MAY_CHANGE
 
 
 def error_of(capsys):
@@ -455,12 +455,3 @@ def test_a_run_is_resumed_by_one_process_at_a_time(quick, one_step, capsys):
         assert resume("run", "--steps 2") == 2
         assert "error: another process is at work in run: wait, or" in capsys.readouterr().err
     assert resume("run", "--steps 2") == 0
-
-
-def test_a_kill_as_a_file_is_written_leaves_what_was_there(tmp_path, monkeypatch):
-    (file := tmp_path / "metrics.jsonl").write_text("before")
-    write = Path.write_text
-    monkeypatch.setattr(Path, "write_text", lambda *given: (write(*given), pytest.exit("killed")))
-    with pytest.raises(pytest.exit.Exception):
-        write_whole(file, "after")
-    assert file.read_text() == "before"

@@ -213,7 +213,7 @@ def test_a_warning_comes_once_for_the_line_that_calls_update():
         for _ in range(2):
             run.update(groups)
     (warning,) = [warning for warning in caught if warning.category is UserWarning]
-    assert warning.filename == __file__ and "docs/copying.md" in str(warning.message)
+    assert warning.filename == __file__ and "docs/numbers.md" in str(warning.message)
 
 
 def noisy(kind):
