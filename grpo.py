@@ -3,7 +3,7 @@
 GRPO is reinforcement learning: it raises the mean reward of what a model samples. For a prompt the
 policy, a language model, writes a group of G sequences of T tokens, the codes of G pictures. A
 decoder paints the pictures, and each gets a reward R. The loss pushes up the probability of the
-tokens of the pictures that beat their group, and pushes down that of the others:
+tokens of the pictures that beat their group, and pushes down the tokens of the other pictures:
 
     A    = (R - mean(R)) / std(R)       the advantage of a picture: a z-score within its group
     loss = -mean(A log pi(token))       over tokens, samples and prompts
@@ -14,12 +14,15 @@ imitated, the rest is avoided.
 
 mean(R) is the baseline, the reward to expect for this prompt. Without it, rewards of 9 and 10 would
 push both samples up, and which pictures happened to be sampled would matter more than which are
-better. It does not change the goal: over the policy's own samples the mean of grad log pi is
-sum(pi * grad log pi) = grad sum(pi) = grad 1 = 0, so a constant times grad log pi adds nothing to
-the mean gradient. Dividing by std(R) makes all prompts count alike, also a prompt whose rewards
-differ little. It has a price: where the pictures are equally good and the reward is noisy, the
-noise gets as large a push as a real difference elsewhere. A group of equal rewards teaches nothing:
-its A is 0.
+better. It does not change the goal. Over the policy's own samples the mean of grad log pi is
+    sum(pi * grad log pi) = grad sum(pi) = grad 1 = 0,
+so a constant times grad log pi adds nothing to the mean gradient. (The mean includes the sample
+itself, which scales the gradient by (G - 1) / G.)
+
+Dividing by std(R) makes all prompts count alike, also a prompt whose rewards differ little. It has
+a price: where the pictures are equally good and the reward is noisy, the noise gets as large a push
+as a real difference elsewhere. A group of equal rewards has A = 0, and is left out. The mean of A
+is 0, so on fresh samples the loss is 0 too. Its gradient is not: watch the reward, not the loss.
 
 The oldest such method, REINFORCE, is this loss with A = R. PPO adds three things: a second network,
 which learns to predict the baseline; the ratio; and the clip. GRPO takes the group's mean in place
@@ -34,30 +37,31 @@ of that network, keeps the ratio and the clip, and adds a KL term to the loss:
 The ratio is an importance weight. pi_old drew the samples. After one optimiser step the policy has
 changed to pi, and would draw others. A token that is now twice as likely would come twice as often,
 so it counts twice: sum(pi_old * pi/pi_old * A) = sum(pi * A), which is the mean of A over samples
-of pi. A itself stays as it is, so this mean rises from 0 as better tokens become likelier. So the
-same samples can serve several optimiser steps. (The ratio corrects for its own token, not for the
-tokens before it, so pi must stay near pi_old.) The gradient is grad(ratio * A) = ratio * A *
-grad log pi. At ratio 1 it is the gradient of A * log pi, the first loss.
+of pi. A itself stays as it is, so this mean rises from 0 as better tokens become likelier. The same
+samples can therefore serve several optimiser steps. (The ratio corrects for its own token, not for
+the tokens before it, so pi must stay near pi_old.) The gradient is ratio * A * grad log pi: at
+ratio 1 the gradient of A * log pi, the first loss.
 
 The clip limits how far one batch of samples may push a token, for they say little about a policy
-far from pi_old. It acts only where the ratio has left 1 by more than c, clip_range, to the side to
-which A pushes:
+far from pi_old. It acts only where the ratio has left 1 by more than c, clip_range, in the
+direction in which A pushes:
 
                      A > 0, pushes up              A < 0, pushes down
     ratio > 1 + c    no gradient: far enough       gradient: it brings the ratio back
     ratio < 1 - c    gradient: it brings it back   no gradient: far enough
 
-"No gradient" is of the token's first term; its KL term keeps a gradient. A clamp without the min
+"No gradient" is of ratio * A; the KL term of that token keeps a gradient. A clamp without the min
 would be flat in all four cells: a token that has moved the wrong way would get no gradient either.
 The clip does not hold the ratio: shared weights and momentum may move the token on.
 
-The KL term holds the policy near ref, the reference: the model before training. Otherwise it may
-end at pictures that score high and look wrong. The reference costs a pass over the samples, but no
-memory: the policy is a frozen base plus a LoRA adapter, which changes nothing at first, so the base
-with its adapter off is the reference. Why k3, and not log(pi/ref): see compute_grpo_loss.
+The KL term holds the policy near ref, the reference: the model before training. Without it, the
+policy may drift to pictures that score high and look wrong. The reference costs a pass over the
+samples, but no memory: the policy is a frozen base plus a LoRA adapter, which changes nothing at
+first, so the base with its adapter off is the reference. Why k3, and not log(pi/ref): see
+compute_grpo_loss.
 
 By default there is one optimiser step per batch. The ratio then is 1 up to rounding, and the clip
-has nothing to do. Three defaults of GRPOSettings are others in train.py:
+has nothing to do. Three defaults of GRPOSettings differ in train.py:
 
                  GRPOSettings   GLM-Image   the tiny model
     kl_coef      0              0.01        0.2
@@ -66,7 +70,7 @@ has nothing to do. Three defaults of GRPOSettings are others in train.py:
 
 A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
-    groups = policy.sample(prompts, G, seed)  # 1. G sequences per prompt, with log pi_old
+    groups = policy.sample(encoded, G, seed)  # 1. G sequences per prompt, with log pi_old
     rewards = ...                             # 2. paint and score: in train.py, or your own
     set_advantages(groups, rewards)           # 3. z-scores within each group
     policy.add_reference(groups)              # 4. log ref of the same tokens
@@ -75,11 +79,11 @@ A training step has six parts, in this order; examples/pictures.py has them in a
 Part 4 computes log pi again: sampling keeps no graph through which a gradient could flow, and each
 optimiser step changes log pi.
 
-Advantages, loss and class GRPO are the algorithm. After them comes how a language model recomputes
-log-probs and samples, then class Offload, by which models take turns on a GPU, and the rest:
-padding, texts that end, guards against silent mistakes. Nothing here depends on GLM-Image:
-docs/copying.md trains a text model with this file alone, and has the lines to change for another
-loss (Dr. GRPO, DAPO, GSPO).
+Advantages, loss and class GRPO are the algorithm: the sections are in the order of reading, not of
+a step. After them comes how a language model recomputes log-probs and samples, then class Offload,
+by which models take turns on a GPU, and the rest: padding, texts that end, guards against silent
+mistakes. Nothing here depends on GLM-Image: docs/copying.md trains a text model with this file
+alone, and has the lines to change for another loss (Dr. GRPO, DAPO, GSPO).
 """
 
 import math
@@ -204,9 +208,9 @@ def compute_grpo_loss(
 
     Returns: the loss, a scalar, and metrics as floats: loss, policy_loss, kl (nats per token; NaN
     without a reference), clip_fraction (share of tokens that were clipped), ratio_mean, and
-    mean_logprob_gap and max_logprob_gap, of |new - old|: before the first step it is rounding,
-    between sampling token by token and recomputing all tokens at once. ValueError for other shapes:
-    _check_loss.
+    mean_logprob_gap ("gap" on the screen) and max_logprob_gap, of |new - old|: before the first
+    step it is rounding, between sampling token by token and recomputing all tokens at once.
+    ValueError for other shapes.
     """
     _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef)
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.dtype)
@@ -234,9 +238,9 @@ def compute_grpo_loss(
         # gradient of the KL the other way round, KL(ref || pi), which also is least where pi is
         # ref.
         # (These means are over pi. The samples are of pi_old, so after a step they hold roughly.)
-        log_ref = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
-        # expm1(x) is exp(x) - 1 without cancellation: near 0 that is rounding, and may be negative.
-        k3 = torch.expm1(log_ref) - log_ref
+        log_ref_ratio = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
+        # Near 0, exp(x) - 1 - x is mostly rounding, and may be negative. expm1 avoids that.
+        k3 = torch.expm1(log_ref_ratio) - log_ref_ratio
 
     # A mean over the tokens of a sample, then over samples: a long text counts like a short one.
     share = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)  # (B, T)
@@ -267,8 +271,9 @@ class GRPO:
     """The policy with its optimiser: it samples groups, and learns from their advantages.
 
     Args:
-        model: a PeftModel: a frozen base with a trainable adapter, LoRA or its like. The base is
-            transformers', or takes and returns the same (docs/copying.md, "A model of your own").
+        model: a PeftModel: a frozen base with a trainable adapter, LoRA or its like. The base is a
+            transformers model, or one that takes and returns the same (docs/copying.md, "A model of
+            your own").
         optimizer: over the adapter.
         settings: GRPOSettings, read when they are used: you may change them between steps.
         allowed_ids, token_forward: as for generate_with_logprobs.
@@ -358,7 +363,7 @@ class GRPO:
                     group.ref_logprobs = torch.cat(parts)
 
     def update(self, groups):
-        """4 to 6: move the policy, by `iterations` optimiser steps over all groups.
+        """4 to 6: move the policy, by `iterations` optimiser steps over the groups.
 
         Groups of equal rewards are left out, to save their passes, although eq. 3 keeps their KL
         term (docs/worth.md, The KL term). The loss still divides by all groups. The metrics, kl
@@ -386,7 +391,7 @@ class GRPO:
         norms = []  # of the gradient before clipping, of each iteration
         for _ in range(self.settings.iterations):
             for each in self.parameters:
-                # Not None: a process without spread still takes part in the average.
+                # Zeros, not None: a process whose groups have no spread still joins the average.
                 each.grad = torch.zeros_like(each)
             for group, rows in micro_batches:
                 loss, metrics = compute_grpo_loss(  # 5
@@ -404,7 +409,8 @@ class GRPO:
                 reports.append((size, metrics))
             norms.append(self.step())  # 6
 
-        first = _average(reports[: len(micro_batches)])  # before the others the policy has moved
+        # In later iterations the policy has moved already.
+        first = _average(reports[: len(micro_batches)])
         _warn_of(first, norms, at_start, with_spread, self.model)
         finite = [norm for norm in norms if norm < math.inf]
         return _average(reports) | {
@@ -418,7 +424,7 @@ class GRPO:
     def logprobs(self, group, rows):
         """4: log-probs (B, T) of some samples of a group under the model as it is.
 
-        They are on the CPU, where the group's other tensors wait. The gradient finds its way back.
+        They are on the CPU, where the group's other tensors wait. Autograd passes through .cpu().
         """
         ids = torch.cat([group.prompt_ids.expand(len(rows), -1), group.tokens[rows]], dim=1)
         return get_per_token_logprobs(
@@ -650,6 +656,7 @@ def _sample_token(logits, allowed_ids, temperature, top_p, generators):
     return index + allowed_ids.start, logp.gather(-1, index), nucleus
 
 
+# ==== Nothing below is needed to understand GRPO. =================================================
 # ---- one GPU for two models ----------------------------------------------------------------------
 
 
@@ -689,7 +696,6 @@ class Offload:
                 tensor.data = home.to(self.device, non_blocking=True, copy=True)
 
 
-# ==== Nothing below is needed to understand GRPO. =================================================
 # ---- prompts side by side, texts that end, a nucleus ---------------------------------------------
 
 

@@ -124,7 +124,9 @@ EDITS = [
     Edit(
         "KL in all groups", "for group in groups if group.advantages.any()]", "for group in groups]"
     ),
-    Edit("k2", "k3 = torch.expm1(log_ref) - log_ref", "k3 = log_ref.square() / 2"),
+    Edit(
+        "k2", "k3 = torch.expm1(log_ref_ratio) - log_ref_ratio", "k3 = log_ref_ratio.square() / 2"
+    ),
     Edit(
         "old = new.detach()",
         "ratio = log_ratio.exp()",

@@ -1,4 +1,4 @@
-"""The machine of a run: a CUDA GPU. A run on a CPU does not enter here; see runtime/cpu.py.
+"""The machine of a run: a CUDA GPU. It is imported only with CUDA; for a CPU: runtime/cpu.py.
 
 Both have plan, Machine, Trainer and token_forward.
 """

@@ -22,18 +22,18 @@ def sample(model, ids):  # letter after letter: (B, 1) -> (B, 1+T). A prompt is 
     return ids
 
 
-def get_per_token_logprobs(model, ids):  # of the sampled letters, all at once: (B, T)
-    return model(ids[:, :-1]).gather(-1, ids[:, 1:, None])[..., 0]
+def get_per_token_logprobs(model, input_ids):  # of the sampled letters, all at once: (B, T)
+    return model(input_ids[:, :-1]).gather(-1, input_ids[:, 1:, None])[..., 0]
 
 
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, ref_logprobs):
     ratio = (new_logprobs - old_logprobs).exp()  # (B, T): 1 until the policy has moved
+    unclipped = ratio * advantages
     clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE) * advantages
-    policy_terms = -torch.min(ratio * advantages, clipped)
-    log_ref = ref_logprobs - new_logprobs
-    k3 = log_ref.exp() - log_ref - 1  # its mean is KL(policy || reference)
-    clip_fraction = (clipped < ratio * advantages).float().mean()
-    return (policy_terms + KL_COEF * k3).mean(), k3.mean(), clip_fraction
+    policy_terms = -torch.min(unclipped, clipped)
+    log_ref_ratio = ref_logprobs - new_logprobs
+    k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # its mean is KL(policy || reference)
+    return (policy_terms + KL_COEF * k3).mean(), k3.mean(), (clipped < unclipped).float().mean()
 
 
 torch.manual_seed(0)
@@ -43,8 +43,9 @@ optimizer = torch.optim.Adam(policy.parameters(), lr=5e-3)
 for step in range(1, STEPS + 1):
     ids = sample(policy, torch.randint(V, (N, 1)).repeat_interleave(G, dim=0))  # 1. N groups of G
     rewards = (ids[:, 1:] >= ids[:, :-1]).float().mean(1).view(N, G)  # 2. the share in order
+    rewards = rewards.double()  # so that equal rewards have a std of exactly 0
     mean, std = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
-    advantages = ((rewards - mean) / (std + 1e-6)).view(N * G, 1)  # 3. of all letters of a sample
+    advantages = ((rewards - mean) / (std + 1e-6)).view(N * G, 1).float()  # 3. z-scores
     with torch.no_grad():  # 4. grpo.py keeps old_logprobs from sampling: one pass less
         old_logprobs, ref_logprobs = (get_per_token_logprobs(x, ids) for x in (policy, reference))
     for _ in range(ITERATIONS):  # grpo.py: in micro-batches, whose gradients add up, for memory

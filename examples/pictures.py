@@ -2,7 +2,7 @@
 
     python examples/pictures.py
 
-It trains the tiny model, in four minutes of one CPU core. train.py does the same, and what long
+It trains the tiny model, in three minutes of one CPU core. train.py does the same, and what long
 runs need: flags, checkpoints, several rewards, turns on a small GPU. runs/pictures is overwritten.
 """
 

@@ -7,8 +7,8 @@ __init__(pipe), prepare_training; language_model, reference, codes, encode; part
 paint, to_images, compiles_decoder. Beside it train.py takes load, for the
 weights. What a GPU needs to know of the model besides is in card/model.py.
 
-editing.py and decoder.py are rooms of their own, which train.py does not enter: a GlmImage that
-edits pictures, and one whose decoder learns. Their scripts are in examples/.
+editing.py has a GlmImage that edits pictures, decoder.py one whose decoder learns. Only their
+scripts in examples/ import them.
 
 The defaults of the release and of the tiny family are in runtime/settings.py.
 """

@@ -240,7 +240,7 @@ def short_runs(folder):
 
 
 @pytest.fixture
-def judged(tmp_path, monkeypatch):
+def judged(tmp_path):
     """Runs train.py with small pictures in a folder of the test's."""
     with short_runs(tmp_path) as run:
         yield run
@@ -376,7 +376,7 @@ def _in_child(folder, arguments, output, prepare, environment):
     PeftModel.create_or_update_model_card = write_no_card
     assert "card" not in sys.modules
     if "int8" not in arguments:
-        sys.modules["card"] = None  # a run on a CPU that enters this room fails
+        sys.modules["card"] = None  # a run on a CPU that imports it fails
     if prepare is not None:
         prepare()
     sys.exit(train.main(arguments, run_class_of(arguments)))

@@ -172,7 +172,7 @@ def test_every_script_has_help(script, tmp_path, monkeypatch, capsys):
 
 
 def test_an_installed_project_has_all_that_it_imports():
-    """`pip install -e .`: grpo, rewards, train and their rooms, from any folder."""
+    """`pip install -e .`: grpo, rewards, train and their packages, from any folder."""
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     files = [ROOT / f"{name}.py" for name in setup["py-modules"]]
     files += [file for name in setup["packages"] for file in (ROOT / name).glob("*.py")]
