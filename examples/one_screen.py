@@ -42,9 +42,8 @@ reference.load_state_dict(policy.state_dict())  # grpo.py has no copy: a LoRA is
 optimizer = torch.optim.Adam(policy.parameters(), lr=5e-3)
 for step in range(1, STEPS + 1):
     ids = sample(policy, torch.randint(V, (N, 1)).repeat_interleave(G, dim=0))  # 1. N groups of G
-    rewards = (ids[:, 1:] >= ids[:, :-1]).float().mean(1).view(N, G)  # 2. the share in order
-    rewards = rewards.double()  # so that equal rewards have a std of exactly 0
-    mean, std = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
+    rewards = (ids[:, 1:] >= ids[:, :-1]).float().mean(1).view(N, G).double()  # 2. share in order
+    mean, std = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)  # float64: exact
     advantages = ((rewards - mean) / (std + 1e-6)).view(N * G, 1).float()  # 3. z-scores
     with torch.no_grad():  # 4. grpo.py keeps old_logprobs from sampling: one pass less
         old_logprobs, ref_logprobs = (get_per_token_logprobs(x, ids) for x in (policy, reference))

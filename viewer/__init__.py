@@ -71,7 +71,9 @@ def read(out):
 def show(out):
     """Draws the run in a folder, which has an evaluation already."""
     run = read(out)
-    opened = lambda block: [(Image.open(run.out / file), *words) for file, *words in block]
+    opened = lambda block: [
+        (Image.open(run.out / file, formats=["PNG"]), *words) for file, *words in block
+    ]
     rows = [(prompt, [*map(opened, blocks)]) for prompt, _, blocks in run.before_after()]
     draw_grid([*run.sides], rows, "red frame:\nwrong").save(run.out / "before-after.png")
     (run.out / "index.html").write_text(draw_page(run), encoding="utf-8")
