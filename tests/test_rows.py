@@ -175,10 +175,15 @@ def test_trackers_are_told_which_run_goes_on(tmp_path, monkeypatch):
     assert (*own.args, own.kwargs["name"], own.kwargs["id"]) == ("mine", "named", first["id"])
 
 
-def test_a_run_names_what_made_it(quick, one_step, monkeypatch):
+def test_a_run_names_what_made_it(quick, one_step, monkeypatch, capsys):
+    """A resume under other versions is warned of, each time."""
     made = json.loads((one_step / "settings.json").read_text())["versions"]
     assert made == versions() and made.keys() > {"torch", "commit"}
     shutil.copytree(one_step, "run")
+    assert resume("run --steps 1") == 0 and "began with" not in capsys.readouterr().out
     monkeypatch.setattr("runtime.folder.versions", lambda: made | {"torch": "9"})
-    assert resume("run --steps 1") == 0
+    for _ in range(2):
+        assert resume("run --steps 1") == 0
+        words = f"warning: run began with torch {made['torch']} (9 now): numbers may differ"
+        assert words in capsys.readouterr().out
     assert json.loads(Path("run/settings.json").read_text())["versions"] == made

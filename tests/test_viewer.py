@@ -210,6 +210,8 @@ def test_a_panel_has_every_point_in_its_place(made):
     ]
     band, _ = [x.get("points") for x in svg.iter("polygon")]
     assert band == "74.0,26.0 308.0,26.0 308.0,26.0 74.0,166.0"  # once around
+    share = panel("", {"held out": [(0, 0.98, 0.05), (1, 1.0, None)]})  # whose error passes 1
+    assert ">1</text>" in share and ">1.2</text>" not in share and ">0.2</text>" in share
     found = ElementTree.fromstring(draw_curves(viewer.read(made)))
     assert [each.find("{*}text").text for each in found.findall("{*}svg")] == ["f", "kind", "kl"]
 

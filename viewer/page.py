@@ -139,6 +139,8 @@ def panel(title, curves):
     curves = {key: [x for x in points if x[1] is not None] for key, points in curves.items()}
     known = [point for points in curves.values() for point in points] or [(0, 0, None)]
     ends = [value + side * (error or 0) for _, value, error in known for side in (-1, 1)]
+    if all(0 <= value <= 1 for _, value, _ in known):  # so are their errors, of a share
+        ends = [min(max(end, 0), 1) for end in ends]
     values, steps = axis(min(ends), max(ends)), axis(0, max(step for step, *_ in known))
     x = lambda step: LEFT + (WIDTH - LEFT - RIGHT) * step / steps[-1]
     share = lambda value: (value - values[0]) / (values[-1] - values[0])
