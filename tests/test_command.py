@@ -68,6 +68,8 @@ def test_a_run_leaves_every_promised_file(one_step):
     copies = {file.name: file.read_bytes() for file in (one_step / "start").iterdir()}
     prompts = (one_step.parent / "prompts.txt").read_bytes()
     assert copies == dict.fromkeys(["prompts.txt", "eval_prompts.txt"], prompts)
+    modes = {file.stat().st_mode for file in one_step.rglob("adapter/adapter_*")}
+    assert len(modes) == 1  # safetensors would let nobody else read the weights
     saved = json.loads((one_step / "settings.json").read_text())
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
 

@@ -7,6 +7,7 @@ Everything here is a run of train.main on short pictures; see conftest.py.
 import dataclasses
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -40,7 +41,7 @@ from train_edits import EditSettings
 
 import train
 from runtime import folder as run_folder
-from runtime.folder import MAY_CHANGE
+from runtime.folder import MAY_CHANGE, write_whole
 
 
 def error_of(capsys):
@@ -125,11 +126,10 @@ def test_the_newest_checkpoint_stays_and_those_of_evaluated_steps(judged):
 def test_fewer_checkpoints_for_a_slow_disk(judged, start):
     """--save-every counts the steps between them. An evaluated step has one, and so has the last.
     A resumed run makes the other steps again."""
-    often = "--save-every 3 --eval-every 4 --out"
-    kill = write_reward("if call == 7:\n    os.kill(os.getpid(), signal.SIGKILL)")  # in step 4
-    start(*QUICK, *kill, "--steps", "7", *often.split(), "killed").join()
-    assert steps_saved("killed") == ["000003"] and steps_of("killed/metrics.jsonl") == [1, 2, 3]
-    assert judged(*write_reward(""), "--steps 5", often, "whole") == 0
+    kill = write_reward("if call == 8:\n    os.kill(os.getpid(), signal.SIGKILL)")  # in step 5
+    start(*QUICK, *kill, *str.split("--steps 7 --save-every 3 --eval-every 0 --out killed")).join()
+    assert steps_saved("killed") == ["000003"] and steps_of("killed/metrics.jsonl") == [1, 2, 3, 4]
+    assert judged(*write_reward(""), "--steps 5 --save-every 3 --eval-every 4 --out whole") == 0
     assert steps_saved("whole") == ["000004", "000005"]
 
 
@@ -229,6 +229,7 @@ def test_both_halves_of_a_model_are_in_each_checkpoint_and_at_the_end(judged, on
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     shutil.copytree("both", "stopped")
     shutil.rmtree("stopped/checkpoints/000001")
+    Path("stopped/checkpoints/.unfinished/decoder-adapter").mkdir(parents=True)  # of a kill
     assert resume("stopped") == 0
     same_run("both", "stopped")
 
@@ -378,6 +379,29 @@ def test_a_run_without_a_step_can_be_begun_again(quick, capsys, monkeypatch):
     assert json.loads(Path("run/settings.json").read_text())["lr"] == 2e-3
     assert quick("--steps 1 --out run") == 2
     assert "run is not empty: choose another --out, or continue its run" in error_of(capsys)
+
+
+def test_a_strangers_run_is_data(judged, one_step):
+    """The file of an optimizer runs no code."""
+    shutil.copytree(one_step, "run")
+    torch.save({"state": Bomb()}, "run/checkpoints/000001/adapter-optimizer.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        resume("run --steps 2")
+    assert not Path("ran").exists()
+
+
+class Bomb:
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
+def test_a_kill_as_a_file_is_written_leaves_what_was_there(tmp_path, monkeypatch):
+    (file := tmp_path / "metrics.jsonl").write_text("before")
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda *given: (write(*given), pytest.exit("killed")))
+    with pytest.raises(pytest.exit.Exception):
+        write_whole(file, "after")
+    assert file.read_text() == "before"
 
 
 # ---- signals -------------------------------------------------------------------------------------
