@@ -110,12 +110,14 @@ def test_the_rate_warms_up_by_the_step_whose_number_a_checkpoint_has(quick, caps
     assert rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
 
 
-def test_the_newest_checkpoint_stays_and_those_of_evaluated_steps(judged):
+def test_the_newest_checkpoint_stays_and_those_of_evaluated_steps(judged, capsys):
     """The newest alone has an optimizer, which is two thirds of it. Seen by a reward from step 2 on,
-    by when the step before is saved."""
+    by when the step before is saved. Equal rewards, such as step 2 gets, move nothing."""
     see = "print(*sorted(os.listdir('run/checkpoints')), file=open('seen.txt', 'a'))"
-    reward = write_reward(f"if os.path.exists('run/checkpoints'):\n    {see}")
+    equal = "if call == 5:\n    return torch.zeros(len(images))"
+    reward = write_reward(f"if os.path.exists('run/checkpoints'):\n    {see}\n{equal}")
     assert judged(*reward, "--steps 4 --eval-every 3 --out run") == 0
+    assert "(2 of the last 3 steps moved the policy)" in capsys.readouterr().out
     seen = ["000001", "000002"] + ["000003"] * 3  # the third step, evaluation and the fourth step
     assert Path("seen.txt").read_text().split("\n")[:5] == seen
     assert steps_saved("run") == ["000003", "000004"]
