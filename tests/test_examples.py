@@ -51,7 +51,11 @@ def test_one_screen_computes_what_grpo_py_computes(tmp_path, capsys):
     settings = {"clip_range": made["CLIP_RANGE"], "kl_coef": made["KL_COEF"]}
     given = new_logprobs, old_logprobs, advantages, ref_logprobs
     expected, metrics = grpo.compute_grpo_loss(*given, **settings)
-    for one, other in ((found, expected.detach()), (kl, metrics["kl"]), (share, metrics["clip_fraction"])):
+    for one, other in (
+        (found, expected.detach()),
+        (kl, metrics["kl"]),
+        (share, metrics["clip_fraction"]),
+    ):
         assert one.item() == pytest.approx(float(other), abs=1e-6)
     assert share > 0.01 and kl > 0.1
     (expected,) = torch.autograd.grad(expected, new_logprobs)
