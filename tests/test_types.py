@@ -3,6 +3,7 @@ table, frames."""
 
 import math
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from conftest import prompts_of, records
 from PIL import Image
 
 from runtime.data import Prompt, evenly, read_file, spread
-from runtime.evaluation import count_to_show
+from runtime.evaluation import count_to_show, sets_of
 from runtime.numbers import evaluation_metrics
 from runtime.words import evaluation_table
 
@@ -136,6 +137,10 @@ def test_held_out_prompts_of_a_few_are_evenly_of_all_types():
     found = spread(prompts, 6)
     assert [prompt.type for prompt in found] == [*"ababab"]
     assert [prompt.text for prompt in found] != [prompt.text for prompt in evenly(prompts, 6)]
+    of_sets = sets_of(
+        Namespace(eval_count=6, steps=1), Namespace(prompts=prompts, held_out=prompts)
+    )
+    assert of_sets == {"training": evenly(prompts, 6), "held out": found}
 
 
 # ---- pictures ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from PIL import Image, ImageFont
 import viewer
 from runtime.record import Record
 from runtime.words import as_lines
-from viewer.page import axis, draw_curves, draw_page, panel
+from viewer.page import axis, draw_curves, draw_page, error_of, panel
 from viewer.sheets import draw_grid, font_for
 
 RED, BLUE = (250, 0, 0), (0, 0, 250)
@@ -212,6 +212,10 @@ def test_a_panel_has_every_point_in_its_place(made):
     assert band == "74.0,26.0 308.0,26.0 308.0,26.0 74.0,166.0"  # once around
     share = panel("", {"held out": [(0, 0.98, 0.05), (1, 1.0, None)]})  # whose error passes 1
     assert ">1</text>" in share and ">1.2</text>" not in share and ">0.2</text>" in share
+    band = ElementTree.fromstring(f"<svg>{share}</svg>").find(".//polygon").get("points")
+    assert band.startswith("48.0,26.0 ")  # at the top of the panel, not above it
+    groups = [{"f": [1, 2]}, {"f": [3, None]}, {"f": [4.5, 4.5]}, {"f": [None]}, {}]
+    assert error_of(groups, "f") == pytest.approx(3**0.5 / 2)  # of means 1.5, 3 and 4.5
     found = ElementTree.fromstring(draw_curves(viewer.read(made)))
     assert [each.find("{*}text").text for each in found.findall("{*}svg")] == ["f", "kind", "kl"]
 
