@@ -11,6 +11,7 @@ import pickle
 import random
 import shutil
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(judged):
     for run, steps in (("run", 2), ("again", 1)):
         assert judged(often, "--warmup-steps 9 --steps", steps, "--out", run) == 0
     shutil.rmtree("mine")
+    del sys.modules["helper"]
     Path("prompts.txt").unlink()
     Path("elsewhere").mkdir()
     again = Path("again").rename("elsewhere/again")
