@@ -39,7 +39,7 @@ def joined():
 def device(wanted):
     """This rank's GPU; or the CPU, with a single thread unless OMP_NUM_THREADS says otherwise.
 
-    For matrices as small as the tiny model's a second thread gains nothing, and beside a busy
+    For matrices as small as the tiny model's a second thread gains little, and beside a busy
     program it costs a lot. wanted: "auto", "cpu" or "cuda". UserError for a GPU that will not do.
     """
     has_gpu = torch.cuda.is_available()
