@@ -204,6 +204,7 @@ def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     assert 0 < metrics["grad_norm"] < 1 and metrics["skipped"] == 0
 
 
+@pytest.mark.filterwarnings("ignore:kl is above 0")  # perturbed on purpose
 def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
     """On fresh samples, in two micro-batches: of minus the mean over steps of A times the mean
     log-density, and of the KL term, by autograd."""
