@@ -149,7 +149,7 @@ def test_lpips_equals_the_published_numbers(true_lpips):
     for b, expected in [(a.flip(1), 0.479392), (1 - a, 0.595775), (a, 0)]:
         assert lpips.distance(a, b).item() == pytest.approx(expected, abs=2e-6)
     large = picture(a.flip(1)).resize((96, 96))  # another size: resized to the image's
-    values = lpips([picture(a)] * 4, [""] * 4, [picture(a.flip(1)), None, picture(a), large])
+    values = lpips([picture(a)] * 4, [picture(a.flip(1)), None, picture(a), large])
     same(values, [-0.4794, NAN, 0, -0.4794], atol=0.01, rtol=0)
     assert not values.requires_grad
 
