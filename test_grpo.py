@@ -494,6 +494,15 @@ def test_what_teaches_nothing_gives_no_step(case):
     assert all(p.isfinite().all() for p in run.parameters)
 
 
+def test_the_norm_is_the_mean_over_the_iterations_that_made_a_step(monkeypatch):
+    run = trainer(iterations=3)
+    groups = roll_out(run, "one")
+    monkeypatch.setattr(run, "step", iter([0.25, math.nan, 0.75]).__next__)
+    with pytest.warns(UserWarning, match="NaN or infinite"):
+        metrics = run.update(groups)
+    assert (metrics["grad_norm"], metrics["skipped"]) == (0.5, pytest.approx(1 / 3))
+
+
 def test_clipping_acts_from_the_second_iteration():
     """Metrics are means over the iterations; the gaps are measured before the policy moves."""
     run = lambda **more: trainer(with_adapter(text_model(), 0.3), lr=5.0, kl_coef=0.1, **more)

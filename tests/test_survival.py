@@ -42,7 +42,7 @@ from train_edits import EditSettings
 
 import train
 from runtime import folder as run_folder
-from runtime.folder import MAY_CHANGE, write_whole
+from runtime.folder import MAY_CHANGE
 
 
 def error_of(capsys):
@@ -399,13 +399,20 @@ class Bomb:
         return open, ("ran", "w")
 
 
-def test_a_kill_as_a_file_is_written_leaves_what_was_there(tmp_path, monkeypatch):
-    (file := tmp_path / "metrics.jsonl").write_text("before")
-    write = Path.write_text
-    monkeypatch.setattr(Path, "write_text", lambda *given: (write(*given), pytest.exit("killed")))
-    with pytest.raises(pytest.exit.Exception):
-        write_whole(file, "after")
-    assert file.read_text() == "before"
+@pytest.mark.parametrize("name", ["settings.json", "metrics.jsonl"])
+def test_a_kill_as_a_resumed_run_writes_a_file_leaves_what_was_there(quick, one_step, name):
+    shutil.copytree(one_step, "run")
+    before, write = Path("run", name).read_text(), Path.write_text
+
+    def killed(path, text):
+        write(path, text if name not in path.name else "")
+        if name in path.name:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_text", killed)
+        assert resume("run", "--steps 2") == 130
+    assert Path("run", name).read_text() == before
 
 
 # ---- signals -------------------------------------------------------------------------------------
