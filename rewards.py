@@ -69,19 +69,19 @@ def against_targets(measure, images, targets):
     return torch.tensor(values)
 
 
-def mse(images, prompts, targets):
+def mse(images, targets):
     """Negative mean squared error, pixels in 0..1: 0 for a perfect copy, -1 at worst."""
     return against_targets(lambda a, b: -(a - b).square().mean(), images, targets)
 
 
-def ssim(images, prompts, targets):
+def ssim(images, targets):
     """Structural similarity, at most 1, for a perfect copy (Wang et al. 2004, eq. 13): ssim_map."""
     return against_targets(lambda a, b: ssim_map(a, b).mean(), images, targets)
 
 
 def keep(images, sources):
     """Structural similarity of an edit to its source: with a small weight it keeps the rest."""
-    return ssim(images, None, sources)
+    return ssim(images, sources)
 
 
 def ssim_map(a, b):
@@ -105,7 +105,7 @@ def ssim_map(a, b):
 # ---- variety -------------------------------------------------------------------------------------
 
 
-def variety(images, prompts, targets, group_size):
+def variety(images, group_size):
     """1 less the mean SSIM to the other pictures of the group: 0 where all are equal.
 
     Pictures are first shrunk to 256 pixels a side at most: 28 pairs of 1024 x 1024 take long.
@@ -183,7 +183,9 @@ class Reward:
 
     @property
     def parameters(self):
-        return inspect.signature(self.function).parameters.values()
+        # A torch module has those of its forward.
+        function = getattr(self.function, "forward", self.function)
+        return inspect.signature(function).parameters.values()
 
     def check(self, columns, file):
         """UserError if it has a parameter that prompts of a file, with these columns, do not fill.

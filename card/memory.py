@@ -37,7 +37,7 @@ class Machine(cpu.Machine):
     """
 
     def __init__(self, models, device, waiting=None, release=lambda: None):
-        """models: all, on the CPU. waiting: where weights wait for their turn, see plan.
+        """models: all of them. waiting: where weights wait for their turn, see plan.
 
         release: called when weights leave the device, or memory runs out: see CapturedForward.
         """

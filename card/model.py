@@ -51,7 +51,7 @@ def sizes(model_class, settings, device):
 
 
 def load_sizes(model, device):
-    """The same without data: from a few kB of config files."""
+    """The stock pipeline on the meta device, from its config files."""
     modules = {}
     with readable_loading(model), torch.device("meta"):
         for name in PARTS:

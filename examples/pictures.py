@@ -53,7 +53,7 @@ def sample_and_paint(batch, seed):
 
 def evaluate(when):
     _, images, captions = sample_and_paint(held_out, seed=2**29)
-    verdicts = judge(images, captions, targets=None)
+    verdicts = judge(images, captions)
     print(f"{when}: {verdicts.mean():.0%} of {len(images)} held-out pictures are correct")
     cells = [(image, "", verdict == 0) for image, verdict in zip(images, verdicts)]
     return [cells[i : i + GROUP_SIZE] for i in range(0, len(cells), GROUP_SIZE)]
@@ -63,7 +63,7 @@ before = evaluate("before")
 for step in range(STEPS):
     batch = random.Random(step).sample(prompts, PROMPTS)
     groups, images, captions = sample_and_paint(batch, seed=step * PROMPTS)  # parts 1 and 2
-    rewards = torch.as_tensor(reward(images, captions, targets=None))
+    rewards = torch.as_tensor(reward(images, captions))
     set_advantages(groups, rewards)  # 3. z-scores within each group
     policy.add_reference(groups)  # 4. log-probs with the adapter off
     policy.update(groups)  # 4. with the adapter on; 5. the clipped loss; 6. AdamW

@@ -89,6 +89,8 @@ def learn(run, trainer, model, groups, prefix=""):
 
 @dataclass(kw_only=True)
 class DecoderSettings(Settings):
+    script: ClassVar[str] = "examples/train_decoder.py"
+
     # ---- the decoder
 
     # what learns; --group-size counts the paintings of a code sequence; with both, it counts the

@@ -7,8 +7,8 @@ r"""Train GLM-Image to edit pictures: a run of train.py whose prompts are wishes
 
 photos/ holds a picture per line of wishes.txt, sorted by name. The flags of the last line are
 GLM-Image's defaults; the tiny model's compare with targets that it draws. (Without a download:
---reward keep.) Takes the flags of train.py, and knows two more rewards, keep and edit. What edits
-need beside captions: glm_image/editing.py.
+--reward keep --eval-reward none.) Takes the flags of train.py. What edits need beside captions:
+glm_image/editing.py.
 """
 
 import sys
@@ -28,7 +28,12 @@ from runtime.settings import TINY, Settings, is_tiny
 
 @dataclass(kw_only=True)
 class EditSettings(Settings):
-    """The tiny model draws its own pictures to edit; for another, all four flags are needed."""
+    """The tiny model draws its own pictures to edit.
+
+    Another needs --sources, --prompts, --eval-sources and --eval-prompts.
+    """
+
+    script: ClassVar[str] = "examples/train_edits.py"
 
     # ---- edits
 

@@ -41,7 +41,7 @@ PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see
 def gaussian_step(x, v, level, next_level, noise_level):
     """Mean (K, C, H, W) and std (a number) of the next latents.
 
-    Without noise to the last bit the stock scheduler's. x: latents (K, C, H, W) float32. v:
+    Without noise, bit-identical to the stock scheduler. x: latents (K, C, H, W) float32. v:
     velocity, like x. level, next_level: of noise, in 0..1. noise_level: in 0..1.
     """
     std = next_level * math.sin(noise_level * math.pi / 2)

@@ -37,7 +37,7 @@ LORA_TARGETS = {
     # The attention of every block.
     "decoder": ["to_q", "to_k", "to_v", "to_out.0"],
 }
-# Added to a group's seed for the noise that its pictures start from; see train.py.
+# Added to a group's seed for the noise that its pictures start from.
 NOISE_SEED = 2**31
 
 
@@ -60,7 +60,7 @@ class GlmImage:
     def prepare_training(self, settings, device):
         """Adds the adapter, and freezes all else.
 
-        All models are still on the CPU: Machine in card/memory.py moves them.
+        Machine in card/memory.py moves the models later.
         """
         inner, transformer = self.language_model.model, self.pipe.transformer
         inner.visual = inner.vqmodel = None  # they read pictures

@@ -29,7 +29,7 @@ class Clip:
         self.model, self.processor = _clip(model, processor)
         self.reads_chinese = Path(model).is_dir()
 
-    def __call__(self, images, prompts, targets):
+    def __call__(self, images, prompts):
         reads = lambda prompt: self.reads_chinese or CHINESE.search(prompt) is None
         read = torch.tensor([reads(prompt) for prompt in prompts])
         return F.cosine_similarity(*self.embed(images, prompts)).where(read, math.nan)
@@ -54,8 +54,8 @@ class Aesthetic(Clip):
         names = sorted({int(key.split(".")[1]) for key in weights})
         self.layers = [(weights[f"layers.{n}.weight"], weights[f"layers.{n}.bias"]) for n in names]
 
-    def __call__(self, images, prompts, targets):
-        x, _ = self.embed(images, prompts)
+    def __call__(self, images):
+        x, _ = self.embed(images, [""] * len(images))
         for weight, bias in self.layers:
             x = F.linear(x, weight, bias)
         return x.squeeze(1)

@@ -22,7 +22,7 @@ class Lpips(torch.nn.Module):
             weights.append(heads[f"lin{i}.model.1.weight"])  # (1, channels, 1, 1)
             self.layers.append(torch.nn.ParameterList(weights))
 
-    def forward(self, images, targets, **_):
+    def forward(self, images, targets):
         with lend_gpu(self) as device:
             measure = lambda a, b: -self.distance(a.to(device), b.to(device))
             return against_targets(measure, images, targets)

@@ -52,7 +52,7 @@ class Text:
         self.ocr = RapidOCR(params={"Global.log_level": "error", **fast})
         self.ocr(Image.new("RGB", (64, 64)))  # it loads its models with the first picture
 
-    def __call__(self, images, prompts, targets):
+    def __call__(self, images, prompts):
         return torch.tensor([self.accuracy(image, quoted(p)) for image, p in zip(images, prompts)])
 
     def accuracy(self, image, strings):

@@ -43,7 +43,7 @@ class Vqa:
         self.yes = answer_ids(tokenizer, "yes")
         self.no = answer_ids(tokenizer, "no")
 
-    def __call__(self, images, prompts, targets):
+    def __call__(self, images, prompts):
         return self.means([[image] for image in images], prompts)
 
     def means(self, shown, prompts):
@@ -106,7 +106,7 @@ class Edit(Vqa):
     a grade). The mean of their values, see Vqa: a picture left as it was gets half.
     """
 
-    def __call__(self, images, prompts, targets, sources):
+    def __call__(self, images, prompts, sources):
         return self.means(list(zip(sources, images)), prompts)
 
     def about(self, prompt):

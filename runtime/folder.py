@@ -74,11 +74,12 @@ def claim(settings):
 
 
 def is_free(out):
-    """Whether a folder is empty, but for what a run leaves there that ended before its first step.
+    """Whether a folder has nothing, or only the files of a run that ended before its first record.
 
-    It may have been out of memory when the models loaded, and is begun again.
+    The run may have been out of memory when the models loaded, and is begun again.
     """
-    own = {LOCK, "settings.json", "start", "tracker-id", *(f"{name}.jsonl" for name in RECORDS)}
+    own = {LOCK, "settings.json", "start", "tracker-id", "tensorboard"}
+    own |= {*(f"{name}.jsonl" for name in RECORDS)}
     recorded = any(read_jsonl(out / f"{name}.jsonl") for name in RECORDS)
     return not recorded and {each.name for each in out.iterdir()} <= own
 
@@ -108,7 +109,8 @@ def begin(out, settings, rewards):
             shutil.copy(file, start / name)
         if settings.steps > 0:  # else nothing is ever resumed
             copy_adapters(find_adapters(settings.adapter), start)
-        values = settings.portable() | {"versions": versions(), "processes": ranks.count()}
+        values = settings.portable() | {"script": settings.script}
+        values |= {"versions": versions(), "processes": ranks.count()}
     write_whole(out / "settings.json", json.dumps(values, indent=2))
 
 
@@ -138,10 +140,11 @@ def versions():
 # ---- how it goes on ------------------------------------------------------------------------------
 
 
-def resumed(given):
+def resumed(given, script):
     """{name: value}: the settings of the run in --resume, and the flags that are given.
 
-    What the run began with it finds in start/. UserError for flags that would change the run.
+    What the run began with it finds in start/. UserError for flags that would change the run, and
+    for a run of another script.
     """
     out = Path(given["resume"])
     if other := sorted(given.keys() - MAY_CHANGE - {"resume"}):
@@ -152,6 +155,8 @@ def resumed(given):
         )
     with readable(f"resume {out}", "; name the folder of a run, such as runs/1"):
         values = json.loads((out / "settings.json").read_text())
+    if (own := values.pop("script")) != script:
+        raise UserError(f"{out} is a run of {own}: python {own} --resume {out}")
     began = values.pop("versions")
     now = {name: version for name, version in versions().items() if version != began.get(name)}
     if now:

@@ -17,6 +17,11 @@ LOADED = {  # how the stock pipeline loads an adapter, and how the hub names it
     ),
 }
 
+# For diffusers 0.42.1, which joins the features that transformers 5.23 expects apart.
+EDIT = """
+read, channels = policy.get_image_tokens, policy.config.vision_config.hidden_size
+policy.get_image_tokens = lambda joined, grids: read(joined.unflatten(0, (-1, channels)), grids)"""
+
 PAGE = """\
 ---
 {base}library_name: {library}
@@ -51,12 +56,12 @@ policy.generation_config.update(temperature={temperature}, top_p={top_p})
 pipe.to(device)  # with less memory: pipe.enable_model_cpu_offload()
 size = {{"height": {height}, "width": {width}}}
 painter = {{"num_inference_steps": {eval_decode_steps}, "guidance_scale": {eval_guidance_scale}}}
-pipe({prompt}, **size, **painter).images[0].save("picture.png")
+pipe({prompt}, {source}**size, **painter).images[0].save("picture.png")
 ```
 
 ## Settings
 
-`python train.py --config settings.json` begins a run like it:
+`python {script} --config settings.json` begins a run like it:
 
 ```json
 {settings}
@@ -90,6 +95,7 @@ def page(name, settings, records, adapters):
     load, part, library = LOADED[name]
     others = [f" Load `{each}` of the same run, too." for each in adapters if each != name]
     is_folder = Path(find_path(model)).exists()
+    edits = "sources" in settings
     words = {
         "base": "" if is_folder else f"base_model: {model}\n",
         "library": library,
@@ -98,7 +104,8 @@ def page(name, settings, records, adapters):
         "steps": counted(records["metrics"][-1]["step"], "step"),
         "others": "".join(others),
         "evaluation": evaluation(records["evaluation"]),
-        "load": load,
+        "load": load + EDIT * edits,
+        "source": 'image=[diffusers.utils.load_image("source.png")], ' * edits,
         "prompt": json.dumps(records["groups"][-1]["prompt"], ensure_ascii=False),
     }
     return PAGE.format_map(settings | words)

@@ -204,8 +204,8 @@ class Record:
 def tracked(settings, out):
     """Yields the tracker of --tracker, or None. The first rank has it.
 
-    It starts before the models load: if it cannot, that is an error, which leaves nothing in the
-    folder `out`. Whatever fails later is a warning.
+    It starts before the models load: if it cannot, that is an error, and the folder `out` may
+    be used again. Whatever fails later is a warning.
     """
     if settings.tracker == "none" or ranks.rank() > 0:
         yield None

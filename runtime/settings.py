@@ -30,9 +30,11 @@ class Settings(GRPOSettings):
     """The settings of train.py; the defaults are GLM-Image's.
 
     The settings of the algorithm in grpo.py are flags, too. Scripts in examples/ add more settings.
-    During a run only card/memory.py changes settings: it sets `base` to what fits, and halves
-    `micro_batch_size` when memory runs out.
+    Before a run `base` is set to what fits, and `adapter` to the copy in its folder. During a run
+    only `micro_batch_size` changes: card/memory.py halves it when memory runs out.
     """
+
+    script: ClassVar[str] = "train.py"  # whose settings these are
 
     # ---- model and data
 
@@ -41,7 +43,7 @@ class Settings(GRPOSettings):
     # start from the adapters in this folder: of a run, of a checkpoint, or a published one; with
     # --steps 0 only evaluate them
     adapter: str = None
-    # text file, one prompt per line
+    # text file, one prompt per line; or .jsonl, with columns for rewards
     prompts: str = f"{ROOT}/prompts/train.txt"
     # folder with one picture per prompt, sorted by name; or my_file.py:function, which draws them
     targets: str = None
@@ -332,7 +334,7 @@ def parse_settings(arguments=None, kind=Settings):
     parser = build_parser(kind)
     given = vars(parser.parse_args(arguments))
     if "resume" in given:
-        return kind(**resumed(given))
+        return kind(**resumed(given, kind.script))
     if config := given.pop("config", None):
         given = vars(parser.parse_args(flags_in(config))) | given
     model = given.get("model") or default_model()
@@ -350,7 +352,7 @@ def flags_in(file):
     """The settings in a JSON file, as flags; of a run's settings.json not what belongs to it."""
     with readable(f"use --config {file}", '; an example: {"steps": 50, "lr": 1e-4}'):
         values = dict(json.loads(Path(file).read_text("utf-8-sig")))
-    of_run = "versions", "processes", "out", "resume"
+    of_run = "script", "versions", "processes", "out", "resume"
     values = {name: x for name, x in values.items() if name not in of_run}
     return [f"{option(name)}={x}" for name, x in values.items() if x is not None]
 

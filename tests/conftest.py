@@ -122,7 +122,8 @@ def run_class_of(words):
     if "--resume" in words:
         file = Path(words[words.index("--resume") + 1], "settings.json")
         with suppress(OSError, ValueError):
-            words += [f"--{name}" for name in json.loads(file.read_text())]
+            script = json.loads(file.read_text())["script"]
+            return {each.Settings.script: each for each in (train.Run, DecoderRun, EditRun)}[script]
     if "--train" in words:
         return DecoderRun
     return EditRun if {"--sources", "--eval-sources"} & {*words} else train.Run

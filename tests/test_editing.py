@@ -3,6 +3,7 @@ the source."""
 
 import re
 import runpy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from conftest import (
 )
 from PIL import Image
 from test_gpu import SHAPING, same_samples
+from test_pages import run_code
 from test_vqa import bounded, by_generate, pictures, tiny_model
 
 import rewards
@@ -263,13 +265,24 @@ def test_the_adapter_edits_in_the_stock_pipeline(edited, tmp_path, monkeypatch):
     assert len(pictures) == 2
 
 
+def test_the_card_of_an_adapter_for_edits_edits(edited, tmp_path, monkeypatch):
+    shutil.copytree(edited / "adapter", tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    Path(TINY.name).symlink_to(TINY)
+    world.draw(RED_CIRCLE).save("source.png")
+    run_code(tmp_path / "README.md", "adapter = ")
+    assert Image.open("picture.png").size == (64, 64)
+    words = "`python examples/train_edits.py --config settings.json`"
+    assert words in Path("README.md").read_text()
+
+
 # ---- rewards that see the source -----------------------------------------------------------------
 
 
 def test_keep_is_likeness_to_the_source():
     drawn = world.draw(RED_CIRCLE), world.draw(BLUE_CROSS)
     found = rewards.keep(drawn, [drawn[0]] * 2)
-    assert torch.equal(found, rewards.ssim(drawn, ["", ""], [drawn[0]] * 2))
+    assert torch.equal(found, rewards.ssim(drawn, [drawn[0]] * 2))
 
 
 def test_edit_asks_about_both_pictures(tmp_path):
@@ -287,4 +300,4 @@ def test_edit_asks_about_both_pictures(tmp_path):
         assert value == pytest.approx(expected, abs=1e-4)
     assert abs(found[0] - found[1]) > 1e-3
     turned = rewards.score({"edit": reward}, [source], prompts_of("x", sources=[one]))["edit"]
-    assert abs(turned - edit([one], ["x"], None, [source])) > 1e-4  # which is the first matters
+    assert abs(turned - edit([one], ["x"], [source])) > 1e-4  # which is the first matters

@@ -125,7 +125,8 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
     parse = runtime.settings.parse_settings
     short_settings = lambda words: parse([*words, *short.split()])
     monkeypatch.setattr("runtime.settings.parse_settings", short_settings)
-    judges = {"facts": my_reward.blueness, "correct": check.clean}
+    facts = lambda images, prompts: my_reward.blueness(images)
+    judges = {"facts": facts, "correct": lambda images, prompts: check.clean(images)}
     load = lambda name: judges[name.partition(":")[2]]
     monkeypatch.setattr(rewards, "load_from_file", load)
     code = (ROOT / "examples" / "pictures.py").read_text()
@@ -168,12 +169,12 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
 
 def test_blueness_by_hand():
     images = [Image.new("RGB", (8, 8), colour) for colour in ("blue", "white", (51, 102, 204))]
-    assert my_reward.blueness(images, [""] * 3, None) == pytest.approx([1, 0, 0.8 - 0.3])
+    assert my_reward.blueness(images) == pytest.approx([1, 0, 0.8 - 0.3])
 
 
 def test_a_win_rate_compares_within_a_group():
     images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "green", "white")]
-    shares = my_reward.win_rate(images * 2, ["a"] * 8, None, group_size=4)
+    shares = my_reward.win_rate(images * 2, group_size=4)
     assert shares.tolist() == [0, 0.75, 0.25, 0.5] * 2
 
 

@@ -93,7 +93,7 @@ def test_mse_alone_prefers_a_blank_picture_to_a_wrong_one():
         ]
         target = world.draw(((shape, colour), None, None, None))
         images = [blank, *map(world.draw, scenes)]
-        empty, *values = rewards.mse(images, [""] * 9, [target] * 9).tolist()
+        empty, *values = rewards.mse(images, [target] * 9).tolist()
         preferred = [empty > value for value in values]
         colours += preferred[:5]
         places += preferred[5:]

@@ -78,11 +78,11 @@ def test_ssim_equals_the_published_value():
 def test_mse_by_hand():
     image = Image.new("RGB", (8, 8), (255, 0, 51))
     target = Image.new("RGB", (16, 16), (255, 255, 0))
-    values = rewards.mse([image, image.convert("RGBA"), target], [""] * 3, [target] * 3)
+    values = rewards.mse([image, image.convert("RGBA"), target], [target] * 3)
     assert values.tolist() == pytest.approx([-(0 + 1 + 0.2**2) / 3] * 2 + [0])
     # Compared at the size of the image: there the fine grid of the target is a flat grey.
     grid = Image.fromarray(np.indices((64, 64)).sum(0).astype(np.uint8) % 2 * 255)
-    (value,) = rewards.mse([Image.new("RGB", (8, 8), (128,) * 3)], [""], [grid]).tolist()
+    (value,) = rewards.mse([Image.new("RGB", (8, 8), (128,) * 3)], [grid]).tolist()
     assert -0.01 < value < 0
 
 
@@ -160,6 +160,7 @@ def test_likeness_needs_no_target_for_every_picture(name, tmp_path):
     spec = f"lpips={tmp_path}" if name == "lpips" else name
     images = noise(3)
     parsed = loaded(spec)
+    parsed[name].check([], "prompts.txt")
     raw_rewards = rewards.score(
         parsed, images, prompts_of("", "", "", targets=[images[0], None, images[0]])
     )
@@ -231,7 +232,7 @@ def test_infix_distance_by_hand(pattern, text, distance):
 def test_text_by_hand(lines, prompt, expected):
     text = object.__new__(Text)
     text.ocr = lambda image: SimpleNamespace(txts=lines or None)
-    same(text(noise(1), [prompt], None), [expected])
+    same(text(noise(1), [prompt]), [expected])
 
 
 def test_text_reads_english():
@@ -318,10 +319,10 @@ def test_a_processor_may_come_from_another_place(tmp_path):
     folders = {"model": tmp_path / "model", "processor": tmp_path / "processor"}
     tiny_clip(*folders.values())
     clip, images, prompts = Clip(**folders), noise(2), ["ad", "一只圆"]
-    assert clip(images, prompts, None).isfinite().all()  # a model from a folder may know it
+    assert clip(images, prompts).isfinite().all()  # a model from a folder may know it
     clip.reads_chinese = False
     picture, prompt = vectors_by_hand(folders["model"], images[0], "ad")
-    same(clip(images, prompts, None), [(picture @ prompt).item(), NAN])
+    same(clip(images, prompts), [(picture @ prompt).item(), NAN])
     for name, *stock in (
         ("pickscore", "yuvalkirstain/PickScore_v1", rewards.CLIP_H),
         ("hps", "adams-story/HPSv2-hf", rewards.CLIP_L),
@@ -352,7 +353,7 @@ def test_aesthetic_is_the_head_by_hand(clip):
     aesthetic = only(f"aesthetic={clip}")
     assert aesthetic.model is only(f"clip={clip}").model  # it is loaded once
     for prompts in (CAPTIONS, CAPTIONS[::-1]):  # which have no say
-        same(aesthetic(images, prompts, None), expected, atol=1e-4, rtol=1e-4)
+        same(aesthetic(images), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_is_on_the_gpu_only_while_it_scores(monkeypatch):

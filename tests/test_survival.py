@@ -19,6 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import train_edits
 from conftest import (
     QUICK,
     adapter_of,
@@ -38,7 +39,6 @@ from conftest import (
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from train_decoder import DecoderSettings
-from train_edits import EditSettings
 
 import train
 from runtime import folder as run_folder
@@ -139,7 +139,9 @@ def test_fewer_checkpoints_for_a_slow_disk(judged, start):
 
 def test_a_resumed_run_takes_only_what_may_change(quick, one_step, capsys):
     names = {
-        each.name for kind in (DecoderSettings, EditSettings) for each in dataclasses.fields(kind)
+        each.name
+        for kind in (DecoderSettings, train_edits.EditSettings)
+        for each in dataclasses.fields(kind)
     }
     free = "micro_batch_size steps device offload save_every eval_every tracker"
     assert {*free.split()} == MAY_CHANGE < names
@@ -149,6 +151,8 @@ def test_a_resumed_run_takes_only_what_may_change(quick, one_step, capsys):
     assert error.endswith("or start a new run from its adapter: --adapter run")
     assert resume("run", "--config run/settings.json") == 2
     assert "leave out --config" in error_of(capsys)
+    assert train.main(["--resume", "run"], train_edits.EditRun) == 2
+    assert error_of(capsys).endswith("run is a run of train.py: python train.py --resume run")
     assert resume("nothing") == 2
     assert "cannot resume nothing ([Errno 2] No such file or directory" in error_of(capsys)
     assert resume("run --micro-batch-size 1 --save-every 1 --steps 2") == 0

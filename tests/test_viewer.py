@@ -136,6 +136,14 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
+def test_a_run_in_its_first_evaluation_has_no_page_yet(tmp_path, monkeypatch, capsys):
+    (tmp_path / "evaluation.jsonl").touch()  # it begins empty
+    monkeypatch.setattr(sys, "argv", ["viewer", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("viewer", run_name="__main__")
+    assert f"there is no evaluation in {tmp_path}" in capsys.readouterr().err
+
+
 def test_a_page_shows_the_run_and_names_files_that_are_there(made, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["viewer", str(made)])
     runpy.run_module("viewer", run_name="__main__")

@@ -186,7 +186,7 @@ def test_a_question_is_bounded_so_that_an_easy_one_does_not_outweigh_a_hard_one(
 ):
     """The numbers of the docstring."""
     vqa = Vqa(folder)
-    one = lambda odds: with_odds(monkeypatch, vqa, odds) or vqa([None], ["a cat"], None).item()
+    one = lambda odds: with_odds(monkeypatch, vqa, odds) or vqa([None], ["a cat"]).item()
     for odds in (-30, -2, 0, 0.5, 9):
         assert one(odds) == pytest.approx(bounded(odds), abs=1e-6)
     differences = one(9) - one(5), one(2) - one(-2)
@@ -203,7 +203,7 @@ def test_the_reward_is_the_mean_over_the_questions_the_foils_and_the_whole_promp
     vqa = loaded(folder).function
     one, two = pictures((64, 64), (64, 64))
     alone = "no questions about this"
-    found = vqa([one, two, one], [LEMONS, LEMONS, alone], None)
+    found = vqa([one, two, one], [LEMONS, LEMONS, alone])
     (row,) = (json.loads(line) for line in QUESTIONS.open() if json.loads(line)["prompt"] == LEMONS)
     assert len(row["questions"]) == 6 and len(row["foils"]) == 1
     for value, image in zip(found[:2].tolist(), (one, two)):
@@ -229,9 +229,9 @@ def test_who_says_yes_to_everything_gains_nothing_from_a_question_and_its_foil(
     vqa = Vqa(folder, path)
     for odds in (-7, 0, 3, 12):
         with_odds(monkeypatch, vqa, odds)
-        assert vqa([None], [TEA], None).item() == pytest.approx(0.5)
+        assert vqa([None], [TEA]).item() == pytest.approx(0.5)
     with_odds(monkeypatch, vqa, lambda image, question: 4 if "red" in question else -4)
-    assert vqa([None], [TEA], None).item() == pytest.approx(bounded(4))
+    assert vqa([None], [TEA]).item() == pytest.approx(bounded(4))
 
 
 # ---- what is asked of which prompt ---------------------------------------------------------------
@@ -245,11 +245,11 @@ def test_what_a_prompt_quotes_is_not_nested_in_the_same_quotes(folder):
 def test_a_model_of_english_is_not_asked_in_chinese(folder, monkeypatch, tmp_path):
     """NaN, and only there, unless there are questions, or the model is another."""
     (image,) = pictures((64, 64))
-    assert Vqa(folder)([image], [TEA], None).isfinite().all()
+    assert Vqa(folder)([image], [TEA]).isfinite().all()
     monkeypatch.setattr(rewards, "SMOLVLM", folder)
     vqa = Vqa(folder)
-    assert vqa([image] * 3, [TEA, "a cat", TEA], None).isnan().tolist() == [True, False, True]
-    assert vqa([image] * 2, [TEA, TEA], None).isnan().all() and vqa.answers(image, TEA) == {}
+    assert vqa([image] * 3, [TEA, "a cat", TEA]).isnan().tolist() == [True, False, True]
+    assert vqa([image] * 2, [TEA, TEA]).isnan().all() and vqa.answers(image, TEA) == {}
     path = row_file(tmp_path / "q.jsonl", {"prompt": TEA, "questions": ["Is there a sign?"]})
     assert list(Vqa(folder, path).answers(image, TEA)) == ["Is there a sign?"]
     assert rewards.REWARDS["vqa"][1] == {"model": "HuggingFaceTB/SmolVLM-Instruct"}
@@ -279,5 +279,5 @@ def test_the_model_is_lent_the_gpu_and_given_back(folder, monkeypatch):
     lent, caches, lend_gpu = [], [], vqa_module.lend_gpu
     vqa.model.register_forward_hook(lambda *given: caches.append(given[2].past_key_values))
     monkeypatch.setattr(vqa_module, "lend_gpu", lambda model: lent.append(model) or lend_gpu(model))
-    vqa(pictures((64, 64)), [LEMONS], None)
+    vqa(pictures((64, 64)), [LEMONS])
     assert lent == [vqa.model] and caches and not any(caches)  # nothing would read them

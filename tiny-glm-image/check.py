@@ -1,6 +1,6 @@
 """Judge by their pixels whether pictures show what they were asked for: five rewards.
 
-    python train.py --reward facts
+    python train.py --model tiny-glm-image --reward facts
 
 facts   the share of what is asked that the picture shows. To learn from.
 correct 1 where it shows all of it, else 0. To judge by.
@@ -151,7 +151,7 @@ def facts_of(image, prompt, source=None):
 # ---- five rewards, see rewards.py ----------------------------------------------------------------
 
 
-def facts(images, prompts, targets=None, sources=None):
+def facts(images, prompts, sources=None):
     """The mean of the facts of each picture. NaN for prompts that are not of this world.
 
     sources: a picture or None for each image, or None.
@@ -160,18 +160,18 @@ def facts(images, prompts, targets=None, sources=None):
     return torch.tensor([sum(x.values()) / len(x) if x else float("nan") for x in shares])
 
 
-def correct(images, prompts, targets=None, sources=None):
+def correct(images, prompts, sources=None):
     """1 where all facts hold, else 0. NaN as for `facts`."""
-    shares = facts(images, prompts, targets, sources)
+    shares = facts(images, prompts, sources)
     return torch.where(shares.isnan(), shares, (shares > 1 - 1e-6).float())
 
 
-def clean(images, prompts=None, targets=None):
+def clean(images):
     """1 where every place is empty or shows one of the shapes in one of the colours, else 0."""
     return torch.tensor([float("mess" not in look(image)) for image in images])
 
 
-def near(images, prompts=None, targets=None):
+def near(images):
     """1 less the mean difference from the nearest scene that could be drawn, pixels in 0..1."""
     found = []
     for image in images:
@@ -181,7 +181,7 @@ def near(images, prompts=None, targets=None):
     return torch.tensor(found)
 
 
-def many(images, prompts=None, targets=None):
+def many(images):
     """The share of the places in which something stands, whatever was asked for."""
     return torch.tensor([sum(thing is not None for thing in look(x)) / 4 for x in images])
 

@@ -65,7 +65,7 @@ from runtime.data import Prompt
 NUM_CODES = 1024
 
 
-# ---- 1. captions and edits, misread --------------------------------------------------------------
+# ---- captions and edits, misread -----------------------------------------------------------------
 
 # Of the captions of a step.
 SHARES = {
@@ -115,7 +115,7 @@ def to_tensor(images):
     return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-# ---- 2. codes ------------------------------------------------------------------------------------
+# ---- codes ---------------------------------------------------------------------------------------
 
 
 def patches(pixels, grid):
@@ -161,7 +161,7 @@ def codes_of(scenes):
     return torch.cat([codes.transpose(2, 3).flatten(1) for codes in places], dim=1)
 
 
-# ---- 3. the models, without training -------------------------------------------------------------
+# ---- the models, without training ----------------------------------------------------------------
 
 
 def fresh(part):
@@ -169,7 +169,7 @@ def fresh(part):
     return without_weights(part, json.loads((HERE / part / "config.json").read_text()))
 
 
-# ---- 4. training ---------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def optimise(name, module, steps, lr, loss_fn):
@@ -273,7 +273,7 @@ def train_policy(policy, steps, lr, redraw=None):
     optimise("policy", policy, steps, lr, loss)
 
 
-# ---- 5. the stages, each with its own seed -------------------------------------------------------
+# ---- the stages, each with its own seed ----------------------------------------------------------
 
 
 def make_policy():

@@ -3,12 +3,13 @@
 import argparse
 from pathlib import Path
 
+from runtime.words import read_jsonl
 from viewer import show
 
 parser = argparse.ArgumentParser("python -m viewer", description=__doc__)
 parser.add_argument("run", help="the folder of a run, such as runs/1", type=Path)
 out = parser.parse_args().run
-if not (out / "evaluation.jsonl").exists():
+if not read_jsonl(out / "evaluation.jsonl"):
     parser.error(f"there is no evaluation in {out}")
 show(out)
 print(f"look at {out / 'index.html'}")
