@@ -16,8 +16,8 @@ own and name it on the command line:
     python train.py --reward my_rewards.py:blueness      # runs that file: use only files you trust
     python train.py --reward clip=path/to/folder:0.5     # weights from a folder, not downloaded
 
-The order of calls: parse_rewards; load, once; in a step score, then combine, which makes the values
-one number per picture.
+The order of calls: load, once; in a step score, then combine, which makes the values one number per
+picture.
 
 Rewards that are models are in reward_models/. Each loads once, when named, from where REWARDS
 says. With NAME=FOLDER, that folder must hold all files of the row.
@@ -28,7 +28,6 @@ import functools
 import inspect
 import itertools
 import math
-import re
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -125,7 +124,7 @@ def small_tensor(image):
     return to_tensor(image, tuple(round(side / shrink) for side in image.size))
 
 
-# ---- from the command line to one number per picture ---------------------------------------------
+# ---- from a name to one number per picture -------------------------------------------------------
 
 ALEXNET = "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
 LPIPS_HEADS = (
@@ -187,18 +186,6 @@ class Reward:
         function = getattr(self.function, "forward", self.function)
         return inspect.signature(function).parameters.values()
 
-    def check(self, columns, file):
-        """UserError if it has a parameter that prompts of a file, with these columns, do not fill.
-
-        One with a default may be left out.
-        """
-        known = "images", "prompts", "targets", "group_size", *columns
-        for each in self.parameters:
-            needed = each.default is each.empty and each.kind != each.VAR_KEYWORD
-            if needed and each.name not in known:
-                words = f"reward {self.source!r} asks for {each.name!r}; for prompts of {file} "
-                raise UserError(f"{words}there are {', '.join(known)} (docs/rewards.md)")
-
     def __call__(self, **given):
         """With all that is given, if it takes **kwargs; else with what it has parameters for."""
         if all(each.kind != each.VAR_KEYWORD for each in self.parameters):
@@ -209,29 +196,6 @@ class Reward:
 
 # One event loop for all calls: a client that a reward keeps is bound to the loop of its first.
 RUNNER = asyncio.Runner()
-
-
-def parse_rewards(spec):
-    """'ssim,clip=folder:0.5' -> {"ssim": Reward("ssim"), "clip": Reward("clip=folder", 0.5)}.
-
-    'none' -> {}. The names are what people read, 'my.py:f' for 'a/my.py:f'; each has one reward.
-    UserError for what can be known to be wrong before anything loads, or is downloaded.
-    """
-    rewards = {}
-    for item in spec.split(","):
-        if item.strip() not in ("", "none"):
-            number = r"-?\d*\.?\d+(?:e-?\d+)?"
-            source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
-            name = source.partition("=")[0].split("/")[-1]
-            if ".py:" in source:
-                find_file(source)
-            elif name not in REWARDS:
-                known = f"known: {', '.join(sorted(REWARDS))}; your own: file.py:function"
-                raise UserError(f"unknown reward {name!r}; {known}")
-            if name in rewards:
-                raise UserError(f"two rewards are named {name!r}: rename or leave out one of them")
-            rewards[name] = Reward(source, float(weight or 1))
-    return rewards
 
 
 def find_path(name):

@@ -238,7 +238,8 @@ def evaluate(run, settings, data, record):
 
         with optional("show the run"):
             show(record.out)
-            record.track_picture(record.out / "before-after.png")
+            if record.tracker is not None:
+                record.tracker.log_picture(record.out / "before-after.png", record.done)
 
 
 def main(arguments=None, run_class=Run):

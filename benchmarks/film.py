@@ -20,10 +20,9 @@ import torch
 from PIL import Image
 
 import train
-from rewards import parse_rewards
 from runtime import evaluation
 from runtime.folder import WEIGHTS, checkpoints, load_adapter
-from runtime.settings import TINY
+from runtime.settings import TINY, parse_rewards
 from viewer.sheets import draw_grid
 
 COLUMNS, ROWS = ("one", "two", "counting", "colours", "position", "binding"), 4

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageOps
 
-from rewards import UserError, find_path, load_from_file, load_module, parse_rewards, score
+from rewards import UserError, find_path, load_from_file, load_module, score
 from runtime import ranks
 from runtime.errors import readable, say
 from runtime.folder import find_adapters
+from runtime.settings import parse_rewards
 
 TYPE = re.compile(r"# *type: *(.+)")  # a line for the prompts below it
 
@@ -216,6 +217,19 @@ def load_rewards(settings, data):
     for name, reward in rewards.items():
         reward.load()
         if settings.steps > 0:
-            reward.check(data.prompts[0].row, settings.prompts)
-        reward.check(data.held_out[0].row, settings.eval_prompts)
+            check_parameters(reward, data.prompts[0].row, settings.prompts)
+        check_parameters(reward, data.held_out[0].row, settings.eval_prompts)
         score({name: reward}, blank, data.held_out[:1])
+
+
+def check_parameters(reward, columns, file):
+    """UserError if it has a parameter that prompts of a file, with these columns, do not fill.
+
+    One with a default may be left out.
+    """
+    known = "images", "prompts", "targets", "group_size", *columns
+    for each in reward.parameters:
+        needed = each.default is each.empty and each.kind != each.VAR_KEYWORD
+        if needed and each.name not in known:
+            words = f"reward {reward.source!r} asks for {each.name!r}; for prompts of {file} "
+            raise UserError(f"{words}there are {', '.join(known)} (docs/rewards.md)")

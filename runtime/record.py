@@ -1,18 +1,14 @@
-"""What a run says of itself: a line for each step, its numbers, its pictures; trackers."""
+"""What a run says of itself: a line for each step, its numbers, its pictures."""
 
 import json
-import os
-import secrets
-from contextlib import contextmanager
+from contextlib import nullcontext
 from itertools import chain
 
-import numpy as np
 import torch
-from PIL import Image
 
 from rewards import weights_of
 from runtime import folder, ranks
-from runtime.errors import optional, readable, say
+from runtime.errors import say
 from runtime.folder import write_whole
 from runtime.numbers import reward_metrics, with_weighted_sum
 from runtime.words import (
@@ -38,7 +34,7 @@ class Record:
     line = LINE
 
     def __init__(self, out, settings, data, run, tracker, done):
-        """tracker: see tracked. done: steps made so far; records of later ones are dropped."""
+        """tracker: a Tracker, or None. done: steps made; records of later ones are dropped."""
         self.out = out
         self.settings = settings
         self.machine = run.machine
@@ -65,26 +61,6 @@ class Record:
             with open(self.out / f"{name}.jsonl", "a") as file:
                 file.write(as_lines(records))
 
-    def track(self, numbers):
-        """{name: number or None} to the tracker, if there is one."""
-        if self.tracker is not None:
-            with optional(f"send numbers to {self.settings.tracker}"):
-                known = {name: number for name, number in numbers.items() if number is not None}
-                self.tracker.log(known, step=self.done)
-
-    def track_picture(self, file):
-        """A PNG file to the tracker, if there is one."""
-        if self.tracker is None:
-            return
-        pixels = np.asarray(Image.open(file, formats=["PNG"]).convert("RGB"))  # (height, width, 3)
-        if self.settings.tracker == "trackio":
-            import trackio
-
-            self.tracker.log({file.stem: trackio.Image(pixels)}, step=self.done)
-        else:
-            layout = {"dataformats": "NHWC"} if self.settings.tracker == "tensorboard" else {}
-            self.tracker.log_images({file.stem: pixels[None]}, step=self.done, **layout)
-
     def step(self, done, rollout, metrics):
         """Writes a step's numbers and the first rank's pictures, its checkpoint, and its line."""
         self.done = done
@@ -98,7 +74,8 @@ class Record:
         metrics |= {"entropy": entropy} | self.reward_metrics(of_all) | self.machine.read()
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
         numbers = self.records["metrics"][-1]
-        self.track(numbers)
+        if self.tracker is not None:
+            self.tracker.log(numbers, done)
         groups = [
             {"step": done, "line": prompt.line, "prompt": prompt.text}
             | {name: values[i].tolist() for name, values in rewards.items()}
@@ -144,8 +121,11 @@ class Record:
         ]
         more = {"judge": self.judged_by, "moved": (sum(map(any, norms)), len(since))}
         self.append("evaluation", [{"step": self.done, **numbers, **more, "shown": shown}])
-        means = {name: x for name, x in evaluations[-1].items() if name in ("training", "held out")}
-        self.track({f"{name}/{key}": x[key][0] for name, x in means.items() for key in values})
+        if self.tracker is not None:
+            last = evaluations[-1]
+            whole = [name for name in ("training", "held out") if name in last]
+            means = {f"{name}/{key}": last[name][key][0] for name in whole for key in values}
+            self.tracker.log(means, self.done)
         say(evaluation_table(evaluations))
         judge = self.judged_by or next(iter(self.weights))
         if best := best_earlier_evaluation(evaluations, judge):
@@ -197,45 +177,10 @@ class Record:
             write_cards(self, adapters)
 
 
-# ---- trackers ------------------------------------------------------------------------------------
-
-
-@contextmanager
 def tracked(settings, out):
-    """Yields the tracker of --tracker, or None. The first rank has it.
-
-    It starts before the models load: if it cannot, that is an error, and the folder `out` may
-    be used again. Whatever fails later is a warning.
-    """
+    """A context with the Tracker of --tracker on the first rank, else with None."""
     if settings.tracker == "none" or ranks.rank() > 0:
-        yield None
-        return
-    with readable(f"start --tracker {settings.tracker}"):
-        tracker = start_tracker(settings.tracker, out)
-        tracker.store_init_configuration(vars(settings))
-    try:
-        yield tracker
-    finally:
-        with optional(f"finish {settings.tracker}"):
-            tracker.finish()
+        return nullcontext()
+    from runtime.trackers import started  # other runs do not enter there
 
-
-def start_tracker(name, out):
-    """One of accelerate's trackers. A resumed run goes on in the same run of it."""
-    from accelerate import PartialState, tracking  # seconds to import
-
-    PartialState()
-    if name == "tensorboard":
-        tracker = tracking.TensorBoardTracker("tensorboard", logging_dir=out)
-        tracker.start()
-        return tracker
-    file = out / "tracker-id"
-    run = file.read_text() if file.exists() else f"{out.resolve().name}-{secrets.token_hex(4)}"
-    project, options = "grpo-glm-image", {"name": run, "resume": "allow"}
-    if name == "wandb":
-        project = os.environ.get("WANDB_PROJECT", project)
-        options |= {"id": run, "name": os.environ.get("WANDB_NAME", run)}
-    tracker = tracking.LOGGER_TYPE_TO_CLASS[name](project, **options)
-    tracker.start()
-    file.write_text(run)
-    return tracker
+    return started(settings, out)

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 from copy import copy
@@ -16,7 +17,7 @@ import torch
 from transformers.utils import cached_file
 
 from grpo import GRPOSettings
-from rewards import REWARDS, ROOT, UserError, find_path, parse_rewards
+from rewards import REWARDS, ROOT, Reward, UserError, find_file, find_path
 from runtime import ranks
 from runtime.errors import option, readable, say
 from runtime.folder import resumed
@@ -346,6 +347,29 @@ def parse_settings(arguments=None, kind=Settings):
         sizes = f"{least:,}" if tiny else f"{least:,} to {most:,}"
         say(f"warning: trained on {sizes} pixels per picture; this run paints {pixels:,}")
     return settings
+
+
+def parse_rewards(spec):
+    """'ssim,clip=folder:0.5' -> {"ssim": Reward("ssim"), "clip": Reward("clip=folder", 0.5)}.
+
+    'none' -> {}. The names are what people read, 'my.py:f' for 'a/my.py:f'; each has one reward.
+    UserError for what can be known to be wrong before anything loads, or is downloaded.
+    """
+    rewards = {}
+    for item in spec.split(","):
+        if item.strip() not in ("", "none"):
+            number = r"-?\d*\.?\d+(?:e-?\d+)?"
+            source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
+            name = source.partition("=")[0].split("/")[-1]
+            if ".py:" in source:
+                find_file(source)
+            elif name not in REWARDS:
+                known = f"known: {', '.join(sorted(REWARDS))}; your own: file.py:function"
+                raise UserError(f"unknown reward {name!r}; {known}")
+            if name in rewards:
+                raise UserError(f"two rewards are named {name!r}: rename or leave out one of them")
+            rewards[name] = Reward(source, float(weight or 1))
+    return rewards
 
 
 def flags_in(file):

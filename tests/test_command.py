@@ -42,9 +42,10 @@ import train
 from card.memory import Machine
 from glm_image.model import load
 from grpo import compute_advantages
-from rewards import REWARDS, Reward, UserError, parse_rewards
+from rewards import REWARDS, Reward, UserError
 from runtime import evaluation, model_card, ranks, settings
 from runtime.numbers import reward_metrics
+from runtime.settings import parse_rewards
 from runtime.words import LINE, RECORDS, format_step
 
 NAN = math.nan
@@ -625,7 +626,7 @@ def test_code_sequences_get_the_advantages_of_their_own_pictures(monkeypatch, co
 def test_pictures_without_any_reward_are_a_run_too(judged, capfd, monkeypatch):
     """Nor does what cannot be drawn end it."""
     monkeypatch.setattr("viewer.draw_grid", Mock(side_effect=ValueError("no font\n:")))
-    monkeypatch.setattr("runtime.record.start_tracker", lambda *given: tracker)
+    monkeypatch.setattr("runtime.trackers.start", lambda *given: tracker)
     tracker = Mock()
     reward = write_reward("return [float('nan')] * len(images)")
     assert judged(*reward, "--steps 1 --tracker trackio --out run") == 0

@@ -38,10 +38,11 @@ from glm_image.decoder import PathScheduler, gaussian_step, log_density
 from grpo import NotFinite
 from rewards import combine
 from runtime import folder as run_folder
+from runtime.settings import parse_rewards
 
 PROMPTS = ["a red circle", "a blue cross"]
 VARIED = ["--temperature", "9", "--top-p", "1"]  # or the sequences of a prompt are all the same
-REWARDS = {name: x.load() for name, x in rewards.parse_rewards("ssim:1,mse:1").items()}
+REWARDS = {name: x.load() for name, x in parse_rewards("ssim:1,mse:1").items()}
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ from glm_image.editing import (
 from glm_image.model import for_decoder
 from rewards import UserError
 from runtime.data import Prompt
-from runtime.settings import RELEASE
+from runtime.settings import RELEASE, parse_rewards
 
 WISH = "make the circle blue"
 # (height, width) of the source and of the result: alike, the source larger, wide to tall.
@@ -288,7 +288,7 @@ def test_keep_is_likeness_to_the_source():
 def test_edit_asks_about_both_pictures(tmp_path):
     """Log-odds by generate() from one chat with two pictures; the mean of two bounded values."""
     folder = tiny_model(tmp_path / "vlm")
-    (reward,) = rewards.parse_rewards(f"edit={folder}").values()
+    (reward,) = parse_rewards(f"edit={folder}").values()
     edit = reward.load().function
     source, one, two = pictures((64, 64), (64, 64), (48, 80))
     sources, images, wishes = [source, one], [one, two], ['make "it" blue', "x"]

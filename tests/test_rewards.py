@@ -29,6 +29,8 @@ from reward_models import lend_gpu
 from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
 from rewards import Reward
+from runtime.data import check_parameters
+from runtime.settings import parse_rewards
 
 NAN = math.nan
 
@@ -52,7 +54,7 @@ def only(spec):
 
 
 def loaded(spec):
-    return {name: reward.load() for name, reward in rewards.parse_rewards(spec).items()}
+    return {name: reward.load() for name, reward in parse_rewards(spec).items()}
 
 
 # ---- likeness ------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ def test_likeness_needs_no_target_for_every_picture(name, tmp_path):
     spec = f"lpips={tmp_path}" if name == "lpips" else name
     images = noise(3)
     parsed = loaded(spec)
-    parsed[name].check([], "prompts.txt")
+    check_parameters(parsed[name], [], "prompts.txt")
     raw_rewards = rewards.score(
         parsed, images, prompts_of("", "", "", targets=[images[0], None, images[0]])
     )
@@ -488,9 +490,9 @@ def test_a_reward_that_is_not_a_number_a_picture_is_named(values):
 
 def test_a_parameter_that_nothing_is_given_for_is_named():
     reward = Reward("mine", function=lambda images, incldue, scale=1, **others: [])
-    error = error_from(reward.check, {"include": 0}, "a.jsonl")
+    error = error_from(check_parameters, reward, {"include": 0}, "a.jsonl")
     assert "asks for 'incldue'; for prompts of a.jsonl there are images, prompts, targets" in error
-    reward.check({"incldue": 0}, "a.jsonl")
+    check_parameters(reward, {"incldue": 0}, "a.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -535,12 +537,12 @@ def test_what_a_reward_does_to_what_it_is_given_no_other_sees():
 def test_names_and_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my_file.py").touch()
-    parsed = rewards.parse_rewards(" ssim:0.5, clip=a:b,,my_file.py:f:2e-3 ,none,hps:-.25")
+    parsed = parse_rewards(" ssim:0.5, clip=a:b,,my_file.py:f:2e-3 ,none,hps:-.25")
     weights = rewards.weights_of(parsed)
     assert weights == {"ssim": 0.5, "clip": 1, "my_file.py:f": 2e-3, "hps": -0.25}
     assert parsed["clip"].source == "clip=a:b"
-    assert rewards.parse_rewards("none") == rewards.parse_rewards("") == {}
-    assert "two rewards are named 'clip'" in error_from(rewards.parse_rewards, "clip=b,clip=c")
+    assert parse_rewards("none") == parse_rewards("") == {}
+    assert "two rewards are named 'clip'" in error_from(parse_rewards, "clip=b,clip=c")
 
 
 def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):

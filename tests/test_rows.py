@@ -13,9 +13,9 @@ import pytest
 from conftest import error_from, judge_file, records, resume, write_reward
 from PIL import Image
 
+from runtime import trackers
 from runtime.data import read_file
 from runtime.folder import versions
-from runtime.record import Record, start_tracker
 from runtime.words import best_earlier_evaluation
 
 ROWS = [
@@ -104,7 +104,7 @@ def test_the_best_evaluation_is_named():
 def test_a_tracker_gets_the_numbers(judged, monkeypatch, capsys):
     tracker = Mock()
     assert judged("--tracker wandb") == 2 and "No module named 'wandb'" in capsys.readouterr().err
-    monkeypatch.setattr("runtime.record.start_tracker", lambda *given: tracker)
+    monkeypatch.setattr("runtime.trackers.start", lambda *given: tracker)
     # The numbers and the picture before, the step's numbers, then both after.
     tracker.log.side_effect = [None, None, ValueError("away"), None, None]
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Image=lambda pixels: pixels))
@@ -125,7 +125,7 @@ def test_a_tracker_gets_the_numbers(judged, monkeypatch, capsys):
 def test_a_tracker_ends_no_run(quick, monkeypatch, capsys):
     """Nor does it hide what does. If it cannot start, the run can be resumed once it can."""
     start = Mock(side_effect=ValueError("No API key configured"))
-    monkeypatch.setattr("runtime.record.start_tracker", start)
+    monkeypatch.setattr("runtime.trackers.start", start)
     with monkeypatch.context() as patch:
         patch.setattr("train.load", lambda *given: pytest.fail("it loads"))
         assert quick("--tracker wandb --steps 1 --out run") == 2
@@ -146,9 +146,7 @@ def test_a_tracker_ends_no_run(quick, monkeypatch, capsys):
 def test_other_trackers_take_pictures_in_their_own_ways(tmp_path):
     Image.new("RGB", (3, 2), "red").save(tmp_path / "before-after.png")
     for name, layout in (("wandb", {}), ("tensorboard", {"dataformats": "NHWC"})):
-        record = SimpleNamespace(tracker=(tracker := Mock()), done=7)
-        record.settings = SimpleNamespace(tracker=name)
-        Record.track_picture(record, tmp_path / "before-after.png")
+        trackers.Tracker(name, tracker := Mock()).log_picture(tmp_path / "before-after.png", 7)
         ((pictures,), options) = tracker.log_images.call_args
         assert pictures["before-after"].tolist() == [[[[255, 0, 0]] * 3] * 2]
         assert options == {"step": 7, **layout}
@@ -163,14 +161,14 @@ def test_trackers_are_told_which_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", {"wandb": stub, "trackio": stub})
     (run := tmp_path / "run").mkdir()
     for name in ("wandb", "wandb", "trackio"):
-        start_tracker(name, run)
+        trackers.start(name, run)
     first, again, other = (call.kwargs for call in stub.call_args_list)
     assert first == again == other | {"id": first["name"]} and first["resume"] == "allow"
     assert re.fullmatch("run-[0-9a-f]{8}", first["name"])
     assert {call.args for call in stub.call_args_list} == {("grpo-glm-image",)}
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setenv("WANDB_NAME", "named")
-    start_tracker("wandb", run.rename(tmp_path / "moved"))
+    trackers.start("wandb", run.rename(tmp_path / "moved"))
     own = stub.call_args
     assert (*own.args, own.kwargs["name"], own.kwargs["id"]) == ("mine", "named", first["id"])
 
