@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from accelerate import PartialState, tracking
 from conftest import error_from, judge_file, records, resume, write_reward
 from PIL import Image
 
@@ -153,9 +154,7 @@ def test_other_trackers_take_pictures_in_their_own_ways(tmp_path):
 
 
 def test_trackers_are_told_which_run_goes_on(tmp_path, monkeypatch):
-    accelerate = pytest.importorskip("accelerate")
-    tracking = accelerate.tracking
-    monkeypatch.setattr(accelerate.PartialState, "_shared_state", {})
+    monkeypatch.setattr(PartialState, "_shared_state", {})
     # Trackers write to accelerate's log, which asks for a state of its own.
     stub = Mock(side_effect=lambda *given, **more: tracking.logger.info("begins") or Mock())
     monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", {"wandb": stub, "trackio": stub})
