@@ -214,7 +214,10 @@ def find_file(name):
 
 def load_from_file(name):
     """my_file.py:function, as a function."""
-    return getattr(load_module(find_file(name)), name.rpartition(":")[2])
+    module, function = load_module(find_file(name)), name.rpartition(":")[2]
+    if not hasattr(module, function):
+        raise UserError(f"{module.__file__} has no {function!r}")
+    return getattr(module, function)
 
 
 @functools.cache

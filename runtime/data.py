@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -215,7 +216,11 @@ def load_rewards(settings, data):
     say(f"loading the rewards {', '.join(rewards)}")
     blank = [Image.new("RGB", (settings.width, settings.height))] * 2
     for name, reward in rewards.items():
-        reward.load()
+        # A bug in the user's own file is its traceback.
+        own = ".py:" in reward.source
+        hint = "; docs/rewards.md says what it needs, and how to load it from a folder"
+        with nullcontext() if own else readable(f"load the reward {name}", hint):
+            reward.load()
         if settings.steps > 0:
             check_parameters(reward, data.prompts[0].row, settings.prompts)
         check_parameters(reward, data.held_out[0].row, settings.eval_prompts)

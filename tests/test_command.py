@@ -289,6 +289,8 @@ FILES = {
         ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'; known: "),
         ("--reward ssim:nan", "unknown reward 'ssim:nan'"),
         ("--reward none.py:f", "the file none.py does not exist"),
+        ("--reward good.py:jugde", "good.py has no 'jugde'"),
+        ("--reward clip=few", "cannot load the reward clip ("),
         ("--group-size 1", "--group-size must be at least 2, got 1"),
         ("--lr 0", "--lr must be above 0, got 0.0"),
         ("--kl-coef -0.1", "--kl-coef must be at least 0, got -0.1"),
