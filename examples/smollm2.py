@@ -15,14 +15,15 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-warnings.filterwarnings("ignore", category=FutureWarning)  # of peft about transformers
+warnings.filterwarnings("ignore", category=FutureWarning)  # names that will change
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging
 
 from grpo import GRPO, GRPOSettings, generate_with_logprobs, set_advantages
 
+logging.set_verbosity_error()  # the same names
 LENGTH = 4  # tokens: two digits, the end of the line, and one to spare
 GROUP_SIZE = 6
 PROMPTS_PER_STEP = 4

@@ -8,16 +8,19 @@ prompts and reward in their places.
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+warnings.filterwarnings("ignore", category=FutureWarning)  # names that will change
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from grpo import GRPO, GRPOSettings, set_advantages
 
+logging.set_verbosity_error()  # the same names
 END = 0
 LENGTH = 16  # tokens
 GROUP_SIZE = 8

@@ -26,6 +26,8 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", message="TensorFloat32")
 # It warns of modules to keep in float32 where there are none.
 diffusers.utils.logging.set_verbosity_error()
+# 5.24 says that past_key_values is to be renamed, in 5.40.
+transformers.utils.logging.set_verbosity_error()
 # In a file or a notebook each redrawing of a bar would be a line; of several ranks the first draws.
 if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
     diffusers.utils.logging.disable_progress_bar()
