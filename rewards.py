@@ -250,7 +250,7 @@ def score(rewards, images, prompts):
     for name, reward in rewards.items():
         # Copies: no other reward sees what one does to its pictures, such as image.thumbnail().
         copies = {key: [deepcopy(x) for x in column] for key, column in given.items()}
-        answer = reward(**copies, group_size=group_size)
+        answer = reward(**copies | {"group_size": group_size})
         try:
             values[name] = torch.tensor([math.nan if x is None else float(x) for x in answer])
         except (TypeError, ValueError, RuntimeError):  # of no list, or of what is no number

@@ -121,6 +121,7 @@ def read_rows(lines):
             with readable(f"read line {number}", '; an example: {"prompt": "three circles"}'):
                 row = json.loads(line)
                 text, of_type = one_line(row.pop("prompt")), row.get("type") or row.get("tag")
+                of_type = of_type and str(of_type)
             prompts.append(Prompt(text, of_type, number, row=row))
     return prompts
 

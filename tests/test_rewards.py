@@ -468,7 +468,7 @@ def test_a_reward_gets_what_it_has_parameters_for():
     images, (target, source) = noise(6), noise(2)
     functions = {"mine": mine, "judge": Judge(), "everything": everything}
     functions = {name: Reward(name, 1.0, each) for name, each in functions.items()}
-    more = {"sources": [source] * 2, "unheard": [1, 1]}
+    more = {"sources": [source] * 2, "unheard": [1, 1], "group_size": [9, 9]}
     prompts = prompts_of("a", "b", targets=[target, source], **more)
     found = rewards.score(functions, images, prompts)
     assert found["judge"].tolist() == [*range(6)] and found["everything"].tolist() == [1] * 6

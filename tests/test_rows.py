@@ -21,7 +21,7 @@ from runtime.words import best_earlier_evaluation
 
 ROWS = [
     {"tag": "counting", "prompt": "a photo of  three clocks\u3000", "include": [{"count": 3}]},
-    {"type": "two", "tag": "three", "prompt": "#1 {x}", "include": None, "more": " 1  2 "},
+    {"type": 2, "tag": "three", "prompt": "#1 {x}", "include": None, "more": " 1  2 "},
 ]
 
 
@@ -36,9 +36,9 @@ def test_a_row_is_a_prompt_with_columns(tmp_path):
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     first, second = read_file(file)
     assert (first.text, first.type, first.line) == ("a photo of three clocks", "counting", 1)
-    assert (second.text, second.type, second.line) == ("#1 {x}", "two", 3)
+    assert (second.text, second.type, second.line) == ("#1 {x}", "2", 3)
     assert first.row == {"tag": "counting", "include": [{"count": 3}], "type": "counting"}
-    assert second.row == {"type": "two", "tag": "three", "include": None, "more": " 1  2 "}
+    assert second.row == {"type": 2, "tag": "three", "include": None, "more": " 1  2 "}
 
 
 @pytest.mark.parametrize(
