@@ -200,7 +200,7 @@ def train(settings, run_class=Run):
             loop(run, settings, data, record, stop)
     done = f"{counted(record.done, 'step')}, {time.time() - start:.0f} s"
     say(f"{done}; output folder: {out}; look at {out / 'index.html'}")
-    if record.done == settings.steps:
+    if record.done >= settings.steps:
         return 0
     say(f"continue with --resume {out}")
     return 130

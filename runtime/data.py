@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageOps
 
-from rewards import UserError, find_path, load_from_file, load_module, score
+from rewards import UserError, find_path, load_from_file, load_module, score, weights_of
 from runtime import ranks
 from runtime.errors import readable, say
 from runtime.folder import find_adapters
@@ -194,6 +194,8 @@ def read_inputs(settings, read):
         for prompt in of_file:
             prompt.row = {name: prompt.row.get(name) for name in columns}
     rewards, judges = parse_rewards(settings.reward), parse_rewards(settings.eval_reward)
+    if not any(weights_of(rewards).values()):
+        raise UserError("--reward names nothing to train on: give a reward with a weight")
     for name in rewards.keys() & judges.keys():
         if rewards[name].source != judges[name].source:
             raise UserError(f"--reward and --eval-reward have two rewards named {name!r}")

@@ -183,8 +183,9 @@ class Settings(GRPOSettings):
             self.combine = "zscore" if len(parse_rewards(self.reward)) > 1 else "sum"
 
     def portable(self):
-        """{name: value}, without the place of the project on this machine."""
-        return {name: portable(value) for name, value in vars(self).items()}
+        """{name: value}, without places on this machine: of the project, and of the run."""
+        kept = vars(self).keys() - {"out", "resume"}
+        return {name: portable(value) for name, value in vars(self).items() if name in kept}
 
     def for_evaluation(self):
         """As the model is used after training."""
@@ -376,7 +377,7 @@ def flags_in(file):
     """The settings in a JSON file, as flags; of a run's settings.json not what belongs to it."""
     with readable(f"use --config {file}", '; an example: {"steps": 50, "lr": 1e-4}'):
         values = dict(json.loads(Path(file).read_text("utf-8-sig")))
-    of_run = "script", "versions", "processes", "out", "resume"
+    of_run = "script", "versions", "processes"
     values = {name: x for name, x in values.items() if name not in of_run}
     return [f"{option(name)}={x}" for name, x in values.items() if x is not None]
 

@@ -236,7 +236,7 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
     parsed = lambda *flags: train.parse_settings(flags, train_decoder.DecoderSettings).portable()
     again = parsed("--config", "run/settings.json", "--lr", "0.25")
     differ = {name for name in again if again[name] != of_run[name]}
-    assert differ == {"out", "lr"} and (again["out"], again["lr"]) == (None, 0.25)
+    assert differ == {"lr"} and again["lr"] == 0.25
     own = {"paintings": 3, "combine": "sum", "reward": "mse,ssim", "lr": 1e-3}
     Path("own.json").write_text(json.dumps({**own, "eval_reward": "", "targets": None}))
     found = parsed("--config", "own.json", "--train", "both", "--reward", "ssim,mse")
@@ -288,6 +288,8 @@ FILES = {
         ("--prompts rows.csv", "rows.csv is no file of prompts: these are .txt"),
         ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'; known: "),
         ("--reward ssim:nan", "unknown reward 'ssim:nan'"),
+        ("--reward none --steps 0", "--reward names nothing to train on"),
+        ("--reward facts:0", "--reward names nothing to train on"),
         ("--reward none.py:f", "the file none.py does not exist"),
         ("--reward good.py:jugde", "good.py has no 'jugde'"),
         ("--reward clip=few", "cannot load the reward clip ("),

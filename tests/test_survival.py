@@ -160,6 +160,7 @@ def test_a_resumed_run_takes_only_what_may_change(quick, one_step, capsys):
     capsys.readouterr()
     assert resume("run") == 0  # with these steps
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 steps, ")
+    assert resume("run --steps 1") == 0  # it has made more
 
 
 def test_zero_steps_evaluates_only(judged, one_step, capsys):
