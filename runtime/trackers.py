@@ -19,13 +19,13 @@ def started(settings, out):
     again. Whatever fails later is a warning.
     """
     with readable(f"start --tracker {settings.tracker}"):
-        tracker = Tracker(settings.tracker, start(settings.tracker, out))
-        tracker.tracker.store_init_configuration(vars(settings))
+        tracker = start(settings.tracker, out)
+        tracker.store_init_configuration(vars(settings))
     try:
-        yield tracker
+        yield Tracker(settings.tracker, tracker)
     finally:
         with optional(f"finish {settings.tracker}"):
-            tracker.tracker.finish()
+            tracker.finish()
 
 
 class Tracker:
