@@ -86,6 +86,7 @@ mistakes. Nothing here depends on GLM-Image: docs/copying.md trains a text model
 alone, and has the lines to change for another loss (Dr. GRPO, DAPO, GSPO).
 """
 
+import itertools
 import math
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -112,8 +113,8 @@ class GRPOSettings:
     temperature: float = 1.0
     # sample from the fewest likeliest tokens with at least this probability together; 1: from all
     top_p: float = 1.0
-    # the tokens that end a text; pictures have none
-    end_ids: tuple = ()
+    # what ends a text, as transformers has it: an id, several, or None; pictures have none
+    end_ids: int | list | tuple | None = None
     # larger gradients are scaled down to this norm: one outlier must not wreck training
     max_grad_norm: float = 1.0
 
@@ -304,22 +305,28 @@ class GRPO:
         self.reference = reference or self.without_adapter
         self.average = average or (lambda tensors: None)
         self.steps = 0  # optimiser steps so far
+        self.seeds = itertools.count()  # where sample() is given none
         parameters = [p for each in optimizer.param_groups for p in each["params"]]
         self.parameters = [p for p in parameters if p.requires_grad]
         _check_process(self.parameters, average)
+        # In this process: cuDNN's attention may give wrong tokens (pytorch 193893, trl 7181).
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def sample(self, encoded, group_size, seed):
+    def sample(self, encoded, group_size, seed=None):
         """1: N Groups of `group_size` (G) samples.
 
         encoded: N times (prompt_ids (L,), position_ids (3, L+T) or None for a text model, T), with
         one T for all. Group i draws from `seed + i` alone: the same prompts and seed give the same
-        samples until the policy moves. So the seeds of two steps must differ by N or more.
+        samples until the policy moves. Seeds of two steps must differ by N or more: None counts on.
         """
         if len({length for *_, length in encoded}) > 1:
             raise ValueError("the prompts have several T: give one for all")
         self.model.eval()
         prompt_ids, position_ids, (length, *_) = zip(*encoded, strict=True)
-        seeds = range(seed, seed + len(encoded))
+        seeds = self.seeds if seed is None else itertools.count(seed)
+        generators = [torch.Generator(self.model.device).manual_seed(next(seeds)) for _ in encoded]
+        ends = self.settings.end_ids
+        ends = [] if ends is None else torch.tensor(ends).view(-1).tolist()
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model,
             prompt_ids,
@@ -329,13 +336,12 @@ class GRPO:
             allowed_ids=self.allowed_ids,
             temperature=self.settings.temperature,
             top_p=self.settings.top_p,
-            end_ids=self.settings.end_ids,
-            generators=[torch.Generator(self.model.device).manual_seed(each) for each in seeds],
+            end_ids=ends,
+            generators=generators,
             token_forward=self.token_forward,
         )
-        mask = None
-        if ends := self.settings.end_ids:
-            mask = mask_through_end(tokens, ends)  # (N*G, T)
+        mask = mask_through_end(tokens, ends) if ends else None  # (N*G, T)
+        if ends:
             # Ended texts are sampled on until the longest ends. No reward may see those tokens.
             tokens = tokens.where(mask > 0, ends[0])
         return [
@@ -469,10 +475,6 @@ class GRPO:
 
 # ==== Below: how a language model recomputes log-probs, and samples ===============================
 
-# For the whole process: on recent GPUs cuDNN's attention is reported to give wrong tokens and NaN
-# (pytorch 193893, trl 7181).
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 # ---- 4. recompute the log-probs, of all tokens at once -------------------------------------------
 
 
@@ -567,8 +569,8 @@ def generate_with_logprobs(
             tokens.
         temperature: divides the logits; above 0.
         top_p: in (0, 1]; 1 keeps every id.
-        end_ids: the ids that end a text, a tuple. With them T is the length of the longest
-            text, at most `num_new_tokens`; without them T is `num_new_tokens`.
+        end_ids: the ids that end a text, a list. With them T is the length of the longest text, at
+            most `num_new_tokens`; without them T is `num_new_tokens`.
         generators: N torch.Generators on the model's device, so that no group depends on its
             neighbours. None: torch's.
         token_forward: called instead of the model for every token but the first, e.g. a captured
@@ -800,9 +802,7 @@ def _check_process(parameters, average):
     elif torch.distributed.is_available() and torch.distributed.is_initialized():
         raise ValueError("torch.distributed is started: GRPO needs `average`, see docs/copying.md")
     if any(p.dtype != torch.float32 for p in parameters):
-        warnings.warn(
-            "trained weights are not float32: most of a step is rounded away", stacklevel=3
-        )
+        warnings.warn("trained weights are not float32: steps are rounded away", stacklevel=3)
 
 
 def _warn_of(metrics, norms, at_start, groups, model):

@@ -724,6 +724,25 @@ def test_group_i_depends_on_its_prompt_and_on_seed_plus_i_alone(seed):
     assert not torch.equal(together[0].tokens, together[3].tokens)
 
 
+def test_samples_without_a_seed_take_the_next_ones():
+    """Two steps have none in common."""
+    run, prompts = trainer(), [(ids, None, 6) for ids in (LONG, SHORT)]
+    steps = [run.sample(prompts, 3), run.sample(prompts, 3, 7), run.sample(prompts, 3)]
+    for groups, seed in zip(steps, (0, 7, 2)):
+        for group, same in zip(groups, run.sample(prompts, 3, seed)):
+            assert torch.equal(group.tokens, same.tokens)
+
+
+def test_ends_are_what_transformers_has():
+    """An id, also 0, several, or None."""
+    prompts = [(ids, None, 12) for ids in (LONG, SHORT)]
+    sample = lambda ends: trainer(end_ids=ends, allowed_ids=slice(0, 9)).sample(prompts, 4, 0)
+    one, *same = (sample(ends) for ends in (0, [0], (0,)))
+    for groups in same:
+        assert all(torch.equal(x.mask, y.mask) for x, y in zip(one, groups))
+    assert all(group.mask is None for ends in (None, (), []) for group in sample(ends))
+
+
 def test_each_prompt_is_read_once_and_no_token_sees_nothing(monkeypatch):
     """By as many rows as there are prompts, the cache then has a row per sample; only the last
     logits are computed. Attention may answer NaN to a token that sees nothing; and no mask is left
@@ -920,4 +939,6 @@ def test_update_warns_of(seen, sign):
 
 
 def test_cudnns_attention_is_left_out():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    trainer()
     assert not torch.backends.cuda.cudnn_sdp_enabled()

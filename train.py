@@ -33,8 +33,8 @@ from runtime.data import load_rewards, prompt_indices, read_inputs, read_prompts
 from runtime.errors import StopRequest, exit_code, optional, say
 from runtime.evaluation import judge, seed_of_step
 from runtime.record import Record, tracked
+from runtime.report import counted
 from runtime.settings import Settings, parse_settings, print_start
-from runtime.words import counted
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
 
@@ -117,11 +117,11 @@ class Run:
         """The models on the device, and the policy's trainer.
 
         data: for a subclass that needs it. waiting: where weights wait for their turn, see plan in
-        card/memory.py. pipe: the stock pipeline, if it is loaded already.
+        gpu/memory.py. pipe: the stock pipeline, if it is loaded already.
         """
         glm_image = cls.Model(pipe or load(settings.model, device))
         if settings.base == "int8":
-            from card.model import round_weights  # on a CPU, too
+            from gpu.model import round_weights  # on a CPU, too
 
             # Straight to the GPU, so that the host never holds them.
             round_weights(glm_image, None if waiting else device)
@@ -161,9 +161,9 @@ class Run:
 def backend_of(device):
     """What a GPU has other than a CPU: who is on it, a captured step, memory that runs out."""
     if device.type == "cuda":
-        import card  # imported only with CUDA
+        import gpu  # imported only with CUDA
 
-        return card
+        return gpu
     return cpu
 
 

@@ -20,7 +20,8 @@ import torch
 from PIL import Image
 
 import train
-from runtime import evaluation
+from runtime.data import spread
+from runtime.evaluation import score_prompts
 from runtime.folder import WEIGHTS, checkpoints, load_adapter
 from runtime.settings import TINY, parse_rewards
 from viewer.sheets import draw_grid
@@ -32,8 +33,7 @@ def sheet(run, settings, prompts, judges, step):
     """What the policy paints now; a wrong picture has a red frame."""
     found = {kind: [] for kind in COLUMNS}
     verdicts = []
-    seed = evaluation.SEEDS["held out"]
-    for row, rewards, images in evaluation.score_prompts(run, settings, judges, prompts, seed):
+    for row, rewards, images in score_prompts(run, settings, judges, prompts):
         verdicts.append(rewards["correct"])
         cell = images[0], fill(prompts[row].text, 19), rewards["correct"][0] == 0
         found[prompts[row].type].append(cell)
@@ -47,7 +47,7 @@ def main(folder, file):
     torch.set_num_threads(1)
     settings = train.parse_settings(["--model", TINY])
     data = train.read_inputs(settings, train.Run.read_prompts)
-    prompts = evaluation.sets_of(settings, data)["held out"]
+    prompts = spread(data.held_out, settings.eval_count)
     judges = {"correct": parse_rewards("correct")["correct"].load()}
     run = train.Run.load(settings, data, torch.device("cpu"), None)
     sheets = [sheet(run, settings, prompts, judges, 0)]

@@ -41,7 +41,7 @@ from grpo import _log_distribution
 from rewards import Reward
 from runtime import evaluation
 from runtime.data import evenly
-from runtime.words import read_jsonl
+from runtime.report import read_jsonl
 
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
@@ -172,7 +172,7 @@ def judged(model, adapter=None, prompts="held out", pictures=PICTURES):
     settings = replace(settings, group_size=pictures, prompts_per_step=4)
     some = data.held_out if prompts == "held out" else evenly(data.prompts, 48)
     correct, clean, objects = [], [], []
-    seed = evaluation.SEEDS[prompts]
+    seed = evaluation.SEED if prompts == "held out" else 2**29
     for _, rewards, images in evaluation.score_prompts(run, settings, JUDGES, some, seed):
         correct.append(rewards["correct"].mean().item())
         clean += rewards["clean"].tolist()
@@ -205,7 +205,7 @@ def exact_kl(model, adapter):
 
     for i in range(0, len(data.held_out), 16):
         encoded = run.glm_image.encode(data.held_out[i : i + 16], own)
-        for group in policy.sample(encoded, PICTURES, evaluation.SEEDS["held out"] + i):
+        for group in policy.sample(encoded, PICTURES, evaluation.SEED + i):
             pi = distribution(group)
             with policy.model.disable_adapter():
                 ref = distribution(group)

@@ -62,7 +62,7 @@ def train(seed=0, steps=40, num_judged=64):
 
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0)
-    ends = tuple(tokenizer.encode("\n"))
+    ends = tokenizer.encode("\n")
     policy = GRPO(model, optimizer, GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=ends))
     judge()
     for step, first in enumerate(range(num_judged, len(sums), PROMPTS_PER_STEP)[:steps], 1):

@@ -54,12 +54,11 @@ def train(steps=30):
     torch.set_num_threads(1)  # of several, most would only wait on matrices this small
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
-    policy = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=(END,)))
+    policy = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=END))
     prompts = [(torch.tensor(ids), None, LENGTH) for ids in PROMPTS]
     means = []
     for step in range(steps):
-        # A seed per prompt, never the same one: prompt after prompt, G samples each.
-        groups = policy.sample(prompts, GROUP_SIZE, seed=step * len(prompts))
+        groups = policy.sample(prompts, GROUP_SIZE)  # prompt after prompt, G samples each
         rewards = torch.cat([reward(group) for group in groups])
         set_advantages(groups, rewards)  # compared within each group of G
         policy.add_reference(groups)

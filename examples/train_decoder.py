@@ -24,10 +24,10 @@ from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
 from rewards import UserError, combine, score, weights_of
 from runtime import ranks
-from runtime.numbers import reward_metrics
+from runtime.metrics import reward_metrics
 from runtime.record import Record
+from runtime.report import LINE
 from runtime.settings import Settings
-from runtime.words import LINE
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
 

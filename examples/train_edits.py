@@ -5,7 +5,8 @@ r"""Train GLM-Image to edit pictures: a run of train.py whose prompts are wishes
         --eval-sources others --eval-prompts others.txt \
         --targets none --eval-targets none --reward edit:1,keep:0.2
 
-photos/ holds a picture per line of wishes.txt, sorted by name. The flags of the last line are
+photos/ holds a picture per line of wishes.txt, sorted by name. Or --prompts names a .jsonl file
+with rows like {"prompt": "make it red", "source": "photo.png"}. The flags of the last line are
 GLM-Image's defaults; the tiny model's compare with targets that it draws. (Without a download:
 --reward keep --eval-reward none.) Takes the flags of train.py. What edits need beside captions:
 glm_image/editing.py.
@@ -37,9 +38,9 @@ class EditSettings(Settings):
 
     # ---- edits
 
-    # folder with the picture that each prompt changes, sorted by name
+    # folder with the pictures that the prompts change, as --targets has those to resemble
     sources: str = None
-    # folder with the picture that each held-out prompt changes
+    # the same of the held-out prompts
     eval_sources: str = None
 
     reward: str = "edit:1,keep:0.2"

@@ -5,7 +5,7 @@ paints the codes that the policy writes, and holds the models, one of which lear
 model whose policy writes image tokens, write a class with its methods and properties:
 __init__(pipe), prepare_training; language_model, reference, codes, encode; parts, painters, vae,
 paint, to_images, compiles_decoder. Beside it train.py takes load, for the
-weights. What a GPU needs to know of the model besides is in card/model.py.
+weights. What a GPU needs to know of the model besides is in gpu/model.py.
 
 editing.py has a GlmImage that edits pictures, decoder.py one whose decoder learns. Only their
 scripts in examples/ import them.

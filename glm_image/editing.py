@@ -16,12 +16,11 @@ from runtime.data import read_pictures, read_prompts
 
 def read_edits(settings, prefix=""):
     """The edits to train on, or with "eval_" the held-out edits."""
-    folder, size = getattr(settings, f"{prefix}sources"), (settings.width, settings.height)
-    if folder is None:
-        flags = "--sources, --prompts, --eval-sources and --eval-prompts"
-        raise UserError(f"edits need {flags}; or none of them and --model tiny-glm-image")
     prompts = read_prompts(settings, prefix)
-    for prompt, picture in zip(prompts, read_pictures(folder, "source", len(prompts), size)):
+    for prompt, picture in zip(prompts, read_pictures(prompts, "source", settings, prefix)):
+        if picture is None:
+            flags = "--sources, --prompts, --eval-sources and --eval-prompts"
+            raise UserError(f"edits need a source each: {flags}; or none of them and --model tiny-glm-image")
         prompt.source = prompt.row["sources"] = picture  # the second for rewards
     return prompts
 

@@ -62,7 +62,7 @@ class GlmImage:
     def prepare_training(self, settings, device):
         """Adds the adapter, and freezes all else.
 
-        Machine in card/memory.py moves the models later.
+        Machine in gpu/memory.py moves the models later.
         """
         inner, transformer = self.language_model.model, self.pipe.transformer
         inner.visual = inner.vqmodel = None  # they read pictures

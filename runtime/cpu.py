@@ -1,4 +1,4 @@
-"""The machine of a run: a CPU, on which all models stay. card/ is the same for a CUDA GPU."""
+"""The machine of a run: a CPU, on which all models stay. gpu/ is the same for a CUDA GPU."""
 
 import time
 from collections import defaultdict
@@ -15,7 +15,7 @@ Trainer = GRPO
 
 
 def plan(model_class, settings, device):
-    """How the models share a device, see card/memory.py: here they all stay."""
+    """How the models share a device, see gpu/memory.py: here they all stay."""
     settings.base = "bfloat16" if settings.base == "auto" else settings.base
 
 
@@ -26,7 +26,7 @@ def token_forward(glm_image, settings):
 class Machine:
     """with machine.phase("paint", decoder): the block's time is measured, and a bar shows its name.
 
-    On a GPU the models that are named are on it within the block: see card/memory.py.
+    On a GPU the models that are named are on it within the block: see gpu/memory.py.
     """
 
     def __init__(self, models, device, waiting=None, release=None):
@@ -62,7 +62,7 @@ class Machine:
         outer.unpause()
 
     def attempt(self, work, settings, trainers):
-        """Returns work(). card/ calls it again with less if memory runs out."""
+        """Returns work(). gpu/ calls it again with less if memory runs out."""
         return work()
 
 

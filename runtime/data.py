@@ -39,12 +39,11 @@ class Prompt:
 
 def read_prompts(settings, prefix=""):
     """The prompts to train on, or with "eval_" the held-out prompts, and their targets."""
-    path, folder = (getattr(settings, prefix + name) for name in ("prompts", "targets"))
-    prompts = read_file(path)
-    if folder not in (None, "none", ""):
-        size = settings.width, settings.height
-        for prompt, picture in zip(prompts, read_pictures(folder, "target", len(prompts), size)):
-            prompt.target = picture
+    file = getattr(settings, f"{prefix}prompts")
+    copy = settings.start and settings.start / f"{prefix}prompts{Path(file).suffix}"
+    prompts = read_file(copy or file)
+    for prompt, picture in zip(prompts, read_pictures(prompts, "target", settings, prefix)):
+        prompt.target = picture
     return prompts
 
 
@@ -113,7 +112,8 @@ def read_lines(lines):
 def read_rows(lines):
     """A JSON object per line: "prompt", and "type" or "tag" if there are types.
 
-    What else it holds are columns, for rewards with a parameter of that name.
+    "target" and "source" name pictures, see read_pictures. All but the prompt are columns, for
+    rewards with a parameter of that name.
     """
     prompts = []
     for number, line in enumerate(lines, 1):
@@ -126,23 +126,34 @@ def read_rows(lines):
     return prompts
 
 
-def read_pictures(folder, kind, count, size):
-    """`count` pictures of a folder, sorted by name as file browsers do: a2, A10, b1.
+def read_pictures(prompts, kind, settings, prefix=""):
+    """The picture of each prompt, its "target" or "source", None where it has none.
 
-    Each is made to size (width, height) as it is read: of another shape, its middle is cut out. In
-    place of a folder my_file.py:function may draw them.
+    Rows of a .jsonl file may name theirs, in the folder of --targets or --sources, or without one
+    in that of the file. Others go with the prompts in order, sorted by name as file browsers do:
+    a2, A10, b1. In place of a folder my_file.py:function may draw them. Each is made to size as it
+    is read: of another shape, its middle is cut out.
     """
-    if ".py:" in folder:
-        found = images = load_from_file(folder)()
+    file, folder = (getattr(settings, prefix + name) for name in ("prompts", f"{kind}s"))
+    names = [prompt.row.get(kind) for prompt in prompts]
+    if folder in ("none", "") or not (folder or any(names)):
+        return [None] * len(prompts)
+    if ".py:" in (folder or ""):
+        images = names = load_from_file(folder)()
     else:
-        as_people_count = lambda file: re.sub(
-            "[0-9]+", lambda digits: digits[0].zfill(9), file.name.casefold()
-        )
-        found = sorted(Path(find_path(folder)).glob("[!.]*"), key=as_people_count)
-        images = map(read_picture, found)
-    if len(found) != count:
-        raise UserError(f"{folder} has {len(found)} {kind} pictures for {count} prompts")
-    return [ImageOps.fit(image, size, Image.Resampling.LANCZOS) for image in images]
+        place = Path(find_path(folder)) if folder else Path(find_path(file)).parent
+        if not any(names):
+            names = sorted((each.name for each in place.glob("[!.]*")), key=as_people_count)
+        images = (name and read_picture(place / str(name)) for name in names)
+    if len(names) != len(prompts):
+        raise UserError(f"{folder} has {len(names)} {kind} pictures for {len(prompts)} prompts")
+    size = settings.width, settings.height
+    return [image and ImageOps.fit(image, size, Image.Resampling.LANCZOS) for image in images]
+
+
+def as_people_count(name):
+    """What a name is sorted by."""
+    return re.sub("[0-9]+", lambda digits: digits[0].zfill(9), name.casefold())
 
 
 def read_picture(file):
@@ -193,7 +204,8 @@ def read_inputs(settings, read):
         columns = dict.fromkeys(name for prompt in of_file for name in prompt.row)
         for prompt in of_file:
             prompt.row = {name: prompt.row.get(name) for name in columns}
-    rewards, judges = parse_rewards(settings.reward), parse_rewards(settings.eval_reward)
+    specs = settings.reward, settings.eval_reward
+    rewards, judges = (parse_rewards(each, settings.start) for each in specs)
     if not any(weights_of(rewards).values()):
         raise UserError("--reward names nothing to train on: give a reward with a weight")
     for name in rewards.keys() & judges.keys():
@@ -213,7 +225,7 @@ def read_inputs(settings, read):
 def load_rewards(settings, data):
     """Loads the rewards, before the 35 GB of model, and tries them on blank pictures.
 
-    What cannot work fails now, not in an hour. Evaluations score prompts of both files.
+    What cannot work fails now, not in an hour.
     """
     rewards = data.rewards | data.judges
     say(f"loading the rewards {', '.join(rewards)}")
@@ -224,7 +236,7 @@ def load_rewards(settings, data):
         hint = "; docs/rewards.md says what it needs, and how to load it from a folder"
         with nullcontext() if own else readable(f"load the reward {name}", hint):
             reward.load()
-        if settings.steps > 0:
+        if settings.steps > 0 and name in data.rewards:
             check_parameters(reward, data.prompts[0].row, settings.prompts)
         check_parameters(reward, data.held_out[0].row, settings.eval_prompts)
         score({name: reward}, blank, data.held_out[:1])

@@ -1,16 +1,16 @@
-"""What was learned: training and held-out prompts, painted from the same seeds each time."""
+"""What was learned: held-out prompts, painted from the same seeds each time."""
 
 import torch
 
 from runtime import ranks
-from runtime.data import evenly, spread
+from runtime.data import spread
 from runtime.errors import say
-from runtime.numbers import evaluation_metrics, with_weighted_sum
-from runtime.words import counted
+from runtime.metrics import with_weighted_sum
+from runtime.report import counted
 
-# Prompt i of an evaluation has seed SEEDS[...] + i. Training with --seed 0 needs 536,870 steps to
-# reach these seeds. Training with another --seed never reaches them: see seed_of_step.
-SEEDS = {"training": 2**29, "held out": 2**29 + 2**20}
+# Prompt i of an evaluation has seed SEED + i. Training with --seed 0 needs 537,919 steps to reach
+# these seeds. Training with another --seed never reaches them: see seed_of_step.
+SEED = 2**29 + 2**20
 PROMPTS, SHOWN = 8, 4  # held-out prompts that are shown at most, and pictures of each
 
 
@@ -20,41 +20,27 @@ def seed_of_step(step, seed, prompts_per_step):
 
 
 def judge(run, settings, data, record):
-    """Judges pictures of training and held-out prompts, unless this step's are judged already."""
+    """Judges pictures of the held-out prompts, unless this step's are judged already."""
     if record.done in [each["step"] for each in record.records["evaluation"]]:
         return
-    sets = sets_of(settings, data)
+    prompts = spread(data.held_out, settings.eval_count)
     rewards = data.rewards | data.judges
-    numbers = {}
-    sizes = [*map(len, sets.values())]
-    say(f"evaluating {counted(sum(sizes), 'prompt')}")
-    with run.machine.counting("prompt", sum(len(ranks.shard(size)) for size in sizes)):
-        for name, prompts in sets.items():
-            raw, pictures = {}, {}
-            scored = score_prompts(run, settings, rewards, prompts, SEEDS[name])
-            shown = range(count_to_show(prompts))
-            for row, of_row, images in scored:
-                raw[row] = of_row
-                if row in shown:  # pictures of all prompts would take gigabytes
-                    pictures[row] = images[:SHOWN]
-            raw = of_all_ranks(raw)
-            columns = {key: torch.cat([each[key] for each in raw.values()]) for key in rewards}
-            values = with_weighted_sum(columns, record.weights, settings.group_size)
-            numbers |= evaluation_metrics(name, values, [prompt.type for prompt in prompts])
+    shown = range(count_to_show(prompts))
+    raw, pictures = {}, {}
+    say(f"evaluating {counted(len(prompts), 'prompt')}")
+    with run.machine.counting("prompt", len(ranks.shard(len(prompts)))):
+        for row, of_row, images in score_prompts(run, settings, rewards, prompts):
+            raw[row] = of_row
+            if row in shown:  # pictures of all prompts would take gigabytes
+                pictures[row] = images[:SHOWN]
     run.machine.read()  # its time is no part of a step
-
-    # The last are the held-out prompts, of which some are shown.
-    record.evaluation(numbers, prompts, of_all_ranks(pictures), values)
-
-
-def sets_of(settings, data):
-    """{"training", "held out": Prompts to judge}; without steps nothing is trained on."""
-    count = settings.eval_count
-    sets = {"training": evenly(data.prompts, count)} if settings.steps > 0 else {}
-    return sets | {"held out": spread(data.held_out, count)}
+    raw = of_all_ranks(raw)
+    columns = {name: torch.cat([each[name] for each in raw.values()]) for name in rewards}
+    values = with_weighted_sum(columns, record.weights, settings.group_size)
+    record.evaluation(prompts, of_all_ranks(pictures), values)
 
 
-def score_prompts(run, settings, rewards, prompts, seed):
+def score_prompts(run, settings, rewards, prompts, seed=SEED):
     """Yields, of each prompt of this rank, its row, raw rewards {name: (G,)} and G pictures."""
 
     def make(settings, rewards, some, seed):

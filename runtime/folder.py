@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 from rewards import UserError, find_file, find_path
 from runtime import ranks
 from runtime.errors import option, readable, say
-from runtime.words import RECORDS, read_jsonl
+from runtime.report import RECORDS, read_jsonl
 
 # A resumed run may change these.
 MAY_CHANGE = {"steps", "eval_every", "save_every"}
@@ -118,12 +117,13 @@ def files_of(settings, rewards):
     """{name in start/: file} of prompts, of the user's own rewards, and of what these import."""
     paths = {name: find_path(getattr(settings, name)) for name in ("prompts", "eval_prompts")}
     files = {name + Path(path).suffix: Path(path) for name, path in paths.items()}
-    own = [find_file(each.source) for each in rewards.values() if ".py:" in each.source]
+    sources = [each.source for each in rewards.values() if ".py:" in each.source]
+    own = [(Path(each.rpartition(":")[0]).name, find_file(each)) for each in sources]
+    folders = {file.parent for _, file in own}
     loaded = [Path(getattr(each, "__file__", None) or "") for each in [*sys.modules.values()]]
-    folders = {file.parent for file in own}
-    for file in {*own, *(each.resolve() for each in loaded if each.is_absolute())}:
-        if file.parent in folders and files.setdefault(file.name, file) != file:
-            raise UserError(f"{file} and {files[file.name]} have the same name: rename one")
+    for name, file in own + [(each.name, each) for each in loaded]:
+        if file.parent in folders and files.setdefault(name, file) != file:
+            raise UserError(f"{file} and {files[name]} have the same name: rename one")
     return files
 
 
@@ -143,8 +143,7 @@ def versions():
 def resumed(given, script):
     """{name: value}: the settings of the run in --resume, and the flags that are given.
 
-    What the run began with it finds in start/. UserError for flags that would change the run, and
-    for a run of another script.
+    UserError for flags that would change the run, and for a run of another script.
     """
     out = Path(given["resume"])
     if other := sorted(given.keys() - MAY_CHANGE - {"resume"}):
@@ -164,12 +163,7 @@ def resumed(given, script):
         say(f"warning: {out} began with {other}: numbers may differ")
     if (processes := values.pop("processes")) != ranks.count():  # other prompts would be a step's
         raise UserError(f"{out} began with {processes} processes: start as many by torchrun")
-    start = out / "start"
-    for name in ("prompts", "eval_prompts"):
-        values[name] = str(start / f"{name}{Path(values[name]).suffix}")
-    for name in ("reward", "eval_reward"):  # folder/my_file.py:function
-        values[name] = re.sub(r"(?:[^,]*/)?([^,/]+\.py:)", rf"{start}/\1", values[name])
-    values["adapter"] = values["adapter"] and str(start)
+    values["adapter"] = values["adapter"] and str(out / "start")
     return values | given
 
 

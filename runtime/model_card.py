@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rewards import find_path
 from runtime.folder import CONFIG
-from runtime.words import counted, evaluation_table
+from runtime.report import counted, evaluation_table
 
 LOADED = {  # how the stock pipeline loads an adapter, and how the hub names it
     "adapter": ("policy.load_adapter(adapter)", "language model", "peft"),

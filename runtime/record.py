@@ -10,8 +10,8 @@ from rewards import weights_of
 from runtime import folder, ranks
 from runtime.errors import say
 from runtime.folder import write_whole
-from runtime.numbers import reward_metrics, with_weighted_sum
-from runtime.words import (
+from runtime.metrics import evaluation_metrics, reward_metrics, with_weighted_sum
+from runtime.report import (
     LINE,
     RECORDS,
     as_lines,
@@ -102,11 +102,11 @@ class Record:
             folder.save(self.out, self.done, self.trainers, evaluated)
             self.saved = self.done
 
-    def evaluation(self, numbers, prompts, pictures, values):
-        """Writes an evaluation's numbers, and pictures of some held-out prompts; prints its table.
+    def evaluation(self, prompts, pictures, values):
+        """Writes an evaluation's numbers, and pictures of some of its prompts; prints its table.
 
-        numbers: see evaluation_metrics. prompts: N held-out ones. pictures: {row: images} of those
-        that are shown. values: {name of a reward: (N, G)}.
+        prompts: N held-out ones. pictures: {row: images} of those that are shown. values: {name of
+        a reward: (N, G)}.
         """
         evaluations = self.records["evaluation"]
         before = max((each["step"] for each in evaluations), default=0)
@@ -119,13 +119,12 @@ class Record:
             | self.save_pictures(f"{place}/{row + 1}", images, {"source": prompts[row].source})
             for row, images in pictures.items()
         ]
-        more = {"judge": self.judged_by, "moved": (sum(map(any, norms)), len(since))}
-        self.append("evaluation", [{"step": self.done, **numbers, **more, "shown": shown}])
+        numbers = {"step": self.done, **evaluation_metrics(values, [x.type for x in prompts])}
+        numbers |= {"judge": self.judged_by, "moved": (sum(map(any, norms)), len(since))}
+        self.append("evaluation", [numbers | {"shown": shown}])
         if self.tracker is not None:
             last = evaluations[-1]
-            whole = [name for name in ("training", "held out") if name in last]
-            means = {f"{name}/{key}": last[name][key][0] for name in whole for key in values}
-            self.tracker.log(means, self.done)
+            self.tracker.log({f"held out/{name}": last[name][0] for name in values}, self.done)
         say(evaluation_table(evaluations))
         judge = self.judged_by or next(iter(self.weights))
         if best := best_earlier_evaluation(evaluations, judge):

@@ -32,7 +32,7 @@ class Settings(GRPOSettings):
 
     The settings of the algorithm in grpo.py are flags, too. Scripts in examples/ add more settings.
     Before a run `base` is set to what fits, and `adapter` to the copy in its folder. During a run
-    only `micro_batch_size` changes: card/memory.py halves it when memory runs out.
+    only `micro_batch_size` changes: gpu/memory.py halves it when memory runs out.
     """
 
     script: ClassVar[str] = "train.py"  # whose settings these are
@@ -46,7 +46,8 @@ class Settings(GRPOSettings):
     adapter: str = None
     # text file, one prompt per line; or .jsonl, with columns for rewards
     prompts: str = f"{ROOT}/prompts/train.txt"
-    # folder with one picture per prompt, sorted by name; or my_file.py:function, which draws them
+    # folder with one picture per prompt, sorted by name, or with those that rows of a .jsonl name as
+    # "target" (default: that of the file); or my_file.py:function, which draws them
     targets: str = None
     # NAME[=FOLDER][:WEIGHT],... with NAME one of REWARDS, see below, or my_file.py:function, which
     # runs that file; FOLDER: the model's files, in place of a download
@@ -62,7 +63,7 @@ class Settings(GRPOSettings):
     prompts_per_step: int = 4
     # order of the prompts: shuffled in each epoch, or the file's, as for a curriculum
     order: Literal["shuffled", "file"] = "shuffled"
-    # training steps; 0 only evaluates, the held-out prompts alone
+    # training steps; 0 only evaluates
     steps: int = 200
     # AdamW's learning rate
     lr: float = 2e-5
@@ -96,13 +97,13 @@ class Settings(GRPOSettings):
 
     # prompts that are never trained on, one per line
     eval_prompts: str = f"{ROOT}/prompts/heldout.txt"
-    # folder with one picture per held-out prompt
+    # the same of the held-out prompts
     eval_targets: str = None
     # rewards that are reported and never trained on; where the first is 0 for a picture (and only
     # ever 1 or 0), before-after.png has a red frame; none: no such reward
     eval_reward: str = "hps,variety"
-    # prompts per evaluation from each of the training and held-out sets, evenly over types
-    eval_count: int = 8
+    # held-out prompts per evaluation, evenly over types
+    eval_count: int = 16
     # steps between evaluations; 0: before and after only
     eval_every: int = 50
     # denoising steps in an evaluation
@@ -135,7 +136,7 @@ class Settings(GRPOSettings):
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
     # Settings of grpo.py that are no flags.
-    end_ids: ClassVar[tuple] = GRPOSettings.end_ids
+    end_ids: ClassVar = GRPOSettings.end_ids
     max_grad_norm: ClassVar[float] = GRPOSettings.max_grad_norm
 
     # Other defaults for the tiny family, see is_tiny: a run of three minutes on one CPU core.
@@ -181,6 +182,11 @@ class Settings(GRPOSettings):
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
         if self.combine is None:
             self.combine = "zscore" if len(parse_rewards(self.reward)) > 1 else "sum"
+
+    @property
+    def start(self):
+        """Where a resumed run has copies of its prompts, reward files and adapter, or None."""
+        return Path(self.resume, "start") if self.resume else None
 
     def portable(self):
         """{name: value}, without places on this machine: of the project, and of the run."""
@@ -350,19 +356,20 @@ def parse_settings(arguments=None, kind=Settings):
     return settings
 
 
-def parse_rewards(spec):
+def parse_rewards(spec, start=None):
     """'ssim,clip=folder:0.5' -> {"ssim": Reward("ssim"), "clip": Reward("clip=folder", 0.5)}.
 
     'none' -> {}. The names are what people read, 'my.py:f' for 'a/my.py:f'; each has one reward.
-    UserError for what can be known to be wrong before anything loads, or is downloaded.
+    start: of Settings. UserError for what can be known to be wrong before anything loads.
     """
     rewards = {}
     for item in spec.split(","):
         if item.strip() not in ("", "none"):
             number = r"-?\d*\.?\d+(?:e-?\d+)?"
             source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
-            name = source.partition("=")[0].split("/")[-1]
+            name = Path(source.partition("=")[0]).name
             if ".py:" in source:
+                source = str(start / name) if start else source
                 find_file(source)
             elif name not in REWARDS:
                 known = f"known: {', '.join(sorted(REWARDS))}; your own: file.py:function"

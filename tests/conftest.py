@@ -282,8 +282,8 @@ def write_reward(body):
     """A reward of the user's own, mine.py:reward. `body` sees `call`, which counts its calls from
     1, and the pictures.
 
-    The first call is the trial on blank pictures, the next two are the evaluations before training
-    (of prompts trained on and held out), then steps come.
+    The first call is the trial on blank pictures, the next is the evaluation before training, then
+    steps come.
     """
     code = "import os, shutil, signal\nimport torch\n\ncalls = []\n\n"
     code += "def reward(images, prompts, targets):\n    calls.append(1)\n    call = len(calls)\n"
@@ -375,9 +375,9 @@ def _in_child(folder, arguments, output, prepare, environment):
         os.dup2(file.fileno(), 2)
     shorten(setattr)
     PeftModel.create_or_update_model_card = write_no_card
-    assert "card" not in sys.modules
+    assert "gpu" not in sys.modules
     if "int8" not in arguments:
-        sys.modules["card"] = None  # a run on a CPU that imports it fails
+        sys.modules["gpu"] = None  # a run on a CPU that imports it fails
     if prepare is not None:
         prepare()
     sys.exit(train.main(arguments, run_class_of(arguments)))

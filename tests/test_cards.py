@@ -27,10 +27,10 @@ from diffusers import AutoencoderKL
 import grpo
 import train
 from benchmarks import random_weights
-from card import memory as gpu
-from card.memory import Machine
 from glm_image.decoder import DecoderGRPO
 from glm_image.model import GlmImage
+from gpu import memory as gpu
+from gpu.memory import Machine
 from grpo import GRPO, Offload
 from rewards import Reward
 from runtime import cpu, ranks
@@ -83,10 +83,10 @@ def runs_out(monkeypatch, owner, name, when, error=FULL):
 DRAWS = "return torch.rand(len(images))"
 FLAGS = "--steps 2 --kl-coef 0.1 --micro-batch-size 2"
 PLACES = [
-    (GlmImage, "paint", [2, 4]),  # in an evaluation, then in a step
-    (grpo, "_sample_token", [8]),  # of 2 tokens in each of three evaluations, one made twice
-    (AutoencoderKL, "decode", [3]),
-    (torch, "rand", [4]),  # after a trial
+    (GlmImage, "paint", [1, 3]),  # in an evaluation, then in a step
+    (grpo, "_sample_token", [6]),  # of 2 tokens in an evaluation that is made twice
+    (AutoencoderKL, "decode", [2]),
+    (torch, "rand", [3]),  # after a trial
     # In the second step.
     (GRPO, "logprobs", [3]),
     (grpo, "compute_grpo_loss", [2]),

@@ -39,14 +39,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import train
-from card.memory import Machine
 from glm_image.model import load
+from gpu.memory import Machine
 from grpo import compute_advantages
 from rewards import REWARDS, Reward, UserError
 from runtime import evaluation, model_card, ranks, settings
-from runtime.numbers import reward_metrics
+from runtime.metrics import reward_metrics
+from runtime.report import LINE, RECORDS, format_step
 from runtime.settings import parse_rewards
-from runtime.words import LINE, RECORDS, format_step
 
 NAN = math.nan
 SHORT = "--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1"
@@ -83,8 +83,8 @@ def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
         "tags": ["lora", "grpo"],
     }
     before, after = records(one_step / "evaluation.jsonl")
-    numbers = [f"{side['held out']['reward/mse'][0]:.3f}" for side in (before, after)]
-    assert re.search(rf"\| mse +\|.*\| {' -> '.join(numbers)} +\|\n", card.text)
+    numbers = [f"{side['reward/mse'][0]:.3f}" for side in (before, after)]
+    assert re.search(rf"\| mse +\| {' +[|] '.join(numbers)} +\|\n", card.text)
     assert "from 1 step of GRPO.\n\n![Held-out prompts before" in card.text
     assert f'"torch": "{torch.__version__}"' in card.text
     name = "before-after.png"
@@ -112,7 +112,7 @@ def test_a_run_logs_every_step_and_evaluation(one_step):
     assert line["grad_norm"] > 0
     before, after = records(one_step / "evaluation.jsonl")
     assert (before["step"], after["step"]) == (0, 1)
-    assert (before["training"]["images"], after["held out"]["prompts"]) == (2, 1)
+    assert (before["images"], after["prompts"], after["types"]) == (2, 1, {})
     weights = load_file(one_step / "adapter" / "adapter_model.safetensors")
     # The adapter has moved.
     assert all(weight.any() for name, weight in weights.items() if "lora_B" in name)
@@ -174,7 +174,7 @@ def test_rewards_have_short_names(judged, capsys):
     (metrics,), (group,) = records("run/metrics.jsonl"), records("run/groups.jsonl")
     names = {f"reward/{name}" for name in ("mine.py:judge", "own.py:judge")}
     evaluation, _ = records("run/evaluation.jsonl")
-    for record in (group, metrics, evaluation["training"], evaluation["held out"]):
+    for record in (group, metrics, evaluation):
         assert {name for name in record if name.startswith("reward/")} == names
     output = capsys.readouterr().out
     rows = re.findall(r"(?m)^\| (\S+py:judge) ", output)
@@ -206,7 +206,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
     output = " ".join(capsys.readouterr().out.split())
     for words in (
         "a published one; with --steps 0 only evaluate them --prompts",
-        "training steps; 0 only evaluates, the held-out prompts alone (default: 20 for tiny, 200 for ",
+        "training steps; 0 only evaluates (default: 20 for tiny, 200 for ",
         "halved where GPU memory runs out (default: 4)",
         "REWARDS: mse, ssim, lpips",
     ):
@@ -432,9 +432,9 @@ def test_streams_of_a_run_are_apart_in_the_32_bits_that_a_cpu_takes(seeds, steps
     """Codes, noise and the decoder's draws of the first seeds, and those of the evaluations."""
     for seed in range(seeds):
         first, last = (train.seed_of_step(s, seed, 4) for s in (0, steps))
-        starts = (first, *evaluation.SEEDS.values())
+        starts = (first, evaluation.SEED)
         streams = [start + offset for start in starts for offset in (0, 2**30, 2**31)]
-        assert len({*streams}) == 9
+        assert len({*streams}) == 6
         for own in streams[:3]:
             for other in {*streams} - {own}:
                 assert (other - own) % 2**32 > last - first
@@ -457,15 +457,10 @@ def test_evaluations_have_the_same_prompts_and_seeds_each_time_and_paint_as_depl
     arguments = "--prompts-per-step 1 --eval-prompts new.txt --eval-targets none --eval-count 5"
     deployed = "--eval-decode-steps 3 --eval-guidance-scale 1.5"
     assert judged("--steps 2 --seed 3", arguments, deployed, "--out run") == 0
-    sets = {"training": ["a red circle", "a blue cross"], "held out": new}  # 4 are sampled at once
-    expected = [
-        (prompt, evaluation.SEEDS[name] + place, 3, 1.5)
-        for name, prompts in sets.items()
-        for place, prompt in enumerate(prompts)
-    ]
-    assert painted[:7] == painted[-7:] == expected
+    expected = [(prompt, evaluation.SEED + place, 3, 1.5) for place, prompt in enumerate(new)]
+    assert painted[:5] == painted[-5:] == expected  # 4 are sampled at once
     steps = [(train.seed_of_step(step, 3, 1), 1, 1.0) for step in range(2)]
-    assert [of_step for _, *of_step in painted[7:-7]] == [*map(list, steps)]
+    assert [of_step for _, *of_step in painted[5:-5]] == [*map(list, steps)]
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -640,7 +635,7 @@ def test_pictures_without_any_reward_are_a_run_too(judged, capfd, monkeypatch):
     assert line["reward"] is None and line["grad_norm"] == 0
     assert line["unscored"] == line["groups_without_spread"] == 1
     for record in records("run/evaluation.jsonl"):
-        assert record["training"]["reward"] == [None, None]
+        assert record["reward"] == [None, None]
     output = "".join(capfd.readouterr())
     assert "step 1/1 | reward none | 100% without spread | 100% unscored" in output
     assert output.count("warning: cannot show the run (no font") == 2

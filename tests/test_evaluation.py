@@ -24,7 +24,7 @@ from test_rewards import tiny_clip
 from tqdm import tqdm
 
 import train
-from runtime.numbers import with_weighted_sum
+from runtime.metrics import with_weighted_sum
 from runtime.settings import RELEASE
 
 SEVENS = "[7.0] * len(images)"
@@ -38,16 +38,15 @@ def test_what_only_judges_is_logged_and_not_trained_on(judged, one_step, capfd):
     assert judged(arguments, "--eval-reward", judges) == 0
     before, after = records("run/evaluation.jsonl")
     for record in (before, after):
-        for numbers in (record["training"], record["held out"]):
-            assert numbers["reward/seven.py:judge"] == [7, None]
-            rewards = numbers["reward/ssim"][0] + 0.5 * numbers["reward/mse"][0]
-            assert numbers["reward"][0] == pytest.approx(rewards)
+        assert record["reward/seven.py:judge"] == [7, None]
+        rewards = record["reward/ssim"][0] + 0.5 * record["reward/mse"][0]
+        assert record["reward"][0] == pytest.approx(rewards)
     dice = "reward/dice.py:judge"
-    assert before["training"][dice] == after["training"][dice]
+    assert before[dice] == after[dice]
     assert not any("judge" in name for line in records("run/metrics.jsonl") for name in line)
     assert adapter_of("run") == adapter_of(one_step)
     output = "".join(capfd.readouterr())
-    assert re.search(r"\| seven.py:judge +\| 7.000 -> 7.000 +\| 7.000 -> 7.000 +\|", output)
+    assert re.search(r"\| seven.py:judge +\| 7.000 +\| 7.000 +\|", output)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -59,8 +58,8 @@ def test_held_out_prompts_without_targets_are_judged_by_what_applies(judged, cap
     assert re.search(r"\| ssim +\| none +\|\n", output)
     assert re.search(r"\| - mean of types +\| 7.000 +\|\n", output)
     (record,) = records("run/evaluation.jsonl")
-    assert "training" not in record and "evaluating 2 prompts" in output
-    assert record["held out"]["reward"][0] is record["held out"]["reward/ssim"][0] is None
+    assert "evaluating 2 prompts" in output
+    assert record["reward"][0] is record["reward/ssim"][0] is None
 
 
 def test_every_prompt_is_judged_by_its_own_target(judged):
@@ -71,8 +70,7 @@ def test_every_prompt_is_judged_by_its_own_target(judged):
     arguments = f"--reward {fits} --eval-reward {fits} --eval-count 2"
     assert judged(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
     for record in records("run/evaluation.jsonl"):
-        for numbers in (record["training"], record["held out"]):
-            assert numbers["reward"] == [1, 0] and numbers["prompts"] == 2
+        assert record["reward"] == [1, 0] and record["prompts"] == 2
     assert records("run/metrics.jsonl")[0]["reward"] == 1
 
 
@@ -82,8 +80,8 @@ def test_a_name_is_one_reward(judged, capsys):
 
 
 def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
-    """It has a bar of its own over its prompts, here two of training and one held out; neither its
-    seconds count nor the bar's. A resumed run counts on."""
+    """It has a bar of its own over its prompts; neither its seconds count nor the bar's. A resumed
+    run counts on."""
     bars = []
 
     class Bar(tqdm):
@@ -100,7 +98,7 @@ def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
     arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2 --eval-every 1"
     assert judged(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
     assert resume("run", "--steps 3") == 0
-    before = [("prompt", 0, 3, 2), ("prompt", 0, 3, 1)]
+    before = [("prompt", 0, 1, 1)]
     steps = [("step", 0, 1, 1), ("step", 1, 3, 1), ("step", 1, 3, 1)]
     assert bars == [*before, *itertools.chain(*([step, *before, "on"] for step in steps))]
     for line in Path("run/metrics.jsonl").read_text().splitlines():
@@ -125,7 +123,7 @@ def test_the_released_models_defaults_run_at_tiny_size(tmp_path, monkeypatch, ca
     assert found == (12, 1.5, 0.75)
     assert settings["prompts"] == "prompts/train.txt" and settings["targets"] is None
     before, _ = records("run/evaluation.jsonl")
-    assert {f"reward/{name}" for name in ("pickscore", "clip", "hps")} <= before["held out"].keys()
+    assert {f"reward/{name}" for name in ("pickscore", "clip", "hps")} <= before.keys()
     assert "| clip -" in capsys.readouterr().out  # for people without the folder
 
 

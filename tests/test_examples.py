@@ -116,9 +116,9 @@ def test_without_its_weights_it_says_what_to_install(monkeypatch):
 
 
 def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, capsys):
-    """To the bit, and without card/. On short pictures, which show no shapes: another reward tells
+    """To the bit, and without gpu/. On short pictures, which show no shapes: another reward tells
     them apart."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "card"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gpu"]:
         monkeypatch.delitem(sys.modules, name)
     shorten(monkeypatch.setattr)
     short = "--height 64 --width 64 --decode-steps 1 --temperature 9 --top-p 1 --group-size 2"
@@ -138,7 +138,7 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
     (file := Path("examples/pictures.py")).parent.mkdir()
     file.write_text(code)
     made = runpy.run_path(file)
-    assert not [name for name in sys.modules if name.partition(".")[0] == "card"]
+    assert not [name for name in sys.modules if name.partition(".")[0] == "gpu"]
 
     run = build_run(settings := made["settings"])
     run.policy.token_forward = None

@@ -37,9 +37,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
 import train
-from card import memory as gpu
-from card import token_forward
-from card.forward import (
+from glm_image.model import GlmImage
+from gpu import memory as gpu
+from gpu import token_forward
+from gpu.forward import (
     CapturedForward,
     CheckedGRPO,
     SummedLinear,
@@ -47,9 +48,8 @@ from card.forward import (
     or_plain,
     sum_products,
 )
-from card.memory import Machine, plan
-from card.model import compile_decoder, round_weights, sizes
-from glm_image.model import GlmImage
+from gpu.memory import Machine, plan
+from gpu.model import compile_decoder, round_weights, sizes
 from grpo import GRPO, Offload, generate_with_logprobs
 from rewards import UserError
 from runtime import cpu, ranks
@@ -281,14 +281,14 @@ def test_models_that_take_turns_wait_where_they_belong(lockable):
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_the_allocators_setting_joins_those_of_the_user(monkeypatch, name):
     monkeypatch.setenv(name, "expandable_segments:True")
-    runpy.run_path(f"{ROOT}/card/memory.py")
+    runpy.run_path(f"{ROOT}/gpu/memory.py")
     assert os.environ[name] == "pinned_max_round_threshold_mb:1,expandable_segments:True"
 
 
 def test_an_older_torch_is_not_given_a_setting_that_it_refuses(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    runpy.run_path(f"{ROOT}/card/memory.py")
+    runpy.run_path(f"{ROOT}/gpu/memory.py")
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 

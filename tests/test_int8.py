@@ -8,7 +8,7 @@ import torch
 from conftest import adapter_of, build_run, records, resume, tiny_settings
 from torch.nn.functional import linear
 
-from card.model import Int8Linear, round_linears
+from gpu.model import Int8Linear, round_linears
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,6 +64,6 @@ def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(j
 
     assert '"base": "int8"' in Path("whole/settings.json").read_text()
     assert judged("--adapter whole --temperature 4 --steps 0 --base bfloat16 --out exact") == 0
-    exact = records("exact/evaluation.jsonl")[0]["held out"]["reward"][0]
-    rounded = records("whole/evaluation.jsonl")[-1]["held out"]["reward"][0]
+    exact = records("exact/evaluation.jsonl")[0]["reward"][0]
+    rounded = records("whole/evaluation.jsonl")[-1]["reward"][0]
     assert rounded == pytest.approx(exact, abs=0.05) and rounded != exact

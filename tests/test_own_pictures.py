@@ -1,8 +1,11 @@
 """Prompts and pictures of one's own: made to size, in order, and named where they do not fit."""
 
+import json
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from conftest import error_from
+from conftest import error_from, prompts_of
 from PIL import Image, ImageDraw
 
 from runtime.data import read_file, read_pictures
@@ -15,12 +18,19 @@ def read(folder, *pictures, size=(64, 64), **options):
     """The pictures (name, PIL image) as a run gets them."""
     for name, image in pictures:
         image.save(folder / name, **options)
-    return read_pictures(str(folder), "target", len(pictures), size)
+    return targets(folder, prompts_of(*"x" * len(pictures)), size=size)
+
+
+def targets(folder, prompts, file="", size=(64, 64)):
+    width, height = size
+    settings = SimpleNamespace(prompts=str(file), targets=folder and str(folder))
+    vars(settings).update(width=width, height=height)
+    return read_pictures(prompts, "target", settings)
 
 
 def refusal(folder, count=1):
     """The line with which these pictures are refused, where there are so many prompts."""
-    return error_from(read_pictures, str(folder), "target", count, (64, 64))
+    return error_from(targets, folder, prompts_of(*"x" * count))
 
 
 def test_a_photo_from_a_phone_stands_upright(tmp_path):
@@ -58,7 +68,7 @@ def test_there_is_one_picture_for_each_prompt(tmp_path):
     """But for what a Mac leaves beside each file."""
     read(tmp_path, ("1.png", Image.new("RGB", (32, 32))), ("2.JPG", Image.new("RGB", (32, 32))))
     (tmp_path / "._1.png").write_bytes(b"no picture")
-    assert len(read_pictures(str(tmp_path), "target", 2, (64, 64))) == 2
+    assert len(targets(tmp_path, prompts_of(*"xx"))) == 2
     assert refusal(tmp_path, count=3) == f"{tmp_path} has 2 target pictures for 3 prompts"
 
 
@@ -68,6 +78,28 @@ def test_pictures_are_sorted_as_people_count(tmp_path):
     drawn = ((name, Image.new("RGB", (64, 64), (i, 0, 0))) for i, name in enumerate(names))
     order = [names[picture.getpixel((0, 0))[0]] for picture in read(tmp_path, *drawn)]
     assert order == ["a2-9.png", "a2-10.png", "a2.png", "A10.png", "b1.png", "C.png"]
+
+
+def test_rows_name_their_pictures(tmp_path):
+    """In the folder that is given, or beside their file; one picture may go with several."""
+    (photos := tmp_path / "photos").mkdir()
+    for folder, colour in ((photos, "red"), (tmp_path, "white")):
+        Image.new("RGB", (90, 90), colour).save(folder / "a.png")
+        Image.new("RGB", (90, 90), "black").save(folder / "b.png")
+
+    def found(folder, *names):
+        file = tmp_path / "rows.jsonl"
+        rows = [{"prompt": "x"} | ({"target": name} if name else {}) for name in names]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pictures = targets(folder, read_file(file), file)
+        return [picture and picture.getpixel((63, 63)) for picture in pictures]
+
+    black, names = (0, 0, 0), ("b.png", None, "a.png", "b.png")
+    assert found(photos, *names) == [black, None, RED, black]
+    assert found(None, *names) == [black, None, WHITE, black]
+    assert found("none", *names) == [None] * 4 and found(None, None) == [None]
+    assert found(photos, None, None) == [RED, black]  # in order
+    assert "cannot read the picture" in error_from(found, None, 7)
 
 
 def test_a_file_for_which_pillow_starts_another_program_is_refused(tmp_path, monkeypatch):

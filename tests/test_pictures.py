@@ -21,8 +21,8 @@ from conftest import (
     write_reward,
 )
 
-from card.model import sizes
 from glm_image.model import GlmImage, encode_prompt
+from gpu.model import sizes
 from grpo import get_per_token_logprobs
 from runtime import folder as run_folder
 

@@ -17,7 +17,7 @@ from PIL import Image
 from runtime import trackers
 from runtime.data import read_file
 from runtime.folder import versions
-from runtime.words import best_earlier_evaluation
+from runtime.report import best_earlier_evaluation
 
 ROWS = [
     {"tag": "counting", "prompt": "a photo of  three clocks\u3000", "include": [{"count": 3}]},
@@ -92,7 +92,7 @@ def test_the_best_evaluation_is_named():
     """Where it is above the last by more than its standard error."""
 
     def best(*pairs):
-        steps = [{"step": 10 * i, "held out": {"reward/f": [*x]}} for i, x in enumerate(pairs)]
+        steps = [{"step": 10 * i, "reward/f": [*x]} for i, x in enumerate(pairs)]
         return best_earlier_evaluation(steps, "f")
 
     step, words = best((0.5, 0.02), (0.9, 0.05), (0.84, 0.05))
@@ -118,7 +118,7 @@ def test_a_tracker_gets_the_numbers(judged, monkeypatch, capsys):
     assert [step for step, _ in calls] == [0, 1, 1]
     assert calls[1][1].items() >= {(k, v) for k, v in line.items() if v is not None}
     for (_, numbers), record in ((calls[0], before), (calls[2], after)):
-        assert numbers["held out/reward"] == pytest.approx(record["held out"]["reward"][0])
+        assert numbers["held out/reward"] == pytest.approx(record["reward"][0])
     assert tracker.store_init_configuration.call_args.args[0]["steps"] == 1
     tracker.finish.assert_called_once()
 

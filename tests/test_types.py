@@ -3,7 +3,6 @@ table, frames."""
 
 import math
 import re
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,9 @@ from conftest import prompts_of, records
 from PIL import Image
 
 from runtime.data import Prompt, evenly, read_file, spread
-from runtime.evaluation import count_to_show, sets_of
-from runtime.numbers import evaluation_metrics
-from runtime.words import evaluation_table
+from runtime.evaluation import count_to_show
+from runtime.metrics import evaluation_metrics
+from runtime.report import evaluation_table
 
 NAN = math.nan
 
@@ -60,10 +59,10 @@ def test_kinds_by_hand():
     a = [[0.0, 1.0], [1.0, 1.0], [NAN, 0.5], [0.0, 0.0]]  # four prompts, two pictures each
     b = [[1.0, 0.0], [2.0, 4.0], [3.0, 3.0], [NAN, NAN]]
     error = lambda *means: np.std(means, ddof=1) / math.sqrt(3)
-    metrics = evaluation_metrics("all", rewards_of(a=a, b=b), "xxxy")
-    assert [*metrics] == ["all", "all, x", "all, y", "all, mean of types"]
-    whole, x, y, mean = metrics.values()
-    assert [each["prompts"] for each in metrics.values()] == [4, 3, 1, 4] and x["images"] == 6
+    whole = evaluation_metrics(rewards_of(a=a, b=b), "xxxy")
+    assert [*whole["types"]] == ["x", "y", "mean of types"]
+    x, y, mean = whole["types"].values()
+    assert [each["prompts"] for each in (whole, x, y, mean)] == [4, 3, 1, 4] and x["images"] == 6
     assert whole["reward/a"][0] == pytest.approx(np.mean([0, 1, 1, 1, 0.5, 0, 0]))
     expected = pytest.approx([np.mean([0, 1, 1, 1, 0.5]), error(0.5, 1, 0.5)])
     assert x["reward/a"] == x["reward"] == expected
@@ -74,22 +73,18 @@ def test_kinds_by_hand():
     # Of those that it has.
     assert x["reward/b"] == whole["reward/b"] == mean["reward/b"]
     assert x["reward/b"][1] == pytest.approx(error(0.5, 3, 3))
-    pairs = evaluation_metrics("all", rewards_of(a=[[0.0], [1.0], [2.0], [4.0]]), "xxyy")
+    pairs = evaluation_metrics(rewards_of(a=[[0.0], [1.0], [2.0], [4.0]]), "xxyy")["types"]
     # Errors of types are independent.
-    assert pairs["all, mean of types"]["reward"][1] == pytest.approx(math.hypot(0.5, 1.0) / 2)
+    assert pairs["mean of types"]["reward"][1] == pytest.approx(math.hypot(0.5, 1.0) / 2)
     for kinds in ([None] * 4, "xxxx"):
-        assert [*evaluation_metrics("all", rewards_of(a=a), kinds)] == ["all"]  # one is all
+        assert evaluation_metrics(rewards_of(a=a), kinds)["types"] == {}  # one is all
 
 
 def evaluation(step, x, y):
-    """An evaluation: two types of two training prompts, one of them held out; two pictures each."""
+    """An evaluation: two types of two prompts; two pictures each."""
     values = np.array([[x, x], [x, x + 0.2], [y, y], [y, y + 0.2]])
-    rewards = lambda rows: rewards_of(
-        **{"f.py:facts": values[rows], "g.py:right": 2 * values[rows]}
-    )
-    sets = ("training", [0, 1, 2, 3], "xxyy"), ("held out", [0, 1], "xx")
-    metrics = [evaluation_metrics(name, rewards(rows), types) for name, rows, types in sets]
-    return {"step": step, "judge": "g.py:right", **metrics[0], **metrics[1]}
+    rewards = rewards_of(**{"f.py:facts": values, "g.py:right": 2 * values})
+    return {"step": step, "judge": "g.py:right", **evaluation_metrics(rewards, "xxyy")}
 
 
 def test_the_table_by_hand():
@@ -97,27 +92,25 @@ def test_the_table_by_hand():
     before, after = evaluation(0, 0.2, 0.4), evaluation(3, 0.5, 0.4)
     title, *lines = evaluation_table([before, after]).splitlines()
     words = ": mean +- standard error over prompts (docs/numbers.md)"
-    assert title == f"evaluation after 3 steps, before -> after{words}"
+    assert title == f"4 held-out prompts x 2 pictures{words}"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     errors = [np.std(x, ddof=1) / 2 for x in ([0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.4, 0.5])]
-    facts = f"0.350 +- {errors[0]:.3f} -> 0.500 +- {errors[1]:.3f}"
-    right = f"0.700 +- {2 * errors[0]:.3f} -> 1.000 +- {2 * errors[1]:.3f}"
-    of_x = "0.500 +- 0.100 -> 1.100 +- 0.100"
     del cells[1]
     assert cells == [
-        ["reward", "training: 4 prompts x 2 pictures", "held out: 2 prompts x 2 pictures"],
-        ["f.py:facts", facts, "0.250 +- 0.050 -> 0.550 +- 0.050"],  # the sum is shown once
-        ["g.py:right", right, of_x],
-        ["- x", of_x, ""],
-        ["- y", "0.900 +- 0.100 -> 0.900 +- 0.100", ""],
-        ["- mean of types", "0.700 +- 0.071 -> 1.000 +- 0.071", ""],
+        ["reward", "before", "after 3 steps"],
+        ["f.py:facts", f"0.350 +- {errors[0]:.3f}", f"0.500 +- {errors[1]:.3f}"],  # no sum
+        ["g.py:right", f"0.700 +- {2 * errors[0]:.3f}", f"1.000 +- {2 * errors[1]:.3f}"],
+        ["- x", "0.500 +- 0.100", "1.100 +- 0.100"],
+        ["- y", "0.900 +- 0.100", "0.900 +- 0.100"],
+        ["- mean of types", "0.700 +- 0.071", "1.000 +- 0.071"],
     ]
     assert {len(line) for line in lines} == {max(map(len, lines))} and len(lines[0]) <= 100
     after["moved"] = 2, 3
-    title, _, _, *rows = evaluation_table([after]).splitlines()
+    title, head, _, *rows = evaluation_table([after]).splitlines()
     moved = " (2 of the last 3 steps moved the policy)"
-    assert title == f"evaluation after 3 steps{moved}{words}" and len(rows) == 5
-    after["held out"]["reward"] = [1.5, 0.1]  # of two rewards there is a sum
+    assert title == f"4 held-out prompts x 2 pictures{moved}{words}"
+    assert len(rows) == 5 and head.count("|") == 3
+    after["reward"] = [1.5, 0.1]  # of two rewards there is a sum
     rows = evaluation_table([after]).splitlines()[3:6]
     assert [row.split()[1] for row in rows] == ["reward", "f.py:facts", "g.py:right"]
 
@@ -137,10 +130,6 @@ def test_held_out_prompts_of_a_few_are_evenly_of_all_types():
     found = spread(prompts, 6)
     assert [prompt.type for prompt in found] == [*"ababab"]
     assert [prompt.text for prompt in found] != [prompt.text for prompt in evenly(prompts, 6)]
-    of_sets = sets_of(
-        Namespace(eval_count=6, steps=1), Namespace(prompts=prompts, held_out=prompts)
-    )
-    assert of_sets == {"training": evenly(prompts, 6), "held out": found}
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -169,10 +158,11 @@ def place(images, prompts, targets):
 calls = []
 
 
-def right(images, prompts, targets):  # the last call is of held-out prompts after the steps
+def right(images, prompts, targets):  # the last call is the evaluation after the steps
     calls.append(1)
-    images[-1].save("last.png")
-    return [0, 1, 0, float("nan")] if len(calls) == 7 else [float("t" in p) for p in prompts]
+    images[3 % len(images)].save("last.png")
+    last = [0, 1, 0, float("nan"), 1, 1, 0, 0]
+    return last if len(calls) == 4 else [float("t" in p) for p in prompts]
 """
 
 
@@ -181,28 +171,25 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     grids = []
     draw_grid = lambda *given: grids.append(given) or Image.new("RGB", (99, 9))
     monkeypatch.setattr("viewer.draw_grid", draw_grid)
-    Path("own.txt").write_text("# type: low\none\ntwo\nzero\n# type: high\nthree\nfour\nfive\n")
-    Path("new.txt").write_text("two\nfive\n")
+    Path("own.txt").write_text("zero\nfour\n")
+    Path("new.txt").write_text("# type: low\none\ntwo\n# type: high\nthree\nfive\n")
     Path("mine.py").write_text(JUDGES)
     files = "--prompts own.txt --targets none --eval-prompts new.txt --eval-targets none"
     arguments = "--reward mine.py:place --eval-reward mine.py:right,mine.py:place --eval-count 4"
     assert judged(files, arguments, "--eval-every 1 --steps 2 --out run") == 0
     before, _, after = records("run/evaluation.jsonl")
-    # Of a lone type both, though one was correct before.
-    assert [each["prompt"] for each in before["shown"]] == ["two", "five"]
-    low, high = after["training, low"], after["training, high"]
-    # Not zero, the third.
+    assert [each["prompt"] for each in before["shown"]] == ["one", "three"]
+    low, high = (before["types"][name] for name in ("low", "high"))
     assert low["prompts"] == 2 and low["reward"] == pytest.approx([0.38 + 0.05, 0.24 / 2])
     assert low["reward/mine.py:right"][0] == high["reward/mine.py:right"][0] == 0.5
-    assert after["held out"]["reward"][1] == pytest.approx(0.5 / 2)
-    assert not any(name.startswith("held out,") for name in after)
-    row = r"\| - low +\| 0.500 \+- 0.500 -> 0.500 \+- 0.500 \| +\|\n"
+    assert after["types"]["low"]["reward/mine.py:right"] == [0.75, 0.25]
+    row = r"\| - low +\| 0.500 \+- 0.500 +\| 0.750 \+- 0.250 +\|\n"
     output = "".join(capfd.readouterr())
-    assert (len(re.findall(row, output)), output.count("| - low")) == (2, 3)
+    assert (len(re.findall(row, output)), output.count("| - low")) == (1, 3)
     headings, ((first, _), (prompt, blocks)), _ = grids[-1]
     assert headings == ["before", "after 2 steps"]
     pictures, captions, framed = zip(*blocks[0], *blocks[1])
-    assert (first, prompt, framed) == ("two", "five", (True, True, True, False))
-    assert captions == ("reward 0.000", "reward 0.100") * 2
+    assert (first, prompt, framed) == ("one", "three", (False, False, True, False))
+    assert captions == ("reward 0.750", "reward 0.850") * 2
     kept, last = (Image.open(file) for file in ("run/evaluation/000002/2-2.png", "last.png"))
     assert kept.tobytes() == last.tobytes() == pictures[3].tobytes()

@@ -14,7 +14,7 @@ from PIL import Image, ImageFont
 
 import viewer
 from runtime.record import Record
-from runtime.words import as_lines
+from runtime.report import as_lines
 from viewer.page import axis, draw_curves, draw_page, error_of, panel
 from viewer.sheets import draw_grid, font_for
 
@@ -91,9 +91,8 @@ def made(tmp_path):
     evaluations = []
     for step, mean in ((0, 0.2), (2, 0.8)):
         place = f"evaluation/{step:06d}/1"
-        of_step = {"step": step, "judge": "kind"}
-        for name in ("training", "held out", "held out, odd", "training, odd"):
-            of_step[name] = numbers(mean, 0.1) | {"reward/kind": [1 - mean, None]}
+        of_type = numbers(mean, 0.1) | {"reward/kind": [1 - mean, None]}
+        of_step = {"step": step, "judge": "kind", **of_type, "types": {"odd": of_type}}
         rewards = {"reward": [mean, mean], "reward/f": [mean, mean]}
         saved = Record.save_pictures(writer, place, [picture] * 2, {"source": picture})
         evaluations.append(of_step | {"shown": [shown | rewards | saved]})
@@ -159,7 +158,9 @@ def test_a_page_shows_the_run_and_names_files_that_are_there(made, monkeypatch, 
     for expected in (
         "2 of 2 steps",
         "after 2 steps",
-        "0.200 ± 0.100 → 0.800 ± 0.100",
+        "2 held-out prompts x 2 pictures: mean",
+        "before after 2 steps",
+        "0.200 ± 0.100 0.800 ± 0.100",
         "step 2/2 | reward 0.500 +- 0.500 | kl 0.1000",
         "-0.71",
         "+0.71",
@@ -188,9 +189,8 @@ def test_a_run_that_only_evaluates_has_a_page(made):
     (made / "groups.jsonl").unlink()
     run = viewer.read(made)
     run.evaluations = run.evaluations[:1]
-    del run.evaluations[0]["training"]
     text = draw_page(run)
-    assert "0 of 2 steps" in text and "0.200 +- 0.100" in text
+    assert "0 of 2 steps" in text and "0.200 ± 0.100" in text
 
 
 def test_a_page_of_many_steps_has_the_groups_of_some(made):

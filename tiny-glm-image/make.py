@@ -56,9 +56,9 @@ from world import (
     split_edits,
 )
 
-from card.model import without_weights
 from glm_image.editing import encode_edit
 from glm_image.model import encode_prompt, for_decoder, latent_scaling
+from gpu.model import without_weights
 from grpo import _attention_mask, _pad_left
 from runtime.data import Prompt
 

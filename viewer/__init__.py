@@ -12,7 +12,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from runtime.words import RECORDS, counted, format_number, read_jsonl
+from runtime.report import RECORDS, format_number, read_jsonl, sides
 from viewer.page import draw_page
 from viewer.sheets import draw_grid
 
@@ -27,13 +27,6 @@ class Run:
     groups: dict  # {step: of each prompt its rewards, advantages and pictures}
     evaluations: list
 
-    @property
-    def sides(self):
-        """{heading: evaluation}: that before training and the last; or the last alone."""
-        first, last = self.evaluations[0], self.evaluations[-1]
-        before = {"before": first} if first["step"] == 0 else {}
-        return before | ({f"after {counted(last['step'], 'step')}": last} if last["step"] else {})
-
     def before_after(self):
         """The prompts that evaluations show: [(prompt, its type, [its pictures of each side])].
 
@@ -41,7 +34,7 @@ class Run:
         says nothing but 1 and 0 of all that is shown.
         """
         judge = f"reward/{self.evaluations[-1]['judge']}"
-        shown = [side["shown"] for side in self.sides.values()]
+        shown = [side["shown"] for side in sides(self.evaluations).values()]
         verdicts = {x for side in shown for prompt in side for x in prompt.get(judge, [])}
         judges = 0 in verdicts and verdicts <= {0, 1, None}
         rows = []
@@ -75,5 +68,5 @@ def show(out):
         (Image.open(run.out / file, formats=["PNG"]), *words) for file, *words in block
     ]
     rows = [(prompt, [*map(opened, blocks)]) for prompt, _, blocks in run.before_after()]
-    draw_grid([*run.sides], rows, "red frame:\nwrong").save(run.out / "before-after.png")
+    draw_grid([*sides(run.evaluations)], rows, "red frame:\nwrong").save(run.out / "before-after.png")
     (run.out / "index.html").write_text(draw_page(run), encoding="utf-8")

@@ -8,12 +8,20 @@ from statistics import fmean, stdev
 from string import Template
 from urllib.parse import quote
 
-from runtime.words import LINE, counted, evaluation_rows, format_step, shown_names, with_error
+from runtime.report import (
+    LINE,
+    counted,
+    evaluation_rows,
+    evaluation_title,
+    format_step,
+    shown_names,
+    sides,
+    with_error,
+)
 
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 STEPS = 200  # steps whose groups are on the page, at most
-SETS = "training", "held out"
-COLOURS = {"steps": "#888", "training": "#3b7ddd", "held out": "#d02030"}
+COLOURS = {"steps": "#888", "held out": "#d02030"}
 # Of metrics.jsonl, each where it is not 0 throughout.
 NUMBERS = "kl", "entropy", "groups_without_spread", "unscored", "grad_norm", "clip_fraction"
 WIDTH, HEIGHT = 320, 190  # of a panel, in pixels
@@ -26,7 +34,8 @@ def draw_page(run):
         name=escape(run.out.resolve().name),
         steps=f"{len(run.metrics)} of {counted(run.settings['steps'], 'step')}",
         before_after="".join(before_after(run)),
-        table=table(evaluation_rows(run.evaluations)[1]),
+        judged=evaluation_title(run.evaluations),
+        table=table(evaluation_rows(run.evaluations)),
         curves="".join(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}">{each}</svg>' for each in panels(run)),
         groups="".join(steps_of(run)),
         settings=escape(json.dumps(run.settings, indent=0)[2:-2]),
@@ -39,7 +48,7 @@ def table(rows):
     head, *others = rows
     lines = [cells(head, "th"), *(cells(row[:1], "th") + cells(row[1:], "td") for row in others)]
     text = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table>{text}</table>".replace("+-", "±").replace("-&gt;", "→")
+    return f"<table>{text}</table>".replace("+-", "±")
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -50,7 +59,7 @@ def before_after(run):
     for prompt, of_type, blocks in run.before_after():
         both = "".join(
             f"<div><p>{heading}</p>{pictures(block)}</div>"
-            for heading, block in zip(run.sides, blocks)
+            for heading, block in zip(sides(run.evaluations), blocks)
         )
         title = f"{escape(prompt)} <span>{escape(of_type or '')}</span>"
         yield f'<h3>{title}</h3><div class="blocks">{both}</div>'
@@ -113,14 +122,12 @@ def draw_curves(run, columns=3):
 
 def panels(run):
     """The content of an <svg> for each reward and number of a run."""
-    for name in shown_names(run.evaluations[-1]["held out"]):
+    for name in shown_names(run.evaluations[-1]):
         steps = [
             (x["step"], x.get(name), error_of(run.groups[x["step"]], name)) for x in run.metrics
         ]
-        of_sets = {
-            key: [(x["step"], *x[key][name]) for x in run.evaluations if key in x] for key in SETS
-        }
-        yield panel(name.removeprefix("reward/"), {"steps": steps} | of_sets)
+        held_out = [(x["step"], *x[name]) for x in run.evaluations]
+        yield panel(name.removeprefix("reward/"), {"steps": steps, "held out": held_out})
     for name in run.metrics[-1] if run.metrics else ():
         points = [(each["step"], each[name], None) for each in run.metrics]
         if name.split("/")[-1] in NUMBERS and any(value for _, value, _ in points):

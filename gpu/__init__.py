@@ -3,8 +3,8 @@
 Both have plan, Machine, Trainer and token_forward.
 """
 
-from card.forward import CheckedGRPO as Trainer
-from card.memory import Machine, plan
-from card.model import token_forward
+from gpu.forward import CheckedGRPO as Trainer
+from gpu.memory import Machine, plan
+from gpu.model import token_forward
 
 __all__ = ["Machine", "Trainer", "plan", "token_forward"]

@@ -10,7 +10,7 @@ import psutil
 import torch
 from packaging.version import Version
 
-from card.model import sizes
+from gpu.model import sizes
 from grpo import Offload
 from rewards import UserError
 from runtime import cpu, ranks

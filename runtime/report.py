@@ -47,59 +47,56 @@ def format_step(steps, numbers, parts, epochs_per_step=0):
     return " | ".join([*words, *(form.format(numbers[name]) for name, form in shown.items())])
 
 
+def sides(evaluations):
+    """{heading: evaluation}: that before training, and the last."""
+    heading = lambda step: f"after {counted(step, 'step')}" if step else "before"
+    return {heading(each["step"]): each for each in (evaluations[0], evaluations[-1])}
+
+
 def evaluation_table(evaluations):
     """A title and lines of Markdown: see evaluation_rows."""
-    title, rows = evaluation_rows(evaluations)
+    rows = evaluation_rows(evaluations)
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, ["-" * width for width in widths])
     lines = [f"| {' | '.join(map(str.ljust, cells, widths))} |" for cells in rows]
-    return "\n".join([f"{title}: mean +- standard error over prompts (docs/numbers.md)", *lines])
+    words = "mean +- standard error over prompts (docs/numbers.md)"
+    return "\n".join([f"{evaluation_title(evaluations)}: {words}", *lines])
+
+
+def evaluation_title(evaluations):
+    """What the last one has judged, and of how many steps before it."""
+    last = evaluations[-1]
+    prompts, (moved, steps) = last["prompts"], last.get("moved", (0, 0))
+    group = counted(last["images"] // prompts, "picture")
+    title = f"{counted(prompts, 'held-out prompt')} x {group}"
+    return title + f" ({moved} of the last {steps} steps moved the policy)" * (moved < steps)
 
 
 def evaluation_rows(evaluations):
-    """The last evaluation beside that before training: a title, and rows of cells, a head first.
+    """The last evaluation beside that before training: rows of cells, a head first.
 
     There is a row for each reward. The judge, or the reward if there is none, gets a row for each
     type of prompts, too.
     """
-    last = evaluations[-1]
-    records = [each for each in evaluations if each["step"] in (0, last["step"])]
-    sets = [name for name in ("training", "held out") if name in last]
-    types = dict.fromkeys(name.partition(", ")[2] for name in last if ", " in name)
-
-    def row(label, reward, end=""):
-        """Of each set, or of its prompts of a type."""
-        cells = []
-        for name in sets:
-            sides = [each[name + end][reward] for each in records if name + end in each]
-            cells.append(" -> ".join(with_error(*side) for side in sides))
-        return [label, *cells]
-
-    table = [["reward"]]
-    for name in sets:
-        prompts, images = last[name]["prompts"], last[name]["images"]
-        group = counted(images // prompts, "picture")
-        table[0].append(f"{name}: {counted(prompts, 'prompt')} x {group}")
-    rewards = shown_names(last["held out"])
+    columns, last = sides(evaluations), evaluations[-1]
+    rewards = shown_names(last)
     judge = f"reward/{last['judge']}" if last["judge"] else rewards[0]
-    for reward in rewards:
-        table.append(row(reward.removeprefix("reward/"), reward))
-        if reward == judge:
-            table += [row(f"- {each}", reward, f", {each}") for each in types]
-    title = f"evaluation after {counted(last['step'], 'step')}"
-    title += ", before -> after" if len(records) > 1 else ""
-    moved, steps = last.get("moved", (0, 0))
-    if moved < steps:
-        title += f" ({moved} of the last {steps} steps moved the policy)"
-    return title, table
+    rows = [["reward", *columns]]
+    for name in rewards:
+        cells = [with_error(*each[name]) for each in columns.values()]
+        rows.append([name.removeprefix("reward/"), *cells])
+        for of_type in last["types"] if name == judge else ():
+            cells = [with_error(*each["types"][of_type][name]) for each in columns.values()]
+            rows.append([f"- {of_type}", *cells])
+    return rows
 
 
 def best_earlier_evaluation(evaluations, reward):
-    """The step of the evaluation whose held-out reward is highest, and words for both; or None.
+    """The step of the evaluation whose reward is highest, and words for both; or None.
 
     Only where it is above the last by more than its standard error.
     """
-    numbers = [(*each["held out"][f"reward/{reward}"], each["step"]) for each in evaluations]
+    numbers = [(*each[f"reward/{reward}"], each["step"]) for each in evaluations]
     known = [each for each in numbers if None not in each]
     if numbers[-1] not in known:
         return None

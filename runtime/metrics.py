@@ -34,28 +34,26 @@ def reward_metrics(rewards):
 # ---- of an evaluation ----------------------------------------------------------------------------
 
 
-def evaluation_metrics(name, rewards, types):
-    """{name: its numbers}, and if there are several types of prompts "NAME, TYPE": those of each.
+def evaluation_metrics(rewards, types):
+    """{"prompts": N, "images": N*G, reward: [mean, standard error], "types": {type: the same}}.
 
-    Numbers are {"prompts": N, "images": N*G, reward: [mean, standard error]}. The errors are over
-    prompts: pictures of one prompt are not independent. "mean of types" is the plain mean of the
-    types whatever their sizes, like GenEval's overall score (Ghosh et al. 2023). rewards: {reward:
-    (N, G)}. types: N.
+    The errors are over prompts: pictures of one prompt are not independent. "mean of types" is the
+    plain mean of the types whatever their sizes, like GenEval's overall score (Ghosh et al. 2023);
+    of a lone type there is neither. rewards: {reward: (N, G)}. types: N.
     """
-    metrics = {name: means_and_errors(rewards)}
-    if len({*types}) == 1:
-        return metrics
-    for kind in dict.fromkeys(types):
+    whole, of_types = means_and_errors(rewards), {}
+    for kind in dict.fromkeys(types) if len({*types}) > 1 else ():
         rows = [each == kind for each in types]
-        of_kind = {reward: values[rows] for reward, values in rewards.items()}
-        metrics[f"{name}, {kind}"] = means_and_errors(of_kind)
-    whole, *kinds = metrics.values()
-    mean = metrics[f"{name}, mean of types"] = dict(whole)
-    for reward in rewards:
-        pairs = torch.tensor([each[reward] for each in kinds], dtype=torch.double)  # (types, 2)
-        means, errors = pairs[~pairs[:, 0].isnan()].T  # none, if it applies to no prompt
-        mean[reward] = [means.mean().item(), (errors.norm() / len(errors)).item()]
-    return metrics
+        of_types[kind] = means_and_errors({name: x[rows] for name, x in rewards.items()})
+    if of_types:
+        mean = dict(whole)
+        for reward in rewards:
+            pairs = [each[reward] for each in of_types.values()]
+            pairs = torch.tensor(pairs, dtype=torch.double)  # (types, 2)
+            means, errors = pairs[~pairs[:, 0].isnan()].T  # none, if it applies to no prompt
+            mean[reward] = [means.mean().item(), (errors.norm() / len(errors)).item()]
+        of_types["mean of types"] = mean
+    return whole | {"types": of_types}
 
 
 def means_and_errors(rewards):

@@ -7,8 +7,8 @@ from diffusers import AutoencoderKL, GlmImageTransformer2DModel
 from torch.nn.functional import linear
 from transformers import GlmImageForConditionalGeneration, T5EncoderModel
 
-from card.forward import CapturedForward, or_plain
 from glm_image.model import load
+from gpu.forward import CapturedForward, or_plain
 from runtime.settings import read_config, readable_loading
 
 PARTS = {  # of the pipeline, those with weights
