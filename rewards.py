@@ -170,7 +170,7 @@ class Reward:
         """Once. A class is made an object, without arguments."""
         if self.function is None:
             name, _, folder = self.source.partition("=")
-            function = REWARDS.get(name, self.source)
+            function = self.source if ".py:" in self.source else REWARDS[name]
             if isinstance(function, str):
                 function = load_from_file(function)
             elif isinstance(function, tuple):
@@ -223,12 +223,20 @@ def load_from_file(name):
 @functools.cache
 def load_module(file):
     """A file as a module, which can import the files beside it. It runs once."""
-    sys.path.append(str(file.parent))
+    sys.path.insert(0, str(file.parent))
     # By its whole path, as rewards.py or json.py would be another module's name.
     spec = spec_from_file_location(str(file.with_suffix("")).replace(".", "_"), file)
     module = sys.modules[spec.name] = module_from_spec(spec)
+    others = {*sys.modules}
     spec.loader.exec_module(module)
+    # What it has imported from its folder is its own: another file may have a helper of that name.
+    new = [name for name in sys.modules.keys() - others if is_beside(sys.modules[name], file)]
+    module.helpers = [Path(sys.modules.pop(name).__file__) for name in new]
     return module
+
+
+def is_beside(module, file):
+    return Path(getattr(module, "__file__", None) or "").parent == file.parent
 
 
 @torch.no_grad()
@@ -266,7 +274,7 @@ def weights_of(rewards):
     return {name: reward.weight for name, reward in rewards.items()}
 
 
-def combine(rewards, weights, group_size=1, how="sum"):
+def combine(rewards, weights, group_size=1, how=None):
     """Several rewards as one, (N*G,) float32: the weighted sum of those that apply to a sample.
 
     Args:
@@ -275,8 +283,9 @@ def combine(rewards, weights, group_size=1, how="sum"):
         weights: {name: float}. A reward with weight 0 does not count.
         how: "sum" adds the values as they are, so the reward with the largest spread rules;
             "zscore" first turns each into its z-score within its group, so weights alone decide.
-            Where z-scores cancel, the sum is exactly 0.
+            Where z-scores cancel, the sum is exactly 0. None: "zscore" for several.
     """
+    how = how or ("zscore" if len(weights) > 1 else "sum")
     weights = {name: weight for name, weight in weights.items() if weight}
     values = torch.stack([rewards[name] for name in weights]).double()  # (R, N*G)
     weight = torch.tensor([*weights.values()], dtype=values.dtype).unsqueeze(1)  # (R, 1)

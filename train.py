@@ -188,16 +188,17 @@ def train(settings, run_class=Run):
     """The whole run: prepare, loop, end. Returns the exit code: 130 if a signal ended it early."""
     start = time.time()
     device = ranks.device(settings.device)
-    data = read_inputs(settings, run_class.read_prompts)
     waiting = backend_of(device).plan(run_class.Model, settings, device)  # before any download
+    data = read_inputs(settings, run_class.read_prompts)
     print_start(settings, device, data)
-    load_rewards(settings, data)
-    with folder.opened(settings, data) as out, tracked(settings, out) as tracker:
-        run = run_class.load(settings, data, device, waiting)
-        with StopRequest() as stop:
+    with folder.opened(settings, data) as out:
+        load_rewards(settings, data)
+        with tracked(settings, out) as tracker:
+            run = run_class.load(settings, data, device, waiting)
             first = folder.load(out, run.trainers)
             record = run.Record(out, settings, data, run, tracker, first)
-            loop(run, settings, data, record, stop)
+            with StopRequest() as stop:
+                loop(run, settings, data, record, stop)
     done = f"{counted(record.done, 'step')}, {time.time() - start:.0f} s"
     say(f"{done}; output folder: {out}; look at {out / 'index.html'}")
     if record.done >= settings.steps:

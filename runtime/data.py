@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageOps
 
-from rewards import UserError, find_path, load_from_file, load_module, score, weights_of
+from rewards import UserError, find_file, find_path, load_from_file, load_module, score, weights_of
 from runtime import ranks
 from runtime.errors import readable, say
 from runtime.folder import find_adapters
@@ -215,6 +215,9 @@ def read_inputs(settings, read):
     for some, first in ((rewards, prompts[0]), (judges, held_out[0])):
         if first.target is None and (likeness := {"mse", "ssim", "lpips"} & some.keys()):
             raise UserError(f"reward {min(likeness)!r} needs --targets, or --eval-targets")
+    for each in (rewards | judges).values():
+        if ".py:" in each.source:  # it runs now: the copy in start/ is of what has run
+            load_module(find_file(each.source))
     find_adapters(settings.adapter)  # or none is there
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):

@@ -4,18 +4,17 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import peft
 import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file
 
-from rewards import UserError, find_file, find_path
+from rewards import UserError, find_file, find_path, load_module
 from runtime import ranks
 from runtime.errors import option, readable, say
 from runtime.report import RECORDS, read_jsonl
@@ -50,8 +49,7 @@ def opened(settings, data):
         if ranks.rank() == 0:
             begin(out, settings, data.rewards | data.judges)
         out, *_ = ranks.gather(out if ranks.rank() == 0 else None)
-        if settings.steps > 0:
-            settings.adapter = settings.adapter and str(out / "start")
+        settings.adapter = settings.adapter and str(out / "start")
         yield out
 
 
@@ -80,7 +78,8 @@ def is_free(out):
     own = {LOCK, "settings.json", "start", "tracker-id", "tensorboard"}
     own |= {*(f"{name}.jsonl" for name in RECORDS)}
     recorded = any(read_jsonl(out / f"{name}.jsonl") for name in RECORDS)
-    return not recorded and {each.name for each in out.iterdir()} <= own
+    left = {each.name for each in out.iterdir()}
+    return not left or (LOCK in left <= own and not recorded)
 
 
 def is_new(folder):
@@ -106,8 +105,7 @@ def begin(out, settings, rewards):
         start.mkdir()
         for name, file in files_of(settings, rewards).items():
             shutil.copy(file, start / name)
-        if settings.steps > 0:  # else nothing is ever resumed
-            copy_adapters(find_adapters(settings.adapter), start)
+        copy_adapters(find_adapters(settings.adapter), start)
         values = settings.portable() | {"script": settings.script}
         values |= {"versions": versions(), "processes": ranks.count()}
     write_whole(out / "settings.json", json.dumps(values, indent=2))
@@ -117,13 +115,12 @@ def files_of(settings, rewards):
     """{name in start/: file} of prompts, of the user's own rewards, and of what these import."""
     paths = {name: find_path(getattr(settings, name)) for name in ("prompts", "eval_prompts")}
     files = {name + Path(path).suffix: Path(path) for name, path in paths.items()}
-    sources = [each.source for each in rewards.values() if ".py:" in each.source]
-    own = [(Path(each.rpartition(":")[0]).name, find_file(each)) for each in sources]
-    folders = {file.parent for _, file in own}
-    loaded = [Path(getattr(each, "__file__", None) or "") for each in [*sys.modules.values()]]
-    for name, file in own + [(each.name, each) for each in loaded]:
-        if file.parent in folders and files.setdefault(name, file) != file:
-            raise UserError(f"{file} and {files[name]} have the same name: rename one")
+    for source in [each.source for each in rewards.values() if ".py:" in each.source]:
+        own = find_file(source)
+        named = [(PureWindowsPath(source).name.rpartition(":")[0], own)]
+        for name, file in named + [(each.name, each) for each in load_module(own).helpers]:
+            if files.setdefault(name, file) != file:
+                raise UserError(f"{file} and {files[name]} have the same name: rename one")
     return files
 
 

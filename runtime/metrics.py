@@ -13,7 +13,7 @@ from rewards import combine
 def with_weighted_sum(raw_rewards, weights, group_size):
     """{"reward": their weighted sum (N, G), "reward/NAME": each of them (N, G)}, from (N*G,)."""
     rewards = {f"reward/{name}": values for name, values in raw_rewards.items()}
-    rewards = {"reward": combine(raw_rewards, weights, group_size), **rewards}
+    rewards = {"reward": combine(raw_rewards, weights, group_size, "sum"), **rewards}
     return {name: values.view(-1, group_size) for name, values in rewards.items()}
 
 

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from copy import copy
 from dataclasses import dataclass, fields
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -180,8 +180,6 @@ class Settings(GRPOSettings):
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
-        if self.combine is None:
-            self.combine = "zscore" if len(parse_rewards(self.reward)) > 1 else "sum"
 
     @property
     def start(self):
@@ -341,10 +339,10 @@ def parse_settings(arguments=None, kind=Settings):
     """
     parser = build_parser(kind)
     given = vars(parser.parse_args(arguments))
-    if "resume" in given:
-        return kind(**resumed(given, kind.script))
     if config := given.pop("config", None):
         given = vars(parser.parse_args(flags_in(config))) | given
+    if "resume" in given:
+        return kind(**resumed(given, kind.script))
     model = given.get("model") or default_model()
     tiny = is_tiny(model)
     settings = kind(**(kind.tiny if tiny else {}) | given | {"model": model})
@@ -367,8 +365,9 @@ def parse_rewards(spec, start=None):
         if item.strip() not in ("", "none"):
             number = r"-?\d*\.?\d+(?:e-?\d+)?"
             source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
-            name = Path(source.partition("=")[0]).name
+            name = source.partition("=")[0]
             if ".py:" in source:
+                name = PureWindowsPath(source).name
                 source = str(start / name) if start else source
                 find_file(source)
             elif name not in REWARDS:

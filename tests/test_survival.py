@@ -168,7 +168,9 @@ def test_a_run_goes_on_anywhere_with_what_it_began_with(quick, tmp_path, monkeyp
     """In a folder that looks like one of Windows; a linked reward file keeps its name, and finds
     what lies beside the file."""
     Path("lib").mkdir()
-    Path("lib/real.py").write_text("from beside import f\n\ndef own(images):\n    return f(images)\n")
+    Path("lib/real.py").write_text(
+        "from beside import f\n\ndef own(images):\n    return f(images)\n"
+    )
     Path("lib/beside.py").write_text("def f(images):\n    return range(len(images))\n")
     Path("mine.py").symlink_to("lib/real.py")
     run = Path("a\\start,b").absolute()

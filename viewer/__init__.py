@@ -68,5 +68,7 @@ def show(out):
         (Image.open(run.out / file, formats=["PNG"]), *words) for file, *words in block
     ]
     rows = [(prompt, [*map(opened, blocks)]) for prompt, _, blocks in run.before_after()]
-    draw_grid([*sides(run.evaluations)], rows, "red frame:\nwrong").save(run.out / "before-after.png")
+    draw_grid([*sides(run.evaluations)], rows, "red frame:\nwrong").save(
+        run.out / "before-after.png"
+    )
     (run.out / "index.html").write_text(draw_page(run), encoding="utf-8")
