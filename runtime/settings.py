@@ -46,8 +46,8 @@ class Settings(GRPOSettings):
     adapter: str = None
     # text file, one prompt per line; or .jsonl, with columns for rewards
     prompts: str = f"{ROOT}/prompts/train.txt"
-    # folder with one picture per prompt, sorted by name, or with those that rows of a .jsonl name as
-    # "target" (default: that of the file); or my_file.py:function, which draws them
+    # folder with a picture per prompt, sorted by name, or with those that rows of a .jsonl name as
+    # "target" (default: the file's folder); or my_file.py:function, which draws them
     targets: str = None
     # NAME[=FOLDER][:WEIGHT],... with NAME one of REWARDS, see below, or my_file.py:function, which
     # runs that file; FOLDER: the model's files, in place of a download
