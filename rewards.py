@@ -222,16 +222,19 @@ def load_from_file(name):
 
 @functools.cache
 def load_module(file):
-    """A file as a module, which can import the files beside it. It runs once."""
-    sys.path.insert(0, str(file.parent))
+    """A file as a module, which imports files beside it, its `helpers`. It runs once in a run."""
     # By its whole path, as rewards.py or json.py would be another module's name.
     spec = spec_from_file_location(str(file.with_suffix("")).replace(".", "_"), file)
     module = sys.modules[spec.name] = module_from_spec(spec)
     others = {*sys.modules}
-    spec.loader.exec_module(module)
-    # What it has imported from its folder is its own: another file may have a helper of that name.
-    new = [name for name in sys.modules.keys() - others if is_beside(sys.modules[name], file)]
-    module.helpers = [Path(sys.modules.pop(name).__file__) for name in new]
+    sys.path.insert(0, folder := str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
+        # They are this file's own: another file or run may have others of the same names.
+        new = [name for name in sys.modules.keys() - others if is_beside(sys.modules[name], file)]
+        module.helpers = [Path(sys.modules.pop(name).__file__) for name in new]
     return module
 
 

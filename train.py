@@ -21,6 +21,7 @@ docs/numbers.md says of each number what it means, and what is normal.
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import set_seed
@@ -120,7 +121,7 @@ class Run:
         gpu/memory.py. pipe: the stock pipeline, if it is loaded already.
         """
         glm_image = cls.Model(pipe or load(settings.model, device))
-        if settings.base == "int8":
+        if settings.planned_base == "int8":
             from gpu.model import round_weights  # on a CPU, too
 
             # Straight to the GPU, so that the host never holds them.
@@ -186,12 +187,12 @@ def warm_up(trainers, warmup_steps, step):
 
 def train(settings, run_class=Run):
     """The whole run: prepare, loop, end. Returns the exit code: 130 if a signal ended it early."""
-    start = time.time()
+    start, here = time.time(), Path.cwd()  # a reward may change the working folder
     device = ranks.device(settings.device)
     waiting = backend_of(device).plan(run_class.Model, settings, device)  # before any download
     data = read_inputs(settings, run_class.read_prompts)
     print_start(settings, device, data)
-    with folder.opened(settings, data) as out:
+    with folder.opened(settings, data, here) as out:
         load_rewards(settings, data)
         with tracked(settings, out) as tracker:
             run = run_class.load(settings, data, device, waiting)
@@ -199,11 +200,12 @@ def train(settings, run_class=Run):
             record = run.Record(out, settings, data, run, tracker, first)
             with StopRequest() as stop:
                 loop(run, settings, data, record, stop)
+    name = settings.out  # as given
     done = f"{counted(record.done, 'step')}, {time.time() - start:.0f} s"
-    say(f"{done}; output folder: {out}; look at {out / 'index.html'}")
+    say(f"{done}; output folder: {name}; look at {Path(name, 'index.html')}")
     if record.done >= settings.steps:
         return 0
-    say(f"continue with --resume {out}")
+    say(f"continue with --resume {name}")
     return 130
 
 

@@ -34,7 +34,7 @@ from runtime.settings import Settings
 
 def decoder_step(run, settings, rewards, prompts, seed):
     """One step of the decoder, or of both; see grpo_step in train.py."""
-    sequences, paintings = settings.sequences, settings.paintings  # G, K
+    sequences, paintings = settings.sequences, settings.paintings_per_sequence  # G, K
     weights = weights_of(rewards)
     policy, decoder = run.policy, run.decoder
 
@@ -113,13 +113,16 @@ class DecoderSettings(Settings):
         super().__post_init__()
         if self.decode_steps == 1:
             raise UserError("--decode-steps has to be 2 or more: the last step is not drawn")
-        if self.train == "decoder":
-            self.paintings = self.group_size
 
     @property
     def sequences(self):
         """G, code sequences per prompt."""
         return self.group_size if self.train == "both" else 1
+
+    @property
+    def paintings_per_sequence(self):
+        """K."""
+        return self.paintings if self.train == "both" else self.group_size
 
 
 # ---- what a step works with, and its record ------------------------------------------------------
@@ -140,7 +143,7 @@ class DecoderRecord(Record):
         """Of code sequences by their means; or, of a lone one, of its paintings."""
         if self.settings.sequences == 1:
             return reward_metrics(rewards)
-        count = self.settings.paintings
+        count = self.settings.paintings_per_sequence
         rewards = {name: x.double().unflatten(1, (-1, count)) for name, x in rewards.items()}
         means = {name: x.nanmean(2) for name, x in rewards.items()}
         flat = reward_metrics({"reward": rewards["reward"].flatten(0, 1)})

@@ -143,7 +143,7 @@ class DecoderGRPO(GRPO):
         self.painter = type(model)(GlmImagePipeline(**components))
 
     def paint_paths(self, prompt, tokens, settings, seed):
-        """Paint each of a prompt's G code sequences (G, T) `settings.paintings` (K) times.
+        """Paint each of a prompt's G code sequences (G, T) K times.
 
         All start from one noise. seed: fixes it, and the paths. Returns latents of G*K pictures and
         the DenoisingSteps, both sequence after sequence. Raises NotFinite.
@@ -153,7 +153,7 @@ class DecoderGRPO(GRPO):
         latents = []
         steps = []
         for codes in tokens:
-            seeds = torch.randint(2**62, (settings.paintings,), generator=generator)
+            seeds = torch.randint(2**62, (settings.paintings_per_sequence,), generator=generator)
             batches = []
             for own in seeds.split(settings.micro_batch_size):
                 self.scheduler.begin(self.noise_level, own.tolist())

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -132,7 +133,7 @@ class Machine(cpu.Machine):
 
 
 def plan(model_class, settings, device):
-    """How the models share the GPU; decides settings.base if that is "auto".
+    """How the models share the GPU; sets settings.planned_base, which a resumed run has already.
 
     Returns None if all models fit together. Otherwise they take turns, and the return value says
     where frozen weights wait: "pinned" (page-locked host memory) or "mapped" (the files they were
@@ -143,22 +144,24 @@ def plan(model_class, settings, device):
     """
     connect(device)
     free, host = free_memory(device)
-    bases = ["bfloat16", "int8"] if settings.base == "auto" else [settings.base]
-    for settings.base in bases:
-        weights = [frozen_bytes(model) for model in sizes(model_class, settings, device)]
+    given = settings.planned_base or settings.base
+    for base in ["bfloat16", "int8"] if given == "auto" else [given]:
+        planned = replace(settings, planned_base=base)
+        weights = [frozen_bytes(model) for model in sizes(model_class, planned, device)]
         together, largest = sum(weights), max(weights)
         if with_work(largest, ALONE) <= free:
             break
+    settings.planned_base = base
     fits = with_work(together, TOGETHER) <= free
     turns = {"auto": not fits, "yes": True, "no": False}[settings.offload]
     pinned = together <= host
     reason = (
-        f"{together / 1e9:.1f} GB of weights (--base {settings.base}), the largest model "
+        f"{together / 1e9:.1f} GB of weights (--base {base}), the largest model "
         f"{largest / 1e9:.1f}; {free / 1e9:.1f} GB of GPU memory and {host / 1e9:.1f} GB of host "
         "memory are free"
     )
     # Weights in int8 are in no file: in turns the host has to hold them.
-    unheld = turns and settings.base == "int8" and not pinned
+    unheld = turns and base == "int8" and not pinned
     if with_work(largest if turns else together, ALONE) > free or unheld:
         hints = "docs/memory.md says what each card can hold; --model tiny-glm-image fits any"
         raise UserError(f"too little memory: {reason}; {hints}")

@@ -43,7 +43,7 @@ def compile_decoder(transformer):
 def sizes(model_class, settings, device):
     """The models of a GlmImage without data: from a few kB of config files."""
     glm_image = model_class(load_sizes(settings.model, device))
-    if settings.base == "int8":
+    if settings.planned_base == "int8":
         round_weights(glm_image)
     # An adapter to start from is small, and it is data.
     glm_image.prepare_training(replace(settings, adapter=None), torch.device("meta"))

@@ -72,19 +72,29 @@ def exit_code(run):
     return 2
 
 
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
+
 class StopRequest:
     """Within it Ctrl-C and SIGTERM end the run after the step at hand. A second one quits."""
 
     received = False
 
     def __enter__(self):
-        numbers = signal.SIGINT, signal.SIGTERM
-        self.before = {number: signal.signal(number, self.receive) for number in numbers}
+        self.before = {number: signal.signal(number, self.receive) for number in SIGNALS}
+        if hasattr(os, "register_at_fork"):  # Windows forks nothing
+            # The worker of a reward's pool has to die of SIGTERM. A signal waits until it can.
+            mask = lambda how: lambda: signal.pthread_sigmask(how, SIGNALS)
+            os.register_at_fork(
+                before=mask(signal.SIG_BLOCK),
+                after_in_parent=mask(signal.SIG_UNBLOCK),
+                after_in_child=lambda: (self.__exit__(), mask(signal.SIG_UNBLOCK)()),
+            )
         return self
 
     def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+        while self.before:  # once: after a run no child needs it
+            signal.signal(*self.before.popitem())
 
     def receive(self, *_):
         self.received = True

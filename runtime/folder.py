@@ -32,48 +32,62 @@ NO_VOCABULARY = {"save_embedding_layers": False}  # by itself PEFT would ask the
 
 
 @contextmanager
-def opened(settings, data):
+def opened(settings, data, here):
     """Yields the folder of a run, with its start/ and settings.json; no other process writes to it.
 
-    This is before the models load: meanwhile people change their files, and a run to start from
-    goes on. From here on --adapter is in start/. data: its rewards are loaded.
+    This is before anything slow: what was read is what is copied, and a run to start from goes on.
+    From here on --adapter is in start/. A new run that fails before its first record leaves no
+    folder. here: the working folder when the run began.
     """
-    lock = nullcontext()
-    if ranks.rank() == 0:
-        out = claim(settings)
-        try:
-            lock = FileLock(out / LOCK, timeout=0).acquire()
-        except Timeout:
-            raise UserError(f"another process is at work in {out}: wait, or stop it") from None
-    with lock:  # until the process ends, however it ends
-        if ranks.rank() == 0:
-            begin(out, settings, data.rewards | data.judges)
-        out, *_ = ranks.gather(out if ranks.rank() == 0 else None)
-        settings.adapter = settings.adapter and str(out / "start")
-        yield out
+    out, lock, made = claim(settings, here) if ranks.rank() == 0 else (None, nullcontext(), [])
+    try:
+        with lock:  # until the process ends, however it ends
+            if ranks.rank() == 0:
+                begin(out, settings, data.rewards | data.judges)
+            (out, settings.out), *_ = ranks.gather((out, settings.out))
+            settings.adapter = settings.adapter and str(out / "start")
+            yield out
+    except BaseException:
+        if ranks.rank() == 0 and not settings.resume and is_free(out):
+            for each in out.iterdir():
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+            for each in made:
+                with suppress(OSError):  # another run is in it
+                    each.rmdir()
+        raise
 
 
-def claim(settings):
-    """The folder of --resume; that of --out, new or empty; or the next free runs/N."""
-    if settings.resume:
-        out = Path(settings.resume)
-    elif settings.out:
-        out = Path(settings.out)
-        out.mkdir(parents=True, exist_ok=True)
-        if not is_free(out):
-            hint = f"choose another --out, or continue its run: --resume {out}"
-            raise UserError(f"{out} is not empty: {hint}")
-    else:
-        Path("runs").mkdir(exist_ok=True)
-        out = next(folder for n in count(1) if is_new(folder := Path("runs", str(n))))
-    say(f"output folder: {out}")
-    return out
+def claim(settings, here):
+    """The folder of --resume; that of --out; or the next free runs/N, whose name is then --out.
+
+    Returns the folder, its lock, and the folders that were made for it.
+    """
+    given = settings.resume or settings.out
+    for name in [given] if given else (str(Path("runs", str(n))) for n in count(1)):
+        out = here / name
+        made = [each for each in (out, *out.parents) if not each.exists()]
+        with readable(f"use the folder {name}"):
+            out.mkdir(parents=True, exist_ok=True)
+            free = settings.resume or is_free(out)
+            lock = FileLock(out / LOCK, timeout=0)
+            with suppress(Timeout):
+                if free:
+                    lock.acquire()
+        if lock.is_locked:
+            settings.out = name
+            say(f"output folder: {name}")
+            return out, lock, made
+        if given and free:
+            raise UserError(f"another process is at work in {name}: wait, or stop it")
+        if given:
+            hint = f"choose another --out, or continue its run: --resume {name}"
+            raise UserError(f"{name} is not empty: {hint}")
 
 
 def is_free(out):
     """Whether a folder has nothing, or only the files of a run that ended before its first record.
 
-    The run may have been out of memory when the models loaded, and is begun again.
+    Such a run was killed as the models loaded, and is begun again.
     """
     own = {LOCK, "settings.json", "start", "tracker-id", "tensorboard"}
     own |= {*(f"{name}.jsonl" for name in RECORDS)}
@@ -82,19 +96,10 @@ def is_free(out):
     return not left or (LOCK in left <= own and not recorded)
 
 
-def is_new(folder):
-    """Makes a folder, if it is not there: of two processes that want it, one gets it."""
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return False
-    return True
-
-
 def begin(out, settings, rewards):
     """Writes start/, which has all that a resume needs, and settings.json.
 
-    rewards: {name: Reward}, loaded.
+    rewards: {name: Reward}, of which the user's own have run.
     """
     values = {name: getattr(settings, name) for name in MAY_CHANGE}
     if settings.resume:
@@ -106,6 +111,7 @@ def begin(out, settings, rewards):
         for name, file in files_of(settings, rewards).items():
             shutil.copy(file, start / name)
         copy_adapters(find_adapters(settings.adapter), start)
+        settings.began_from = settings.adapter and str(newest(settings.adapter))
         values = settings.portable() | {"script": settings.script}
         values |= {"versions": versions(), "processes": ranks.count()}
     write_whole(out / "settings.json", json.dumps(values, indent=2))
@@ -168,10 +174,18 @@ def resumed(given, script):
 
 
 def write_whole(path, text):
-    """A kill leaves what was there before."""
+    """A kill, or a power cut, leaves what was there before."""
     unfinished = path.with_name(f".{path.name}")
     unfinished.write_text(text)
+    sync(unfinished)
     os.replace(unfinished, path)
+
+
+def sync(*files):
+    """What was written to files is on the disk itself."""
+    for file in files:
+        with open(file, "rb+") as opened:
+            os.fsync(opened.fileno())
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -203,6 +217,8 @@ def save(out, step, trainers, evaluated):
     for folder in (out / "start").glob("*adapter"):
         if folder.name not in trainers:
             shutil.copytree(folder, unfinished / folder.name)
+    # The records too, which are older. From here on not even a power cut loses the step.
+    sync(*unfinished.glob("**/*.*"), *out.glob("*.jsonl"))
     os.replace(unfinished, out / "checkpoints" / f"{step:06d}")
     for old in checkpoints(out)[:-1]:
         if int(old.name) not in evaluated:
@@ -226,6 +242,11 @@ def load(out, trainers):
 # ---- adapters ------------------------------------------------------------------------------------
 
 
+def newest(place):
+    """The newest checkpoint of a run, or what else is in this place."""
+    return [Path(place), *checkpoints(Path(place))][-1]
+
+
 def find_adapters(place):
     """{"adapter", "decoder-adapter": its folder} of those in --adapter, which may be None.
 
@@ -234,7 +255,7 @@ def find_adapters(place):
     """
     if not place:
         return {}
-    folder = [Path(place), *checkpoints(Path(place))][-1]
+    folder = newest(place)
     if (folder / CONFIG).is_file():
         of_decoder = folder.resolve().name == "decoder-adapter"
         found = {"decoder-adapter" if of_decoder else "adapter": folder}
@@ -262,7 +283,7 @@ def copy_adapters(adapters, folder):
     for name, adapter in adapters.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for file in (CONFIG, WEIGHTS):
-            shutil.copy(adapter / file, folder / name)
+            shutil.copyfile(adapter / file, folder / name / file)
 
 
 def load_adapter(model, file, name="default"):

@@ -33,7 +33,7 @@ tags:
 
 # {title}
 
-A LoRA adapter of the {part} of `{model}`, from {steps} of GRPO.{others}
+A LoRA adapter of the {part} of `{model}`, {made}.{others}
 
 {evaluation}
 
@@ -86,14 +86,20 @@ def write_cards(run, adapters):
             shutil.copy(run.out / "before-after.png", folder)
         (folder / "settings.json").write_text(text)
         words = settings | {"settings": text}
-        (folder / "README.md").write_text(page(name, words, run.records, adapters), "utf-8")
+        (folder / "README.md").write_text(page(name, words, run, adapters), "utf-8")
 
 
-def page(name, settings, records, adapters):
+def page(name, settings, run, adapters):
     """The text of README.md."""
-    model = settings["model"]
+    model, began_from, records = settings["model"], settings["began_from"], run.records
     load, part, library = LOADED[name]
+    made = f"from {counted(records['metrics'][-1]['step'], 'step')} of GRPO"
+    made += f", begun from `{began_from}`" if began_from else ""
+    if name not in run.trainers:
+        made = f"as it was in `{began_from}`: this run trained another part"
     others = [f" Load `{each}` of the same run, too." for each in adapters if each != name]
+    if settings["planned_base"] == "int8":
+        others.append(" In training and evaluation the base was rounded to int8.")
     is_folder = Path(find_path(model)).exists()
     edits = "sources" in settings
     words = {
@@ -101,7 +107,7 @@ def page(name, settings, records, adapters):
         "library": library,
         "title": f"{Path(model).name}, trained by GRPO: {settings['reward']}",
         "part": part,
-        "steps": counted(records["metrics"][-1]["step"], "step"),
+        "made": made,
         "others": "".join(others),
         "evaluation": evaluation(records["evaluation"]),
         "load": load + EDIT * edits,

@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from itertools import chain
+from pathlib import Path
 
 import torch
 
@@ -121,15 +122,15 @@ class Record:
         ]
         numbers = {"step": self.done, **evaluation_metrics(values, [x.type for x in prompts])}
         numbers |= {"judge": self.judged_by, "moved": (sum(map(any, norms)), len(since))}
+        numbers["adapter"] = self.settings.began_from if self.settings.steps == 0 else None
         self.append("evaluation", [numbers | {"shown": shown}])
         if self.tracker is not None:
             last = evaluations[-1]
             self.tracker.log({f"held out/{name}": last[name][0] for name in values}, self.done)
         say(evaluation_table(evaluations))
-        judge = self.judged_by or next(iter(self.weights))
-        if best := best_earlier_evaluation(evaluations, judge):
+        if best := best_earlier_evaluation(evaluations):
             step, words = best
-            place = self.out / "checkpoints" / f"{step:06d}"
+            place = Path(self.settings.out, "checkpoints", f"{step:06d}")
             say(f"held out, {words}" + f"; to go on from there: --adapter {place}" * (step > 0))
 
     def save_pictures(self, place, images, beside, small=False):

@@ -48,9 +48,11 @@ def format_step(steps, numbers, parts, epochs_per_step=0):
 
 
 def sides(evaluations):
-    """{heading: evaluation}: that before training, and the last."""
-    heading = lambda step: f"after {counted(step, 'step')}" if step else "before"
-    return {heading(each["step"]): each for each in (evaluations[0], evaluations[-1])}
+    """{heading: evaluation}: that before training, and the last; or that of a lone adapter."""
+    first, last = evaluations[0], evaluations[-1]
+    before = last["adapter"] or "before"
+    heading = lambda step: f"after {counted(step, 'step')}" if step else before
+    return {heading(each["step"]): each for each in (first, last)}
 
 
 def evaluation_table(evaluations):
@@ -75,14 +77,12 @@ def evaluation_title(evaluations):
 def evaluation_rows(evaluations):
     """The last evaluation beside that before training: rows of cells, a head first.
 
-    There is a row for each reward. The judge, or the reward if there is none, gets a row for each
-    type of prompts, too.
+    There is a row for each reward, and for the judge a row for each type of prompts, too.
     """
     columns, last = sides(evaluations), evaluations[-1]
-    rewards = shown_names(last)
-    judge = f"reward/{last['judge']}" if last["judge"] else rewards[0]
+    judge = judge_of(last)
     rows = [["reward", *columns]]
-    for name in rewards:
+    for name in shown_names(last):
         cells = [with_error(*each[name]) for each in columns.values()]
         rows.append([name.removeprefix("reward/"), *cells])
         for of_type in last["types"] if name == judge else ():
@@ -91,17 +91,24 @@ def evaluation_rows(evaluations):
     return rows
 
 
-def best_earlier_evaluation(evaluations, reward):
-    """The step of the evaluation whose reward is highest, and words for both; or None.
+def judge_of(evaluation):
+    """The reward that judges: the first of --eval-reward, else what is trained."""
+    judge = evaluation["judge"]
+    return f"reward/{judge}" if judge else shown_names(evaluation)[0]
+
+
+def best_earlier_evaluation(evaluations):
+    """The step of the evaluation that the judge likes best, and words for both; or None.
 
     Only where it is above the last by more than its standard error.
     """
-    numbers = [(*each[f"reward/{reward}"], each["step"]) for each in evaluations]
+    judge = judge_of(evaluations[-1])
+    numbers = [(*each[judge], each["step"]) for each in evaluations]
     known = [each for each in numbers if None not in each]
     if numbers[-1] not in known:
         return None
     (mean, error, step), (now, *_) = max(known), numbers[-1]
-    words = f"{reward} was highest after {counted(step, 'step')}"
+    words = f"{judge.removeprefix('reward/')} was highest after {counted(step, 'step')}"
     words += f": {with_error(mean, error)}, now {format_number(now)}"
     return (step, words) if mean - error > now else None
 

@@ -31,8 +31,8 @@ class Settings(GRPOSettings):
     """The settings of train.py; the defaults are GLM-Image's.
 
     The settings of the algorithm in grpo.py are flags, too. Scripts in examples/ add more settings.
-    Before a run `base` is set to what fits, and `adapter` to the copy in its folder. During a run
-    only `micro_batch_size` changes: gpu/memory.py halves it when memory runs out.
+    Before a run `adapter` is set to the copy in its folder. During a run only `micro_batch_size`
+    changes: gpu/memory.py halves it when memory runs out.
     """
 
     script: ClassVar[str] = "train.py"  # whose settings these are
@@ -135,6 +135,11 @@ class Settings(GRPOSettings):
     # send the numbers to a tracker, too
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
+    # What a run has found out at its start, for its resumes and its model card; no flags.
+
+    planned_base: str = None
+    began_from: str = None
+
     # Settings of grpo.py that are no flags.
     end_ids: ClassVar = GRPOSettings.end_ids
     max_grad_norm: ClassVar[float] = GRPOSettings.max_grad_norm
@@ -173,7 +178,7 @@ class Settings(GRPOSettings):
     }
 
     def __post_init__(self):
-        """Fills in what follows from other settings; refuses what cannot work."""
+        """Refuses what cannot work."""
         for name, value in vars(self).items():
             if isinstance(value, int | float):
                 check_number(name, value)
@@ -339,10 +344,10 @@ def parse_settings(arguments=None, kind=Settings):
     """
     parser = build_parser(kind)
     given = vars(parser.parse_args(arguments))
-    if config := given.pop("config", None):
-        given = vars(parser.parse_args(flags_in(config))) | given
     if "resume" in given:
         return kind(**resumed(given, kind.script))
+    if config := given.pop("config", None):
+        given = vars(parser.parse_args(flags_in(config))) | given
     model = given.get("model") or default_model()
     tiny = is_tiny(model)
     settings = kind(**(kind.tiny if tiny else {}) | given | {"model": model})
@@ -383,8 +388,10 @@ def flags_in(file):
     """The settings in a JSON file, as flags; of a run's settings.json not what belongs to it."""
     with readable(f"use --config {file}", '; an example: {"steps": 50, "lr": 1e-4}'):
         values = dict(json.loads(Path(file).read_text("utf-8-sig")))
-    of_run = "script", "versions", "processes"
+    of_run = "script", "versions", "processes", "planned_base", "began_from"
     values = {name: x for name, x in values.items() if name not in of_run}
+    if "resume" in values:
+        raise UserError(f"--config {file} names a run to resume: give it as --resume")
     return [f"{option(name)}={x}" for name, x in values.items() if x is not None]
 
 

@@ -119,7 +119,7 @@ def test_a_run_logs_every_step_and_evaluation(one_step):
 
 
 def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
-    """Another begins while this one loads its model: it takes the next free number."""
+    """Another begins while this one loads its model: it takes the next number, an empty folder."""
     load = train.load
     begun = []
 
@@ -132,8 +132,8 @@ def test_runs_begun_together_never_share_a_folder(quick, monkeypatch, capsys):
     Path("runs/2").mkdir(parents=True)
     monkeypatch.setattr(train, "load", slowly)
     assert quick("--steps 1") == 0
-    assert sorted(os.listdir("runs")) == ["1", "2", "3"] and os.listdir("runs/2") == []
-    assert [len(records(f"runs/{name}/metrics.jsonl")) for name in "13"] == [1, 0]
+    assert sorted(os.listdir("runs")) == ["1", "2"]
+    assert [len(records(f"runs/{name}/metrics.jsonl")) for name in "12"] == [1, 0]
 
 
 def test_evaluations_come_when_asked_for(quick, monkeypatch):
@@ -222,7 +222,8 @@ def test_every_setting_is_a_flag_with_help(capsys):
             for action in parser._actions
             if action.dest not in ("help", "config")
         }
-        assert {*flags} == {each.name for each in fields(kind)}
+        of_run = {"planned_base", "began_from"}
+        assert {*flags} == {each.name for each in fields(kind)} - of_run
         assert all(action.help for action in flags.values())
     assert "(default: ssim:1,mse:1 for tiny, edit:1,keep:0.2 for GLM" in flags["reward"].help
     with pytest.raises(UserError):  # no abbreviations: later flags must not change a command
@@ -236,7 +237,7 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
     parsed = lambda *flags: train.parse_settings(flags, train_decoder.DecoderSettings).portable()
     again = parsed("--config", "run/settings.json", "--lr", "0.25")
     differ = {name for name in again if again[name] != of_run[name]}
-    assert differ == {"lr"} and again["lr"] == 0.25
+    assert differ == {"lr", "planned_base"} and again["lr"] == 0.25
     own = {"paintings": 3, "combine": "sum", "reward": "mse,ssim", "lr": 1e-3}
     Path("own.json").write_text(json.dumps({**own, "eval_reward": "", "targets": None}))
     found = parsed("--config", "own.json", "--train", "both", "--reward", "ssim,mse")
@@ -245,6 +246,7 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
     for text, words in (
         ('{"lr": "fast"}', "--lr: invalid float value: 'fast'"),
         ('{"speed": 3}', "unrecognized arguments: --speed=3"),
+        ('{"resume": "run"}', "own.json names a run to resume: give it as --resume"),
         ("[3]", "an example: "),
         ("{", "an example: "),
     ):
@@ -498,7 +500,8 @@ def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
     spread = lambda *values: pytest.approx(np.std(values, ddof=1))
 
     def metrics(sequences, paintings):
-        record = SimpleNamespace(settings=SimpleNamespace(sequences=sequences, paintings=paintings))
+        settings = {"sequences": sequences, "paintings_per_sequence": paintings}
+        record = SimpleNamespace(settings=SimpleNamespace(**settings))
         rewards = {"reward": values, "reward/a": values}
         return train_decoder.DecoderRecord.reward_metrics(record, rewards)
 

@@ -183,7 +183,7 @@ def test_no_two_paintings_share_their_draws(monkeypatch):
         "randn",
         lambda *given, **more: drawn.append(stock_randn(*given, **more)) or drawn[-1],
     )
-    settings.paintings = 2
+    settings.group_size = 2
     (prompt,), codes = prompts_of(PROMPTS[0]), torch.zeros(3, 4, dtype=torch.long)
     for seed in (5, 6, 1005):
         run.decoder.paint_paths(prompt, codes, settings, seed)

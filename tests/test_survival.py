@@ -12,7 +12,6 @@ import random
 import shlex
 import shutil
 import signal
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -35,6 +34,7 @@ from conftest import (
     steps_saved,
     tiny_settings,
     unheard,
+    words_of,
     write_reward,
 )
 from filelock import FileLock
@@ -80,7 +80,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(judged):
     for run, steps in (("run", 2), ("again", 1)):
         assert judged(often, "--warmup-steps 9 --steps", steps, "--out", run) == 0
     shutil.rmtree("mine")
-    del sys.modules["helper"]
     Path("prompts.txt").unlink()
     Path("elsewhere").mkdir()
     again = Path("again").rename("elsewhere/again")
@@ -173,12 +172,12 @@ def test_a_run_goes_on_anywhere_with_what_it_began_with(quick, tmp_path, monkeyp
     )
     Path("lib/beside.py").write_text("def f(images):\n    return range(len(images))\n")
     Path("mine.py").symlink_to("lib/real.py")
-    run = Path("a\\start,b").absolute()
+    run = Path("lr=1e-4, a\\start,b").absolute()
     row = {"prompt": "a red circle", "target": "2.png"}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     targets = Path("targets").absolute()
     flags = f"--prompts rows.jsonl --targets {targets} --eval-targets {targets}"
-    flags += " --reward mine.py:own,mse"
+    flags += " --reward ' mse, mine.py:own'"
     assert quick(flags, "--steps 1 --out", shlex.quote(str(run))) == 0
     assert {"mine.py", "beside.py", "prompts.jsonl"} <= set(os.listdir(run / "start"))
     before = (run / "settings.json").read_text()
@@ -232,14 +231,24 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     assert "--adapter nowhere: no run, no checkpoint and no adapter" in error_of(capsys)
 
 
-def test_an_adapter_comes_from_the_newest_checkpoint_of_a_run(judged, one_step):
-    """Which has no adapter/ of its own before it has ended."""
+def test_an_adapter_comes_from_the_newest_checkpoint_of_a_run(judged, one_step, capsys):
+    """Which has no adapter/ of its own before it has ended. What was judged is said, and trained
+    from there when the evaluation is resumed."""
     shutil.copytree(one_step, "going")
     shutil.rmtree("going/adapter")
     assert judged("--adapter going --steps 0 --out again") == 0
     (expected, found) = (records(f"{run}/evaluation.jsonl")[-1] for run in ("going", "again"))
-    other = {"step": 1, "shown": [], "moved": []}  # files have other places
+    judged_one = str(Path("going/checkpoints/000001"))
+    assert found["adapter"] == judged_one and expected["adapter"] is None
+    assert f"| reward | {judged_one} |" in capsys.readouterr().out
+    other = {"step": 1, "shown": [], "moved": [], "adapter": None}  # files have other places
     assert found | other == expected | other
+    shutil.rmtree("going")
+    assert resume("again", "--steps 1") == 0
+    assert "| reward | before | after 1 step |" in capsys.readouterr().out
+    assert adapter_of("again") != adapter_of(one_step)
+    card = Path("again/adapter/README.md").read_text()
+    assert f", from 1 step of GRPO, begun from `{judged_one}`.\n" in card
 
 
 def test_both_halves_of_a_model_are_in_each_checkpoint_and_at_the_end(judged, one_step):
@@ -262,6 +271,9 @@ def test_both_halves_of_a_model_are_in_each_checkpoint_and_at_the_end(judged, on
     of_decoder = f"decoder-{policy}"
     assert same(policy, "policy", "decoder") and not same(policy, "decoder", "both")
     assert same(of_decoder, "decoder", "both")
+    taken = f", as it was in `{Path('policy/checkpoints/000001')}`: this run trained another part."
+    assert taken in Path("decoder/adapter/README.md").read_text()
+    assert "from 1 step of GRPO" in Path("decoder/decoder-adapter/README.md").read_text()
     stock = "decoder-adapter/pytorch_lora_weights.safetensors"  # which docs/memory.md loads
     expected, found = (load_file(f"{run}/{stock}") for run in ("decoder", "both"))
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
@@ -397,7 +409,7 @@ def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
 
 
 def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
-    """Here before the first step; see test_cards.py for the others. Resumed, it begins."""
+    """Here before the first step; see test_cards.py for the others. No folder is left."""
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with monkeypatch.context() as patch:
         patch.setattr(train, "load", Mock(side_effect=error))
@@ -405,18 +417,94 @@ def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
     line = error_of(capsys)
     assert line.startswith("error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00")
     assert all(word in line for word in ("--offload yes", "--micro-batch-size", "--group-size"))
-    assert resume("run") == 0 and steps_saved("run") == ["000001"]
+    assert not Path("run").exists()
 
 
-def test_a_run_without_a_step_can_be_begun_again(quick, capsys, monkeypatch):
-    """In its folder, by other flags: as after memory that ran out when the models loaded."""
-    with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(train, "load", Mock(side_effect=KeyError))
-        quick("--lr 1e-3 --steps 1 --out run")
-    assert quick("--lr 2e-3 --steps 1 --out run") == 0
-    assert json.loads(Path("run/settings.json").read_text())["lr"] == 2e-3
+def test_a_folder_without_a_record_is_taken_again_and_no_other(quick, start, capsys):
+    """Of a run that was killed as its models loaded, named or the next of runs/; a folder that was
+    there before stays, and so does what others put in it."""
+    for out in ("--out run", ""):
+        killed = start(*QUICK, *words_of([out]), prepare=kill_as_models_load)
+        killed.join()
+        assert killed.exitcode == -signal.SIGKILL
+    assert "settings.json" in os.listdir("run") and "settings.json" in os.listdir("runs/1")
+    for out in ("--out run", ""):
+        assert quick("--lr 3e-3 --steps 1", out) == 0
+    for run in ("run", "runs/1"):
+        assert json.loads(Path(run, "settings.json").read_text())["lr"] == 3e-3
+        assert steps_saved(run) == ["000001"]
     assert quick("--steps 1 --out run") == 2
     assert "run is not empty: choose another --out, or continue its run" in error_of(capsys)
+    Path("mine/start").mkdir(parents=True)
+    Path("mine/start/thesis.txt").touch()
+    Path("mine/settings.json").write_text("{}")
+    assert quick("--steps 1 --out mine") == 2
+    assert Path("mine/start/thesis.txt").exists() and "mine is not empty" in error_of(capsys)
+    assert quick("--steps 1 --out mine/settings.json/run") == 2
+    assert "cannot use the folder mine/settings.json/run (" in error_of(capsys)
+
+
+def kill_as_models_load():
+    train.load = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_start_that_fails_takes_its_own_folders_with_it(quick, monkeypatch):
+    Path("there").mkdir()
+    monkeypatch.setattr(train, "load", Mock(side_effect=KeyError))
+    before = sorted(os.listdir())
+    for out in ("--out there", "--out a/b/c", ""):
+        with pytest.raises(KeyError):
+            quick("--steps 1", out)
+    assert sorted(os.listdir()) == before and os.listdir("there") == []
+
+
+def test_what_was_read_is_what_is_kept(quick, monkeypatch):
+    """Though files are edited while the reward models load; and a reward goes elsewhere."""
+    Path("mine.py").write_text(
+        "import os, helper\ndef f(images):\n    os.chdir('/')\n    return helper.f(images)\n"
+    )
+    Path("helper.py").write_text("f = lambda images: range(len(images))\n")
+    flags = "--reward mine.py:f --warmup-steps 0 --eval-every 0 --out run"
+    here, load_rewards = Path.cwd(), train.load_rewards
+
+    def slowly(settings, data):
+        for name in ("mine.py", "helper.py"):
+            Path(name).write_text("f = lambda images: range(0, -len(images), -1)\n")
+        Path("prompts.txt").write_text("a ring\n")
+        load_rewards(settings, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "load_rewards", slowly)
+        assert quick(flags, "--steps 1") == 0
+    os.chdir(here)
+    assert resume("run", "--steps 2") == 0
+    first, last = records(here / "run/metrics.jsonl")
+    assert first["reward"] == last["reward"] == 0.5
+    prompts = [each["prompt"] for each in records(here / "run/groups.jsonl")]
+    assert sorted(prompts) == ["a blue cross", "a red circle"]
+
+
+def test_a_power_cut_leaves_a_checkpoint_whole(quick, monkeypatch):
+    """Its files, and the records of its step, are on the disk before it has its name; older
+    optimizers go after that."""
+    done, replace, fsync = [], os.replace, os.fsync
+
+    def synced(number):
+        done.append(Path(f"/proc/self/fd/{number}").resolve())
+        fsync(number)
+
+    def renamed(old, new):
+        if Path(new).parent.name == "checkpoints":
+            files = {x for x in Path(old).rglob("*") if x.is_file()}
+            lines = {*Path(new).parents[1].glob("*.jsonl")}
+            assert len(lines) == 3 and {x.resolve() for x in files | lines} <= {*done}
+            done.clear()
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    assert quick(*write_reward(""), "--steps 2 --out run") == 0
+    assert steps_saved("run") == ["000002"]
 
 
 def test_a_strangers_run_is_data(judged, one_step):

@@ -55,9 +55,11 @@ def read(out):
     out = Path(out)
     settings = json.loads((out / "settings.json").read_text())
     metrics, groups, evaluations = (read_jsonl(out / f"{name}.jsonl") for name in RECORDS)
+    settings["steps"] = max(settings["steps"], len(metrics))  # it may be resumed with fewer
     of_steps = {each["step"]: [] for each in metrics}
     for group in groups:
-        of_steps[group["step"]].append(group)
+        if group["step"] in of_steps:  # a run that resumes has rewritten the metrics first
+            of_steps[group["step"]].append(group)
     return Run(out, settings, metrics, of_steps, evaluations)
 
 
