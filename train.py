@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 train.py --group-size 4
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. It
-does what examples/pictures.py does, and what long runs need: a checkpoint of each step, several
-rewards and GPUs, models that take turns on a small GPU. grpo_step() is one step of GRPO, its six
+makes the steps of examples/pictures.py, and adds what long runs need: checkpoints, several rewards
+and GPUs, models that take turns on a small GPU. grpo_step() is one step of GRPO, its six
 parts in their order; loop() is the run. Scripts in examples/ reuse loop() with a subclass of Run.
 
 What to expect of the tiny model, in three minutes of one CPU core. A line per step:
