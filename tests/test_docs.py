@@ -171,6 +171,14 @@ def test_readme_says_which_lines_to_read(name):
     assert len(rungs) >= 4
 
 
+def test_settings_counts_this_trainer_among_the_others():
+    lines = {file: len(file.read_text().splitlines()) for file in SOURCES}
+    page = (ROOT / "docs" / "settings.md").read_text()
+    ((total, alone),) = re.findall(r"grpo.py alone \| ([\d,]+); (\d+) \|", page)
+    assert int(alone) == lines[ROOT / "grpo.py"]
+    assert int(total.replace(",", "")) == pytest.approx(sum(lines.values()), abs=150)
+
+
 RUN = os.environ.get("README_RUN")
 RUN = RUN and os.path.abspath(RUN)  # a test's own folder is the working one
 
