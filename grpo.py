@@ -10,7 +10,9 @@ tokens of the pictures that beat their group, and pushes down the tokens of the 
 
 pi(token) is the probability that the policy gives a token, after the prompt and the tokens before
 it. So the loss is cross-entropy on the policy's own samples, weighted by A: what beats its group is
-imitated, the rest is avoided.
+imitated, the rest is avoided. Every token gets the A of its whole picture, since only a finished
+picture has a reward. A token that makes no difference stands in good and bad pictures alike, so
+over many groups its pushes cancel; what is left moves the tokens that matter.
 
 mean(R) is the baseline, the reward to expect for this prompt. Without it, rewards of 9 and 10 would
 push both samples up, and which pictures happened to be sampled would matter more than which are
@@ -34,13 +36,12 @@ of that network, keeps the ratio and the clip, and adds a KL term to the loss:
 
 (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1).
 
-The ratio is an importance weight. pi_old drew the samples. After one optimiser step the policy has
-changed to pi, and would draw others. A token that is now twice as likely would come twice as often,
-so it counts twice: sum(pi_old * pi/pi_old * A) = sum(pi * A), which is the mean of A over samples
-of pi. A itself stays as it is, so this mean rises from 0 as better tokens become likelier. The same
-samples can therefore serve several optimiser steps. (The ratio corrects for its own token, not for
-the tokens before it, so pi must stay near pi_old.) The gradient is ratio * A * grad log pi: at
-ratio 1 the gradient of A * log pi, the first loss.
+The ratio is an importance weight, by which the same samples serve several optimiser steps. pi_old
+drew them. After one step the policy is pi: a token that is now twice as likely would be drawn twice
+as often, so it counts twice. The mean over draws of pi_old, sum(pi_old * pi/pi_old * A), is then
+sum(pi * A), the mean over draws of pi. (The ratio corrects for its own token, not for the tokens
+before it, so pi must stay near pi_old.) The gradient is ratio * A * grad log pi: at ratio 1 the
+gradient of A * log pi, the first loss.
 
 The clip limits how far one batch of samples may push a token, for they say little about a policy
 far from pi_old. It acts only where the ratio has left 1 by more than c, clip_range, in the
@@ -57,8 +58,7 @@ The clip does not hold the ratio: shared weights and momentum may move the token
 The KL term holds the policy near ref, the reference: the model before training. Without it, the
 policy may drift to pictures that score high and look wrong. The reference costs a pass over the
 samples, but no memory: the policy is a frozen base plus a LoRA adapter, which changes nothing at
-first, so the base with its adapter off is the reference. Why k3, and not log(pi/ref): see
-compute_grpo_loss.
+first, so the base with its adapter off is the reference. Why k3: see compute_grpo_loss.
 
 By default there is one optimiser step per batch. The ratio then is 1 up to rounding, and the clip
 has nothing to do. Three defaults of GRPOSettings differ in train.py:
@@ -111,7 +111,8 @@ class GRPOSettings:
     kl_coef: float = 0.0
     # divides the logits, in sampling and in recomputing log-probs
     temperature: float = 1.0
-    # sample from the fewest likeliest tokens with at least this probability together; 1: from all
+    # sample from the fewest likeliest tokens with at least this probability together; 1: from all.
+    # Deployed models do so: the other tokens are each unlikely, but together drawn often
     top_p: float = 1.0
     # what ends a text, as transformers has it: an id, several, or None; pictures have none
     end_ids: int | list | tuple | None = None
@@ -228,16 +229,15 @@ def compute_grpo_loss(
 
     k3 = torch.full_like(ratio, math.nan)  # not measured
     if ref_logprobs is not None:
-        # KL(pi || ref) is the mean of log(pi/ref) over tokens drawn from pi. As a loss, log(pi/ref)
-        # would not hold the policy. A step changes the KL by changing which tokens are drawn, but
-        # autograd takes the drawn tokens as fixed: what is left is grad log pi, whose mean is 0, as
-        # the header says of the baseline.
-        # k3 (Schulman 2020, "Approximating KL divergence") adds ref/pi - 1. Its mean is
-        # sum(ref - pi) = 0, so k3 too has the mean KL(pi || ref). Its gradient does pull: a step
-        # against (1 - ref/pi) grad log pi lowers a token that pi makes likelier than ref, and
-        # raises a token that pi makes less likely. The mean of this gradient, at each token, is the
-        # gradient of the KL the other way round, KL(ref || pi), which also is least where pi is
-        # ref.
+        # Schulman 2020, "Approximating KL divergence", has three estimates from draws of pi.
+        # k1 = log(pi/ref): its mean is KL(pi || ref). As a loss it would not hold the policy: a
+        # step changes the KL by changing which tokens are drawn, but autograd takes these as given.
+        # What is left is grad log pi, whose mean is 0, as the header says of the baseline.
+        # k2 = k1 * k1 / 2: its mean gradient is that of KL(pi || ref), its mean is another.
+        # k3 = k1 + ref/pi - 1: the mean of ref/pi - 1 is sum(ref - pi) = 0, so the mean of k3 is
+        # KL(pi || ref). And it pulls: a step against its gradient, (1 - ref/pi) grad log pi, lowers
+        # a token that pi makes likelier than ref, and raises a token that pi makes less likely. The
+        # mean of this gradient is that of KL(ref || pi), which also is least where pi is ref.
         # (These means are over pi. The samples are of pi_old, so after a step they hold roughly.)
         log_ref_ratio = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         # Near 0, exp(x) - 1 - x is mostly rounding, and may be negative. expm1 avoids that.
@@ -278,8 +278,8 @@ class GRPO:
         optimizer: over the adapter.
         settings: GRPOSettings, read when they are used: you may change them between steps.
         allowed_ids, token_forward: as for generate_with_logprobs.
-        reference: makes a context within which the model is the reference; None: with its adapter
-            disabled.
+        reference: a function returning a context manager within which the model is the reference;
+            None: the model with its adapter disabled.
         average: takes tensors, and averages each over all processes in place; None: there is one
             process. W processes, each with its own N prompts and seeds, do what one with W*N does.
 

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 train.py --group-size 4
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. It
-does what examples/pictures.py does, and what long runs need: a checkpoint of each step, several
-rewards and GPUs, models that take turns on a small GPU. grpo_step() is one step of GRPO, its six
-parts in their order; loop() is the run. Scripts in examples/ make the same run with another Run.
+makes the steps of examples/pictures.py, and adds what long runs need: checkpoints, several rewards
+and GPUs, models that take turns on a small GPU. grpo_step() is one step of GRPO, its six
+parts in their order; loop() is the run. Scripts in examples/ reuse loop() with a subclass of Run.
 
 What to expect of the tiny model, in three minutes of one CPU core. A line per step:
 
@@ -14,8 +14,8 @@ What to expect of the tiny model, in three minutes of one CPU core. A line per s
     | gap 8e-09 | norm 0.015 | 4.7s
 
 The mean reward rises from 0.592 to 0.971. Its standard deviation within a group, after +-, falls.
-In a group without spread all rewards are equal, and there is nothing left to learn from it.
-docs/numbers.md says of each number what it means, and what is normal.
+A group without spread, all rewards equal, teaches nothing. docs/numbers.md says what each number
+means, and what is normal.
 """
 
 import sys
@@ -160,7 +160,7 @@ class Run:
 
 
 def backend_of(device):
-    """What a GPU has other than a CPU: who is on it, a captured step, memory that runs out."""
+    """What differs on a GPU: which models are resident, a CUDA graph, running out of memory."""
     if device.type == "cuda":
         import gpu  # imported only with CUDA
 

@@ -2,8 +2,8 @@
 
     python examples/pictures.py
 
-It trains the tiny model, in three minutes of one CPU core. train.py does the same, and what long
-runs need: flags, checkpoints, several rewards, turns on a small GPU. runs/pictures is overwritten.
+It trains the tiny model, in three minutes of one CPU core, and overwrites runs/pictures. train.py,
+with another learning rate and other prompts, adds what long runs need, such as checkpoints.
 """
 
 import sys

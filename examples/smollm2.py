@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-warnings.filterwarnings("ignore", category=FutureWarning)  # names that will change
+warnings.filterwarnings("ignore", category=FutureWarning)  # transformers renames past_key_values
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, loggin
 
 from grpo import GRPO, GRPOSettings, generate_with_logprobs, set_advantages
 
-logging.set_verbosity_error()  # the same names
+logging.set_verbosity_error()  # of the same
 LENGTH = 4  # tokens: two digits, the end of the line, and one to spare
 GROUP_SIZE = 6
 PROMPTS_PER_STEP = 4

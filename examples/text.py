@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-warnings.filterwarnings("ignore", category=FutureWarning)  # names that will change
+warnings.filterwarnings("ignore", category=FutureWarning)  # transformers renames past_key_values
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from grpo import GRPO, GRPOSettings, set_advantages
 
-logging.set_verbosity_error()  # the same names
+logging.set_verbosity_error()  # of the same
 END = 0
 LENGTH = 16  # tokens
 GROUP_SIZE = 8
@@ -51,7 +51,7 @@ def reward(group):
 
 
 def train(steps=30):
-    torch.set_num_threads(1)  # of several, most would only wait on matrices this small
+    torch.set_num_threads(1)  # more threads slow matrices this small
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
     policy = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=END))

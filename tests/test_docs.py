@@ -152,6 +152,33 @@ def test_copying_shows_the_losses_of_the_file():
     assert named == {function.__name__ for function in losses.FUNCTIONS.values()}
 
 
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_readme_says_which_lines_to_read(name):
+    """Of grpo.py: docstring, advantages and loss, class GRPO. The files are as long as it says."""
+    module = ast.parse(source := (ROOT / "grpo.py").read_text())
+    named = {each.name: each for each in module.body if hasattr(each, "name")}
+    parts = [(module.body[0], module.body[0]), (named["GRPO"], named["GRPO"])]
+    parts.insert(1, (named["compute_advantages"], named["compute_grpo_loss"]))
+    lines = [(first.lineno, last.end_lineno) for first, last in parts]
+    page = (ROOT / name).read_text()
+    shown = re.findall(r"(?<![\d.])(\d+)\s(?:to|至)\s(\d+)", page)
+    assert [(int(first), int(last)) for first, last in shown] == lines
+    assert f" {len(source.splitlines())} " in page
+    screen = (ROOT / "examples" / "one_screen.py").read_text()
+    assert f"```python\n{screen}```" in page
+    rungs = dict(re.findall(r"^\| `python (\S+\.py).*?` \| (\d+) \|", page, re.MULTILINE))
+    assert rungs == {file: str(len((ROOT / file).read_text().splitlines())) for file in rungs}
+    assert len(rungs) >= 4
+
+
+def test_settings_counts_this_trainer_among_the_others():
+    lines = {file: len(file.read_text().splitlines()) for file in SOURCES}
+    page = (ROOT / "docs" / "settings.md").read_text()
+    ((total, alone),) = re.findall(r"grpo.py alone \| ([\d,]+); (\d+) \|", page)
+    assert int(alone) == lines[ROOT / "grpo.py"]
+    assert int(total.replace(",", "")) == pytest.approx(sum(lines.values()), abs=150)
+
+
 RUN = os.environ.get("README_RUN")
 RUN = RUN and os.path.abspath(RUN)  # a test's own folder is the working one
 
