@@ -73,6 +73,24 @@ def exit_code(run):
 
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
+HANDLERS = {}  # {signal: its handler before the run}
+
+
+def restore_handlers():
+    while HANDLERS:
+        signal.signal(*HANDLERS.popitem())
+
+
+if hasattr(os, "register_at_fork"):  # Windows forks nothing
+    # The worker of a reward's pool has to die of SIGTERM. A signal waits until it can.
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
+        after_in_child=lambda: (
+            restore_handlers(),
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
+        ),
+    )
 
 
 class StopRequest:
@@ -81,24 +99,15 @@ class StopRequest:
     received = False
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self.receive) for number in SIGNALS}
-        if hasattr(os, "register_at_fork"):  # Windows forks nothing
-            # The worker of a reward's pool has to die of SIGTERM. A signal waits until it can.
-            mask = lambda how: lambda: signal.pthread_sigmask(how, SIGNALS)
-            os.register_at_fork(
-                before=mask(signal.SIG_BLOCK),
-                after_in_parent=mask(signal.SIG_UNBLOCK),
-                after_in_child=lambda: (self.__exit__(), mask(signal.SIG_UNBLOCK)()),
-            )
+        HANDLERS.update({number: signal.signal(number, self.receive) for number in SIGNALS})
         return self
 
     def __exit__(self, *_):
-        while self.before:  # once: after a run no child needs it
-            signal.signal(*self.before.popitem())
+        restore_handlers()
 
     def receive(self, *_):
         self.received = True
         # By os.write: print may have been interrupted by this very signal.
         os.write(2, b"\nwhole steps are saved; finishing this one (again: stop now)\n")
         if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
-            self.__exit__()
+            restore_handlers()

@@ -39,6 +39,7 @@ from world import draw
 import train
 from glm_image import editing, model
 from rewards import UserError
+from runtime import cpu
 from runtime.data import Prompt
 
 gc.freeze()  # millions of objects of the libraries, which no collection needs to look at again
@@ -138,6 +139,7 @@ def build_run(settings, pipe=None):
     """What a run works with, of the tiny model unless told otherwise."""
     run_class = DecoderRun if hasattr(settings, "train") else train.Run
     pipe = pipe or load_once(settings.model, CPU)
+    cpu.plan(run_class.Model, settings, CPU)
     return run_class.load(settings, None, CPU, None, pipe)
 
 

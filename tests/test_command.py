@@ -94,10 +94,12 @@ def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
     config = json.loads((one_step / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == json.loads(text)["model"] == "tiny-glm-image"
     released = json.loads(text) | {"model": settings.RELEASE, "settings": text}
+    released |= {"planned_base": "int8"}
     found = {name: records(one_step / f"{name}.jsonl") for name in RECORDS}
-    text = model_card.page("decoder-adapter", released, found, ["adapter", "decoder-adapter"])
+    run = SimpleNamespace(records=found, trainers=["decoder-adapter"])
+    text = model_card.page("decoder-adapter", released, run, ["adapter", "decoder-adapter"])
     assert ModelCard(text).data.base_model == "zai-org/GLM-Image"
-    assert "from 1 step of GRPO. Load `adapter` of the" in text
+    assert "from 1 step of GRPO. Load `adapter` of the same run, too. In training and" in text
 
 
 def test_a_run_logs_every_step_and_evaluation(one_step):
@@ -307,6 +309,7 @@ FILES = {
         ("--model few --reward ssim --eval-reward ''", "cannot load few"),
         ("--reward pickscore --adapter few", "--adapter few: no run, no checkpoint and no adapter"),
         ("--out judged", "judged is not empty: choose another --out, or continue its run: --re"),
+        ("--out one.txt", "cannot use the folder one.txt ([Errno 17] File exists"),
         ("--resume nothing", "cannot resume nothing ([Errno 2] No such file"),
     ],
 )

@@ -63,6 +63,8 @@ def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(j
     assert records("whole/metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6)
 
     assert '"base": "int8"' in Path("whole/settings.json").read_text()
+    words = "In training and evaluation the base was rounded to int8."
+    assert words in Path("whole/adapter/README.md").read_text()
     assert judged("--adapter whole --temperature 4 --steps 0 --base bfloat16 --out exact") == 0
     exact = records("exact/evaluation.jsonl")[0]["reward"][0]
     rounded = records("whole/evaluation.jsonl")[-1]["reward"][0]

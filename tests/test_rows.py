@@ -92,14 +92,19 @@ def test_the_best_evaluation_is_named():
     """Where it is above the last by more than its standard error."""
 
     def best(*pairs):
-        steps = [{"step": 10 * i, "reward/f": [*x]} for i, x in enumerate(pairs)]
-        return best_earlier_evaluation(steps, "f")
+        steps = [{"step": 10 * i, "judge": "f", "reward/f": [*x]} for i, x in enumerate(pairs)]
+        return best_earlier_evaluation(steps)
 
     step, words = best((0.5, 0.02), (0.9, 0.05), (0.84, 0.05))
     assert (step, words) == (10, "f was highest after 10 steps: 0.900 +- 0.050, now 0.840")
     assert best((0.5, 0.02), (0.9, 0.07), (0.84, 0.05)) is None
     assert best((0.5, 0.02), (0.9, 0.05)) is best((0.9, None), (0.5, 0.1)) is None
     assert best((0.9, 0.05), (None, None)) is best((0.9, 0.05), (0.5, 0.1), (None, None)) is None
+    # Without a judge what counts is what is trained, the sum.
+    steps = [{"step": i, "judge": None, "reward": [i, 0], "reward/a": [-i, 0]} for i in (0, 1)]
+    assert best_earlier_evaluation(steps) is None
+    steps[1]["reward"], steps[1]["reward/a"] = [-1, 0], [2, 0]
+    assert best_earlier_evaluation(steps)[1].startswith("reward was highest after 0 steps: 0.000")
 
 
 def test_a_tracker_gets_the_numbers(judged, monkeypatch, capsys):

@@ -43,6 +43,7 @@ from train_decoder import DecoderSettings
 
 import train
 from runtime import folder as run_folder
+from runtime.errors import StopRequest
 from runtime.folder import MAY_CHANGE
 
 
@@ -189,6 +190,30 @@ def test_a_run_goes_on_anywhere_with_what_it_began_with(quick, tmp_path, monkeyp
     first, last = records(run / "metrics.jsonl")
     assert first.keys() == last.keys() and "reward/mine.py:own" in last
     assert (run / "settings.json").read_text() == before.replace('"steps": 1', '"steps": 2')
+
+
+def test_helpers_belong_to_the_file_that_imported_them(quick, monkeypatch, capsys):
+    """Not to the process: another run, and another file, have their own, whatever is in the working
+    folder."""
+    monkeypatch.syspath_prepend(os.getcwd())  # as that of a script is
+    for place, value in ((".", 1), ("a", 2), ("b", 3)):
+        Path(place).mkdir(exist_ok=True)
+        Path(place, "mine.py").write_text("import helper\nf = lambda images: helper.f(images)\n")
+        Path(place, "helper.py").write_text(f"f = lambda images: [{value}.0] * len(images)\n")
+    Path("b/unused.py").touch()
+    Path("b/mine.py").rename("b/yours.py")
+    score = lambda run: [each["reward"] for each in records(f"{run}/metrics.jsonl")]
+    assert quick("--reward mine.py:f --steps 1 --out run") == 0
+    assert {"mine.py", "helper.py"} <= {*os.listdir("run/start")}
+    Path("helper.py").write_text("f = lambda images: [-7.25] * len(images)\n")
+    assert resume("run", "--steps 2") == 0
+    assert quick("--reward mine.py:f --steps 1 --out again") == 0
+    assert (score("run"), score("again")) == ([1, 1], [-7.25])
+    assert quick("--reward b/yours.py:f --steps 1 --out b/run") == 0
+    assert score("b/run") == [3] and "unused.py" not in os.listdir("b/run/start")
+    capsys.readouterr()
+    assert quick("--reward a/mine.py:f,b/yours.py:f") == 2
+    assert error_of(capsys).endswith("helper.py have the same name: rename one")
 
 
 def test_zero_steps_evaluates_only(judged, one_step, capsys):
@@ -578,6 +603,34 @@ def test_a_second_signal_ends_at_once(quick, capfd):
     assert quick(*reward, "--steps 9 --out run") == 130
     assert "finishing this one" in capfd.readouterr().err
     assert steps_of("run/metrics.jsonl") == [1] and steps_saved("run") == ["000001"]
+
+
+def test_a_child_dies_of_the_signal_that_ends_a_pool():
+    """At once, too; it has neither the run's handler nor a mask. The run still listens."""
+    with StopRequest() as stop:
+        for wait in [0] * 20 + [0.05] * 2:
+            if (child := os.fork()) == 0:
+                time.sleep(60)
+                os._exit(0)
+            time.sleep(wait)
+            os.kill(child, signal.SIGTERM)
+            _, status = os.waitpid(child, 0)
+            assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+        assert not stop.received and signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received
+
+
+def test_a_reward_may_open_a_pool_in_every_call(judged, start):
+    Path("mine.py").write_text(
+        "from multiprocessing import get_context\n\n"
+        "def one(image):\n    return float(sum(image.getpixel((0, 0))))\n\n"
+        "def f(images):\n    with get_context('fork').Pool(2) as pool:\n"
+        "        return pool.map(one, images)\n"
+    )
+    run = start(*QUICK, *str.split("--reward mine.py:f --steps 6 --eval-every 0 --out run"))
+    run.join()
+    assert run.exitcode == 0 and steps_of("run/metrics.jsonl") == [*range(1, 7)]
 
 
 # ---- kills ---------------------------------------------------------------------------------------

@@ -84,7 +84,8 @@ def evaluation(step, x, y):
     """An evaluation: two types of two prompts; two pictures each."""
     values = np.array([[x, x], [x, x + 0.2], [y, y], [y, y + 0.2]])
     rewards = rewards_of(**{"f.py:facts": values, "g.py:right": 2 * values})
-    return {"step": step, "judge": "g.py:right", **evaluation_metrics(rewards, "xxyy")}
+    own = {"step": step, "judge": "g.py:right", "adapter": None}
+    return own | evaluation_metrics(rewards, "xxyy")
 
 
 def test_the_table_by_hand():

@@ -92,7 +92,8 @@ def made(tmp_path):
     for step, mean in ((0, 0.2), (2, 0.8)):
         place = f"evaluation/{step:06d}/1"
         of_type = numbers(mean, 0.1) | {"reward/kind": [1 - mean, None]}
-        of_step = {"step": step, "judge": "kind", **of_type, "types": {"odd": of_type}}
+        of_step = {"step": step, "judge": "kind", "adapter": None}
+        of_step |= {**of_type, "types": {"odd": of_type}}
         rewards = {"reward": [mean, mean], "reward/f": [mean, mean]}
         saved = Record.save_pictures(writer, place, [picture] * 2, {"source": picture})
         evaluations.append(of_step | {"shown": [shown | rewards | saved]})
@@ -190,7 +191,22 @@ def test_a_run_that_only_evaluates_has_a_page(made):
     run = viewer.read(made)
     run.evaluations = run.evaluations[:1]
     text = draw_page(run)
-    assert "0 of 2 steps" in text and "0.200 ± 0.100" in text
+    assert "0 of 2 steps" in text and "0.200 ± 0.100" in text and "<th>before</th>" in text
+    run.evaluations[0]["adapter"] = "runs/1/checkpoints/000020"
+    text = draw_page(run)
+    assert "<th>runs/1/checkpoints/000020</th>" in text and "<th>before</th>" not in text
+
+
+def test_a_page_of_a_run_that_resumes_and_of_one_that_made_more_steps_than_it_is_asked_for(made):
+    """A resumed run rewrites its metrics before its groups."""
+    metrics = (made / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (made / "metrics.jsonl").write_text(metrics[0])
+    run = viewer.read(made)
+    assert [*run.groups] == [1] and "1 of 2 steps" in draw_page(run)
+    (made / "metrics.jsonl").write_text("".join(metrics))
+    (made / "settings.json").write_text('{"steps": 1}')
+    text = draw_page(viewer.read(made))
+    assert "2 of 2 steps" in text and "step 2/2" in text
 
 
 def test_a_page_of_many_steps_has_the_groups_of_some(made):
