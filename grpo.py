@@ -343,10 +343,8 @@ class GRPO:
         mask = None
         if self.settings.end_ids is not None:
             mask = mask_through_end(tokens, self.settings.end_ids)  # (N*G, T)
-            # Ended texts are sampled on until the longest ends. No reward may see those tokens:
-            # the end stands in their place.
-            last = mask.long().sum(1, keepdim=True) - 1  # (N*G, 1)
-            tokens = tokens.where(mask > 0, tokens.gather(1, last))
+            # Ended texts are sampled on until the longest ends. No reward may see those tokens.
+            tokens = tokens.where(mask > 0, torch.tensor(self.settings.end_ids).flatten()[0])
         sampled = tokens, logprobs, nucleus, mask
         return [
             Group(prompt_ids[i].cpu(), position_ids[i], *(_rows(each, rows) for each in sampled))
