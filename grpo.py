@@ -318,8 +318,9 @@ class GRPO:
         """1: N Groups of `group_size` (G) samples.
 
         encoded: N times (prompt_ids (L,), position_ids (3, L+T) or None for a text model, T), with
-        one T for all. Group i draws from `seed + i` alone: the same prompts and seed give the same
-        samples until the policy moves. Without a seed each call takes the next N, from 0 on.
+        one T for all, and prompts without padding. Group i draws from `seed + i` alone: the same
+        prompts and seed give the same samples until the policy moves. So the seeds of two steps
+        must differ by N or more. Without a seed each call takes the next N, from 0 on.
         """
         if len({length for *_, length in encoded}) > 1:
             raise ValueError("the prompts have several T: give one for all")
