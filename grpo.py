@@ -88,6 +88,7 @@ alone, and has the lines to change for another loss (Dr. GRPO, DAPO, GSPO).
 
 import itertools
 import math
+import os
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ class GRPOSettings:
     # sample from the fewest likeliest tokens with at least this probability together; 1: from all.
     # Deployed models do so: the other tokens are each unlikely, but together drawn often
     top_p: float = 1.0
-    # what ends a text, as transformers has it: an id, several, or None; pictures have none
+    # the id that ends a text, or several, as generation_config.eos_token_id has; None: pictures
     end_ids: int | list | tuple | None = None
     # larger gradients are scaled down to this norm: one outlier must not wreck training
     max_grad_norm: float = 1.0
@@ -124,7 +125,7 @@ class GRPOSettings:
 class Group:
     """G samples of one prompt. Its tensors wait on the CPU between the parts of a step."""
 
-    # L: the length of the prompt. T: the number of tokens of a sample.
+    # L: the length of the prompt, without padding. T: the number of tokens of a sample.
     prompt_ids: torch.Tensor  # (L,)
     # Time, row and column of each token: a picture's codes form a grid. None: as in a text.
     position_ids: torch.Tensor | None  # (3, L+T)
@@ -132,9 +133,9 @@ class Group:
     old_logprobs: torch.Tensor  # (G, T)
     # At each place, True for the ids that top-p kept, of the V ids that may be sampled.
     nucleus: torch.Tensor | None = None  # (G, T, V) bool
-    # 1 for tokens that count. None: all count.
+    # 1 for tokens that count: of a text, those through its end. None: all count.
     mask: torch.Tensor | None = None  # (G, T)
-    # One number per sample, or one per token.
+    # One number per sample, from set_advantages. Or one per token.
     advantages: torch.Tensor | None = None  # (G,) or (G, T)
     # None when kl_coef is 0.
     ref_logprobs: torch.Tensor | None = None  # (G, T)
@@ -305,19 +306,21 @@ class GRPO:
         self.reference = reference or self.without_adapter
         self.average = average or (lambda tensors: None)
         self.steps = 0  # optimiser steps so far
-        self.seeds = itertools.count()  # where sample() is given none
         parameters = [p for each in optimizer.param_groups for p in each["params"]]
         self.parameters = [p for p in parameters if p.requires_grad]
         _check_process(self.parameters, average)
-        # In this process: cuDNN's attention may give wrong tokens (pytorch 193893, trl 7181).
+        # For sample() without a seed. Each process of torchrun has 2**24 seeds of its own.
+        self.seeds = itertools.count(2**24 * int(os.environ.get("RANK", "0")))
+        # In the whole process: cuDNN's attention may give wrong tokens (pytorch 193893, trl 7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def sample(self, encoded, group_size, seed=None):
         """1: N Groups of `group_size` (G) samples.
 
         encoded: N times (prompt_ids (L,), position_ids (3, L+T) or None for a text model, T), with
-        one T for all. Group i draws from `seed + i` alone: the same prompts and seed give the same
-        samples until the policy moves. Seeds of two steps must differ by N or more: None counts on.
+        one T for all, and prompts without padding. Group i draws from `seed + i` alone: the same
+        prompts and seed give the same samples until the policy moves. So the seeds of two steps
+        must differ by N or more. Without a seed each call takes the next N, from 0 on.
         """
         if len({length for *_, length in encoded}) > 1:
             raise ValueError("the prompts have several T: give one for all")
@@ -325,8 +328,6 @@ class GRPO:
         prompt_ids, position_ids, (length, *_) = zip(*encoded, strict=True)
         seeds = self.seeds if seed is None else itertools.count(seed)
         generators = [torch.Generator(self.model.device).manual_seed(next(seeds)) for _ in encoded]
-        ends = self.settings.end_ids
-        ends = [] if ends is None else torch.tensor(ends).view(-1).tolist()
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model,
             prompt_ids,
@@ -336,23 +337,18 @@ class GRPO:
             allowed_ids=self.allowed_ids,
             temperature=self.settings.temperature,
             top_p=self.settings.top_p,
-            end_ids=ends,
+            end_ids=self.settings.end_ids,
             generators=generators,
             token_forward=self.token_forward,
         )
-        mask = mask_through_end(tokens, ends) if ends else None  # (N*G, T)
-        if ends:
+        mask = None
+        if self.settings.end_ids is not None:
+            mask = mask_through_end(tokens, self.settings.end_ids)  # (N*G, T)
             # Ended texts are sampled on until the longest ends. No reward may see those tokens.
-            tokens = tokens.where(mask > 0, ends[0])
+            tokens = tokens.where(mask > 0, torch.tensor(self.settings.end_ids).flatten()[0])
+        sampled = tokens, logprobs, nucleus, mask
         return [
-            Group(
-                prompt_ids[i].cpu(),
-                position_ids[i],
-                tokens[rows],
-                logprobs[rows],
-                _rows(nucleus, rows),
-                _rows(mask, rows),
-            )
+            Group(prompt_ids[i].cpu(), position_ids[i], *(_rows(each, rows) for each in sampled))
             for i, rows in enumerate(torch.arange(len(tokens)).split(group_size))
         ]
 
@@ -549,7 +545,7 @@ def generate_with_logprobs(
     allowed_ids=slice(0, None),
     temperature=1.0,
     top_p=1.0,
-    end_ids=(),
+    end_ids=None,
     generators=None,
     token_forward=None,
 ):
@@ -569,8 +565,8 @@ def generate_with_logprobs(
             tokens.
         temperature: divides the logits; above 0.
         top_p: in (0, 1]; 1 keeps every id.
-        end_ids: the ids that end a text, a list. With them T is the length of the longest text, at
-            most `num_new_tokens`; without them T is `num_new_tokens`.
+        end_ids: the id that ends a text, or several. T then is the length of the longest text, at
+            most `num_new_tokens`. None: T is `num_new_tokens`.
         generators: N torch.Generators on the model's device, so that no group depends on its
             neighbours. None: torch's.
         token_forward: called instead of the model for every token but the first, e.g. a captured
@@ -621,18 +617,19 @@ def generate_with_logprobs(
     # The samples: the first tokens follow from that pass, then each pass gives one more.
     samples = [draw(logits)]
     for end in range(length + 1, length + num_new_tokens):
-        if end_ids and _all_ended(samples, end_ids):
+        if end_ids is not None and _all_ended(samples, end_ids):
             break
         logits, cache = next_logits(samples[-1][0], rows, end, cache)
         samples.append(draw(logits))
 
     tokens, logprobs, nuclei = zip(*samples, strict=True)
     tokens = torch.cat(tokens, dim=1).cpu()
-    T = int(mask_through_end(tokens, end_ids).sum(1).max()) if end_ids else num_new_tokens
+    T = num_new_tokens if end_ids is None else int(mask_through_end(tokens, end_ids).sum(1).max())
     logprobs = torch.cat(logprobs, dim=1).cpu()[:, :T]
     if not logprobs.isfinite().all():
         causes = "damaged weights, a GPU kernel that fails, or too high a learning rate"
-        raise NotFinite(f"sampled log-probs are not finite: {causes}")
+        greedy = "temperature is 0; for the likeliest tokens set top_p to 1e-6"
+        raise NotFinite(f"sampled log-probs are not finite: {causes if temperature else greedy}")
     nucleus = torch.stack([each.cpu() for each in nuclei[:T]], dim=1) if top_p < 1 else None
     return tokens[:, :T], logprobs, nucleus
 
@@ -741,7 +738,7 @@ def _all_ended(samples, end_ids):
 
 
 def mask_through_end(tokens, end_ids):
-    """(B, T), 1 through the first token in `end_ids`, 0 after it.
+    """(B, T), 1 through the first token in `end_ids`, an id or several, 0 after it.
 
     That token counts too: without it no step would teach the model to stop.
     """

