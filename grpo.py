@@ -369,7 +369,7 @@ class GRPO:
 
         Groups of equal rewards are left out, to save their passes, although eq. 3 keeps their KL
         term (docs/worth.md, The KL term). The loss still divides by all groups. The metrics, kl
-        too, are means over those that stay: NaN if none does.
+        too, are means over those that stay, in all processes: NaN if none does.
 
         Returns the metrics of compute_grpo_loss, and
             mean_logprob_gap, max_logprob_gap: from the first iteration alone.
@@ -412,10 +412,10 @@ class GRPO:
             norms.append(self.step())  # 6
 
         # In later iterations the policy has moved already.
-        first = _average(reports[: len(micro_batches)])
+        first = self.mean(reports[: len(micro_batches)])
         _warn_of(first, norms, at_start, with_spread, self.model)
         finite = [norm for norm in norms if norm < math.inf]
-        return _average(reports) | {
+        return self.mean(reports) | {
             "mean_logprob_gap": first["mean_logprob_gap"],
             "max_logprob_gap": first["max_logprob_gap"],
             "grad_norm": sum(finite) / max(len(finite), 1),
@@ -463,6 +463,21 @@ class GRPO:
     def split(self, group):
         """Micro-batches: indices of a group's samples, `micro_batch_size` at a time."""
         return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
+
+    def mean(self, reports):
+        """[(size, metrics)] of micro-batches -> their means over all processes; NaN if none.
+
+        max_logprob_gap is the largest, of this process.
+        """
+        names = "loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap"
+        sums = [sum(size * metrics[name] for size, metrics in reports) for name in names]
+        sums = torch.tensor([*sums, sum(size for size, _ in reports)], dtype=torch.double)
+        sums = sums.to(self.model.device)
+        self.average([sums])
+        *sums, total = sums.tolist()
+        gaps = [metrics["max_logprob_gap"] for _, metrics in reports]
+        means = {name: value / (total or math.nan) for name, value in zip(names, sums)}
+        return means | {"max_logprob_gap": max(gaps, default=math.nan)}
 
     def size(self, group, rows):
         # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
@@ -760,16 +775,6 @@ def _nucleus(logp, top_p):
 
 def _rows(tensor, rows):
     return None if tensor is None else tensor[rows]
-
-
-def _average(reports):
-    """[(size, metrics)] of micro-batches -> their means, and the largest gap; NaN if none."""
-    total = sum(size for size, _ in reports) or math.nan
-    means = {}
-    for name in ("loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap"):
-        means[name] = sum(size * metrics[name] for size, metrics in reports) / total
-    gaps = [metrics["max_logprob_gap"] for _, metrics in reports]
-    return means | {"max_logprob_gap": max(gaps, default=math.nan)}
 
 
 # ---- what guards against silent mistakes ---------------------------------------------------------

@@ -726,6 +726,23 @@ def test_group_i_depends_on_its_prompt_and_on_seed_plus_i_alone(seed):
     assert not torch.equal(together[0].tokens, together[3].tokens)
 
 
+def test_metrics_of_several_processes_are_those_of_one():
+    """Whatever share of its groups each has learned from, none too; a mean of means is not enough."""
+    names = "loss policy_loss kl clip_fraction ratio_mean mean_logprob_gap max_logprob_gap".split()
+    report = lambda size, value: (size, {name: value * i for i, name in enumerate(names)})
+    mine, others = [report(4, 0.5), report(2, 2.0)], [[report(3, -1.0)], []]
+    run, seen = trainer(), []
+    whole = run.mean([*mine, *others[0]])
+    run.average = lambda tensors: seen.append(tensors[0].clone())
+    for own in others:
+        run.mean(own)
+    run.average = lambda tensors: tensors[0].add_(sum(seen)).div_(3)
+    own = run.mean(mine)
+    assert own.pop("max_logprob_gap") == 12 == whole.pop("max_logprob_gap")
+    assert own == pytest.approx(whole)
+    assert whole["kl"] == pytest.approx(2 * (4 * 0.5 + 2 * 2 - 3) / 9)
+
+
 def test_samples_without_a_seed_take_the_next_ones(monkeypatch):
     """No two steps share one, and no two processes of torchrun. A seed that is given changes
     nothing for the others."""
