@@ -727,8 +727,9 @@ def test_group_i_depends_on_its_prompt_and_on_seed_plus_i_alone(seed):
 
 
 def test_metrics_of_several_processes_are_those_of_one():
-    """Whatever share of its groups each has learned from, none too; a mean of means is not enough."""
-    names = "loss policy_loss kl clip_fraction ratio_mean mean_logprob_gap max_logprob_gap".split()
+    """Whatever share of its groups each has learned from: a mean of means is not enough."""
+    names = ["loss", "policy_loss", "kl", "clip_fraction", "ratio_mean"]
+    names += ["mean_logprob_gap", "max_logprob_gap"]
     report = lambda size, value: (size, {name: value * i for i, name in enumerate(names)})
     mine, others = [report(4, 0.5), report(2, 2.0)], [[report(3, -1.0)], []]
     run, seen = trainer(), []
