@@ -177,8 +177,8 @@ def centre_groups(rewards, group_size):
 
 def set_advantages(groups, rewards):
     """The advantages of N Groups of one size, from their rewards (N*G,), group after group."""
-    size = len(groups[0].old_logprobs)
-    advantages = compute_advantages(rewards, size).split(size)
+    group_size = len(groups[0].old_logprobs)
+    advantages = compute_advantages(rewards, group_size).split(group_size)
     for group, of_group in zip(groups, advantages, strict=True):
         group.advantages = of_group
 
@@ -252,15 +252,15 @@ def compute_grpo_loss(
     if kl_coef > 0:
         loss = policy_loss + kl_coef * (k3 * loss_share).sum()
 
-    average = lambda x: (x * share).sum()
+    mean = lambda x: (x * share).sum()
     gap = log_ratio.abs()
     metrics = {
         "loss": loss,
         "policy_loss": policy_loss,
-        "kl": average(k3),
-        "clip_fraction": average((clipped < unclipped).float()),
-        "ratio_mean": average(ratio),
-        "mean_logprob_gap": average(gap),
+        "kl": mean(k3),
+        "clip_fraction": mean((clipped < unclipped).float()),
+        "ratio_mean": mean(ratio),
+        "mean_logprob_gap": mean(gap),
         "max_logprob_gap": gap.max(),
     }
     return loss, {name: value.item() for name, value in metrics.items()}

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 import train
-from runtime.data import spread
+from runtime.data import choose
 from runtime.evaluation import score_prompts
 from runtime.folder import WEIGHTS, checkpoints, load_adapter
 from runtime.settings import TINY, parse_rewards
@@ -47,7 +47,7 @@ def main(folder, file):
     torch.set_num_threads(1)
     settings = train.parse_settings(["--model", TINY])
     data = train.read_inputs(settings, train.Run.read_prompts)
-    prompts = spread(data.held_out, settings.eval_count)
+    prompts = choose(data.held_out, settings.eval_count)
     judges = {"correct": parse_rewards("correct")["correct"].load()}
     run = train.Run.load(settings, data, torch.device("cpu"), None)
     sheets = [sheet(run, settings, prompts, judges, 0)]

@@ -25,7 +25,7 @@ from runtime.data import evenly, read_file
 from runtime.settings import TINY, parse_settings
 from viewer.sheets import draw_grid
 
-GROUP_SIZE, PROMPTS, STEPS = 4, 16, 20
+GROUP_SIZE, PROMPTS_PER_STEP, STEPS = 4, 16, 20
 torch.set_num_threads(1)
 settings = parse_settings(["--model", TINY])  # the defaults of train.py
 prompts = read_file(settings.prompts)  # such as "three yellow squares"
@@ -61,8 +61,10 @@ def evaluate(when):
 
 before = evaluate("before")
 for step in range(STEPS):
-    batch = random.Random(step).sample(prompts, PROMPTS)
-    groups, images, captions = sample_and_paint(batch, seed=step * PROMPTS)  # parts 1 and 2
+    batch = random.Random(step).sample(prompts, PROMPTS_PER_STEP)
+    groups, images, captions = sample_and_paint(
+        batch, seed=step * PROMPTS_PER_STEP
+    )  # parts 1 and 2
     rewards = torch.as_tensor(reward(images, captions))
     set_advantages(groups, rewards)  # 3. z-scores within each group
     policy.add_reference(groups)  # 4. log-probs with the adapter off

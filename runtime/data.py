@@ -56,7 +56,7 @@ def evenly(prompts, count):
     return [prompt for prompt in turns if prompt][:count]
 
 
-def spread(prompts, count):
+def choose(prompts, count):
     """`count` distinct ones, evenly over the types.
 
     Where fewer than all are taken, they are from all over the file, which may be sorted: in an

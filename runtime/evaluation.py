@@ -1,9 +1,11 @@
 """What was learned: held-out prompts, painted from the same seeds each time."""
 
+from functools import partial
+
 import torch
 
 from runtime import ranks
-from runtime.data import spread
+from runtime.data import choose
 from runtime.errors import say
 from runtime.metrics import with_weighted_sum
 from runtime.report import counted
@@ -11,7 +13,7 @@ from runtime.report import counted
 # Prompt i of an evaluation has seed SEED + i. Training with --seed 0 needs 537,919 steps to reach
 # these seeds. Training with another --seed never reaches them: see seed_of_step.
 SEED = 2**29 + 2**20
-PROMPTS, SHOWN = 8, 4  # held-out prompts that are shown at most, and pictures of each
+PROMPTS_SHOWN, PICTURES_SHOWN = 8, 4  # at most, and of each
 
 
 def seed_of_step(step, seed, prompts_per_step):
@@ -23,7 +25,7 @@ def judge(run, settings, data, record):
     """Judges pictures of the held-out prompts, unless this step's are judged already."""
     if record.done in [each["step"] for each in record.records["evaluation"]]:
         return
-    prompts = spread(data.held_out, settings.eval_count)
+    prompts = choose(data.held_out, settings.eval_count)
     rewards = data.rewards | data.judges
     shown = range(count_to_show(prompts))
     raw, pictures = {}, {}
@@ -32,7 +34,7 @@ def judge(run, settings, data, record):
         for row, of_row, images in score_prompts(run, settings, rewards, prompts):
             raw[row] = of_row
             if row in shown:  # pictures of all prompts would take gigabytes
-                pictures[row] = images[:SHOWN]
+                pictures[row] = images[:PICTURES_SHOWN]
     run.machine.read()  # its time is no part of a step
     raw = of_all_ranks(raw)
     columns = {name: torch.cat([each[name] for each in raw.values()]) for name in rewards}
@@ -42,25 +44,26 @@ def judge(run, settings, data, record):
 
 def score_prompts(run, settings, rewards, prompts, seed=SEED):
     """Yields, of each prompt of this rank, its row, raw rewards {name: (G,)} and G pictures."""
-
-    def make(settings, rewards, some, seed):
-        deployed = settings.for_evaluation()
-        with run.machine.phase("sample", run.policy.model):
-            groups = run.policy.sample(
-                run.glm_image.encode(some, deployed), deployed.group_size, seed
-            )
-        return run.paint_and_score(deployed, rewards, some, groups, seed)
-
     # On a CPU a pass costs much and a row of it little: fewer, larger passes.
     at_once = settings.prompts_per_step * (4 if run.machine.device.type == "cpu" else 1)
     own = ranks.shard(len(prompts))
     for first in own[::at_once]:
         some = prompts[first : min(first + at_once, own.stop)]
-        images, raw_rewards = run.attempt(make, settings, rewards, some, seed + first)
+        work = partial(sample_and_score, run)
+        images, raw_rewards = run.attempt(work, settings, rewards, some, seed + first)
         run.machine.bar.update(len(some))
         for i in range(len(some)):
             group = slice(i * settings.group_size, (i + 1) * settings.group_size)
             yield first + i, {name: x[group] for name, x in raw_rewards.items()}, images[group]
+
+
+def sample_and_score(run, settings, rewards, prompts, seed):
+    """N*G images of N prompts, and their raw rewards, as the model is used after training."""
+    settings = settings.for_evaluation()
+    with run.machine.phase("sample", run.policy.model):
+        encoded = run.glm_image.encode(prompts, settings)
+        groups = run.policy.sample(encoded, settings.group_size, seed)
+    return run.paint_and_score(settings, rewards, prompts, groups, seed)
 
 
 def of_all_ranks(rows):
@@ -77,4 +80,4 @@ def count_to_show(prompts):
     prompts: in the order of evenly(), which begins with the first of each type.
     """
     types = {prompt.type for prompt in prompts}
-    return min(len(types) if len(types) > 1 else len(prompts), PROMPTS)
+    return min(len(types) if len(types) > 1 else len(prompts), PROMPTS_SHOWN)

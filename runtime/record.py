@@ -65,8 +65,7 @@ class Record:
     def step(self, done, rollout, metrics):
         """Writes a step's numbers and the first rank's pictures, its checkpoint, and its line."""
         self.done = done
-        prompts = rollout.prompts
-        group_size = len(rollout.images) // len(prompts)
+        group_size = len(rollout.images) // len(rollout.prompts)
         rewards = with_weighted_sum(rollout.raw_rewards, self.weights, group_size)
         of_ranks = ranks.gather(rewards)
         of_all = {name: torch.cat([each[name] for each in of_ranks]) for name in rewards}
@@ -77,24 +76,28 @@ class Record:
         numbers = self.records["metrics"][-1]
         if self.tracker is not None:
             self.tracker.log(numbers, done)
-        groups = [
-            {"step": done, "line": prompt.line, "prompt": prompt.text}
-            | {name: values[i].tolist() for name, values in rewards.items()}
-            | {"advantage": rollout.advantages[i].tolist()}
-            | self.save_pictures(
-                f"groups/{done:06d}/{i + 1}",
-                rollout.images[i * group_size : (i + 1) * group_size],
-                {"source": prompt.source, "target": prompt.target},
-                small=True,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
+        groups = [self.group(i, rollout, rewards) for i in range(len(rollout.prompts))]
         self.append("groups", [*chain(*ranks.gather(groups))])
         # After the records: a kill between the two leaves records that a resumed run makes again.
         if done % self.settings.save_every == 0:
             self.save()
         self.machine.bar.update()
         say(format_step(self.settings.steps, numbers, self.line, self.epochs_per_step))
+
+    def group(self, i, rollout, rewards):
+        """The record of the i-th group of a step, whose pictures are saved."""
+        prompt, place = rollout.prompts[i], f"groups/{self.done:06d}/{i + 1}"
+        numbers = {name: values[i].tolist() for name, values in rewards.items()}
+        images = rollout.images[i * len(numbers["reward"]) :][: len(numbers["reward"])]
+        beside = {"source": prompt.source, "target": prompt.target}
+        return {
+            "step": self.done,
+            "line": prompt.line,
+            "prompt": prompt.text,
+            **numbers,
+            "advantage": rollout.advantages[i].tolist(),
+            **self.save_pictures(place, images, beside, small=True),
+        }
 
     def save(self):
         """The checkpoint of the last step, unless it is there."""

@@ -11,7 +11,7 @@ import torch
 from conftest import prompts_of, records
 from PIL import Image
 
-from runtime.data import Prompt, evenly, read_file, spread
+from runtime.data import Prompt, choose, evenly, read_file
 from runtime.evaluation import count_to_show
 from runtime.metrics import evaluation_metrics
 from runtime.report import evaluation_table
@@ -119,16 +119,16 @@ def test_the_table_by_hand():
 def test_held_out_prompts_are_distinct_and_from_all_over_a_sorted_file():
     """A file of 90 spatial prompts, then 10 others, of one type; and each stands there twice."""
     prompts = [Prompt(f"{'spatial' if i < 90 else 'other'} {i}") for i in range(100)] * 2
-    words = [prompt.text for prompt in spread(prompts, 40)]
+    words = [prompt.text for prompt in choose(prompts, 40)]
     assert len(words) == len({*words}) == 40 and 1 <= sum("other" in x for x in words) <= 9
-    assert words == [prompt.text for prompt in spread(prompts, 40)]  # each time the same
-    everything = [prompt.text for prompt in spread(prompts, 100)]
+    assert words == [prompt.text for prompt in choose(prompts, 40)]  # each time the same
+    everything = [prompt.text for prompt in choose(prompts, 100)]
     assert everything == [prompt.text for prompt in prompts[:100]]  # in the order of the file
 
 
 def test_held_out_prompts_of_a_few_are_evenly_of_all_types():
     prompts = [Prompt(f"{kind} {i}", kind) for kind in "ab" for i in range(50)]
-    found = spread(prompts, 6)
+    found = choose(prompts, 6)
     assert [prompt.type for prompt in found] == [*"ababab"]
     assert [prompt.text for prompt in found] != [prompt.text for prompt in evenly(prompts, 6)]
 

@@ -18,7 +18,7 @@ from viewer.sheets import draw_grid
 
 
 @dataclass
-class Run:
+class RunFiles:
     """What a run has written so far."""
 
     out: Path
@@ -51,7 +51,7 @@ class Run:
 
 
 def read(out):
-    """The Run in a folder, as far as it has come."""
+    """What a run has written into its folder."""
     out = Path(out)
     settings = json.loads((out / "settings.json").read_text())
     metrics, groups, evaluations = (read_jsonl(out / f"{name}.jsonl") for name in RECORDS)
@@ -60,7 +60,7 @@ def read(out):
     for group in groups:
         if group["step"] in of_steps:  # a run that resumes has rewritten the metrics first
             of_steps[group["step"]].append(group)
-    return Run(out, settings, metrics, of_steps, evaluations)
+    return RunFiles(out, settings, metrics, of_steps, evaluations)
 
 
 def show(out):
