@@ -44,6 +44,7 @@ def redrawn(run, settings, rewards, prompts, groups, seed):
             some, other_seed = prompts[i : i + 1], seed + i + 300 * again
             with run.machine.phase("sample", run.policy.model):
                 new = run.policy.sample(run.glm_image.encode(some, settings), size, other_seed)
+            run.machine.timings["redrawn"] += size  # pictures, for the step's metrics
             images[own], scored = paint_and_score(run, settings, rewards, some, new, other_seed)
             groups[i] = new[0]
             for key, values in raw_rewards.items():

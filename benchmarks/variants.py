@@ -1,14 +1,14 @@
-"""What each part of GRPO is worth: training runs of the tiny model with one part changed.
+"""What each part of GRPO is worth, and each published loss: training runs of the tiny model.
 
-    python benchmarks/variants.py                        the tables of docs/worth.md
-    python benchmarks/variants.py "no std" "with KL"     trains these rows again, with seed 0
+    python benchmarks/variants.py "GSPO" "no std"    trains these rows of docs/worth.md again
     python benchmarks/variants.py "no std" --lr 2e-3 --seed 1 --keep     a run for the tables
-    python benchmarks/variants.py --hard-start           makes the harder start alone
+    python benchmarks/variants.py --hard-start       makes the harder start alone
+    python benchmarks/tables.py                      prints the tables
 
 variants.csv has a line per run and evaluation. From the harder start each variant is trained at
 several learning rates with seed 0: first 1e-3 and 2e-3, then half of the best or twice the best,
 until the best has a lower and a higher neighbour; and at the best with two more seeds. The best is
-chosen on training captions; the tables are of held-out captions.
+chosen on training captions, by the mean of their types (`chosen_on`).
 """
 
 import argparse
@@ -46,7 +46,7 @@ from runtime.report import read_jsonl
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
 SEEDS = range(3)  # of the tables
-MOVING = ("two", "counting", "position", "binding")  # types: the other two are correct before
+CAPTIONS = {"one": 2, "two": 6, "counting": 12, "colours": 6, "position": 12, "binding": 10}
 PICTURES = 16  # of each held-out caption
 JUDGES = {
     "correct": Reward("correct", 1.0, check.correct),
@@ -67,15 +67,18 @@ class Variant(NamedTuple):
 
 
 BEFORE = "before training"
-PLAIN = "plain GRPO"  # without a KL term
+PLAIN = "GRPO without KL"
 NO_KL = "--kl-coef 0"
 FOUR = "--kl-coef 0 --iterations 4"
 GAME = "--reward many --warmup-steps 0 --steps 12 --eval-every 12 --kl-coef"
 SHUFFLED = "rewards shuffled within each group"
 
-FOUR_ITERATIONS = Variant("hard", "4 iterations", PLAIN, "", FOUR)
-WITH_KL = Variant("hard", "with KL", PLAIN)
+ITERATED = "4 iterations"
+FOUR_ITERATIONS = Variant("hard", ITERATED, PLAIN, "", FOUR)
+WITH_KL = Variant("hard", "GRPO with KL", PLAIN)
 NO_CLIP = "4 iterations, no clip"
+# For DAPO's dynamic sampling: about 13 steps take 1,280 pictures, those that are drawn again too.
+DYNAMIC = f"{NO_KL} --steps 16 --warmup-steps 12 --eval-every 1"
 
 # From the harder start, each at its best rate.
 HARD = [
@@ -85,12 +88,24 @@ HARD = [
     Variant("hard", "no std", PLAIN, "Dr. GRPO", NO_KL),
     Variant("hard", "a constant baseline, 1", "no std", "REINFORCE with a constant", NO_KL),
     WITH_KL,
-    Variant("hard", "KL in all groups", "with KL", "KL in all groups"),
-    Variant("hard", SHUFFLED, "with KL", "Rewards shuffled", "", 4e-3),
+    Variant("hard", "KL in all groups", WITH_KL.name, "KL in all groups"),
+    Variant("hard", SHUFFLED, WITH_KL.name, "Rewards shuffled", "", 4e-3),
     Variant("hard", "RAFT", PLAIN, "RAFT", NO_KL),
     Variant("hard", "supervised", PLAIN, "Given answers", NO_KL),
     FOUR_ITERATIONS,
     Variant("hard", "STAGE's weights", PLAIN, "STAGE's weights", NO_KL),
+]
+# Published losses, each at its best rate: with one update per batch, then with four. With Adam and
+# one update "no std" is Dr. GRPO, and RLOO too: their advantages differ by constant factors alone.
+LOSSES = [
+    *(each for each in HARD if each.name in (PLAIN, WITH_KL.name, "no std", "RAFT")),
+    Variant("hard", "REINFORCE++", PLAIN, "The batch's mean and std", NO_KL),
+    Variant("hard", "GPG", PLAIN, "GPG", NO_KL),
+    Variant("hard", "DAPO's dynamic sampling", PLAIN, "DAPO's dynamic sampling", DYNAMIC),
+    FOUR_ITERATIONS,
+    Variant("hard", "DAPO's two clip ranges", ITERATED, "DAPO's two clip ranges", FOUR),
+    Variant("hard", "GSPO", ITERATED, "GSPO", FOUR),
+    Variant("hard", "CISPO", ITERATED, "CISPO", FOUR),
 ]
 # The clip, at the best rate of four iterations. Some runs fail, so each is shown.
 CLIP = [
@@ -107,11 +122,11 @@ GAMED = [
 WITHOUT_TERM = Variant("gamed", "no KL", "", "", f"{GAME} 0", 2e-3)
 HONEST = {
     "KL 0.2": WITH_KL,
-    "KL 1": Variant("hard", "with KL 1", "", "", "--kl-coef 1 --eval-every 20"),
-    "KL 0.2, k2": Variant("hard", "with KL 0.2, k2", "", "k2", "--kl-coef 0.2 --eval-every 20"),
+    "KL 1": Variant("hard", "GRPO with KL 1", "", "", "--kl-coef 1 --eval-every 20"),
+    "KL 0.2, k2": Variant("hard", "GRPO with KL 0.2, k2", "", "k2", "--eval-every 20"),
 }
 
-ALL = dict.fromkeys([*HARD, *CLIP, *GAMED, WITHOUT_TERM, *HONEST.values()])
+ALL = dict.fromkeys([*HARD, *LOSSES, *CLIP, *GAMED, WITHOUT_TERM, *HONEST.values()])
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -133,10 +148,15 @@ def lines_of(variant, lr, seed):
     quiet = {"stdout": subprocess.DEVNULL, "start_new_session": True}
     subprocess.run(call, cwd=out / "project", check=True, **quiet)
     groups, metrics = (read_jsonl(out / "run" / f"{name}.jsonl") for name in ("groups", "metrics"))
-    lines = []
+    made = {}  # pictures until each checkpoint, those that are drawn again too
     for checkpoint in sorted((out / "run" / "checkpoints").glob("*[1-9]*")):
         step = int(checkpoint.name)
-        pictures = sum(len(group["reward"]) for group in groups if group["step"] <= step)
+        first = [len(group["reward"]) for group in groups if group["step"] <= step]
+        again = [each.get("redrawn", 0) for each in metrics if each["step"] <= step]
+        made[checkpoint] = sum(first) + int(sum(again))
+    lines = []
+    for checkpoint in sorted({nearest(made, step) for step in (10, 20)}):
+        step, pictures = int(checkpoint.name), made[checkpoint]
         row = dict(zip(COLUMNS, [variant.start, variant.name, lr, seed, step, pictures]))
         row |= judged(model, checkpoint)
         # A step without a group to learn from has none.
@@ -144,8 +164,9 @@ def lines_of(variant, lr, seed):
         row["clipped"] = np.mean([share for share in clipped if share is not None])
         if variant in GAMED or variant in HONEST.values():
             row["kl"] = exact_kl(model, checkpoint)
-        if variant.start == "hard" and step == 20 and seed == 0:
-            row["chosen_on"] = mean_of_types(judged(model, checkpoint, "training", 4))
+        if variant.start == "hard" and checkpoint == nearest(made, 20) and seed == 0:
+            of_types = judged(model, checkpoint, "training", 4)
+            row["chosen_on"] = np.mean([of_types[kind] for kind in world.KINDS])
         lines.append(
             {k: f"{v:.5f}" if isinstance(v, float) and v != lr else v for k, v in row.items()}
         )
@@ -182,8 +203,14 @@ def judged(model, adapter=None, prompts="held out", pictures=PICTURES):
     return shares | {"clean": np.mean(clean), "objects": np.mean(objects)}
 
 
-def mean_of_types(row):
-    return np.mean([row[kind] for kind in world.KINDS])
+def nearest(made, steps):
+    """The checkpoint with about as many pictures as these steps of 64 take."""
+    return min(made, key=lambda checkpoint: abs(made[checkpoint] - 64 * steps))
+
+
+def correct(row):
+    """The share of correct pictures of the held-out captions."""
+    return sum(float(row[kind]) * number for kind, number in CAPTIONS.items()) / 48
 
 
 @torch.no_grad()
@@ -244,15 +271,19 @@ def rate_of(rows, variant):
     return variant.lr or max(sorted(shares), key=shares.get, default=1e-3)
 
 
+def written(lr):
+    """As people write it: 5e-4."""
+    return f"{lr:.1e}".replace(".0e", "e").replace("e-0", "e-")
+
+
 def train_again(variant, lr, seed, keep):
     """Prints the share of correct pictures at each checkpoint; with `keep` the file gets it all."""
     if variant.start == "hard":
         make_hard_start()
     lines = lines_of(variant, lr, seed)
     for line in lines:
-        share = mean_of_types({kind: float(line[kind]) for kind in world.KINDS})
         words = f"{variant.name}, rate {written(lr)}, after {line['step']} steps"
-        print(f"{words}: {share:.1%}", flush=True)
+        print(f"{words}: {correct(line):.1%}", flush=True)
     if keep:
         append(CSV, COLUMNS, lines)
 
@@ -274,104 +305,6 @@ def read():
 def append(file, columns, lines):
     with file.open("a", newline="") as opened:
         csv.DictWriter(opened, columns, lineterminator="\n").writerows(lines)
-
-
-# ---- tables --------------------------------------------------------------------------------------
-
-
-def written(lr):
-    """As people write it: 5e-4."""
-    return f"{lr:.1e}".replace(".0e", "e").replace("e-0", "e-")
-
-
-def of_seeds(rows, variant, step, columns=world.KINDS, seeds=SEEDS):
-    """A mean of columns per seed of SEEDS; of the model before training a lone one."""
-    where = {"start": variant.start, "variant": variant.name}
-    if variant.name != BEFORE:
-        where |= {"lr": rate_of(rows, variant), "step": step}
-    found = [row for row in rows if all(row[key] == value for key, value in where.items())]
-    found = [row for row in found if row["clean"] is not None]  # else only its rate was judged
-    found = [row for row in found if row["seed"] in seeds]
-    return np.array([np.mean([row[each] for each in columns]) for row in found])
-
-
-def compare(rows, variants):
-    """After 20 steps, paired by seed: {variant: its mean less that of its reference}.
-
-    Also the standard error of all differences, and the threshold from which they are significant.
-    It is Dunnett's, simulated for as many comparisons with the same references: without any true
-    difference 5 tables in 100 have one above it.
-    """
-    pairs = {each.name: each.reference for each in variants}
-    before = Variant(variants[0].start, BEFORE)
-    shares = {each.name: of_seeds(rows, each, 20) for each in [*variants, before]}
-    names = list(dict.fromkeys([*pairs, *pairs.values()]))
-    draws = np.random.default_rng(0).normal(size=(len(names), 100_000, len(SEEDS)))
-    chance = {name: x * (len(shares[name]) > 1) for name, x in zip(names, draws)}
-    found, drawn = (
-        np.array([x[name] - x[other] for name, other in pairs.items()]) for x in (shares, chance)
-    )
-    errors = [np.sqrt(x.var(-1, ddof=1).mean(0) / len(SEEDS)) for x in (found, drawn)]
-    critical = np.quantile(np.abs(drawn.mean(-1)).max(0) / errors[1], 0.95)
-    return dict(zip(pairs, found.mean(-1))), errors[0], critical * errors[0]
-
-
-def markdown(titles, lines):
-    """A table of cells that are texts."""
-    first, *others = (f"| {' | '.join(cells)} |" for cells in (titles, *lines))
-    return "\n".join([first, "|---" * len(titles) + "|", *others])
-
-
-def table(rows, variants):
-    differences, error, threshold = compare(rows, variants)
-    titles = "Variant", "rate", "after 10 steps", "20", "the four", "compared with", "difference"
-    lines = []
-    for variant in variants:
-        columns = (10, world.KINDS), (20, world.KINDS), (20, MOVING)
-        shares = [of_seeds(rows, variant, *each).mean() for each in columns]
-        difference = differences[variant.name]
-        mark = "**" if abs(difference) > threshold else ""
-        cells = [variant.name, written(rate_of(rows, variant)), *map("{:.1%}".format, shares)]
-        lines.append([*cells, variant.reference, f"{mark}{100 * difference:+.1f}{mark}"])
-    words = f"Bold: significant, from {threshold:.1%} on. Standard error of a difference "
-    words += f"{error:.1%}; one of {threshold + 0.84 * error:.1%} is found 8 times in 10."
-    return f"{markdown(titles, lines)}\n\n{words}"
-
-
-def table_of_clip(rows):
-    seeds = range(5)
-    lines = []
-    for variant in CLIP:
-        shares = of_seeds(rows, variant, 20, seeds=seeds)
-        lines.append([variant.name, *map("{:.1%}".format, [*shares, shares.mean()])])
-    return markdown(["After 20 steps", *(f"seed {i}" for i in seeds), "mean"], lines)
-
-
-def table_of_kl(rows):
-    """The KL term where the reward is gamed, and from the harder start, where it is honest."""
-    titles = (
-        "KL term",
-        "gamed: reward",
-        "correct",
-        "exact KL",
-        "honest: rate",
-        "correct",
-        "exact KL",
-    )
-    lines = []
-    for gamed in GAMED:
-        if honest := HONEST.get(gamed.name):
-            columns = ["objects"], world.KINDS, ["kl"]
-            reward, share, kl = (of_seeds(rows, gamed, 12, each).mean() for each in columns)
-            cells = [gamed.name, f"{reward / 4:.2f}", f"{share:.1%}", f"{kl:.4f}"]
-            share, kl = (of_seeds(rows, honest, 20, each).mean() for each in columns[1:])
-            lines.append([*cells, written(rate_of(rows, honest)), f"{share:.1%}", f"{kl:.4f}"])
-    return markdown(titles, lines)
-
-
-def tables(rows):
-    """All of docs/worth.md."""
-    return [table(rows, HARD), table_of_clip(rows), table_of_kl(rows)]
 
 
 def main(*arguments):
@@ -399,9 +332,6 @@ def main(*arguments):
         if options.keep and (name, lr, options.seed) in kept:
             parser.error(f"variants.csv has {name} at {lr} with seed {options.seed} already")
         train_again(known[name], lr, options.seed, options.keep)
-    if options.names:
-        return
-    print(*tables(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

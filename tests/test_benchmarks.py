@@ -2,12 +2,14 @@
 
 import csv
 import itertools
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
+    TINY,
     build_run,
     perturb,
     prompts_of,
@@ -15,7 +17,8 @@ from conftest import (
     tiny_settings,
 )
 
-from benchmarks import variants
+from benchmarks import tables, variants
+from runtime.data import read_file
 
 
 @pytest.fixture
@@ -42,6 +45,7 @@ def made_up(**shares):
             row = dict.fromkeys(variants.COLUMNS, share if step == 20 else 0.5)
             row["chosen_on"] = float(lr == 1e-3) if (step, seed, start) == (20, 0, "hard") else None
             where = {"start": start, "variant": name, "lr": lr, "seed": seed, "step": step}
+            where["pictures"] = 64 * step + 40 * (name == "DAPO's dynamic sampling")
             row["kl"] = None if name == "no KL" else 0.5
             rows.append(row | where)
     for start in ("hard", "shipped"):
@@ -65,19 +69,25 @@ def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     monkeypatch.setattr(variants, "OUT", tmp_path)
     monkeypatch.setattr(variants, "CSV", tmp_path / "variants.csv")
     write(made_up(**{"4 iterations": 0.4}))
-    lines = run(variants)
-    (line,) = [line for line in lines if line.startswith("| 4 iterations | 1e-3")]
-    assert line == "| 4 iterations | 1e-3 | 50.0% | 40.0% | 40.0% | plain GRPO | **-30.0** |"
-    assert [line for line in lines if line.endswith("| plain GRPO | +0.0 |")]  # not told apart
+    lines = run(tables)
+    for line in [line for line in lines if line.startswith("| 4 iterations | 1e-3")]:
+        assert line == "| 4 iterations | 1e-3 | 50.0% | 40.0% | GRPO without KL | **-30.0** |"
+    assert [line for line in lines if line.endswith("| GRPO without KL | +0.0 |")]  # no difference
+    assert [line for line in lines if line.startswith("| DAPO's dynamic sampling | 1e-3 | 50.0% |")]
+    # Correct pictures of 48 captions, not a mean over their types.
+    shares = dict.fromkeys(variants.CAPTIONS, 0) | {"one": 1, "binding": 0.5}
+    assert variants.correct(shares) == pytest.approx((2 + 5) / 48)
+    captions = Counter(prompt.type for prompt in read_file(f"{TINY}/heldout.txt"))
+    assert captions == variants.CAPTIONS
 
 
 def test_the_threshold_of_one_comparison_is_students():
     """Of three differences: 4.303, from the tables."""
-    alone = [variants.Variant("hard", "plain GRPO", "before training")]
-    differences, error, threshold = variants.compare(made_up(), alone)
+    alone = [variants.Variant("hard", "GRPO without KL", "before training")]
+    differences, error, threshold = tables.compare(made_up(), alone)
     assert threshold / error == pytest.approx(4.303, rel=0.05)
     assert error == pytest.approx(0.02 / 3**0.5) and differences == pytest.approx(
-        {"plain GRPO": 0.2}
+        {"GRPO without KL": 0.2}
     )
 
 

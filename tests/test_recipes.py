@@ -151,7 +151,7 @@ def test_stages_weights_by_hand():
 @moved_on_purpose
 def test_two_ranks_make_the_step_of_one_process():
     """Each has one of two groups, whose tokens differ in number. They average the number of tokens,
-    then the gradients."""
+    then the gradients, then metrics twice."""
     sent = []
 
     def average(tensors):
@@ -165,7 +165,7 @@ def test_two_ranks_make_the_step_of_one_process():
         tokens = sum(group.mask.sum() for group in groups)
         run.average = average
         run.update([groups[i]])
-    numbers, gradients = zip(*(sent[:2], sent[2:]))
+    numbers, gradients = zip(*(sent[i : i + 2] for i in (0, 4)))
     assert sum(number for (number,) in numbers) == tokens
     for one, other, wanted in zip(*gradients, expected, strict=True):
         torch.testing.assert_close((one + other) / 2, wanted, atol=1e-5, rtol=1e-3)
