@@ -93,7 +93,8 @@ def test_rows_name_their_pictures(tmp_path):
     """In the folder that is given, or beside their file; one picture may go with several. They come
     before a folder's order, and before a function."""
     file, drawn = tmp_path / "rows.jsonl", tmp_path / "drawn.py"
-    drawn.write_text("from PIL import Image\ndef green():\n    return [Image.new('RGB', (9, 9), 'lime')]")
+    code = "from PIL import Image\ndef green():\n    return [Image.new('RGB', (9, 9), 'lime')]"
+    drawn.write_text(code)
     (photos := tmp_path / "photos").mkdir()
     for folder, colour in ((photos, "red"), (tmp_path, "white")):
         Image.new("RGB", (90, 90), colour).save(folder / "a.png")
