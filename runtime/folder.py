@@ -129,7 +129,7 @@ def versions():
     found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
     describe = "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"
     with suppress(OSError):
-        answer = subprocess.run(describe, capture_output=True, text=True, check=False)
+        answer = subprocess.run(describe, capture_output=True, encoding="utf-8", check=False)
         found["commit"] = answer.stdout.strip() or None
     return found
 

@@ -236,7 +236,7 @@ def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd, mon
         assert words in capfd.readouterr().err.splitlines()[-1]
     assert not Path("runs").exists()
     settings = train_edits.EditSettings(model=RELEASE, sources="targets")
-    words = "^line 2 of .*heldout.txt has no source picture: edits need --sources, --prompts, --eval-"
+    words = "^line 2 of .*heldout.txt has no source picture: edits need --sources, --prompts,"
     with pytest.raises(UserError, match=words):
         editing.read_edits(settings, "eval_")
 

@@ -70,5 +70,5 @@ def test_text_files_are_in_utf_8():
     found = {}
     for file in SOURCES:
         calls = [x for x in ast.walk(ast.parse(file.read_text("utf-8"))) if type(x) is ast.Call]
-        found[file.name] = [ast.unparse(each) for each in calls if opens_text(each)]
+        found[file] = [ast.unparse(each) for each in calls if opens_text(each)]
     assert len(found) > 30 and not any(found.values()), found
