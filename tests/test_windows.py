@@ -8,16 +8,10 @@ import sys
 from pathlib import Path, PureWindowsPath
 
 import pytest
-from conftest import ROOT
+from test_docs import SOURCES
 
 from runtime import model_card, settings
 from runtime.settings import portable
-
-SOURCES = [
-    file
-    for file in ROOT.rglob("*.py")
-    if not {"tests", "runs", ".venv"} & {*file.relative_to(ROOT).parts}
-]
 
 
 def test_settings_name_files_of_the_project_by_either_separator(monkeypatch):
