@@ -1,7 +1,7 @@
 """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a CPU.
 
     python train.py --group-size 4
-    torchrun --nproc-per-node 8 train.py --group-size 4
+    torchrun --nproc-per-node 8 --shutdown-timeout 300 train.py --group-size 4
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. It
 makes the steps of examples/pictures.py, and adds what long runs need: checkpoints, several rewards

@@ -294,7 +294,7 @@ def train_again(variant, lr, seed, keep):
 def read():
     words = ("start", "variant")
     number = lambda text: float(text) if text else None
-    with open(CSV, newline="") as file:
+    with open(CSV, newline="", encoding="utf-8") as file:
         rows = [
             {k: v if k in words else number(v) for k, v in row.items()}
             for row in csv.DictReader(file)
@@ -303,7 +303,7 @@ def read():
 
 
 def append(file, columns, lines):
-    with file.open("a", newline="") as opened:
+    with file.open("a", newline="", encoding="utf-8") as opened:
         csv.DictWriter(opened, columns, lineterminator="\n").writerows(lines)
 
 

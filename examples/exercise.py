@@ -38,6 +38,6 @@ if __name__ == "__main__":
         sys.exit()
     if name not in HOLES or answer.exists():
         sys.exit(f"give one of {', '.join(HOLES)}; an open one ends by: mv answer.py grpo.py")
-    answer.write_text(source := Path("grpo.py").read_text())
-    Path("grpo.py").write_text(emptied(source, name))
+    answer.write_text(source := Path("grpo.py").read_text("utf-8"), encoding="utf-8")
+    Path("grpo.py").write_text(emptied(source, name), "utf-8")
     print(f'grade: pytest test_grpo.py -k "{HOLES[name]}"; compare: answer.py, the file as it was')

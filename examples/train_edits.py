@@ -6,10 +6,10 @@ r"""Train GLM-Image to edit pictures: a run of train.py whose prompts are wishes
         --targets none --eval-targets none --reward edit:1,keep:0.2
 
 photos/ holds a picture per line of wishes.txt, sorted by name. Or --prompts names a .jsonl file
-with rows like {"prompt": "make it red", "source": "photo.png"}. The flags of the last line are
-GLM-Image's defaults; the tiny model's compare with targets that it draws. (Without a download:
---reward keep --eval-reward none.) Takes the flags of train.py. What edits need beside captions:
-glm_image/editing.py.
+with rows like {"prompt": "make it red", "source": "photo.png"}: docs/rewards.md. The flags of the
+last line are GLM-Image's defaults; the tiny model's compare with targets that it draws. (Without a
+download: --reward keep --eval-reward none.) Takes the flags of train.py. What edits need beside
+captions: glm_image/editing.py.
 """
 
 import sys
@@ -31,7 +31,8 @@ from runtime.settings import TINY, Settings, is_tiny
 class EditSettings(Settings):
     """The tiny model draws its own pictures to edit.
 
-    Another needs --sources, --prompts, --eval-sources and --eval-prompts.
+    Another needs --prompts and --eval-prompts, and --sources and --eval-sources where rows of these
+    do not name their pictures.
     """
 
     script: ClassVar[str] = "examples/train_edits.py"

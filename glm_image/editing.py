@@ -19,9 +19,10 @@ def read_edits(settings, prefix=""):
     prompts = read_prompts(settings, prefix)
     for prompt, picture in zip(prompts, read_pictures(prompts, "source", settings, prefix)):
         if picture is None:
-            flags = "--sources, --prompts, --eval-sources and --eval-prompts"
             raise UserError(
-                f"edits need a source each: {flags}; or none of them and --model tiny-glm-image"
+                f"line {prompt.line} of {getattr(settings, prefix + 'prompts')} has no source "
+                "picture: edits need --sources, --prompts, --eval-sources and --eval-prompts; or "
+                "none of them and --model tiny-glm-image"
             )
         prompt.source = prompt.row["sources"] = picture  # the second for rewards
     return prompts

@@ -113,7 +113,8 @@ class CapturedForward:
         self.size = 0
         self.stream = None
         self.cache = None
-        self.refused = None  # a graph whose capture failed; True: none is to be captured
+        self.refused = False  # whether the step is not to be captured
+        self.failed = []  # graphs whose capture failed
         self.release()
 
     def release(self):
@@ -166,7 +167,7 @@ class CapturedForward:
         self.mask.fill_(True)
         if attention_mask is not None:
             self.mask[:rows, : length + 1].copy_(attention_mask[:, 0, 0])
-        if self.graph is None and self.refused is None and device.type == "cuda":
+        if self.graph is None and not self.refused and device.type == "cuda":
             self._capture(length)
 
     def _step(self):
@@ -202,8 +203,11 @@ class CapturedForward:
             # The end of a failed capture leaves its own stream, and hides why the capture failed.
             torch.cuda.set_stream(before)
             cause = error.__context__ or error
-            # Not tried again, and kept alive: torch's allocator may still refer to this graph.
-            self.refused = graph
+            # Kept alive: torch's allocator may still refer to this graph.
+            self.failed.append(graph)
+            if out_of_memory(cause):
+                raise cause  # to capture again with more room: Machine.attempt
+            self.refused = True
             slower("a token's step cannot be a CUDA graph", cause, "its kernels start one by one")
         self._rewind(length)
 

@@ -209,8 +209,9 @@ def host_memory(group=Path("/sys/fs/cgroup")):
     """Bytes of host memory that are free, at most what the limit of a container leaves."""
     free = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # not there, or no limit: "max"
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        read = lambda name: (group / f"memory.{name}").read_text("utf-8")
+        limit, used = int(read("max")), int(read("current"))
         # Files that were read count as used, but give way.
-        cached = re.search(r"(?m)^inactive_file (\d+)", (group / "memory.stat").read_text())
+        cached = re.search(r"(?m)^inactive_file (\d+)", read("stat"))
         free = min(free, limit - used + int(cached[1]))
     return free

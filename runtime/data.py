@@ -129,36 +129,42 @@ def read_rows(lines):
 def read_pictures(prompts, kind, settings, prefix=""):
     """The picture of each prompt, its "target" or "source", None where it has none.
 
-    Rows of a .jsonl file may name theirs, in the folder of --targets or --sources, or without one
-    in that of the file. Others go with the prompts in order, sorted by name as file browsers do:
-    a2, A10, b1. In place of a folder my_file.py:function may draw them. Each is made to size as it
-    is read: of another shape, its middle is cut out.
+    Rows of a .jsonl file may name theirs, in the folder of --targets or --sources, or without a
+    folder beside that file. Otherwise the pictures of the folder go with the prompts in order,
+    sorted by name as file browsers do: a2, A10, b1; or my_file.py:function draws them. Each is made
+    to size as it is read: of another shape, its middle is cut out.
     """
-    file, folder = (getattr(settings, prefix + name) for name in ("prompts", f"{kind}s"))
+    file, place = (getattr(settings, prefix + name) for name in ("prompts", f"{kind}s"))
     names = [prompt.row.get(kind) for prompt in prompts]
-    if folder in ("none", "") or not (folder or any(names)):
+    if place in ("none", "") or not (place or any(names)):
         return [None] * len(prompts)
-    if ".py:" in (folder or ""):
-        images = names = load_from_file(folder)()
+    drawn = place and ".py:" in place
+    # The file itself, also in a resumed run: there are no pictures beside its copy in start/.
+    folder = Path(find_path(file)).parent if drawn or not place else Path(find_path(place))
+    if any(names):
+        images = (
+            name and read_picture(folder / str(name), f" of line {prompt.line}")
+            for name, prompt in zip(names, prompts)
+        )
+    elif drawn:
+        names = images = load_from_file(place)()
     else:
-        place = Path(find_path(folder)) if folder else Path(find_path(file)).parent
-        if not any(names):
-            names = sorted((each.name for each in place.glob("[!.]*")), key=as_people_count)
-        images = (name and read_picture(place / str(name)) for name in names)
+        names = sorted(folder.glob("[!.]*"), key=as_people_count)
+        images = map(read_picture, names)
     if len(names) != len(prompts):
-        raise UserError(f"{folder} has {len(names)} {kind} pictures for {len(prompts)} prompts")
+        raise UserError(f"{place} has {len(names)} {kind} pictures for {len(prompts)} prompts")
     size = settings.width, settings.height
     return [image and ImageOps.fit(image, size, Image.Resampling.LANCZOS) for image in images]
 
 
-def as_people_count(name):
-    """What a name is sorted by."""
-    return re.sub("[0-9]+", lambda digits: digits[0].zfill(9), name.casefold())
+def as_people_count(file):
+    """What a file is sorted by."""
+    return re.sub("[0-9]+", lambda digits: digits[0].zfill(9), file.name.casefold())
 
 
-def read_picture(file):
-    """Upright, and on white where it is transparent."""
-    with readable(f"read the picture {file}"):
+def read_picture(file, of=""):
+    """Upright, and on white where it is transparent. of: whose it is, for an error."""
+    with readable(f"read the picture {file}{of}"):
         # No others: for some of them Pillow starts another program.
         image = Image.open(file, formats=["PNG", "JPEG", "WEBP"])
         image = ImageOps.exif_transpose(image).convert("RGBA")  # which closes the file
@@ -212,8 +218,9 @@ def read_inputs(settings, read):
         if rewards[name].source != judges[name].source:
             raise UserError(f"--reward and --eval-reward have two rewards named {name!r}")
         judges[name] = rewards[name]  # it loads once
-    for some, first in ((rewards, prompts[0]), (judges, held_out[0])):
-        if first.target is None and (likeness := {"mse", "ssim", "lpips"} & some.keys()):
+    for some, of_file in ((rewards, prompts), (judges, held_out)):
+        likeness = {"mse", "ssim", "lpips"} & some.keys()
+        if likeness and not any(prompt.target for prompt in of_file):
             raise UserError(f"reward {min(likeness)!r} needs --targets, or --eval-targets")
     for each in (rewards | judges).values():
         if ".py:" in each.source:  # it runs now: the copy in start/ is of what has run

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from tqdm import tqdm
@@ -53,6 +53,9 @@ def out_of_memory(error):
 
 def exit_code(run):
     """What run() returns; 2 after an error that the user can fix, 130 after Ctrl-C."""
+    with suppress(AttributeError):  # a notebook's has no code page
+        # A type of prompts may be in Chinese where the code page has no such letters.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with ranks.joined():
             return run()

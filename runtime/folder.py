@@ -103,7 +103,7 @@ def begin(out, settings, rewards):
     """
     values = {name: getattr(settings, name) for name in MAY_CHANGE}
     if settings.resume:
-        values = json.loads((out / "settings.json").read_text()) | values
+        values = json.loads((out / "settings.json").read_text("utf-8")) | values
     else:
         start = out / "start"
         shutil.rmtree(start, ignore_errors=True)
@@ -135,7 +135,7 @@ def versions():
     found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
     describe = "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"
     with suppress(OSError):
-        answer = subprocess.run(describe, capture_output=True, text=True, check=False)
+        answer = subprocess.run(describe, capture_output=True, encoding="utf-8", check=False)
         found["commit"] = answer.stdout.strip() or None
     return found
 
@@ -156,7 +156,7 @@ def resumed(given, script):
             f"change are {free}), or start a new run from its adapter: --adapter {out}"
         )
     with readable(f"resume {out}", "; name the folder of a run, such as runs/1"):
-        values = json.loads((out / "settings.json").read_text())
+        values = json.loads((out / "settings.json").read_text("utf-8"))
     if (own := values.pop("script")) != script:
         raise UserError(f"{out} is a run of {own}: python {own} --resume {out}")
     began = values.pop("versions")
@@ -176,7 +176,7 @@ def resumed(given, script):
 def write_whole(path, text):
     """A kill, or a power cut, leaves what was there before."""
     unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text)
+    unfinished.write_text(text, "utf-8")
     sync(unfinished)
     os.replace(unfinished, path)
 
@@ -271,7 +271,7 @@ def find_adapters(place):
 def refuse_unless_plain(adapter):
     """Of other kinds PEFT would load a part, or change the model's own weights."""
     with readable(f"use the adapter {adapter}"):
-        config = json.loads((adapter / CONFIG).read_text())
+        config = json.loads((adapter / CONFIG).read_text("utf-8"))
         plain = config["peft_type"] == "LORA" and config.get("bias", "none") == "none"
         plain &= config.get("init_lora_weights", True) in (True, False, "gaussian")
         if not plain or config.get("use_dora") or config.get("modules_to_save"):

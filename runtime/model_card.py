@@ -46,7 +46,7 @@ import torch
 adapter = "."  # this folder, or its place on the hub: NAME/REPOSITORY
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
-pipe = diffusers.GlmImagePipeline.from_pretrained("{model}", dtype=dtype)
+pipe = diffusers.GlmImagePipeline.from_pretrained({model!r}, dtype=dtype)
 policy = pipe.vision_language_encoder
 {load}
 # It samples as the evaluation did, and codes alone.
@@ -74,17 +74,17 @@ def write_cards(run, adapters):
 
     run: a Record. adapters: the names of those that it has exported.
     """
-    text = (run.out / "settings.json").read_text()
+    text = (run.out / "settings.json").read_text("utf-8")
     settings = json.loads(text)
     for name in adapters:
         folder = run.out / name
         # PEFT has written the folder that the base model was read from, which may be a cache.
-        config = json.loads((folder / CONFIG).read_text())
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
         config["base_model_name_or_path"] = settings["model"]
-        (folder / CONFIG).write_text(json.dumps(config, indent=2))
+        (folder / CONFIG).write_text(json.dumps(config, indent=2), "utf-8")
         if (run.out / "before-after.png").exists():
             shutil.copy(run.out / "before-after.png", folder)
-        (folder / "settings.json").write_text(text)
+        (folder / "settings.json").write_text(text, "utf-8")
         words = settings | {"settings": text}
         (folder / "README.md").write_text(page(name, words, run, adapters), "utf-8")
 

@@ -28,7 +28,7 @@ def joined():
         # A rank may wait for another's whole update, or for its download.
         dist.init_process_group(backend, timeout=timedelta(hours=3))
         if rank() > 0:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     elif any(int(os.environ.get(name, "1")) > 1 for name in LAUNCHERS):
         raise UserError(f"{' or '.join(LAUNCHERS)} is above 1: start processes by torchrun")
     yield

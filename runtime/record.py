@@ -59,7 +59,7 @@ class Record:
         records = json.loads(json.dumps(records), parse_constant=lambda name: None)
         self.records[name] += records
         if self.writes:
-            with open(self.out / f"{name}.jsonl", "a") as file:
+            with open(self.out / f"{name}.jsonl", "a", encoding="utf-8") as file:
                 file.write(as_lines(records))
 
     def step(self, done, rollout, metrics):

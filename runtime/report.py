@@ -20,7 +20,7 @@ LINE = {  # parts of a step's line, see format_step
 
 def read_jsonl(path):
     """The records in a file. A line without an end was cut short by a kill, and does not count."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 

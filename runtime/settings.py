@@ -207,7 +207,8 @@ class Settings(GRPOSettings):
 
 def portable(value):
     """A setting; it names files of the project as find_path finds them on any machine."""
-    return value.replace(f"{ROOT}{os.sep}", "") if isinstance(value, str) else value
+    here = rf"{re.escape(str(ROOT))}[/\\]"  # on Windows both are in C:\project/prompts/train.txt
+    return re.sub(here, "", value) if isinstance(value, str) else value
 
 
 # The least and the most that a number may be, here and in examples/. All others are above 0.
@@ -255,7 +256,7 @@ def is_tiny(model):
 
 def read_config(model, part):
     """config.json of a part of a pipeline: {name: value}."""
-    return json.loads(Path(cached_file(find_path(model), f"{part}/config.json")).read_text())
+    return json.loads(Path(cached_file(find_path(model), f"{part}/config.json")).read_text("utf-8"))
 
 
 def readable_loading(model):

@@ -61,12 +61,13 @@ def start(name, out):
         tracker.start()
         return tracker
     file = out / "tracker-id"
-    run = file.read_text() if file.exists() else f"{out.resolve().name}-{secrets.token_hex(4)}"
+    new = f"{out.resolve().name}-{secrets.token_hex(4)}"
+    run = file.read_text("utf-8") if file.exists() else new
     project, options = "grpo-glm-image", {"name": run, "resume": "allow"}
     if name == "wandb":
         project = os.environ.get("WANDB_PROJECT", project)
         options |= {"id": run, "name": os.environ.get("WANDB_NAME", run)}
     tracker = tracking.LOGGER_TYPE_TO_CLASS[name](project, **options)
     tracker.start()
-    file.write_text(run)
+    file.write_text(run, "utf-8")
     return tracker

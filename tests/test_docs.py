@@ -134,6 +134,14 @@ def test_flags_in_docstrings_and_messages_exist():
     }
 
 
+def test_torchrun_waits_for_a_step_in_every_command():
+    """By itself it kills processes 30 seconds after Ctrl-C."""
+    texts = [" ".join(file.read_text().split()) for file in [*PAGES, *SOURCES]]
+    commands = re.findall(r"torchrun --.*?\.py", " ".join(texts))
+    assert len(commands) >= 4
+    assert [each for each in commands if "--shutdown-timeout 300" not in each] == []
+
+
 def test_the_tables_of_variants_are_those_of_the_file():
     page = (ROOT / "docs" / "worth.md").read_text()
     assert [table for table in variants.tables(variants.read()) if table not in page] == []

@@ -1,6 +1,7 @@
 """Editing: a picture and a wish go in, against the stock classes; runs on edits; rewards that see
 the source."""
 
+import json
 import re
 import runpy
 import shutil
@@ -21,6 +22,7 @@ from conftest import (
     ROOT,
     TINY,
     chat_inputs,
+    error_from,
     load_once,
     painted,
     prompts_of,
@@ -234,8 +236,25 @@ def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd, mon
         assert words in capfd.readouterr().err.splitlines()[-1]
     assert not Path("runs").exists()
     settings = train_edits.EditSettings(model=RELEASE, sources="targets")
-    with pytest.raises(UserError, match="--sources, --prompts, --eval-sources and --eval-prompts"):
+    words = "^line 2 of .*heldout.txt has no source picture: edits need --sources, --prompts,"
+    with pytest.raises(UserError, match=words):
         editing.read_edits(settings, "eval_")
+
+
+def test_rows_name_their_sources_where_the_tiny_model_would_draw_its_own(judged):
+    rows = [{"prompt": WISH, "source": f"targets/{i}.png"} for i in (2, 1, 2)]
+    write = lambda: Path("own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write()
+    flags = ["--model", str(TINY), "--prompts", "own.jsonl", "--targets", "none"]
+    settings = train.parse_settings(flags, train_edits.EditSettings)
+    assert ".py:" in settings.sources
+    sources = [edit.source.tobytes() for edit in editing.read_edits(settings)]
+    red, blue = (world.draw(scene).tobytes() for scene in (RED_CIRCLE, BLUE_CROSS))
+    assert sources == [blue, red, blue]
+    del rows[1]["source"]
+    write()
+    line = error_from(editing.read_edits, settings)
+    assert line.startswith("line 2 of own.jsonl has no source picture: ")
 
 
 def test_edits_of_a_model_that_has_no_sources_of_its_own_begin():

@@ -384,7 +384,7 @@ class GraphedForward(CapturedForward):
 
     def _start(self, *arguments):
         super()._start(*arguments)
-        if self.graph is None and self.refused is None:
+        if self.graph is None and not self.refused:
             self._capture(arguments[-1].get_seq_length())
 
     def eager_step(self):
@@ -600,30 +600,63 @@ def test_memory_that_runs_out_in_compiled_code_is_no_failed_compilation(monkeypa
     assert not capsys.readouterr().out
 
 
+def failing(error, hidden):
+    """torch.cuda.graph of a capture that fails with an error. hidden: by the error of its end."""
+
+    class Failing(torch.cuda.graph):
+        def __exit__(self, *given):
+            super().__exit__(*given)
+            try:
+                raise error
+            finally:
+                if hidden:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+
+    return Failing
+
+
 def test_a_capture_that_fails_leaves_the_step_as_it_is(
     glm, pipe, monkeypatch, recorded_graphs, capsys
 ):
     """The stream is put back, no second graph is begun, and the first one stays alive."""
-
-    class Failing(torch.cuda.graph):
-        def __exit__(self, *error):
-            super().__exit__(*error)
-            try:
-                raise RuntimeError("operation not permitted when stream is capturing")
-            finally:  # the end of a capture that has failed hides why
-                raise RuntimeError("operation failed due to a previous error during capture")
-
-    back = []
-    monkeypatch.setattr(torch.cuda, "graph", Failing)
+    back, error = [], RuntimeError("operation not permitted when stream is capturing")
+    monkeypatch.setattr(torch.cuda, "graph", failing(error, hidden=True))
     monkeypatch.setattr(torch.cuda, "set_stream", back.append, raising=False)
     forward = GraphedForward(glm, LENGTH, compile=False)
     for _ in range(2):
         same_samples(glm, forward, *encode(pipe, "a ring", "three squares"), **SHAPING)
         forward.release()  # as models that take turns do
-    assert RecordedGraph.made == 1 and isinstance(forward.refused, RecordedGraph)
+    assert RecordedGraph.made == 1 and len(forward.failed) == 1
     assert back == [torch.cuda.current_stream()]
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("a token's step cannot be a CUDA graph (operation not permitted when")
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_memory_that_runs_out_in_a_capture_is_made_and_the_step_is_captured(
+    glm, pipe, monkeypatch, recorded_graphs, lockable, capsys, hidden
+):
+    """By a second graph. The first one stays alive: torch may still refer to it."""
+    back, made, recording = [], [], torch.cuda.graph
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    def create():
+        monkeypatch.setattr(torch.cuda, "graph", recording if made else failing(error, hidden))
+        made.append(weakref.ref(graph := RecordedGraph()))
+        return graph
+
+    patch_cuda(monkeypatch, CUDAGraph=create)
+    monkeypatch.setattr(torch.cuda, "set_stream", back.append, raising=False)
+    forward = GraphedForward(glm, LENGTH, compile=False)
+    machine = Machine([], CPU, release=forward.release)
+    settings = tiny_settings("--offload no --micro-batch-size 2")
+    prompts = encode(pipe, "a ring", "three squares")
+    machine.attempt(lambda: same_samples(glm, forward, *prompts, **SHAPING), settings, {})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("from here on --micro-batch-size is 1")
+    assert back == [torch.cuda.current_stream()]
+    first, second = (graph() for graph in made)
+    assert first is not None and forward.graph is second and not forward.refused
 
 
 @pytest.mark.parametrize("wrong", [0.5, torch.nan, None])
@@ -637,7 +670,7 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
     class Wrong(GraphedForward):
         def _step(self):
             super()._step()
-            if self.refused is None and wrong is not None:
+            if not self.refused and wrong is not None:
                 torch.manual_seed(0)
                 self.logits = self.logits + wrong * torch.randn_like(self.logits)
 
@@ -657,7 +690,7 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
     assert torch.equal(groups[0].tokens, plain[0].tokens)
     torch.testing.assert_close(groups[0].old_logprobs, plain[0].old_logprobs, atol=1e-4, rtol=0)
     assert ("the captured step is wrong here" in capsys.readouterr().out) == (wrong is not None)
-    assert policy.checked and policy.token_forward.refused == (True if wrong else None)
+    assert policy.checked and policy.token_forward.refused == (wrong is not None)
 
 
 # ---- in a run ------------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
 """Prompts and pictures of one's own: made to size, in order, and named where they do not fit."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import error_from, prompts_of
+from conftest import QUICK, error_from, prompts_of, records, resume
 from PIL import Image, ImageDraw
 
 from runtime.data import read_file, read_pictures
 
 WHITE = (255, 255, 255)
 RED = (255, 0, 0)
+LIME = (0, 255, 0)
 
 
 def read(folder, *pictures, size=(64, 64), **options):
@@ -80,17 +82,26 @@ def test_pictures_are_sorted_as_people_count(tmp_path):
     assert order == ["a2-9.png", "a2-10.png", "a2.png", "A10.png", "b1.png", "C.png"]
 
 
+def write_rows(file, **columns):
+    """A .jsonl file: {"prompt": "x"} and a value of each column per row, where it is not None."""
+    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+    rows = [{name: x for name, x in row.items() if x is not None} for row in rows]
+    Path(file).write_text("".join(json.dumps({"prompt": "x"} | row) + "\n" for row in rows))
+
+
 def test_rows_name_their_pictures(tmp_path):
-    """In the folder that is given, or beside their file; one picture may go with several."""
+    """In the folder that is given, or beside their file; one picture may go with several. They come
+    before a folder's order, and before a function."""
+    file, drawn = tmp_path / "rows.jsonl", tmp_path / "drawn.py"
+    code = "from PIL import Image\ndef green():\n    return [Image.new('RGB', (9, 9), 'lime')]"
+    drawn.write_text(code)
     (photos := tmp_path / "photos").mkdir()
     for folder, colour in ((photos, "red"), (tmp_path, "white")):
         Image.new("RGB", (90, 90), colour).save(folder / "a.png")
         Image.new("RGB", (90, 90), "black").save(folder / "b.png")
 
     def found(folder, *names):
-        file = tmp_path / "rows.jsonl"
-        rows = [{"prompt": "x"} | ({"target": name} if name else {}) for name in names]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(file, target=names)
         pictures = targets(folder, read_file(file), file)
         return [picture and picture.getpixel((63, 63)) for picture in pictures]
 
@@ -98,8 +109,31 @@ def test_rows_name_their_pictures(tmp_path):
     assert found(photos, *names) == [black, None, RED, black]
     assert found(None, *names) == [black, None, WHITE, black]
     assert found("none", *names) == [None] * 4 and found(None, None) == [None]
+    assert found(None, "photos/a.png") == found(photos, str(photos / "a.png")) == [RED]
     assert found(photos, None, None) == [RED, black]  # in order
-    assert "cannot read the picture" in error_from(found, None, 7)
+    assert found(f"{drawn}:green", "a.png") == [WHITE] and found(f"{drawn}:green", None) == [LIME]
+    for folder, place in ((None, tmp_path), (photos, photos)):
+        line = error_from(found, folder, "a.png", None, "c.png")
+        assert line.startswith(f"cannot read the picture {place / 'c.png'} of line 3 (")
+
+
+def test_a_run_whose_rows_name_their_pictures_and_its_resume(quick, capsys):
+    """A row without a target has no score. The pictures stay where they are: of the file there is a
+    copy, and its own has gone."""
+    Path("own").mkdir()
+    Path("targets").rename("own/pictures")
+    write_rows("own/rows.jsonl", target=[None, "pictures/2.png", "pictures/2.png", None])
+    flags = "--prompts own/rows.jsonl --eval-prompts own/rows.jsonl --order file"
+    usual = [word for word in QUICK if word not in ("--targets", "--eval-targets", "targets")]
+    for steps, out in ((2, "whole"), (1, "run")):
+        assert quick(flags, "--steps", steps, "--out", out, usual=usual) == 0
+    Path("own/rows.jsonl").unlink()
+    assert resume("run --steps 2") == 0
+    assert records("run/metrics.jsonl") == records("whole/metrics.jsonl")
+    first, second = records("run/metrics.jsonl")
+    assert first["unscored"] == 1 and second["unscored"] == 0
+    beside = [group["beside"] for group in records("run/groups.jsonl")]
+    assert [[*each] for each in beside] == [[], ["target"]]
 
 
 def test_a_file_for_which_pillow_starts_another_program_is_refused(tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 the prompts."""
 
 import os
+import shutil
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,7 +29,7 @@ from conftest import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.distributed.run import get_args_parser
+from torch.distributed.run import config_from_args, get_args_parser
 
 import grpo
 import train
@@ -36,13 +38,16 @@ from runtime.errors import StopRequest
 from runtime.settings import build_parser
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def together(start, *arguments, **options):
     """Two ranks of train.main, as of torchrun: when one fails, the other is ended. Returns their
     exit codes and what they printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     meeting |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     processes = []
     for i in range(2):
@@ -122,6 +127,32 @@ def test_two_ranks_equal_one_process_with_twice_the_prompts_and_resume(judged, s
     for name in ("metrics.jsonl", "evaluation.jsonl"):
         assert records(f"two/{name}") == records(f"whole/{name}")
     assert adapter_of("two") == adapter_of("whole")
+
+
+def on_machine(number, port, given):
+    """What torchrun does on one of two machines, each with a folder of its own."""
+    words = f"--nnodes 2 --node-rank {number} --master-addr 127.0.0.1 --master-port {port}"
+    words += " --nproc-per-node 1 --shutdown-timeout 300 --start-method forkserver train.py"
+    config, *_ = config_from_args(get_args_parser().parse_args(words.split()))
+    assert config.shutdown_timeout == 300
+    elastic_launch(config, _in_child)(f"machine-{number}", given, "output.txt", None, {})
+
+
+def test_two_machines_equal_one_with_two_processes_and_resume(start):
+    """The folder of the run is on a disk of both."""
+    shutil.copytree(".", "machine-0")
+    shutil.copytree("machine-0", "machine-1")
+    flags = [*QUICK, "--temperature", "4"]
+    codes, outputs = together(start, *flags, *str.split("--steps 2 --out one"))
+    assert codes == [0, 0], outputs
+    begun, resumed = [*flags, "--steps", "1", "--out"], ["--steps", "2", "--resume"]
+    for given in ([*begun, "../two"], [*resumed, "../two"]):
+        with ThreadPoolExecutor() as machines:
+            list(machines.map(on_machine, range(2), [free_port()] * 2, [given] * 2))
+    first, second = (Path(f"machine-{i}/output.txt").read_text() for i in range(2))
+    assert "step 2/2" in first and "step" not in second
+    assert records("two/metrics.jsonl") == records("one/metrics.jsonl")
+    assert adapter_of("two") == adapter_of("one")
 
 
 def hurry():

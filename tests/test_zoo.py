@@ -308,8 +308,8 @@ def test_across_ranks_what_is_frozen_stays_as_it_is():
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     learning = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     assert moved == learning.keys()
-    # At the start a sum for each, then the number of samples and the gradients.
-    assert sent == [len(learning), 1, *learning.values()]
+    # At the start a sum for each, then the number of samples and the gradients, then the metrics.
+    assert sent == [len(learning), 1, *learning.values(), 7, 7]
 
 
 def test_processes_that_would_drift_apart_are_refused(monkeypatch):

@@ -166,7 +166,7 @@ def codes_of(scenes):
 
 def fresh(part):
     """A model of this folder's pipeline: sizes as its config.json says, random weights."""
-    return without_weights(part, json.loads((HERE / part / "config.json").read_text()))
+    return without_weights(part, json.loads((HERE / part / "config.json").read_text("utf-8")))
 
 
 # ---- training ------------------------------------------------------------------------------------

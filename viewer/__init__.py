@@ -53,7 +53,7 @@ class RunFiles:
 def read(out):
     """What a run has written into its folder."""
     out = Path(out)
-    settings = json.loads((out / "settings.json").read_text())
+    settings = json.loads((out / "settings.json").read_text("utf-8"))
     metrics, groups, evaluations = (read_jsonl(out / f"{name}.jsonl") for name in RECORDS)
     settings["steps"] = max(settings["steps"], len(metrics))  # it may be resumed with fewer
     of_steps = {each["step"]: [] for each in metrics}
@@ -73,4 +73,4 @@ def show(out):
     draw_grid([*sides(run.evaluations)], rows, "red frame:\nwrong").save(
         run.out / "before-after.png"
     )
-    (run.out / "index.html").write_text(draw_page(run), encoding="utf-8")
+    (run.out / "index.html").write_text(draw_page(run), "utf-8")
