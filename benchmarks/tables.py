@@ -6,6 +6,7 @@
 A share is of correct pictures of the 48 held-out captions, 16 of each.
 """
 
+import argparse
 import re
 import sys
 from operator import itemgetter
@@ -207,9 +208,14 @@ def draw_gamed(rows, file):
 
 
 def main(*arguments):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--draw", action="store_true", help="draw the charts, too")
+    options = parser.parse_args(arguments)
     rows = variants.read()
     print(*tables(rows), sep="\n\n")
-    if "--draw" in arguments:
+    if options.draw:
         draw_all(rows)
 
 

@@ -184,7 +184,7 @@ def write_whole(path, text):
 def sync(*files):
     """What was written to files is on the disk itself."""
     for file in files:
-        with open(file, "rb+") as opened:
+        with open(file, "r+b") as opened:
             os.fsync(opened.fileno())
 
 

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from train_decoder import DecoderSettings
 from train_edits import EditSettings
 
-from benchmarks import losses, variants
+from benchmarks import losses, tables, variants
 from runtime.settings import Settings, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,7 +144,7 @@ def test_torchrun_waits_for_a_step_in_every_command():
 
 def test_the_tables_of_variants_are_those_of_the_file():
     page = (ROOT / "docs" / "worth.md").read_text()
-    assert [table for table in variants.tables(variants.read()) if table not in page] == []
+    assert [table for table in tables.tables(variants.read()) if table not in page] == []
 
 
 def test_copying_shows_the_losses_of_the_file():

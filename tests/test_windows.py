@@ -5,7 +5,8 @@ import io
 import json
 import re
 import sys
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
+from types import PureWindowsPath, SimpleNamespace
 
 import pytest
 from test_docs import SOURCES
@@ -29,7 +30,8 @@ def test_a_card_loads_a_model_in_a_folder_of_windows(one_step):
     values |= {"model": r"C:\Users\new", "settings": ""}
     evaluated = [json.loads(line) for line in (one_step / "evaluation.jsonl").open()]
     records = {"metrics": [{"step": 1}], "groups": [{"prompt": "x"}], "evaluation": evaluated}
-    text = model_card.page("adapter", values, records, ["adapter"])
+    run = SimpleNamespace(records=records, trainers=["adapter"])
+    text = model_card.page("adapter", values, run, ["adapter"])
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
     assert values["model"] in names
