@@ -290,20 +290,18 @@ def combine(rewards, weights, group_size=1, how=None):
     """
     how = how or ("zscore" if len(weights) > 1 else "sum")
     weights = {name: weight for name, weight in weights.items() if weight}
+    weight = torch.tensor([*weights.values()], dtype=torch.double)[:, None, None]  # (R, 1, 1)
     values = torch.stack([rewards[name] for name in weights]).double()  # (R, N*G)
-    weight = torch.tensor([*weights.values()], dtype=values.dtype).unsqueeze(1)  # (R, 1)
-    applies = ~values.isnan()
-    if how == "zscore":  # not compute_advantages: another loss may edit that
-        groups = [centre_groups(row, group_size) for row in values]
-        scores = [centred / std.where(std > 0, 1) for centred, std in groups]
-        values = torch.stack(scores).flatten(1)
-    else:
-        means = values.view(len(values), -1, group_size).nanmean(-1)  # (R, N)
-        values = values.where(applies, means.repeat_interleave(group_size, dim=1))
-    total = (weight * values.nan_to_num(0)).sum(0)  # (N*G,)
-    if how == "zscore":
+    applies, groups = ~values.isnan(), values.unflatten(1, (-1, group_size))  # (R, N, G)
+    if how == "sum":
+        means = groups.nanmean(-1, keepdim=True)  # (R, N, 1)
+        total = (weight * groups.where(~groups.isnan(), means).nan_to_num(0)).sum(0)  # (N, G)
+    else:  # not by compute_advantages: another loss may edit that
+        pairs = [centre_groups(row, group_size) for row in values]
+        scores = torch.stack([centred / std.where(std > 0, 1) for centred, std in pairs])
+        total = (weight * scores.nan_to_num(0)).sum(0)  # (N, G)
         # Where z-scores cancel, rounding is left, which advantages would make as large as any
         # spread. Rewards are float32: 21.3 and 21.8 are known to 3e-6 of their std.
-        of_groups = total.view(-1, group_size)
-        of_groups[of_groups.abs().amax(1) < 1e-5 * weight.abs().sum()] = 0
+        total[total.abs().amax(1) < 1e-5 * weight.abs().sum()] = 0
+    total = total.flatten()
     return total.where(applies.any(0), math.nan).float()

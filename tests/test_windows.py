@@ -5,8 +5,8 @@ import io
 import json
 import re
 import sys
-from pathlib import Path
-from types import PureWindowsPath, SimpleNamespace
+from pathlib import Path, PureWindowsPath
+from types import SimpleNamespace
 
 import pytest
 from test_docs import SOURCES
