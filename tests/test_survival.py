@@ -438,8 +438,8 @@ def test_a_kill_as_a_resumed_run_writes_a_file_leaves_what_was_there(quick, one_
     shutil.copytree(one_step, "run")
     before, write = Path("run", name).read_text(), Path.write_text
 
-    def killed(path, text):
-        write(path, text if name not in path.name else "")
+    def killed(path, text, encoding=None):
+        write(path, text if name not in path.name else "", encoding)
         if name in path.name:
             raise KeyboardInterrupt
 
