@@ -143,7 +143,7 @@ def read_pictures(prompts, kind, settings, prefix=""):
     folder = Path(find_path(file)).parent if drawn or not place else Path(find_path(place))
     if any(names):
         images = (
-            name and read_picture(folder / str(name), f" of line {prompt.line}")
+            name and read_picture(folder / str(name), f" in line {prompt.line} of {file}")
             for name, prompt in zip(names, prompts)
         )
     elif drawn:
@@ -162,9 +162,9 @@ def as_people_count(file):
     return re.sub("[0-9]+", lambda digits: digits[0].zfill(9), file.name.casefold())
 
 
-def read_picture(file, of=""):
-    """Upright, and on white where it is transparent. of: whose it is, for an error."""
-    with readable(f"read the picture {file}{of}"):
+def read_picture(file, where=""):
+    """Upright, and on white where it is transparent. where: it is named, for an error."""
+    with readable(f"read the picture {file}{where}"):
         # No others: for some of them Pillow starts another program.
         image = Image.open(file, formats=["PNG", "JPEG", "WEBP"])
         image = ImageOps.exif_transpose(image).convert("RGBA")  # which closes the file

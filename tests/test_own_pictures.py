@@ -82,11 +82,10 @@ def test_pictures_are_sorted_as_people_count(tmp_path):
     assert order == ["a2-9.png", "a2-10.png", "a2.png", "A10.png", "b1.png", "C.png"]
 
 
-def write_rows(file, **columns):
-    """A .jsonl file: {"prompt": "x"} and a value of each column per row, where it is not None."""
-    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
-    rows = [{name: x for name, x in row.items() if x is not None} for row in rows]
-    Path(file).write_text("".join(json.dumps({"prompt": "x"} | row) + "\n" for row in rows))
+def write_rows(file, *names):
+    """A .jsonl file whose rows name these targets, or None."""
+    rows = [{"prompt": "x"} | ({"target": name} if name else {}) for name in names]
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_rows_name_their_pictures(tmp_path):
@@ -101,7 +100,7 @@ def test_rows_name_their_pictures(tmp_path):
         Image.new("RGB", (90, 90), "black").save(folder / "b.png")
 
     def found(folder, *names):
-        write_rows(file, target=names)
+        write_rows(file, *names)
         pictures = targets(folder, read_file(file), file)
         return [picture and picture.getpixel((63, 63)) for picture in pictures]
 
@@ -114,15 +113,15 @@ def test_rows_name_their_pictures(tmp_path):
     assert found(f"{drawn}:green", "a.png") == [WHITE] and found(f"{drawn}:green", None) == [LIME]
     for folder, place in ((None, tmp_path), (photos, photos)):
         line = error_from(found, folder, "a.png", None, "c.png")
-        assert line.startswith(f"cannot read the picture {place / 'c.png'} of line 3 (")
+        assert line.startswith(f"cannot read the picture {place / 'c.png'} in line 3 of {file} (")
 
 
-def test_a_run_whose_rows_name_their_pictures_and_its_resume(quick, capsys):
+def test_a_run_whose_rows_name_their_pictures_and_its_resume(quick):
     """A row without a target has no score. The pictures stay where they are: of the file there is a
     copy, and its own has gone."""
     Path("own").mkdir()
     Path("targets").rename("own/pictures")
-    write_rows("own/rows.jsonl", target=[None, "pictures/2.png", "pictures/2.png", None])
+    write_rows("own/rows.jsonl", None, "pictures/2.png", "pictures/2.png", None)
     flags = "--prompts own/rows.jsonl --eval-prompts own/rows.jsonl --order file"
     usual = [word for word in QUICK if word not in ("--targets", "--eval-targets", "targets")]
     for steps, out in ((2, "whole"), (1, "run")):
