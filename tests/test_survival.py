@@ -12,6 +12,7 @@ import random
 import shlex
 import shutil
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -196,6 +197,7 @@ def test_helpers_belong_to_the_file_that_imported_them(quick, monkeypatch, capsy
     """Not to the process: another run, and another file, have their own, whatever is in the working
     folder."""
     monkeypatch.syspath_prepend(os.getcwd())  # as that of a script is
+    path, modules = [*sys.path], {*sys.modules}
     for place, value in ((".", 1), ("a", 2), ("b", 3)):
         Path(place).mkdir(exist_ok=True)
         Path(place, "mine.py").write_text("import helper\nf = lambda images: helper.f(images)\n")
@@ -214,6 +216,8 @@ def test_helpers_belong_to_the_file_that_imported_them(quick, monkeypatch, capsy
     capsys.readouterr()
     assert quick("--reward a/mine.py:f,b/yours.py:f") == 2
     assert error_of(capsys).endswith("helper.py have the same name: rename one")
+    # What is imported later, in a function, is nobody's helper.
+    assert sys.path == path and "helper" not in sys.modules.keys() - modules
 
 
 def test_zero_steps_evaluates_only(judged, one_step, capsys):
