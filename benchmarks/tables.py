@@ -11,6 +11,7 @@ import re
 import sys
 from operator import itemgetter
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 
@@ -90,8 +91,14 @@ def table(rows, variants):
         mark = "**" if abs(difference) > threshold else ""
         cells = [variant.name, written(rate_of(rows, variant)), *map("{:.1%}".format, shares)]
         lines.append([*cells, variant.reference, f"{mark}{100 * difference:+.1f}{mark}"])
-    words = f"Bold: significant, from {threshold:.1%} on. Standard error of a difference "
-    words += f"{error:.1%}; one of {threshold + 0.84 * error:.1%} is found 8 times in 10."
+    found = 1 - NormalDist(0.05, error).cdf(threshold)
+    words = (
+        f"Bold: significant, from {100 * threshold:.1f} points on. Standard error of a difference: "
+    )
+    words += (
+        f"{100 * error:.1f}. {100 * threshold + 84 * error:.1f} points are found 8 times in 10, "
+    )
+    words += f"5 points {100 * found:.0f} times in 100."
     return f"{markdown(titles, lines)}\n\n{words}"
 
 
