@@ -62,9 +62,7 @@ def evaluate(when):
 before = evaluate("before")
 for step in range(STEPS):
     batch = random.Random(step).sample(prompts, PROMPTS_PER_STEP)
-    groups, images, captions = sample_and_paint(
-        batch, seed=step * PROMPTS_PER_STEP
-    )  # parts 1 and 2
+    groups, images, captions = sample_and_paint(batch, seed=step * len(batch))  # parts 1 and 2
     rewards = torch.as_tensor(reward(images, captions))
     set_advantages(groups, rewards)  # 3. z-scores within each group
     policy.add_reference(groups)  # 4. log-probs with the adapter off
