@@ -102,9 +102,13 @@ def gigabytes(size):
     return model.requires_grad_(False)
 
 
-def planned(*flags):
-    """What is decided for the released sizes: (base, how the models share the GPU)."""
+def planned(*flags, before=None):
+    """What is decided for the released sizes: (base, how the models share the GPU).
+
+    before: the base of the run that is resumed.
+    """
     settings = tiny_settings(*flags)
+    settings.planned_base = before
     released = lambda model_class, settings, device: map(gigabytes, SIZES[settings.planned_base])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "sizes", released)
@@ -140,6 +144,16 @@ def test_a_card_is_told_by_the_weights_what_it_can_do(card, capsys, free, host, 
     assert ("more slowly" in line) == (expected[1] == "mapped")
     # Windows lends host memory beyond this, and slows down. An int is a TypeError there.
     assert card.fraction == pytest.approx(free / 100) and type(card.fraction) is float
+
+
+def test_a_resumed_run_keeps_its_base_whatever_fits(card):
+    card.free, card.host = 80, 60
+    assert planned() == planned("--base int8", before="bfloat16") == ("bfloat16", None)
+    assert planned(before="int8") == ("int8", None)
+    settings = tiny_settings()
+    settings.planned_base = "int8"
+    cpu.plan(GlmImage, settings, CPU)
+    assert settings.planned_base == "int8"
 
 
 def test_a_cap_counts_like_a_smaller_card(card):
