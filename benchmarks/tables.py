@@ -102,6 +102,19 @@ def table(rows, variants):
     return f"{markdown(titles, lines)}\n\n{words}"
 
 
+def worths(rows):
+    """{loss of losses.py: its difference in points, bold if significant}, for docs/copying.md."""
+    found = {}
+    for family in (HARD, LOSSES):
+        differences, _, threshold = compare(rows, family)
+        for variant in [each for each in family if each.loss]:
+            difference = differences[variant.name]
+            mark = "**" if abs(difference) > threshold else ""
+            against = f" against {variant.reference}" if variant.reference != PLAIN else ""
+            found[variant.loss] = f"{mark}{100 * difference:+.1f}{mark}{against}"
+    return found
+
+
 def table_of_clip(rows):
     seeds = range(5)
     lines = []
