@@ -259,7 +259,7 @@ def check_parameters(reward, columns, file):
     """
     known = "images", "prompts", "targets", "group_size", *columns
     for each in reward.parameters:
-        needed = each.default is each.empty and each.kind != each.VAR_KEYWORD
-        if needed and each.name not in known:
+        any_number = each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        if each.default is each.empty and not any_number and each.name not in known:
             words = f"reward {reward.source!r} asks for {each.name!r}; for prompts of {file} "
             raise UserError(f"{words}there are {', '.join(known)} (docs/rewards.md)")

@@ -493,6 +493,8 @@ def test_a_parameter_that_nothing_is_given_for_is_named():
     error = error_from(check_parameters, reward, {"include": 0}, "a.jsonl")
     assert "asks for 'incldue'; for prompts of a.jsonl there are images, prompts, targets" in error
     check_parameters(reward, {"incldue": 0}, "a.jsonl")
+    decorated = lambda *args, **kwargs: reward.function(*args, **kwargs)
+    check_parameters(rewards.Reward("timed", 1.0, decorated), {}, "a.jsonl")
 
 
 @pytest.mark.parametrize(
