@@ -8,7 +8,7 @@ makes the steps of examples/pictures.py, and adds what long runs need: checkpoin
 and GPUs, models that take turns on a small GPU. grpo_step() is one step of GRPO, its six
 parts in their order; loop() is the run. Scripts in examples/ reuse loop() with a subclass of Run.
 
-What to expect of the tiny model, in three minutes of one CPU core. A line per step:
+What to expect of the tiny model, in two and a half minutes of one CPU core. A line per step:
 
     step 10/20, epoch 1.4 | reward 0.956 +- 0.075 | 56% without spread | kl 0.0016 | entropy 0.0020
     | gap 8e-09 | norm 0.015 | 4.7s

@@ -144,7 +144,7 @@ class Settings(GRPOSettings):
     end_ids: ClassVar = GRPOSettings.end_ids
     max_grad_norm: ClassVar[float] = GRPOSettings.max_grad_norm
 
-    # Other defaults for the tiny family, see is_tiny: a run of three minutes on one CPU core.
+    # Other defaults for the tiny family, see is_tiny: a run of minutes on one CPU core.
     tiny: ClassVar[dict] = {
         "prompts": f"{TINY}/prompts.txt",
         # The tiny model's own judge: it needs no download.
