@@ -45,7 +45,7 @@ def made_up(**shares):
             row = dict.fromkeys(variants.COLUMNS, share if step == 20 else 0.5)
             row["chosen_on"] = float(lr == 1e-3) if (step, seed, start) == (20, 0, "hard") else None
             where = {"start": start, "variant": name, "lr": lr, "seed": seed, "step": step}
-            where["pictures"] = 64 * step + 40 * (name == "GPG")  # steps may take more
+            where["pictures"] = 64 * step + 40 * (name == "RAFT")  # steps may take more
             row["kl"] = None if name == "no KL" else 0.5
             rows.append(row | where)
     for start in ("hard", "shipped"):
@@ -73,7 +73,7 @@ def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     for line in [line for line in lines if line.startswith("| 4 iterations | 1e-3")]:
         assert line == "| 4 iterations | 1e-3 | 50.0% | 40.0% | GRPO without KL | **-30.0** |"
     assert [line for line in lines if line.endswith("| GRPO without KL | +0.0 |")]  # no difference
-    assert [line for line in lines if line.startswith("| GPG | 1e-3 | 50.0% |")]
+    assert [line for line in lines if line.startswith("| RAFT | 1e-3 | 50.0% |")]
     # Correct pictures of 48 captions, not a mean over their types.
     shares = dict.fromkeys(variants.CAPTIONS, 0) | {"one": 1, "binding": 0.5}
     assert variants.correct(shares) == pytest.approx((2 + 5) / 48)
