@@ -46,10 +46,9 @@ def score_prompts(run, settings, rewards, prompts, seed=SEED):
     """Yields, of each prompt of this rank, its row, raw rewards {name: (G,)} and G pictures."""
     # On a CPU a pass costs much and a row of it little: fewer, larger passes.
     at_once = settings.prompts_per_step * (4 if run.machine.device.type == "cpu" else 1)
-    own = ranks.shard(len(prompts))
+    own, work = ranks.shard(len(prompts)), partial(sample_and_score, run)
     for first in own[::at_once]:
         some = prompts[first : min(first + at_once, own.stop)]
-        work = partial(sample_and_score, run)
         images, raw_rewards = run.attempt(work, settings, rewards, some, seed + first)
         run.machine.bar.update(len(some))
         for i in range(len(some)):
