@@ -34,21 +34,22 @@ def redrawn(run, settings, rewards, prompts, groups, seed):
     """In place of paint_and_score: groups of equal rewards are drawn again, twice at most."""
     images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)
     size = settings.group_size
-    for i in range(len(prompts)):
-        own = slice(i * size, (i + 1) * size)
-        for again in (1, 2):
-            of_group = {name: values[own] for name, values in raw_rewards.items()}
-            total = combine(of_group, weights_of(rewards), size, settings.combine)
-            if len(total[~total.isnan()].unique()) > 1:
-                break
-            some, other_seed = prompts[i : i + 1], seed + i + 300 * again
-            with run.machine.phase("sample", run.policy.model):
-                new = run.policy.sample(run.glm_image.encode(some, settings), size, other_seed)
-            run.machine.timings["redrawn"] += size  # pictures, for the step's metrics
-            images[own], scored = paint_and_score(run, settings, rewards, some, new, other_seed)
-            groups[i] = new[0]
-            for key, values in raw_rewards.items():
-                values[own] = scored[key]
+    for again in (1, 2):
+        total = combine(raw_rewards, weights_of(rewards), size, settings.combine).view(-1, size)
+        equal = [i for i, own in enumerate(total) if len(own[~own.isnan()].unique()) < 2]
+        if not equal:
+            break
+        some, other_seed = [prompts[i] for i in equal], seed + 300 * again
+        with run.machine.phase("sample", run.policy.model):
+            new = run.policy.sample(run.glm_image.encode(some, settings), size, other_seed)
+        run.machine.timings["redrawn"] += size * len(some)  # pictures, for the step's metrics
+        painted, scored = paint_and_score(run, settings, rewards, some, new, other_seed)
+        for j, i in enumerate(equal):
+            groups[i] = new[j]
+            old, own = slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size)
+            images[old] = painted[own]
+            for name, values in raw_rewards.items():
+                values[old] = scored[name][own]
     return images, raw_rewards
 
 

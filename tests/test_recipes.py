@@ -220,7 +220,7 @@ def test_groups_without_spread_are_drawn_again(monkeypatch):
     )
     images, raw_rewards = step.redrawn(*how, groups, 3)
     again = ["a blue cross"] * 2
-    assert calls == [["a red circle"] * 2 + again, again, again] and seeds == [304, 604]
+    assert calls == [["a red circle"] * 2 + again, again, again] and seeds == [303, 603]
     expected = [*shown[0][:2], *shown[2]]  # rewards are shown copies
     assert [image.tobytes() for image in images] == [image.tobytes() for image in expected]
     assert raw_rewards["mine"].tolist() == [0, 1, 0, 1] and len(images) == 4
