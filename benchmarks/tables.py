@@ -22,12 +22,15 @@ from benchmarks import variants
 from benchmarks.variants import (
     BEFORE,
     CLIP,
+    CLIP_RANGES,
+    EIGHT,
     GAMED,
     HARD,
     HONEST,
     LOSSES,
     PLAIN,
     SEEDS,
+    SHIPPED,
     SHUFFLED,
     WITH_KL,
     Variant,
@@ -54,8 +57,8 @@ def of_seeds(rows, variant, step, value=correct, seeds=SEEDS):
     return np.array([value(row) for row in found if row["seed"] in seeds])
 
 
-def compare(rows, variants):
-    """After 20 steps, paired by seed: {variant: its mean less that of its reference}.
+def compare(rows, variants, steps=20):
+    """After these steps, paired by seed: {variant: its mean less that of its reference}.
 
     Also the standard error of all differences, and the threshold from which they are significant.
     It is Dunnett's, simulated for as many comparisons with the same references: without any true
@@ -63,7 +66,7 @@ def compare(rows, variants):
     """
     pairs = {each.name: each.reference for each in variants}
     before = Variant(variants[0].start, BEFORE)
-    shares = {each.name: of_seeds(rows, each, 20) for each in [*variants, before]}
+    shares = {each.name: of_seeds(rows, each, steps) for each in [*variants, before]}
     names = list(dict.fromkeys([*pairs, *pairs.values()]))
     draws = np.random.default_rng(0).normal(size=(len(names), 100_000, len(SEEDS)))
     chance = {name: x * (len(shares[name]) > 1) for name, x in zip(names, draws)}
@@ -81,12 +84,13 @@ def markdown(titles, lines):
     return "\n".join([first, "|---" * len(titles) + "|", *others])
 
 
-def table(rows, variants):
-    differences, error, threshold = compare(rows, variants)
-    titles = "Variant", "rate", "after 10 steps", "20", "compared with", "difference"
+def table(rows, variants, steps=(10, 20)):
+    differences, error, threshold = compare(rows, variants, steps[-1])
+    after = f"after {steps[0]} steps", *map(str, steps[1:])
+    titles = "Variant", "rate", *after, "compared with", "difference"
     lines = []
     for variant in variants:
-        shares = [of_seeds(rows, variant, step).mean() for step in (10, 20)]
+        shares = [of_seeds(rows, variant, step).mean() for step in steps]
         difference = differences[variant.name]
         mark = "**" if abs(difference) > threshold else ""
         cells = [variant.name, written(rate_of(rows, variant)), *map("{:.1%}".format, shares)]
@@ -124,6 +128,18 @@ def table_of_clip(rows):
     return markdown(["After 20 steps", *(f"seed {i}" for i in seeds), "mean"], lines)
 
 
+def table_of_clip_ranges(rows):
+    first = [each for each in LOSSES if each.name in {other.loss for other in CLIP_RANGES}]
+    values = itemgetter("clipped"), itemgetter("chosen_on"), correct
+    lines = []
+    for variant in sorted([*first, *CLIP_RANGES], key=lambda each: each.loss):
+        shares = [of_seeds(rows, variant, 20, value, [0]).item() for value in values]
+        cells = [written(rate_of(rows, variant)), *map("{:.1%}".format, shares)]
+        lines.append([variant.name, *cells])
+    titles = "Seed 0, after 20 steps", "rate", "codes clipped", "training captions", "held out"
+    return markdown(titles, lines)
+
+
 def table_of_kl(rows):
     """The KL term where the reward is gamed, and from the harder start, where it is honest."""
     titles = (
@@ -148,7 +164,9 @@ def table_of_kl(rows):
 
 def tables(rows):
     """All of docs/worth.md."""
-    return [table(rows, HARD), table(rows, LOSSES), table_of_clip(rows), table_of_kl(rows)]
+    losses = [table(rows, LOSSES), table(rows, EIGHT), table(rows, SHIPPED, (10,))]
+    others = table_of_clip_ranges(rows), table_of_clip(rows), table_of_kl(rows)
+    return [table(rows, HARD), *losses, *others]
 
 
 # ---- charts --------------------------------------------------------------------------------------

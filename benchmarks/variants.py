@@ -2,6 +2,7 @@
 
     python benchmarks/variants.py "GSPO" "no std"    trains these rows of docs/worth.md again
     python benchmarks/variants.py "no std" --lr 2e-3 --seed 1 --keep     a run for the tables
+    python benchmarks/variants.py "GSPO" --shipped   a row of the model as shipped
     python benchmarks/variants.py --hard-start       makes the harder start alone
     python benchmarks/tables.py                      prints the tables
 
@@ -70,6 +71,9 @@ BEFORE = "before training"
 PLAIN = "GRPO without KL"
 NO_KL = "--kl-coef 0"
 FOUR = "--kl-coef 0 --iterations 4"
+MORE = "--kl-coef 0 --iterations 8"
+# Redrawn pictures count: about 11 steps take 1,280.
+DYNAMIC = f"{NO_KL} --steps 14 --warmup-steps 11 --eval-every 1"
 GAME = "--reward many --warmup-steps 0 --steps 12 --eval-every 12 --kl-coef"
 SHUFFLED = "rewards shuffled within each group"
 
@@ -98,16 +102,32 @@ HARD = [
 LOSSES = [
     *(each for each in HARD if each.name in (PLAIN, WITH_KL.name, "no std", "RAFT")),
     Variant("hard", "REINFORCE++", PLAIN, "The batch's mean and std", NO_KL),
+    Variant("hard", "GPG", PLAIN, "GPG", NO_KL),
+    Variant("hard", "DAPO's dynamic sampling", PLAIN, "DAPO's dynamic sampling", DYNAMIC),
     FOUR_ITERATIONS,
     Variant("hard", "DAPO's two clip ranges", ITERATED, "DAPO's two clip ranges", FOUR),
     Variant("hard", "GSPO", ITERATED, "GSPO", FOUR),
     Variant("hard", "CISPO", ITERATED, "CISPO", FOUR),
 ]
-# In no table, for want of runs. Redrawn pictures count, so about 11 steps take 1,280 pictures.
-DYNAMIC = f"{NO_KL} --steps 14 --warmup-steps 11 --eval-every 1"
-OTHER_LOSSES = [
-    Variant("hard", "GPG", PLAIN, "GPG", NO_KL),
-    Variant("hard", "DAPO's dynamic sampling", PLAIN, "DAPO's dynamic sampling", DYNAMIC),
+# With more updates per batch, which move the policy further from the samples.
+EIGHT = [
+    Variant("hard", "8 iterations", BEFORE, "", MORE),
+    *(
+        Variant("hard", f"{loss}, 8 iterations", "8 iterations", loss, MORE)
+        for loss in ("DAPO's two clip ranges", "CISPO")
+    ),
+]
+# Other clip ranges, with seed 0.
+CLIP_RANGES = [
+    Variant("hard", f"{loss}, clip range {x}", ITERATED, loss, f"{FOUR} --clip-range {x}")
+    for loss, others in (("GSPO", ["1e-4", "3e-3", "3e-2"]), ("CISPO", [1, 4]))
+    for x in others
+]
+# The most discussed again from the model as shipped, on half of the pictures.
+SHIPPED = [
+    each._replace(start="shipped", flags=f"{each.flags} --steps 10 --warmup-steps 10")
+    for each in LOSSES
+    if each.name in (PLAIN, "no std", ITERATED, "GSPO")
 ]
 # The clip, at the best rate of four iterations. Some runs fail, so each is shown.
 CLIP = [
@@ -128,7 +148,9 @@ HONEST = {
     "KL 0.2, k2": Variant("hard", "GRPO with KL 0.2, k2", "", "k2", "--eval-every 20"),
 }
 
-ALL = dict.fromkeys([*HARD, *LOSSES, *OTHER_LOSSES, *CLIP, *GAMED, WITHOUT_TERM, *HONEST.values()])
+ALL = dict.fromkeys(
+    [*HARD, *LOSSES, *EIGHT, *CLIP_RANGES, *CLIP, *GAMED, WITHOUT_TERM, *HONEST.values()]
+)
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -166,7 +188,7 @@ def lines_of(variant, lr, seed):
         row["clipped"] = np.mean([share for share in clipped if share is not None])
         if variant in GAMED or variant in HONEST.values():
             row["kl"] = exact_kl(model, checkpoint)
-        if variant.start == "hard" and checkpoint == nearest(made, 20) and seed == 0:
+        if variant.start != "gamed" and checkpoint == nearest(made, 20) and seed == 0:
             of_types = judged(model, checkpoint, "training", 4)
             row["chosen_on"] = np.mean([of_types[kind] for kind in world.KINDS])
         lines.append(
@@ -275,7 +297,7 @@ def rate_of(rows, variant):
 
 def written(lr):
     """As people write it: 5e-4."""
-    return f"{lr:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    return re.sub(r"\.?0*e-0", "e-", f"{lr:.2e}")
 
 
 def train_again(variant, lr, seed, keep):
@@ -318,22 +340,24 @@ def main(*arguments):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="add what comes out to variants.csv")
     parser.add_argument("--hard-start", action="store_true", help="make the harder start")
+    parser.add_argument("--shipped", action="store_true", help="rows from the model as shipped")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     OUT.mkdir(parents=True, exist_ok=True)
     if options.hard_start:
         make_hard_start()
         return print(f"python train.py --model {start_of('hard').relative_to(ROOT)}")
-    known = {each.name: each for each in ALL}
+    known = {each.name: each for each in (SHIPPED if options.shipped else ALL)}
     if unknown := set(options.names) - known.keys():
         parser.error(f"no row is called {'; '.join(unknown)!r}; rows: {'; '.join(known)}")
     rows = read()
-    kept = {(row["variant"], row["lr"], row["seed"]) for row in rows}
+    kept = {(row["start"], row["variant"], row["lr"], row["seed"]) for row in rows}
     for name in options.names:
-        lr = options.lr or rate_of(rows, known[name])
-        if options.keep and (name, lr, options.seed) in kept:
+        variant = known[name]
+        lr = options.lr or rate_of(rows, variant)
+        if options.keep and (*variant[:2], lr, options.seed) in kept:
             parser.error(f"variants.csv has {name} at {lr} with seed {options.seed} already")
-        train_again(known[name], lr, options.seed, options.keep)
+        train_again(variant, lr, options.seed, options.keep)
 
 
 if __name__ == "__main__":

@@ -42,8 +42,10 @@ def made_up(**shares):
     for start, name in names:
         for lr, seed, step in itertools.product([5e-4, 1e-3, 2e-3, 4e-3], range(5), (10, 12, 20)):
             share = shares.get(name, 0.7) + 0.02 * (seed - 1) * (-1) ** len(name)
-            row = dict.fromkeys(variants.COLUMNS, share if step == 20 else 0.5)
-            row["chosen_on"] = float(lr == 1e-3) if (step, seed, start) == (20, 0, "hard") else None
+            last = step == (10 if start == "shipped" else 20)
+            row = dict.fromkeys(variants.COLUMNS, share if last else 0.5)
+            chosen = last and seed == 0 and start != "gamed"
+            row["chosen_on"] = float(lr == 1e-3) if chosen else None
             where = {"start": start, "variant": name, "lr": lr, "seed": seed, "step": step}
             where["pictures"] = 64 * step + 40 * (name == "RAFT")  # steps may take more
             row["kl"] = None if name == "no KL" else 0.5
@@ -54,7 +56,7 @@ def made_up(**shares):
     return rows
 
 
-ALL_VARIANTS = variants.ALL
+ALL_VARIANTS = [*variants.ALL, *variants.SHIPPED]
 
 
 def write(rows):
@@ -70,8 +72,10 @@ def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     monkeypatch.setattr(variants, "CSV", tmp_path / "variants.csv")
     write(made_up(**{"4 iterations": 0.4}))
     lines = run(tables)
-    for line in [line for line in lines if line.startswith("| 4 iterations | 1e-3")]:
-        assert line == "| 4 iterations | 1e-3 | 50.0% | 40.0% | GRPO without KL | **-30.0** |"
+    assert {line for line in lines if line.startswith("| 4 iterations | 1e-3")} == {
+        "| 4 iterations | 1e-3 | 50.0% | 40.0% | GRPO without KL | **-30.0** |",
+        "| 4 iterations | 1e-3 | 40.0% | GRPO without KL | **-30.0** |",  # as shipped, 10 steps
+    }
     assert [line for line in lines if line.endswith("| GRPO without KL | +0.0 |")]  # no difference
     assert [line for line in lines if line.startswith("| RAFT | 1e-3 | 50.0% |")]
     # Correct pictures of 48 captions, not a mean over their types.
@@ -79,6 +83,22 @@ def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
     assert variants.correct(shares) == pytest.approx((2 + 5) / 48)
     captions = Counter(prompt.type for prompt in read_file(f"{TINY}/heldout.txt"))
     assert captions == variants.CAPTIONS
+
+
+def test_a_row_is_trained_at_its_best_rate_and_kept_once(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(variants, "OUT", tmp_path)
+    monkeypatch.setattr(variants, "CSV", tmp_path / "variants.csv")
+    write(made_up())
+    trained = []
+    monkeypatch.setattr(variants, "train_again", lambda *given: trained.append(given))
+    variants.main("GSPO")
+    variants.main("GSPO", "--shipped", "--lr", "3e-3", "--seed", "1", "--keep")
+    found = [(row.start, row.name, *others) for row, *others in trained]
+    assert found == [("hard", "GSPO", 1e-3, 0, False), ("shipped", "GSPO", 3e-3, 1, True)]
+    assert "--steps 10" in trained[1][0].flags
+    with pytest.raises(SystemExit):
+        variants.main("GSPO", "--shipped", "--seed", "1", "--keep")
+    assert "variants.csv has GSPO at 0.001 with seed 1 already" in capsys.readouterr().err
 
 
 def test_the_threshold_of_one_comparison_is_students():
