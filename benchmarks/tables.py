@@ -84,6 +84,12 @@ def markdown(titles, lines):
     return "\n".join([first, "|---" * len(titles) + "|", *others])
 
 
+def points(difference, threshold):
+    """Bold: significant."""
+    mark = "**" if abs(difference) > threshold else ""
+    return f"{mark}{100 * difference:+.1f}{mark}"
+
+
 def table(rows, variants, steps=(10, 20)):
     differences, error, threshold = compare(rows, variants, steps[-1])
     after = f"after {steps[0]} steps", *map(str, steps[1:])
@@ -91,10 +97,8 @@ def table(rows, variants, steps=(10, 20)):
     lines = []
     for variant in variants:
         shares = [of_seeds(rows, variant, step).mean() for step in steps]
-        difference = differences[variant.name]
-        mark = "**" if abs(difference) > threshold else ""
         cells = [variant.name, written(rate_of(rows, variant)), *map("{:.1%}".format, shares)]
-        lines.append([*cells, variant.reference, f"{mark}{100 * difference:+.1f}{mark}"])
+        lines.append([*cells, variant.reference, points(differences[variant.name], threshold)])
     found = 1 - NormalDist(0.05, error).cdf(threshold)
     words = (
         f"Bold: significant, from {100 * threshold:.1f} points on. Standard error of a difference: "
@@ -112,10 +116,8 @@ def worths(rows):
     for family in (HARD, LOSSES):
         differences, _, threshold = compare(rows, family)
         for variant in [each for each in family if each.loss]:
-            difference = differences[variant.name]
-            mark = "**" if abs(difference) > threshold else ""
             against = f" against {variant.reference}" if variant.reference != PLAIN else ""
-            found[variant.loss] = f"{mark}{100 * difference:+.1f}{mark}{against}"
+            found[variant.loss] = points(differences[variant.name], threshold) + against
     return found
 
 
@@ -129,10 +131,9 @@ def table_of_clip(rows):
 
 
 def table_of_clip_ranges(rows):
-    first = [each for each in LOSSES if each.name in {other.loss for other in CLIP_RANGES}]
     values = itemgetter("clipped"), itemgetter("chosen_on"), correct
     lines = []
-    for variant in sorted([*first, *CLIP_RANGES], key=lambda each: each.loss):
+    for variant in sorted(CLIP_RANGES, key=lambda each: each.loss):
         shares = [of_seeds(rows, variant, 20, value, [0]).item() for value in values]
         cells = [written(rate_of(rows, variant)), *map("{:.1%}".format, shares)]
         lines.append([variant.name, *cells])
@@ -164,9 +165,9 @@ def table_of_kl(rows):
 
 def tables(rows):
     """All of docs/worth.md."""
-    losses = [table(rows, LOSSES), table(rows, EIGHT), table(rows, SHIPPED, (10,))]
-    others = table_of_clip_ranges(rows), table_of_clip(rows), table_of_kl(rows)
-    return [table(rows, HARD), *losses, *others]
+    first = [table(rows, family) for family in (HARD, LOSSES, EIGHT)]
+    shipped = table(rows, SHIPPED, (10,))
+    return [*first, shipped, table_of_clip_ranges(rows), table_of_clip(rows), table_of_kl(rows)]
 
 
 # ---- charts --------------------------------------------------------------------------------------

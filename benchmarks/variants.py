@@ -6,8 +6,8 @@
     python benchmarks/variants.py --hard-start       makes the harder start alone
     python benchmarks/tables.py                      prints the tables
 
-variants.csv has a line per run and evaluation. From the harder start each variant is trained at
-several learning rates with seed 0: first 1e-3 and 2e-3, then half of the best or twice the best,
+variants.csv has a line per run and evaluation. A variant that names no rate is trained at several
+learning rates with seed 0: first 1e-3 and 2e-3, then half of the best or twice the best,
 until the best has a lower and a higher neighbour; and at the best with two more seeds. The best is
 chosen on training captions, by the mean of their types (`chosen_on`).
 """
@@ -117,11 +117,14 @@ EIGHT = [
         for loss in ("DAPO's two clip ranges", "CISPO")
     ),
 ]
-# Other clip ranges, with seed 0.
+# Clip ranges, with seed 0: as in LOSSES, and others at the same rate.
 CLIP_RANGES = [
-    Variant("hard", f"{loss}, clip range {x}", ITERATED, loss, f"{FOUR} --clip-range {x}")
-    for loss, others in (("GSPO", ["1e-4", "3e-3", "3e-2"]), ("CISPO", [1, 4]))
-    for x in others
+    *(each for each in LOSSES if each.name in ("GSPO", "CISPO")),
+    *(
+        Variant("hard", f"{loss}, clip range {x}", ITERATED, loss, f"{FOUR} --clip-range {x}")
+        for loss, others in (("GSPO", ["1e-4", "3e-3", "3e-2"]), ("CISPO", [1, 4]))
+        for x in others
+    ),
 ]
 # The most discussed again from the model as shipped, on half of the pictures.
 SHIPPED = [
