@@ -133,7 +133,7 @@ class Machine(cpu.Machine):
 
 
 def plan(model_class, settings, device):
-    """How the models share the GPU; sets settings.planned_base, which a resumed run has already.
+    """How the models share the GPU; sets settings.planned_base.
 
     Returns None if all models fit together. Otherwise they take turns, and the return value says
     where frozen weights wait: "pinned" (page-locked host memory) or "mapped" (the files they were
@@ -144,8 +144,7 @@ def plan(model_class, settings, device):
     """
     connect(device)
     free, host = free_memory(device)
-    given = settings.planned_base or settings.base
-    for base in ["bfloat16", "int8"] if given == "auto" else [given]:
+    for base in ["bfloat16", "int8"] if settings.base == "auto" else [settings.base]:
         planned = replace(settings, planned_base=base)
         weights = [frozen_bytes(model) for model in sizes(model_class, planned, device)]
         together, largest = sum(weights), max(weights)

@@ -16,8 +16,7 @@ Trainer = GRPO
 
 def plan(model_class, settings, device):
     """How the models share a device, see gpu/memory.py: here they all stay."""
-    given = settings.planned_base or settings.base
-    settings.planned_base = "bfloat16" if given == "auto" else given
+    settings.planned_base = "bfloat16" if settings.base == "auto" else settings.base
 
 
 def token_forward(glm_image, settings):

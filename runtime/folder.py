@@ -167,6 +167,7 @@ def resumed(given, script):
     if (processes := values.pop("processes")) != ranks.count():  # other prompts would be a step's
         raise UserError(f"{out} began with {processes} processes: start as many by torchrun")
     values["adapter"] = values["adapter"] and str(out / "start")
+    values["base"] = values["planned_base"]  # whatever is free now
     return values | given
 
 

@@ -13,6 +13,7 @@ import weakref
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,7 @@ from grpo import GRPO, Offload, generate_with_logprobs
 from rewards import UserError
 from runtime import cpu, ranks
 from runtime.cpu import SharedForward
+from runtime.folder import versions
 from runtime.settings import RELEASE, parse_settings
 from test_grpo import glm_prompts, reread, text_model, with_adapter
 from train import adamw
@@ -102,13 +104,22 @@ def gigabytes(size):
     return model.requires_grad_(False)
 
 
+def resumed(settings, base):
+    """The settings of a run of this base that is resumed."""
+    with TemporaryDirectory() as folder:
+        values = settings.portable() | {"script": settings.script, "planned_base": base}
+        values |= {"versions": versions(), "processes": 1}
+        Path(folder, "settings.json").write_text(json.dumps(values))
+        return parse_settings(["--resume", folder])
+
+
 def planned(*flags, before=None):
     """What is decided for the released sizes: (base, how the models share the GPU).
 
     before: the base of the run that is resumed.
     """
     settings = tiny_settings(*flags)
-    settings.planned_base = before
+    settings = resumed(settings, before) if before else settings
     released = lambda model_class, settings, device: map(gigabytes, SIZES[settings.planned_base])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "sizes", released)
@@ -150,8 +161,7 @@ def test_a_resumed_run_keeps_its_base_whatever_fits(card):
     card.free, card.host = 80, 60
     assert planned() == planned("--base int8", before="bfloat16") == ("bfloat16", None)
     assert planned(before="int8") == ("int8", None)
-    settings = tiny_settings()
-    settings.planned_base = "int8"
+    settings = resumed(tiny_settings(), "int8")
     cpu.plan(GlmImage, settings, CPU)
     assert settings.planned_base == "int8"
 
