@@ -166,11 +166,16 @@ class Reward:
     weight: float = 1.0
     function: Callable | None = None  # once it is loaded
 
+    @property
+    def own(self):
+        """Whether it is in a file of the user's."""
+        return ".py:" in self.source
+
     def load(self):
         """Once. A class is made an object, without arguments."""
         if self.function is None:
             name, _, folder = self.source.partition("=")
-            function = self.source if ".py:" in self.source else REWARDS[name]
+            function = self.source if self.own else REWARDS[name]
             if isinstance(function, str):
                 function = load_from_file(function)
             elif isinstance(function, tuple):
@@ -222,24 +227,20 @@ def load_from_file(name):
 
 @functools.cache
 def load_module(file):
-    """A file as a module, which imports files beside it, its `helpers`. It runs once in a run."""
-    # By its whole path, as rewards.py or json.py would be another module's name.
-    spec = spec_from_file_location(str(file.with_suffix("")).replace(".", "_"), file)
-    module = sys.modules[spec.name] = module_from_spec(spec)
-    others = {*sys.modules}
-    sys.path.insert(0, folder := str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(folder)
-        # They are this file's own: another file or run may have others of the same names.
-        new = [name for name in sys.modules.keys() - others if is_beside(sys.modules[name], file)]
-        module.helpers = [Path(sys.modules.pop(name).__file__) for name in new]
+    """A file as a module, which can import what is beside it. It runs once in a run."""
+    taken = sys.modules.get(name := file.stem)
+    if taken and name not in OWN and getattr(taken, "__file__", None) != str(file):
+        raise UserError(f"{file}: Python has another module {name!r} already: rename the file")
+    OWN.add(name)
+    if (folder := str(file.parent)) not in sys.path:
+        sys.path.append(folder)
+    spec = spec_from_file_location(name, file)
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
-def is_beside(module, file):
-    return Path(getattr(module, "__file__", None) or "").parent == file.parent
+OWN = set()  # names of such modules
 
 
 @torch.no_grad()
@@ -277,7 +278,7 @@ def weights_of(rewards):
     return {name: reward.weight for name, reward in rewards.items()}
 
 
-def combine(rewards, weights, group_size=1, how=None):
+def combine(rewards, weights, group_size, how=None):
     """Several rewards as one, (N*G,) float32: the weighted sum of those that apply to a sample.
 
     Args:
@@ -288,8 +289,8 @@ def combine(rewards, weights, group_size=1, how=None):
             "zscore" first turns each into its z-score within its group, so weights alone decide.
             Where z-scores cancel, the sum is exactly 0. None: "zscore" for several.
     """
-    how = how or ("zscore" if len(weights) > 1 else "sum")
     weights = {name: weight for name, weight in weights.items() if weight}
+    how = how or ("zscore" if len(weights) > 1 else "sum")
     weight = torch.tensor([*weights.values()], dtype=torch.double)[:, None, None]  # (R, 1, 1)
     values = torch.stack([rewards[name] for name in weights]).double()  # (R, N*G)
     applies, groups = ~values.isnan(), values.unflatten(1, (-1, group_size))  # (R, N, G)

@@ -1,7 +1,7 @@
 """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a CPU.
 
     python train.py --group-size 4
-    torchrun --nproc-per-node 8 --shutdown-timeout 300 train.py --group-size 4
+    torchrun --nproc-per-node 8 train.py --group-size 4
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. It
 makes the steps of examples/pictures.py, and adds what long runs need: checkpoints, several rewards
@@ -20,6 +20,7 @@ means, and what is normal.
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +30,14 @@ from transformers import set_seed
 from glm_image.model import GlmImage, load
 from grpo import GRPO, set_advantages
 from rewards import combine, score, weights_of
-from runtime import cpu, folder, ranks
+from runtime import checkpoint, cpu, ranks
 from runtime.data import load_rewards, prompt_indices, read_inputs, read_prompts
-from runtime.errors import StopRequest, exit_code, optional, say
 from runtime.evaluation import judge, seed_of_step
+from runtime.folder import run_folder
 from runtime.record import Record, tracked
 from runtime.report import counted
 from runtime.settings import Settings, parse_settings, print_start
+from runtime.terminal import exit_code, optional, say
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
 
@@ -114,34 +116,34 @@ class Run:
     read_prompts = staticmethod(read_prompts)
 
     @classmethod
-    def load(cls, settings, data, device, waiting, pipe=None):
-        """The models on the device, and the policy's trainer.
+    def load(cls, settings, data, machine, adapters=None, pipe=None):
+        """The models on the machine, and the policy.
 
-        data: for a subclass that needs it. waiting: where weights wait for their turn, see plan in
-        gpu/memory.py. pipe: the stock pipeline, if it is loaded already.
+        data: for a subclass that needs it. adapters: as for prepare_training. pipe: the stock
+        pipeline, if it is loaded already.
         """
+        device = machine.device
         glm_image = cls.Model(pipe or load(settings.model, device))
-        if settings.planned_base == "int8":
+        if machine.base == "int8":
             from gpu.model import round_weights  # on a CPU, too
 
             # Straight to the GPU, so that the host never holds them.
-            round_weights(glm_image, None if waiting else device)
-        glm_image.prepare_training(settings, device)
-        backend = backend_of(device)
-        policy = backend.Trainer(
+            round_weights(glm_image, None if machine.waiting else device)
+        glm_image.prepare_training(settings, device, adapters)
+        policy = machine.Policy(
             glm_image.language_model,
             adamw(glm_image.language_model, settings.lr),
             settings,
             allowed_ids=glm_image.codes(),
-            token_forward=backend.token_forward(glm_image, settings),
+            token_forward=machine.token_forward(glm_image, settings),
             reference=glm_image.reference,
             average=ranks.average,
         )
-        machine = backend.Machine(glm_image.parts, device, waiting, policy.token_forward.release)
+        machine.hold(glm_image.parts, policy.token_forward.release)
         return cls(glm_image, policy, machine)
 
     @property
-    def trainers(self):
+    def learners(self):
         """{folder of its adapter: what learns}."""
         return {"adapter": self.policy}
 
@@ -156,7 +158,7 @@ class Run:
             set_seed(seed % 2**32)
             return work(settings, rewards, prompts, seed)
 
-        return self.machine.attempt(once, settings, self.trainers)
+        return self.machine.attempt(once, settings, self.learners)
 
 
 def backend_of(device):
@@ -175,10 +177,10 @@ def adamw(model, rate=1e-3):
     return torch.optim.AdamW([learned], rate, betas=(0.9, 0.99), eps=1e-15, weight_decay=0.0)
 
 
-def warm_up(trainers, warmup_steps, step):
+def warm_up(learners, warmup_steps, step):
     """The rate rises over the first steps; it follows from the step, so --resume needs no state."""
-    for trainer in trainers.values():
-        for group in trainer.optimizer.param_groups:
+    for learner in learners.values():
+        for group in learner.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * min(1, (step + 1) / (warmup_steps + 1))
 
 
@@ -186,41 +188,41 @@ def warm_up(trainers, warmup_steps, step):
 
 
 def train(settings, run_class=Run):
-    """The whole run: prepare, loop, end. Returns the exit code: 130 if a signal ended it early."""
-    start, here = time.time(), Path.cwd()  # a reward may change the working folder
+    """The whole run: prepare, loop, end. Returns the exit code: 130 if Ctrl-C ended it early."""
+    began = time.time()
     device = ranks.device(settings.device)
-    waiting = backend_of(device).plan(run_class.Model, settings, device)  # before any download
+    machine = backend_of(device).plan(run_class.Model, settings, device)  # before any download
     data = read_inputs(settings, run_class.read_prompts)
     print_start(settings, device, data)
-    with folder.opened(settings, data, here) as out:
+    with run_folder(settings, data, machine.base) as folder:
         load_rewards(settings, data)
-        with tracked(settings, out) as tracker:
-            run = run_class.load(settings, data, device, waiting)
-            first = folder.load(out, run.trainers)
-            record = run.Record(out, settings, data, run, tracker, first)
-            with StopRequest() as stop:
-                loop(run, settings, data, record, stop)
-    name = settings.out  # as given
-    done = f"{counted(record.done, 'step')}, {time.time() - start:.0f} s"
-    say(f"{done}; output folder: {name}; look at {Path(name, 'index.html')}")
-    if record.done >= settings.steps:
-        return 0
-    say(f"continue with --resume {name}")
-    return 130
+        with tracked(settings, folder.path) as tracker:
+            run = run_class.load(settings, data, machine, folder.adapters)
+            done = checkpoint.load(folder.path, run.learners)  # steps
+            record = run.Record(folder, settings, data, run, tracker, done)
+            code = 130  # after Ctrl-C: the steps before it are saved
+            with suppress(KeyboardInterrupt):
+                loop(run, settings, data, record)
+                code = 0
+            record.export(run.glm_image)
+    took = f"{counted(record.done, 'step')}, {time.time() - began:.0f} s"
+    page = Path(folder.name, "index.html")
+    say(f"{took}; output folder: {folder.name}; look at {page}")
+    if code:
+        say(f"continue with --resume {folder.name}")
+    return code
 
 
-def loop(run, settings, data, record, stop):
-    """The steps still to make, each saved, with evaluations. A signal ends it after a step."""
+def loop(run, settings, data, record):
+    """The steps still to make, each saved, with evaluations."""
     first = record.done
     due = lambda step: settings.eval_every > 0 and step % settings.eval_every == 0
     if first == 0 or due(first):
         evaluate(run, settings, data, record)
     with run.machine.counting("step", settings.steps, first):
         for step in range(first, settings.steps):
-            if any(ranks.gather(stop.received)):  # together, or others would wait for it
-                break
             seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
-            warm_up(run.trainers, settings.warmup_steps, step)
+            warm_up(run.learners, settings.warmup_steps, step)
             prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
             rollout, metrics = run.attempt(run.step, settings, data.rewards, prompts, seed)
             record.step(step + 1, rollout, metrics)
@@ -229,7 +231,6 @@ def loop(run, settings, data, record, stop):
                 evaluate(run, settings, data, record)
     if record.done > 0:
         evaluate(run, settings, data, record)
-        record.export(run.glm_image)
 
 
 def evaluate(run, settings, data, record):

@@ -20,10 +20,11 @@ import torch
 from PIL import Image
 
 import train
-from runtime.data import choose
+from runtime.checkpoint import WEIGHTS, checkpoints, load_adapter
+from runtime.cpu import Machine
+from runtime.data import choose, parse_rewards
 from runtime.evaluation import score_prompts
-from runtime.folder import WEIGHTS, checkpoints, load_adapter
-from runtime.settings import TINY, parse_rewards
+from runtime.settings import TINY
 from viewer.sheets import draw_grid
 
 COLUMNS, ROWS = ("one", "two", "counting", "colours", "position", "binding"), 4
@@ -49,7 +50,7 @@ def main(folder, file):
     data = train.read_inputs(settings, train.Run.read_prompts)
     prompts = choose(data.held_out, settings.eval_count)
     judges = {"correct": parse_rewards("correct")["correct"].load()}
-    run = train.Run.load(settings, data, torch.device("cpu"), None)
+    run = train.Run.load(settings, data, Machine(torch.device("cpu"), "bfloat16"))
     sheets = [sheet(run, settings, prompts, judges, 0)]
     for checkpoint in checkpoints(Path(folder)):
         load_adapter(run.policy.model, checkpoint / "adapter" / WEIGHTS)

@@ -41,8 +41,10 @@ from benchmarks import losses
 from grpo import _log_distribution
 from rewards import Reward
 from runtime import evaluation
+from runtime.checkpoint import find_adapters
+from runtime.cpu import Machine
 from runtime.data import evenly
-from runtime.report import read_jsonl
+from runtime.record import read_jsonl
 
 CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
@@ -203,12 +205,12 @@ def lines_of(variant, lr, seed):
 
 def loaded(model, adapter):
     """Settings, data and a run of train.py, for evaluations."""
-    flags = ["--model", str(model), *(["--adapter", str(adapter)] if adapter else [])]
-    settings = train.parse_settings(flags)
+    settings = train.parse_settings(["--model", str(model)])
     with redirect_stdout(None):
         data = train.read_inputs(settings, train.Run.read_prompts)
         train.load_rewards(settings, data)
-        return settings, data, train.Run.load(settings, data, torch.device("cpu"), None)
+        machine = Machine(torch.device("cpu"), "bfloat16")
+        return settings, data, train.Run.load(settings, data, machine, find_adapters(adapter))
 
 
 def judged(model, adapter=None, prompts="held out", pictures=PICTURES):

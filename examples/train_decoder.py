@@ -75,12 +75,12 @@ def decoder_step(run, settings, rewards, prompts, seed):
     return train.Rollout(prompts, groups, images, raw_rewards, advantages), metrics
 
 
-def learn(run, trainer, model, groups, prefix=""):
+def learn(run, learner, model, groups, prefix=""):
     """Parts 4 to 6. model: what has to be on the GPU. Returns metrics, named with the prefix."""
     with run.machine.phase(f"{prefix}reference", model):
-        trainer.add_reference(groups)
+        learner.add_reference(groups)
     with run.machine.phase(f"{prefix}update", model):
-        metrics = trainer.update(groups)
+        metrics = learner.update(groups)
     return {prefix + name: value for name, value in metrics.items()}
 
 
@@ -164,9 +164,9 @@ class DecoderRun(train.Run):
     step = decoder_step
 
     @classmethod
-    def load(cls, settings, data, device, waiting, pipe=None):
-        """As in train.py, and the decoder's trainer."""
-        run = super().load(settings, data, device, waiting, pipe)
+    def load(cls, settings, *given):
+        """As in train.py, and the decoder's GRPO."""
+        run = super().load(settings, *given)
         run.policy_learns = settings.train == "both"
         run.decoder = DecoderGRPO(
             run.glm_image,
@@ -179,9 +179,9 @@ class DecoderRun(train.Run):
         return run
 
     @property
-    def trainers(self):
+    def learners(self):
         decoder = {"decoder-adapter": self.decoder}
-        return {**super().trainers, **decoder} if self.policy_learns else decoder
+        return {**super().learners, **decoder} if self.policy_learns else decoder
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@ r"""Train GLM-Image to edit pictures: a run of train.py whose prompts are wishes
 
     python examples/train_edits.py --model tiny-glm-image     # "make the triangle red"
     python examples/train_edits.py --sources photos --prompts wishes.txt \
-        --eval-sources others --eval-prompts others.txt \
-        --targets none --eval-targets none --reward edit:1,keep:0.2
+        --eval-sources others --eval-prompts others.txt --reward edit:1,keep:0.2
 
 photos/ holds a picture per line of wishes.txt, sorted by name. Or --prompts names a .jsonl file
-with rows like {"prompt": "make it red", "source": "photo.png"}: docs/rewards.md. The flags of the
-last line are GLM-Image's defaults; the tiny model's compare with targets that it draws. (Without a
-download: --reward keep --eval-reward none.) Takes the flags of train.py. What edits need beside
-captions: glm_image/editing.py.
+with rows like {"prompt": "make it red", "source": "photo.png"}: docs/rewards.md. That reward is
+GLM-Image's default; the tiny model's compares with targets that it draws. (Without a download:
+--reward keep --eval-reward none.) Takes the flags of train.py. What edits need beside captions:
+glm_image/editing.py.
 """
 
 import sys
@@ -66,13 +65,13 @@ class EditRun(train.Run):
     read_prompts = staticmethod(read_edits)
 
     @classmethod
-    def load(cls, settings, data, device, waiting):
+    def load(cls, settings, data, machine, adapters=None):
         """As in train.py, after the model has read all sources."""
         # In bfloat16 the tiny model's vision tower reads a third of the codes wrong.
         dtype = {"dtype": torch.float32} if is_tiny(settings.model) else {}
-        pipe = load(settings.model, device, **dtype)
-        read_sources(pipe, [*data.prompts, *data.held_out], device)
-        return super().load(settings, data, device, waiting, pipe)
+        pipe = load(settings.model, machine.device, **dtype)
+        read_sources(pipe, [*data.prompts, *data.held_out], machine.device)
+        return super().load(settings, data, machine, adapters, pipe)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ class EditingGlmImage(GlmImage):
 
     compiles_decoder = False  # not tried where it keeps a source's keys
 
-    def prepare_training(self, settings, device):
-        super().prepare_training(settings, device)
+    def prepare_training(self, settings, device, adapters=None):
+        super().prepare_training(settings, device, adapters)
         self.painters = *self.painters, self.vae  # which reads the source
         keep_one_source(self.pipe.transformer)
 

@@ -16,9 +16,9 @@ from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import GlmImageProcessor, set_seed
 
 from rewards import UserError, find_path
-from runtime.errors import readable
-from runtime.folder import WEIGHTS, find_adapters, load_adapter
+from runtime.checkpoint import WEIGHTS, load_adapter
 from runtime.settings import readable_loading
+from runtime.terminal import readable
 
 # PEFT's about transformers: nothing a user can act on.
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -59,10 +59,11 @@ class GlmImage:
         # What has to be on the GPU to paint latents: glyph encoder and decoder.
         self.painters = pipe.text_encoder, pipe.transformer
 
-    def prepare_training(self, settings, device):
+    def prepare_training(self, settings, device, adapters=None):
         """Adds the adapter, and freezes all else.
 
-        Machine in gpu/memory.py moves the models later.
+        Machine in gpu/memory.py moves the models later. adapters: those to start from, {"adapter",
+        "decoder-adapter": its folder}.
         """
         inner, transformer = self.language_model.model, self.pipe.transformer
         inner.visual = inner.vqmodel = None  # they read pictures
@@ -76,11 +77,11 @@ class GlmImage:
             self.vae.enable_slicing()  # one picture at a time: it takes most memory, little time
 
         set_seed(settings.seed)  # the adapter's start
-        folders = find_adapters(settings.adapter)
+        adapters = adapters or {}
         self.language_model, self.reference = add_adapter(
-            self.language_model, "codes", settings.lora_rank, folders.get("adapter")
+            self.language_model, "codes", settings.lora_rank, adapters.get("adapter")
         )
-        self.adapt_decoder(settings, device, folders.get("decoder-adapter"))
+        self.adapt_decoder(settings, device, adapters.get("decoder-adapter"))
 
     def adapt_decoder(self, settings, device, folder):
         """Loads the decoder adapter of examples/train_decoder.py, if there is one, frozen."""

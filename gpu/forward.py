@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo import GRPO, NotFinite
-from runtime.errors import out_of_memory, say
+from runtime.terminal import out_of_memory, say
 
 
 def or_plain(function):

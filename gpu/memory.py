@@ -4,18 +4,18 @@ import gc
 import os
 import re
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
 from packaging.version import Version
 
-from gpu.model import sizes
+from gpu.forward import CheckedGRPO
+from gpu.model import sizes, token_forward
 from grpo import Offload
 from rewards import UserError
 from runtime import cpu, ranks
-from runtime.errors import out_of_memory, say
+from runtime.terminal import out_of_memory, say
 
 # By default torch rounds page-locked blocks up to powers of two so that it can reuse them: 37.9 GB
 # for 32.9 GB of weights. Nothing is reused here. torch reads the setting at its first allocation,
@@ -37,23 +37,27 @@ class Machine(cpu.Machine):
     All models stay on the GPU, or they take turns: then only the models of the phase are on it.
     """
 
-    def __init__(self, models, device, waiting=None, release=lambda: None):
-        """models: all of them. waiting: where weights wait for their turn, see plan.
+    Policy = CheckedGRPO
+    token_forward = staticmethod(token_forward)
 
-        release: called when weights leave the device, or memory runs out: see CapturedForward.
-        """
-        super().__init__(models, device)
+    def __init__(self, device, base, waiting=None):
+        """waiting: where weights wait for their turn: see plan."""
+        super().__init__(device, base)
+        self.waiting = waiting
+        self.offload = None
+
+    def hold(self, models, release):
+        """release: called when weights leave the GPU, or memory runs out: see CapturedForward."""
         self.models = models
         self.release = release
-        self.offload = None
         tensors = [x for model in models for x in (*model.parameters(), *model.buffers())]
         # Where the weights were loaded: mapped from files, they take no host memory there.
         self.homes = [(tensor, tensor.data) for tensor in tensors]
-        if waiting:
-            self.take_turns(pin=waiting == "pinned")
+        if self.waiting:
+            self.take_turns(pin=self.waiting == "pinned")
         else:
             for tensor, home in self.homes:
-                tensor.data = home.to(device)  # Module.to() would replace the buffers
+                tensor.data = home.to(self.device)  # Module.to() would replace the buffers
 
     @contextmanager
     def phase(self, name, *models):
@@ -95,14 +99,14 @@ class Machine(cpu.Machine):
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
         return self.offload is None and unfiled <= room_of_host()
 
-    def attempt(self, work, settings, trainers):
+    def attempt(self, work, settings, learners):
         """Returns work(), such as a step, all of whose draws start from a seed.
 
         If GPU memory runs out, this makes room and calls `work` again, which computes the same, but
         for rounding. The error ends the run if no more room can be made, if an optimizer has moved
         weights already, or with several ranks: a rank alone cannot repeat a collective.
         """
-        count_steps = lambda: sum(trainer.steps for trainer in trainers.values())
+        count_steps = lambda: sum(learner.steps for learner in learners.values())
         before = count_steps()
         timings = self.timings.copy()
         while True:
@@ -133,11 +137,11 @@ class Machine(cpu.Machine):
 
 
 def plan(model_class, settings, device):
-    """How the models share the GPU; sets settings.planned_base.
+    """The Machine of a run: its base, and how the models share the GPU.
 
-    Returns None if all models fit together. Otherwise they take turns, and the return value says
-    where frozen weights wait: "pinned" (page-locked host memory) or "mapped" (the files they were
-    loaded from, if the host cannot lock that much). All ranks return the same.
+    Its `waiting` is None if all models fit together. Otherwise they take turns, and it says where
+    frozen weights wait: "pinned" (page-locked host memory) or "mapped" (the files they were loaded
+    from, if the host cannot lock that much). All ranks plan the same.
 
     This runs before anything is downloaded, so it knows the sizes of the weights alone. If a step
     needs more memory beside them, Machine.attempt makes room. model_class: a GlmImage.
@@ -145,12 +149,10 @@ def plan(model_class, settings, device):
     connect(device)
     free, host = free_memory(device)
     for base in ["bfloat16", "int8"] if settings.base == "auto" else [settings.base]:
-        planned = replace(settings, planned_base=base)
-        weights = [frozen_bytes(model) for model in sizes(model_class, planned, device)]
+        weights = [frozen_bytes(model) for model in sizes(model_class, settings, base, device)]
         together, largest = sum(weights), max(weights)
         if with_work(largest, ALONE) <= free:
             break
-    settings.planned_base = base
     fits = with_work(together, TOGETHER) <= free
     turns = {"auto": not fits, "yes": True, "no": False}[settings.offload]
     pinned = together <= host
@@ -169,9 +171,8 @@ def plan(model_class, settings, device):
     say(f"memory: {reason}: the models {words}{slower} (--offload {settings.offload})")
     # So that torch raises an error. Windows and WSL2 would lend host memory, and slow down.
     torch.cuda.set_per_process_memory_fraction(free / torch.cuda.mem_get_info(device)[1], device)
-    if not turns:
-        return None
-    return "pinned" if pinned else "mapped"
+    waiting = "pinned" if pinned else "mapped"
+    return Machine(device, base, waiting if turns else None)
 
 
 def connect(device):

@@ -1,7 +1,5 @@
 """GLM-Image on a card: its sizes before a download, its captured step, its weights in int8."""
 
-from dataclasses import replace
-
 import torch
 from diffusers import AutoencoderKL, GlmImageTransformer2DModel
 from torch.nn.functional import linear
@@ -40,13 +38,12 @@ def compile_decoder(transformer):
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-def sizes(model_class, settings, device):
+def sizes(model_class, settings, base, device):
     """The models of a GlmImage without data: from a few kB of config files."""
     glm_image = model_class(load_sizes(settings.model, device))
-    if settings.planned_base == "int8":
+    if base == "int8":
         round_weights(glm_image)
-    # An adapter to start from is small, and it is data.
-    glm_image.prepare_training(replace(settings, adapter=None), torch.device("meta"))
+    glm_image.prepare_training(settings, torch.device("meta"))
     return glm_image.parts
 
 

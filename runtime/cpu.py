@@ -11,16 +11,10 @@ from tqdm import tqdm
 from grpo import GRPO
 from runtime import ranks
 
-Trainer = GRPO
-
 
 def plan(model_class, settings, device):
-    """How the models share a device, see gpu/memory.py: here they all stay."""
-    settings.planned_base = "bfloat16" if settings.base == "auto" else settings.base
-
-
-def token_forward(glm_image, settings):
-    return SharedForward(glm_image.language_model)
+    """The Machine of a run, before its models load: see gpu/memory.py."""
+    return Machine(device, "bfloat16" if settings.base == "auto" else settings.base)
 
 
 class Machine:
@@ -29,11 +23,22 @@ class Machine:
     On a GPU the models that are named are on it within the block: see gpu/memory.py.
     """
 
-    def __init__(self, models, device, waiting=None, release=None):
+    Policy = GRPO
+    waiting = None  # where weights wait for their turn: here all models stay
+
+    def __init__(self, device, base):
+        """base: that of Settings, but "auto"."""
         self.device = device
+        self.base = base
         self.name = ""
         self.timings = defaultdict(float)
         self.bar = tqdm(disable=True)  # until there is something to count
+
+    def token_forward(self, glm_image, settings):
+        return SharedForward(glm_image.language_model)
+
+    def hold(self, models, release):
+        """All models of a run, once they are loaded. release: see gpu/memory.py."""
 
     @contextmanager
     def phase(self, name, *models):
@@ -61,7 +66,7 @@ class Machine:
         self.bar = outer
         outer.unpause()
 
-    def attempt(self, work, settings, trainers):
+    def attempt(self, work, settings, learners):
         """Returns work(). gpu/ calls it again with less if memory runs out."""
         return work()
 

@@ -6,16 +6,24 @@ import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import torch
 from PIL import Image, ImageOps
 
-from rewards import UserError, find_file, find_path, load_from_file, load_module, score, weights_of
+from rewards import (
+    REWARDS,
+    Reward,
+    UserError,
+    find_file,
+    find_path,
+    load_from_file,
+    load_module,
+    score,
+    weights_of,
+)
 from runtime import ranks
-from runtime.errors import readable, say
-from runtime.folder import find_adapters
-from runtime.settings import parse_rewards
+from runtime.terminal import readable, say
 
 TYPE = re.compile(r"# *type: *(.+)")  # a line for the prompts below it
 
@@ -57,17 +65,16 @@ def evenly(prompts, count):
 
 
 def choose(prompts, count):
-    """`count` distinct ones, evenly over the types.
+    """`count` of them, evenly over the types.
 
     Where fewer than all are taken, they are from all over the file, which may be sorted: in an
     order that is shuffled, and always the same.
     """
-    distinct = list({prompt.identity(): prompt for prompt in prompts}.values())
-    if len(distinct) > count:
-        types = [*dict.fromkeys(prompt.type for prompt in distinct)]
-        random.Random(0).shuffle(distinct)
-        distinct.sort(key=lambda prompt: types.index(prompt.type))  # which keeps the new order
-    return evenly(distinct, count)
+    if len(prompts) > count:
+        types = [*dict.fromkeys(prompt.type for prompt in prompts)]
+        random.Random(0).shuffle(prompts := [*prompts])
+        prompts.sort(key=lambda prompt: types.index(prompt.type))  # which keeps the new order
+    return evenly(prompts, count)
 
 
 def read_file(path):
@@ -197,6 +204,17 @@ class Data:
     rewards: dict  # {name: Reward}
     judges: dict  # rewards that nothing is trained to please
 
+    def files(self, settings):
+        """{name in start/: file} of prompts, and of the user's own rewards, to compare with."""
+        files = {}
+        for name in ("prompts", "eval_prompts"):
+            file = Path(find_path(getattr(settings, name)))
+            files[name + file.suffix] = file
+        for own in [find_file(x.source) for x in (self.rewards | self.judges).values() if x.own]:
+            if files.setdefault(own.name, own) != own:
+                raise UserError(f"{own} and {files[own.name]} have the same name: rename one")
+        return files
+
 
 def read_inputs(settings, read):
     """The Data of a run, its rewards not yet loaded.
@@ -206,12 +224,8 @@ def read_inputs(settings, read):
     """
     load_module.cache_clear()  # a notebook may have changed the files of its last run
     prompts, held_out = read(settings), read(settings, "eval_")
-    for of_file in (prompts, held_out):  # a reward gets None where a row lacks what others have
-        columns = dict.fromkeys(name for prompt in of_file for name in prompt.row)
-        for prompt in of_file:
-            prompt.row = {name: prompt.row.get(name) for name in columns}
     specs = settings.reward, settings.eval_reward
-    rewards, judges = (parse_rewards(each, settings.start) for each in specs)
+    rewards, judges = map(parse_rewards, specs)
     if not any(weights_of(rewards).values()):
         raise UserError("--reward names nothing to train on: give a reward with a weight")
     for name in rewards.keys() & judges.keys():
@@ -219,17 +233,47 @@ def read_inputs(settings, read):
             raise UserError(f"--reward and --eval-reward have two rewards named {name!r}")
         judges[name] = rewards[name]  # it loads once
     for some, of_file in ((rewards, prompts), (judges, held_out)):
+        # A reward gets None where a row lacks what others have.
+        columns = dict.fromkeys(name for prompt in of_file for name in prompt.row)
+        for prompt in of_file:
+            prompt.row = {name: prompt.row.get(name) for name in columns}
         likeness = {"mse", "ssim", "lpips"} & some.keys()
         if likeness and not any(prompt.target for prompt in of_file):
             raise UserError(f"reward {min(likeness)!r} needs --targets, or --eval-targets")
-    for each in (rewards | judges).values():
-        if ".py:" in each.source:  # it runs now: the copy in start/ is of what has run
-            load_module(find_file(each.source))
-    find_adapters(settings.adapter)  # or none is there
+    data = Data(prompts, held_out, rewards, judges)
+    for name, file in data.files(settings).items() if settings.start else ():
+        copy = settings.start / name
+        if file.suffix == ".py" and copy.read_bytes() != file.read_bytes():
+            both = f"put it back, or copy the new file there: {copy}"
+            raise UserError(f"{file} is not what the run began with: {both}")
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):
         say(f"warning: {common} of the {len(new)} held-out prompts are also training prompts")
-    return Data(prompts, held_out, rewards, judges)
+    return data
+
+
+def parse_rewards(spec):
+    """'ssim,clip=folder:0.5' -> {"ssim": Reward("ssim"), "clip": Reward("clip=folder", 0.5)}.
+
+    'none' -> {}. The names are what people read, 'my.py:f' for 'a/my.py:f'; each has one reward.
+    UserError for what can be known to be wrong before anything loads.
+    """
+    rewards = {}
+    for item in spec.split(","):
+        if item.strip() not in ("", "none"):
+            number = r"-?\d*\.?\d+(?:e-?\d+)?"
+            source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
+            name, reward = source.partition("=")[0], Reward(source, float(weight or 1))
+            if reward.own:
+                name = PureWindowsPath(source).name
+                load_module(find_file(source))
+            elif name not in REWARDS:
+                known = f"known: {', '.join(sorted(REWARDS))}; your own: file.py:function"
+                raise UserError(f"unknown reward {name!r}; {known}")
+            if name in rewards:
+                raise UserError(f"two rewards are named {name!r}: rename or leave out one of them")
+            rewards[name] = reward
+    return rewards
 
 
 def load_rewards(settings, data):
@@ -241,10 +285,9 @@ def load_rewards(settings, data):
     say(f"loading the rewards {', '.join(rewards)}")
     blank = [Image.new("RGB", (settings.width, settings.height))] * 2
     for name, reward in rewards.items():
-        # A bug in the user's own file is its traceback.
-        own = ".py:" in reward.source
         hint = "; docs/rewards.md says what it needs, and how to load it from a folder"
-        with nullcontext() if own else readable(f"load the reward {name}", hint):
+        # A bug in the user's own file is its traceback.
+        with nullcontext() if reward.own else readable(f"load the reward {name}", hint):
             reward.load()
         if settings.steps > 0 and name in data.rewards:
             check_parameters(reward, data.prompts[0].row, settings.prompts)

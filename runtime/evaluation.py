@@ -6,9 +6,9 @@ import torch
 
 from runtime import ranks
 from runtime.data import choose
-from runtime.errors import say
 from runtime.metrics import with_weighted_sum
 from runtime.report import counted
+from runtime.terminal import say
 
 # Prompt i of an evaluation has seed SEED + i. Training with --seed 0 needs 537,919 steps to reach
 # these seeds. Training with another --seed never reaches them: see seed_of_step.

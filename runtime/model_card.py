@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from rewards import find_path
-from runtime.folder import CONFIG
+from runtime.checkpoint import CONFIG
 from runtime.report import counted, evaluation_table
 
 LOADED = {  # how the stock pipeline loads an adapter, and how the hub names it
@@ -95,7 +95,7 @@ def page(name, settings, run, adapters):
     load, part, library = LOADED[name]
     made = f"from {counted(records['metrics'][-1]['step'], 'step')} of GRPO"
     made += f", begun from `{began_from}`" if began_from else ""
-    if name not in run.trainers:
+    if name not in run.learners:
         made = f"as it was in `{began_from}`: this run trained another part"
     others = [f" Load `{each}` of the same run, too." for each in adapters if each != name]
     if settings["planned_base"] == "int8":

@@ -8,25 +8,17 @@ from pathlib import Path
 import torch
 
 from rewards import weights_of
-from runtime import folder, ranks
-from runtime.errors import say
-from runtime.folder import write_whole
+from runtime import checkpoint, ranks
 from runtime.metrics import evaluation_metrics, reward_metrics, with_weighted_sum
-from runtime.report import (
-    LINE,
-    RECORDS,
-    as_lines,
-    best_earlier_evaluation,
-    evaluation_table,
-    format_step,
-    read_jsonl,
-)
+from runtime.report import LINE, best_earlier_evaluation, evaluation_table, format_step
+from runtime.terminal import say
 
+RECORDS = "metrics", "groups", "evaluation"  # .jsonl files
 SIDE = 256  # pixels of a side of a training picture at most, since a run saves thousands of them
 
 
 class Record:
-    """The numbers and pictures of a run, in its folder `out`, and its lines on the screen.
+    """The numbers and pictures of a run, in its folder, and its lines on the screen.
 
     The first rank writes. Scripts that train more than the policy subclass Record, as
     examples/train_decoder.py does.
@@ -34,12 +26,13 @@ class Record:
 
     line = LINE
 
-    def __init__(self, out, settings, data, run, tracker, done):
+    def __init__(self, folder, settings, data, run, tracker, done):
         """tracker: a Tracker, or None. done: steps made; records of later ones are dropped."""
-        self.out = out
+        self.folder = folder
+        self.out = folder.path
         self.settings = settings
         self.machine = run.machine
-        self.trainers = run.trainers
+        self.learners = run.learners
         self.tracker = tracker
         self.done = self.saved = done
         self.writes = ranks.rank() == 0
@@ -49,10 +42,10 @@ class Record:
         self.epochs_per_step = prompts / len(data.prompts)
         self.records = {}
         for name in RECORDS:
-            file = out / f"{name}.jsonl"
+            file = self.out / f"{name}.jsonl"
             self.records[name] = [each for each in read_jsonl(file) if each["step"] <= done]
             if self.writes:
-                write_whole(file, as_lines(self.records[name]))
+                checkpoint.write_whole(file, as_lines(self.records[name]))
 
     def append(self, name, records):
         """To a .jsonl file, with None for NaN, which JSON does not have."""
@@ -103,7 +96,7 @@ class Record:
         """The checkpoint of the last step, unless it is there."""
         if self.writes and self.done > self.saved:
             evaluated = {each["step"] for each in self.records["evaluation"]}
-            folder.save(self.out, self.done, self.trainers, evaluated)
+            checkpoint.save(self.out, self.done, self.learners, evaluated)
             self.saved = self.done
 
     def evaluation(self, prompts, pictures, values):
@@ -125,7 +118,7 @@ class Record:
         ]
         numbers = {"step": self.done, **evaluation_metrics(values, [x.type for x in prompts])}
         numbers |= {"judge": self.judged_by, "moved": (sum(map(any, norms)), len(since))}
-        numbers["adapter"] = self.settings.began_from if self.settings.steps == 0 else None
+        numbers["adapter"] = self.folder.began_from if self.settings.steps == 0 else None
         self.append("evaluation", [numbers | {"shown": shown}])
         if self.tracker is not None:
             last = evaluations[-1]
@@ -133,7 +126,7 @@ class Record:
         say(evaluation_table(evaluations))
         if best := best_earlier_evaluation(evaluations):
             step, words = best
-            place = Path(self.settings.out, "checkpoints", f"{step:06d}")
+            place = Path(self.folder.name, "checkpoints", f"{step:06d}")
             say(f"held out, {words}" + f"; to go on from there: --adapter {place}" * (step > 0))
 
     def save_pictures(self, place, images, beside, small=False):
@@ -170,11 +163,11 @@ class Record:
 
     def export(self, glm_image):
         """The adapters of the last checkpoint, for other programs and people to load."""
-        if self.writes:
+        if self.writes and checkpoint.checkpoints(self.out):
             from runtime.model_card import write_cards  # training needs nothing of it
 
-            adapters = folder.find_adapters(self.out)
-            folder.copy_adapters(adapters, self.out)
+            adapters = checkpoint.adapters_in(checkpoint.newest(self.out))
+            checkpoint.copy_adapters(adapters, self.out)
             if "decoder-adapter" in adapters:
                 glm_image.save_decoder_adapter(self.out / "decoder-adapter")
             write_cards(self, adapters)
@@ -187,3 +180,16 @@ def tracked(settings, out):
     from runtime.trackers import started  # other runs do not enter there
 
     return started(settings, out)
+
+
+# ---- .jsonl files --------------------------------------------------------------------------------
+
+
+def read_jsonl(path):
+    """The records in a file. A line without an end was cut short by a kill, and does not count."""
+    lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def as_lines(records):
+    return "".join(json.dumps(record) + "\n" for record in records)

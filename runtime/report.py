@@ -1,9 +1,7 @@
 """The records of a run as people read them; docs/numbers.md explains each number."""
 
-import json
 import math
 
-RECORDS = "metrics", "groups", "evaluation"  # .jsonl files
 LINE = {  # parts of a step's line, see format_step
     "skipped": "SKIPPED: the gradient was not finite",
     "groups_without_spread": "{:.0%} without spread",
@@ -16,16 +14,6 @@ LINE = {  # parts of a step's line, see format_step
     "seconds": "{:.1f}s",
     "gpu_gb": "{:.1f} GB",
 }
-
-
-def read_jsonl(path):
-    """The records in a file. A line without an end was cut short by a kill, and does not count."""
-    lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def as_lines(records):
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 # ---- a step and an evaluation --------------------------------------------------------------------

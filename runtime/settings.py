@@ -10,17 +10,17 @@ import sys
 import textwrap
 from copy import copy
 from dataclasses import dataclass, fields
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 import torch
 from transformers.utils import cached_file
 
 from grpo import GRPOSettings
-from rewards import REWARDS, ROOT, Reward, UserError, find_file, find_path
+from rewards import REWARDS, ROOT, UserError, find_path
 from runtime import ranks
-from runtime.errors import option, readable, say
-from runtime.folder import resumed
+from runtime.folder import OF_RUN, resumed
+from runtime.terminal import option, readable, say
 
 TINY = str(ROOT / "tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
@@ -31,8 +31,7 @@ class Settings(GRPOSettings):
     """The settings of train.py; the defaults are GLM-Image's.
 
     The settings of the algorithm in grpo.py are flags, too. Scripts in examples/ add more settings.
-    Before a run `adapter` is set to the copy in its folder. During a run only `micro_batch_size`
-    changes: gpu/memory.py halves it when memory runs out.
+    During a run only `micro_batch_size` changes: gpu/memory.py halves it when memory runs out.
     """
 
     script: ClassVar[str] = "train.py"  # whose settings these are
@@ -135,11 +134,6 @@ class Settings(GRPOSettings):
     # send the numbers to a tracker, too
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
-    # What a run has found out at its start, for its resumes and its model card; no flags.
-
-    planned_base: str = None
-    began_from: str = None
-
     # Settings of grpo.py that are no flags.
     end_ids: ClassVar = GRPOSettings.end_ids
     max_grad_norm: ClassVar[float] = GRPOSettings.max_grad_norm
@@ -188,13 +182,13 @@ class Settings(GRPOSettings):
 
     @property
     def start(self):
-        """Where a resumed run has copies of its prompts, reward files and adapter, or None."""
+        """Where a resumed run has copies of its prompts and adapter, or None."""
         return Path(self.resume, "start") if self.resume else None
 
     def portable(self):
         """{name: value}, without places on this machine: of the project, and of the run."""
-        kept = vars(self).keys() - {"out", "resume"}
-        return {name: portable(value) for name, value in vars(self).items() if name in kept}
+        own = "out", "resume"
+        return {name: portable(x) for name, x in vars(self).items() if name not in own}
 
     def for_evaluation(self):
         """As the model is used after training."""
@@ -234,11 +228,6 @@ def check_number(name, value):
 
 
 # ---- which model ---------------------------------------------------------------------------------
-
-
-def default_model():
-    """GLM-Image with a GPU, else the tiny model."""
-    return RELEASE if torch.cuda.is_available() else TINY
 
 
 def is_tiny(model):
@@ -349,7 +338,10 @@ def parse_settings(arguments=None, kind=Settings):
         return kind(**resumed(given, kind.script))
     if config := given.pop("config", None):
         given = vars(parser.parse_args(flags_in(config))) | given
-    model = given.get("model") or default_model()
+    for prefix in ("", "eval_"):
+        if f"{prefix}prompts" in given:  # the default targets are not theirs
+            given = {f"{prefix}targets": None} | given
+    model = given.get("model") or (RELEASE if torch.cuda.is_available() else TINY)
     tiny = is_tiny(model)
     settings = kind(**(kind.tiny if tiny else {}) | given | {"model": model})
     least, most = (128**2, 128**2) if tiny else (1024**2, 2048**2)
@@ -360,46 +352,21 @@ def parse_settings(arguments=None, kind=Settings):
     return settings
 
 
-def parse_rewards(spec, start=None):
-    """'ssim,clip=folder:0.5' -> {"ssim": Reward("ssim"), "clip": Reward("clip=folder", 0.5)}.
-
-    'none' -> {}. The names are what people read, 'my.py:f' for 'a/my.py:f'; each has one reward.
-    start: of Settings. UserError for what can be known to be wrong before anything loads.
-    """
-    rewards = {}
-    for item in spec.split(","):
-        if item.strip() not in ("", "none"):
-            number = r"-?\d*\.?\d+(?:e-?\d+)?"
-            source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
-            name = source.partition("=")[0]
-            if ".py:" in source:
-                name = PureWindowsPath(source).name
-                source = str(start / name) if start else source
-                find_file(source)
-            elif name not in REWARDS:
-                known = f"known: {', '.join(sorted(REWARDS))}; your own: file.py:function"
-                raise UserError(f"unknown reward {name!r}; {known}")
-            if name in rewards:
-                raise UserError(f"two rewards are named {name!r}: rename or leave out one of them")
-            rewards[name] = Reward(source, float(weight or 1))
-    return rewards
-
-
 def flags_in(file):
     """The settings in a JSON file, as flags; of a run's settings.json not what belongs to it."""
     with readable(f"use --config {file}", '; an example: {"steps": 50, "lr": 1e-4}'):
         values = dict(json.loads(Path(file).read_text("utf-8-sig")))
-    of_run = "script", "versions", "processes", "planned_base", "began_from"
-    values = {name: x for name, x in values.items() if name not in of_run}
     if "resume" in values:
         raise UserError(f"--config {file} names a run to resume: give it as --resume")
-    return [f"{option(name)}={x}" for name, x in values.items() if x is not None]
+    given = {name: x for name, x in values.items() if x is not None and name not in OF_RUN}
+    return [f"{option(name)}={x}" for name, x in given.items()]
 
 
 def print_start(settings, device, data):
     """What runs where, and how much there is to do."""
     name = f"CPU in float32, threads: {torch.get_num_threads()} (OMP_NUM_THREADS)"
-    name = torch.cuda.get_device_name() if device.type == "cuda" else name
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name()
     say(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
     groups = settings.prompts_per_step * ranks.count()
     prompts = f"prompts: {len(data.prompts)}, held out: {len(data.held_out)}"

@@ -8,7 +8,7 @@ import numpy as np
 from accelerate import PartialState, tracking
 from PIL import Image
 
-from runtime.errors import optional, readable
+from runtime.terminal import optional, readable
 
 
 @contextmanager

@@ -40,6 +40,7 @@ import train
 from glm_image import editing, model
 from rewards import UserError
 from runtime import cpu
+from runtime.checkpoint import find_adapters
 from runtime.data import Prompt
 
 gc.freeze()  # millions of objects of the libraries, which no collection needs to look at again
@@ -139,8 +140,17 @@ def build_run(settings, pipe=None):
     """What a run works with, of the tiny model unless told otherwise."""
     run_class = DecoderRun if hasattr(settings, "train") else train.Run
     pipe = pipe or load_once(settings.model, CPU)
-    cpu.plan(run_class.Model, settings, CPU)
-    return run_class.load(settings, None, CPU, None, pipe)
+    machine = cpu.plan(run_class.Model, settings, CPU)
+    return run_class.load(settings, None, machine, find_adapters(settings.adapter), pipe)
+
+
+def holding(device, *models, waiting=None, release=lambda: None):
+    """A GPU's Machine with these models."""
+    from gpu.memory import Machine  # not in the processes that tests start
+
+    machine = Machine(device, "bfloat16", waiting)
+    machine.hold(models, release)
+    return machine
 
 
 def prompts_of(*texts, targets=None, **columns):

@@ -13,6 +13,7 @@ from conftest import (
     SMALL_POLICY,
     adapter_of,
     build_run,
+    holding,
     prompts_of,
     records,
     short_runs,
@@ -35,12 +36,13 @@ from grpo import GRPO, Offload
 from rewards import Reward
 from runtime import cpu, ranks
 from runtime.cpu import SharedForward
-from runtime.errors import out_of_memory
+from runtime.terminal import out_of_memory
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_card(monkeypatch):
-    monkeypatch.setattr(cpu, "Machine", Machine)
+    of_cpu = {name: getattr(cpu.Machine, name) for name in ("Policy", "token_forward")}
+    monkeypatch.setattr(cpu, "Machine", type("Card", (Machine,), of_cpu))
 
 
 # ---- memory that runs out ------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def attempt(work, run, *given):
 
 def room_for(micro_batch, *models, release=lambda: None):
     """What Run.attempt needs beside the work and a seed."""
-    run = SimpleNamespace(trainers={}, machine=Machine(models, CPU, release=release))
+    run = SimpleNamespace(learners={}, machine=holding(CPU, *models, release=release))
     return run, tiny_settings("--micro-batch-size", micro_batch), {}, []
 
 
@@ -271,7 +273,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
     sizes = "--height 64 --width 64 --group-size 2 --decode-steps 2 --kl-coef 0.1"
     settings = tiny_settings(flags, sizes, "--temperature 9 --top-p 1")
     run = build_run(settings)
-    learners = list(run.trainers.values())
+    learners = list(run.learners.values())
     offload = run.machine.offload = Offload(run.glm_image.parts, CPU)
     frozen = [offload.homes[part][0] for part in run.glm_image.parts]
     seen = set()  # which models are on the GPU for which work

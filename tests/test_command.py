@@ -44,9 +44,10 @@ from gpu.memory import Machine
 from grpo import compute_advantages
 from rewards import REWARDS, Reward, UserError
 from runtime import evaluation, model_card, ranks, settings
+from runtime.data import parse_rewards
 from runtime.metrics import reward_metrics
-from runtime.report import LINE, RECORDS, format_step
-from runtime.settings import parse_rewards
+from runtime.record import RECORDS
+from runtime.report import LINE, format_step
 
 NAN = math.nan
 SHORT = "--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1"
@@ -96,7 +97,7 @@ def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
     released = json.loads(text) | {"model": settings.RELEASE, "settings": text}
     released |= {"planned_base": "int8"}
     found = {name: records(one_step / f"{name}.jsonl") for name in RECORDS}
-    run = SimpleNamespace(records=found, trainers=["decoder-adapter"])
+    run = SimpleNamespace(records=found, learners=["decoder-adapter"])
     text = model_card.page("decoder-adapter", released, run, ["adapter", "decoder-adapter"])
     assert ModelCard(text).data.base_model == "zai-org/GLM-Image"
     assert "from 1 step of GRPO. Load `adapter` of the same run, too. In training and" in text
@@ -224,8 +225,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
             for action in parser._actions
             if action.dest not in ("help", "config")
         }
-        of_run = {"planned_base", "began_from"}
-        assert {*flags} == {each.name for each in fields(kind)} - of_run
+        assert {*flags} == {each.name for each in fields(kind)}
         assert all(action.help for action in flags.values())
     assert "(default: ssim:1,mse:1 for tiny, edit:1,keep:0.2 for GLM" in flags["reward"].help
     with pytest.raises(UserError):  # no abbreviations: later flags must not change a command
@@ -239,7 +239,7 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
     parsed = lambda *flags: train.parse_settings(flags, train_decoder.DecoderSettings).portable()
     again = parsed("--config", "run/settings.json", "--lr", "0.25")
     differ = {name for name in again if again[name] != of_run[name]}
-    assert differ == {"lr", "planned_base"} and again["lr"] == 0.25
+    assert differ == {"lr"} and again["lr"] == 0.25
     own = {"paintings": 3, "combine": "sum", "reward": "mse,ssim", "lr": 1e-3}
     Path("own.json").write_text(json.dumps({**own, "eval_reward": "", "targets": None}))
     found = parsed("--config", "own.json", "--train", "both", "--reward", "ssim,mse")
@@ -577,7 +577,7 @@ def test_the_seconds_of_a_steps_phases_add_up(monkeypatch):
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
-    machine = Machine([], torch.device("cuda"))
+    machine = Machine(torch.device("cuda"), "bfloat16")
     machine.offload = Mock(all_but=lambda *models: named.append((machine.name, *models)))
     named = []
     for name, *models in (("sample", "policy"), ("score",), ("sample", "policy")):

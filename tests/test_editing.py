@@ -47,8 +47,8 @@ from glm_image.editing import (
 from glm_image.model import for_decoder
 from gpu.forward import CapturedForward
 from rewards import UserError
-from runtime.data import Prompt
-from runtime.settings import RELEASE, parse_rewards
+from runtime.data import Prompt, parse_rewards
+from runtime.settings import RELEASE
 
 WISH = "make the circle blue"
 # (height, width) of the source and of the result: alike, the source larger, wide to tall.
@@ -245,9 +245,10 @@ def test_rows_name_their_sources_where_the_tiny_model_would_draw_its_own(judged)
     rows = [{"prompt": WISH, "source": f"targets/{i}.png"} for i in (2, 1, 2)]
     write = lambda: Path("own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     write()
-    flags = ["--model", str(TINY), "--prompts", "own.jsonl", "--targets", "none"]
+    flags = ["--model", str(TINY), "--prompts", "own.jsonl"]
     settings = train.parse_settings(flags, train_edits.EditSettings)
-    assert ".py:" in settings.sources
+    assert ".py:" in settings.sources and ".py:" in settings.eval_targets
+    assert settings.targets is None  # those of the default prompts are not theirs
     sources = [edit.source.tobytes() for edit in editing.read_edits(settings)]
     red, blue = (world.draw(scene).tobytes() for scene in (RED_CIRCLE, BLUE_CROSS))
     assert sources == [blue, red, blue]

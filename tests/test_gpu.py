@@ -25,6 +25,7 @@ from conftest import (
     CPU,
     ROOT,
     build_run,
+    holding,
     painted,
     perturb,
     prompts_of,
@@ -40,7 +41,6 @@ from transformers import StaticCache
 import train
 from glm_image.model import GlmImage
 from gpu import memory as gpu
-from gpu import token_forward
 from gpu.forward import (
     CapturedForward,
     CheckedGRPO,
@@ -49,8 +49,8 @@ from gpu.forward import (
     or_plain,
     sum_products,
 )
-from gpu.memory import Machine, plan
-from gpu.model import compile_decoder, round_weights, sizes
+from gpu.memory import plan
+from gpu.model import compile_decoder, round_weights, sizes, token_forward
 from grpo import GRPO, Offload, generate_with_logprobs
 from rewards import UserError
 from runtime import cpu, ranks
@@ -108,7 +108,7 @@ def resumed(settings, base):
     """The settings of a run of this base that is resumed."""
     with TemporaryDirectory() as folder:
         values = settings.portable() | {"script": settings.script, "planned_base": base}
-        values |= {"versions": versions(), "processes": 1}
+        values |= {"versions": versions(), "processes": 1, "began_from": None}
         Path(folder, "settings.json").write_text(json.dumps(values))
         return parse_settings(["--resume", folder])
 
@@ -120,11 +120,11 @@ def planned(*flags, before=None):
     """
     settings = tiny_settings(*flags)
     settings = resumed(settings, before) if before else settings
-    released = lambda model_class, settings, device: map(gigabytes, SIZES[settings.planned_base])
+    released = lambda model_class, settings, base, device: map(gigabytes, SIZES[base])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "sizes", released)
-        waiting = plan(GlmImage, settings, CUDA)
-    return settings.planned_base, waiting
+        machine = plan(GlmImage, settings, CUDA)
+    return machine.base, machine.waiting
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,7 @@ def test_a_resumed_run_keeps_its_base_whatever_fits(card):
     assert planned() == planned("--base int8", before="bfloat16") == ("bfloat16", None)
     assert planned(before="int8") == ("int8", None)
     settings = resumed(tiny_settings(), "int8")
-    cpu.plan(GlmImage, settings, CPU)
-    assert settings.planned_base == "int8"
+    assert cpu.plan(GlmImage, settings, CPU).base == "int8"
 
 
 def test_a_cap_counts_like_a_smaller_card(card):
@@ -171,7 +170,7 @@ def test_a_cap_counts_like_a_smaller_card(card):
     assert planned() == ("bfloat16", "pinned") and card.fraction == 0.234
     card.free = 1e-3  # a small model's work takes little
     card.monkeypatch.setattr(gpu, "sizes", lambda *given: [frozen()])
-    assert plan(GlmImage, tiny_settings(), CUDA) is None
+    assert plan(GlmImage, tiny_settings(), CUDA).waiting is None
 
 
 def test_the_rank_with_the_least_memory_decides_for_all(card, monkeypatch):
@@ -203,13 +202,12 @@ def test_what_is_planned_is_what_loads(flags):
     """From the config files alone: the same tensors, but for the few bytes of a table that stays
     float32."""
     settings = tiny_settings(flags)
-    settings.planned_base = settings.base
     kind = run_class_of(flags.split()).Model
     model = kind(train.load(settings.model, CUDA))
     if settings.base == "int8":
         round_weights(model)
     model.prepare_training(settings, CPU)
-    outlined = sizes(kind, settings, CUDA)
+    outlined = sizes(kind, settings, settings.base, CUDA)
     assert all(p.device.type == "meta" for part in outlined for p in part.parameters())
     for expected, found in zip(model.parts, outlined):
         shapes = lambda part: [(p.shape, p.nbytes) for p in part.parameters()]
@@ -292,14 +290,14 @@ def frozen():
 
 def test_models_that_take_turns_wait_where_they_belong(lockable):
     released, model = [], frozen()
-    offload = Machine([model], CUDA, "pinned", lambda: released.append(1)).offload
+    offload = holding(CUDA, model, waiting="pinned", release=lambda: released.append(1)).offload
     assert isinstance(offload, Offload) and list(offload.homes) == [model]
     assert offload.device == CUDA
     offload.on_evict()
     assert released == [1]
     assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings()
     own = model.weight.data_ptr()
-    unpinned = Machine([model], CUDA, "mapped").offload
+    unpinned = holding(CUDA, model, waiting="mapped").offload
     assert model.weight.data_ptr() == own and unpinned.homes[model][0][1].data_ptr() == own
     unpinned.on_evict()  # nothing is captured, nothing to release
 
@@ -327,7 +325,7 @@ def test_turns_begin_amid_a_run(lockable, monkeypatch):
     loaded = where()
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone())  # as to a GPU
-        machine = Machine([model, frozen()], CUDA)
+        machine = holding(CUDA, model, frozen())
     up = where()
     assert not {*up} & {*loaded}
     assert where() == up and machine.offload is None
@@ -347,7 +345,7 @@ def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     model = frozen()
     home = model.weight.data_ptr()
-    assert Machine([model], CUDA, "pinned").offload.homes[model][0][1].data_ptr() == home
+    assert holding(CUDA, model, waiting="pinned").offload.homes[model][0][1].data_ptr() == home
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("memory: page-locking stopped (CUDA error: out of memory): ")
 
@@ -672,7 +670,7 @@ def test_memory_that_runs_out_in_a_capture_is_made_and_the_step_is_captured(
     patch_cuda(monkeypatch, CUDAGraph=create)
     monkeypatch.setattr(torch.cuda, "set_stream", back.append, raising=False)
     forward = GraphedForward(glm, LENGTH, compile=False)
-    machine = Machine([], CPU, release=forward.release)
+    machine = holding(CPU, release=forward.release)
     settings = tiny_settings("--offload no --micro-batch-size 2")
     prompts = encode(pipe, "a ring", "three squares")
     machine.attempt(lambda: same_samples(glm, forward, *prompts, **SHAPING), settings, {})
@@ -698,7 +696,7 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
                 torch.manual_seed(0)
                 self.logits = self.logits + wrong * torch.randn_like(self.logits)
 
-    monkeypatch.setattr(cpu, "Trainer", CheckedGRPO)  # as on a GPU
+    monkeypatch.setattr(cpu.Machine, "Policy", CheckedGRPO)  # as on a GPU
     run = build_run(settings := tiny_settings("--temperature 6 --top-p 1"))
     prompts = run.glm_image.encode(prompts_of("a ring"), settings)
     prompts = [(ids, positions[:, : len(ids) + LENGTH], LENGTH) for ids, positions, _ in prompts]
@@ -726,7 +724,8 @@ def test_a_gpu_captures_the_step_and_compiles_it(device, kind):
     model = GlmImage(train.load(settings.model, CPU))
     model.prepare_training(settings, device)
     policy = model.language_model
-    forward = train.backend_of(device).token_forward(model, settings)
+    machine = train.backend_of(device).Machine(device, "bfloat16")
+    forward = machine.token_forward(model, settings)
     assert isinstance(forward, kind)
     if device == CUDA:
         assert forward.num_new_tokens == 256 + 4 * 4  # of the preview and the picture

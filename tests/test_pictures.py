@@ -24,7 +24,7 @@ from conftest import (
 from glm_image.model import GlmImage, encode_prompt
 from gpu.model import sizes
 from grpo import get_per_token_logprobs
-from runtime import folder as run_folder
+from runtime import checkpoint
 
 # Square, wide, tall: an exchange of rows and columns shows on the last two.
 SIZES = [(128, 128), (128, 256), (224, 96)]
@@ -173,7 +173,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     differing = "--temperature 5 --top-p 1 --lr 0.05 --group-size 4"
     assert quick(*write_reward(""), differing, "--steps 1 --out run") == 0
     trained = build_run(small()).policy
-    run_folder.load(Path("run"), {"adapter": trained})
+    checkpoint.load(Path("run"), {"adapter": trained})
     tokens = codes(2, 40)
     expected = logprobs(pipe, trained.model, PROMPT, tokens)
     for folder in ("run/adapter", "run/checkpoints/000001/adapter"):
@@ -184,7 +184,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     assert not list(Path("run/checkpoints").rglob("README.md"))  # PEFT's form, empty
     # For its plan a run on a GPU builds models without data, and this adapter on them.
     with warnings.catch_warnings(action="error", category=UserWarning):
-        policy, *_ = sizes(GlmImage, small("--adapter run"), torch.device("cuda"))
+        policy, *_ = sizes(GlmImage, small("--adapter run"), "bfloat16", torch.device("cuda"))
     assert all(p.is_meta for p in policy.parameters())
     base = logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens)
     assert (base - expected).abs().max() > 0.1

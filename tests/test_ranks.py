@@ -34,7 +34,6 @@ from torch.distributed.run import config_from_args, get_args_parser
 import grpo
 import train
 from runtime import ranks
-from runtime.errors import StopRequest
 from runtime.settings import build_parser
 
 

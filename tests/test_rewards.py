@@ -29,8 +29,7 @@ from reward_models import lend_gpu
 from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
 from rewards import Reward
-from runtime.data import check_parameters
-from runtime.settings import parse_rewards
+from runtime.data import check_parameters, parse_rewards
 
 NAN = math.nan
 
@@ -169,7 +168,7 @@ def test_likeness_needs_no_target_for_every_picture(name, tmp_path):
     perfect, missing, wrong = raw_rewards[name].tolist()
     assert perfect == pytest.approx(float(name == "ssim"), abs=1e-5)
     assert wrong < perfect - 0.01 and math.isnan(missing)
-    same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), raw_rewards[name].tolist())
+    same(rewards.combine(raw_rewards, rewards.weights_of(parsed), 1), raw_rewards[name].tolist())
 
 
 # ---- text in the picture -------------------------------------------------------------------------
@@ -313,7 +312,7 @@ def test_clip_is_the_cosine_by_hand(clip):
     expected = [(a @ b).item() for a, b in vectors]
     assert np.std(expected) > 0.05  # a test that tells prompts and pictures apart
     same(raw_rewards["clip"], expected)
-    same(rewards.combine(raw_rewards, rewards.weights_of(parsed)), [0.5 * e for e in expected])
+    same(rewards.combine(raw_rewards, rewards.weights_of(parsed), 1), [0.5 * e for e in expected])
 
 
 def test_a_processor_may_come_from_another_place(tmp_path):

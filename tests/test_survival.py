@@ -43,8 +43,7 @@ from safetensors.torch import load_file, save_file
 from train_decoder import DecoderSettings
 
 import train
-from runtime import folder as run_folder
-from runtime.errors import StopRequest
+from runtime import checkpoint
 from runtime.folder import MAY_CHANGE
 
 
@@ -249,7 +248,7 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     )
     assert trained.keys() == adapter.keys()
     left = {file.name for file in Path("straight/checkpoints/000002/adapter").iterdir()}
-    assert left == {run_folder.CONFIG, run_folder.WEIGHTS}  # and no reference
+    assert left == {checkpoint.CONFIG, checkpoint.WEIGHTS}  # and no reference
     assert judged(second, "--steps 1 --eval-every 1 --out stopped") == 0
     shutil.rmtree("downloaded")
     assert resume("stopped", "--steps 2") == 0
@@ -290,7 +289,7 @@ def test_both_halves_of_a_model_are_in_each_checkpoint_and_at_the_end(judged, on
     assert judged(often, "--lr 0.03 --adapter decoder --out both") == 0
     for run in ("decoder", "both"):
         for folder in (run, f"{run}/checkpoints/000001"):
-            assert {*run_folder.find_adapters(folder)} == {"adapter", "decoder-adapter"}
+            assert {*checkpoint.find_adapters(folder)} == {"adapter", "decoder-adapter"}
         words = "--eval-decode-steps 2 --steps 0 --adapter"
         assert judged(words, run, f"--out {run}-again") == 0
         last = records(f"{run}/evaluation.jsonl")[-1]["reward"]
@@ -320,9 +319,8 @@ def test_an_adapter_is_found_in_a_run_in_a_checkpoint_and_alone(one_step, tmp_pa
     own, of_decoder = tmp_path / "adapter", tmp_path / "decoder-adapter"
     for folder in (own, of_decoder):
         shutil.copytree(one_step / "adapter", folder)
-    checkpoint = one_step / "checkpoints/000001"
-    find = run_folder.find_adapters
-    assert find(one_step) == find(checkpoint) == {"adapter": checkpoint / "adapter"}
+    saved, find = one_step / "checkpoints/000001", checkpoint.find_adapters
+    assert find(one_step) == find(saved) == {"adapter": saved / "adapter"}
     assert find(tmp_path) == {"adapter": own, "decoder-adapter": of_decoder}
     assert find(own) == {"adapter": own} and find(of_decoder) == {"decoder-adapter": of_decoder}
 
@@ -343,7 +341,7 @@ def test_an_adapters_dropout_does_not_act(one_step, tmp_path, monkeypatch):
 def test_an_adapter_of_another_model_is_refused(one_step, tmp_path):
     """PEFT would leave out what has another name."""
     folder = shutil.copytree(one_step / "adapter", tmp_path / "adapter")
-    file, given = folder / run_folder.WEIGHTS, tiny_settings("--adapter", tmp_path)
+    file, given = folder / checkpoint.WEIGHTS, tiny_settings("--adapter", tmp_path)
     save_file(load_file(file) | {"own": torch.ones(2)}, file)
     error = error_from(build_run, given)
     assert error.startswith(f"cannot use the adapter {folder} ({file} is of another model: own is")
@@ -363,7 +361,7 @@ def test_an_adapter_that_is_not_plain_lora_is_refused(one_step, tmp_path, change
     """PEFT would load a part of it, or change the model's own weights."""
     config = shutil.copytree(one_step / "adapter", tmp_path / "own") / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    assert "(it is not plain LoRA" in error_from(run_folder.find_adapters, config.parent)
+    assert "(it is not plain LoRA" in error_from(checkpoint.find_adapters, config.parent)
 
 
 def test_the_adapter_may_go_while_the_models_load(quick, one_step, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import train_edits
 import world
-from conftest import TINY, chat_inputs, rolled_out
+from conftest import CPU, TINY, chat_inputs, rolled_out
 from PIL import Image, ImageFilter
 
 import train
@@ -19,6 +19,7 @@ from glm_image.editing import encode_edit, read_sources
 from glm_image.model import encode_prompt
 from grpo import generate_with_logprobs
 from rewards import Reward
+from runtime.cpu import Machine
 from runtime.data import Data, Prompt
 
 RED, BLUE, GREEN = ("circle", "red"), ("circle", "blue"), ("square", "green")
@@ -269,7 +270,7 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(r
     settings.group_size = 1
     held_out = train.read_inputs(settings, run_class.read_prompts).held_out
     some = held_out[::6]
-    run = run_class.load(settings, Data(some, some, {}, {}), torch.device("cpu"), None)
+    run = run_class.load(settings, Data(some, some, {}, {}), Machine(CPU, "bfloat16"))
     rewards = {name: Reward(name, 1.0, getattr(check, name)) for name in ("correct", "clean")}
     rollout = rolled_out(run, settings, rewards, some, 0)
     assert (

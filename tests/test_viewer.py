@@ -13,8 +13,7 @@ import pytest
 from PIL import Image, ImageFont
 
 import viewer
-from runtime.record import Record
-from runtime.report import as_lines
+from runtime.record import Record, as_lines
 from viewer.page import axis, draw_curves, draw_page, error_of, panel
 from viewer.sheets import draw_grid, font_for
 

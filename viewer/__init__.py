@@ -12,7 +12,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from runtime.report import RECORDS, format_number, read_jsonl, sides
+from runtime.record import RECORDS, read_jsonl
+from runtime.report import format_number, sides
 from viewer.page import draw_page
 from viewer.sheets import draw_grid
 

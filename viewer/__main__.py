@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from runtime.report import read_jsonl
+from runtime.record import read_jsonl
 from viewer import show
 
 parser = argparse.ArgumentParser("python -m viewer", description=__doc__)

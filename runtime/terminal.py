@@ -1,7 +1,5 @@
-"""What breaks a run off, signals too. Each step is on disk by then; the user reads one line."""
+"""The user at the terminal: lines of a run, and its errors as one line each."""
 
-import os
-import signal
 import sys
 from contextlib import contextmanager, suppress
 
@@ -73,44 +71,3 @@ def exit_code(run):
         )
     print(f"error: {message}", file=sys.stderr)
     return 2
-
-
-SIGNALS = signal.SIGINT, signal.SIGTERM
-HANDLERS = {}  # {signal: its handler before the run}
-
-
-def restore_handlers():
-    while HANDLERS:
-        signal.signal(*HANDLERS.popitem())
-
-
-if hasattr(os, "register_at_fork"):  # Windows forks nothing
-    # The worker of a reward's pool has to die of SIGTERM. A signal waits until it can.
-    os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
-        after_in_child=lambda: (
-            restore_handlers(),
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
-        ),
-    )
-
-
-class StopRequest:
-    """Within it Ctrl-C and SIGTERM end the run after the step at hand. A second one quits."""
-
-    received = False
-
-    def __enter__(self):
-        HANDLERS.update({number: signal.signal(number, self.receive) for number in SIGNALS})
-        return self
-
-    def __exit__(self, *_):
-        restore_handlers()
-
-    def receive(self, *_):
-        self.received = True
-        # By os.write: print may have been interrupted by this very signal.
-        os.write(2, b"\nwhole steps are saved; finishing this one (again: stop now)\n")
-        if ranks.count() == 1:  # torchrun passes on what the terminal has sent already
-            restore_handlers()

@@ -1,0 +1,144 @@
+"""Checkpoints of a run, and the adapters in them, or from anywhere else."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import peft
+import torch
+from safetensors.torch import load_file
+
+from rewards import UserError
+from runtime.terminal import readable
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
+ADAPTERS = "adapter", "decoder-adapter"  # folders: of the policy, of the decoder
+NO_VOCABULARY = {"save_embedding_layers": False}  # by itself PEFT would ask the hub about it
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def checkpoints(out):
+    """The folders of a run's checkpoints, oldest first; not what people put beside them."""
+    return sorted((out / "checkpoints").glob("[0-9]" * 6))
+
+
+def save(out, step, learners, evaluated):
+    """Write a checkpoint to a temporary folder and rename it: whatever ends a run, each is whole.
+
+    learners: {folder of its adapter: GRPO}. Adapters that do not learn are copied from start/:
+    whoever starts from the checkpoint needs both halves. Of older checkpoints those of evaluated
+    steps stay, without their optimizers. There are no random states: the prompts and all random
+    draws of a step are functions of the seed and the step.
+    """
+    unfinished = out / "checkpoints" / ".unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for name, learner in learners.items():
+        learned = {key: p for key, p in learner.model.named_parameters() if p.requires_grad}
+        options = {"selected_adapters": ["default"], "state_dict": learned}
+        learner.model.save_pretrained(unfinished / name, **options, **NO_VOCABULARY)
+        (unfinished / name / "README.md").unlink()  # an empty template
+        # safetensors writes a file that its owner alone may read.
+        shutil.copymode(unfinished / name / CONFIG, unfinished / name / WEIGHTS)
+        torch.save(learner.optimizer.state_dict(), unfinished / f"{name}-optimizer.pt")
+    others = {name: x for name, x in adapters_in(out / "start").items() if name not in learners}
+    copy_adapters(others, unfinished)
+    # The records too, which are older. From here on not even a power cut loses the step.
+    sync(*unfinished.glob("**/*.*"), *out.glob("*.jsonl"))
+    os.replace(unfinished, out / "checkpoints" / f"{step:06d}")
+    for old in checkpoints(out)[:-1]:
+        if int(old.name) not in evaluated:
+            shutil.rmtree(old, ignore_errors=True)
+        for file in old.glob("*-optimizer.pt"):
+            file.unlink()
+
+
+def load(out, learners):
+    """Adapters and optimisers from the newest checkpoint, if any. Returns its step, or 0."""
+    if (saved := newest(out)) == out:
+        return 0
+    for name, learner in learners.items():
+        load_adapter(learner.model, saved / name / WEIGHTS)
+        state = torch.load(saved / f"{name}-optimizer.pt", "cpu", weights_only=True)
+        learner.optimizer.load_state_dict(state)
+    return int(saved.name)
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def newest(place):
+    """The newest checkpoint of a run, or what else is in this place."""
+    return [Path(place), *checkpoints(Path(place))][-1]
+
+
+def find_adapters(place):
+    """{"adapter", "decoder-adapter": its folder} of those in --adapter, which may be None.
+
+    place: of a run, whose newest checkpoint counts, of a checkpoint, or of a lone adapter, which is
+    the decoder's if it is named like that.
+    """
+    if not place:
+        return {}
+    folder = newest(place)
+    found = adapters_in(folder)
+    if (folder / CONFIG).is_file():
+        of_decoder = folder.resolve().name == "decoder-adapter"
+        found = {"decoder-adapter" if of_decoder else "adapter": folder}
+    if not found:
+        raise UserError(f"--adapter {place}: no run, no checkpoint and no adapter is there")
+    for each in found.values():
+        refuse_unless_plain(each)
+    return found
+
+
+def adapters_in(folder):
+    """{name: its folder} of those in a checkpoint or in start/."""
+    return {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
+
+
+def refuse_unless_plain(adapter):
+    """Of other kinds PEFT would load a part, or change the model's own weights."""
+    with readable(f"use the adapter {adapter}"):
+        config = json.loads((adapter / CONFIG).read_text("utf-8"))
+        plain = config["peft_type"] == "LORA" and config.get("bias", "none") == "none"
+        plain &= config.get("init_lora_weights", True) in (True, False, "gaussian")
+        if not plain or config.get("use_dora") or config.get("modules_to_save"):
+            raise ValueError("it is not plain LoRA: no DoRA, PiSSA, biases or whole modules")
+
+
+def copy_adapters(adapters, folder):
+    """adapters: {name in the folder: folder of an adapter}. Nothing else there is touched."""
+    for name, adapter in adapters.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for file in (CONFIG, WEIGHTS):
+            shutil.copyfile(adapter / file, folder / name / file)
+
+
+def load_adapter(model, file, name="default"):
+    """The weights in a file, all of them, into the model's adapter of this name."""
+    weights = load_file(file)
+    wanted = peft.get_peft_model_state_dict(model, adapter_name=name, **NO_VOCABULARY)
+    if other := weights.keys() ^ wanted.keys():  # which PEFT would leave out
+        raise ValueError(f"{file} is of another model: {min(other)} is only in one of them")
+    peft.set_peft_model_state_dict(model, weights, adapter_name=name)
+
+
+# ---- files that survive --------------------------------------------------------------------------
+
+
+def write_whole(path, text):
+    """A kill, or a power cut, leaves what was there before."""
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(text, "utf-8")
+    sync(unfinished)
+    os.replace(unfinished, path)
+
+
+def sync(*files):
+    """What was written to files is on the disk itself."""
+    for file in files:
+        with open(file, "r+b") as opened:
+            os.fsync(opened.fileno())
