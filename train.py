@@ -209,6 +209,7 @@ def train(settings, run_class=Run):
     page = Path(folder.name, "index.html")
     say(f"{took}; output folder: {folder.name}; look at {page}")
     if code:
+        draw(record)  # the page says that the run was ended
         say(f"continue with --resume {folder.name}")
     return code
 
@@ -234,16 +235,22 @@ def loop(run, settings, data, record):
 
 
 def evaluate(run, settings, data, record):
-    """A checkpoint, its evaluation, and then all that people look at, such as index.html."""
+    """A checkpoint, its evaluation, and then all that people look at."""
     record.save()
     judge(run, settings, data, record)
-    if record.writes:
+    draw(record)
+    if record.tracker is not None:
+        with optional("log the pictures"):
+            record.tracker.log_picture(record.out / "before-after.png", record.done)
+
+
+def draw(record):
+    """index.html and before-after.png, once there is an evaluation."""
+    if record.writes and record.records["evaluation"]:
         from viewer import show  # training needs nothing of it
 
         with optional("show the run"):
             show(record.out)
-            if record.tracker is not None:
-                record.tracker.log_picture(record.out / "before-after.png", record.done)
 
 
 def main(arguments=None, run_class=Run):

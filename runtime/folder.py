@@ -20,7 +20,7 @@ from runtime.terminal import option, readable, say
 MAY_CHANGE = {"steps", "eval_every", "save_every"}
 MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker"}
 # What settings.json has beside the settings: what a run has found out as it began.
-OF_RUN = "script", "versions", "processes", "planned_base", "began_from"
+OF_RUN = "script", "versions", "processes", "planned_base", "began_from", "command"
 LOCK = ".lock"
 
 
@@ -104,6 +104,7 @@ def begin(folder, settings, data, base):
         of_run = settings.script, versions(), ranks.count(), base, began_from
         values = settings.portable() | dict(zip(OF_RUN, of_run))
     folder.began_from = values["began_from"]
+    values["command"] = settings.command(values)
     write_whole(kept, json.dumps(values, indent=2))
 
 
@@ -134,7 +135,7 @@ def resumed(given, script):
         )
     with readable(f"resume {out}", "; name the folder of a run, such as runs/1"):
         values = json.loads((out / "settings.json").read_text("utf-8"))
-        own, began, processes, base, _ = map(values.pop, OF_RUN)
+        own, began, processes, base, *_ = map(values.pop, OF_RUN)
     if own != script:
         raise UserError(f"{out} is a run of {own}: python {own} --resume {out}")
     now = {name: version for name, version in versions().items() if version != began.get(name)}

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import textwrap
 from copy import copy
@@ -189,6 +190,19 @@ class Settings(GRPOSettings):
         """{name: value}, without places on this machine: of the project, and of the run."""
         own = "out", "resume"
         return {name: portable(x) for name, x in vars(self).items() if name not in own}
+
+    @classmethod
+    def command(cls, values):
+        """What repeats a run of these values: each setting that is not the default, as a flag."""
+        defaults = {each.name: each.default for each in fields(cls)}
+        defaults |= cls.tiny if is_tiny(values["model"]) else {}
+        count = values["processes"]
+        words = ["python"] if count == 1 else ["torchrun", "--nproc-per-node", str(count)]
+        words.append(cls.script)
+        for name, default in defaults.items():
+            if values.get(name) not in (None, portable(default)):
+                words += [option(name), str(values[name])]
+        return shlex.join(words)
 
     def for_evaluation(self):
         """As the model is used after training."""

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from dataclasses import fields
@@ -74,6 +75,8 @@ def test_a_run_leaves_every_promised_file(one_step):
     assert len(modes) == 1  # safetensors would let nobody else read the weights
     saved = json.loads((one_step / "settings.json").read_text())
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
+    again = train.parse_settings(shlex.split(saved["command"])[2:])
+    assert again.portable().items() <= saved.items()
 
 
 def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import datetime
 from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
@@ -14,6 +15,7 @@ from runtime.report import (
     evaluation_rows,
     evaluation_title,
     format_step,
+    judge_of,
     shown_names,
     sides,
     with_error,
@@ -31,8 +33,10 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 12, 26, 24  # what surrounds its curves
 def draw_page(run):
     """The text of index.html."""
     return TEMPLATE.substitute(
-        name=escape(run.out.resolve().name),
-        steps=f"{len(run.metrics)} of {counted(run.settings['steps'], 'step')}",
+        title=escape(title(run)),
+        summary=escape(summary(run)).replace("+-", "±"),
+        state=escape(state(run)),
+        facts="".join(f"<tr><th>{key}</th><td>{escape(x)}</td></tr>" for key, x in facts(run)),
         before_after="".join(before_after(run)),
         judged=evaluation_title(run.evaluations),
         table=table(evaluation_rows(run.evaluations)),
@@ -40,6 +44,51 @@ def draw_page(run):
         groups="".join(steps_of(run)),
         settings=escape(json.dumps(run.settings, indent=0)[2:-2]),
     )
+
+
+def title(run):
+    model, reward = Path(run.settings["model"]).name, run.settings["reward"]
+    return f"{model}, trained by GRPO: {reward}" if run.settings["steps"] else f"{model}, judged"
+
+
+def summary(run):
+    """Two sentences for people who know nothing of the run."""
+    done = "was judged without training"
+    if run.settings["steps"]:
+        reward = f"reward ({run.settings['reward']}), which a program gives to each picture"
+        done = f"was trained by reinforcement learning (GRPO) to get a higher {reward}"
+    last, judge = run.evaluations[-1], judge_of(run.evaluations[-1])
+    values = [f"{with_error(*x[judge])} ({side})" for side, x in sides(run.evaluations).items()]
+    unseen = f"{counted(last['prompts'], 'prompt')} that training never saw"
+    return (
+        f"{Path(run.settings['model']).name}, a model that paints pictures for prompts, {done}. "
+        f"On {unseen}, its mean score “{judge.removeprefix('reward/')}” was "
+        f"{', then '.join(values)}: higher is better."
+    )
+
+
+def state(run):
+    """Whether the run is complete, goes on, or was ended."""
+    made = f"{len(run.metrics)} of {counted(run.settings['steps'], 'step')}"
+    if len(run.metrics) == run.settings["steps"]:
+        return f"The run is complete: {made}."
+    if run.is_running:
+        now = f"{datetime.now():%Y-%m-%d %H:%M}"
+        return f"The run goes on: {made} when this page was drawn, {now}."
+    return f"The run was ended after {made}: --resume with its folder continues it."
+
+
+def facts(run):
+    """What was trained on what, and what repeats it: pairs of words."""
+    settings = run.settings
+    yield "Model", settings["model"]
+    if settings["began_from"]:
+        yield "Begun from", settings["began_from"]
+    yield "Prompts", f"{settings['prompts']}; held out: {settings['eval_prompts']}"
+    yield "Reward", settings["reward"]
+    yield "Judged by", settings["eval_reward"]
+    yield "Command", settings["command"]
+    yield "Versions", ", ".join(f"{name} {of}" for name, of in settings["versions"].items())
 
 
 def table(rows):
