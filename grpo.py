@@ -70,11 +70,11 @@ has nothing to do. Three defaults of GRPOSettings differ in train.py:
 
 A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
-    groups = policy.sample(encoded, G, seed)  # 1. G sequences per prompt, with log pi_old
-    rewards = ...                             # 2. paint and score: in train.py, or your own
-    set_advantages(groups, rewards)           # 3. z-scores within each group
-    policy.add_reference(groups)              # 4. log ref of the same tokens
-    metrics = policy.update(groups)           # 4. log pi, with a gradient; 5. loss; 6. optimiser
+    groups = trainer.sample(encoded, G, seed)  # 1. G sequences per prompt, with log pi_old
+    rewards = ...                              # 2. paint and score: in train.py, or your own
+    set_advantages(groups, rewards)            # 3. z-scores within each group
+    trainer.add_reference(groups)              # 4. log ref of the same tokens
+    metrics = trainer.update(groups)           # 4. log pi, with a gradient; 5. loss; 6. optimiser
 
 Part 4 computes log pi again: sampling keeps no graph through which a gradient could flow, and each
 optimiser step changes log pi.
@@ -88,7 +88,6 @@ alone, and has the lines to change for another loss (Dr. GRPO, DAPO, GSPO).
 
 import itertools
 import math
-import os
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -266,16 +265,16 @@ def compute_grpo_loss(
     return loss, {name: value.item() for name, value in metrics.items()}
 
 
-# ---- the policy: it samples groups, and learns from them -----------------------------------------
+# ---- the trainer of a policy: it samples groups, and learns from them ----------------------------
 
 
 class GRPO:
-    """The policy with its optimiser: it samples groups, and learns from their advantages.
+    """The trainer of a policy: it samples groups, and learns from their advantages.
 
     Args:
-        model: a PeftModel: a frozen base with a trainable adapter, LoRA or its like. The base is a
-            transformers model, or one that takes and returns the same (docs/copying.md, "A model of
-            your own").
+        model: the policy, a PeftModel: a frozen base with a trainable adapter, LoRA or its like.
+            The base is a transformers model, or one that takes and returns the same
+            (docs/copying.md, "A model of your own").
         optimizer: over the adapter.
         settings: GRPOSettings, read when they are used: you may change them between steps.
         allowed_ids, token_forward: as for generate_with_logprobs.
@@ -309,8 +308,8 @@ class GRPO:
         parameters = [p for each in optimizer.param_groups for p in each["params"]]
         self.parameters = [p for p in parameters if p.requires_grad]
         _check_process(self.parameters, average)
-        # For sample() without a seed. Each process of torchrun has 2**24 seeds of its own.
-        self.seeds = itertools.count(2**24 * int(os.environ.get("RANK", "0")))
+        # For sample() without a seed. Each process has 2**24 seeds of its own.
+        self.seeds = itertools.count(2**24 * (torch.distributed.get_rank() if _is_joined() else 0))
         # In the whole process: cuDNN's attention may give wrong tokens (pytorch 193893, trl 7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -345,7 +344,8 @@ class GRPO:
         if self.settings.end_ids is not None:
             mask = mask_through_end(tokens, self.settings.end_ids)  # (N*G, T)
             # Ended texts are sampled on until the longest ends. No reward may see those tokens.
-            tokens = tokens.where(mask > 0, torch.tensor(self.settings.end_ids).flatten()[0])
+            if not mask.all():
+                tokens = tokens.where(mask > 0, torch.tensor(self.settings.end_ids).flatten()[0])
         sampled = tokens, logprobs, nucleus, mask
         return [
             Group(prompt_ids[i].cpu(), position_ids[i], *(_rows(each, rows) for each in sampled))
@@ -793,6 +793,10 @@ def _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_c
         raise ValueError("kl_coef above 0 needs ref_logprobs")
 
 
+def _is_joined():
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _check_process(parameters, average):
     """Refuses policies that would drift apart; warns of steps that are rounded away."""
     if average is not None:
@@ -801,7 +805,7 @@ def _check_process(parameters, average):
         average([means])
         if not torch.allclose(means, sums):
             raise ValueError("the processes begin with different adapters: seed them alike before")
-    elif torch.distributed.is_available() and torch.distributed.is_initialized():
+    elif _is_joined():
         raise ValueError("torch.distributed is started: GRPO needs `average`, see docs/copying.md")
     if any(p.dtype != torch.float32 for p in parameters):
         warnings.warn("trained weights are not float32: steps are rounded away", stacklevel=3)

@@ -745,11 +745,14 @@ def test_metrics_of_several_processes_are_those_of_one():
 
 
 def test_samples_without_a_seed_take_the_next_ones(monkeypatch):
-    """No two steps share one, and no two processes of torchrun. A seed that is given changes
-    nothing for the others."""
+    """No two steps share one, and no two processes. A seed that is given changes nothing for the
+    others, and an empty list of ends ends nothing."""
     run, prompts = trainer(), [(ids, None, 6) for ids in (LONG, SHORT)]
-    monkeypatch.setenv("RANK", "3")
-    steps = [run.sample(prompts, 3), run.sample(prompts, 3, 7), run.sample(prompts, 3)]
+    steps = [run.sample(prompts, 3), trainer(end_ids=[]).sample(prompts, 3, 7)]
+    steps.append(run.sample(prompts, 3))
+    for name, answer in (("is_initialized", True), ("get_rank", 3)):
+        monkeypatch.setattr(torch.distributed, name, lambda answer=answer: answer)
+    monkeypatch.setattr(grpo, "_check_process", lambda *given: None)
     steps.append(trainer().sample(prompts, 3))
     for groups, seed in zip(steps, (0, 7, 2, 3 * 2**24), strict=True):
         for group, same in zip(groups, run.sample(prompts, 3, seed), strict=True):

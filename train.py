@@ -20,7 +20,7 @@ means, and what is normal.
 
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,13 +31,13 @@ from glm_image.model import GlmImage, load
 from grpo import GRPO, set_advantages
 from rewards import combine, score, weights_of
 from runtime import checkpoint, cpu, ranks
-from runtime.data import load_rewards, prompt_indices, read_inputs, read_prompts
-from runtime.evaluation import judge, seed_of_step
+from runtime.data import load_rewards, prompt_indices, read_inputs, read_prompts, seed_of_step
+from runtime.evaluation import judge
 from runtime.folder import run_folder
-from runtime.record import Record, tracked
-from runtime.report import counted
-from runtime.settings import Settings, parse_settings, print_start
-from runtime.terminal import exit_code, optional, say
+from runtime.record import Record
+from runtime.settings import Settings, parse_settings
+from runtime.terminal import exit_code, optional, print_start, say
+from runtime.words import counted
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
 
@@ -48,11 +48,11 @@ def grpo_step(run, settings, rewards, prompts, seed):
     rewards: {name: Reward}. prompts: N. seed: for sampling and painting. Returns the
     Rollout and the metrics, {name: number}.
     """
-    policy, group_size = run.policy, settings.group_size  # policy: a GRPO, see grpo.py
+    trainer, group_size = run.trainer, settings.group_size  # trainer: a GRPO, see grpo.py
 
-    with run.machine.phase("sample", policy.model):  # 1. sample a group for each prompt
+    with run.machine.phase("sample", trainer.model):  # 1. sample a group for each prompt
         encoded = run.glm_image.encode(prompts, settings)  # N x (prompt_ids, position_ids, T)
-        groups = policy.sample(encoded, group_size, seed)
+        groups = trainer.sample(encoded, group_size, seed)
 
     # 2. paint and score; several rewards become one number per picture
     images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)
@@ -60,10 +60,10 @@ def grpo_step(run, settings, rewards, prompts, seed):
 
     set_advantages(groups, reward)  # 3. advantages: z-scores within each group
 
-    with run.machine.phase("reference", policy.model):  # 4. recompute the log-probs: adapter off
-        policy.add_reference(groups)
-    with run.machine.phase("update", policy.model):  # 4. adapter on; 5. the clipped loss; 6. AdamW
-        metrics = policy.update(groups)
+    with run.machine.phase("reference", trainer.model):  # 4. recompute the log-probs: adapter off
+        trainer.add_reference(groups)
+    with run.machine.phase("update", trainer.model):  # 4. adapter on; 5. the clipped loss; 6. AdamW
+        metrics = trainer.update(groups)
 
     advantages = [group.advantages for group in groups]
     return Rollout(prompts, groups, images, raw_rewards, advantages), metrics
@@ -104,7 +104,7 @@ class Run:
     """The models, what trains them, and the GPU that they may have to share."""
 
     glm_image: GlmImage  # all models
-    policy: GRPO  # trains its language model
+    trainer: GRPO  # of its language model, the policy
     machine: cpu.Machine  # with machine.phase(name, *models): they are on the GPU; time is measured
 
     # What the scripts in examples/ replace. loop() calls step, evaluate() calls paint_and_score.
@@ -117,7 +117,7 @@ class Run:
 
     @classmethod
     def load(cls, settings, data, machine, adapters=None, pipe=None):
-        """The models on the machine, and the policy.
+        """The models on the machine, and the trainer.
 
         data: for a subclass that needs it. adapters: as for prepare_training. pipe: the stock
         pipeline, if it is loaded already.
@@ -130,7 +130,7 @@ class Run:
             # Straight to the GPU, so that the host never holds them.
             round_weights(glm_image, None if machine.waiting else device)
         glm_image.prepare_training(settings, device, adapters)
-        policy = machine.Policy(
+        trainer = machine.Trainer(
             glm_image.language_model,
             adamw(glm_image.language_model, settings.lr),
             settings,
@@ -139,13 +139,13 @@ class Run:
             reference=glm_image.reference,
             average=ranks.average,
         )
-        machine.hold(glm_image.parts, policy.token_forward.release)
-        return cls(glm_image, policy, machine)
+        machine.hold(glm_image.parts, trainer.token_forward.release)
+        return cls(glm_image, trainer, machine)
 
     @property
-    def learners(self):
-        """{folder of its adapter: what learns}."""
-        return {"adapter": self.policy}
+    def trainers(self):
+        """{folder of its adapter: its trainer}."""
+        return {"adapter": self.trainer}
 
     def attempt(self, work, settings, rewards, prompts, seed):
         """Returns work(settings, rewards, prompts, seed), such as self.step.
@@ -158,7 +158,7 @@ class Run:
             set_seed(seed % 2**32)
             return work(settings, rewards, prompts, seed)
 
-        return self.machine.attempt(once, settings, self.learners)
+        return self.machine.attempt(once, settings, self.trainers)
 
 
 def backend_of(device):
@@ -170,6 +170,15 @@ def backend_of(device):
     return cpu
 
 
+def tracked(settings, out):
+    """A context with the Tracker of --tracker on the first rank, else with None."""
+    if settings.tracker == "none" or ranks.rank() > 0:
+        return nullcontext()
+    from runtime.trackers import started  # other runs do not enter there
+
+    return started(settings, out)
+
+
 def adamw(model, rate=1e-3):
     """Over the adapter of a model. rate: that after the warm-up."""
     # eps: gradients here can be as small as 5e-9 per weight; with torch's 1e-8 nothing would move.
@@ -177,10 +186,10 @@ def adamw(model, rate=1e-3):
     return torch.optim.AdamW([learned], rate, betas=(0.9, 0.99), eps=1e-15, weight_decay=0.0)
 
 
-def warm_up(learners, warmup_steps, step):
+def warm_up(trainers, warmup_steps, step):
     """The rate rises over the first steps; it follows from the step, so --resume needs no state."""
-    for learner in learners.values():
-        for group in learner.optimizer.param_groups:
+    for trainer in trainers.values():
+        for group in trainer.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * min(1, (step + 1) / (warmup_steps + 1))
 
 
@@ -198,7 +207,7 @@ def train(settings, run_class=Run):
         load_rewards(settings, data)
         with tracked(settings, folder.path) as tracker:
             run = run_class.load(settings, data, machine, folder.adapters)
-            done = checkpoint.load(folder.path, run.learners)  # steps
+            done = checkpoint.load(folder.path, run.trainers)  # steps
             record = run.Record(folder, settings, data, run, tracker, done)
             code = 130  # after Ctrl-C: the steps before it are saved
             with suppress(KeyboardInterrupt):
@@ -223,7 +232,7 @@ def loop(run, settings, data, record):
     with run.machine.counting("step", settings.steps, first):
         for step in range(first, settings.steps):
             seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
-            warm_up(run.learners, settings.warmup_steps, step)
+            warm_up(run.trainers, settings.warmup_steps, step)
             prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
             rollout, metrics = run.attempt(run.step, settings, data.rewards, prompts, seed)
             record.step(step + 1, rollout, metrics)

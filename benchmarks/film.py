@@ -53,7 +53,7 @@ def main(folder, file):
     run = train.Run.load(settings, data, Machine(torch.device("cpu"), "bfloat16"))
     sheets = [sheet(run, settings, prompts, judges, 0)]
     for checkpoint in checkpoints(Path(folder)):
-        load_adapter(run.policy.model, checkpoint / "adapter" / WEIGHTS)
+        load_adapter(run.trainer.model, checkpoint / "adapter" / WEIGHTS)
         sheets.append(sheet(run, settings, prompts, judges, int(checkpoint.name)))
     height = max(each.height for each in sheets)
     sheets = [each.crop((0, 0, each.width, height)) for each in sheets]

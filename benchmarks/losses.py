@@ -40,8 +40,8 @@ def redrawn(run, settings, rewards, prompts, groups, seed):
         if not equal:
             break
         some, other_seed = [prompts[i] for i in equal], seed + 300 * again
-        with run.machine.phase("sample", run.policy.model):
-            new = run.policy.sample(run.glm_image.encode(some, settings), size, other_seed)
+        with run.machine.phase("sample", run.trainer.model):
+            new = run.trainer.sample(run.glm_image.encode(some, settings), size, other_seed)
         run.machine.timings["redrawn"] += size * len(some)  # pictures, for the step's metrics
         painted, scored = paint_and_score(run, settings, rewards, some, new, other_seed)
         for j, i in enumerate(equal):
@@ -67,7 +67,7 @@ def answered(run, prompts, groups):
         group.nucleus = None
         with torch.no_grad():
             rows = torch.arange(len(group.tokens))
-            group.old_logprobs = run.policy.logprobs(group, rows)
+            group.old_logprobs = run.trainer.logprobs(group, rows)
     return torch.ones(sum(len(group.tokens) for group in groups))
 
 

@@ -250,20 +250,20 @@ def exact_kl(model, adapter):
     """
     settings, data, run = loaded(model, adapter)
     own = replace(settings, group_size=PICTURES).for_evaluation()
-    policy, values = run.policy, []
+    trainer, values = run.trainer, []
 
     def distribution(group, rows=4):
         ids = torch.cat([group.prompt_ids.expand(rows, -1), group.tokens[:rows]], dim=1)[:, :-1]
         positions = group.position_ids[:, None, :-1].expand(-1, rows, -1)
         last = torch.arange(-group.tokens.shape[1], 0)
-        logits = policy.model(input_ids=ids, position_ids=positions, logits_to_keep=last).logits
-        return _log_distribution(logits, policy.allowed_ids, own.temperature, group.nucleus[:rows])
+        logits = trainer.model(input_ids=ids, position_ids=positions, logits_to_keep=last).logits
+        return _log_distribution(logits, trainer.allowed_ids, own.temperature, group.nucleus[:rows])
 
     for i in range(0, len(data.held_out), 16):
         encoded = run.glm_image.encode(data.held_out[i : i + 16], own)
-        for group in policy.sample(encoded, PICTURES, evaluation.SEED + i):
+        for group in trainer.sample(encoded, PICTURES, evaluation.SEED + i):
             pi = distribution(group)
-            with policy.model.disable_adapter():
+            with trainer.model.disable_adapter():
                 ref = distribution(group)
             values.append((pi.exp() * (pi - ref)).nan_to_num(0).sum(-1).mean())
     return torch.stack(values).mean().item()

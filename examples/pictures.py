@@ -38,12 +38,12 @@ glm_image = GlmImage(load(settings.model, torch.device("cpu")))
 glm_image.prepare_training(settings, torch.device("cpu"))
 model = glm_image.language_model
 optimizer = torch.optim.AdamW(model.parameters(), 3e-4, (0.9, 0.99), eps=1e-15, weight_decay=0)
-policy = GRPO(model, optimizer, settings, allowed_ids=glm_image.codes())
+trainer = GRPO(model, optimizer, settings, allowed_ids=glm_image.codes())
 
 
 def sample_and_paint(batch, seed):
     """Groups, their pictures, and the caption of each picture."""
-    groups = policy.sample(glm_image.encode(batch, settings), GROUP_SIZE, seed)
+    groups = trainer.sample(glm_image.encode(batch, settings), GROUP_SIZE, seed)
     images = []
     for i, (prompt, group) in enumerate(zip(batch, groups)):
         latents = glm_image.paint(prompt, group.tokens, settings, seed + i)
@@ -65,8 +65,8 @@ for step in range(STEPS):
     groups, images, captions = sample_and_paint(batch, seed=step * len(batch))  # parts 1 and 2
     rewards = torch.as_tensor(reward(images, captions))
     set_advantages(groups, rewards)  # 3. z-scores within each group
-    policy.add_reference(groups)  # 4. log-probs with the adapter off
-    policy.update(groups)  # 4. with the adapter on; 5. the clipped loss; 6. AdamW
+    trainer.add_reference(groups)  # 4. log-probs with the adapter off
+    trainer.update(groups)  # 4. with the adapter on; 5. the clipped loss; 6. AdamW
     print(f"step {step + 1}: reward {rewards.mean():.3f}")
 after = evaluate("after")
 

@@ -47,7 +47,7 @@ def train(seed=0, steps=40, num_judged=64):
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0)
     ends = tokenizer.encode("\n")
-    policy = GRPO(model, optimizer, GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=ends))
+    trainer = GRPO(model, optimizer, GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=ends))
 
     pairs = [(a, b) for a in range(1, 23) for b in range(1, a + 1) if (a, b) != (14, 7)]
     sums = random.Random(seed).sample(pairs, 252)
@@ -56,7 +56,7 @@ def train(seed=0, steps=40, num_judged=64):
         """A group of answers for each sum, and their rewards (N*G,)."""
         texts = [f"14 + 7 = 21\n{a} + {b} = " for a, b in pairs]
         prompts = [(torch.tensor(tokenizer.encode(text)), None, LENGTH) for text in texts]
-        groups = policy.sample(prompts, size)
+        groups = trainer.sample(prompts, size)
         rewards = []
         for (a, b), group in zip(pairs, groups):
             for ids, mask in zip(group.tokens, group.mask):
@@ -74,7 +74,7 @@ def train(seed=0, steps=40, num_judged=64):
     for step, first in enumerate(range(num_judged, len(sums), PROMPTS_PER_STEP)[:steps], 1):
         groups, rewards = sample(sums[first : first + PROMPTS_PER_STEP], GROUP_SIZE)
         set_advantages(groups, rewards)  # compared within each group of G
-        equal = policy.update(groups)["groups_without_spread"]
+        equal = trainer.update(groups)["groups_without_spread"]
         words = f"reward {rewards.mean():.2f}, {equal:.0%} without spread"
         print(f"step {step}: {words}", flush=True)
     judge()

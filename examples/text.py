@@ -54,15 +54,15 @@ def train(steps=30):
     torch.set_num_threads(1)  # more threads slow matrices this small
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
-    policy = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=END))
+    trainer = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=END))
     prompts = [(torch.tensor(ids), None, LENGTH) for ids in PROMPTS]
     means = []
     for step in range(steps):
-        groups = policy.sample(prompts, GROUP_SIZE)  # prompt after prompt, G samples each
+        groups = trainer.sample(prompts, GROUP_SIZE)  # prompt after prompt, G samples each
         rewards = torch.cat([reward(group) for group in groups])
         set_advantages(groups, rewards)  # compared within each group of G
-        policy.add_reference(groups)
-        metrics = policy.update(groups)
+        trainer.add_reference(groups)
+        metrics = trainer.update(groups)
 
         means.append(rewards.mean().item())
         length = torch.cat([group.mask for group in groups]).sum(1).mean()

@@ -26,8 +26,8 @@ from rewards import UserError, combine, score, weights_of
 from runtime import ranks
 from runtime.metrics import reward_metrics
 from runtime.record import Record
-from runtime.report import LINE
 from runtime.settings import Settings
+from runtime.words import LINE
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
 
@@ -36,16 +36,16 @@ def decoder_step(run, settings, rewards, prompts, seed):
     """One step of the decoder, or of both; see grpo_step in train.py."""
     sequences, paintings = settings.sequences, settings.paintings_per_sequence  # G, K
     weights = weights_of(rewards)
-    policy, decoder = run.policy, run.decoder
+    trainer, decoder_trainer = run.trainer, run.decoder_trainer
 
-    with run.machine.phase("sample", policy.model):  # 1. sample G code sequences for each prompt
-        groups = policy.sample(run.glm_image.encode(prompts, settings), sequences, seed)
+    with run.machine.phase("sample", trainer.model):  # 1. sample G code sequences for each prompt
+        groups = trainer.sample(run.glm_image.encode(prompts, settings), sequences, seed)
 
     images = []  # N*G*K, prompt after prompt, code sequence after code sequence
     of_prompts = []  # a group for each denoising step of each code sequence
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         with run.machine.phase("paint", *run.glm_image.painters):  # 2. paint each K times
-            latents, steps = decoder.paint_paths(prompt, group.tokens, settings, seed + i)
+            latents, steps = decoder_trainer.paint_paths(prompt, group.tokens, settings, seed + i)
         with run.machine.phase("vae", run.glm_image.vae):
             images += run.glm_image.to_images(latents, settings.micro_batch_size)
         of_prompts.append(steps)
@@ -58,7 +58,9 @@ def decoder_step(run, settings, rewards, prompts, seed):
     set_advantages(paths, repeat_for_steps(reward, paths))
     # The decoder learns first, for its update takes the most memory. If memory runs out there,
     # nothing has learned yet, and the step can be made again.
-    of_decoder = learn(run, decoder, run.glm_image.pipe.transformer, paths, "decoder/")  # 4 to 6
+    of_decoder = learn(
+        run, decoder_trainer, run.glm_image.pipe.transformer, paths, "decoder/"
+    )  # 4 to 6
 
     metrics = {"skipped": 0}
     advantages = [steps[0].advantages for steps in of_prompts]  # of a lone code sequence
@@ -67,7 +69,7 @@ def decoder_step(run, settings, rewards, prompts, seed):
         # float64 the means of equal rewards are equal, whatever is NaN.
         means = {name: x.double().view(-1, paintings).nanmean(1) for name, x in raw_rewards.items()}
         set_advantages(groups, combine(means, weights, sequences, settings.combine))
-        metrics = learn(run, policy, policy.model, groups)  # 4 to 6
+        metrics = learn(run, trainer, trainer.model, groups)  # 4 to 6
         advantages = [group.advantages.repeat_interleave(paintings) for group in groups]
 
     metrics |= of_decoder
@@ -75,12 +77,12 @@ def decoder_step(run, settings, rewards, prompts, seed):
     return train.Rollout(prompts, groups, images, raw_rewards, advantages), metrics
 
 
-def learn(run, learner, model, groups, prefix=""):
+def learn(run, trainer, model, groups, prefix=""):
     """Parts 4 to 6. model: what has to be on the GPU. Returns metrics, named with the prefix."""
     with run.machine.phase(f"{prefix}reference", model):
-        learner.add_reference(groups)
+        trainer.add_reference(groups)
     with run.machine.phase(f"{prefix}update", model):
-        metrics = learner.update(groups)
+        metrics = trainer.update(groups)
     return {prefix + name: value for name, value in metrics.items()}
 
 
@@ -155,7 +157,7 @@ class DecoderRecord(Record):
 class DecoderRun(train.Run):
     """train.py's, with a decoder that learns; the policy may."""
 
-    decoder: DecoderGRPO | None = None
+    decoder_trainer: DecoderGRPO | None = None
     policy_learns: bool = False
 
     Settings = DecoderSettings
@@ -165,10 +167,10 @@ class DecoderRun(train.Run):
 
     @classmethod
     def load(cls, settings, *given):
-        """As in train.py, and the decoder's GRPO."""
+        """As in train.py, and the decoder's trainer."""
         run = super().load(settings, *given)
         run.policy_learns = settings.train == "both"
-        run.decoder = DecoderGRPO(
+        run.decoder_trainer = DecoderGRPO(
             run.glm_image,
             train.adamw(run.glm_image.decoder, settings.decoder_lr),
             settings,
@@ -179,9 +181,9 @@ class DecoderRun(train.Run):
         return run
 
     @property
-    def learners(self):
-        decoder = {"decoder-adapter": self.decoder}
-        return {**super().learners, **decoder} if self.policy_learns else decoder
+    def trainers(self):
+        decoder = {"decoder-adapter": self.decoder_trainer}
+        return {**super().trainers, **decoder} if self.policy_learns else decoder
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Machine(cpu.Machine):
     All models stay on the GPU, or they take turns: then only the models of the phase are on it.
     """
 
-    Policy = CheckedGRPO
+    Trainer = CheckedGRPO
     token_forward = staticmethod(token_forward)
 
     def __init__(self, device, base, waiting=None):
@@ -99,14 +99,14 @@ class Machine(cpu.Machine):
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
         return self.offload is None and unfiled <= room_of_host()
 
-    def attempt(self, work, settings, learners):
+    def attempt(self, work, settings, trainers):
         """Returns work(), such as a step, all of whose draws start from a seed.
 
         If GPU memory runs out, this makes room and calls `work` again, which computes the same, but
         for rounding. The error ends the run if no more room can be made, if an optimizer has moved
         weights already, or with several ranks: a rank alone cannot repeat a collective.
         """
-        count_steps = lambda: sum(learner.steps for learner in learners.values())
+        count_steps = lambda: sum(trainer.steps for trainer in trainers.values())
         before = count_steps()
         timings = self.timings.copy()
         while True:

@@ -25,25 +25,25 @@ def checkpoints(out):
     return sorted((out / "checkpoints").glob("[0-9]" * 6))
 
 
-def save(out, step, learners, evaluated):
+def save(out, step, trainers, evaluated):
     """Write a checkpoint to a temporary folder and rename it: whatever ends a run, each is whole.
 
-    learners: {folder of its adapter: GRPO}. Adapters that do not learn are copied from start/:
-    whoever starts from the checkpoint needs both halves. Of older checkpoints those of evaluated
-    steps stay, without their optimizers. There are no random states: the prompts and all random
-    draws of a step are functions of the seed and the step.
+    trainers: {folder of its adapter: its trainer}. Adapters that do not learn are copied from
+    start/: whoever starts from the checkpoint needs both halves. Of older checkpoints those of
+    evaluated steps stay, without their optimizers. There are no random states: the prompts and all
+    random draws of a step are functions of the seed and the step.
     """
     unfinished = out / "checkpoints" / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
-    for name, learner in learners.items():
-        learned = {key: p for key, p in learner.model.named_parameters() if p.requires_grad}
+    for name, trainer in trainers.items():
+        learned = {key: p for key, p in trainer.model.named_parameters() if p.requires_grad}
         options = {"selected_adapters": ["default"], "state_dict": learned}
-        learner.model.save_pretrained(unfinished / name, **options, **NO_VOCABULARY)
+        trainer.model.save_pretrained(unfinished / name, **options, **NO_VOCABULARY)
         (unfinished / name / "README.md").unlink()  # an empty template
         # safetensors writes a file that its owner alone may read.
         shutil.copymode(unfinished / name / CONFIG, unfinished / name / WEIGHTS)
-        torch.save(learner.optimizer.state_dict(), unfinished / f"{name}-optimizer.pt")
-    others = {name: x for name, x in adapters_in(out / "start").items() if name not in learners}
+        torch.save(trainer.optimizer.state_dict(), unfinished / f"{name}-optimizer.pt")
+    others = {name: x for name, x in adapters_in(out / "start").items() if name not in trainers}
     copy_adapters(others, unfinished)
     # The records too, which are older. From here on not even a power cut loses the step.
     sync(*unfinished.glob("**/*.*"), *out.glob("*.jsonl"))
@@ -55,14 +55,14 @@ def save(out, step, learners, evaluated):
             file.unlink()
 
 
-def load(out, learners):
+def load(out, trainers):
     """Adapters and optimisers from the newest checkpoint, if any. Returns its step, or 0."""
     if (saved := newest(out)) == out:
         return 0
-    for name, learner in learners.items():
-        load_adapter(learner.model, saved / name / WEIGHTS)
+    for name, trainer in trainers.items():
+        load_adapter(trainer.model, saved / name / WEIGHTS)
         state = torch.load(saved / f"{name}-optimizer.pt", "cpu", weights_only=True)
-        learner.optimizer.load_state_dict(state)
+        trainer.optimizer.load_state_dict(state)
     return int(saved.name)
 
 

@@ -23,7 +23,7 @@ class Machine:
     On a GPU the models that are named are on it within the block: see gpu/memory.py.
     """
 
-    Policy = GRPO
+    Trainer = GRPO
     waiting = None  # where weights wait for their turn: here all models stay
 
     def __init__(self, device, base):
@@ -66,7 +66,7 @@ class Machine:
         self.bar = outer
         outer.unpause()
 
-    def attempt(self, work, settings, learners):
+    def attempt(self, work, settings, trainers):
         """Returns work(). gpu/ calls it again with less if memory runs out."""
         return work()
 

@@ -195,6 +195,11 @@ def prompt_indices(step, settings, count):
     return [shuffled[epoch][place] for epoch, place in places]
 
 
+def seed_of_step(step, seed, prompts_per_step):
+    """The seed of this rank's first group; the groups after it count up, on through all ranks."""
+    return (seed * 1_000_003 + step) * 1_000 + ranks.rank() * prompts_per_step
+
+
 @dataclass
 class Data:
     """What a run trains on, and what judges it."""

@@ -7,18 +7,13 @@ import torch
 from runtime import ranks
 from runtime.data import choose
 from runtime.metrics import with_weighted_sum
-from runtime.report import counted
 from runtime.terminal import say
+from runtime.words import counted
 
 # Prompt i of an evaluation has seed SEED + i. Training with --seed 0 needs 537,919 steps to reach
-# these seeds. Training with another --seed never reaches them: see seed_of_step.
+# these seeds. Training with another --seed never reaches them: see seed_of_step in data.py.
 SEED = 2**29 + 2**20
 PROMPTS_SHOWN, PICTURES_SHOWN = 8, 4  # at most, and of each
-
-
-def seed_of_step(step, seed, prompts_per_step):
-    """The seed of this rank's first group; the groups after it count up, on through all ranks."""
-    return (seed * 1_000_003 + step) * 1_000 + ranks.rank() * prompts_per_step
 
 
 def judge(run, settings, data, record):
@@ -59,9 +54,9 @@ def score_prompts(run, settings, rewards, prompts, seed=SEED):
 def sample_and_score(run, settings, rewards, prompts, seed):
     """N*G images of N prompts, and their raw rewards, as the model is used after training."""
     settings = settings.for_evaluation()
-    with run.machine.phase("sample", run.policy.model):
+    with run.machine.phase("sample", run.trainer.model):
         encoded = run.glm_image.encode(prompts, settings)
-        groups = run.policy.sample(encoded, settings.group_size, seed)
+        groups = run.trainer.sample(encoded, settings.group_size, seed)
     return run.paint_and_score(settings, rewards, prompts, groups, seed)
 
 

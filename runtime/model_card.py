@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rewards import find_path
 from runtime.checkpoint import CONFIG
-from runtime.report import counted, evaluation_table
+from runtime.words import counted, evaluation_table
 
 LOADED = {  # how the stock pipeline loads an adapter, and how the hub names it
     "adapter": ("policy.load_adapter(adapter)", "language model", "peft"),
@@ -95,7 +95,7 @@ def page(name, settings, run, adapters):
     load, part, library = LOADED[name]
     made = f"from {counted(records['metrics'][-1]['step'], 'step')} of GRPO"
     made += f", begun from `{began_from}`" if began_from else ""
-    if name not in run.learners:
+    if name not in run.trainers:
         made = f"as it was in `{began_from}`: this run trained another part"
     others = [f" Load `{each}` of the same run, too." for each in adapters if each != name]
     if settings["planned_base"] == "int8":

@@ -1,7 +1,6 @@
 """What a run says of itself: a line for each step, its numbers, its pictures."""
 
 import json
-from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import torch
 from rewards import weights_of
 from runtime import checkpoint, ranks
 from runtime.metrics import evaluation_metrics, reward_metrics, with_weighted_sum
-from runtime.report import LINE, best_earlier_evaluation, evaluation_table, format_step
 from runtime.terminal import say
+from runtime.words import LINE, best_earlier_evaluation, evaluation_table, format_step
 
 RECORDS = "metrics", "groups", "evaluation"  # .jsonl files
 SIDE = 256  # pixels of a side of a training picture at most, since a run saves thousands of them
@@ -32,7 +31,7 @@ class Record:
         self.out = folder.path
         self.settings = settings
         self.machine = run.machine
-        self.learners = run.learners
+        self.trainers = run.trainers
         self.tracker = tracker
         self.done = self.saved = done
         self.writes = ranks.rank() == 0
@@ -96,7 +95,7 @@ class Record:
         """The checkpoint of the last step, unless it is there."""
         if self.writes and self.done > self.saved:
             evaluated = {each["step"] for each in self.records["evaluation"]}
-            checkpoint.save(self.out, self.done, self.learners, evaluated)
+            checkpoint.save(self.out, self.done, self.trainers, evaluated)
             self.saved = self.done
 
     def evaluation(self, prompts, pictures, values):
@@ -171,15 +170,6 @@ class Record:
             if "decoder-adapter" in adapters:
                 glm_image.save_decoder_adapter(self.out / "decoder-adapter")
             write_cards(self, adapters)
-
-
-def tracked(settings, out):
-    """A context with the Tracker of --tracker on the first rank, else with None."""
-    if settings.tracker == "none" or ranks.rank() > 0:
-        return nullcontext()
-    from runtime.trackers import started  # other runs do not enter there
-
-    return started(settings, out)
 
 
 # ---- .jsonl files --------------------------------------------------------------------------------

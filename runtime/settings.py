@@ -19,7 +19,6 @@ from transformers.utils import cached_file
 
 from grpo import GRPOSettings
 from rewards import REWARDS, ROOT, UserError, find_path
-from runtime import ranks
 from runtime.folder import OF_RUN, resumed
 from runtime.terminal import option, readable, say
 
@@ -374,14 +373,3 @@ def flags_in(file):
         raise UserError(f"--config {file} names a run to resume: give it as --resume")
     given = {name: x for name, x in values.items() if x is not None and name not in OF_RUN}
     return [f"{option(name)}={x}" for name, x in given.items()]
-
-
-def print_start(settings, device, data):
-    """What runs where, and how much there is to do."""
-    name = f"CPU in float32, threads: {torch.get_num_threads()} (OMP_NUM_THREADS)"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name()
-    say(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
-    groups = settings.prompts_per_step * ranks.count()
-    prompts = f"prompts: {len(data.prompts)}, held out: {len(data.held_out)}"
-    say(f"a step: {groups} x {settings.group_size} pictures; {prompts}")

@@ -41,6 +41,17 @@ def optional(what):
         say(f"warning: cannot {what} ({error})")
 
 
+def print_start(settings, device, data):
+    """What runs where, and how much there is to do."""
+    name = f"CPU in float32, threads: {torch.get_num_threads()} (OMP_NUM_THREADS)"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name()
+    say(f"device: {name}\nmodel: {settings.model}; --model FOLDER_OR_ID chooses another")
+    groups = settings.prompts_per_step * ranks.count()
+    prompts = f"prompts: {len(data.prompts)}, held out: {len(data.held_out)}"
+    say(f"a step: {groups} x {settings.group_size} pictures; {prompts}")
+
+
 def out_of_memory(error):
     """Whether the GPU's memory has run out. CUDA, cuBLAS and Triton have their own words for it."""
     words = "out of memory", "STATUS_ALLOC_FAILED"

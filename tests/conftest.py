@@ -164,7 +164,7 @@ def prompts_of(*texts, targets=None, **columns):
 
 def rolled_out(run, settings, rewards, prompts, seed):
     """The first two parts of a step."""
-    groups = run.policy.sample(run.glm_image.encode(prompts, settings), settings.group_size, seed)
+    groups = run.trainer.sample(run.glm_image.encode(prompts, settings), settings.group_size, seed)
     painted = train.paint_and_score(run, settings, rewards, prompts, groups, seed)
     return train.Rollout(prompts, groups, *painted, advantages=[])
 

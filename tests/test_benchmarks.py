@@ -116,22 +116,22 @@ def test_the_exact_kl_by_trying_every_code(monkeypatch):
     shorten(monkeypatch.setattr)
     settings, prompts = tiny_settings("--temperature 2"), prompts_of("a red circle")
     run = build_run(settings)
-    perturb(run.policy.model, 0.2)
+    perturb(run.trainer.model, 0.2)
     data = SimpleNamespace(held_out=prompts)
     monkeypatch.setattr(variants, "loaded", lambda model, adapter: (settings, data, run))
     monkeypatch.setattr(variants, "PICTURES", 4)
     found = variants.exact_kl(None, None)
     encoded = run.glm_image.encode(prompts, settings)
-    (group,) = run.policy.sample(encoded, 4, variants.evaluation.SEED)
+    (group,) = run.trainer.sample(encoded, 4, variants.evaluation.SEED)
     expected = 0
     for place in range(group.tokens.shape[1]):
         for code in group.nucleus[:, place].any(0).nonzero().flatten():
             changed = replace(group, tokens=group.tokens.clone())
             changed.tokens[:, place] = code
             with torch.no_grad():
-                pi = run.policy.logprobs(changed, torch.arange(4))[:, place]
-                with run.policy.reference():
-                    ref = run.policy.logprobs(changed, torch.arange(4))[:, place]
+                pi = run.trainer.logprobs(changed, torch.arange(4))[:, place]
+                with run.trainer.reference():
+                    ref = run.trainer.logprobs(changed, torch.arange(4))[:, place]
             drawable = group.nucleus[:, place, code]
             expected += (pi.exp() * (pi - ref))[drawable].sum() / group.tokens.numel()
     assert found == pytest.approx(expected.item(), rel=1e-4) and found > 0.01

@@ -41,7 +41,7 @@ from runtime.terminal import out_of_memory
 
 @pytest.fixture(autouse=True)
 def as_on_a_card(monkeypatch):
-    of_cpu = {name: getattr(cpu.Machine, name) for name in ("Policy", "token_forward")}
+    of_cpu = {name: getattr(cpu.Machine, name) for name in ("Trainer", "token_forward")}
     monkeypatch.setattr(cpu, "Machine", type("Card", (Machine,), of_cpu))
 
 
@@ -186,7 +186,7 @@ def attempt(work, run, *given):
 
 def room_for(micro_batch, *models, release=lambda: None):
     """What Run.attempt needs beside the work and a seed."""
-    run = SimpleNamespace(learners={}, machine=holding(CPU, *models, release=release))
+    run = SimpleNamespace(trainers={}, machine=holding(CPU, *models, release=release))
     return run, tiny_settings("--micro-batch-size", micro_batch), {}, []
 
 
@@ -273,7 +273,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
     sizes = "--height 64 --width 64 --group-size 2 --decode-steps 2 --kl-coef 0.1"
     settings = tiny_settings(flags, sizes, "--temperature 9 --top-p 1")
     run = build_run(settings)
-    learners = list(run.learners.values())
+    trainers = list(run.trainers.values())
     offload = run.machine.offload = Offload(run.glm_image.parts, CPU)
     frozen = [offload.homes[part][0] for part in run.glm_image.parts]
     seen = set()  # which models are on the GPU for which work
@@ -285,11 +285,11 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
         stock = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: (look(name), stock(*given))[1])
 
-    watch(run.policy, "sample")
-    watch(getattr(learners[-1], "painter", run.glm_image), "paint")
+    watch(run.trainer, "sample")
+    watch(getattr(trainers[-1], "painter", run.glm_image), "paint")
     watch(run.glm_image, "to_images")
-    for learner in learners:
-        watch(learner, "logprobs")
+    for trainer in trainers:
+        watch(trainer, "logprobs")
     reward = lambda images, **_: (look("score"), range(len(images)))[1]
     run.step(settings, {"mine": Reward("mine", 1.0, reward)}, prompts_of("a red circle"), 5)
     assert "seconds/move" in run.machine.read()  # what moves is timed by itself

@@ -44,11 +44,11 @@ from glm_image.model import load
 from gpu.memory import Machine
 from grpo import compute_advantages
 from rewards import REWARDS, Reward, UserError
-from runtime import evaluation, model_card, ranks, settings
+from runtime import evaluation, model_card, ranks, settings, terminal
 from runtime.data import parse_rewards
 from runtime.metrics import reward_metrics
 from runtime.record import RECORDS
-from runtime.report import LINE, format_step
+from runtime.words import LINE, format_step
 
 NAN = math.nan
 SHORT = "--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1"
@@ -100,7 +100,7 @@ def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
     released = json.loads(text) | {"model": settings.RELEASE, "settings": text}
     released |= {"planned_base": "int8"}
     found = {name: records(one_step / f"{name}.jsonl") for name in RECORDS}
-    run = SimpleNamespace(records=found, learners=["decoder-adapter"])
+    run = SimpleNamespace(records=found, trainers=["decoder-adapter"])
     text = model_card.page("decoder-adapter", released, run, ["adapter", "decoder-adapter"])
     assert ModelCard(text).data.base_model == "zai-org/GLM-Image"
     assert "from 1 step of GRPO. Load `adapter` of the same run, too. In training and" in text
@@ -270,7 +270,7 @@ def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
     monkeypatch.delenv("OMP_NUM_THREADS")
     cpu = ranks.device("cpu")
     monkeypatch.setattr(ranks, "count", lambda: 2)
-    settings.print_start(chosen, cpu, SimpleNamespace(prompts=[1, 2, 3], held_out=[4]))
+    terminal.print_start(chosen, cpu, SimpleNamespace(prompts=[1, 2, 3], held_out=[4]))
     output = capsys.readouterr().out
     assert output.startswith("device: CPU in float32, threads: 1 (OMP_NUM_THREADS)\n")
     assert "a step: 8 x 8 pictures; prompts: 3, held out: 1\n" in output
@@ -431,7 +431,7 @@ def test_no_two_groups_share_a_seed(monkeypatch):
     assert len(set(seeds)) == len(seeds) == 3 * 30 * 3 * 4
     assert train.seed_of_step(10**6, 2**32 - 1, 4) < 2**63
     monkeypatch.undo()
-    of_seeds = (build_run(tiny_settings("--seed", seed)).policy.parameters for seed in (0, 1))
+    of_seeds = (build_run(tiny_settings("--seed", seed)).trainer.parameters for seed in (0, 1))
     assert not torch.equal(*(parameters[0] for parameters in of_seeds))  # nor an adapter's start
 
 

@@ -65,8 +65,8 @@ def roll_out(run, settings):
     updated = []
     update = lambda groups: updated.append(groups) or {"skipped": 0}
     with pytest.MonkeyPatch.context() as patch:
-        for learner in (run.decoder, run.policy):
-            patch.setattr(learner, "update", update)
+        for trainer in (run.decoder_trainer, run.trainer):
+            patch.setattr(trainer, "update", update)
         rolled, _ = train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)
     rolled.paths = updated[0]
     return rolled
@@ -143,13 +143,13 @@ def test_scored_again_the_log_probs_are_those_of_the_draw(guidance, calls):
     """Recomputed by the Gaussian's own formula from a transformer called by hand, guided as the
     pipeline does."""
     run, settings = build("--guidance-scale", guidance)
-    perturb(run.decoder.model)
+    perturb(run.decoder_trainer.model)
     steps = roll_out(run, settings).paths
     assert len(steps) == 2 * 2  # prompts x steps but the last
     for step in steps:
         assert step.old_logprobs.shape == (3, 8 * 8 * 8) and step.latents.device.type == "cpu"
         with torch.no_grad():
-            again = run.decoder.logprobs(step, torch.arange(3))
+            again = run.decoder_trainer.logprobs(step, torch.arange(3))
         # Of the mean over the numbers of a step.
         assert (again - step.old_logprobs).mean(1).abs().max() < 2e-7
         assert (again - step.old_logprobs).abs().max() < 1e-3
@@ -186,7 +186,7 @@ def test_no_two_paintings_share_their_draws(monkeypatch):
     settings.group_size = 2
     (prompt,), codes = prompts_of(PROMPTS[0]), torch.zeros(3, 4, dtype=torch.long)
     for seed in (5, 6, 1005):
-        run.decoder.paint_paths(prompt, codes, settings, seed)
+        run.decoder_trainer.paint_paths(prompt, codes, settings, seed)
     draws = [x for x in drawn if x.dim() == 3]
     # Seeds, code sequences, steps, paintings.
     assert len({x.numpy().tobytes() for x in draws}) == 3 * 3 * 2 * 2
@@ -200,7 +200,7 @@ def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     run.glm_image.pipe.transformer.enable_gradient_checkpointing()
     steps = roll_out(run, settings).paths
     assert {step.old_logprobs.dtype for step in steps} == {torch.float32}
-    metrics = run.decoder.update(steps)
+    metrics = run.decoder_trainer.update(steps)
     assert metrics["max_logprob_gap"] < 1e-4  # in batches of the same size the same operations
     assert 0 < metrics["grad_norm"] < 1 and metrics["skipped"] == 0
 
@@ -210,17 +210,17 @@ def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
     """On fresh samples, in two micro-batches: of minus the mean over steps of A times the mean
     log-density, and of the KL term, by autograd."""
     run, settings = build("--kl-coef 0.1 --micro-batch-size 2")
-    run.decoder.optimizer = torch.optim.SGD(adapter(run.decoder.model), lr=1.0)
-    perturb(run.decoder.model)
-    steps, parameters, loss = roll_out(run, settings).paths, adapter(run.decoder.model), 0
+    run.decoder_trainer.optimizer = torch.optim.SGD(adapter(run.decoder_trainer.model), lr=1.0)
+    perturb(run.decoder_trainer.model)
+    steps, parameters, loss = roll_out(run, settings).paths, adapter(run.decoder_trainer.model), 0
     for step in steps:
-        logp = run.decoder.logprobs(step, torch.arange(3))
+        logp = run.decoder_trainer.logprobs(step, torch.arange(3))
         log_ref = step.ref_logprobs - logp
         k3 = log_ref.exp() - log_ref - 1
         loss = loss + (0.1 * k3 - step.advantages[:, None] * logp).mean() / len(steps)
     expected = torch.autograd.grad(loss, parameters)
     before = [p.detach().clone() for p in parameters]
-    metrics = run.decoder.update(steps)
+    metrics = run.decoder_trainer.update(steps)
     norm = torch.stack([g.norm() for g in expected]).norm().item()
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3) and metrics["kl"] > 0
     for p, b, g in zip(parameters, before, expected):
@@ -230,17 +230,17 @@ def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
 def test_the_reference_is_the_decoder_without_its_adapter():
     run, settings = build("--kl-coef 0.1")
     steps = roll_out(run, settings).paths
-    perturb(run.decoder.model)
-    run.decoder.add_reference(steps)
+    perturb(run.decoder_trainer.model)
+    run.decoder_trainer.add_reference(steps)
     moved = pytest.warns(UserWarning, match="mean_logprob_gap is above")
     with moved, pytest.warns(UserWarning, match="kl is above 0 at the start"):
-        metrics = run.decoder.update(steps)
+        metrics = run.decoder_trainer.update(steps)
     for step in steps:
         torch.testing.assert_close(step.ref_logprobs, step.old_logprobs, atol=1e-3, rtol=0)
     assert metrics["kl"] > 0
-    base = adapter(run.policy.model)
+    base = adapter(run.trainer.model)
     # The codes' half is left alone.
-    assert base and all(p.grad is None for p in run.policy.model.parameters())
+    assert base and all(p.grad is None for p in run.trainer.model.parameters())
 
 
 # ---- credit --------------------------------------------------------------------------------------
@@ -253,9 +253,9 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
     is left out."""
     run, settings = build("--train both --group-size 3 --paintings 4")
     values, given, calls, learned = torch.arange(24.0) ** 2, {}, [], []
-    for learner in (run.policy, run.decoder):
+    for trainer in (run.trainer, run.decoder_trainer):
         update = lambda groups: learned.extend(groups) or {"skipped": 1}
-        monkeypatch.setattr(learner, "update", update)
+        monkeypatch.setattr(trainer, "update", update)
     monkeypatch.setattr(
         train_decoder, "combine", lambda *given: calls.append(given[2:]) or combine(*given)
     )
@@ -295,14 +295,16 @@ def test_a_path_ends_in_its_own_picture():
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns():
     run, settings = build("--decoder-lr 0.002")
-    assert run.decoder.optimizer.param_groups[0]["lr"] == 0.002
-    before = [p.detach().clone() for p in adapter(run.policy.model)]
+    assert run.decoder_trainer.optimizer.param_groups[0]["lr"] == 0.002
+    before = [p.detach().clone() for p in adapter(run.trainer.model)]
     rolled, metrics = train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)
     assert [len(group.tokens) for group in rolled.groups] == [1, 1]
     assert len(rolled.images) == len(rolled.raw_rewards["ssim"]) == 2 * 3
     assert "groups_without_spread" not in metrics and metrics["decoder/groups_without_spread"] == 0
-    assert all(torch.equal(p, b) for p, b in zip(adapter(run.policy.model), before))
-    assert any(p.abs().max() > 0 for n, p in run.decoder.model.named_parameters() if "lora_B" in n)
+    assert all(torch.equal(p, b) for p, b in zip(adapter(run.trainer.model), before))
+    assert any(
+        p.abs().max() > 0 for n, p in run.decoder_trainer.model.named_parameters() if "lora_B" in n
+    )
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -327,7 +329,7 @@ def test_the_decoders_adapter_paints_in_a_stock_pipeline_what_it_painted_here(bo
     settings = tiny_settings("--height 32 --width 32 --decode-steps 3")
     paint = lambda pipe: painted(pipe, PROMPTS[0], torch.tensor([[7]]), settings, 3)[0]
     run, _ = build("--train both")
-    checkpoint.load(both_halves, run.learners)
+    checkpoint.load(both_halves, run.trainers)
     here, pipe = paint(run.glm_image.pipe), load_once(str(TINY), CPU)
     assert (paint(pipe) - here).abs().max() > 0.01
     folder = str(both_halves / "decoder-adapter")
@@ -373,7 +375,7 @@ def test_one_move_leaves_nothing_to_learn(quick, capsys):
 def test_a_decoder_that_paints_nonsense_fails_the_step():
     """Its adapter is ruined: nothing is learned from black pictures."""
     run, settings = build()
-    for name, parameter in run.decoder.model.named_parameters():
+    for name, parameter in run.decoder_trainer.model.named_parameters():
         if "lora_B" in name:
             parameter.data.fill_(math.nan)
     with pytest.raises(NotFinite, match="not finite: .* too high a learning rate"):

@@ -154,15 +154,15 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
     assert not [name for name in sys.modules if name.partition(".")[0] == "gpu"]
 
     run = build_run(settings := made["settings"])
-    run.policy.token_forward = None
-    run.policy.optimizer.param_groups[0]["lr"] = 3e-4
+    run.trainer.token_forward = None
+    run.trainer.optimizer.param_groups[0]["lr"] = 3e-4
     blue = {"blueness": Reward("", 1.0, my_reward.blueness)}
     lines = []
     for step in range(2):
         batch = random.Random(step).sample(made["prompts"], 3)
         rollout, _ = train.grpo_step(run, settings, blue, batch, 3 * step)
         lines.append(f"step {step + 1}: reward {rollout.raw_rewards['blueness'].mean():.3f}")
-    expected = get_peft_model_state_dict(run.policy.model)
+    expected = get_peft_model_state_dict(run.trainer.model)
     trained = load_file("runs/pictures/adapter_model.safetensors")
     assert any("lora_B" in name and weight.any() for name, weight in trained.items())
     torch.testing.assert_close(trained, expected, rtol=0, atol=0)

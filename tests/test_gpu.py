@@ -696,23 +696,23 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
                 torch.manual_seed(0)
                 self.logits = self.logits + wrong * torch.randn_like(self.logits)
 
-    monkeypatch.setattr(cpu.Machine, "Policy", CheckedGRPO)  # as on a GPU
+    monkeypatch.setattr(cpu.Machine, "Trainer", CheckedGRPO)  # as on a GPU
     run = build_run(settings := tiny_settings("--temperature 6 --top-p 1"))
     prompts = run.glm_image.encode(prompts_of("a ring"), settings)
     prompts = [(ids, positions[:, : len(ids) + LENGTH], LENGTH) for ids, positions, _ in prompts]
-    policy, plain = run.policy, GRPO.sample(run.policy, prompts, 2, 5)
-    policy.token_forward = Wrong(policy.model, LENGTH, compile=False)
+    trainer, plain = run.trainer, GRPO.sample(run.trainer, prompts, 2, 5)
+    trainer.token_forward = Wrong(trainer.model, LENGTH, compile=False)
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(GRPO, "sample", full)
-        policy.sample(prompts, 2, 5)
+        trainer.sample(prompts, 2, 5)
     try:
-        groups = policy.sample(prompts, group_size=2, seed=5)
+        groups = trainer.sample(prompts, group_size=2, seed=5)
     finally:
         torch.compiler.set_stance("default")
     assert torch.equal(groups[0].tokens, plain[0].tokens)
     torch.testing.assert_close(groups[0].old_logprobs, plain[0].old_logprobs, atol=1e-4, rtol=0)
     assert ("the captured step is wrong here" in capsys.readouterr().out) == (wrong is not None)
-    assert policy.checked and policy.token_forward.refused == (wrong is not None)
+    assert trainer.checked and trainer.token_forward.refused == (wrong is not None)
 
 
 # ---- in a run ------------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
     # What the adapter is added to.
     assert any(name.endswith("mlp.down_proj.base_layer") for name in rounded)
     assert all(".layers." in name or "transformer_blocks." in name for name in rounded)
-    for learner in (run.policy, run.decoder):
-        trained = [p for p in learner.model.parameters() if p.requires_grad]
+    for trainer in (run.trainer, run.decoder_trainer):
+        trained = [p for p in trainer.model.parameters() if p.requires_grad]
         assert trained and all(p.dtype == torch.float32 for p in trained)
 
 

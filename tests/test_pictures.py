@@ -120,21 +120,21 @@ def run():
 @pytest.mark.parametrize(
     "half, layers, place, lr",
     [
-        ("policy", 4 * 6, ".language_model.", 3e-3),
-        ("decoder", 3 * 4, ".attn1.", 1e-3),
+        ("trainer", 4 * 6, ".language_model.", 3e-3),
+        ("decoder_trainer", 3 * 4, ".attn1.", 1e-3),
     ],
 )
 def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
-    learner = getattr(run, half)
-    learns = {name: p for name, p in learner.model.named_parameters() if p.requires_grad}
+    trainer = getattr(run, half)
+    learns = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     adapted = {name.partition(".lora_")[0] for name in learns}
     assert len(adapted) == layers  # layers x projections
     assert all(place in name for name in adapted)
-    (group,) = learner.optimizer.param_groups
+    (group,) = trainer.optimizer.param_groups
     assert {*map(id, group["params"])} == {*map(id, learns.values())}
     assert all(p.dtype == torch.float32 and 8 in p.shape for p in group["params"])
     assert (group["lr"], group["betas"], group["weight_decay"]) == (lr, (0.9, 0.99), 0)
-    lora = learner.model.peft_config["default"]
+    lora = trainer.model.peft_config["default"]
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (8, 16, 0)
 
 
@@ -146,7 +146,7 @@ def test_only_adapters_are_trained_and_the_vision_tower_is_left_behind(run):
 
 def test_the_seed_fixes_the_adapters_start(run):
     def start(run):
-        models = torch.nn.ModuleList([run.policy.model, run.decoder.model])
+        models = torch.nn.ModuleList([run.trainer.model, run.decoder_trainer.model])
         return [p.tolist() for p in models.parameters() if p.requires_grad]
 
     seeded = lambda seed: start(build_run(small("--lora-rank 8 --train both --seed", seed)))
@@ -172,7 +172,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     # The short pictures are blank below this temperature.
     differing = "--temperature 5 --top-p 1 --lr 0.05 --group-size 4"
     assert quick(*write_reward(""), differing, "--steps 1 --out run") == 0
-    trained = build_run(small()).policy
+    trained = build_run(small()).trainer
     checkpoint.load(Path("run"), {"adapter": trained})
     tokens = codes(2, 40)
     expected = logprobs(pipe, trained.model, PROMPT, tokens)

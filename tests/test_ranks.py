@@ -278,14 +278,6 @@ def test_two_steps_have_no_seed_in_common(monkeypatch):
     assert train.seed_of_step(5, 0, 333) + 332 < train.seed_of_step(6, 0, 0)
 
 
-def test_a_second_signal_ends_no_rank(monkeypatch, judged):
-    """Torchrun passes on the Ctrl-C that a terminal has sent to all."""
-    as_rank(monkeypatch, 1, 2)
-    with StopRequest():
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_means_are_over_the_ranks_that_have_a_number(monkeypatch):
     """Of a peak it is the largest."""
     assert ranks.mean({"a": 1.0}) == {"a": 1.0}  # alone

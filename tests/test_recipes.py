@@ -212,11 +212,11 @@ def test_groups_without_spread_are_drawn_again(monkeypatch):
         {"count": Reward("count", 1.0, count), "mine": Reward("mine", 1.0, reward)},
         prompts,
     )
-    groups = run.policy.sample(run.glm_image.encode(prompts, settings), 2, 3)
+    groups = run.trainer.sample(run.glm_image.encode(prompts, settings), 2, 3)
     first = [*groups]
-    sample = run.policy.sample
+    sample = run.trainer.sample
     monkeypatch.setattr(
-        run.policy, "sample", lambda *given: seeds.append(given[2]) or sample(*given)
+        run.trainer, "sample", lambda *given: seeds.append(given[2]) or sample(*given)
     )
     images, raw_rewards = step.redrawn(*how, groups, 3)
     again = ["a blue cross"] * 2
@@ -238,5 +238,5 @@ def test_given_answers_take_the_place_of_samples():
     rewards = step.answered(run, prompts, [group])
     codes = make.codes_of([MEANING["two red rings"].scene()])
     assert torch.equal(group.tokens, codes.expand(2, -1)) and rewards.tolist() == [1, 1]
-    again = run.policy.logprobs(group, torch.arange(2))
+    again = run.trainer.logprobs(group, torch.arange(2))
     torch.testing.assert_close(group.old_logprobs, again.detach())

@@ -17,7 +17,7 @@ from PIL import Image
 from runtime import trackers
 from runtime.data import read_file
 from runtime.folder import versions
-from runtime.report import best_earlier_evaluation
+from runtime.words import best_earlier_evaluation
 
 ROWS = [
     {"tag": "counting", "prompt": "a photo of  three clocks\u3000", "include": [{"count": 3}]},

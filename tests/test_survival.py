@@ -331,10 +331,10 @@ def test_an_adapters_dropout_does_not_act(one_step, tmp_path, monkeypatch):
     config = shutil.copytree(one_step / "adapter", tmp_path / "own") / "adapter_config.json"
     config.write_text(config.read_text().replace('dropout": 0.0', 'dropout": 0.5'))
     run = build_run(settings := tiny_settings("--temperature 6 --adapter", config.parent))
-    perturb(run.policy.model)
-    (group,) = run.policy.sample(run.glm_image.encode(prompts_of("a ring"), settings), 2, 0)
-    run.policy.model.train()
-    again = run.policy.logprobs(group, torch.arange(2))
+    perturb(run.trainer.model)
+    (group,) = run.trainer.sample(run.glm_image.encode(prompts_of("a ring"), settings), 2, 0)
+    run.trainer.model.train()
+    again = run.trainer.logprobs(group, torch.arange(2))
     torch.testing.assert_close(again.detach(), group.old_logprobs, atol=1e-4, rtol=0)
 
 
@@ -581,46 +581,6 @@ def test_a_signal_finishes_the_step_and_evaluates(judged, capfd):
     assert steps_saved("the run")[-1] == "000002"
     assert {"adapter", "before-after.png", "index.html"} <= set(os.listdir("the run"))
     assert steps_of("the run/evaluation.jsonl") == [0, 2]
-
-
-def test_a_signal_in_the_last_step_ends_a_run_that_is_complete(judged):
-    reward = write_reward("if call == 3:\n    os.kill(os.getpid(), signal.SIGTERM)")
-    assert judged(*reward, "--steps 1 --out run") == 0
-    assert steps_of("run/evaluation.jsonl") == [0, 1]
-
-
-def test_a_signal_in_the_first_evaluation_ends_the_run_after_it(judged):
-    reward = write_reward("if call == 2:\n    os.kill(os.getpid(), signal.SIGINT)")
-    assert judged(*reward, "--steps 9 --out run") == 130
-    assert records("run/metrics.jsonl") == [] and steps_of("run/evaluation.jsonl") == [0]
-    assert resume("run", "--steps 1") == 0
-    assert steps_of("run/evaluation.jsonl") == [0, 1]
-
-
-def test_a_second_signal_ends_at_once(quick, capfd):
-    """It comes when the pictures of the second step are judged, and is no longer the run's."""
-    kill = "os.kill(os.getpid(), signal.SIGTERM)"
-    reward = write_reward(f"if call >= 3:\n    {kill}\n    {kill}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    assert quick(*reward, "--steps 9 --out run") == 130
-    assert "finishing this one" in capfd.readouterr().err
-    assert steps_of("run/metrics.jsonl") == [1] and steps_saved("run") == ["000001"]
-
-
-def test_a_child_dies_of_the_signal_that_ends_a_pool():
-    """At once, too; it has neither the run's handler nor a mask. The run still listens."""
-    with StopRequest() as stop:
-        for wait in [0] * 20 + [0.05] * 2:
-            if (child := os.fork()) == 0:
-                time.sleep(60)
-                os._exit(0)
-            time.sleep(wait)
-            os.kill(child, signal.SIGTERM)
-            _, status = os.waitpid(child, 0)
-            assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
-        assert not stop.received and signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.received
 
 
 def test_a_reward_may_open_a_pool_in_every_call(judged, start):

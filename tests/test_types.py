@@ -14,7 +14,7 @@ from PIL import Image
 from runtime.data import Prompt, choose, evenly, read_file
 from runtime.evaluation import count_to_show
 from runtime.metrics import evaluation_metrics
-from runtime.report import evaluation_table
+from runtime.words import evaluation_table
 
 NAN = math.nan
 

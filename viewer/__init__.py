@@ -15,7 +15,7 @@ from PIL import Image
 
 from runtime.folder import LOCK
 from runtime.record import RECORDS, read_jsonl
-from runtime.report import format_number, sides
+from runtime.words import format_number, sides
 from viewer.page import draw_page
 from viewer.sheets import draw_grid
 

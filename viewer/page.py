@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from string import Template
 from urllib.parse import quote
 
-from runtime.report import (
+from runtime.words import (
     LINE,
     counted,
     evaluation_rows,
