@@ -21,9 +21,10 @@ better. It does not change the goal. Over the policy's own samples the mean of g
 so a constant times grad log pi adds nothing to the mean gradient. (The mean includes the sample
 itself, which scales the gradient by (G - 1) / G.)
 
-Dividing by std(R) makes all prompts count alike, also a prompt whose rewards differ little. It has
-a price: where the pictures are equally good and the reward is noisy, the noise gets as large a push
-as a real difference elsewhere. A group of equal rewards has A = 0, and is left out. The mean of A
+Dividing by std(R) makes all prompts count alike, also a prompt whose rewards differ little. Unlike
+the baseline it changes the goal: the mean reward, in which prompts now weigh 1 / std(R). And where
+the pictures are equally good and the reward is noisy, the noise gets as large a push as a real
+difference elsewhere. A group of equal rewards has A = 0, and is left out. The mean of A
 is 0, so on fresh samples the loss is 0 too. Its gradient is not: watch the reward, not the loss.
 
 The oldest such method, REINFORCE, is this loss with A = R. PPO adds three things: a second network,
@@ -61,7 +62,8 @@ samples, but no memory: the policy is a frozen base plus a LoRA adapter, which c
 first, so the base with its adapter off is the reference. Why k3: see compute_grpo_loss.
 
 By default there is one optimiser step per batch. The ratio then is 1 up to rounding, and the clip
-has nothing to do. Three defaults of GRPOSettings differ in train.py:
+has nothing to do. With several, by mini_batches or iterations, both act. Three defaults of
+GRPOSettings differ in train.py:
 
                  GRPOSettings   GLM-Image   the tiny model
     kl_coef      0              0.01        0.2
@@ -103,7 +105,10 @@ class GRPOSettings:
 
     # sequences per pass in parts 4 and 5, at most a group; fewer take less memory
     micro_batch_size: int = 4
-    # optimiser steps on the same samples; above 1 the ratios leave 1, and the clip can act
+    # parts into which the groups of a batch are dealt, with an optimiser step for each; after the
+    # first step the ratios leave 1, and the clip can act
+    mini_batches: int = 1
+    # passes over a batch; a further pass makes the optimiser steps again, on the same samples
     iterations: int = 1
     # how far a ratio may be pushed from 1 before its gradient is cut
     clip_range: float = 0.2
@@ -238,6 +243,7 @@ def compute_grpo_loss(
         # KL(pi || ref). And it pulls: a step against its gradient, (1 - ref/pi) grad log pi, lowers
         # a token that pi makes likelier than ref, and raises a token that pi makes less likely. The
         # mean of this gradient is that of KL(ref || pi), which also is least where pi is ref.
+        # k2 has the gradient that one wants, k1 the value. k3 serves as both, and is published.
         # (These means are over pi. The samples are of pi_old, so after a step they hold roughly.)
         log_ref_ratio = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         # Near 0, exp(x) - 1 - x is mostly rounding, and may be negative. expm1 avoids that.
@@ -360,42 +366,50 @@ class GRPO:
         self.model.eval()
         with self.reference():
             for group in groups:
-                if group.advantages.any():
+                if self.teaches(group):
                     parts = [self.logprobs(group, rows) for rows in self.split(group)]
                     group.ref_logprobs = torch.cat(parts)
 
     def update(self, groups):
-        """4 to 6: move the policy, by `iterations` optimiser steps over the groups.
+        """4 to 6: move the policy, by `mini_batches * iterations` optimiser steps.
 
-        Groups of equal rewards are left out, to save their passes, although eq. 3 keeps their KL
-        term (docs/worth.md, The KL term). The loss still divides by all groups. The metrics, kl
-        too, are means over those that stay, in all processes: NaN if none does.
+        Groups of equal rewards are left out. The loss still divides by all groups of its
+        mini-batch. The metrics, kl too, are means over those that stay, in all processes: NaN if
+        none does.
 
         Returns the metrics of compute_grpo_loss, and
-            mean_logprob_gap, max_logprob_gap: from the first iteration alone.
-            skipped: the share of iterations that made no step, their gradient not being finite.
-            grad_norm: the mean over the other iterations, before clipping.
+            mean_logprob_gap, max_logprob_gap: from the first optimiser step alone.
+            skipped: the share of optimiser steps that were not made, their gradient not being
+                finite.
+            grad_norm: the mean over the other optimiser steps, before clipping.
             groups_without_spread: the share of groups that were left out.
         """
-        with_spread = [group for group in groups if group.advantages.any()]
-        micro_batches = [(group, rows) for group in with_spread for rows in self.split(group)]
-        # The size of the step, groups of equal rewards included; the mean over all processes.
-        sizes = [float(self.size(group, rows)) for group in groups for rows in self.split(group)]
-        total = torch.tensor(sizes, device=self.model.device).sum()
-        self.average([total])
+        # Groups that teach are dealt first: each mini-batch gets its share of them.
+        with_spread = [group for group in groups if self.teaches(group)]
+        dealt = with_spread + [group for group in groups if not self.teaches(group)]
+        number = self.settings.mini_batches
+        mini_batches = [dealt[i::number] for i in range(number)]
         # Whether the policy still is the reference. An optimizer that was resumed has a state.
         at_start = self.steps == 0 and not self.optimizer.state
         # Eval mode switches dropout off. Gradient checkpointing works in train mode only: a model
         # that uses it must have no dropout, or the ratios of fresh samples would not be 1.
         modules = self.model.modules()
         self.model.train(any(getattr(each, "gradient_checkpointing", False) for each in modules))
-        reports = []  # (size, metrics) of each micro-batch
-        norms = []  # of the gradient before clipping, of each iteration
-        for _ in range(self.settings.iterations):
+        reports = []  # of each optimiser step: (size, metrics) of each micro-batch
+        norms = []  # of the gradient before clipping, of each optimiser step
+        for mini_batch in mini_batches * self.settings.iterations:
+            pairs = [(group, rows) for group in mini_batch for rows in self.split(group)]
+            # Of the mini-batch, groups of equal rewards included; the mean over all processes.
+            total = torch.tensor(float(sum(self.size(*pair) for pair in pairs)))
+            total = total.to(self.model.device)
+            self.average([total])
             for each in self.parameters:
                 # Zeros, not None: a process whose groups have no spread still joins the average.
                 each.grad = torch.zeros_like(each)
-            for group, rows in micro_batches:
+            reports.append([])
+            for group, rows in pairs:
+                if not self.teaches(group):
+                    continue
                 loss, metrics = compute_grpo_loss(  # 5
                     self.logprobs(group, rows),  # 4
                     group.old_logprobs[rows],
@@ -408,14 +422,13 @@ class GRPO:
                 size = self.size(group, rows)
                 # The gradients of micro-batches add up to the gradient of the step.
                 (loss * size / total.item()).backward()
-                reports.append((size, metrics))
+                reports[-1].append((size, metrics))
             norms.append(self.step())  # 6
 
-        # In later iterations the policy has moved already.
-        first = self.mean(reports[: len(micro_batches)])
+        first = self.mean(reports[0])  # then the policy has moved already
         _warn_of(first, norms, at_start, with_spread, self.model)
         finite = [norm for norm in norms if norm < math.inf]
-        return self.mean(reports) | {
+        return self.mean([*itertools.chain(*reports)]) | {
             "mean_logprob_gap": first["mean_logprob_gap"],
             "max_logprob_gap": first["max_logprob_gap"],
             "grad_norm": sum(finite) / max(len(finite), 1),
@@ -478,6 +491,11 @@ class GRPO:
         gaps = [metrics["max_logprob_gap"] for _, metrics in reports]
         means = {name: value / (total or math.nan) for name, value in zip(names, sums)}
         return means | {"max_logprob_gap": max(gaps, default=math.nan)}
+
+    def teaches(self, group):
+        # Hook: groups of equal rewards are left out of 4 to 6, to save their passes, although eq. 3
+        # keeps their KL term (docs/worth.md, The KL term).
+        return group.advantages.any()
 
     def size(self, group, rows):
         # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
@@ -814,8 +832,8 @@ def _check_process(parameters, average):
 def _warn_of(metrics, norms, at_start, groups, model):
     """Warns where an update's metrics say that something is wrong (causes: docs/numbers.md).
 
-    metrics: from the first iteration. at_start: whether the policy then still was the reference.
-    groups: those with unequal rewards.
+    metrics: from the first optimiser step. at_start: whether the policy then still was the
+    reference. groups: those with unequal rewards.
     """
     signs = []
     # Rounding alone was seen to make 4e-6 in float32, and 0.05 in bfloat16.

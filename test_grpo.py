@@ -11,8 +11,10 @@ import math
 import os
 import runpy
 import sys
+import threading
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -467,6 +469,58 @@ def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size
     assert run.update(groups[::-1]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for (name, p), g in zip(adapter_of(model).items(), gradients, strict=True):
         torch.testing.assert_close(before[name] - p, g / max(norm, 1), atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("iterations, processes", [(1, 1), (2, 1), (1, 2)])
+def test_each_mini_batch_is_a_step_of_the_formula_over_its_own_groups(iterations, processes):
+    """The second and the fourth group have equal rewards: they are dealt last, and count. Of two
+    processes each deals its own two groups; all teach there."""
+
+    def rewards(groups):
+        values = likes_low_ids(groups)
+        return torch.cat([values[:5], torch.ones(5), values[10:15], torch.ones(5)])
+
+    def prepared(**settings):
+        model = with_adapter(text_model(), 0.3)
+        settings |= {"kl_coef": 0.1, "temperature": 1.3, "top_p": 0.9, "micro_batch_size": 2}
+        run = trainer(model, lr=1.0, max_grad_norm=math.inf, **settings)
+        chosen = likes_low_ids if processes == 2 else rewards
+        groups = roll_out(run, "one", "two", "one", "two", size=5, rewards=chosen)
+        groups[2].mask = (torch.arange(6) < torch.tensor([[6], [1], [3], [0], [2]])).float()
+        run.add_reference(groups)
+        perturb(model, 0.3)
+        return run, groups
+
+    run, groups = prepared()
+    parts = [[0, 1], [2, 3]] if processes == 1 else [[0, 2], [1, 3]]
+    for part in parts * iterations:
+        loss, _ = formula(run.model, [groups[i] for i in part], 0.1, 1.3)
+        gradients = torch.autograd.grad(loss, run.parameters)
+        with torch.no_grad():
+            for p, gradient in zip(run.parameters, gradients):
+                p -= gradient
+
+    barrier, sent = threading.Barrier(processes), {}
+
+    def average(tensors):
+        sent[threading.get_ident()] = [tensor.clone() for tensor in tensors]
+        barrier.wait()
+        for i, tensor in enumerate(tensors):
+            tensor.copy_(sum(each[i] for each in sent.values()) / processes)
+        barrier.wait()
+
+    each = [prepared(mini_batches=2, iterations=iterations) for _ in range(processes)]
+    number = len(groups) // processes
+    with ThreadPoolExecutor() as pool:
+        for i, (found, groups) in enumerate(each):
+            found.average = average
+            each[i] = found, pool.submit(found.update, groups[number * i : number * (i + 1)])
+    for found, metrics in each:
+        expected = 0.5 * (processes == 1)
+        assert metrics.result()["groups_without_spread"] == expected
+        assert found.steps == 2 * iterations
+        for one, other in zip(run.parameters, found.parameters, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("case", ["no spread", "all clipped", "not a number", "overflow"])

@@ -9,7 +9,6 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 import torch
 
@@ -20,37 +19,41 @@ from grpo import set_advantages
 from rewards import combine, weights_of
 from train import paint_and_score
 
-
-class Edit(NamedTuple):
-    loss: str  # which may take several edits
-    old: str  # stands once in grpo.py or train.py
-    new: str
-
-
 # ---- functions -----------------------------------------------------------------------------------
 
 
-def redrawn(run, settings, rewards, prompts, groups, seed):
-    """In place of paint_and_score: groups of equal rewards are drawn again, twice at most."""
-    images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)
-    size = settings.group_size
-    for again in (1, 2):
-        total = combine(raw_rewards, weights_of(rewards), size, settings.combine).view(-1, size)
-        equal = [i for i, own in enumerate(total) if len(own[~own.isnan()].unique()) < 2]
-        if not equal:
+def filled(run, settings, rewards, prompts, groups, seed):
+    """In place of paint_and_score: groups of equal rewards are thrown away for other prompts.
+
+    prompts: those of three steps; groups: of the first third. Samples until as many groups have a
+    spread, or until all prompts are used: then groups of equal rewards fill the step up. Returns
+    prompts and groups, too.
+    """
+    number, size = len(groups), settings.group_size
+    found, first = [], 0  # [(whether its rewards are equal, prompt, group, images, raw rewards)]
+    run.machine.timings["drawn"] += 0  # more pictures than a step otherwise has
+    while True:
+        some = prompts[first : first + len(groups)]
+        images, raw_rewards = paint_and_score(run, settings, rewards, some, groups, seed + first)
+        reward = combine(raw_rewards, weights_of(rewards), size, settings.combine).view(-1, size)
+        for i, own in enumerate(reward):
+            of_group = slice(i * size, (i + 1) * size)
+            equal = len(own[~own.isnan()].unique()) < 2
+            raw = {name: values[of_group] for name, values in raw_rewards.items()}
+            found.append((equal, some[i], groups[i], images[of_group], raw))
+        first += len(some)
+        missing = number - sum(not equal for equal, *_ in found)
+        some = prompts[first : first + missing]
+        if not some:
             break
-        some, other_seed = [prompts[i] for i in equal], seed + 300 * again
         with run.machine.phase("sample", run.trainer.model):
-            new = run.trainer.sample(run.glm_image.encode(some, settings), size, other_seed)
-        run.machine.timings["redrawn"] += size * len(some)  # pictures, for the step's metrics
-        painted, scored = paint_and_score(run, settings, rewards, some, new, other_seed)
-        for j, i in enumerate(equal):
-            groups[i] = new[j]
-            old, own = slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size)
-            images[old] = painted[own]
-            for name, values in raw_rewards.items():
-                values[old] = scored[name][own]
-    return images, raw_rewards
+            encoded = run.glm_image.encode(some, settings)
+            groups = run.trainer.sample(encoded, size, seed + first)
+        run.machine.timings["drawn"] += size * len(some)
+    found.sort(key=lambda each: each[0])
+    _, prompts, groups, images, raw_rewards = zip(*found[:number])
+    together = {name: torch.cat([each[name] for each in raw_rewards]) for name in rewards}
+    return [*prompts], [*groups], [image for each in images for image in each], together
 
 
 def answered(run, prompts, groups):
@@ -89,95 +92,108 @@ def weighted(groups, rewards):
 # ---- edits ---------------------------------------------------------------------------------------
 
 ADVANTAGES = "return (centred / (std + eps)).nan_to_num(0).flatten().float()"
-
-EDITS = [
-    Edit("Dr. GRPO", " / (std + eps)", ""),
-    Edit("Dr. GRPO", "loss_share = share", "loss_share = mask / mask.shape[1] / len(mask)"),
-    Edit(
-        "DAPO's token mean",
-        "loss_share = share",
-        "loss_share = mask / mask.sum().clamp(min=1)",
-    ),
-    Edit(
-        "DAPO's token mean",
+CLAMP = "ratio.clamp(1 - clip_range, 1 + clip_range)"
+TOKEN_MEAN = [
+    ("loss_share = share", "loss_share = mask / mask.sum().clamp(min=1)"),
+    (
         "return len(rows)",
         "return len(rows) if group.mask is None else group.mask[rows].sum().item()",
     ),
-    Edit(
-        "DAPO's two clip ranges",
-        "ratio.clamp(1 - clip_range, 1 + clip_range)",
-        "ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range)",
-    ),
-    Edit(
-        "GSPO",
-        "ratio = log_ratio.exp()",
-        "ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()",
-    ),
-    Edit("GSPO", "clip_range: float = 0.2", "clip_range: float = 3e-4"),
-    Edit(
-        "CISPO",
-        "torch.min(unclipped, clipped)",
-        "ratio.clamp(max=1 + clip_range).detach() * advantages * masked(new_logprobs)",
-    ),
-    Edit("GPG", " / (std + eps)", ""),
-    Edit("GPG", "torch.min(unclipped, clipped)", "advantages * masked(new_logprobs)"),
-    Edit("GPG", "return len(rows)", "return len(rows) * bool(group.advantages.any())"),
-    Edit("KL in all groups", "if group.advantages.any():", "if True:"),
-    Edit(
-        "KL in all groups", "for group in groups if group.advantages.any()]", "for group in groups]"
-    ),
-    Edit(
-        "k2", "k3 = torch.expm1(log_ref_ratio) - log_ref_ratio", "k3 = log_ref_ratio.square() / 2"
-    ),
-    Edit(
-        "old = new.detach()",
-        "ratio = log_ratio.exp()",
-        "ratio = (log_ratio - log_ratio.detach()).exp()",
-    ),
-    Edit("REINFORCE", ADVANTAGES, "return torch.as_tensor(rewards).nan_to_num(0).float()"),
-    Edit(
-        "REINFORCE with a constant",
-        ADVANTAGES,
-        "return (torch.as_tensor(rewards) - 1).nan_to_num(0).float()",
-    ),
-    Edit(
-        "No baseline, divided",
-        "centred / (std + eps)",
-        "torch.as_tensor(rewards).view_as(centred) * (std > 0) / (std + eps)",
-    ),
-    Edit("RLOO", "centred / (std + eps)", "centred * group_size / (group_size - 1)"),
-    Edit("The batch's mean and std", ".view(-1, group_size)  # (N, G)", ".view(1, -1)"),
-    Edit(
-        "RAFT",
-        ADVANTAGES,
-        "return (group_size * ~centred.isnan() * torch.nn.functional.one_hot("
-        "centred.nan_to_num(-torch.inf).argmax(1), group_size)).flatten().float()",
-    ),
-    Edit(
-        "Rewards shuffled",
-        ".nan_to_num(0).flatten().float()",
-        ".nan_to_num(0).gather(1, torch.rand(centred.shape).argsort(1)).flatten().float()",
-    ),
-    Edit(
-        "DAPO's dynamic sampling",
-        "raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)",
-        "raw_rewards = redrawn(run, settings, rewards, prompts, groups, seed)",
-    ),
-    Edit(
-        "Given answers",
-        "reward = combine(raw_rewards, weights_of(rewards), group_size, settings.combine)",
-        "reward = answered(run, prompts, groups)",
-    ),
-    Edit("Given answers", ADVANTAGES, "return torch.as_tensor(rewards).float()"),
-    Edit("STAGE's weights", "set_advantages(groups, reward)", "weighted(groups, reward)"),
-    Edit(
-        "STAGE's weights",
-        "[group.advantages for group in groups]",
-        "[group.advantages.mean(-1) for group in groups]",
-    ),
 ]
+# {loss: [(code that stands once in grpo.py or train.py, code in its place)]}
+EDITS = {
+    "Dr. GRPO": [
+        (" / (std + eps)", ""),
+        ("loss_share = share", "loss_share = mask / mask.shape[1] / len(mask)"),
+    ],
+    "DAPO's token mean": TOKEN_MEAN,
+    "DAPO's two clip ranges": [(CLAMP, "ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range)")],
+    "DAPO's dynamic sampling": [
+        (
+            "for i in prompt_indices(step, settings, len(data.prompts))]",
+            "for k in range(3) for i in prompt_indices(3 * step + k, settings, len(data.prompts))]",
+        ),
+        (
+            "encoded = run.glm_image.encode(prompts, settings)",
+            "encoded = run.glm_image.encode(prompts[: len(prompts) // 3], settings)",
+        ),
+        (
+            "images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)",
+            "prompts, groups, images, raw_rewards = "
+            + "filled(run, settings, rewards, prompts, groups, seed)",
+        ),
+    ],
+    "GSPO": [
+        (
+            "ratio = log_ratio.exp()",
+            "ratio = "
+            + "(log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()",
+        ),
+        (CLAMP, "ratio.clamp(1 - 3e-4, 1 + 4e-4)"),
+    ],
+    "CISPO": [
+        (
+            "torch.min(unclipped, clipped)",
+            "ratio.clamp(max=1 + clip_range).detach() * advantages * masked(new_logprobs)",
+        ),
+        ("(clipped < unclipped).float()", "(ratio > 1 + clip_range).float()"),
+        *TOKEN_MEAN,
+    ],
+    "GPG": [
+        (" / (std + eps)", ""),
+        ("torch.min(unclipped, clipped)", "advantages * masked(new_logprobs)"),
+        ("return len(rows)", "return len(rows) * bool(group.advantages.any())"),
+    ],
+    "RLOO": [("centred / (std + eps)", "centred * group_size / (group_size - 1)")],
+    "REINFORCE++": [(".view(-1, group_size)  # (N, G)", ".view(1, -1)")],
+    "REINFORCE++-baseline": [
+        ("centred / (std + eps)", "centred / (centred[~centred.isnan()].std() + eps)")
+    ],
+    "RAFT": [
+        (
+            ADVANTAGES,
+            "return (group_size * ~centred.isnan() * torch.nn.functional.one_hot("
+            + "centred.nan_to_num(-torch.inf).argmax(1), group_size)).flatten().float()",
+        )
+    ],
+    "REINFORCE": [(ADVANTAGES, "return torch.as_tensor(rewards).nan_to_num(0).float()")],
+    "REINFORCE with a constant": [
+        (ADVANTAGES, "return (torch.as_tensor(rewards) - 1).nan_to_num(0).float()")
+    ],
+    "No baseline": [
+        (
+            "centred / (std + eps)",
+            "torch.as_tensor(rewards).view_as(centred) * (std > 0) / (std + eps)",
+        )
+    ],
+    "KL in all groups": [("return group.advantages.any()", "return True")],
+    "k2": [("k3 = torch.expm1(log_ref_ratio) - log_ref_ratio", "k3 = log_ref_ratio.square() / 2")],
+    "old = new.detach()": [
+        ("ratio = log_ratio.exp()", "ratio = (log_ratio - log_ratio.detach()).exp()")
+    ],
+    "Rewards shuffled": [
+        (
+            ".nan_to_num(0).flatten().float()",
+            ".nan_to_num(0).gather(1, torch.rand(centred.shape).argsort(1)).flatten().float()",
+        )
+    ],
+    "Given answers": [
+        (
+            "reward = combine(raw_rewards, weights_of(rewards), group_size, settings.combine)",
+            "reward = answered(run, prompts, groups)",
+        ),
+        (ADVANTAGES, "return torch.as_tensor(rewards).float()"),
+    ],
+    "STAGE's weights": [
+        ("set_advantages(groups, reward)", "weighted(groups, reward)"),
+        (
+            "[group.advantages for group in groups]",
+            "[group.advantages.mean(-1) for group in groups]",
+        ),
+    ],
+}
 FUNCTIONS = {  # go along
-    "DAPO's dynamic sampling": redrawn,
+    "DAPO's dynamic sampling": filled,
     "Given answers": answered,
     "STAGE's weights": weighted,
 }
@@ -186,11 +202,10 @@ FUNCTIONS = {  # go along
 def edited(loss=None):
     """{file: its text with this loss}; with none, as it is."""
     files = {file: (ROOT / file).read_text("utf-8") for file in ("grpo.py", "train.py")}
-    for edit in EDITS:
-        if edit.loss == loss:
-            (file,) = [file for file in files if edit.old in files[file]]
-            before, after = files[file].split(edit.old)  # it stands there once
-            files[file] = before + edit.new + after
+    for old, new in EDITS.get(loss, []):
+        (file,) = [file for file in files if old in files[file]]
+        before, after = files[file].split(old)  # it stands there once
+        files[file] = before + new + after
     if loss in FUNCTIONS:
         before, after = files["train.py"].split("def paint_and_score(")
         function = inspect.getsource(FUNCTIONS[loss])

@@ -88,7 +88,7 @@ NO_CLIP = "4 iterations, no clip"
 HARD = [
     Variant("hard", PLAIN, BEFORE, "", NO_KL),
     Variant("hard", "REINFORCE", PLAIN, "REINFORCE", NO_KL),
-    Variant("hard", "no baseline", PLAIN, "No baseline, divided", NO_KL),
+    Variant("hard", "no baseline", PLAIN, "No baseline", NO_KL),
     Variant("hard", "no std", PLAIN, "Dr. GRPO", NO_KL),
     Variant("hard", "a constant baseline, 1", "no std", "REINFORCE with a constant", NO_KL),
     WITH_KL,

