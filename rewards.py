@@ -39,6 +39,7 @@ from pkgutil import resolve_name
 import numpy as np
 import torch
 import torch.nn.functional as F
+from huggingface_hub import snapshot_download
 from PIL import Image
 
 from grpo import centre_groups
@@ -207,6 +208,16 @@ def find_path(name):
     """A file or folder as it is named, or else as it is named in the project's folder."""
     own = ROOT / name
     return str(own) if own.exists() and not Path(name).exists() else name
+
+
+def download(name, *patterns):
+    """The folder of a model: `name`, or where its files on the hub are after a download.
+
+    Whatever loads reads that folder: files that are there need no network. patterns: the files that
+    are needed, such as "*.json".
+    """
+    folder = find_path(name)
+    return folder if Path(folder).is_dir() else snapshot_download(folder, allow_patterns=patterns)
 
 
 def find_file(name):

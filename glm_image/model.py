@@ -6,6 +6,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 
 import diffusers
 import torch
@@ -257,6 +258,8 @@ def load(model, device, **options):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with readable_loading(model):
         folder = find_path(model)
+        if not Path(folder).is_dir():
+            folder = GlmImagePipeline.download(folder, use_safetensors=True, **options)
         # By itself the pipeline would ask whether the processor may run code from its folder.
         processor = GlmImageProcessor.from_pretrained(
             folder, subfolder="processor", trust_remote_code=False

@@ -2,11 +2,14 @@
 
 import re
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
-from transformers.utils import cached_file
+
+from rewards import download
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
+SMALL = "*.json", "*.txt", "*.jinja"  # files of a model beside its weights
 
 
 @contextmanager
@@ -30,12 +33,15 @@ def load_weights(source, file):
         return torch.hub.load_state_dict_from_url(
             source, map_location="cpu", check_hash=True, weights_only=True
         )
-    return torch.load(cached_file(source, file), map_location="cpu", weights_only=True)
+    return torch.load(Path(download(source, file), file), map_location="cpu", weights_only=True)
 
 
 def load_pretrained(kind, source, dtype):
     only_data = {"weights_only": True, "trust_remote_code": False}
-    model, report = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **only_data)
+    folder = download(source, *SMALL, "*.safetensors")
+    if not any(Path(folder).glob("*.safetensors")):
+        folder = download(source, *SMALL, "*.bin")
+    model, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, **only_data)
     if report["missing_keys"]:  # which transformers fills with noise
         raise ValueError(f"{source} lacks {min(report['missing_keys'])}")
     return model

@@ -8,13 +8,15 @@ import torch
 import torch.nn.functional as F
 from transformers import CLIPModel, CLIPProcessor
 
-from reward_models import CHINESE, lend_gpu, load_pretrained, load_weights
+from reward_models import CHINESE, SMALL, lend_gpu, load_pretrained, load_weights
+from rewards import download
 
 
 @functools.cache  # clip and aesthetic share one
 def _clip(model, processor):
     clip = load_pretrained(CLIPModel, model, torch.float32)
-    return clip, CLIPProcessor.from_pretrained(processor, trust_remote_code=False)
+    folder = download(processor, *SMALL)
+    return clip, CLIPProcessor.from_pretrained(folder, trust_remote_code=False)
 
 
 class Clip:

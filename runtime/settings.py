@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 import torch
-from transformers.utils import cached_file
 
 from grpo import GRPOSettings
-from rewards import REWARDS, ROOT, UserError, find_path
+from rewards import REWARDS, ROOT, UserError, download
 from runtime.folder import OF_RUN, resumed
 from runtime.terminal import option, readable, say
 
@@ -258,7 +257,8 @@ def is_tiny(model):
 
 def read_config(model, part):
     """config.json of a part of a pipeline: {name: value}."""
-    return json.loads(Path(cached_file(find_path(model), f"{part}/config.json")).read_text("utf-8"))
+    folder = download(model, "*/config.json")
+    return json.loads(Path(folder, part, "config.json").read_text("utf-8"))
 
 
 def readable_loading(model):

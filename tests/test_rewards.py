@@ -12,11 +12,12 @@ from collections import defaultdict
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import error_from, prompts_of
+from conftest import CPU, TINY, error_from, prompts_of
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file, save_file
@@ -24,12 +25,14 @@ from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import rewards
+from glm_image.model import load
 from grpo import compute_advantages
 from reward_models import lend_gpu
 from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
 from rewards import Reward
 from runtime.data import check_parameters, parse_rewards
+from runtime.settings import read_config
 
 NAN = math.nan
 
@@ -612,3 +615,20 @@ def test_weights_of_another_model_are_refused(clip, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks text_projection.weight"):
         loaded(f"clip={tmp_path}")
+
+
+def test_what_was_downloaded_needs_no_network(clip, tmp_path, monkeypatch):
+    """The model and a reward, as `hf download` leaves them. Nothing is asked for a second time."""
+    for name, folder in ((rewards.CLIP_L, clip), ("me/tiny", TINY)):
+        place = tmp_path / f"models--{name.replace('/', '--')}"
+        shutil.copytree(folder, place / "snapshots/1")
+        (place / "refs").mkdir()
+        (place / "refs/main").write_text("1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("socket.create_connection", Mock(side_effect=ConnectionRefusedError))
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it asks again"))
+    assert only("clip")(noise(1), ["ad"]).isfinite().all()
+    load("me/tiny", CPU)
+    assert read_config("me/tiny", "vae") == read_config(str(TINY), "vae")
+    with pytest.raises(OSError, match="Connect"):
+        read_config("me/other", "vae")
