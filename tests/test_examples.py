@@ -1,16 +1,21 @@
 """What the README tells people to copy from runs, and learns."""
 
+import base64
 import functools
 import importlib.util
+import io
 import json
 import math
 import random
 import re
 import runpy
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import check
+import http_reward
 import my_reward
 import numpy as np
 import pytest
@@ -177,7 +182,7 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
     assert Image.open("runs/pictures/before-after.png").size[0] > 4 * 128
 
 
-# ---- rewards of one's own, examples/my_reward.py and docs/rewards.md -----------------------------
+# ---- rewards of one's own, in examples/ ----------------------------------------------------------
 
 
 def test_blueness_by_hand():
@@ -189,6 +194,30 @@ def test_a_win_rate_compares_within_a_group():
     images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "green", "white")]
     shares = my_reward.win_rate(images * 2, group_size=4)
     assert shares.tolist() == [0, 0.75, 0.25, 0.5] * 2
+
+
+def test_a_server_that_fails_once_is_asked_again(monkeypatch, capsys):
+    """It counts letters of the prompt for a picture that it can read, and gives one no score."""
+    codes = iter([500, 200])
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(next(codes))
+            self.end_headers()
+            given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            for picture in given["images"]:
+                Image.open(io.BytesIO(base64.b64decode(picture))).verify()
+            scores = [len(given["prompts"][0]), None]
+            self.wfile.write(json.dumps({"scores": scores}).encode())
+
+    with HTTPServer(("127.0.0.1", 0), Judge) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setattr(http_reward, "URL", f"http://127.0.0.1:{server.server_port}/score")
+        monkeypatch.setattr(http_reward, "WAITS", (0,))
+        assert http_reward.served([Image.new("RGB", (8, 8))] * 2, ["a fox"] * 2) == [5, None]
+        server.shutdown()
+    assert "asking again" in capsys.readouterr().out and next(codes, None) is None
 
 
 # ---- notebook.ipynb ------------------------------------------------------------------------------
