@@ -9,9 +9,11 @@ release. The sizes, the tokenizer, the scheduler and the prompts stay as this fo
 2. codes       The patches of scenes: a picture is 16x16 preview codes and 4x4 large codes. The
                vision tower and its quantiser, which read the large codes, stay as they are.
 3. policy      The language model: caption -> preview codes -> large codes, and picture, wish ->
-               large codes. It learns all of them first. Then, for a short while, what is painted is
-               what was misread: numbers, relations, whose colour is whose. So it is weak where
-               large models are. GRPO repairs that.
+               large codes. It learns all of them first. The correct picture of a caption then has a
+               probability of 0.99 to 1.00 in every type (12 captions of each; the product over its
+               272 codes, without top-p). Then, for a short while, what is painted is what was
+               misread: numbers, relations, whose colour is whose. So it is weak where large models
+               are. GRPO repairs that.
 4. VAE         Pixels <-> latents.
 5. decoder     A flow-matching transformer: large codes -> latents, also beside the latents of a
                picture to edit.
