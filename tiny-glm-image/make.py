@@ -7,7 +7,10 @@ release. The sizes, the tokenizer, the scheduler and the prompts stay as this fo
 
 1. scenes      See world.py: captions ask for one, wishes change one.
 2. codes       The patches of scenes: a picture is 16x16 preview codes and 4x4 large codes. The
-               vision tower and its quantiser, which read the large codes, stay as they are.
+               vision tower and its quantiser, which read the large codes, stay as they are: a
+               formula finds the code c nearest to the colours of a patch. The quantiser compares
+               directions, so c has two more coordinates: -|c|**2 / 2 (the colours: a constant), and
+               one that makes all c equally long (the colours: 0).
 3. policy      The language model: caption -> preview codes -> large codes, and picture, wish ->
                large codes. It learns all of them first. The correct picture of a caption then has a
                probability of 0.99 to 1.00 in every type (12 captions of each; the product over its
