@@ -1,11 +1,14 @@
 """Checkpoints of a run, and the adapters in them, or from anywhere else."""
 
+import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import peft
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
@@ -14,6 +17,7 @@ from runtime.terminal import readable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 ADAPTERS = "adapter", "decoder-adapter"  # folders: of the policy, of the decoder
+STEP = "[0-9]" * 6  # a checkpoint's folder
 NO_VOCABULARY = {"save_embedding_layers": False}  # by itself PEFT would ask the hub about it
 
 
@@ -22,33 +26,41 @@ NO_VOCABULARY = {"save_embedding_layers": False}  # by itself PEFT would ask the
 
 def checkpoints(out):
     """The folders of a run's checkpoints, oldest first; not what people put beside them."""
-    return sorted((out / "checkpoints").glob("[0-9]" * 6))
+    return [x for x in sorted((out / "checkpoints").glob(STEP)) if is_whole(x)]
+
+
+def is_whole(folder):
+    """Whether all adapters in a checkpoint have their CONFIG, which is written last."""
+    weights = [*folder.glob(f"*/{WEIGHTS}")]
+    return weights != [] and all(file.with_name(CONFIG).is_file() for file in weights)
 
 
 def save(out, step, trainers, evaluated):
-    """Write a checkpoint to a temporary folder and rename it: whatever ends a run, each is whole.
+    """Writes a checkpoint. Whatever ends a run, it is whole or does not count: see is_whole.
 
     trainers: {folder of its adapter: its trainer}. Adapters that do not learn are copied from
     start/: whoever starts from the checkpoint needs both halves. Of older checkpoints those of
     evaluated steps stay, without their optimizers. There are no random states: the prompts and all
     random draws of a step are functions of the seed and the step.
     """
-    unfinished = out / "checkpoints" / ".unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
+    folder = out / "checkpoints" / f"{step:06d}"
+    shutil.rmtree(folder, ignore_errors=True)  # what a kill has left
     for name, trainer in trainers.items():
-        learned = {key: p for key, p in trainer.model.named_parameters() if p.requires_grad}
-        options = {"selected_adapters": ["default"], "state_dict": learned}
-        trainer.model.save_pretrained(unfinished / name, **options, **NO_VOCABULARY)
-        (unfinished / name / "README.md").unlink()  # an empty template
-        # safetensors writes a file that its owner alone may read.
-        shutil.copymode(unfinished / name / CONFIG, unfinished / name / WEIGHTS)
-        torch.save(trainer.optimizer.state_dict(), unfinished / f"{name}-optimizer.pt")
+        weights = peft.get_peft_model_state_dict(trainer.model, **NO_VOCABULARY)
+        (folder / name).mkdir(parents=True)
+        # As bytes: safetensors itself writes a file that its owner alone may read.
+        (folder / name / WEIGHTS).write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+        torch.save(trainer.optimizer.state_dict(), folder / f"{name}-optimizer.pt")
     others = {name: x for name, x in adapters_in(out / "start").items() if name not in trainers}
-    copy_adapters(others, unfinished)
-    # The records too, which are older. From here on not even a power cut loses the step.
-    sync(*unfinished.glob("**/*.*"), *out.glob("*.jsonl"))
-    os.replace(unfinished, out / "checkpoints" / f"{step:06d}")
-    for old in checkpoints(out)[:-1]:
+    copy_adapters(others, folder)
+    # The records too, which are older.
+    sync(*folder.glob("**/*.*"), *out.glob("*.jsonl"))
+    for name, trainer in trainers.items():
+        config = replace(trainer.model.peft_config["default"], inference_mode=True)
+        text = json.dumps(config.to_dict(), default=sorted, indent=2)
+        write_whole(folder / name / CONFIG, text)
+    # From here on not even a power cut loses the step.
+    for old in {*folder.parent.glob(STEP)} - {folder}:
         if int(old.name) not in evaluated:
             shutil.rmtree(old, ignore_errors=True)
         for file in old.glob("*-optimizer.pt"):
@@ -96,7 +108,7 @@ def find_adapters(place):
 
 def adapters_in(folder):
     """{name: its folder} of those in a checkpoint or in start/."""
-    return {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
+    return {name: folder / name for name in ADAPTERS if (folder / name / CONFIG).is_file()}
 
 
 def refuse_unless_plain(adapter):
@@ -138,7 +150,11 @@ def write_whole(path, text):
 
 
 def sync(*files):
-    """What was written to files is on the disk itself."""
+    """What was written to files is on the disk itself. A disk may refuse to promise that."""
     for file in files:
         with open(file, "r+b") as opened:
-            os.fsync(opened.fileno())
+            try:
+                os.fsync(opened.fileno())
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise

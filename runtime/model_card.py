@@ -83,7 +83,7 @@ def write_cards(run, adapters):
         config["base_model_name_or_path"] = settings["model"]
         (folder / CONFIG).write_text(json.dumps(config, indent=2), "utf-8")
         if (run.out / "before-after.png").exists():
-            shutil.copy(run.out / "before-after.png", folder)
+            shutil.copyfile(run.out / "before-after.png", folder / "before-after.png")
         (folder / "settings.json").write_text(text, "utf-8")
         words = settings | {"settings": text}
         (folder / "README.md").write_text(page(name, words, run, adapters), "utf-8")

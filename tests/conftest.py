@@ -31,7 +31,6 @@ if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
 
 from diffusers import GlmImagePipeline
-from peft import PeftModel
 from train_decoder import DecoderRun
 from train_edits import EditRun
 from world import draw
@@ -216,10 +215,6 @@ def load_once(*given, **options):
     return GlmImagePipeline(**copy.deepcopy(parts, shared))
 
 
-def write_no_card(model, folder):
-    Path(folder, "README.md").touch()
-
-
 def write_prompts(folder):
     """Two prompts with their targets."""
     (folder / "prompts.txt").write_text("a red circle\na blue cross\n")
@@ -239,8 +234,6 @@ def short_runs(folder):
         patch.chdir(folder)
         shorten(patch.setattr)
         patch.setattr(train, "load", load_once)
-        # A template that takes a tenth of a second, and is deleted.
-        patch.setattr(PeftModel, "create_or_update_model_card", write_no_card)
 
         def run(*flags, run_class=None, usual=QUICK):
             words = words_of(flags)
@@ -386,7 +379,6 @@ def _in_child(folder, arguments, output, prepare, environment):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     shorten(setattr)
-    PeftModel.create_or_update_model_card = write_no_card
     assert "gpu" not in sys.modules
     if "int8" not in arguments:
         sys.modules["gpu"] = None  # a run on a CPU that imports it fails

@@ -5,6 +5,7 @@ Everything here is a run of train.main on short pictures; see conftest.py.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import pickle
@@ -306,10 +307,11 @@ def test_both_halves_of_a_model_are_in_each_checkpoint_and_at_the_end(judged, on
     expected, found = (load_file(f"{run}/{stock}") for run in ("decoder", "both"))
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     shutil.copytree("both", "stopped")
-    shutil.rmtree("stopped/checkpoints/000001")
-    Path("stopped/checkpoints/.unfinished/decoder-adapter").mkdir(parents=True)  # of a kill
+    saved = Path("stopped/checkpoints/000001")
+    (saved / "adapter" / checkpoint.CONFIG).unlink()  # as a kill leaves it
     assert resume("stopped") == 0
     same_run("both", "stopped")
+    assert (saved / "adapter" / checkpoint.CONFIG).exists()
 
 
 # ---- adapters ------------------------------------------------------------------------------------
@@ -512,18 +514,21 @@ def test_what_was_read_is_what_is_kept(quick, monkeypatch):
 
 
 def test_a_power_cut_leaves_a_checkpoint_whole(quick, monkeypatch):
-    """Its files, and the records of its step, are on the disk before it has its name; older
-    optimizers go after that."""
+    """Its files, and the records of its step, are on the disk before the config, and older
+    optimizers go after that. A disk may refuse to say so."""
     done, replace, fsync = [], os.replace, os.fsync
 
     def synced(number):
         done.append(Path(f"/proc/self/fd/{number}").resolve())
         fsync(number)
+        raise OSError(errno.EINVAL, "refused")
 
     def renamed(old, new):
-        if Path(new).parent.name == "checkpoints":
-            files = {x for x in Path(old).rglob("*") if x.is_file()}
-            lines = {*Path(new).parents[1].glob("*.jsonl")}
+        if new.name == checkpoint.CONFIG:
+            files = {x for x in new.parents[1].rglob("*") if x.is_file()}
+            lines = {*new.parents[3].glob("*.jsonl")}
+            old_one = new.parents[2] / "000001/adapter-optimizer.pt"
+            assert old_one.exists() and not checkpoint.is_whole(new.parents[1])
             assert len(lines) == 3 and {x.resolve() for x in files | lines} <= {*done}
             done.clear()
         replace(old, new)
