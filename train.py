@@ -1,6 +1,6 @@
 """Train GLM-Image with GRPO on one GPU or several, or a tiny GLM-Image on a CPU.
 
-    python train.py --group-size 4
+    python train.py --group-size 4  # 4 is the default
     torchrun --nproc-per-node 8 train.py --group-size 4
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. It
