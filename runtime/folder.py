@@ -5,13 +5,14 @@ import shutil
 import subprocess
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from rewards import UserError
+from rewards import ROOT, UserError
 from runtime import ranks
 from runtime.checkpoint import adapters_in, copy_adapters, find_adapters, newest, write_whole
 from runtime.terminal import option, readable, say
@@ -22,6 +23,9 @@ MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker"}
 # What settings.json has beside the settings: what a run has found out as it began.
 OF_RUN = "script", "versions", "processes", "planned_base", "began_from", "command"
 LOCK = ".lock"
+# The project's files that make a run's numbers.
+CODE = ["grpo.py", "rewards.py", "train.py", "examples/train_*.py", "tiny-glm-image/*.py"]
+CODE += ["glm_image/*.py", "gpu/*.py", "reward_models/*.py", "runtime/*.py"]
 
 
 # ---- how a run begins ----------------------------------------------------------------------------
@@ -109,9 +113,14 @@ def begin(folder, settings, data, base):
 
 
 def versions():
-    """{name: version} of what makes a run's numbers; of the project the commit, in a clone."""
+    """{name: version} of what makes a run's numbers.
+
+    Of the project a hash of its code, and for people the commit, where git knows it.
+    """
     found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
-    describe = "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"
+    texts = [file.read_text("utf-8") for each in CODE for file in sorted(ROOT.glob(each))]
+    found["code"] = sha256("".join(texts).encode()).hexdigest()[:12]
+    describe = "git", "-C", str(ROOT), "describe", "--always", "--dirty"
     with suppress(OSError):
         answer = subprocess.run(describe, capture_output=True, encoding="utf-8", check=False)
         found["commit"] = answer.stdout.strip() or None
@@ -139,7 +148,7 @@ def resumed(given, script):
     if own != script:
         raise UserError(f"{out} is a run of {own}: python {own} --resume {out}")
     now = {name: version for name, version in versions().items() if version != began.get(name)}
-    if now:
+    if now.keys() - {"commit"}:
         other = ", ".join(f"{name} {began.get(name)} ({now[name]} now)" for name in now)
         say(f"warning: {out} began with {other}: numbers may differ")
     if processes != ranks.count():  # other prompts would be a step's

@@ -1,5 +1,6 @@
 """The user at the terminal: lines of a run, and its errors as one line each."""
 
+import os
 import sys
 from contextlib import contextmanager, suppress
 
@@ -17,9 +18,12 @@ def option(name):
 
 
 def say(line):
-    """Prints a line at once, above the bars."""
-    tqdm.write(line)
-    print(end="", flush=True)  # a program may have set sys.stdout to None
+    """Prints a line at once, above the bars. Nothing of a run depends on the screen."""
+    try:
+        tqdm.write(line)
+        print(end="", flush=True)  # a program may have set sys.stdout to None
+    except OSError:  # Ctrl-C ends the tee of `| tee log`, too
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 @contextmanager

@@ -180,7 +180,7 @@ def test_trackers_are_told_which_run_goes_on(tmp_path, monkeypatch):
 def test_a_run_names_what_made_it(quick, one_step, monkeypatch, capsys):
     """A resume under other versions is warned of, each time."""
     made = json.loads((one_step / "settings.json").read_text())["versions"]
-    assert made == versions() and made.keys() > {"torch", "commit"}
+    assert made == versions() and made.keys() > {"torch", "code", "commit"}
     shutil.copytree(one_step, "run")
     assert resume("run --steps 1") == 0 and "began with" not in capsys.readouterr().out
     monkeypatch.setattr("runtime.folder.versions", lambda: made | {"torch": "9"})
@@ -189,3 +189,14 @@ def test_a_run_names_what_made_it(quick, one_step, monkeypatch, capsys):
         words = f"warning: run began with torch {made['torch']} (9 now): numbers may differ"
         assert words in capsys.readouterr().out
     assert json.loads(Path("run/settings.json").read_text())["versions"] == made
+
+
+def test_code_is_told_apart_without_git(tmp_path, monkeypatch):
+    """And what users put beside it is none of it."""
+    monkeypatch.setattr("runtime.folder.ROOT", tmp_path)
+    (tmp_path / "runtime").mkdir()
+    found = []
+    for name in ("grpo.py", "runtime/data.py", "my_reward.py"):
+        (tmp_path / name).write_text(name)
+        found.append(versions()["code"])
+    assert found[0] != found[1] == found[2]

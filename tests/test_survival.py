@@ -539,6 +539,13 @@ def test_a_power_cut_leaves_a_checkpoint_whole(quick, monkeypatch):
     assert steps_saved("run") == ["000002"]
 
 
+def test_a_run_needs_no_screen(quick, monkeypatch):
+    """The tee of `| tee log` has ended."""
+    monkeypatch.setattr(sys, "stdout", Mock(flush=Mock(side_effect=BrokenPipeError)))
+    assert quick("--steps 1 --out run") == 0
+    assert steps_saved("run") == ["000001"]
+
+
 def test_a_strangers_run_is_data(judged, one_step):
     """The file of an optimizer runs no code."""
     shutil.copytree(one_step, "run")

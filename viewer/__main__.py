@@ -11,5 +11,8 @@ parser.add_argument("run", help="the folder of a run, such as runs/1", type=Path
 out = parser.parse_args().run
 if not read_jsonl(out / "evaluation.jsonl"):
     parser.error(f"there is no evaluation in {out}")
-show(out)
+try:
+    show(out)
+except PermissionError as error:  # of somebody else's run
+    parser.error(f"{error}: copy the run, and draw the copy")
 print(f"look at {out / 'index.html'}")
