@@ -25,6 +25,7 @@ from rewards import (
 from runtime import ranks
 from runtime.terminal import readable, say
 
+PICTURE = "<|image|>"  # GLM-Image would look for a picture there
 TYPE = re.compile(r"# *type: *(.+)")  # a line for the prompts below it
 
 
@@ -89,6 +90,9 @@ def read_file(path):
         prompts = readers[form](lines)
     if not prompts:
         raise UserError(f"the prompts file {path} has no prompt in it; write a prompt per line")
+    for prompt in prompts:
+        if PICTURE in prompt.text:
+            raise UserError(f"line {prompt.line} of {path} has {PICTURE} in it: leave that out")
     if any(prompt.type for prompt in prompts):
         for prompt in prompts:
             prompt.type = prompt.type or "other"
@@ -127,6 +131,8 @@ def read_rows(lines):
         if line.strip():
             with readable(f"read line {number}", '; an example: {"prompt": "three circles"}'):
                 row = json.loads(line)
+                if not isinstance(row["prompt"], str):
+                    raise ValueError('its "prompt" is no text')
                 text, of_type = one_line(row.pop("prompt")), row.get("type") or row.get("tag")
                 of_type = of_type and str(of_type)
             prompts.append(Prompt(text, of_type, number, row=row))

@@ -47,7 +47,8 @@ def test_a_row_is_a_prompt_with_columns(tmp_path):
         ("rows.jsonl", '{"prompt": "a ring"', "cannot read line 1"),
         ("rows.jsonl", '\n{"text": "a ring"}', "cannot read line 2 ('prompt')"),
         ("rows.jsonl", '["a ring"]', "an example"),
-        ("rows.jsonl", '{"prompt": [{"role": "user"}]}', "cannot read line 1"),
+        ("rows.jsonl", '{"prompt": null}', """cannot read line 1 (its "prompt" is no text);"""),
+        ("a.txt", "\na ring\n<|image|>", "line 3 of"),
         ("latin.txt", b"caf\xe9", "'utf-8' codec can't decode"),
     ],
 )
