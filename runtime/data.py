@@ -132,7 +132,7 @@ def read_rows(lines):
             with readable(f"read line {number}", '; an example: {"prompt": "three circles"}'):
                 row = json.loads(line)
                 if not isinstance(row["prompt"], str):
-                    raise ValueError('its "prompt" is no text')
+                    raise TypeError('its "prompt" is no text')
                 text, of_type = one_line(row.pop("prompt")), row.get("type") or row.get("tag")
                 of_type = of_type and str(of_type)
             prompts.append(Prompt(text, of_type, number, row=row))
