@@ -24,7 +24,6 @@ says. With NAME=FOLDER, that folder must hold all files of the row.
 """
 
 import asyncio
-import functools
 import inspect
 import itertools
 import math
@@ -32,7 +31,8 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import invalidate_caches
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -169,8 +169,8 @@ class Reward:
 
     @property
     def own(self):
-        """Whether it is in a file of the user's."""
-        return ".py:" in self.source
+        """The file of the user's that it is in, or ""."""
+        return self.source.rpartition(":")[0] if ".py:" in self.source else ""
 
     def load(self):
         """Once. A class is made an object, without arguments."""
@@ -236,22 +236,36 @@ def load_from_file(name):
     return getattr(module, function)
 
 
-@functools.cache
+# Of this run: {file: its module}, and the folders of such files.
+MODULES, FOLDERS = {}, []
+
+
 def load_module(file):
-    """A file as a module, which can import what is beside it. It runs once in a run."""
-    taken = sys.modules.get(name := file.stem)
-    if taken and name not in OWN and getattr(taken, "__file__", None) != str(file):
-        raise UserError(f"{file}: Python has another module {name!r} already: rename the file")
-    OWN.add(name)
-    if (folder := str(file.parent)) not in sys.path:
-        sys.path.append(folder)
-    spec = spec_from_file_location(name, file)
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """A file as the module of its name, which can import what is beside it. It runs once in a run.
+
+    The processes of a pool import it by that name, so Python has to find this file by it.
+    """
+    if file not in MODULES:
+        name, folder = file.stem, str(file.parent)
+        if folder not in sys.path:
+            FOLDERS.append(folder)
+            sys.path.append(folder)
+        invalidate_caches()  # the file may be new
+        spec = None if "." in name else find_spec(name)
+        if spec is None or Path(spec.origin or "").resolve() != file:
+            raise UserError(f"{file}: Python finds another module {name!r}: rename the file")
+        MODULES[file] = sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(MODULES[file])
+    return MODULES[file]
 
 
-OWN = set()  # names of such modules
+def forget_modules():
+    """A notebook's next run loads its files again, and may have others of the same names."""
+    for module in MODULES.values():
+        sys.modules.pop(module.__name__, None)
+    sys.path[:] = [folder for folder in sys.path if folder not in FOLDERS]
+    MODULES.clear()
+    FOLDERS.clear()
 
 
 @torch.no_grad()

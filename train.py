@@ -209,17 +209,17 @@ def train(settings, run_class=Run):
             run = run_class.load(settings, data, machine, folder.adapters)
             done = checkpoint.load(folder.path, run.trainers)  # steps
             record = run.Record(folder, settings, data, run, tracker, done)
-            code = 130  # after Ctrl-C: the steps before it are saved
+            code = 130  # after Ctrl-C; steps before it are saved
             with suppress(KeyboardInterrupt):
                 loop(run, settings, data, record)
                 code = 0
             record.export(run.glm_image)
-    took = f"{counted(record.done, 'step')}, {time.time() - began:.0f} s"
+    took = f"{counted(record.saved, 'step')}, {time.time() - began:.0f} s"
     page = Path(folder.name, "index.html")
     say(f"{took}; output folder: {folder.name}; look at {page}")
     if code:
-        draw(record)  # the page says that the run was ended
         say(f"continue with --resume {folder.name}")
+        draw(record)  # the page says that the run was ended
     return code
 
 

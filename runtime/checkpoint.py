@@ -35,6 +35,11 @@ def is_whole(folder):
     return weights != [] and all(file.with_name(CONFIG).is_file() for file in weights)
 
 
+def steps_saved(out):
+    """The step of the newest checkpoint, or 0."""
+    return max((int(each.name) for each in checkpoints(out)), default=0)
+
+
 def save(out, step, trainers, evaluated):
     """Writes a checkpoint. Whatever ends a run, it is whole or does not count: see is_whole.
 
@@ -59,7 +64,7 @@ def save(out, step, trainers, evaluated):
         config = replace(trainer.model.peft_config["default"], inference_mode=True)
         text = json.dumps(config.to_dict(), default=sorted, indent=2)
         write_whole(folder / name / CONFIG, text)
-    # From here on not even a power cut loses the step.
+    # A power cut soon after may undo the names of these files: that costs this step alone.
     for old in {*folder.parent.glob(STEP)} - {folder}:
         if int(old.name) not in evaluated:
             shutil.rmtree(old, ignore_errors=True)
@@ -69,13 +74,12 @@ def save(out, step, trainers, evaluated):
 
 def load(out, trainers):
     """Adapters and optimisers from the newest checkpoint, if any. Returns its step, or 0."""
-    if (saved := newest(out)) == out:
-        return 0
-    for name, trainer in trainers.items():
-        load_adapter(trainer.model, saved / name / WEIGHTS)
-        state = torch.load(saved / f"{name}-optimizer.pt", "cpu", weights_only=True)
-        trainer.optimizer.load_state_dict(state)
-    return int(saved.name)
+    for saved in checkpoints(out)[-1:]:
+        for name, trainer in trainers.items():
+            load_adapter(trainer.model, saved / name / WEIGHTS)
+            state = torch.load(saved / f"{name}-optimizer.pt", "cpu", weights_only=True)
+            trainer.optimizer.load_state_dict(state)
+    return steps_saved(out)
 
 
 # ---- adapters ------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from rewards import (
     UserError,
     find_file,
     find_path,
+    forget_modules,
     load_from_file,
-    load_module,
     score,
     weights_of,
 )
@@ -217,14 +217,13 @@ class Data:
 
     def files(self, settings):
         """{name in start/: file} of prompts, and of the user's own rewards, to compare with."""
-        files = {}
-        for name in ("prompts", "eval_prompts"):
-            file = Path(find_path(getattr(settings, name)))
-            files[name + file.suffix] = file
-        for own in [find_file(x.source) for x in (self.rewards | self.judges).values() if x.own]:
-            if files.setdefault(own.name, own) != own:
-                raise UserError(f"{own} and {files[own.name]} have the same name: rename one")
-        return files
+        paths = {name: find_path(getattr(settings, name)) for name in ("prompts", "eval_prompts")}
+        files = {name + Path(path).suffix: path for name, path in paths.items()}
+        return files | {Path(each.own).name: find_file(each.source) for each in self.own()}
+
+    def own(self):
+        """The rewards in files of the user's."""
+        return [each for each in (self.rewards | self.judges).values() if each.own]
 
 
 def read_inputs(settings, read):
@@ -233,7 +232,7 @@ def read_inputs(settings, read):
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError for files and names that are
     wrong, before anything loads.
     """
-    load_module.cache_clear()  # a notebook may have changed the files of its last run
+    forget_modules()
     prompts, held_out = read(settings), read(settings, "eval_")
     specs = settings.reward, settings.eval_reward
     rewards, judges = map(parse_rewards, specs)
@@ -252,15 +251,23 @@ def read_inputs(settings, read):
         if likeness and not any(prompt.target for prompt in of_file):
             raise UserError(f"reward {min(likeness)!r} needs --targets, or --eval-targets")
     data = Data(prompts, held_out, rewards, judges)
-    for name, file in data.files(settings).items() if settings.start else ():
-        copy = settings.start / name
-        if file.suffix == ".py" and copy.read_bytes() != file.read_bytes():
-            both = f"put it back, or copy the new file there: {copy}"
-            raise UserError(f"{file} is not what the run began with: {both}")
+    for each in data.own():
+        if settings.start:
+            refuse_other(each.own, settings.start)
+        load_from_file(each.source)
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):
         say(f"warning: {common} of the {len(new)} held-out prompts are also training prompts")
     return data
+
+
+def refuse_other(name, start):
+    """UserError unless the file of a reward is the one whose copy is in start/."""
+    file = Path(find_path(name)).absolute()
+    copy = start / file.name
+    if not file.is_file() or file.read_bytes() != copy.read_bytes():
+        ways = f"put that back from {copy}, or copy the new file there to go on with it"
+        raise UserError(f"{file} is not the file that the run began with: {ways}")
 
 
 def parse_rewards(spec):
@@ -277,7 +284,6 @@ def parse_rewards(spec):
             name, reward = source.partition("=")[0], Reward(source, float(weight or 1))
             if reward.own:
                 name = PureWindowsPath(source).name
-                load_module(find_file(source))
             elif name not in REWARDS:
                 known = f"known: {', '.join(sorted(REWARDS))}; your own: file.py:function"
                 raise UserError(f"unknown reward {name!r}; {known}")

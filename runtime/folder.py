@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import count
@@ -52,10 +52,13 @@ def run_folder(settings, data, base):
     This is before anything slow: what was read is what is copied, and a run to start from goes on.
     A new run that fails before its first record leaves a folder that the next run takes.
     """
-    folder, lock = claim(settings) if ranks.rank() == 0 else (None, nullcontext())
+    folder, lock = None, nullcontext()
+    if ranks.rank() == 0:
+        adapters = {} if settings.resume else find_adapters(settings.adapter)
+        folder, lock = claim(settings)
     with lock:  # until the process ends, however it ends
         if folder:
-            begin(folder, settings, data, base)
+            begin(folder, settings, data, base, adapters)
         folder, *_ = ranks.gather(folder)
         yield folder
 
@@ -92,7 +95,7 @@ def is_free(out):
     return not left or LOCK in left <= own
 
 
-def begin(folder, settings, data, base):
+def begin(folder, settings, data, base, adapters):
     """Writes start/, which has all that a resume needs, and settings.json."""
     start, kept = folder.path / "start", folder.path / "settings.json"
     if settings.resume:
@@ -103,7 +106,7 @@ def begin(folder, settings, data, base):
         start.mkdir()
         for name, file in data.files(settings).items():
             shutil.copyfile(file, start / name)
-        copy_adapters(find_adapters(settings.adapter), start)
+        copy_adapters(adapters, start)
         began_from = settings.adapter and str(newest(settings.adapter))
         of_run = settings.script, versions(), ranks.count(), base, began_from
         values = settings.portable() | dict(zip(OF_RUN, of_run))
@@ -130,10 +133,11 @@ def versions():
 # ---- how it goes on ------------------------------------------------------------------------------
 
 
-def resumed(given, script):
+def resumed(given, kind):
     """{name: value}: the settings of the run in --resume, and the flags that are given.
 
-    UserError for flags that would change the run, and for a run of another script.
+    kind: the class of its Settings. UserError for flags that would change the run, and for a run of
+    another script or version.
     """
     out = Path(given["resume"])
     if other := sorted(given.keys() - MAY_CHANGE - {"resume"}):
@@ -143,10 +147,16 @@ def resumed(given, script):
             f"change are {free}), or start a new run from its adapter: --adapter {out}"
         )
     with readable(f"resume {out}", "; name the folder of a run, such as runs/1"):
-        values = json.loads((out / "settings.json").read_text("utf-8"))
-        own, began, processes, base, *_ = map(values.pop, OF_RUN)
-    if own != script:
+        values = dict(json.loads((out / "settings.json").read_text("utf-8")))
+    if (own := values.get("script", kind.script)) != kind.script:
         raise UserError(f"{out} is a run of {own}: python {own} --resume {out}")
+    known = {*OF_RUN, *(each.name for each in fields(kind))} - {"out", "resume"}
+    if other := values.keys() ^ known:
+        raise UserError(
+            f"{out} is a run of another version ({min(other)}): resume it there, or start a new "
+            f"run from its adapter: --adapter {out}"
+        )
+    _, began, processes, base, *_ = map(values.pop, OF_RUN)
     now = {name: version for name, version in versions().items() if version != began.get(name)}
     if now.keys() - {"commit"}:
         other = ", ".join(f"{name} {began.get(name)} ({now[name]} now)" for name in now)

@@ -93,7 +93,7 @@ def page(name, settings, run, adapters):
     """The text of README.md."""
     model, began_from, records = settings["model"], settings["began_from"], run.records
     load, part, library = LOADED[name]
-    made = f"from {counted(records['metrics'][-1]['step'], 'step')} of GRPO"
+    made = f"from {counted(run.saved, 'step')} of GRPO"
     made += f", begun from `{began_from}`" if began_from else ""
     if name not in run.trainers:
         made = f"as it was in `{began_from}`: this run trained another part"

@@ -33,7 +33,7 @@ class Record:
         self.machine = run.machine
         self.trainers = run.trainers
         self.tracker = tracker
-        self.done = self.saved = done
+        self.done = done
         self.writes = ranks.rank() == 0
         self.weights = weights_of(data.rewards)
         self.judged_by = next(iter(data.judges), None)
@@ -96,7 +96,11 @@ class Record:
         if self.writes and self.done > self.saved:
             evaluated = {each["step"] for each in self.records["evaluation"]}
             checkpoint.save(self.out, self.done, self.trainers, evaluated)
-            self.saved = self.done
+
+    @property
+    def saved(self):
+        """Steps that a resumed run need not make again."""
+        return checkpoint.steps_saved(self.out)
 
     def evaluation(self, prompts, pictures, values):
         """Writes an evaluation's numbers, and pictures of some of its prompts; prints its table.
@@ -161,13 +165,14 @@ class Record:
         return reward_metrics(rewards)
 
     def export(self, glm_image):
-        """The adapters of the last checkpoint, for other programs and people to load."""
-        if self.writes and checkpoint.checkpoints(self.out):
+        """The adapters of the newest checkpoint, for other programs and people to load."""
+        if self.writes and self.saved:
             from runtime.model_card import write_cards  # training needs nothing of it
 
             adapters = checkpoint.adapters_in(checkpoint.newest(self.out))
             checkpoint.copy_adapters(adapters, self.out)
             if "decoder-adapter" in adapters:
+                checkpoint.load(self.out, self.trainers)  # Ctrl-C may have ended an update midway
                 glm_image.save_decoder_adapter(self.out / "decoder-adapter")
             write_cards(self, adapters)
 

@@ -348,7 +348,7 @@ def parse_settings(arguments=None, kind=Settings):
     parser = build_parser(kind)
     given = vars(parser.parse_args(arguments))
     if "resume" in given:
-        return kind(**resumed(given, kind.script))
+        return kind(**resumed(given, kind))
     if config := given.pop("config", None):
         given = vars(parser.parse_args(flags_in(config))) | given
     for prefix in ("", "eval_"):

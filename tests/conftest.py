@@ -37,7 +37,7 @@ from world import draw
 
 import train
 from glm_image import editing, model
-from rewards import UserError
+from rewards import UserError, forget_modules
 from runtime import cpu
 from runtime.checkpoint import find_adapters
 from runtime.data import Prompt
@@ -228,8 +228,6 @@ def short_runs(folder):
     """In a folder with two prompts: train.main on short pictures. Yields it; it returns its exit
     code."""
     write_prompts(folder)
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, unheard) for number in numbers]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         shorten(patch.setattr)
@@ -241,8 +239,7 @@ def short_runs(folder):
             return train.main([*usual, *words], run_class or run_class_of(words))
 
         yield run
-    for number, handler in zip(numbers, handlers):
-        signal.signal(number, handler)
+    forget_modules()  # or their folder would be on the path of processes, too
 
 
 @pytest.fixture
@@ -272,10 +269,6 @@ def one_step(tmp_path_factory):
     ):
         assert run("--steps 1 --out run") == 0
     return folder / "run"
-
-
-def unheard(number, frame):
-    pytest.fail(f"signal {number} was for the run, which does not listen")
 
 
 def resume(*flags, run_class=None):

@@ -7,7 +7,6 @@ import ast
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
 import tomllib
@@ -135,14 +134,6 @@ def test_flags_in_docstrings_and_messages_exist():
     }
 
 
-def test_torchrun_waits_for_a_step_in_every_command():
-    """By itself it kills processes 30 seconds after Ctrl-C."""
-    texts = [" ".join(file.read_text().split()) for file in [*PAGES, *SOURCES]]
-    commands = re.findall(r"torchrun --.*?\.py", " ".join(texts))
-    assert len(commands) >= 4
-    assert [each for each in commands if "--shutdown-timeout 300" not in each] == []
-
-
 def test_the_tables_of_variants_are_those_of_the_file():
     page = (ROOT / "docs" / "worth.md").read_text()
     assert [table for table in tables.tables(variants.read()) if table not in page] == []
@@ -213,11 +204,8 @@ def test_every_script_has_help(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     about = ast.get_docstring(ast.parse(script.read_text())).splitlines()[0]
     helped = capsys.readouterr().out
     assert not ended.value.code and ("usage: " in helped or about in helped)

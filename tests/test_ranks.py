@@ -3,7 +3,6 @@ the prompts."""
 
 import os
 import shutil
-import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -230,18 +229,17 @@ def test_processes_that_would_train_alone_are_refused(monkeypatch, capsys):
     assert "start processes by torchrun" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("call, last", [(2, 0), (3, 1)])
-def test_ranks_stop_together(start, call, last):
-    """Only the second is told to stop: in the evaluation before training, or in the first step."""
-    reward = on_rank_1(call, f"os.kill(os.getpid(), {int(signal.SIGTERM)})")
-    codes, outputs = together(
-        start, *QUICK, *reward, *str.split("--steps 9 --eval-every 1 --out run")
-    )
+def test_ctrl_c_ends_all_ranks(start):
+    """Which a terminal sends to all: here in the second step."""
+    at_once = "if call == 4:\n    open(f\"at-{os.environ['RANK']}\", 'w')\n"
+    at_once += "    while not (os.path.exists('at-0') and os.path.exists('at-1')):\n        pass\n"
+    reward = write_reward(f"{at_once}    os.kill(os.getpid(), signal.SIGINT)")
+    flags = str.split("--eval-count 2 --steps 9 --out run")
+    codes, outputs = together(start, *QUICK, *reward, *flags)
     assert codes == [130, 130], outputs
     assert "a step: 2 x 2 pictures" in outputs[0] and "a step" not in outputs[1]
-    assert "continue with --resume run" in outputs[0]
-    assert len(records("run/metrics.jsonl")) == last
-    assert steps_of("run/evaluation.jsonl") == [0, 1][: last + 1]
+    assert "\n1 step, " in outputs[0] and "continue with --resume run" in outputs[0]
+    assert adapter_of("run") == adapter_of("run/checkpoints/000001")
 
 
 # ---- by hand -------------------------------------------------------------------------------------

@@ -550,23 +550,26 @@ def test_names_and_weights(tmp_path, monkeypatch):
 
 
 def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
-    """Which may import what lies beside it; it runs once. Two files may have one name, also that of
-    a module of Python or of a file of this project."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    """It may import what lies beside it, at once or later; it runs once in a run. A name that leads
+    to another module is refused, but not that of a file of an earlier run."""
+    path = [*sys.path]
+    for place, number in (("a", 7), ("b", 8)):
+        Path(tmp_path, place).mkdir()
+        code = f"open('ran', 'a').write('x')\nclass Own:\n    def __call__(self):\n        import {place}_it\n"
+        Path(tmp_path, place, "my_own.py").write_text(f"{code}        return {place}_it.{place}\n")
+        Path(tmp_path, place, f"{place}_it.py").write_text(f"{place} = {number}\n")
     monkeypatch.chdir(tmp_path)
-    Path("beside_it.py").write_text("def seven():\n    return 7\n")
-    code = "import beside_it\n\nopen('ran', 'a').write('x')\n\nclass Seven:\n"
-    code += "    def __call__(self, images):\n        return [beside_it.seven()] * len(images)\n"
-    Path("vqa.py").write_text(code)
-    Path("reward_models").mkdir()
-    for name in ("vqa", "json"):
-        Path(f"reward_models/{name}.py").write_text(f"def {name}():\n    return {name!r}\n")
-    spec = "vqa.py:Seven:2,reward_models/vqa.py:vqa,reward_models/json.py:json"
-    seven, other, named_json = loaded(spec).values()
-    (again,) = loaded("./vqa.py:Seven").values()
-    assert seven.function(noise(2)) == again.function(noise(2)) == [7, 7] and seven.weight == 2
-    assert (other.function(), named_json.function()) == ("vqa", "json")
-    assert sys.modules["json"] is json and Path("ran").read_text() == "x"
+    (first,), (again,) = (loaded(f"{x}my_own.py:Own:2").values() for x in ("a/", "./a/"))
+    assert first.function() == again.function() == 7 and first.weight == 2
+    assert Path("ran").read_text() == "x" and pickle.loads(pickle.dumps(first.function))() == 7
+    for name in ("json", "rewards", "this", "my.own", "b/my_own"):
+        Path(f"{name}.py").touch()
+        with pytest.raises(rewards.UserError, match="another module '.*': rename the file"):
+            loaded(f"{name}.py:f")
+    rewards.forget_modules()
+    assert sys.path == path
+    (other,) = loaded("b/my_own.py:Own").values()
+    assert other.function() == 8
 
 
 def test_weights_are_loaded_without_pickle(tmp_path):

@@ -13,7 +13,6 @@ import random
 import shlex
 import shutil
 import signal
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -35,15 +34,16 @@ from conftest import (
     steps_of,
     steps_saved,
     tiny_settings,
-    unheard,
     words_of,
     write_reward,
 )
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from train_decoder import DecoderSettings
 
 import train
+from glm_image.decoder import DecoderGRPO
 from runtime import checkpoint
 from runtime.folder import MAY_CHANGE
 
@@ -71,7 +71,7 @@ DICE = "return torch.rand(len(images))"
 def test_a_resumed_run_equals_the_uninterrupted_one(judged):
     """With what a kill may leave in the files: records of later steps, half a line, and no
     evaluation of the step that was saved last. A checkpoint that somebody has copied is left
-    alone. Of what the run was started with only the model and the targets are still there."""
+    alone. The prompts that the run was started with are gone."""
     Path("mine").mkdir()
     Path("mine/helper.py").write_text("SCALE = 2\n")
     Path("mine/own.py").write_text(
@@ -81,7 +81,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(judged):
     often = "--reward mine/own.py:f,ssim:0.5 --save-every 1 --eval-every 1 --iterations 2"
     for run, steps in (("run", 2), ("again", 1)):
         assert judged(often, "--warmup-steps 9 --steps", steps, "--out", run) == 0
-    shutil.rmtree("mine")
     Path("prompts.txt").unlink()
     Path("elsewhere").mkdir()
     again = Path("again").rename("elsewhere/again")
@@ -167,7 +166,7 @@ def test_a_resumed_run_takes_only_what_may_change(quick, one_step, capsys):
 
 def test_a_run_goes_on_anywhere_with_what_it_began_with(quick, tmp_path, monkeypatch):
     """In a folder that looks like one of Windows; a linked reward file keeps its name, and finds
-    what lies beside the file."""
+    what lies beside the file, both where they were."""
     Path("lib").mkdir()
     Path("lib/real.py").write_text(
         "from beside import f\n\ndef own(images):\n    return f(images)\n"
@@ -179,52 +178,41 @@ def test_a_run_goes_on_anywhere_with_what_it_began_with(quick, tmp_path, monkeyp
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     targets = Path("targets").absolute()
     flags = f"--prompts rows.jsonl --targets {targets} --eval-targets {targets}"
-    flags += " --reward ' mse, mine.py:own'"
+    flags += f" --reward ' mse, {Path('mine.py').absolute()}:own'"
     assert quick(flags, "--steps 1 --out", shlex.quote(str(run))) == 0
-    assert {"mine.py", "beside.py", "prompts.jsonl"} <= set(os.listdir(run / "start"))
+    assert {"mine.py", "prompts.jsonl"} <= set(os.listdir(run / "start"))
     before = (run / "settings.json").read_text()
-    for name in ("lib", "mine.py", "rows.jsonl"):
-        shutil.move(name, tmp_path / "away")
+    Path("rows.jsonl").unlink()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert resume(shlex.quote(str(run)), "--steps 2") == 0
     first, last = records(run / "metrics.jsonl")
     assert first.keys() == last.keys() and "reward/mine.py:own" in last
-    assert (run / "settings.json").read_text() == before.replace('"steps": 1', '"steps": 2')
+    after = before.replace('"steps": 1', '"steps": 2').replace("--steps 1", "--steps 2")
+    assert (run / "settings.json").read_text() == after
 
 
-def test_helpers_belong_to_the_file_that_imported_them(quick, monkeypatch, capsys):
-    """Not to the process: another run, and another file, have their own, whatever is in the working
-    folder."""
-    monkeypatch.syspath_prepend(os.getcwd())  # as that of a script is
-    path, modules = [*sys.path], {*sys.modules}
-    for place, value in ((".", 1), ("a", 2), ("b", 3)):
-        Path(place).mkdir(exist_ok=True)
-        Path(place, "mine.py").write_text("import helper\nf = lambda images: helper.f(images)\n")
-        Path(place, "helper.py").write_text(f"f = lambda images: [{value}.0] * len(images)\n")
-    Path("b/unused.py").touch()
-    Path("b/mine.py").rename("b/yours.py")
-    score = lambda run: [each["reward"] for each in records(f"{run}/metrics.jsonl")]
+def test_a_resume_stops_where_a_reward_file_is_another(quick, capsys):
+    """Before it runs. The new file, copied to start/, mends the run; a copy there brings it back."""
+    code, mine, copy = "f = lambda images: [{}, 1]\n", Path("mine.py"), Path("run/start/mine.py")
+    mine.write_text(code.format(0))
     assert quick("--reward mine.py:f --steps 1 --out run") == 0
-    assert {"mine.py", "helper.py"} <= {*os.listdir("run/start")}
-    Path("helper.py").write_text("f = lambda images: [-7.25] * len(images)\n")
-    assert resume("run", "--steps 2") == 0
-    assert quick("--reward mine.py:f --steps 1 --out again") == 0
-    assert (score("run"), score("again")) == ([1, 1], [-7.25])
-    assert quick("--reward b/yours.py:f --steps 1 --out b/run") == 0
-    assert score("b/run") == [3] and "unused.py" not in os.listdir("b/run/start")
-    capsys.readouterr()
-    assert quick("--reward a/mine.py:f,b/yours.py:f") == 2
-    assert error_of(capsys).endswith("helper.py have the same name: rename one")
-    # What is imported later, in a function, is nobody's helper.
-    assert sys.path == path and "helper" not in sys.modules.keys() - modules
+    for change in (lambda: mine.write_text("open('ran', 'w')\n"), mine.unlink):
+        change()
+        assert resume("run", "--steps 2") == 2
+        ways = f": put that back from {copy}, or copy the new file there to go on with it"
+        assert f"{mine.absolute()} is not the file" in (error := error_of(capsys))
+        assert error.endswith(ways) and not Path("ran").exists()
+    for number, steps in ((0, 2), (0.5, 3)):
+        copy.write_text(code.format(number))
+        shutil.copy(copy, mine)
+        assert resume("run", "--steps", steps) == 0
+    assert [each["reward"] for each in records("run/metrics.jsonl")] == [0.5, 0.5, 0.75]
 
 
 def test_zero_steps_evaluates_only(judged, one_step, capsys):
     assert judged("--steps 0 --out base") == 0
     assert "warning: cannot show" not in capsys.readouterr().out
-    # A run that has ended leaves signals as it found them.
-    assert {signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)} == {unheard}
     (expected, _), (found,) = (records(f"{run}/evaluation.jsonl") for run in (one_step, "base"))
     assert found == expected
     assert not Path("base/adapter").exists() and not Path("base/checkpoints").exists()
@@ -438,7 +426,7 @@ def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
 
 
 def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
-    """Here before the first step; see test_cards.py for the others. No folder is left."""
+    """Here before the first step; see test_cards.py for the others."""
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with monkeypatch.context() as patch:
         patch.setattr(train, "load", Mock(side_effect=error))
@@ -446,7 +434,6 @@ def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
     line = error_of(capsys)
     assert line.startswith("error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00")
     assert all(word in line for word in ("--offload yes", "--micro-batch-size", "--group-size"))
-    assert not Path("run").exists()
 
 
 def test_a_folder_without_a_record_is_taken_again_and_no_other(quick, start, capsys):
@@ -477,38 +464,21 @@ def kill_as_models_load():
     train.load = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_start_that_fails_takes_its_own_folders_with_it(quick, monkeypatch):
-    Path("there").mkdir()
-    monkeypatch.setattr(train, "load", Mock(side_effect=KeyError))
-    before = sorted(os.listdir())
-    for out in ("--out there", "--out a/b/c", ""):
-        with pytest.raises(KeyError):
-            quick("--steps 1", out)
-    assert sorted(os.listdir()) == before and os.listdir("there") == []
-
-
 def test_what_was_read_is_what_is_kept(quick, monkeypatch):
-    """Though files are edited while the reward models load; and a reward goes elsewhere."""
-    Path("mine.py").write_text(
-        "import os, helper\ndef f(images):\n    os.chdir('/')\n    return helper.f(images)\n"
-    )
-    Path("helper.py").write_text("f = lambda images: range(len(images))\n")
-    flags = "--reward mine.py:f --warmup-steps 0 --eval-every 0 --out run"
+    """Though prompts are edited while the reward models load; and a reward goes elsewhere."""
+    mine = Path("mine.py").absolute()
+    mine.write_text("import os\ndef f(images):\n    os.chdir('/')\n    return range(len(images))\n")
     here, load_rewards = Path.cwd(), train.load_rewards
 
     def slowly(settings, data):
-        for name in ("mine.py", "helper.py"):
-            Path(name).write_text("f = lambda images: range(0, -len(images), -1)\n")
         Path("prompts.txt").write_text("a ring\n")
         load_rewards(settings, data)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "load_rewards", slowly)
-        assert quick(flags, "--steps 1") == 0
+        assert quick(f"--reward {mine}:f --eval-every 0 --out run", "--steps 1") == 0
     os.chdir(here)
     assert resume("run", "--steps 2") == 0
-    first, last = records(here / "run/metrics.jsonl")
-    assert first["reward"] == last["reward"] == 0.5
     prompts = [each["prompt"] for each in records(here / "run/groups.jsonl")]
     assert sorted(prompts) == ["a blue cross", "a red circle"]
 
@@ -579,32 +549,68 @@ def test_a_kill_as_a_resumed_run_writes_a_file_leaves_what_was_there(quick, one_
 # ---- signals -------------------------------------------------------------------------------------
 
 
-def test_a_signal_finishes_the_step_and_evaluates(judged, capfd):
-    """It comes in the second step, when its pictures are judged."""
-    reward = write_reward("if call == 4:\n    os.kill(os.getpid(), signal.SIGINT)")
-    Path("typed.txt").write_text("# type: a\na red circle\n# type: b\na blue cross\n")
-    typed = "--eval-prompts typed.txt --eval-count 2"
-    assert judged(*reward, typed, "--steps 9 --out 'the run'") == 130
-    output = "".join(capfd.readouterr())
-    assert "whole steps are saved; finishing this one (again: stop now)" in output
-    assert "\ncontinue with --resume the run" in output
-    assert output.count("| - b ") == 2
-    assert steps_of("the run/metrics.jsonl") == [1, 2]
-    assert steps_saved("the run")[-1] == "000002"
-    assert {"adapter", "before-after.png", "index.html"} <= set(os.listdir("the run"))
-    assert steps_of("the run/evaluation.jsonl") == [0, 2]
+@pytest.mark.parametrize("call, saved", [(2, 0), (3, 0), (6, 2)])
+def test_ctrl_c_leaves_the_newest_checkpoint(judged, capfd, call, saved):
+    """In the evaluation before training, in the first step, and in the fourth, where each second step
+    has a checkpoint."""
+    once = f"if call == {call} and not os.path.exists('pressed'):\n    open('pressed', 'w')\n"
+    reward = write_reward(f"{once}    os.kill(os.getpid(), signal.SIGINT)")
+    assert judged(*reward, "--steps 9 --save-every 2 --eval-every 0 --out 'the run'") == 130
+    output = capfd.readouterr().out
+    assert f"\n{saved} steps, " in output and "\ncontinue with --resume the run" in output
+    card, adapter = Path("the run/adapter/README.md"), "adapter/adapter_model.safetensors"
+    assert card.exists() == bool(saved)
+    if saved:
+        assert "from 2 steps of GRPO" in card.read_text()
+        newest = Path("the run/checkpoints/000002", adapter)
+        assert Path("the run", adapter).read_bytes() == newest.read_bytes()
+    assert resume("'the run' --steps 4") == 0
+    assert steps_of("the run/metrics.jsonl") == [1, 2, 3, 4]
+    assert steps_of("the run/evaluation.jsonl") == [0, 4]
 
 
-def test_a_reward_may_open_a_pool_in_every_call(judged, start):
-    Path("mine.py").write_text(
-        "from multiprocessing import get_context\n\n"
-        "def one(image):\n    return float(sum(image.getpixel((0, 0))))\n\n"
-        "def f(images):\n    with get_context('fork').Pool(2) as pool:\n"
-        "        return pool.map(one, images)\n"
+def test_ctrl_c_in_an_update_leaves_no_half_step(judged, monkeypatch):
+    """Of the decoder's adapter neither: its second file is not a copy."""
+    steps, step = [], DecoderGRPO.step
+
+    def pressed(trainer):
+        norm = step(trainer)
+        steps.append(norm)
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+        return norm
+
+    monkeypatch.setattr(DecoderGRPO, "step", pressed)
+    words = "--train decoder --decode-steps 2 --decoder-lr 0.1 --warmup-steps 0 --out run"
+    assert judged(*write_reward(""), words, "--steps 3") == 130 and steps[0] > 0
+    folder, saved = Path("run/decoder-adapter"), Path("run/checkpoints/000001/decoder-adapter")
+    one, other = (
+        load_file(file) for file in (folder / LORA_WEIGHT_NAME_SAFE, saved / checkpoint.WEIGHTS)
     )
-    run = start(*QUICK, *str.split("--reward mine.py:f --steps 6 --eval-every 0 --out run"))
-    run.join()
-    assert run.exitcode == 0 and steps_of("run/metrics.jsonl") == [*range(1, 7)]
+    assert len(one) == len(other)
+    for name, x in other.items():
+        assert torch.equal(one[name.removeprefix("base_model.model.")], x)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_reward_may_open_a_pool_in_every_call(judged, start, method):
+    """Its functions are its own module's. Ctrl-C, which a terminal sends to all, ends the run while
+    the pool is at work."""
+    Path("mine.py").write_text(
+        "import os, time\nfrom multiprocessing import get_context\n\ncalls = []\n\n"
+        "def one(waits):\n    if waits:\n        open('mark', 'w').close()\n        time.sleep(99)\n"
+        "    return float(os.getpid())\n\n"
+        f"def f(images):\n    calls.append(1)\n    with get_context('{method}').Pool(2) as pool:\n"
+        "        return pool.map(one, [len(calls) == 4] * len(images))\n"
+    )
+    flags = "--reward mine.py:f --steps 6 --eval-every 0 --out run"
+    run = start(*QUICK, *flags.split(), prepare=os.setpgrp)
+    while run.is_alive() and not Path("mark").exists():
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGINT)
+    run.join(60)
+    assert run.exitcode == 130, Path("output.txt").read_text()
+    assert steps_of("run/metrics.jsonl") == [1] and Path("run/adapter/README.md").exists()
 
 
 # ---- kills ---------------------------------------------------------------------------------------

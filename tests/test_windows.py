@@ -29,8 +29,8 @@ def test_a_card_loads_a_model_in_a_folder_of_windows(one_step):
     values = json.loads((one_step / "settings.json").read_text())
     values |= {"model": r"C:\Users\new", "settings": ""}
     evaluated = [json.loads(line) for line in (one_step / "evaluation.jsonl").open()]
-    records = {"metrics": [{"step": 1}], "groups": [{"prompt": "x"}], "evaluation": evaluated}
-    run = SimpleNamespace(records=records, trainers=["adapter"])
+    records = {"groups": [{"prompt": "x"}], "evaluation": evaluated}
+    run = SimpleNamespace(records=records, trainers=["adapter"], saved=1)
     text = model_card.page("adapter", values, run, ["adapter"])
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]

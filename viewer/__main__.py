@@ -15,4 +15,6 @@ try:
     show(out)
 except PermissionError as error:  # of somebody else's run
     parser.error(f"{error}: copy the run, and draw the copy")
+except KeyError as error:
+    parser.error(f"{out} is a run of another version of this project: it has no {error}")
 print(f"look at {out / 'index.html'}")
