@@ -13,6 +13,7 @@ import random
 import shlex
 import shutil
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
