@@ -242,7 +242,10 @@ def as_script(cells):
 
 def test_the_cells_of_the_notebook_run(judged, tmp_path, monkeypatch):
     """From top to bottom, on short pictures, which show no shapes: another default reward tells
-    them apart."""
+    them apart. It installs what is required, but for an exact torch."""
+    installs = "".join(code_cells()[0]["source"])
+    required = (ROOT / "requirements.txt").read_text().splitlines()
+    assert all(f'"{line}"' in installs for line in required if re.search("~|,<", line))
     reward = ["--reward", f"{ROOT}/examples/my_reward.py:blueness"]
     short = "--height 32 --width 32 --decode-steps 1 --steps 1 --eval-count 1 --temperature 5"
     short += " --eval-decode-steps 1 --prompts-per-step 2 --group-size 2"
