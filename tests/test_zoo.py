@@ -93,14 +93,13 @@ def build(kind, **changes):
     return make(config).eval()
 
 
-def on_the_page(begin, folder, **names):
-    """What the block of code in docs/copying.md defines that begins so, after its imports. names:
-    what else it uses."""
+def on_the_page(begin, folder):
+    """What the block of code in docs/copying.md defines that begins so, after its imports."""
     page = (ROOT / "docs" / "copying.md").read_text()
     imports = r"(?:(?:from|import) [^\n]*\n|\n)+"
     (code,) = re.findall(rf"```python\n({imports}{begin}.*?)```", page, flags=re.DOTALL)
     (folder / "page.py").write_text(code)
-    return runpy.run_path(str(folder / "page.py"), names)
+    return runpy.run_path(str(folder / "page.py"))
 
 
 def home_made(folder):
@@ -373,24 +372,6 @@ def test_settings_may_change_between_steps(name):
     metrics, messages = observed(run.update, groups)
     assert -groups[0].old_logprobs.mean() < before / 1.5
     assert messages == [] and metrics["mean_logprob_gap"] < 1e-5
-
-
-def test_a_text_of_several_turns(tmp_path):
-    """As docs/copying.md makes the group: what the environment says is masked, whatever its ids."""
-    run = trainer(with_adapter(llama()), top_p=0.9, kl_coef=0.1)
-    perturb(run.model, 0.3)
-    (first,) = run.sample([(EQUAL[0], None, 4)], 4, 0)
-    said = torch.randint(50, (4, 3), generator=seeded(0))
-    contexts = [torch.cat([EQUAL[0], *both]) for both in zip(first.tokens, said)]
-    second = run.sample([(ids, None, 5) for ids in contexts], 1, 1)
-    given = {"first": first, "second": second, "said": said}
-    group = on_the_page("answers = ", tmp_path, **given)["group"]
-    assert group.tokens.shape == (4, 12) and not group.mask[:, 4:7].any()
-    set_advantages([group], torch.tensor([0.0, 1, 2, 5]))
-    run.add_reference([group])
-    run.steps = 1  # its adapter has moved
-    metrics, messages = observed(run.update, [group])
-    assert messages == [] and metrics["mean_logprob_gap"] < 1e-5 and metrics["grad_norm"] > 0
 
 
 def test_codes_with_a_head_of_their_own(tmp_path):
