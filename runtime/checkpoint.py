@@ -18,6 +18,7 @@ from runtime.terminal import readable
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 ADAPTERS = "adapter", "decoder-adapter"  # folders: of the policy, of the decoder
 STEP = "[0-9]" * 6  # a checkpoint's folder
+WHOLE = "whole"  # its last file, which is empty
 NO_VOCABULARY = {"save_embedding_layers": False}  # by itself PEFT would ask the hub about it
 
 
@@ -26,13 +27,7 @@ NO_VOCABULARY = {"save_embedding_layers": False}  # by itself PEFT would ask the
 
 def checkpoints(out):
     """The folders of a run's checkpoints, oldest first; not what people put beside them."""
-    return [x for x in sorted((out / "checkpoints").glob(STEP)) if is_whole(x)]
-
-
-def is_whole(folder):
-    """Whether all adapters in a checkpoint have their CONFIG, which is written last."""
-    weights = [*folder.glob(f"*/{WEIGHTS}")]
-    return weights != [] and all(file.with_name(CONFIG).is_file() for file in weights)
+    return [file.parent for file in sorted((out / "checkpoints").glob(f"{STEP}/{WHOLE}"))]
 
 
 def steps_saved(out):
@@ -41,7 +36,7 @@ def steps_saved(out):
 
 
 def save(out, step, trainers, evaluated):
-    """Writes a checkpoint. Whatever ends a run, it is whole or does not count: see is_whole.
+    """Writes a checkpoint, its file WHOLE last: without that, as after a kill, it does not count.
 
     trainers: {folder of its adapter: its trainer}. Adapters that do not learn are copied from
     start/: whoever starts from the checkpoint needs both halves. Of older checkpoints those of
@@ -51,8 +46,9 @@ def save(out, step, trainers, evaluated):
     folder = out / "checkpoints" / f"{step:06d}"
     shutil.rmtree(folder, ignore_errors=True)  # what a kill has left
     for name, trainer in trainers.items():
+        config = replace(trainer.model.peft_config["default"], inference_mode=True)
+        config.save_pretrained(folder / name)
         weights = peft.get_peft_model_state_dict(trainer.model, **NO_VOCABULARY)
-        (folder / name).mkdir(parents=True)
         # As bytes: safetensors itself writes a file that its owner alone may read.
         (folder / name / WEIGHTS).write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
         torch.save(trainer.optimizer.state_dict(), folder / f"{name}-optimizer.pt")
@@ -60,11 +56,9 @@ def save(out, step, trainers, evaluated):
     copy_adapters(others, folder)
     # The records too, which are older.
     sync(*folder.glob("**/*.*"), *out.glob("*.jsonl"))
-    for name, trainer in trainers.items():
-        config = replace(trainer.model.peft_config["default"], inference_mode=True)
-        text = json.dumps(config.to_dict(), default=sorted, indent=2)
-        write_whole(folder / name / CONFIG, text)
-    # A power cut soon after may undo the names of these files: that costs this step alone.
+    (folder / WHOLE).touch()
+    sync(folder / WHOLE)
+    # From here on not even a power cut loses the step.
     for old in {*folder.parent.glob(STEP)} - {folder}:
         if int(old.name) not in evaluated:
             shutil.rmtree(old, ignore_errors=True)
@@ -112,7 +106,7 @@ def find_adapters(place):
 
 def adapters_in(folder):
     """{name: its folder} of those in a checkpoint or in start/."""
-    return {name: folder / name for name in ADAPTERS if (folder / name / CONFIG).is_file()}
+    return {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
 
 
 def refuse_unless_plain(adapter):
