@@ -253,7 +253,7 @@ def load_module(file):
         invalidate_caches()  # the file may be new
         spec = None if "." in name else find_spec(name)
         if spec is None or Path(spec.origin or "").resolve() != file:
-            raise UserError(f"{file}: Python finds another module {name!r}: rename the file")
+            raise UserError(f"{file} is not what Python finds as module {name!r}: rename the file")
         MODULES[file] = sys.modules[name] = module_from_spec(spec)
         spec.loader.exec_module(MODULES[file])
     return MODULES[file]

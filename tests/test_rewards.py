@@ -564,7 +564,9 @@ def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
     assert Path("ran").read_text() == "x" and pickle.loads(pickle.dumps(first.function))() == 7
     for name in ("json", "rewards", "this", "my.own", "b/my_own"):
         Path(f"{name}.py").touch()
-        with pytest.raises(rewards.UserError, match="another module '.*': rename the file"):
+        with pytest.raises(
+            rewards.UserError, match="is not what Python finds as module '.*': rename"
+        ):
             loaded(f"{name}.py:f")
     rewards.forget_modules()
     assert sys.path == path
