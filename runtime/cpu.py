@@ -45,9 +45,9 @@ class Machine:
         """The block's seconds are added to the timings."""
         self.name = name
         self.bar.set_description_str(name)
-        start = time.perf_counter()
+        began = time.perf_counter()
         yield
-        self.timings[f"seconds/{name}"] += time.perf_counter() - start
+        self.timings[f"seconds/{name}"] += time.perf_counter() - began
 
     def read(self):
         """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""

@@ -163,6 +163,11 @@ def test_a_resumed_run_takes_only_what_may_change(quick, one_step, capsys):
     assert resume("run") == 0  # with these steps
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 steps, ")
     assert resume("run --steps 1") == 0  # it has made more
+    settings = json.loads(Path("run/settings.json").read_text())
+    settings.pop("began_from")
+    Path("run/settings.json").write_text(json.dumps(settings))
+    assert resume("run") == 2
+    assert "run is a run of another version (began_from): resume it there" in error_of(capsys)
 
 
 def test_a_run_goes_on_anywhere_with_what_it_began_with(quick, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -145,6 +146,15 @@ def test_a_run_in_its_first_evaluation_has_no_page_yet(tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit, match="2"):
         runpy.run_module("viewer", run_name="__main__")
     assert f"there is no evaluation in {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_run_of_another_version_is_one_line(made, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(made, tmp_path / "run")
+    (run / "settings.json").write_text('{"steps": 2}')
+    monkeypatch.setattr(sys, "argv", ["viewer", str(run)])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("viewer", run_name="__main__")
+    assert "run is a run of another version of this project: it has no '" in capsys.readouterr().err
 
 
 def test_a_page_shows_the_run_and_names_files_that_are_there(made, monkeypatch, capsys):
