@@ -11,7 +11,7 @@ parts in their order; loop() is the run. Scripts in examples/ reuse loop() with 
 What to expect of the tiny model, in two and a half minutes of one CPU core. A line per step:
 
     step 10/20, epoch 1.4 | reward 0.956 +- 0.075 | 56% without spread | kl 0.0016 | entropy 0.0020
-    | gap 8e-09 | norm 0.015 | 4.7s
+    | gap 1e-08 | norm 0.015 | 4.7s
 
 The mean reward rises from 0.592 to 0.971. Its standard deviation within a group, after +-, falls.
 A group without spread, all rewards equal, teaches nothing. docs/numbers.md says what each number

@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from contextlib import contextmanager
+from copy import deepcopy
 from types import SimpleNamespace
 
 import torch
@@ -35,7 +36,7 @@ class Machine:
         self.bar = tqdm(disable=True)  # until there is something to count
 
     def token_forward(self, glm_image, settings):
-        return SharedForward(glm_image.language_model)
+        return SharedForward(glm_image.language_model, merge=self.base != "int8")
 
     def hold(self, models, release):
         """All models of a run, once they are loaded. release: see gpu/memory.py."""
@@ -75,20 +76,25 @@ class SharedForward:
     """A model's forward for one new token, to hand to generate_with_logprobs as `token_forward`.
 
     Samples that agree so far share a row: the tiny model is so sure of most codes that 64 samples
-    are some 20 rows. All it changes is rounding.
+    are some 20 rows. merge: a copy of the model samples, with the adapter added to its weights: its
+    own products would be a third of the work. (Weights in int8 would round it away.) All that both
+    change is rounding.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, merge=False):
         self.model = model
+        self.merge = merge
         self.release()
 
     def release(self):
-        self.cache = None
+        self.cache = self.sampler = None
 
     def __call__(self, input_ids, attention_mask, position_ids, past_key_values, **options):
         begins = past_key_values is not self.cache  # that of the prompts, a row for each sample
         if begins:
             self.cache = past_key_values
+            # A new copy each time: the adapter has learned since.
+            self.sampler = deepcopy(self.model).merge_and_unload() if self.merge else self.model
             # The first layer's keys are made of ids and positions alone.
             keys = self.cache.layers[0].keys.flatten(1)
             self.rows = keys.unique(dim=0, return_inverse=True)[1]  # (B,), equal where they agree
@@ -98,7 +104,7 @@ class SharedForward:
         if begins or rows.max() > self.rows.max():  # otherwise they stay as they are
             self.cache.reorder_cache(chosen if begins else self.rows[chosen])
         self.rows = rows
-        output = self.model(
+        output = self.sampler(
             input_ids=input_ids[chosen],
             attention_mask=None if attention_mask is None else attention_mask[chosen],
             position_ids=position_ids[:, chosen],

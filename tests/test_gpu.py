@@ -512,6 +512,14 @@ def test_captured_forward_equals_the_model(glm, pipe, monkeypatch, recorded_grap
     same_samples(glm, SharedForward(glm), *one, allowed_ids=CODES, temperature=3.0)
 
 
+def test_a_copy_with_the_adapter_added_follows_what_is_learned(pipe):
+    model = with_adapter(copy.deepcopy(pipe.vision_language_encoder))
+    forward, one = SharedForward(model, merge=True), encode(pipe, "a ring")
+    for size in (0.02, 0.05):
+        perturb(model, size)
+        same_samples(model, forward, *one, group=8, allowed_ids=CODES, temperature=4.0)
+
+
 @pytest.mark.parametrize(
     "kind, compiled",
     [
