@@ -1,81 +1,183 @@
-"""The tables and charts of docs/worth.md, from variants.csv, whose runs variants.py makes.
+"""The tables and charts of docs/worth.md and docs/evidence.md, from variants.csv and texts.csv.
 
-    python benchmarks/tables.py          prints the tables
-    python benchmarks/tables.py --draw   and draws the charts in assets/, with matplotlib
-
-A share is of correct pictures of the 48 held-out captions, 16 of each.
+python benchmarks/tables.py          prints the tables
+python benchmarks/tables.py --draw   and draws the charts in assets/, with matplotlib
 """
 
 import argparse
-import re
+import csv
 import sys
-from operator import itemgetter
+from collections import defaultdict
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import variants
-from benchmarks.variants import (
-    BEFORE,
-    CLIP,
-    CLIP_RANGES,
-    EIGHT,
-    GAMED,
-    HARD,
-    HONEST,
-    LOSSES,
-    PLAIN,
-    SEEDS,
-    SHIPPED,
-    SHUFFLED,
-    WITH_KL,
-    Variant,
-    correct,
-    rate_of,
-    written,
-)
+from benchmarks.variants import correct
 
-PARTS = {PLAIN, "no std", WITH_KL.name, "REINFORCE", "no baseline", SHUFFLED}
-BLUE, RED, DARK, GREY = "#2d6cae", "#c62828", "#444", "#bbb"
+# The flags of variants.csv and the settings of texts.csv, as the tables name them.
+ONE = "--kl-coef 0"
+STEPS = {
+    ONE: "",
+    f"{ONE} --steps 11 --warmup-steps 10": "",  # dynamic sampling: about as many pictures
+    f"{ONE} --mini-batches 4": ", 4 mini-batches",
+    f"{ONE} --iterations 4": ", 4 passes",
+    f"{ONE} --iterations 4 --clip-range 1e9": ", 4 passes, no clip",
+    "": ", KL",
+    f"{ONE} --steps 10 --warmup-steps 10": "",  # of the shipped start
+    f"{ONE} --steps 10 --warmup-steps 10 --reward correct": ", reward of 0 and 1",
+    ("1", "1"): "",
+    ("4", "1"): ", 4 mini-batches",
+    ("1", "4"): ", 4 passes",
+}
+# What each row changes, and how it differs from what was published.
+ROWS = {
+    "GRPO": ("-", "yes"),
+    "REINFORCE": ("neither baseline nor division", "yes"),
+    "No baseline": ("no baseline", "a control"),
+    "Dr. GRPO": ("no division; one length for all", "the longest text of the batch"),
+    "RLOO": ("the mean of the others; no division", "yes"),
+    "RAFT": ("imitates the best of the group", "one sample, also where all are wrong"),
+    "REINFORCE++": ("the batch's mean and std", "its KL is left out"),
+    "REINFORCE++-baseline": ("the batch's std", "yes"),
+    "DAPO's token mean": ("mean over all tokens", "yes"),
+    "DAPO's dynamic sampling": ("other prompts for equal groups", "at most three batches a step"),
+    "GPG": ("no division, no ratio; mean over groups that teach", "draws no further prompts"),
+    "Rewards shuffled": ("control: nothing to learn", "-"),
+    "GRPO, 4 mini-batches": ("four optimiser steps per batch, on a quarter each", "yes"),
+    "GRPO, 4 passes": ("four optimiser steps per batch, on all of it", "yes"),
+    "GRPO, 4 passes, no clip": ("no clip", "a control"),
+    "DAPO's two clip ranges, 4 mini-batches": ("0.28 above, 0.2 below", "yes"),
+    "GSPO, 4 mini-batches": ("a ratio per sequence", "yes"),
+    "CISPO, 4 mini-batches": ("clips a weight, not the loss", "verl's cap, 1.2"),
+}
+TASKS = {"hard": "pictures", "texts": "texts"}
+COLOURS = {
+    "GRPO": "#111",
+    "REINFORCE": "#c62828",
+    "No baseline": "#ef9a9a",
+    "Dr. GRPO": "#2d6cae",
+    "RLOO": "#90caf9",
+    "RAFT": "#2e7d32",
+    "REINFORCE++": "#f9a825",
+    "REINFORCE++-baseline": "#8d6e63",
+    "DAPO's token mean": "#7b1fa2",
+    "DAPO's dynamic sampling": "#ce93d8",
+    "GPG": "#00897b",
+    "GRPO, 4 mini-batches": "#111",
+    "GRPO, 4 passes": "#888",
+    "GRPO, 4 passes, no clip": "#ccc",
+    "DAPO's two clip ranges, 4 mini-batches": "#7b1fa2",
+    "GSPO, 4 mini-batches": "#2d6cae",
+    "CISPO, 4 mini-batches": "#c62828",
+}
 
 
-# ---- statistics and tables -----------------------------------------------------------------------
+# ---- the files -----------------------------------------------------------------------------------
 
 
-def of_seeds(rows, variant, step, value=correct, seeds=SEEDS):
-    """A value per seed, after as many pictures as these steps take; before training a lone one."""
-    where = {"start": variant.start, "variant": variant.name}
-    if variant.name != BEFORE:
-        where["lr"] = rate_of(rows, variant)
-        rows = [row for row in rows if abs(row["pictures"] - 64 * step) < 96]
-    found = [row for row in rows if all(row[key] == x for key, x in where.items())]
-    found = [row for row in found if row["clean"] is not None]  # else only its rate was judged
-    return np.array([value(row) for row in found if row["seed"] in seeds])
+def read(name):
+    with open(ROOT / "benchmarks" / f"{name}.csv", newline="", encoding="utf-8") as file:
+        return [*csv.DictReader(file)]
 
 
-def compare(rows, variants, steps=20):
-    """After these steps, paired by seed: {variant: its mean less that of its reference}.
+def shares():
+    """{(task, row): {rate: {seed: share of correct pictures or answers}}}."""
+    found = defaultdict(lambda: defaultdict(dict))
+    for row in read("variants"):
+        length = 10 if row["start"] == "shipped" else 20
+        if row["flags"] in STEPS and row["loss"] and (row["step"] != "10" or length == 10):
+            where = row["start"], row["loss"] + STEPS[row["flags"]]
+            found[where][float(row["lr"])][int(row["seed"])] = correct(row)
+    for row in read("texts"):
+        where = "texts", row["loss"] + STEPS[row["mini_batches"], row["iterations"]]
+        found[where][float(row["lr"])][int(row["seed"])] = float(row["correct"])
+    return found
 
-    Also the standard error of all differences, and the threshold from which they are significant.
-    It is Dunnett's, simulated for as many comparisons with the same references: without any true
-    difference 5 tables in 100 have one above it.
+
+def at_rates_of_others(rates):
+    """{rate: {seed: share}} -> {seed: (rate, share)}, the rate chosen by the other seeds' mean.
+
+    So no run chooses for itself.
     """
-    pairs = {each.name: each.reference for each in variants}
-    before = Variant(variants[0].start, BEFORE)
-    shares = {each.name: of_seeds(rows, each, steps) for each in [*variants, before]}
-    names = list(dict.fromkeys([*pairs, *pairs.values()]))
-    draws = np.random.default_rng(0).normal(size=(len(names), 100_000, len(SEEDS)))
-    chance = {name: x * (len(shares[name]) > 1) for name, x in zip(names, draws)}
-    found, drawn = (
-        np.array([x[name] - x[other] for name, other in pairs.items()]) for x in (shares, chance)
-    )
-    errors = [np.sqrt(x.var(-1, ddof=1).mean(0) / len(SEEDS)) for x in (found, drawn)]
-    critical = np.quantile(np.abs(drawn.mean(-1)).max(0) / errors[1], 0.95)
-    return dict(zip(pairs, found.mean(-1))), errors[0], critical * errors[0]
+    chosen = {}
+    for seed in sorted({seed for own in rates.values() for seed in own}):
+        means = {
+            rate: np.mean([share for other, share in own.items() if other != seed])
+            for rate, own in sorted(rates.items())
+            if own.keys() - {seed}
+        }
+        rate = max(means, key=means.get, default=min(rates))
+        if seed in rates[rate]:
+            chosen[seed] = rate, rates[rate][seed]
+    return chosen
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def variances(values):
+    """{(task, row): (..., seeds)} -> {(task, row): the variance of a run}.
+
+    Of five seeds or more it is the row's own (Welch). All other rows of a task share theirs.
+    """
+    found = {key: x.var(-1, ddof=1) for key, x in values.items()}
+    for task in {task for task, _ in values}:
+        few = [key for key, x in values.items() if key[0] == task and x.shape[-1] < 5]
+        freedom = {key: values[key].shape[-1] - 1 for key in few}
+        shared = sum(freedom[key] * found[key] for key in few) / max(sum(freedom.values()), 1)
+        found |= dict.fromkeys(few, shared)
+    return found
+
+
+def compare(values, pairs, truth=0.05, draws=20_000):
+    """{pair: (difference, half of its interval, power)} of pairs ((task, row), (task, reference)).
+
+    values: {(task, row): (seeds,)}. In 95 of 100 such studies all intervals hold their true
+    difference. power: how often this very procedure finds a true difference of `truth`.
+    """
+
+    def widths(values):
+        squares = {key: x / values[key].shape[-1] for key, x in variances(values).items()}
+        return {(a, b): np.sqrt(squares[a] + squares[b]) for a, b in pairs}
+
+    random, known = np.random.default_rng(0), variances(values)
+    drawn = {k: known[k] ** 0.5 * random.normal(size=(draws, len(x))) for k, x in values.items()}
+    wide, widest = widths(values), widths(drawn)
+    chance = {(a, b): drawn[a].mean(-1) - drawn[b].mean(-1) for a, b in pairs}
+    far = {pair: abs(chance[pair]) / widest[pair] for pair in pairs}
+    # Each pair has a distribution of its own, and all are exceeded equally often.
+    ranks = [x.argsort().argsort() / draws for x in far.values()]
+    level = np.quantile(np.max(ranks, axis=0), 0.95)
+    found = {}
+    for a, b in pairs:
+        critical = np.quantile(far[a, b], level)
+        power = np.mean(abs(chance[a, b] + truth) > critical * widest[a, b])
+        difference = values[a].mean() - values[b].mean()
+        found[a, b] = difference, critical * wide[a, b], power
+    return found
+
+
+def study(found):
+    """Values {(task, row): (seeds,)} at the rates of others, and compare() of all their pairs."""
+    values, pairs = {}, []
+    for task, row in found:
+        own = at_rates_of_others(found[task, row])
+        if len(own) > 1 and (row in ROWS or task == "shipped"):
+            values[task, row] = np.array([share for _, share in own.values()])
+    for task, row in values:
+        several, graded = row.endswith("mini-batches"), ", reward" in row
+        reference = "GRPO" + (", 4 mini-batches" if several else "")
+        reference += ", reward of 0 and 1" if graded else ""
+        reference = "GRPO" if reference == row else reference
+        if row != "GRPO" and (task, reference) in values and reference != row:
+            pairs.append(((task, row), (task, reference)))
+    return values, compare(values, pairs)
+
+
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def markdown(titles, lines):
@@ -84,165 +186,138 @@ def markdown(titles, lines):
     return "\n".join([first, "|---" * len(titles) + "|", *others])
 
 
-def points(difference, threshold):
-    """Bold: significant."""
-    mark = "**" if abs(difference) > threshold else ""
-    return f"{mark}{100 * difference:+.1f}{mark}"
-
-
-def table(rows, variants, steps=(10, 20)):
-    differences, error, threshold = compare(rows, variants, steps[-1])
-    after = f"after {steps[0]} steps", *map(str, steps[1:])
-    titles = "Variant", "rate", *after, "compared with", "difference"
+def table_of_losses(values, differences):
     lines = []
-    for variant in variants:
-        shares = [of_seeds(rows, variant, step).mean() for step in steps]
-        cells = [variant.name, written(rate_of(rows, variant)), *map("{:.1%}".format, shares)]
-        lines.append([*cells, variant.reference, points(differences[variant.name], threshold)])
-    found = 1 - NormalDist(0.05, error).cdf(threshold)
-    words = (
-        f"Bold: significant, from {100 * threshold:.1f} points on. Standard error of a difference: "
-    )
-    words += (
-        f"{100 * error:.1f}. {100 * threshold + 84 * error:.1f} points are found 8 times in 10, "
-    )
-    words += f"5 points {100 * found:.0f} times in 100."
-    return f"{markdown(titles, lines)}\n\n{words}"
+    for row, words in ROWS.items():
+        cells = []
+        for task in TASKS:
+            share = values.get((task, row))
+            cells.append("" if share is None else f"{share.mean():.1%}")
+            pair = next((each for each in differences if each[0] == (task, row)), None)
+            text = ""
+            if pair:
+                difference, half, _ = differences[pair]
+                text = f"{100 * difference:+.1f} ± {100 * half:.1f}"
+                text = f"**{text}**" if abs(difference) > half else text
+            cells.append(text)
+        if any(cells):
+            lines.append([row, *words, *cells])
+    titles = ["Loss", "what it changes", "as published"]
+    return markdown([*titles, *(x for task in TASKS.values() for x in (task, "difference"))], lines)
 
 
-def worths(rows):
-    """{loss of losses.py: its difference in points, bold if significant}, for docs/copying.md."""
-    found = {}
-    for family in (HARD, LOSSES):
-        differences, _, threshold = compare(rows, family)
-        for variant in [each for each in family if each.loss]:
-            against = f" against {variant.reference}" if variant.reference != PLAIN else ""
-            found[variant.loss] = points(differences[variant.name], threshold) + against
-    return found
-
-
-def table_of_clip(rows):
-    seeds = range(5)
+def table_of_rates(found):
+    """Every row: its mean at each rate, with the number of seeds; and the rates that seeds get."""
     lines = []
-    for variant in CLIP:
-        shares = of_seeds(rows, variant, 20, seeds=seeds)
-        lines.append([variant.name, *map("{:.1%}".format, [*shares, shares.mean()])])
-    return markdown(["After 20 steps", *(f"seed {i}" for i in seeds), "mean"], lines)
+    for (task, row), rates in sorted(found.items()):
+        cells = [
+            f"{rate:g}: {np.mean([*own.values()]):.1%} ({len(own)})"
+            for rate, own in sorted(rates.items())
+        ]
+        chosen = sorted({rate for rate, _ in at_rates_of_others(rates).values()})
+        lines.append(
+            [TASKS.get(task, task), row, ", ".join(cells), ", ".join(f"{x:g}" for x in chosen)]
+        )
+    return markdown(["task", "row", "rate: mean (seeds)", "chosen"], lines)
 
 
-def table_of_clip_ranges(rows):
-    values = itemgetter("clipped"), itemgetter("chosen_on"), correct
+def table_of_kl():
+    """The KL term where the reward is gamed: reward, correct pictures, exact KL; three seeds."""
     lines = []
-    for variant in sorted(CLIP_RANGES, key=lambda each: each.loss):
-        shares = [of_seeds(rows, variant, 20, value, [0]).item() for value in values]
-        cells = [written(rate_of(rows, variant)), *map("{:.1%}".format, shares)]
-        lines.append([variant.name, *cells])
-    titles = "Seed 0, after 20 steps", "rate", "codes clipped", "training captions", "held out"
-    return markdown(titles, lines)
+    for loss, coef in (("GRPO", "0"), ("GRPO", "0.2"), ("GRPO", "1"), ("k2", "0.2")):
+        rows = [row for row in read("variants") if row["loss"] == loss]
+        rows = [row for row in rows if row["flags"].startswith("--reward many")]
+        rows = [row for row in rows if row["flags"].endswith(f"--kl-coef {coef}")]
+        reward, share = (np.mean([*map(f, rows)]) for f in (lambda x: float(x["many"]), correct))
+        lines.append([loss.replace("GRPO", "k3"), coef, f"{reward:.2f}", f"{share:.1%}"])
+    return markdown(["KL term", "kl_coef", "gamed reward", "correct"], lines)
 
 
-def table_of_kl(rows):
-    """The KL term where the reward is gamed, and from the harder start, where it is honest."""
-    titles = (
-        "KL term",
-        "gamed: reward",
-        "correct",
-        "exact KL",
-        "honest: rate",
-        "correct",
-        "exact KL",
-    )
-    lines = []
-    for gamed in GAMED:
-        if honest := HONEST.get(gamed.name):
-            values = itemgetter("objects"), correct, itemgetter("kl")
-            reward, share, kl = (of_seeds(rows, gamed, 12, each).mean() for each in values)
-            cells = [gamed.name, f"{reward / 4:.2f}", f"{share:.1%}", f"{kl:.4f}"]
-            share, kl = (of_seeds(rows, honest, 20, each).mean() for each in values[1:])
-            lines.append([*cells, written(rate_of(rows, honest)), f"{share:.1%}", f"{kl:.4f}"])
-    return markdown(titles, lines)
-
-
-def tables(rows):
-    """All of docs/worth.md."""
-    first = [table(rows, family) for family in (HARD, LOSSES, EIGHT)]
-    shipped = table(rows, SHIPPED, (10,))
-    return [*first, shipped, table_of_clip_ranges(rows), table_of_clip(rows), table_of_kl(rows)]
+def power(differences):
+    words = []
+    for task, name in TASKS.items():
+        own = [x for ((t, _), _), x in differences.items() if t == task]
+        half, chance = (100 * np.median([x[i] for x in own]) for i in (1, 2))
+        words.append(f"{name}: ± {half:.1f} points, 5 points are found {chance:.0f} times in 100")
+    return f"Medians of all rows. {'; '.join(words)}."
 
 
 # ---- charts --------------------------------------------------------------------------------------
 
 
-def draw_all(rows):
-    assets = ROOT / "assets"
-    draw_shares(rows, HARD, assets / "parts.png", PARTS)
-    draw_shares(rows, LOSSES, assets / "losses.png", {each.name for each in LOSSES})
-    draw_gamed(rows, assets / "kl.png")
-
-
-def panels(height, *titles):
-    """A figure as wide as a page, and its axes, with a title below each."""
+def panels(rows, columns, size):
+    """A figure, and its axes."""
     from matplotlib.figure import Figure
 
-    figure = Figure((8.8, height), dpi=100, layout="constrained")
-    axes = figure.subplots(1, len(titles), squeeze=False)[0]
-    for each, title in zip(axes, titles):
+    figure = Figure(size, dpi=100, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for each in axes:
         each.spines[:].set_visible(False)
         each.grid(color="#ddd")
         each.set_axisbelow(True)
         each.tick_params(length=0, which="both", labelsize=9)
         each.yaxis.set_major_formatter("{x:.0%}")
-        each.set_xlabel(title, size=9)
     return figure, axes
 
 
-def draw_shares(rows, family, file, names):
-    """Shares after 10 steps and 20, with their error and a point per seed, by outcome.
-
-    names: of the variants of the family that are drawn; the threshold is of the whole family.
-    """
-    differences, error, threshold = compare(rows, family)
-    drawn = [Variant("hard", BEFORE), *(each for each in family if each.name in names)]
-    drawn.sort(key=lambda each: of_seeds(rows, each, 20).mean())
-    title = "correct held-out pictures after 10 steps (grey), after 20 (points: seeds); in colour: "
-    figure, (axes,) = panels(0.7 + 0.22 * len(drawn), f"{title}significant")
-    labels = []
-    for y, variant in enumerate(drawn):
-        shares, colour, label = of_seeds(rows, variant, 20), DARK, variant.name
-        if variant.reference:
-            difference = differences[variant.name]
-            if abs(difference) > threshold:
-                colour = BLUE if difference > 0 else RED
-            label = f"{label}, {written(rate_of(rows, variant))}"
-            words = f"{100 * difference:+.1f} vs {variant.reference}"
-            place = {"xytext": (1.02, y), "textcoords": axes.get_yaxis_transform(), "va": "center"}
-            axes.annotate(words, (1, y), color=colour, size=9, annotation_clip=False, **place)
-            axes.errorbar(shares.mean(), y, xerr=error / np.sqrt(2), color=colour)  # of a share
-        labels.append(label)
-        axes.plot(of_seeds(rows, variant, 10).mean(), y, "o", color=GREY, markersize=6)
-        axes.plot(shares.mean(), y, "o", color=colour, markersize=9)
-        axes.plot(shares, [y] * len(shares), "o", color=colour, markerfacecolor="w", markersize=4)
-    axes.set_yticks(range(len(drawn)), labels)
-    axes.grid(visible=False, axis="y")
-    axes.xaxis.set_major_formatter("{x:.0%}")
+def draw_rates(found, file):
+    """Correct pictures or answers over the learning rate; a band from worst to best seed."""
+    figure, axes = panels(2, 2, (10, 8))
+    for i, axis in enumerate(axes):
+        task, several = [*TASKS][i // 2], i % 2
+        for row in ROWS:
+            rates = found.get((task, row), {})
+            if not rates or row not in COLOURS or (", 4" in row) != bool(several):
+                continue
+            xs = sorted(rate for rate, own in rates.items() if len(own) > 1) or sorted(rates)
+            shares = [[*rates[x].values()] for x in xs]
+            label = row.replace(", 4 mini-batches", "") if row != "GRPO, 4 mini-batches" else row
+            axis.plot(xs, [*map(np.mean, shares)], "o-", color=COLOURS[row], label=label, ms=4)
+            axis.fill_between(
+                xs, [*map(min, shares)], [*map(max, shares)], color=COLOURS[row], alpha=0.12, lw=0
+            )
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
+        axis.legend(frameon=False, fontsize=8, loc="lower center", ncols=2)
+        steps = "four optimiser steps" if several else "one optimiser step"
+        axis.set_title(f"{TASKS[task]}: {steps} per batch", size=10)
+        axis.set_xlabel("learning rate", size=9)
     figure.savefig(file)
 
 
-def draw_gamed(rows, file):
-    """Gamed runs, a dot for each: correct pictures over kl_coef and over the exact KL."""
-    before = of_seeds(rows, Variant("shipped", BEFORE), 0).mean()
-    runs = [row for row in rows if row["start"] == "gamed" and row["kl"] is not None]
-    figure, axes = panels(3.2, "kl_coef", "exact KL")
-    for each in axes:
-        for loss, colour in (("k2", BLUE), ("k3", RED)):
-            own = [row for row in runs if row["variant"].endswith("k2") == (loss == "k2")]
-            coefs = [float(re.search("[0-9.]+", row["variant"])[0]) for row in own]
-            values = coefs if each is axes[0] else [row["kl"] for row in own]
-            each.scatter(values, [*map(correct, own)], color=colour, label=loss)
-        each.axhline(before, color=DARK, label=BEFORE)
-        each.set_xscale("log")
-        each.xaxis.set_major_formatter("{x:g}")
-    axes[0].legend(frameon=False, fontsize=9)
+def splits():
+    """{rate: {group size: shares}}: 64 pictures a step, as N prompts times groups of G."""
+    flags = {f"{ONE} --prompts-per-step {64 // g} --group-size {g}": g for g in (2, 8, 16)}
+    flags[ONE] = 4
+    found = {0.001: defaultdict(list), 0.002: defaultdict(list)}
+    for row in read("variants"):
+        size, rate = flags.get(row["flags"]), float(row["lr"] or 0)
+        chosen = (row["start"], row["loss"], row["step"]) == ("hard", "GRPO", "20")
+        if chosen and size and rate in found and int(row["seed"]) < 3:
+            found[rate][size].append(correct(row))
+    return found
+
+
+def table_of_splits():
+    lines = [
+        [f"{rate:g}", *(f"{np.mean(own[size]):.1%}" for size in (2, 4, 8, 16))]
+        for rate, own in splits().items()
+    ]
+    return markdown(["rate", "32 x 2", "16 x 4", "8 x 8", "4 x 16"], lines)
+
+
+def draw_splits(file):
+    figure, (axis,) = panels(1, 1, (6, 3))
+    for rate, own in splits().items():
+        sizes = sorted(own)
+        (line,) = axis.plot(sizes, [np.mean(own[x]) for x in sizes], label=f"rate {rate:g}")
+        for size in sizes:
+            axis.plot([size] * len(own[size]), own[size], "o", color=line.get_color(), ms=4)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks((2, 4, 8, 16), ["32 x 2", "16 x 4", "8 x 8", "4 x 16"])
+    axis.set_xlabel("prompts x group size, 64 pictures per step; a dot per seed", size=9)
+    axis.legend(frameon=False, fontsize=9)
     figure.savefig(file)
 
 
@@ -252,10 +327,13 @@ def main(*arguments):
     )
     parser.add_argument("--draw", action="store_true", help="draw the charts, too")
     options = parser.parse_args(arguments)
-    rows = variants.read()
-    print(*tables(rows), sep="\n\n")
+    found = shares()
+    values, differences = study(found)
+    print(table_of_losses(values, differences), power(differences), sep="\n\n")
+    print(table_of_rates(found), table_of_kl(), table_of_splits(), sep="\n\n")
     if options.draw:
-        draw_all(rows)
+        draw_rates(found, ROOT / "assets" / "losses.png")
+        draw_splits(ROOT / "assets" / "splits.png")
 
 
 if __name__ == "__main__":

@@ -1,137 +1,116 @@
 """The benchmarks run, and what they print follows from what they measure."""
 
 import csv
-import itertools
+import json
 from collections import Counter
-from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from conftest import (
-    TINY,
-    build_run,
-    perturb,
-    prompts_of,
-    shorten,
-    tiny_settings,
-)
+from conftest import TINY
 
-from benchmarks import tables, variants
+from benchmarks import losses, tables, variants
 from runtime.data import read_file
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs a benchmark as a command; returns the lines that it printed."""
+def test_a_row_is_the_run_that_its_flags_name(monkeypatch, tmp_path, capsys):
+    """A copy with the loss is trained, then judged; pictures that were thrown away count."""
+    calls = []
 
-    def run(module, *arguments):
-        module.main(*map(str, arguments))
-        return capsys.readouterr().out.splitlines()
+    def run(call, cwd, **_):
+        assert (cwd / "grpo.py").read_text() == losses.edited("Dr. GRPO")["grpo.py"]
+        calls.append(" ".join(map(str, call[2:])))
+        (out := cwd / call[-1]).mkdir()
+        share = lambda x: {"reward/correct": [x, 0.1]}
+        types = dict(zip(variants.CAPTIONS, map(share, [1, 0, 0, 0, 0, 0.5])))
+        judged = {"types": types, "reward/clean": [0.9, 0], "reward/many": [0.25, 0]}
+        records = {"groups": [{"reward": [1, 0]}] * 2, "evaluation": [judged]}
+        records["metrics"] = [{"clip_fraction": 0.2, "drawn": 2.0}, {"clip_fraction": None}]
+        for name, lines in records.items():
+            (out / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
-    return run
-
-
-# ---- variants of GRPO ----------------------------------------------------------------------------
-
-
-def made_up(**shares):
-    """Lines of variants.csv: of each variant 70% +- 2% after 20 steps, or what is given."""
-    rows = []
-    names = dict.fromkeys((start, name) for start, name, *_ in ALL_VARIANTS)
-    for start, name in names:
-        for lr, seed, step in itertools.product([5e-4, 1e-3, 2e-3, 4e-3], range(5), (10, 12, 20)):
-            share = shares.get(name, 0.7) + 0.02 * (seed - 1) * (-1) ** len(name)
-            last = step == (10 if start == "shipped" else 20)
-            row = dict.fromkeys(variants.COLUMNS, share if last else 0.5)
-            chosen = last and seed == 0 and start != "gamed"
-            row["chosen_on"] = float(lr == 1e-3) if chosen else None
-            where = {"start": start, "variant": name, "lr": lr, "seed": seed, "step": step}
-            where["pictures"] = 64 * step + 40 * (name == "RAFT")  # steps may take more
-            row["kl"] = None if name == "no KL" else 0.5
-            rows.append(row | where)
-    for start in ("hard", "shipped"):
-        before = dict.fromkeys(variants.COLUMNS, 0.5) | {"seed": 0, "step": 0, "lr": None}
-        rows.append(before | {"start": start, "variant": "before training", "chosen_on": None})
-    return rows
-
-
-ALL_VARIANTS = [*variants.ALL, *variants.SHIPPED]
-
-
-def write(rows):
-    with open(variants.CSV, "w", newline="") as file:
-        writer = csv.DictWriter(file, variants.COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def test_the_table_of_variants_by_hand(run, monkeypatch, tmp_path):
-    """What the file has is read, not made again."""
+    monkeypatch.setattr(variants.subprocess, "run", run)
     monkeypatch.setattr(variants, "OUT", tmp_path)
-    monkeypatch.setattr(variants, "CSV", tmp_path / "variants.csv")
-    write(made_up(**{"4 iterations": 0.4}))
-    lines = run(tables)
-    assert {line for line in lines if line.startswith("| 4 iterations | 1e-3")} == {
-        "| 4 iterations | 1e-3 | 50.0% | 40.0% | GRPO without KL | **-30.0** |",
-        "| 4 iterations | 1e-3 | 40.0% | GRPO without KL | **-30.0** |",  # as shipped, 10 steps
-    }
-    assert [line for line in lines if line.endswith("| GRPO without KL | +0.0 |")]  # no difference
-    assert [line for line in lines if line.startswith("| RAFT | 1e-3 | 50.0% |")]
+    monkeypatch.setattr(variants, "CSV", file := tmp_path / "variants.csv")
+    file.write_text(",".join(variants.COLUMNS) + "\n")
+    flags = str.split("--start shipped --lr 1e-3 --seed 3 --keep --kl-coef 0")
+    variants.main("Dr. GRPO", *flags)
+    (row,) = csv.DictReader(file.open())
+    assert calls[0].endswith("--eval-every 0 --kl-coef 0 --lr 0.001 --seed 3 --out run")
+    assert calls[1].endswith(f"--adapter run {variants.JUDGED} --out judged")
+    assert [row[name] for name in ("loss", "flags", "lr", "seed", "step", "pictures")] == [
+        *("Dr. GRPO", "--kl-coef 0", "0.001", "3", "2", "6")
+    ]
+    assert float(row["clipped"]) == 0.2 and float(row["many"]) == 0.25
     # Correct pictures of 48 captions, not a mean over their types.
-    shares = dict.fromkeys(variants.CAPTIONS, 0) | {"one": 1, "binding": 0.5}
-    assert variants.correct(shares) == pytest.approx((2 + 5) / 48)
+    assert variants.correct(row) == pytest.approx((2 + 5) / 48)
+    assert "14.6% correct" in capsys.readouterr().out
     captions = Counter(prompt.type for prompt in read_file(f"{TINY}/heldout.txt"))
     assert captions == variants.CAPTIONS
 
 
-def test_a_row_is_trained_at_its_best_rate_and_kept_once(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(variants, "OUT", tmp_path)
-    monkeypatch.setattr(variants, "CSV", tmp_path / "variants.csv")
-    write(made_up())
-    trained = []
-    monkeypatch.setattr(variants, "train_again", lambda *given: trained.append(given))
-    variants.main("GSPO")
-    variants.main("GSPO", "--shipped", "--lr", "3e-3", "--seed", "1", "--keep")
-    found = [(row.start, row.name, *others) for row, *others in trained]
-    assert found == [("hard", "GSPO", 1e-3, 0, False), ("shipped", "GSPO", 3e-3, 1, True)]
-    assert "--steps 10" in trained[1][0].flags
-    with pytest.raises(SystemExit):
-        variants.main("GSPO", "--shipped", "--seed", "1", "--keep")
-    assert "variants.csv has GSPO at 0.001 with seed 1 already" in capsys.readouterr().err
+def test_no_seed_chooses_its_own_rate():
+    rates = {1e-3: {0: 0.9, 1: 0.5, 2: 0.6}, 2e-3: {0: 0.6, 1: 0.7, 2: 0.5}, 4e-3: {0: 0.8}}
+    # For seed 0 the others have 0.55 and 0.6; for seed 1 0.75, 0.55, 0.8; for seed 2 0.7, 0.65, 0.8
+    assert tables.at_rates_of_others(rates) == {0: (2e-3, 0.6)}
+    del rates[4e-3]
+    assert tables.at_rates_of_others(rates) == {0: (2e-3, 0.6), 1: (1e-3, 0.5), 2: (1e-3, 0.6)}
 
 
-def test_the_threshold_of_one_comparison_is_students():
-    """Of three differences: 4.303, from the tables."""
-    alone = [variants.Variant("hard", "GRPO without KL", "before training")]
-    differences, error, threshold = tables.compare(made_up(), alone)
-    assert threshold / error == pytest.approx(4.303, rel=0.05)
-    assert error == pytest.approx(0.02 / 3**0.5) and differences == pytest.approx(
-        {"GRPO without KL": 0.2}
-    )
+def test_intervals_by_hand():
+    """Of one pair they are Student's; of three seeds each, the variances are shared; of five, not.
+    Of several pairs they are wider."""
+    few = {("hard", "a"): np.array([0.1, 0.2, 0.3]), ("hard", "b"): np.array([0.4, 0.4, 0.7])}
+    pair = tuple(few)
+    ((difference, half, _),) = tables.compare(few, [pair], draws=100_000).values()
+    error = ((0.01 + 0.03) / 2 * 2 / 3) ** 0.5
+    assert difference == pytest.approx(-0.3) and half == pytest.approx(2.776 * error, rel=0.03)
+    many = {key: np.array([*x, *x[:2]]) for key, x in few.items()}
+    ((_, half, power),) = tables.compare(many, [pair], 1e-9, 100_000).values()
+    error = sum(x.var(ddof=1) / 5 for x in many.values()) ** 0.5
+    assert 2.306 * error < half < 2.776 * error  # Welch: between 4 and 8 degrees of freedom
+    assert power == pytest.approx(0.05, abs=0.005)
+    assert tables.compare(many, [pair], 9.0)[pair][2] > 0.99
+    others = {("texts", str(i)): few[pair[0]] + i for i in range(5)}
+    several = [pair, *((("texts", str(i)), ("texts", "0")) for i in range(1, 5))]
+    assert tables.compare(few | others, several)[pair][1] > tables.compare(few, [pair])[pair][1]
 
 
-def test_the_exact_kl_by_trying_every_code(monkeypatch):
-    """Each code of each place in turn, read again as the only one that differs."""
-    shorten(monkeypatch.setattr)
-    settings, prompts = tiny_settings("--temperature 2"), prompts_of("a red circle")
-    run = build_run(settings)
-    perturb(run.trainer.model, 0.2)
-    data = SimpleNamespace(held_out=prompts)
-    monkeypatch.setattr(variants, "loaded", lambda model, adapter: (settings, data, run))
-    monkeypatch.setattr(variants, "PICTURES", 4)
-    found = variants.exact_kl(None, None)
-    encoded = run.glm_image.encode(prompts, settings)
-    (group,) = run.trainer.sample(encoded, 4, variants.evaluation.SEED)
-    expected = 0
-    for place in range(group.tokens.shape[1]):
-        for code in group.nucleus[:, place].any(0).nonzero().flatten():
-            changed = replace(group, tokens=group.tokens.clone())
-            changed.tokens[:, place] = code
-            with torch.no_grad():
-                pi = run.trainer.logprobs(changed, torch.arange(4))[:, place]
-                with run.trainer.reference():
-                    ref = run.trainer.logprobs(changed, torch.arange(4))[:, place]
-            drawable = group.nucleus[:, place, code]
-            expected += (pi.exp() * (pi - ref))[drawable].sum() / group.tokens.numel()
-    assert found == pytest.approx(expected.item(), rel=1e-4) and found > 0.01
+def test_the_tables_are_of_the_files(monkeypatch, capsys):
+    """Each row against its own reference; what the files do not name stays out."""
+    row = dict.fromkeys(variants.COLUMNS, "0.5") | {"start": "hard", "step": "20", "lr": "0.001"}
+    rows = []
+    for loss, flags, share in [
+        ("GRPO", "--kl-coef 0", 0.7),
+        ("RAFT", "--kl-coef 0", 0.6),
+        ("GRPO", "--kl-coef 0 --mini-batches 4", 0.8),
+        ("GSPO", "--kl-coef 0 --mini-batches 4", 0.3),
+        ("GRPO", "--kl-coef 0 --iterations 8", 0.1),
+    ]:
+        for seed in range(3):
+            shares = dict.fromkeys(variants.CAPTIONS, share + 0.01 * seed)
+            rows.append(row | shares | {"loss": loss, "flags": flags, "seed": seed})
+    monkeypatch.setattr(tables, "read", lambda name: rows if name == "variants" else [])
+    monkeypatch.setattr(tables, "table_of_kl", str)
+    monkeypatch.setattr(tables, "table_of_splits", str)
+    tables.main()
+    lines = capsys.readouterr().out.splitlines()
+    cells = {line.split(" | ")[0][2:]: line.split(" | ")[3:5] for line in lines[2:7]}
+    assert cells["RAFT"][0] == "61.0%" and cells["RAFT"][1].startswith("**-10.0 ± ")
+    assert cells["GSPO, 4 mini-batches"][1].startswith("**-50.0")
+    assert cells["GRPO, 4 mini-batches"][1].startswith("**+10.0")
+    assert len(lines) and not [line for line in lines if "11.0%" in line]
+
+
+@pytest.mark.parametrize("name", ["variants", "texts"])
+def test_the_files_have_one_row_per_run(name):
+    rows = tables.read(name)
+    runs = [
+        tuple(
+            row.get(x)
+            for x in ("start", "loss", "flags", "mini_batches", "iterations", "lr", "seed", "step")
+        )
+        for row in rows
+    ]
+    assert len(set(runs)) == len(runs) > 20
+    assert Path(tables.ROOT, "benchmarks", f"{name}.csv").read_text().count("\r") == 0
