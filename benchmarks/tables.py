@@ -6,6 +6,7 @@ python benchmarks/tables.py --draw   and draws the charts in assets/, with matpl
 
 import argparse
 import csv
+import itertools
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -54,25 +55,6 @@ ROWS = {
     "CISPO, 4 mini-batches": ("clips a weight, not the loss", "verl's cap, 1.2"),
 }
 TASKS = {"hard": "pictures", "texts": "texts"}
-COLOURS = {
-    "GRPO": "#111",
-    "REINFORCE": "#c62828",
-    "No baseline": "#ef9a9a",
-    "Dr. GRPO": "#2d6cae",
-    "RLOO": "#90caf9",
-    "RAFT": "#2e7d32",
-    "REINFORCE++": "#f9a825",
-    "REINFORCE++-baseline": "#8d6e63",
-    "DAPO's token mean": "#7b1fa2",
-    "DAPO's dynamic sampling": "#ce93d8",
-    "GPG": "#00897b",
-    "GRPO, 4 mini-batches": "#111",
-    "GRPO, 4 passes": "#888",
-    "GRPO, 4 passes, no clip": "#ccc",
-    "DAPO's two clip ranges, 4 mini-batches": "#7b1fa2",
-    "GSPO, 4 mini-batches": "#2d6cae",
-    "CISPO, 4 mini-batches": "#c62828",
-}
 
 
 # ---- the files -----------------------------------------------------------------------------------
@@ -168,11 +150,10 @@ def study(found):
         if len(own) > 1 and (row in ROWS or task == "shipped"):
             values[task, row] = np.array([share for _, share in own.values()])
     for task, row in values:
-        several, graded = row.endswith("mini-batches"), ", reward" in row
-        reference = "GRPO" + (", 4 mini-batches" if several else "")
-        reference += ", reward of 0 and 1" if graded else ""
+        reference = "GRPO, 4 mini-batches" if row.endswith("mini-batches") else "GRPO"
+        reference = row.replace("Dr. ", "") if task == "shipped" else reference
         reference = "GRPO" if reference == row else reference
-        if row != "GRPO" and (task, reference) in values and reference != row:
+        if reference != row and (task, reference) in values:
             pairs.append(((task, row), (task, reference)))
     return values, compare(values, pairs)
 
@@ -206,6 +187,18 @@ def table_of_losses(values, differences):
     return markdown([*titles, *(x for task in TASKS.values() for x in (task, "difference"))], lines)
 
 
+def table_of_graded(values, differences):
+    """From the model as shipped, with a graded reward and with a reward of 0 and 1."""
+    lines = []
+    for row in ("Dr. GRPO", "Dr. GRPO, reward of 0 and 1"):
+        pair = ("shipped", row), ("shipped", row.replace("Dr. ", ""))
+        if pair in differences:
+            difference, half, _ = differences[pair]
+            cells = (f"{values[key].mean():.1%}" for key in pair[::-1])
+            lines.append([row, *cells, f"{100 * difference:+.1f} ± {100 * half:.1f}"])
+    return markdown(["From the model as shipped", "GRPO", "Dr. GRPO", "difference"], lines)
+
+
 def table_of_rates(found):
     """Every row: its mean at each rate, with the number of seeds; and the rates that seeds get."""
     lines = []
@@ -225,7 +218,7 @@ def table_of_kl():
     """The KL term where the reward is gamed: reward, correct pictures, exact KL; three seeds."""
     lines = []
     for loss, coef in (("GRPO", "0"), ("GRPO", "0.2"), ("GRPO", "1"), ("k2", "0.2")):
-        rows = [row for row in read("variants") if row["loss"] == loss]
+        rows = [row for row in read("variants") if (row["loss"], row["step"]) == (loss, "12")]
         rows = [row for row in rows if row["flags"].startswith("--reward many")]
         rows = [row for row in rows if row["flags"].endswith(f"--kl-coef {coef}")]
         reward, share = (np.mean([*map(f, rows)]) for f in (lambda x: float(x["many"]), correct))
@@ -237,9 +230,17 @@ def power(differences):
     words = []
     for task, name in TASKS.items():
         own = [x for ((t, _), _), x in differences.items() if t == task]
-        half, chance = (100 * np.median([x[i] for x in own]) for i in (1, 2))
+        half, chance = (100 * np.median([x[i] for x in own] or [0]) for i in (1, 2))
         words.append(f"{name}: ± {half:.1f} points, 5 points are found {chance:.0f} times in 100")
     return f"Medians of all rows. {'; '.join(words)}."
+
+
+def tables(found):
+    """All that docs/ shows."""
+    values, differences = study(found)
+    losses = table_of_losses(values, differences), power(differences)
+    others = table_of_graded(values, differences), table_of_rates(found)
+    return [*losses, *others, table_of_kl(), table_of_splits()]
 
 
 # ---- charts --------------------------------------------------------------------------------------
@@ -263,25 +264,25 @@ def panels(rows, columns, size):
 def draw_rates(found, file):
     """Correct pictures or answers over the learning rate; a band from worst to best seed."""
     figure, axes = panels(2, 2, (10, 8))
-    for i, axis in enumerate(axes):
-        task, several = [*TASKS][i // 2], i % 2
-        for row in ROWS:
-            rates = found.get((task, row), {})
-            if not rates or row not in COLOURS or (", 4" in row) != bool(several):
+    steps = {"": "one optimiser step per batch", ", 4": "four optimiser steps per batch"}
+    for axis, (task, number) in zip(axes, itertools.product(TASKS, steps)):
+        rows = [row for row in ROWS if (", 4" in row) == bool(number) and (task, row) in found]
+        for i, row in enumerate(rows):
+            rates = {x: [*own.values()] for x, own in sorted(found[task, row].items())}
+            rates = {x: own for x, own in rates.items() if len(own) > 2}
+            if not rates:
                 continue
-            xs = sorted(rate for rate, own in rates.items() if len(own) > 1) or sorted(rates)
-            shares = [[*rates[x].values()] for x in xs]
-            label = row.replace(", 4 mini-batches", "") if row != "GRPO, 4 mini-batches" else row
-            axis.plot(xs, [*map(np.mean, shares)], "o-", color=COLOURS[row], label=label, ms=4)
-            axis.fill_between(
-                xs, [*map(min, shares)], [*map(max, shares)], color=COLOURS[row], alpha=0.12, lw=0
+            colour = f"C{i - 1}" if i else "k"  # GRPO is black
+            axis.plot(
+                [*rates], [*map(np.mean, rates.values())], "o-", color=colour, label=row, ms=4
             )
+            ends = ([*map(end, rates.values())] for end in (min, max))
+            axis.fill_between([*rates], *ends, color=colour, alpha=0.1, lw=0)
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("")
-        axis.legend(frameon=False, fontsize=8, loc="lower center", ncols=2)
-        steps = "four optimiser steps" if several else "one optimiser step"
-        axis.set_title(f"{TASKS[task]}: {steps} per batch", size=10)
+        axis.legend(frameon=False, fontsize=8)
+        axis.set_title(f"{TASKS[task]}: {steps[number]}", size=10)
         axis.set_xlabel("learning rate", size=9)
     figure.savefig(file)
 
@@ -328,9 +329,7 @@ def main(*arguments):
     parser.add_argument("--draw", action="store_true", help="draw the charts, too")
     options = parser.parse_args(arguments)
     found = shares()
-    values, differences = study(found)
-    print(table_of_losses(values, differences), power(differences), sep="\n\n")
-    print(table_of_rates(found), table_of_kl(), table_of_splits(), sep="\n\n")
+    print(*tables(found), sep="\n\n")
     if options.draw:
         draw_rates(found, ROOT / "assets" / "losses.png")
         draw_splits(ROOT / "assets" / "splits.png")
