@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from train_decoder import DecoderSettings
 from train_edits import EditSettings
 
-from benchmarks import losses, tables, variants
+from benchmarks import losses, tables
 from runtime.settings import Settings, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,9 +134,9 @@ def test_flags_in_docstrings_and_messages_exist():
     }
 
 
-def test_the_tables_of_variants_are_those_of_the_file():
-    page = (ROOT / "docs" / "worth.md").read_text()
-    assert [table for table in tables.tables(variants.read()) if table not in page] == []
+def test_the_tables_are_those_of_the_files():
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("worth", "evidence"))
+    assert [table for table in tables.tables(tables.shares()) if table not in pages] == []
 
 
 def test_copying_shows_the_losses_of_the_file():
