@@ -14,9 +14,6 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.variants import correct
 
 # The flags of variants.csv and the settings of texts.csv, as the tables name them.
 ONE = "--kl-coef 0"
@@ -72,7 +69,7 @@ def shares():
         length = 10 if row["start"] == "shipped" else 20
         if row["flags"] in STEPS and row["loss"] and (row["step"] != "10" or length == 10):
             where = row["start"], row["loss"] + STEPS[row["flags"]]
-            found[where][float(row["lr"])][int(row["seed"])] = correct(row)
+            found[where][float(row["lr"])][int(row["seed"])] = float(row["correct"])
     for row in read("texts"):
         where = "texts", row["loss"] + STEPS[row["mini_batches"], row["iterations"]]
         found[where][float(row["lr"])][int(row["seed"])] = float(row["correct"])
@@ -221,7 +218,7 @@ def table_of_kl():
         rows = [row for row in read("variants") if (row["loss"], row["step"]) == (loss, "12")]
         rows = [row for row in rows if row["flags"].startswith("--reward many")]
         rows = [row for row in rows if row["flags"].endswith(f"--kl-coef {coef}")]
-        reward, share = (np.mean([*map(f, rows)]) for f in (lambda x: float(x["many"]), correct))
+        reward, share = (np.mean([float(row[x]) for row in rows]) for x in ("many", "correct"))
         lines.append([loss.replace("GRPO", "k3"), coef, f"{reward:.2f}", f"{share:.1%}"])
     return markdown(["KL term", "kl_coef", "gamed reward", "correct"], lines)
 
@@ -296,7 +293,7 @@ def splits():
         size, rate = flags.get(row["flags"]), float(row["lr"] or 0)
         chosen = (row["start"], row["loss"], row["step"]) == ("hard", "GRPO", "20")
         if chosen and size and rate in found and int(row["seed"]) < 3:
-            found[rate][size].append(correct(row))
+            found[rate][size].append(float(row["correct"]))
     return found
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from benchmarks import losses, tables, variants
 from runtime.data import read_file
 
 
-def test_a_row_is_the_run_that_its_flags_name(monkeypatch, tmp_path, capsys):
+def test_a_row_is_the_run_that_its_flags_name(monkeypatch, tmp_path):
     """A copy with the loss is trained, then judged; pictures that were thrown away count."""
     calls = []
 
@@ -21,9 +20,9 @@ def test_a_row_is_the_run_that_its_flags_name(monkeypatch, tmp_path, capsys):
         assert (cwd / "grpo.py").read_text() == losses.edited("Dr. GRPO")["grpo.py"]
         calls.append(" ".join(map(str, call[2:])))
         (out := cwd / call[-1]).mkdir()
-        share = lambda x: {"reward/correct": [x, 0.1]}
-        types = dict(zip(variants.CAPTIONS, map(share, [1, 0, 0, 0, 0, 0.5])))
-        judged = {"types": types, "reward/clean": [0.9, 0], "reward/many": [0.25, 0]}
+        captions = [prompt.text for prompt in read_file(str(cwd / "captions.txt"))]
+        assert captions == [prompt.text for prompt in read_file(f"{TINY}/heldout.txt")]
+        judged = {"reward/correct": [0.5, 0.1], "reward/clean": [0.9, 0], "reward/many": [0.25, 0]}
         records = {"groups": [{"reward": [1, 0]}] * 2, "evaluation": [judged]}
         records["metrics"] = [{"clip_fraction": 0.2, "drawn": 2.0}, {"clip_fraction": None}]
         for name, lines in records.items():
@@ -41,12 +40,8 @@ def test_a_row_is_the_run_that_its_flags_name(monkeypatch, tmp_path, capsys):
     assert [row[name] for name in ("loss", "flags", "lr", "seed", "step", "pictures")] == [
         *("Dr. GRPO", "--kl-coef 0", "0.001", "3", "2", "6")
     ]
-    assert float(row["clipped"]) == 0.2 and float(row["many"]) == 0.25
-    # Correct pictures of 48 captions, not a mean over their types.
-    assert variants.correct(row) == pytest.approx((2 + 5) / 48)
-    assert "14.6% correct" in capsys.readouterr().out
-    captions = Counter(prompt.type for prompt in read_file(f"{TINY}/heldout.txt"))
-    assert captions == variants.CAPTIONS
+    shares = [float(row[name]) for name in ("correct", "clean", "many", "clipped")]
+    assert shares == [0.5, 0.9, 0.25, 0.2]
 
 
 def test_no_seed_chooses_its_own_rate():
@@ -88,8 +83,9 @@ def test_the_tables_are_of_the_files(monkeypatch, capsys):
         ("GRPO", "--kl-coef 0 --iterations 8", 0.1),
     ]:
         for seed in range(3):
-            shares = dict.fromkeys(variants.CAPTIONS, share + 0.01 * seed)
-            rows.append(row | shares | {"loss": loss, "flags": flags, "seed": seed})
+            rows.append(
+                row | {"correct": share + 0.01 * seed, "loss": loss, "flags": flags, "seed": seed}
+            )
     monkeypatch.setattr(tables, "read", lambda name: rows if name == "variants" else [])
     monkeypatch.setattr(tables, "table_of_kl", str)
     monkeypatch.setattr(tables, "table_of_splits", str)
