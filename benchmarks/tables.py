@@ -100,14 +100,17 @@ def at_rates_of_others(rates):
 def variances(values):
     """{(task, row): (..., seeds)} -> {(task, row): the variance of a run}.
 
-    Of five seeds or more it is the row's own (Welch). All other rows of a task share theirs.
+    Of five seeds or more it is the row's own (Welch). Other rows have the median of the rows of
+    their task; a row with more than five times as much has its own.
     """
     found = {key: x.var(-1, ddof=1) for key, x in values.items()}
     for task in {task for task, _ in values}:
-        few = [key for key, x in values.items() if key[0] == task and x.shape[-1] < 5]
-        freedom = {key: values[key].shape[-1] - 1 for key in few}
-        shared = sum(freedom[key] * found[key] for key in few) / max(sum(freedom.values()), 1)
-        found |= dict.fromkeys(few, shared)
+        own = [key for key in values if key[0] == task]
+        median = np.median([found[key] for key in own], axis=0)
+        median = median / np.log(2)  # of three seeds the median is that share of the mean
+        for key in own:
+            if values[key].shape[-1] < 5:
+                found[key] = np.where(found[key] > 5 * median, found[key], median)
     return found
 
 
