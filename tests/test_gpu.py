@@ -108,7 +108,7 @@ def resumed(settings, base):
     """The settings of a run of this base that is resumed."""
     with TemporaryDirectory() as folder:
         values = settings.portable() | {"script": settings.script, "planned_base": base}
-        values |= {"versions": versions(), "processes": 1, "began_from": None}
+        values |= {"versions": versions(), "processes": 1, "began_from": None, "command": ""}
         Path(folder, "settings.json").write_text(json.dumps(values))
         return parse_settings(["--resume", folder])
 
