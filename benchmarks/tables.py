@@ -200,18 +200,13 @@ def table_of_graded(values, differences):
 
 
 def table_of_rates(found):
-    """Every row: its mean at each rate, with the number of seeds; and the rates that seeds get."""
+    """The mean at each rate, with the number of seeds."""
     lines = []
-    for (task, row), rates in sorted(found.items()):
-        cells = [
-            f"{rate:g}: {np.mean([*own.values()]):.1%} ({len(own)})"
-            for rate, own in sorted(rates.items())
-        ]
-        chosen = sorted({rate for rate, _ in at_rates_of_others(rates).values()})
-        lines.append(
-            [TASKS.get(task, task), row, ", ".join(cells), ", ".join(f"{x:g}" for x in chosen)]
-        )
-    return markdown(["task", "row", "rate: mean (seeds)", "chosen"], lines)
+    for task, row in [key for key in found if key[1] in ROWS or key[0] == "shipped"]:
+        rates = sorted(found[task, row].items())
+        cells = [f"{x:g}: {np.mean([*own.values()]):.1%} ({len(own)})" for x, own in rates]
+        lines.append([TASKS.get(task, task), row, ", ".join(cells)])
+    return markdown(["task", "row", "rate: mean (seeds)"], sorted(lines))
 
 
 def table_of_kl():
@@ -279,8 +274,9 @@ def draw_rates(found, file):
             ends = ([*map(end, rates.values())] for end in (min, max))
             axis.fill_between([*rates], *ends, color=colour, alpha=0.1, lw=0)
         axis.set_xscale("log")
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.xaxis.set_minor_formatter("")
+        tried = sorted({x for row in rows for x in found[task, row]})
+        axis.set_xticks(tried, [f"{x:g}" for x in tried])
+        axis.set_xticks([], minor=True)
         axis.legend(frameon=False, fontsize=8)
         axis.set_title(f"{TASKS[task]}: {steps[number]}", size=10)
         axis.set_xlabel("learning rate", size=9)

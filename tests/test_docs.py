@@ -80,7 +80,8 @@ def flags_of(name):
         return {option for action in parser._actions for option in action.option_strings}
     source = (ROOT / name).read_text()
     own = {"--help", *re.findall(r'"(--[a-z][a-z-]*)"', source)}
-    if "train.main(" in source or "parse_settings(arguments)" in source:  # it takes a run's
+    words = "train.main(", "parse_settings(arguments)", "parse_known_args("
+    if any(word in source for word in words):  # it takes a run's
         own |= flags_of("examples/train_decoder.py")
     return own
 
