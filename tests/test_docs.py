@@ -137,7 +137,9 @@ def test_flags_in_docstrings_and_messages_exist():
 
 def test_the_tables_are_those_of_the_files():
     pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("worth", "evidence"))
-    assert [table for table in tables.tables(tables.shares()) if table not in pages] == []
+    line = lambda text: " ".join(text.split())
+    shown = map(line, tables.tables(tables.shares()))
+    assert [table for table in shown if table not in line(pages)] == []
 
 
 def test_copying_shows_the_losses_of_the_file():
