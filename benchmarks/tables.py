@@ -234,8 +234,7 @@ def tables(found):
     """All that docs/ shows."""
     values, differences = study(found)
     losses = table_of_losses(values, differences), power(differences)
-    others = table_of_graded(values, differences), table_of_rates(found)
-    return [*losses, *others, table_of_kl(), table_of_splits()]
+    return [*losses, table_of_graded(values, differences), table_of_kl(), table_of_splits()]
 
 
 # ---- charts --------------------------------------------------------------------------------------
@@ -325,7 +324,7 @@ def main(*arguments):
     parser.add_argument("--draw", action="store_true", help="draw the charts, too")
     options = parser.parse_args(arguments)
     found = shares()
-    print(*tables(found), sep="\n\n")
+    print(*tables(found), table_of_rates(found), sep="\n\n")
     if options.draw:
         draw_rates(found, ROOT / "assets" / "losses.png")
         draw_splits(ROOT / "assets" / "splits.png")
