@@ -3,7 +3,7 @@
 GRPO is reinforcement learning: it raises the mean reward of what a model samples. For a prompt the
 policy, a language model, writes a group of G sequences of T tokens, the codes of G pictures. A
 decoder paints the pictures, and each gets a reward R. The loss pushes up the probability of the
-tokens of the pictures that beat their group, and pushes down the tokens of the other pictures:
+tokens of the pictures that beat their group, and pushes down those of the pictures below its mean:
 
     A    = (R - mean(R)) / std(R)       the advantage of a picture: a z-score within its group
     loss = -mean(A log pi(token))       over tokens, samples and prompts
@@ -18,14 +18,14 @@ mean(R) is the baseline, the reward to expect for this prompt. Without it, rewar
 push both samples up, and which pictures happened to be sampled would matter more than which are
 better. It does not change the goal. Over the policy's own samples the mean of grad log pi is
     sum(pi * grad log pi) = grad sum(pi) = grad 1 = 0,
-so a constant times grad log pi adds nothing to the mean gradient. (The mean includes the sample
-itself, which scales the gradient by (G - 1) / G.)
+so a constant times grad log pi adds nothing to the mean gradient. (mean(R) includes the R of the
+sample itself, which scales the gradient by (G - 1) / G.)
 
-Dividing by std(R) makes all prompts count alike, also a prompt whose rewards differ little. Unlike
-the baseline it changes the goal: the mean reward, in which prompts now weigh 1 / std(R). And where
-the pictures are equally good and the reward is noisy, the noise gets as large a push as a real
-difference elsewhere. A group of equal rewards has A = 0, and is left out. The mean of A
-is 0, so on fresh samples the loss is 0 too. Its gradient is not: watch the reward, not the loss.
+Dividing by std(R) gives all prompts advantages of one size, also a prompt whose rewards differ
+little. Unlike the baseline it changes the goal: a prompt's mean reward now weighs 1 / std(R). And
+where the pictures are equally good and the reward is noisy, the noise gets as large a push as a
+real difference elsewhere. A group of equal rewards has A = 0, and is left out. The mean of A is 0,
+so at ratio 1 the loss below is 0. Its gradient is not: watch the reward, not the loss.
 
 The oldest such method, REINFORCE, is this loss with A = R. PPO adds three things: a second network,
 which learns to predict the baseline; the ratio; and the clip. GRPO takes the group's mean in place
@@ -103,10 +103,10 @@ from transformers.generation.logits_process import TopPLogitsWarper
 class GRPOSettings:
     """Settings of the algorithm."""
 
-    # sequences per pass in parts 4 and 5, at most a group; fewer take less memory
+    # sequences per forward pass in parts 4 and 5, at most a group; fewer take less memory
     micro_batch_size: int = 4
-    # parts into which the groups of a batch are dealt, with an optimiser step for each; after the
-    # first step the ratios leave 1, and the clip can act
+    # shares into which the groups of a batch are dealt, with an optimiser step for each; after the
+    # first of these steps the ratios leave 1, and the clip can act
     mini_batches: int = 1
     # passes over a batch; a further pass makes the optimiser steps again, on the same samples
     iterations: int = 1
@@ -215,7 +215,7 @@ def compute_grpo_loss(
 
     Returns: the loss, a scalar, and metrics as floats: loss, policy_loss, kl (nats per token; NaN
     without a reference), clip_fraction (share of tokens that were clipped), ratio_mean, and
-    mean_logprob_gap ("gap" on the screen) and max_logprob_gap, of |new - old|: before the first
+    mean_logprob_gap ("gap" on the screen) and max_logprob_gap, of |new - old|: at the first optimiser
     step it is rounding, between sampling token by token and recomputing all tokens at once.
     ValueError for other shapes.
     """
@@ -243,7 +243,7 @@ def compute_grpo_loss(
         # KL(pi || ref). And it pulls: a step against its gradient, (1 - ref/pi) grad log pi, lowers
         # a token that pi makes likelier than ref, and raises a token that pi makes less likely. The
         # mean of this gradient is that of KL(ref || pi), which also is least where pi is ref.
-        # k2 has the gradient that one wants, k1 the value. k3 serves as both, and is published.
+        # k2 has the gradient of KL(pi || ref), k1 its value. k3 serves as both, and is published.
         # (These means are over pi. The samples are of pi_old, so after a step they hold roughly.)
         log_ref_ratio = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         # Near 0, exp(x) - 1 - x is mostly rounding, and may be negative. expm1 avoids that.

@@ -174,14 +174,14 @@ def tracked(settings, out):
     """A context with the Tracker of --tracker on the first rank, else with None."""
     if settings.tracker == "none" or ranks.rank() > 0:
         return nullcontext()
-    from runtime.trackers import started  # other runs do not enter there
+    from runtime.trackers import started  # imported only with a tracker
 
     return started(settings, out)
 
 
 def adamw(model, rate=1e-3):
-    """Over the adapter of a model. rate: that after the warm-up."""
-    # eps: gradients here can be as small as 5e-9 per weight; with torch's 1e-8 nothing would move.
+    """AdamW over the adapter of a model. rate: after the warm-up."""
+    # eps: gradients can be as small as 5e-9 per weight; torch's 1e-8 would cut steps to a third.
     learned = {"params": [p for p in model.parameters() if p.requires_grad], "initial_lr": rate}
     return torch.optim.AdamW([learned], rate, betas=(0.9, 0.99), eps=1e-15, weight_decay=0.0)
 

@@ -179,11 +179,12 @@ def table_of_losses(values, differences):
             if pair:
                 difference, half, _ = differences[pair]
                 text = f"{100 * difference:+.1f} ± {100 * half:.1f}"
+                text = text if half < 1 else f"{100 * difference:+.1f} ± over 100"
                 text = f"**{text}**" if abs(difference) > half else text
             cells.append(text)
         if any(cells):
             lines.append([row, *words, *cells])
-    titles = ["Loss", "what it changes", "as published"]
+    titles = ["Loss", "what it changes", "published so, or else"]
     return markdown([*titles, *(x for task in TASKS.values() for x in (task, "difference"))], lines)
 
 
@@ -226,8 +227,8 @@ def power(differences):
     for task, name in TASKS.items():
         own = [x for ((t, _), _), x in differences.items() if t == task]
         half, chance = (100 * np.median([x[i] for x in own] or [0]) for i in (1, 2))
-        words.append(f"{name}: ± {half:.1f} points, 5 points are found {chance:.0f} times in 100")
-    return f"Medians of all rows. {'; '.join(words)}."
+        words.append(f"{name} ± {half:.1f} points, and 5 are found {chance:.0f} times in 100")
+    return f"The median interval and the chance to find a true difference: {'; '.join(words)}."
 
 
 def tables(found):
