@@ -215,8 +215,8 @@ def compute_grpo_loss(
 
     Returns: the loss, a scalar, and metrics as floats: loss, policy_loss, kl (nats per token; NaN
     without a reference), clip_fraction (share of tokens that were clipped), ratio_mean, and
-    mean_logprob_gap ("gap" on the screen) and max_logprob_gap, of |new - old|: at the first optimiser
-    step it is rounding, between sampling token by token and recomputing all tokens at once.
+    mean_logprob_gap ("gap" on the screen) and max_logprob_gap, of |new - old|: at the first step of
+    the optimiser it is rounding, of sampling token by token against recomputing all at once.
     ValueError for other shapes.
     """
     _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef)
