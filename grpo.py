@@ -400,8 +400,8 @@ class GRPO:
         for mini_batch in mini_batches * self.settings.iterations:
             pairs = [(group, rows) for group in mini_batch for rows in self.split(group)]
             # Of the mini-batch, groups of equal rewards included; the mean over all processes.
-            total = torch.tensor(float(sum(self.size(*pair) for pair in pairs)))
-            total = total.to(self.model.device)
+            sizes = sum(self.size(*pair) for pair in pairs)
+            total = torch.tensor(float(sizes), device=self.model.device)
             self.average([total])
             for each in self.parameters:
                 # Zeros, not None: a process whose groups have no spread still joins the average.

@@ -58,9 +58,8 @@ def decoder_step(run, settings, rewards, prompts, seed):
     set_advantages(paths, repeat_for_steps(reward, paths))
     # The decoder learns first, for its update takes the most memory. If memory runs out there,
     # nothing has learned yet, and the step can be made again.
-    of_decoder = learn(
-        run, decoder_trainer, run.glm_image.pipe.transformer, paths, "decoder/"
-    )  # 4 to 6
+    transformer = run.glm_image.pipe.transformer
+    of_decoder = learn(run, decoder_trainer, transformer, paths, "decoder/")  # 4 to 6
 
     metrics = {"skipped": 0}
     advantages = [steps[0].advantages for steps in of_prompts]  # of a lone code sequence
