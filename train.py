@@ -216,7 +216,8 @@ def train(settings, run_class=Run):
             record.export(run.glm_image)
     took = f"{counted(record.saved, 'step')}, {time.time() - began:.0f} s"
     page = Path(folder.name, "index.html")
-    say(f"{took}; output folder: {folder.name}; look at {page}")
+    look = f"; look at {page}" if page.exists() else ""
+    say(f"{took}; output folder: {folder.name}{look}")
     if code:
         say(f"continue with --resume {folder.name}")
         draw(record)  # the page says that the run was ended

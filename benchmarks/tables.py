@@ -76,22 +76,23 @@ def shares():
     return found
 
 
-def at_rates_of_others(rates):
-    """{rate: {seed: share}} -> {seed: (rate, share)}, the rate chosen by the other seeds' mean.
+def grid(rates):
+    """{rate: {seed: share}} -> (rates, seeds), NaN where none has run."""
+    seeds = sorted({seed for own in rates.values() for seed in own})
+    return np.array([[own.get(seed, np.nan) for seed in seeds] for _, own in sorted(rates.items())])
+
+
+def at_rates_of_others(shares):
+    """(..., rates, seeds) -> (..., seeds): each at the rate with the best mean of the other seeds.
 
     So no run chooses for itself.
     """
-    chosen = {}
-    for seed in sorted({seed for own in rates.values() for seed in own}):
-        means = {
-            rate: np.mean([share for other, share in own.items() if other != seed])
-            for rate, own in sorted(rates.items())
-            if own.keys() - {seed}
-        }
-        rate = max(means, key=means.get, default=min(rates))
-        if seed in rates[rate]:
-            chosen[seed] = rate, rates[rate][seed]
-    return chosen
+    ran = ~np.isnan(shares)
+    known = np.where(ran, shares, 0)
+    number = ran.sum(-1, keepdims=True) - ran  # of the other seeds
+    others = (known.sum(-1, keepdims=True) - known) / np.maximum(number, 1)
+    best = np.where(number > 0, others, -np.inf).argmax(-2)  # (..., seeds)
+    return np.take_along_axis(shares, best[..., None, :], -2).squeeze(-2)
 
 
 # ---- statistics ----------------------------------------------------------------------------------
@@ -103,60 +104,71 @@ def variances(values):
     Of five seeds or more it is the row's own (Welch). Other rows have the median of the rows of
     their task; a row with more than five times as much has its own.
     """
-    found = {key: x.var(-1, ddof=1) for key, x in values.items()}
+    found, number = {}, {}
+    for key, x in values.items():
+        number[key] = (~np.isnan(x)).sum(-1)
+        found[key] = np.nanvar(x, -1) * number[key] / np.maximum(number[key] - 1, 1)
     for task in {task for task, _ in values}:
         own = [key for key in values if key[0] == task]
         median = np.median([found[key] for key in own], axis=0)
         median = median / np.log(2)  # of three seeds the median is that share of the mean
         for key in own:
-            if values[key].shape[-1] < 5:
-                found[key] = np.where(found[key] > 5 * median, found[key], median)
+            alone = (number[key] >= 5) | (found[key] > 5 * median)
+            found[key] = np.where(alone, found[key], median)
     return found
 
 
-def compare(values, pairs, truth=0.05, draws=20_000):
+def compare(rows, pairs, truth=0.05, draws=20_000):
     """{pair: (difference, half of its interval, power)} of pairs ((task, row), (task, reference)).
 
-    values: {(task, row): (seeds,)}. In 95 of 100 such studies all intervals hold their true
-    difference. power: how often this very procedure finds a true difference of `truth`.
+    rows: {(task, row): (rates, seeds)}. In 95 of 100 such studies all intervals hold their true
+    difference. power: how often this very procedure finds a true difference of `truth`. Rates are
+    chosen in each study, too.
     """
 
-    def widths(values):
-        squares = {key: x / values[key].shape[-1] for key, x in variances(values).items()}
-        return {(a, b): np.sqrt(squares[a] + squares[b]) for a, b in pairs}
+    def judged(rows):
+        """Means of the rows, and a width of each pair's difference."""
+        values = {key: at_rates_of_others(x) for key, x in rows.items()}
+        spread = variances(values)
+        squares = {key: spread[key] / (~np.isnan(x)).sum(-1) for key, x in values.items()}
+        widths = {(a, b): np.sqrt(squares[a] + squares[b]) for a, b in pairs}
+        return {key: np.nanmean(x, -1) for key, x in values.items()}, widths, spread
 
-    random, known = np.random.default_rng(0), variances(values)
-    drawn = {k: known[k] ** 0.5 * random.normal(size=(draws, len(x))) for k, x in values.items()}
-    wide, widest = widths(values), widths(drawn)
-    chance = {(a, b): drawn[a].mean(-1) - drawn[b].mean(-1) for a, b in pairs}
+    random, (means, wide, spread) = np.random.default_rng(0), judged(rows)
+    drawn = {}
+    for key, x in rows.items():
+        noise = random.normal(size=(draws, *x.shape)) * spread[key] ** 0.5
+        drawn[key] = np.where(np.isnan(x), x, np.nanmean(x, 1, keepdims=True) + noise)
+    drawn_means, widest, _ = judged(drawn)
+    chance = {(a, b): drawn_means[a] - drawn_means[b] for a, b in pairs}
+    chance = {pair: x - x.mean() for pair, x in chance.items()}
     far = {pair: abs(chance[pair]) / widest[pair] for pair in pairs}
     # Each pair has a distribution of its own, and all are exceeded equally often.
     ranks = [x.argsort().argsort() / draws for x in far.values()]
     level = np.quantile(np.max(ranks, axis=0), 0.95)
     found = {}
-    for a, b in pairs:
-        critical = np.quantile(far[a, b], level)
-        power = np.mean(abs(chance[a, b] + truth) > critical * widest[a, b])
-        difference = values[a].mean() - values[b].mean()
-        found[a, b] = difference, critical * wide[a, b], power
+    for pair in pairs:
+        critical = np.quantile(far[pair], level)
+        power = np.mean(abs(chance[pair] + truth) > critical * widest[pair])
+        difference = means[pair[0]] - means[pair[1]]
+        found[pair] = difference, critical * wide[pair], power
     return found
 
 
 def study(found):
-    """Values {(task, row): (seeds,)} at the rates of others, and compare() of all their pairs."""
-    values, pairs = {}, []
-    for task, row in found:
-        own = at_rates_of_others(found[task, row])
-        if len(own) > 1 and (row in ROWS or task == "shipped"):
-            values[task, row] = np.array([share for _, share in own.values()])
-    for task, row in values:
+    """Means {(task, row): share} at the rates of others, and compare() of all their pairs."""
+    rows = {key: grid(own) for key, own in found.items() if key[1] in ROWS or key[0] == "shipped"}
+    rows = {key: x for key, x in rows.items() if x.shape[1] > 1}
+    pairs = []
+    for task, row in rows:
         # From the shipped start both losses are compared under the same reward.
         several = row.endswith(", 4 mini-batches") and not row.startswith("GRPO")
         reference = "GRPO, 4 mini-batches" if several else "GRPO"
         reference = row.replace("Dr. ", "") if task == "shipped" else reference
-        if reference != row and (task, reference) in values:
+        if reference != row and (task, reference) in rows:
             pairs.append(((task, row), (task, reference)))
-    return values, compare(values, pairs)
+    means = {key: np.nanmean(at_rates_of_others(x)) for key, x in rows.items()}
+    return means, compare(rows, pairs)
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -174,7 +186,7 @@ def table_of_losses(values, differences):
         cells = []
         for task in TASKS:
             share = values.get((task, row))
-            cells.append("" if share is None else f"{share.mean():.1%}")
+            cells.append("" if share is None else f"{share:.1%}")
             pair = next((each for each in differences if each[0] == (task, row)), None)
             text = ""
             if pair:
@@ -196,7 +208,7 @@ def table_of_graded(values, differences):
         pair = ("shipped", row), ("shipped", row.replace("Dr. ", ""))
         if pair in differences:
             difference, half, _ = differences[pair]
-            cells = (f"{values[key].mean():.1%}" for key in pair[::-1])
+            cells = (f"{values[key]:.1%}" for key in pair[::-1])
             lines.append([row, *cells, f"{100 * difference:+.1f} ± {100 * half:.1f}"])
     return markdown(["From the model as shipped", "GRPO", "Dr. GRPO", "difference"], lines)
 
@@ -236,7 +248,7 @@ def tables(found):
     """All that docs/ shows."""
     values, differences = study(found)
     losses = table_of_losses(values, differences), power(differences)
-    return [*losses, table_of_graded(values, differences), table_of_kl(), table_of_splits()]
+    return [*losses, table_of_graded(values, differences), table_of_kl()]
 
 
 # ---- charts --------------------------------------------------------------------------------------
@@ -295,14 +307,6 @@ def splits():
         if chosen and size and rate in found and int(row["seed"]) < 3:
             found[rate][size].append(float(row["correct"]))
     return found
-
-
-def table_of_splits():
-    lines = [
-        [f"{rate:g}", *(f"{np.mean(own[size]):.1%}" for size in (2, 4, 8, 16))]
-        for rate, own in splits().items()
-    ]
-    return markdown(["rate", "32 x 2", "16 x 4", "8 x 8", "4 x 16"], lines)
 
 
 def draw_splits(file):
