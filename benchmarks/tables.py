@@ -1,7 +1,7 @@
-"""The tables and charts of docs/worth.md and docs/evidence.md, from variants.csv and texts.csv.
+"""The tables of losses in docs/, and the chart of docs/worth.md, from variants.csv and texts.csv.
 
 python benchmarks/tables.py          prints the tables
-python benchmarks/tables.py --draw   and draws the charts in assets/, with matplotlib
+python benchmarks/tables.py --draw   and draws the chart, with matplotlib
 """
 
 import argparse
@@ -26,6 +26,9 @@ STEPS = {
     "": ", KL",
     f"{ONE} --steps 10 --warmup-steps 10": "",  # of the shipped start
     f"{ONE} --steps 10 --warmup-steps 10 --reward correct": ", reward of 0 and 1",
+    f"{ONE} --prompts-per-step 32 --group-size 2": ", 32 x 2",
+    f"{ONE} --prompts-per-step 8 --group-size 8": ", 8 x 8",
+    f"{ONE} --prompts-per-step 4 --group-size 16": ", 4 x 16",
     ("1", "1"): "",
     ("4", "1"): ", 4 mini-batches",
     ("1", "4"): ", 4 passes",
@@ -52,6 +55,8 @@ ROWS = {
     "CISPO, 4 mini-batches": ("clips a weight, not the loss", "verl's cap, 1.2"),
 }
 TASKS = {"hard": "pictures", "texts": "texts"}
+# With Adam and pictures, which all have one length, these are the same.
+SAME = {("hard", "RLOO"): "as Dr. GRPO", ("hard", "DAPO's token mean"): "as GRPO"}
 
 
 # ---- the files -----------------------------------------------------------------------------------
@@ -186,7 +191,7 @@ def table_of_losses(values, differences):
         cells = []
         for task in TASKS:
             share = values.get((task, row))
-            cells.append("" if share is None else f"{share:.1%}")
+            cells.append(f"{share:.1%}" if share else SAME.get((task, row), ""))
             pair = next((each for each in differences if each[0] == (task, row)), None)
             text = ""
             if pair:
@@ -235,6 +240,17 @@ def table_of_kl():
     return markdown(["KL term", "kl_coef", "gamed reward", "correct"], lines)
 
 
+def table_of_splits(found):
+    """64 pictures a step, as N prompts times groups of G; three seeds."""
+    splits = ["32 x 2", "16 x 4", "8 x 8", "4 x 16"]
+    rows = ["GRPO, 32 x 2", "GRPO", "GRPO, 8 x 8", "GRPO, 4 x 16"]
+    lines = []
+    for rate in (0.001, 0.002):
+        runs = [[found["hard", row][rate][seed] for seed in range(3)] for row in rows]
+        lines.append([f"{rate:g}", *(f"{np.mean(own):.1%}" for own in runs)])
+    return markdown(["rate", *splits], lines)
+
+
 def power(differences):
     words = []
     for task, name in TASKS.items():
@@ -248,78 +264,41 @@ def tables(found):
     """All that docs/ shows."""
     values, differences = study(found)
     losses = table_of_losses(values, differences), power(differences)
-    return [*losses, table_of_graded(values, differences), table_of_kl()]
+    return [*losses, table_of_graded(values, differences), table_of_kl(), table_of_splits(found)]
 
 
-# ---- charts --------------------------------------------------------------------------------------
-
-
-def panels(rows, columns, size):
-    """A figure, and its axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(size, dpi=100, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for each in axes:
-        each.spines[:].set_visible(False)
-        each.grid(color="#ddd")
-        each.set_axisbelow(True)
-        each.tick_params(length=0, which="both", labelsize=9)
-        each.yaxis.set_major_formatter("{x:.0%}")
-    return figure, axes
+# ---- the chart -----------------------------------------------------------------------------------
 
 
 def draw_rates(found, file):
     """Correct pictures or answers over the learning rate; a band from worst to best seed."""
-    figure, axes = panels(2, 2, (10, 8))
+    from matplotlib.figure import Figure
+
+    figure = Figure((10, 8), dpi=100, layout="constrained")
+    axes = figure.subplots(2, 2).flatten()
     steps = {"": "one optimiser step per batch", ", 4": "four optimiser steps per batch"}
     for axis, (task, number) in zip(axes, itertools.product(TASKS, steps)):
-        rows = [row for row in ROWS if (", 4" in row) == bool(number) and (task, row) in found]
+        rows = [row for row in ROWS if (", 4" in row) == bool(number)]
         for i, row in enumerate(rows):
             rates = {x: [*own.values()] for x, own in sorted(found[task, row].items())}
             rates = {x: own for x, own in rates.items() if len(own) > 2}
-            if not rates:
+            if len(rates) < 2:
                 continue
-            colour = f"C{i - 1}" if i else "k"  # GRPO is black
-            axis.plot(
-                [*rates], [*map(np.mean, rates.values())], "o-", color=colour, label=row, ms=4
-            )
+            style = {"color": f"C{i - 1}" if i else "k"}  # GRPO is black
+            axis.plot([*rates], [*map(np.mean, rates.values())], "o-", label=row, ms=4, **style)
             ends = ([*map(end, rates.values())] for end in (min, max))
-            axis.fill_between([*rates], *ends, color=colour, alpha=0.1, lw=0)
+            axis.fill_between([*rates], *ends, alpha=0.1, lw=0, **style)
         axis.set_xscale("log")
         tried = sorted({x for row in rows for x in found[task, row]})
         axis.set_xticks(tried, [f"{x:g}" for x in tried])
         axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_formatter("{x:.0%}")
+        axis.tick_params(length=0, which="both", labelsize=9)
+        axis.spines[:].set_visible(False)
+        axis.grid(color="#ddd")
         axis.legend(frameon=False, fontsize=8)
         axis.set_title(f"{TASKS[task]}: {steps[number]}", size=10)
         axis.set_xlabel("learning rate", size=9)
-    figure.savefig(file)
-
-
-def splits():
-    """{rate: {group size: shares}}: 64 pictures a step, as N prompts times groups of G."""
-    flags = {f"{ONE} --prompts-per-step {64 // g} --group-size {g}": g for g in (2, 8, 16)}
-    flags[ONE] = 4
-    found = {0.001: defaultdict(list), 0.002: defaultdict(list)}
-    for row in read("variants"):
-        size, rate = flags.get(row["flags"]), float(row["lr"] or 0)
-        chosen = (row["start"], row["loss"], row["step"]) == ("hard", "GRPO", "20")
-        if chosen and size and rate in found and int(row["seed"]) < 3:
-            found[rate][size].append(float(row["correct"]))
-    return found
-
-
-def draw_splits(file):
-    figure, (axis,) = panels(1, 1, (6, 3))
-    for rate, own in splits().items():
-        sizes = sorted(own)
-        (line,) = axis.plot(sizes, [np.mean(own[x]) for x in sizes], label=f"rate {rate:g}")
-        for size in sizes:
-            axis.plot([size] * len(own[size]), own[size], "o", color=line.get_color(), ms=4)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks((2, 4, 8, 16), ["32 x 2", "16 x 4", "8 x 8", "4 x 16"])
-    axis.set_xlabel("prompts x group size, 64 pictures per step; a dot per seed", size=9)
-    axis.legend(frameon=False, fontsize=9)
     figure.savefig(file)
 
 
@@ -327,13 +306,12 @@ def main(*arguments):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--draw", action="store_true", help="draw the charts, too")
+    parser.add_argument("--draw", action="store_true", help="draw the chart, too")
     options = parser.parse_args(arguments)
     found = shares()
     print(*tables(found), table_of_rates(found), sep="\n\n")
     if options.draw:
         draw_rates(found, ROOT / "assets" / "losses.png")
-        draw_splits(ROOT / "assets" / "splits.png")
 
 
 if __name__ == "__main__":

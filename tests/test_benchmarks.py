@@ -104,9 +104,10 @@ def test_the_tables_are_of_the_files(monkeypatch, capsys):
             )
     monkeypatch.setattr(tables, "read", lambda name: rows if name == "variants" else [])
     monkeypatch.setattr(tables, "table_of_kl", str)
+    monkeypatch.setattr(tables, "table_of_splits", str)
     tables.main()
     lines = capsys.readouterr().out.splitlines()
-    cells = {line.split(" | ")[0][2:]: line.split(" | ")[3:5] for line in lines[2:7]}
+    cells = {line.split(" | ")[0][2:]: line.split(" | ")[3:5] for line in lines[2:9]}
     assert cells["RAFT"][0] == "61.0%" and cells["RAFT"][1].startswith("**-10.0 ± ")
     assert cells["GSPO, 4 mini-batches"][1].startswith("**-50.0")
     assert cells["GRPO, 4 mini-batches"][1].startswith("**+10.0")
