@@ -279,18 +279,19 @@ def draw_rates(found, file):
     steps = {"": "one optimiser step per batch", ", 4": "four optimiser steps per batch"}
     for axis, (task, number) in zip(axes, itertools.product(TASKS, steps)):
         rows = [row for row in ROWS if (", 4" in row) == bool(number)]
+        tried = set()
         for i, row in enumerate(rows):
             rates = {x: [*own.values()] for x, own in sorted(found[task, row].items())}
             rates = {x: own for x, own in rates.items() if len(own) > 2}
             if len(rates) < 2:
                 continue
+            tried |= rates.keys()
             style = {"color": f"C{i - 1}" if i else "k"}  # GRPO is black
             axis.plot([*rates], [*map(np.mean, rates.values())], "o-", label=row, ms=4, **style)
             ends = ([*map(end, rates.values())] for end in (min, max))
             axis.fill_between([*rates], *ends, alpha=0.1, lw=0, **style)
         axis.set_xscale("log")
-        tried = sorted({x for row in rows for x in found[task, row]})
-        axis.set_xticks(tried, [f"{x:g}" for x in tried])
+        axis.set_xticks([*tried], [f"{x:g}" for x in tried])
         axis.set_xticks([], minor=True)
         axis.yaxis.set_major_formatter("{x:.0%}")
         axis.tick_params(length=0, which="both", labelsize=9)
