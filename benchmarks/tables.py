@@ -146,6 +146,7 @@ def compare(rows, pairs, truth=0.05, draws=20_000):
         drawn[key] = np.where(np.isnan(x), x, np.nanmean(x, 1, keepdims=True) + noise)
     drawn_means, widest, _ = judged(drawn)
     chance = {(a, b): drawn_means[a] - drawn_means[b] for a, b in pairs}
+    # A row that has to choose ends below its best rate: the error is around what it ends at.
     chance = {pair: x - x.mean() for pair, x in chance.items()}
     far = {pair: abs(chance[pair]) / widest[pair] for pair in pairs}
     # Each pair has a distribution of its own, and all are exceeded equally often.
