@@ -124,11 +124,12 @@ def variances(values):
 
 
 def compare(rows, pairs, truth=0.05, draws=20_000):
-    """{pair: (difference, half of its interval, power)} of pairs ((task, row), (task, reference)).
+    """Means {(task, row): share} at the rates of others, and their differences.
 
-    rows: {(task, row): (rates, seeds)}. In 95 of 100 such studies all intervals hold their true
-    difference. power: how often this very procedure finds a true difference of `truth`. Rates are
-    chosen in each study, too.
+    rows: {(task, row): (rates, seeds)}. pairs: ((task, row), (task, reference)). Of differences it
+    returns {pair: (difference, half of its interval, power)}. In 95 of 100 such studies all
+    intervals hold their true difference. power: how often this very procedure finds a true
+    difference of `truth`. Rates are chosen in each study, too.
     """
 
     def judged(rows):
@@ -158,11 +159,11 @@ def compare(rows, pairs, truth=0.05, draws=20_000):
         power = np.mean(abs(chance[pair] + truth) > critical * widest[pair])
         difference = means[pair[0]] - means[pair[1]]
         found[pair] = difference, critical * wide[pair], power
-    return found
+    return means, found
 
 
 def study(found):
-    """Means {(task, row): share} at the rates of others, and compare() of all their pairs."""
+    """compare() of all rows that the tables name, each with its own reference."""
     rows = {key: grid(own) for key, own in found.items() if key[1] in ROWS or key[0] == "shipped"}
     rows = {key: x for key, x in rows.items() if x.shape[1] > 1}
     pairs = []
@@ -173,8 +174,7 @@ def study(found):
         reference = row.replace("Dr. ", "") if task == "shipped" else reference
         if reference != row and (task, reference) in rows:
             pairs.append(((task, row), (task, reference)))
-    means = {key: np.nanmean(at_rates_of_others(x)) for key, x in rows.items()}
-    return means, compare(rows, pairs)
+    return compare(rows, pairs)
 
 
 # ---- tables --------------------------------------------------------------------------------------
