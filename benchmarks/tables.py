@@ -162,10 +162,8 @@ def compare(rows, pairs, truth=0.05, draws=20_000):
     return means, found
 
 
-def study(found):
-    """compare() of all rows that the tables name, each with its own reference."""
-    rows = {key: grid(own) for key, own in found.items() if key[1] in ROWS or key[0] == "shipped"}
-    rows = {key: x for key, x in rows.items() if x.shape[1] > 1}
+def pairs_of(rows):
+    """Each row with its own reference, where both are among the rows."""
     pairs = []
     for task, row in rows:
         # From the shipped start both losses are compared under the same reward.
@@ -174,7 +172,14 @@ def study(found):
         reference = row.replace("Dr. ", "") if task == "shipped" else reference
         if reference != row and (task, reference) in rows:
             pairs.append(((task, row), (task, reference)))
-    return compare(rows, pairs)
+    return pairs
+
+
+def study(found):
+    """compare() of all rows that the tables name, each with its own reference."""
+    rows = {key: grid(own) for key, own in found.items() if key[1] in ROWS or key[0] == "shipped"}
+    rows = {key: x for key, x in rows.items() if x.shape[1] > 1}
+    return compare(rows, pairs_of(rows))
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -184,6 +189,10 @@ def markdown(titles, lines):
     """A table of cells that are texts."""
     first, *others = (f"| {' | '.join(cells)} |" for cells in (titles, *lines))
     return "\n".join([first, "|---" * len(titles) + "|", *others])
+
+
+def points(difference, half, *_):
+    return f"{100 * difference:+.1f} ± " + (f"{100 * half:.1f}" if half < 1 else "over 100")
 
 
 def table_of_losses(values, differences):
@@ -197,8 +206,7 @@ def table_of_losses(values, differences):
             text = ""
             if pair:
                 difference, half, _ = differences[pair]
-                text = f"{100 * difference:+.1f} ± {100 * half:.1f}"
-                text = text if half < 1 else f"{100 * difference:+.1f} ± over 100"
+                text = points(difference, half)
                 text = f"**{text}**" if abs(difference) > half else text
             cells.append(text)
         if any(cells):
@@ -213,9 +221,8 @@ def table_of_graded(values, differences):
     for row in ("Dr. GRPO", "Dr. GRPO, reward of 0 and 1"):
         pair = ("shipped", row), ("shipped", row.replace("Dr. ", ""))
         if pair in differences:
-            difference, half, _ = differences[pair]
             cells = (f"{values[key]:.1%}" for key in pair[::-1])
-            lines.append([row, *cells, f"{100 * difference:+.1f} ± {100 * half:.1f}"])
+            lines.append([row, *cells, points(*differences[pair])])
     return markdown(["From the model as shipped", "GRPO", "Dr. GRPO", "difference"], lines)
 
 
@@ -227,6 +234,20 @@ def table_of_rates(found):
         cells = [f"{x:g}: {np.mean([*own.values()]):.1%} ({len(own)})" for x, own in rates]
         lines.append([TASKS.get(task, task), row, ", ".join(cells)])
     return markdown(["task", "row", "rate: mean (seeds)"], sorted(lines))
+
+
+def table_of_single_differences(found):
+    """Rows with five seeds at their best rates: each difference for itself (Welch's interval)."""
+    rows, lines = {}, []
+    for (task, row), rates in found.items():
+        best = max(rates, key=lambda rate: np.mean([*rates[rate].values()]))
+        if row in ROWS and len(rates[best]) >= 5:
+            rows[task, row] = grid({best: rates[best]})
+    for pair in pairs_of(rows):
+        _, differences = compare({key: rows[key] for key in pair}, [pair])
+        (task, row), (_, reference) = pair
+        lines.append([TASKS[task], row, reference, points(*differences[pair])])
+    return markdown(["task", "row", "reference", "difference, alone"], lines)
 
 
 def table_of_kl():
@@ -311,7 +332,7 @@ def main(*arguments):
     parser.add_argument("--draw", action="store_true", help="draw the chart, too")
     options = parser.parse_args(arguments)
     found = shares()
-    print(*tables(found), table_of_rates(found), sep="\n\n")
+    print(*tables(found), table_of_rates(found), table_of_single_differences(found), sep="\n\n")
     if options.draw:
         draw_rates(found, ROOT / "assets" / "losses.png")
 

@@ -98,7 +98,7 @@ def test_the_tables_are_of_the_files(monkeypatch, capsys):
         ("GSPO", "--kl-coef 0 --mini-batches 4", 0.3),
         ("GRPO", "--kl-coef 0 --iterations 8", 0.1),
     ]:
-        for seed in range(3):
+        for seed in range(5):
             rows.append(
                 row | {"correct": share + 0.01 * seed, "loss": loss, "flags": flags, "seed": seed}
             )
@@ -108,10 +108,18 @@ def test_the_tables_are_of_the_files(monkeypatch, capsys):
     tables.main()
     lines = capsys.readouterr().out.splitlines()
     cells = {line.split(" | ")[0][2:]: line.split(" | ")[3:5] for line in lines[2:9]}
-    assert cells["RAFT"][0] == "61.0%" and cells["RAFT"][1].startswith("**-10.0 ± ")
+    assert cells["RAFT"][0] == "62.0%" and cells["RAFT"][1].startswith("**-10.0 ± ")
     assert cells["GSPO, 4 mini-batches"][1].startswith("**-50.0")
     assert cells["GRPO, 4 mini-batches"][1].startswith("**+10.0")
-    assert len(lines) and not [line for line in lines if "11.0%" in line]
+    assert len(lines) and not [line for line in lines if "12.0%" in line]
+    alone = [line.split(" | ")[1:] for line in lines[-3:]]
+    assert [(row, difference[:5]) for row, _, difference in alone] == [
+        ("RAFT", "-10.0"),
+        ("GRPO, 4 mini-batches", "+10.0"),
+        ("GSPO, 4 mini-batches", "-50.0"),
+    ]
+    half = float(alone[0][2].split()[2])  # Welch: 8 degrees of freedom
+    assert half == pytest.approx(2.306 * 100 * (2 * 0.00025 / 5) ** 0.5, abs=0.15)
 
 
 @pytest.mark.parametrize("name", ["variants", "texts"])
