@@ -246,7 +246,7 @@ def table_of_single_differences(found):
     for pair in pairs_of(rows):
         _, differences = compare({key: rows[key] for key in pair}, [pair])
         (task, row), (_, reference) = pair
-        lines.append([TASKS[task], row, reference, points(*differences[pair])])
+        lines.append([TASKS.get(task, task), row, reference, points(*differences[pair])])
     return markdown(["task", "row", "reference", "difference, alone"], lines)
 
 
