@@ -201,7 +201,7 @@ def table_of_losses(values, differences):
         cells = []
         for task in TASKS:
             share = values.get((task, row))
-            cells.append(f"{share:.1%}" if share else SAME.get((task, row), ""))
+            cells.append(SAME.get((task, row), "") if share is None else f"{share:.1%}")
             pair = next((each for each in differences if each[0] == (task, row)), None)
             text = ""
             if pair:
