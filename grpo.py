@@ -311,11 +311,12 @@ class GRPO:
         self.reference = reference or self.without_adapter
         self.average = average or (lambda tensors: None)
         self.steps = 0  # optimiser steps so far
+        self.rank = torch.distributed.get_rank() if _is_joined() else 0
         parameters = [p for each in optimizer.param_groups for p in each["params"]]
         self.parameters = [p for p in parameters if p.requires_grad]
         _check_process(self.parameters, average)
         # For sample() without a seed. Each process has 2**24 seeds of its own.
-        self.seeds = itertools.count(2**24 * (torch.distributed.get_rank() if _is_joined() else 0))
+        self.seeds = itertools.count(2**24 * self.rank)
         # In the whole process: cuDNN's attention may give wrong tokens (pytorch 193893, trl 7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -384,11 +385,10 @@ class GRPO:
             grad_norm: the mean over the other optimiser steps, before clipping.
             groups_without_spread: the share of groups that were left out.
         """
-        # Groups that teach are dealt first: each mini-batch gets its share of them.
         with_spread = [group for group in groups if self.teaches(group)]
-        dealt = with_spread + [group for group in groups if not self.teaches(group)]
-        number = self.settings.mini_batches
-        mini_batches = [dealt[i::number] for i in range(number)]
+        # Dealt one by one, on through all processes: as one process would deal all groups.
+        number, dealt = self.settings.mini_batches, self.rank * len(groups)
+        mini_batches = [groups[(i - dealt) % number :: number] for i in range(number)]
         # Whether the policy still is the reference. An optimizer that was resumed has a state.
         at_start = self.steps == 0 and not self.optimizer.state
         # Eval mode switches dropout off. Gradient checkpointing works in train mode only: a model
@@ -425,7 +425,9 @@ class GRPO:
                 reports[-1].append((size, metrics))
             norms.append(self.step())  # 6
 
-        first = self.mean(reports[0])  # then the policy has moved already
+        # Of the first step that was made: then the policy has moved already.
+        means = [self.mean(each) for each in reports]
+        first = next((each for each in means if not math.isnan(each["loss"])), means[0])
         _warn_of(first, norms, at_start, with_spread, self.model)
         finite = [norm for norm in norms if norm < math.inf]
         return self.mean([*itertools.chain(*reports)]) | {
@@ -842,7 +844,7 @@ def _warn_of(metrics, norms, at_start, groups, model):
         signs.append(f"mean_logprob_gap is above {most}: sampled and recomputed log-probs disagree")
     if at_start and metrics["kl"] > 0.01:
         signs.append("kl is above 0 at the start: the reference is not the model before training")
-    if groups and norms[0] == 0:
+    if groups and not any(norms):
         alike = all(len(group.old_logprobs.unique(dim=0)) == 1 for group in groups)
         other = "does the optimizer hold the active adapter?"
         cause = "equal samples got different rewards" if alike else other
