@@ -288,6 +288,8 @@ class GRPO:
             None: the model with its adapter disabled.
         average: takes tensors, and averages each over all processes in place; None: there is one
             process. W processes, each with its own N prompts and seeds, do what one with W*N does.
+        begin: called as sample, add_reference and update begin, with "sample", "reference" or
+            "update", and the model. An Offload can bring it to the GPU then.
 
     add_reference and update use a group's old_logprobs, mask, advantages and ref_logprobs. Only
     logprobs() reads the rest: override it for another type of policy, as glm_image/decoder.py does.
@@ -302,6 +304,7 @@ class GRPO:
         token_forward=None,
         reference=None,
         average=None,
+        begin=lambda part, *models: None,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -310,6 +313,7 @@ class GRPO:
         self.token_forward = token_forward
         self.reference = reference or self.without_adapter
         self.average = average or (lambda tensors: None)
+        self.begin = begin
         self.steps = 0  # optimiser steps so far
         self.rank = torch.distributed.get_rank() if _is_joined() else 0
         parameters = [p for each in optimizer.param_groups for p in each["params"]]
@@ -330,6 +334,7 @@ class GRPO:
         """
         if len({length for *_, length in encoded}) > 1:
             raise ValueError("the prompts have several T: give one for all")
+        self.begin("sample", self.model)
         self.model.eval()
         prompt_ids, position_ids, (length, *_) = zip(*encoded, strict=True)
         seeds = self.seeds if seed is None else itertools.count(seed)
@@ -362,6 +367,7 @@ class GRPO:
     @torch.no_grad()
     def add_reference(self, groups):
         """4: log-probs under the reference, for groups whose rewards differ."""
+        self.begin("reference", self.model)
         if self.settings.kl_coef == 0:
             return
         self.model.eval()
@@ -385,6 +391,7 @@ class GRPO:
             grad_norm: the mean over the other optimiser steps, before clipping.
             groups_without_spread: the share of groups that were left out.
         """
+        self.begin("update", self.model)
         with_spread = [group for group in groups if self.teaches(group)]
         # Dealt one by one, on through all processes: as one process would deal all groups.
         number, dealt = self.settings.mini_batches, self.rank * len(groups)
@@ -697,11 +704,12 @@ def _sample_token(logits, allowed_ids, temperature, top_p, generators):
 class Offload:
     """Lets models, now on the CPU, take turns on a GPU that cannot hold all: all_but(policy).
 
-    Frozen weights live in page-locked host memory, which a GPU reads at the full speed of its bus.
-    Without `pin` they stay where they are, such as mapped from a file, and are read a third as
-    fast. They are copied up when needed and then dropped, for they do not change. What is trained
-    is small, and stays on the device. on_evict: called after weights have left the GPU: a CUDA
-    graph that read them must be dropped.
+    As begin=lambda part, model: offload.all_but(model) GRPO calls it. Frozen weights live in
+    page-locked host memory, which a GPU reads at the full speed of its bus. Without `pin` they stay
+    where they are, such as mapped from a file, and are read a third as fast. They are copied up
+    when needed and then dropped, for they do not change. What is trained is small, and stays on the
+    device. on_evict: called after weights have left the GPU: a CUDA graph that read them must be
+    dropped.
     """
 
     def __init__(self, models, device, on_evict=lambda: None, pin=True):

@@ -925,6 +925,21 @@ def test_models_take_turns_on_the_gpu(monkeypatch):
     assert policy.bias.data_ptr() == learning
 
 
+def test_each_part_begins_before_it_asks_where_the_model_is(monkeypatch):
+    """An Offload then brings it: before, its weights are in host memory."""
+    run, here = trainer(kl_coef=0.1), []
+    meta = torch.device("meta")
+    where = property(lambda model: torch.device("cpu") if here else meta)
+    monkeypatch.setattr(type(run.model), "device", where, raising=False)
+    run.begin = lambda part, model: here.append((part, model))
+    groups = roll_out(run, "one", "two")
+    assert here.pop() == ("sample", run.model)
+    run.add_reference(groups)
+    assert here.pop() == ("reference", run.model)
+    metrics = run.update(groups)
+    assert metrics["grad_norm"] > 0 and here == [("update", run.model)]
+
+
 # ---- what would be silent (more in tests/test_zoo.py) --------------------------------------------
 
 

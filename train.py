@@ -34,7 +34,7 @@ from runtime import checkpoint, cpu, ranks
 from runtime.data import load_rewards, prompt_indices, read_inputs, read_prompts, seed_of_step
 from runtime.evaluation import judge
 from runtime.folder import run_folder
-from runtime.record import Record
+from runtime.record import Clock, Record
 from runtime.settings import Settings, parse_settings
 from runtime.terminal import exit_code, optional, print_start, say
 from runtime.words import counted
@@ -50,20 +50,15 @@ def grpo_step(run, settings, rewards, prompts, seed):
     """
     trainer, group_size = run.trainer, settings.group_size  # trainer: a GRPO, see grpo.py
 
-    with run.machine.phase("sample", trainer.model):  # 1. sample a group for each prompt
-        encoded = run.glm_image.encode(prompts, settings)  # N x (prompt_ids, position_ids, T)
-        groups = trainer.sample(encoded, group_size, seed)
-
+    # 1. sample a group for each prompt
+    encoded = run.glm_image.encode(prompts, settings)  # N x (prompt_ids, position_ids, T)
+    groups = trainer.sample(encoded, group_size, seed)
     # 2. paint and score; several rewards become one number per picture
     images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)
     reward = combine(raw_rewards, weights_of(rewards), group_size, settings.combine)
-
     set_advantages(groups, reward)  # 3. advantages: z-scores within each group
-
-    with run.machine.phase("reference", trainer.model):  # 4. recompute the log-probs: adapter off
-        trainer.add_reference(groups)
-    with run.machine.phase("update", trainer.model):  # 4. adapter on; 5. the clipped loss; 6. AdamW
-        metrics = trainer.update(groups)
+    trainer.add_reference(groups)  # 4. recompute the log-probs: adapter off
+    metrics = trainer.update(groups)  # 4. adapter on; 5. the clipped loss; 6. AdamW
 
     advantages = [group.advantages for group in groups]
     return Rollout(prompts, groups, images, raw_rewards, advantages), metrics
@@ -73,16 +68,14 @@ def paint_and_score(run, settings, rewards, prompts, groups, seed):
     """N*G PIL images, prompt after prompt, and their raw rewards {name: (N*G,)}."""
     # Equal codes and the same noise make equal pictures: each picture is painted once.
     codes, which = zip(*(group.tokens.unique(dim=0, return_inverse=True) for group in groups))
-    with run.machine.phase("paint", *run.glm_image.painters):
-        latents = [
-            run.glm_image.paint(prompt, of_prompt, settings, seed + i)
-            for i, (prompt, of_prompt) in enumerate(zip(prompts, codes, strict=True))
-        ]
-    with run.machine.phase("vae", run.glm_image.vae):  # alone, as it takes the most memory
-        painted = [run.glm_image.to_images(x, settings.micro_batch_size) for x in latents]
+    latents = [
+        run.glm_image.paint(prompt, of_prompt, settings, seed + i)
+        for i, (prompt, of_prompt) in enumerate(zip(prompts, codes, strict=True))
+    ]
+    painted = [run.glm_image.to_images(x, settings.micro_batch_size) for x in latents]
     images = [pictures[k] for pictures, rows in zip(painted, which) for k in rows]
-    with run.machine.phase("score"):  # no model is named: the GPU is free for the rewards
-        return images, score(rewards, images, prompts)
+    run.clock.begin("score")  # no model is named: the GPU is free for the rewards
+    return images, score(rewards, images, prompts)
 
 
 @dataclass
@@ -101,11 +94,12 @@ class Rollout:
 
 @dataclass
 class Run:
-    """The models, what trains them, and the GPU that they may have to share."""
+    """The models, and what trains them."""
 
     glm_image: GlmImage  # all models
     trainer: GRPO  # of its language model, the policy
-    machine: cpu.Machine  # with machine.phase(name, *models): they are on the GPU; time is measured
+    clock: Clock  # what the run is at: trainer and models tell it before they begin
+    memory: cpu.Memory  # on a GPU that of gpu/: all models stay, or they take turns
 
     # What the scripts in examples/ replace. loop() calls step, evaluate() calls paint_and_score.
     Settings = Settings
@@ -116,31 +110,34 @@ class Run:
     read_prompts = staticmethod(read_prompts)
 
     @classmethod
-    def load(cls, settings, data, machine, adapters=None, pipe=None):
-        """The models on the machine, and the trainer.
+    def load(cls, settings, data=None, plan=None, adapters=None, pipe=None):
+        """The models where the plan wants them, and the trainer.
 
-        data: for a subclass that needs it. adapters: as for prepare_training. pipe: the stock
-        pipeline, if it is loaded already.
+        data: for a subclass that needs it. plan: None: on the CPU. adapters: as for
+        prepare_training. pipe: the stock pipeline, if it is loaded already.
         """
-        device = machine.device
-        glm_image = cls.Model(pipe or load(settings.model, device))
-        if machine.base == "int8":
+        plan = plan or cpu.plan(cls.Model, settings, torch.device("cpu"))
+        device, backend = plan.device, backend_of(plan.device)
+        clock = Clock(device)
+        glm_image = cls.Model(pipe or load(settings.model, device), clock.begin)
+        if plan.base == "int8":
             from gpu.model import round_weights  # on a CPU, too
 
             # Straight to the GPU, so that the host never holds them.
-            round_weights(glm_image, None if machine.waiting else device)
+            round_weights(glm_image, None if plan.waiting else device)
         glm_image.prepare_training(settings, device, adapters)
-        trainer = machine.Trainer(
+        trainer = backend.Trainer(
             glm_image.language_model,
             adamw(glm_image.language_model, settings.lr),
             settings,
             allowed_ids=glm_image.codes(),
-            token_forward=machine.token_forward(glm_image, settings),
+            token_forward=backend.token_forward(glm_image, settings, plan.base),
             reference=glm_image.reference,
             average=ranks.average,
+            begin=clock.begin,
         )
-        machine.hold(glm_image.parts, trainer.token_forward.release)
-        return cls(glm_image, trainer, machine)
+        memory = backend.Memory(plan, glm_image.parts, trainer.token_forward.release, clock)
+        return cls(glm_image, trainer, clock, memory)
 
     @property
     def trainers(self):
@@ -158,11 +155,11 @@ class Run:
             set_seed(seed % 2**32)
             return work(settings, rewards, prompts, seed)
 
-        return self.machine.attempt(once, settings, self.trainers)
+        return self.memory.attempt(once, settings, self.trainers)
 
 
 def backend_of(device):
-    """What differs on a GPU: which models are resident, a CUDA graph, running out of memory."""
+    """What differs on a GPU: a plan, models that take turns, a captured step and its check."""
     if device.type == "cuda":
         import gpu  # imported only with CUDA
 
@@ -200,13 +197,13 @@ def train(settings, run_class=Run):
     """The whole run: prepare, loop, end. Returns the exit code: 130 if Ctrl-C ended it early."""
     began = time.time()
     device = ranks.device(settings.device)
-    machine = backend_of(device).plan(run_class.Model, settings, device)  # before any download
+    plan = backend_of(device).plan(run_class.Model, settings, device)  # before any download
     data = read_inputs(settings, run_class.read_prompts)
     print_start(settings, device, data)
-    with run_folder(settings, data, machine.base) as folder:
+    with run_folder(settings, data, plan.base) as folder:
         load_rewards(settings, data)
         with tracked(settings, folder.path) as tracker:
-            run = run_class.load(settings, data, machine, folder.adapters)
+            run = run_class.load(settings, data, plan, folder.adapters)
             done = checkpoint.load(folder.path, run.trainers)  # steps
             record = run.Record(folder, settings, data, run, tracker, done)
             code = 130  # after Ctrl-C; steps before it are saved
@@ -226,22 +223,17 @@ def train(settings, run_class=Run):
 
 def loop(run, settings, data, record):
     """The steps still to make, each saved, with evaluations."""
-    first = record.done
-    due = lambda step: settings.eval_every > 0 and step % settings.eval_every == 0
-    if first == 0 or due(first):
-        evaluate(run, settings, data, record)
-    with run.machine.counting("step", settings.steps, first):
-        for step in range(first, settings.steps):
-            seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
-            warm_up(run.trainers, settings.warmup_steps, step)
-            prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-            rollout, metrics = run.attempt(run.step, settings, data.rewards, prompts, seed)
-            record.step(step + 1, rollout, metrics)
-            del rollout  # it leaves the memory before the next step makes its own
-            if due(step + 1):
-                evaluate(run, settings, data, record)
-    if record.done > 0:
-        evaluate(run, settings, data, record)
+    steps = range(record.done, settings.steps)
+    for step in run.clock.count("step", steps, settings.steps, record.done):
+        if step == 0 or (settings.eval_every > 0 and step % settings.eval_every == 0):
+            evaluate(run, settings, data, record)
+        seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
+        warm_up(run.trainers, settings.warmup_steps, step)
+        prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
+        rollout, metrics = run.attempt(run.step, settings, data.rewards, prompts, seed)
+        record.step(step + 1, rollout, metrics | run.clock.read())
+        del rollout  # it leaves the memory before the next step makes its own
+    evaluate(run, settings, data, record)
 
 
 def evaluate(run, settings, data, record):

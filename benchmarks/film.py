@@ -21,7 +21,6 @@ from PIL import Image
 
 import train
 from runtime.checkpoint import WEIGHTS, checkpoints, load_adapter
-from runtime.cpu import Machine
 from runtime.data import choose, parse_rewards
 from runtime.evaluation import score_prompts
 from runtime.settings import TINY
@@ -50,7 +49,7 @@ def main(folder, file):
     data = train.read_inputs(settings, train.Run.read_prompts)
     prompts = choose(data.held_out, settings.eval_count)
     judges = {"correct": parse_rewards("correct")["correct"].load()}
-    run = train.Run.load(settings, data, Machine(torch.device("cpu"), "bfloat16"))
+    run = train.Run.load(settings)
     sheets = [sheet(run, settings, prompts, judges, 0)]
     for checkpoint in checkpoints(Path(folder)):
         load_adapter(run.trainer.model, checkpoint / "adapter" / WEIGHTS)

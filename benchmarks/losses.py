@@ -31,7 +31,7 @@ def filled(run, settings, rewards, prompts, groups, seed):
     """
     number, size = len(groups), settings.group_size
     found, first = [], 0  # [(whether its rewards are equal, prompt, group, images, raw rewards)]
-    run.machine.timings["drawn"] += 0  # more pictures than a step otherwise has
+    run.clock.timings["drawn"] += 0  # more pictures than a step otherwise has
     while True:
         some = prompts[first : first + len(groups)]
         images, raw_rewards = paint_and_score(run, settings, rewards, some, groups, seed + first)
@@ -46,10 +46,9 @@ def filled(run, settings, rewards, prompts, groups, seed):
         some = prompts[first : first + missing]
         if not some:
             break
-        with run.machine.phase("sample", run.trainer.model):
-            encoded = run.glm_image.encode(some, settings)
-            groups = run.trainer.sample(encoded, size, seed + first)
-        run.machine.timings["drawn"] += size * len(some)
+        encoded = run.glm_image.encode(some, settings)
+        groups = run.trainer.sample(encoded, size, seed + first)
+        run.clock.timings["drawn"] += size * len(some)
     found.sort(key=lambda each: each[0])
     _, prompts, groups, images, raw_rewards = zip(*found[:number])
     together = {name: torch.cat([each[name] for each in raw_rewards]) for name in rewards}

@@ -38,28 +38,28 @@ def decoder_step(run, settings, rewards, prompts, seed):
     weights = weights_of(rewards)
     trainer, decoder_trainer = run.trainer, run.decoder_trainer
 
-    with run.machine.phase("sample", trainer.model):  # 1. sample G code sequences for each prompt
-        groups = trainer.sample(run.glm_image.encode(prompts, settings), sequences, seed)
+    # 1. sample G code sequences for each prompt
+    groups = trainer.sample(run.glm_image.encode(prompts, settings), sequences, seed)
 
     images = []  # N*G*K, prompt after prompt, code sequence after code sequence
     of_prompts = []  # a group for each denoising step of each code sequence
     for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-        with run.machine.phase("paint", *run.glm_image.painters):  # 2. paint each K times
-            latents, steps = decoder_trainer.paint_paths(prompt, group.tokens, settings, seed + i)
-        with run.machine.phase("vae", run.glm_image.vae):
-            images += run.glm_image.to_images(latents, settings.micro_batch_size)
+        # 2. paint each K times
+        latents, steps = decoder_trainer.paint_paths(prompt, group.tokens, settings, seed + i)
+        images += run.glm_image.to_images(latents, settings.micro_batch_size)
         of_prompts.append(steps)
     paths = [*chain(*of_prompts)]
-    with run.machine.phase("score"):  # 2. score
-        raw_rewards = score(rewards, images, prompts)
+    run.clock.begin("score")  # 2. score
+    raw_rewards = score(rewards, images, prompts)
 
     # 3. A painting is compared among the K of the same codes, at each denoising step.
     reward = combine(raw_rewards, weights, paintings, settings.combine)
     set_advantages(paths, repeat_for_steps(reward, paths))
     # The decoder learns first, for its update takes the most memory. If memory runs out there,
     # nothing has learned yet, and the step can be made again.
-    transformer = run.glm_image.pipe.transformer
-    of_decoder = learn(run, decoder_trainer, transformer, paths, "decoder/")  # 4 to 6
+    decoder_trainer.add_reference(paths)  # 4
+    learned = decoder_trainer.update(paths)  # 4 to 6
+    of_decoder = {f"decoder/{name}": value for name, value in learned.items()}
 
     metrics = {"skipped": 0}
     advantages = [steps[0].advantages for steps in of_prompts]  # of a lone code sequence
@@ -68,21 +68,13 @@ def decoder_step(run, settings, rewards, prompts, seed):
         # float64 the means of equal rewards are equal, whatever is NaN.
         means = {name: x.double().view(-1, paintings).nanmean(1) for name, x in raw_rewards.items()}
         set_advantages(groups, combine(means, weights, sequences, settings.combine))
-        metrics = learn(run, trainer, trainer.model, groups)  # 4 to 6
+        trainer.add_reference(groups)  # 4
+        metrics = trainer.update(groups)  # 4 to 6
         advantages = [group.advantages.repeat_interleave(paintings) for group in groups]
 
     metrics |= of_decoder
     metrics["skipped"] += of_decoder["decoder/skipped"]
     return train.Rollout(prompts, groups, images, raw_rewards, advantages), metrics
-
-
-def learn(run, trainer, model, groups, prefix=""):
-    """Parts 4 to 6. model: what has to be on the GPU. Returns metrics, named with the prefix."""
-    with run.machine.phase(f"{prefix}reference", model):
-        trainer.add_reference(groups)
-    with run.machine.phase(f"{prefix}update", model):
-        metrics = trainer.update(groups)
-    return {prefix + name: value for name, value in metrics.items()}
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -165,9 +157,9 @@ class DecoderRun(train.Run):
     step = decoder_step
 
     @classmethod
-    def load(cls, settings, *given):
+    def load(cls, settings, *given, **named):
         """As in train.py, and the decoder's trainer."""
-        run = super().load(settings, *given)
+        run = super().load(settings, *given, **named)
         run.policy_learns = settings.train == "both"
         run.decoder_trainer = DecoderGRPO(
             run.glm_image,

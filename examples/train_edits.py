@@ -65,13 +65,13 @@ class EditRun(train.Run):
     read_prompts = staticmethod(read_edits)
 
     @classmethod
-    def load(cls, settings, data, machine, adapters=None):
+    def load(cls, settings, data, plan, adapters=None):
         """As in train.py, after the model has read all sources."""
         # In bfloat16 the tiny model's vision tower reads a third of the codes wrong.
         dtype = {"dtype": torch.float32} if is_tiny(settings.model) else {}
-        pipe = load(settings.model, machine.device, **dtype)
-        read_sources(pipe, [*data.prompts, *data.held_out], machine.device)
-        return super().load(settings, data, machine, adapters, pipe)
+        pipe = load(settings.model, plan.device, **dtype)
+        read_sources(pipe, [*data.prompts, *data.held_out], plan.device)
+        return super().load(settings, data, plan, adapters, pipe)
 
 
 if __name__ == "__main__":

@@ -134,13 +134,14 @@ class DecoderGRPO(GRPO):
     """
 
     def __init__(self, model, optimizer, settings, noise_level, guidance_scale, **options):
-        reference = model.decoder_reference
-        super().__init__(model.decoder, optimizer, settings, reference=reference, **options)
+        begin = lambda part, _: model.begin(f"decoder/{part}", model.pipe.transformer)
+        options |= {"reference": model.decoder_reference, "begin": begin}
+        super().__init__(model.decoder, optimizer, settings, **options)
         self.noise_level = noise_level
         self.guidance_scale = guidance_scale
         self.scheduler = PathScheduler.from_config(model.pipe.scheduler.config)
         components = {**model.pipe.components, "scheduler": self.scheduler}
-        self.painter = type(model)(GlmImagePipeline(**components))
+        self.painter = type(model)(GlmImagePipeline(**components), model.begin)
 
     def paint_paths(self, prompt, tokens, settings, seed):
         """Paint each of a prompt's G code sequences (G, T) K times.

@@ -62,6 +62,7 @@ class EditingGlmImage(GlmImage):
         return [encode_edit(self.pipe.processor, edit, *size) for edit in edits]
 
     def paint(self, edit, tokens, settings, seed):
+        self.begin("paint", *self.painters)  # the codes go where the decoder then is
         rows, columns = edit.source.height // 32, edit.source.width // 32
         codes = for_decoder(edit.codes.view(1, rows, columns))[0]
         return super().paint(

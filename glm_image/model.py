@@ -47,12 +47,14 @@ NOISE_SEED = 2**31
 class GlmImage:
     """The policy, a language model that writes codes, and what paints them.
 
-    pipe: the stock pipeline; it is not changed, but for prepare_training.
+    pipe: the stock pipeline; it is not changed, but for prepare_training. begin: as for GRPO; for
+    "paint" and "vae".
     """
 
     compiles_decoder = True  # on a GPU
 
-    def __init__(self, pipe):
+    def __init__(self, pipe, begin=lambda part, *models: None):
+        self.begin = begin
         self.language_model = pipe.vision_language_encoder
         self.pipe = GlmImagePipeline(**pipe.components | {"vision_language_encoder": None})
         self.pipe.set_progress_bar_config(disable=True)
@@ -63,7 +65,7 @@ class GlmImage:
     def prepare_training(self, settings, device, adapters=None):
         """Adds the adapter, and freezes all else.
 
-        Machine in gpu/memory.py moves the models later. adapters: those to start from, {"adapter",
+        gpu/memory.py moves the models later. adapters: those to start from, {"adapter",
         "decoder-adapter": its folder}.
         """
         inner, transformer = self.language_model.model, self.pipe.transformer
@@ -114,6 +116,7 @@ class GlmImage:
         so only the policy's choices make them differ. One prompt per batch: glyph embeddings of
         different prompts would be padded, and the decoder does not mask the padding.
         """
+        self.begin("paint", *self.painters)
         rows, columns = settings.height // 32, settings.width // 32
         channels = self.pipe.transformer.config.in_channels
         # The decoder is not shown the preview: only the policy looks at it.
@@ -145,6 +148,7 @@ class GlmImage:
     @torch.no_grad()
     def to_images(self, latents, micro_batch_size):
         """Latents -> PIL images, by the VAE alone: meanwhile the decoder need not be on the GPU."""
+        self.begin("vae", self.vae)
         mean, std = latent_scaling(self.vae)
         images = []
         for batch in latents.split(micro_batch_size):

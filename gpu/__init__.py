@@ -1,5 +1,7 @@
-"""The machine of a run: a CUDA GPU. It is imported only with CUDA; for a CPU: runtime/cpu.py."""
+"""What a run has on a CUDA GPU, which alone imports it; runtime/cpu.py has the same for a CPU."""
 
-from gpu.memory import Machine, plan
+from gpu.forward import CheckedGRPO as Trainer
+from gpu.memory import Memory, plan
+from gpu.model import token_forward
 
-__all__ = ["Machine", "plan"]
+__all__ = ["Memory", "Trainer", "plan", "token_forward"]

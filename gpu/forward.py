@@ -206,7 +206,7 @@ class CapturedForward:
             # Kept alive: torch's allocator may still refer to this graph.
             self.failed.append(graph)
             if out_of_memory(cause):
-                raise cause  # to capture again with more room: Machine.attempt
+                raise cause  # to capture again with more room: Memory.attempt
             self.refused = True
             slower("a token's step cannot be a CUDA graph", cause, "its kernels start one by one")
         self._rewind(length)

@@ -1,20 +1,20 @@
-"""A GPU that models share: which of them are on it in a phase, what fits, where memory runs out."""
+"""A GPU that models share: what fits, how they take turns on it, and where memory runs out."""
 
 import gc
 import os
 import re
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
 from packaging.version import Version
 
-from gpu.forward import CheckedGRPO
-from gpu.model import sizes, token_forward
+from gpu.model import sizes
 from grpo import Offload
 from rewards import UserError
-from runtime import cpu, ranks
+from runtime import ranks
+from runtime.cpu import Plan
 from runtime.terminal import out_of_memory, say
 
 # By default torch rounds page-locked blocks up to powers of two so that it can reuse them: 37.9 GB
@@ -31,53 +31,26 @@ ALONE, TOGETHER = 4e9, 8e9
 PROCESS = 4e9  # bytes of host memory beside weights: CUDA's libraries, the compiler, pictures
 
 
-class Machine(cpu.Machine):
-    """with machine.phase("paint", decoder): it is on the GPU; peak memory is measured, too.
+class Memory:
+    """Where the weights of a run are: all models stay on the GPU, or they take turns.
 
-    All models stay on the GPU, or they take turns: then only the models of the phase are on it.
+    plan: see plan(). models: all of the run, as they were loaded. release: called when weights
+    leave the GPU, or memory runs out: see CapturedForward. clock: gets the Offload.
     """
 
-    Trainer = CheckedGRPO
-    token_forward = staticmethod(token_forward)
-
-    def __init__(self, device, base, waiting=None):
-        """waiting: where weights wait for their turn: see plan."""
-        super().__init__(device, base)
-        self.waiting = waiting
-        self.offload = None
-
-    def hold(self, models, release):
-        """release: called when weights leave the GPU, or memory runs out: see CapturedForward."""
+    def __init__(self, plan, models, release, clock):
+        self.device = plan.device
         self.models = models
         self.release = release
+        self.clock = clock
         tensors = [x for model in models for x in (*model.parameters(), *model.buffers())]
         # Where the weights were loaded: mapped from files, they take no host memory there.
         self.homes = [(tensor, tensor.data) for tensor in tensors]
-        if self.waiting:
-            self.take_turns(pin=self.waiting == "pinned")
+        if plan.waiting:
+            self.take_turns(pin=plan.waiting == "pinned")
         else:
             for tensor, home in self.homes:
                 tensor.data = home.to(self.device)  # Module.to() would replace the buffers
-
-    @contextmanager
-    def phase(self, name, *models):
-        if self.offload is not None:
-            with super().phase("move"), self.peak_of("move"):
-                self.offload.all_but(*models)
-        with super().phase(name), self.peak_of(name):
-            yield
-
-    @contextmanager
-    def peak_of(self, name):
-        """The peak of the GPU's memory in the block joins the timings."""
-        if self.device.type != "cuda":
-            yield
-            return
-        torch.cuda.reset_peak_memory_stats(self.device)
-        yield
-        torch.cuda.synchronize(self.device)  # or the time would end while it is at work
-        peak = torch.cuda.max_memory_allocated(self.device) / 1e9
-        self.timings[f"gpu_gb/{name}"] = max(peak, self.timings[f"gpu_gb/{name}"])
 
     def take_turns(self, pin=None):
         """pin: whether frozen weights wait in page-locked host memory; None: if it has the room."""
@@ -88,16 +61,16 @@ class Machine(cpu.Machine):
                 tensor.data = home.cpu()  # weights in int8 have gone straight to the GPU
         self.homes = []
         try:
-            self.offload = Offload(self.models, self.device, self.release, pin)
+            self.clock.offload = Offload(self.models, self.device, self.release, pin)
         except RuntimeError as error:  # from cudaHostAlloc: WSL2 locks 1 to 4 GB
             reason = str(error).strip().split("\n")[0]
             say(f"memory: page-locking stopped ({reason}): the rest moves more slowly")
-            self.offload = Offload(self.models, self.device, self.release, pin=False)
+            self.clock.offload = Offload(self.models, self.device, self.release, pin=False)
 
     def can_take_turns(self):
         """Whether they do not yet, and the host has room for the weights that are in no file."""
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
-        return self.offload is None and unfiled <= room_of_host()
+        return self.clock.offload is None and unfiled <= room_of_host()
 
     def attempt(self, work, settings, trainers):
         """Returns work(), such as a step, all of whose draws start from a seed.
@@ -108,9 +81,7 @@ class Machine(cpu.Machine):
         """
         count_steps = lambda: sum(trainer.steps for trainer in trainers.values())
         before = count_steps()
-        timings = self.timings.copy()
         while True:
-            self.timings = timings.copy()  # a try that failed is no part of the step
             try:
                 return work()
             except RuntimeError as error:
@@ -129,22 +100,23 @@ class Machine(cpu.Machine):
             else:
                 settings.micro_batch_size //= 2
                 change = f"--micro-batch-size is {settings.micro_batch_size}"
-            full = f"memory: the GPU is full in the phase '{self.name}'"
+            full = f"memory: the GPU is full in the phase '{self.clock.phase}'"
             say(f"{full}: from here on {change}")
+            self.clock.read()  # a try that failed is no part of a step
 
 
 # ---- what fits -----------------------------------------------------------------------------------
 
 
 def plan(model_class, settings, device):
-    """The Machine of a run: its base, and how the models share the GPU.
+    """The base of a run, and how its models share the GPU.
 
-    Its `waiting` is None if all models fit together. Otherwise they take turns, and it says where
+    `waiting` is None if all models fit together. Otherwise they take turns, and it says where
     frozen weights wait: "pinned" (page-locked host memory) or "mapped" (the files they were loaded
     from, if the host cannot lock that much). All ranks plan the same.
 
     This runs before anything is downloaded, so it knows the sizes of the weights alone. If a step
-    needs more memory beside them, Machine.attempt makes room. model_class: a GlmImage.
+    needs more memory beside them, Memory.attempt makes room. model_class: a GlmImage.
     """
     connect(device)
     free, host = free_memory(device)
@@ -172,7 +144,7 @@ def plan(model_class, settings, device):
     # So that torch raises an error. Windows and WSL2 would lend host memory, and slow down.
     torch.cuda.set_per_process_memory_fraction(free / torch.cuda.mem_get_info(device)[1], device)
     waiting = "pinned" if pinned else "mapped"
-    return Machine(device, base, waiting if turns else None)
+    return Plan(device, base, waiting if turns else None)
 
 
 def connect(device):

@@ -17,8 +17,8 @@ PARTS = {  # of the pipeline, those with weights
 }
 
 
-def token_forward(glm_image, settings):
-    """The step of one token as a graph. The decoder is compiled, too."""
+def token_forward(glm_image, settings, base):
+    """The step of one token as a graph, of any base. The decoder is compiled, too."""
     if glm_image.compiles_decoder:
         compile_decoder(glm_image.pipe.transformer)
     rows = settings.prompts_per_step * settings.group_size

@@ -1,74 +1,41 @@
-"""The machine of a run: a CPU, on which all models stay. gpu/ is the same for a CUDA GPU."""
+"""What a run has on a CPU, on which all models stay. gpu/ has the same for a CUDA GPU."""
 
-import time
-from collections import defaultdict
-from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
-from tqdm import tqdm
 
 from grpo import GRPO
-from runtime import ranks
+
+Trainer = GRPO
+
+
+@dataclass
+class Plan:
+    """What is decided before anything is downloaded."""
+
+    device: torch.device
+    base: str  # that of Settings, but "auto"
+    waiting: str | None = None  # on a GPU: where weights wait for their turn, see gpu/memory.py
 
 
 def plan(model_class, settings, device):
-    """The Machine of a run, before its models load: see gpu/memory.py."""
-    return Machine(device, "bfloat16" if settings.base == "auto" else settings.base)
+    return Plan(device, "bfloat16" if settings.base == "auto" else settings.base)
 
 
-class Machine:
-    """with machine.phase("paint", decoder): the block's time is measured, and a bar shows its name.
+def token_forward(glm_image, settings, base):
+    return SharedForward(glm_image.language_model, merge=base != "int8")
 
-    On a GPU the models that are named are on it within the block: see gpu/memory.py.
-    """
 
-    Trainer = GRPO
-    waiting = None  # where weights wait for their turn: here all models stay
+class Memory:
+    """All models stay where they were loaded."""
 
-    def __init__(self, device, base):
-        """base: that of Settings, but "auto"."""
-        self.device = device
-        self.base = base
-        self.name = ""
-        self.timings = defaultdict(float)
-        self.bar = tqdm(disable=True)  # until there is something to count
-
-    def token_forward(self, glm_image, settings):
-        return SharedForward(glm_image.language_model, merge=self.base != "int8")
-
-    def hold(self, models, release):
-        """All models of a run, once they are loaded. release: see gpu/memory.py."""
-
-    @contextmanager
-    def phase(self, name, *models):
-        """The block's seconds are added to the timings."""
-        self.name = name
-        self.bar.set_description_str(name)
-        began = time.perf_counter()
-        yield
-        self.timings[f"seconds/{name}"] += time.perf_counter() - began
-
-    def read(self):
-        """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""
-        timings, self.timings = self.timings, defaultdict(float)
-        of = lambda what: [value for name, value in timings.items() if name.startswith(what)]
-        return timings | {"seconds": sum(of("seconds/")), "gpu_gb": max(of("gpu_gb/"), default=0)}
-
-    @contextmanager
-    def counting(self, unit, total, done=0):
-        """In a terminal a bar counts up to `total`, from `done` on, until the block ends."""
-        outer = self.bar
-        hidden = ranks.rank() > 0 or None  # None: it is where there is no terminal
-        options = {"dynamic_ncols": True, "leave": False, "disable": hidden}
-        with tqdm(total=total, initial=done, unit=unit, **options) as self.bar:
-            yield
-        self.bar = outer
-        outer.unpause()
+    def __init__(self, plan, models, release, clock):
+        pass
 
     def attempt(self, work, settings, trainers):
-        """Returns work(). gpu/ calls it again with less if memory runs out."""
+        """Returns work(). On a GPU it is called again with less if memory runs out."""
         return work()
 
 

@@ -25,12 +25,12 @@ def judge(run, settings, data, record):
     shown = range(count_to_show(prompts))
     raw, pictures = {}, {}
     say(f"evaluating {counted(len(prompts), 'prompt')}")
-    with run.machine.counting("prompt", len(ranks.shard(len(prompts)))):
-        for row, of_row, images in score_prompts(run, settings, rewards, prompts):
-            raw[row] = of_row
-            if row in shown:  # pictures of all prompts would take gigabytes
-                pictures[row] = images[:PICTURES_SHOWN]
-    run.machine.read()  # its time is no part of a step
+    scored = score_prompts(run, settings, rewards, prompts)
+    for row, of_row, images in run.clock.count("prompt", scored, len(ranks.shard(len(prompts)))):
+        raw[row] = of_row
+        if row in shown:  # pictures of all prompts would take gigabytes
+            pictures[row] = images[:PICTURES_SHOWN]
+    run.clock.read()  # its time is no part of a step
     raw = of_all_ranks(raw)
     columns = {name: torch.cat([each[name] for each in raw.values()]) for name in rewards}
     values = with_weighted_sum(columns, record.weights, settings.group_size)
@@ -40,12 +40,11 @@ def judge(run, settings, data, record):
 def score_prompts(run, settings, rewards, prompts, seed=SEED):
     """Yields, of each prompt of this rank, its row, raw rewards {name: (G,)} and G pictures."""
     # On a CPU a pass costs much and a row of it little: fewer, larger passes.
-    at_once = settings.prompts_per_step * (4 if run.machine.device.type == "cpu" else 1)
+    at_once = settings.prompts_per_step * (4 if run.clock.device.type == "cpu" else 1)
     own, work = ranks.shard(len(prompts)), partial(sample_and_score, run)
     for first in own[::at_once]:
         some = prompts[first : min(first + at_once, own.stop)]
         images, raw_rewards = run.attempt(work, settings, rewards, some, seed + first)
-        run.machine.bar.update(len(some))
         for i in range(len(some)):
             group = slice(i * settings.group_size, (i + 1) * settings.group_size)
             yield first + i, {name: x[group] for name, x in raw_rewards.items()}, images[group]
@@ -54,9 +53,8 @@ def score_prompts(run, settings, rewards, prompts, seed=SEED):
 def sample_and_score(run, settings, rewards, prompts, seed):
     """N*G images of N prompts, and their raw rewards, as the model is used after training."""
     settings = settings.for_evaluation()
-    with run.machine.phase("sample", run.trainer.model):
-        encoded = run.glm_image.encode(prompts, settings)
-        groups = run.trainer.sample(encoded, settings.group_size, seed)
+    encoded = run.glm_image.encode(prompts, settings)
+    groups = run.trainer.sample(encoded, settings.group_size, seed)
     return run.paint_and_score(settings, rewards, prompts, groups, seed)
 
 

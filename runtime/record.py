@@ -1,10 +1,13 @@
-"""What a run says of itself: a line for each step, its numbers, its pictures."""
+"""What a run says of itself: a line for each step, its numbers, its pictures; where it is now."""
 
 import json
+import time
+from collections import defaultdict
 from itertools import chain
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from rewards import weights_of
 from runtime import checkpoint, ranks
@@ -30,7 +33,6 @@ class Record:
         self.folder = folder
         self.out = folder.path
         self.settings = settings
-        self.machine = run.machine
         self.trainers = run.trainers
         self.tracker = tracker
         self.done = done
@@ -63,7 +65,7 @@ class Record:
         of_all = {name: torch.cat([each[name] for each in of_ranks]) for name in rewards}
         # Mean entropy per code, in nats: an unbiased estimate from the samples.
         entropy = -torch.stack([group.old_logprobs for group in rollout.groups]).mean().item()
-        metrics |= {"entropy": entropy} | self.reward_metrics(of_all) | self.machine.read()
+        metrics |= {"entropy": entropy} | self.reward_metrics(of_all)
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
         numbers = self.records["metrics"][-1]
         if self.tracker is not None:
@@ -73,7 +75,6 @@ class Record:
         # After the records: a kill between the two leaves records that a resumed run makes again.
         if done % self.settings.save_every == 0:
             self.save()
-        self.machine.bar.update()
         say(format_step(self.settings.steps, numbers, self.line, self.epochs_per_step))
 
     def group(self, i, rollout, rewards):
@@ -175,6 +176,66 @@ class Record:
                 checkpoint.load(self.out, self.trainers)  # Ctrl-C may have ended an update midway
                 glm_image.save_decoder_adapter(self.out / "decoder-adapter")
             write_cards(self, adapters)
+
+
+# ---- where a run is now --------------------------------------------------------------------------
+
+
+class Clock:
+    """The phase of a run: a bar shows it, its seconds and its peak of GPU memory are measured.
+
+    grpo.py and glm_image/ tell it, by begin(), before they run a model.
+    """
+
+    def __init__(self, device):
+        self.device = device
+        self.offload = None  # an Offload where models take turns: see gpu/memory.py
+        self.phase = None
+        self.timings = defaultdict(float)
+        self.bar = tqdm(disable=True)  # until there is something to count
+
+    def begin(self, phase, *models):
+        """Ends the phase before. models: what this one runs; where they take turns, they come."""
+        if phase == self.phase:
+            return
+        if self.offload is not None:
+            self.end(then="move")
+            self.offload.all_but(*models)
+        self.end(then=phase)
+
+    def end(self, then=None):
+        """The phase, if there is one, joins the timings. then: the next."""
+        if self.phase is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # or the time would end while it is at work
+                peak = torch.cuda.max_memory_allocated(self.device) / 1e9
+                torch.cuda.reset_peak_memory_stats(self.device)
+                for name in ("gpu_gb", f"gpu_gb/{self.phase}"):
+                    self.timings[name] = max(peak, self.timings[name])
+            seconds = time.perf_counter() - self.began
+            for name in ("seconds", f"seconds/{self.phase}"):
+                self.timings[name] += seconds
+        self.phase = then
+        self.bar.set_description_str(then)
+        self.began = time.perf_counter()
+
+    def read(self):
+        """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""
+        self.end()
+        timings, self.timings = self.timings, defaultdict(float)
+        return {"seconds": 0, "gpu_gb": 0, **timings}
+
+    def count(self, unit, items, total, done=0):
+        """The items. In a terminal a bar counts them up to `total`, from `done` on."""
+        outer = self.bar
+        hidden = ranks.rank() > 0 or None  # None: it is where there is no terminal
+        options = {"dynamic_ncols": True, "leave": False, "disable": hidden}
+        with tqdm(total=total, initial=done, unit=unit, **options) as self.bar:
+            for item in items:
+                yield item
+                self.bar.update()
+        self.bar = outer
+        outer.unpause()
 
 
 # ---- .jsonl files --------------------------------------------------------------------------------

@@ -38,9 +38,10 @@ from world import draw
 import train
 from glm_image import editing, model
 from rewards import UserError, forget_modules
-from runtime import cpu
 from runtime.checkpoint import find_adapters
+from runtime.cpu import Plan
 from runtime.data import Prompt
+from runtime.record import Clock
 
 gc.freeze()  # millions of objects of the libraries, which no collection needs to look at again
 
@@ -139,17 +140,14 @@ def build_run(settings, pipe=None):
     """What a run works with, of the tiny model unless told otherwise."""
     run_class = DecoderRun if hasattr(settings, "train") else train.Run
     pipe = pipe or load_once(settings.model, CPU)
-    machine = cpu.plan(run_class.Model, settings, CPU)
-    return run_class.load(settings, None, machine, find_adapters(settings.adapter), pipe)
+    return run_class.load(settings, adapters=find_adapters(settings.adapter), pipe=pipe)
 
 
 def holding(device, *models, waiting=None, release=lambda: None):
-    """A GPU's Machine with these models."""
-    from gpu.memory import Machine  # not in the processes that tests start
+    """A GPU's Memory with these models."""
+    from gpu.memory import Memory  # not in the processes that tests start
 
-    machine = Machine(device, "bfloat16", waiting)
-    machine.hold(models, release)
-    return machine
+    return Memory(Plan(device, "bfloat16", waiting), models, release, Clock(device))
 
 
 def prompts_of(*texts, targets=None, **columns):

@@ -31,7 +31,7 @@ from benchmarks import random_weights
 from glm_image.decoder import DecoderGRPO
 from glm_image.model import GlmImage
 from gpu import memory as gpu
-from gpu.memory import Machine
+from gpu.memory import Memory
 from grpo import GRPO, Offload
 from rewards import Reward
 from runtime import cpu, ranks
@@ -41,8 +41,7 @@ from runtime.terminal import out_of_memory
 
 @pytest.fixture(autouse=True)
 def as_on_a_card(monkeypatch):
-    of_cpu = {name: getattr(cpu.Machine, name) for name in ("Trainer", "token_forward")}
-    monkeypatch.setattr(cpu, "Machine", type("Card", (Machine,), of_cpu))
+    monkeypatch.setattr(cpu, "Memory", Memory)
 
 
 # ---- memory that runs out ------------------------------------------------------------------------
@@ -186,7 +185,8 @@ def attempt(work, run, *given):
 
 def room_for(micro_batch, *models, release=lambda: None):
     """What Run.attempt needs beside the work and a seed."""
-    run = SimpleNamespace(trainers={}, machine=holding(CPU, *models, release=release))
+    memory = holding(CPU, *models, release=release)
+    run = SimpleNamespace(trainers={}, memory=memory, clock=memory.clock)
     return run, tiny_settings("--micro-batch-size", micro_batch), {}, []
 
 
@@ -213,16 +213,13 @@ def test_a_try_that_failed_is_no_part_of_a_steps_seconds(monkeypatch):
     tries = []
 
     def work(*given):
-        with run.machine.phase("sample"):
-            tries.append(1)
+        run.clock.begin("sample")
+        tries.append(1)
         if len(tries) == 1:
             raise FULL
 
-    with run.machine.phase("load"):
-        pass
     attempt(work, run, settings, *given, 0)
-    seconds = {"seconds/load": 1, "seconds/sample": 1, "seconds": 2}
-    assert run.machine.read() == seconds | {"gpu_gb": 0} and len(tries) == 2
+    assert run.clock.read() == {"seconds/sample": 1, "seconds": 1, "gpu_gb": 0} and len(tries) == 2
 
 
 def test_several_ranks_do_not_repeat(monkeypatch):
@@ -244,7 +241,7 @@ def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch, l
         settings.offload = offload
         work = Mock(side_effect=[FULL, "done"])
         assert attempt(work, run, settings, *given, 0) == "done"
-        assert (run.machine.offload is not None) == turns
+        assert (run.clock.offload is not None) == turns
         assert settings.micro_batch_size == (2 if turns else 1)
 
 
@@ -274,7 +271,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
     settings = tiny_settings(flags, sizes, "--temperature 9 --top-p 1")
     run = build_run(settings)
     trainers = list(run.trainers.values())
-    offload = run.machine.offload = Offload(run.glm_image.parts, CPU)
+    offload = run.clock.offload = Offload(run.glm_image.parts, CPU)
     frozen = [offload.homes[part][0] for part in run.glm_image.parts]
     seen = set()  # which models are on the GPU for which work
 
@@ -283,7 +280,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
 
     def watch(owner, name):
         stock = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given: (look(name), stock(*given))[1])
+        monkeypatch.setattr(owner, name, lambda *given: (stock(*given), look(name))[0])
 
     watch(run.trainer, "sample")
     watch(getattr(trainers[-1], "painter", run.glm_image), "paint")
@@ -292,7 +289,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
         watch(trainer, "logprobs")
     reward = lambda images, **_: (look("score"), range(len(images)))[1]
     run.step(settings, {"mine": Reward("mine", 1.0, reward)}, prompts_of("a red circle"), 5)
-    assert "seconds/move" in run.machine.read()  # what moves is timed by itself
+    assert "seconds/move" in run.clock.read()  # what moves is timed by itself
     # The language model, the glyph encoder, the decoder, the VAE.
     turns = {("sample", 1, 0, 0, 0), ("paint", 0, 1, 1, 0), ("to_images", 0, 0, 0, 1)}
     turns |= {("score", 0, 0, 0, 0), ("logprobs", 1, 0, 0, 0)}

@@ -44,7 +44,7 @@ from glm_image.editing import (
     encode_edit,
     read_sources,
 )
-from glm_image.model import for_decoder
+from glm_image.model import GlmImage, for_decoder
 from gpu.forward import CapturedForward
 from rewards import UserError
 from runtime.data import Prompt, parse_rewards
@@ -185,6 +185,16 @@ def test_one_source_is_kept_for_a_batch(pipe):
     steps = [("read", 1), ("skip", 1)] * 2
     assert kept[:8] == writes + steps
     assert kept[8:] == [("write", n) for n in range(4)] + [("read", 4), ("skip", 4)] * 2
+
+
+@pytest.mark.parametrize("kind", [GlmImage, EditingGlmImage])
+def test_codes_go_where_the_decoder_is_once_it_has_come(pipe, monkeypatch, kind):
+    """Where models take turns it waits in host memory before."""
+    where = [torch.device("meta")]
+    monkeypatch.setattr(type(pipe.transformer), "device", property(lambda model: where[-1]))
+    glm = kind(pipe, begin=lambda part, *models: where.append(CPU))
+    edit, settings = source_of(pipe, 128, 128), tiny_settings("--decode-steps 1")
+    assert glm.paint(edit, torch.zeros(1, 16).long(), settings, 0).isfinite().all()
 
 
 # ---- runs ----------------------------------------------------------------------------------------

@@ -92,15 +92,14 @@ def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
             bars.extend(["on"] * (not self.disable))
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("runtime.cpu.tqdm", Bar)
+    monkeypatch.setattr("runtime.record.tqdm", Bar)
     monkeypatch.setattr("time.perf_counter", itertools.count().__next__)  # a phase takes a second
     Path("new.txt").write_text("a green ring\n")
     arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2 --eval-every 1"
     assert judged(arguments, "--prompts-per-step 2 --steps 1 --out run") == 0
     assert resume("run", "--steps 3") == 0
-    before = [("prompt", 0, 1, 1)]
-    steps = [("step", 0, 1, 1), ("step", 1, 3, 1), ("step", 1, 3, 1)]
-    assert bars == [*before, *itertools.chain(*([step, *before, "on"] for step in steps))]
+    prompt, first, later = ("prompt", 0, 1, 1), ("step", 0, 1, 1), ("step", 1, 3, 1)
+    assert bars == [prompt, "on", first, prompt, later, prompt, "on", later, prompt]
     for line in Path("run/metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["seconds/score"] == 1
 

@@ -123,8 +123,8 @@ def planned(*flags, before=None):
     released = lambda model_class, settings, base, device: map(gigabytes, SIZES[base])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "sizes", released)
-        machine = plan(GlmImage, settings, CUDA)
-    return machine.base, machine.waiting
+        found = plan(GlmImage, settings, CUDA)
+    return found.base, found.waiting
 
 
 @pytest.mark.parametrize(
@@ -290,14 +290,15 @@ def frozen():
 
 def test_models_that_take_turns_wait_where_they_belong(lockable):
     released, model = [], frozen()
-    offload = holding(CUDA, model, waiting="pinned", release=lambda: released.append(1)).offload
+    memory = holding(CUDA, model, waiting="pinned", release=lambda: released.append(1))
+    offload = memory.clock.offload
     assert isinstance(offload, Offload) and list(offload.homes) == [model]
     assert offload.device == CUDA
     offload.on_evict()
     assert released == [1]
     assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings()
     own = model.weight.data_ptr()
-    unpinned = holding(CUDA, model, waiting="mapped").offload
+    unpinned = holding(CUDA, model, waiting="mapped").clock.offload
     assert model.weight.data_ptr() == own and unpinned.homes[model][0][1].data_ptr() == own
     unpinned.on_evict()  # nothing is captured, nothing to release
 
@@ -325,16 +326,15 @@ def test_turns_begin_amid_a_run(lockable, monkeypatch):
     loaded = where()
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone())  # as to a GPU
-        machine = holding(CUDA, model, frozen())
+        memory = holding(CUDA, model, frozen())
     up = where()
     assert not {*up} & {*loaded}
-    assert where() == up and machine.offload is None
-    machine.device = CPU
+    assert where() == up and memory.clock.offload is None
+    memory.device = CPU
     monkeypatch.setattr(gpu, "host_memory", lambda: 4e9)  # nothing can be locked
-    machine.take_turns()
-    assert where() == [*loaded[:2], up[2]] and not machine.homes  # or int8 would stay up
-    with machine.phase("work", model):
-        pass
+    memory.take_turns()
+    assert where() == [*loaded[:2], up[2]] and not memory.homes  # or int8 would stay up
+    memory.clock.offload.all_but(model)
     assert not {*where()} & {*loaded}
 
 
@@ -345,7 +345,8 @@ def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     model = frozen()
     home = model.weight.data_ptr()
-    assert holding(CUDA, model, waiting="pinned").offload.homes[model][0][1].data_ptr() == home
+    offload = holding(CUDA, model, waiting="pinned").clock.offload
+    assert offload.homes[model][0][1].data_ptr() == home
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("memory: page-locking stopped (CUDA error: out of memory): ")
 
@@ -537,7 +538,7 @@ def test_the_decoders_blocks_are_compiled_where_only_the_codes_learn(
     monkeypatch.setattr(pipe.transformer, "forward", pipe.transformer.forward)
     settings = tiny_settings("--prompts-per-step 3 --group-size 5")
     with torch._dynamo.config.patch(recompile_limit=8):  # torch's own limit
-        assert token_forward(kind(pipe), settings).rows == 15
+        assert token_forward(kind(pipe), settings, "bfloat16").rows == 15
     assert calls == [32] * compiled
 
 
@@ -678,10 +679,10 @@ def test_memory_that_runs_out_in_a_capture_is_made_and_the_step_is_captured(
     patch_cuda(monkeypatch, CUDAGraph=create)
     monkeypatch.setattr(torch.cuda, "set_stream", back.append, raising=False)
     forward = GraphedForward(glm, LENGTH, compile=False)
-    machine = holding(CPU, release=forward.release)
+    memory = holding(CPU, release=forward.release)
     settings = tiny_settings("--offload no --micro-batch-size 2")
     prompts = encode(pipe, "a ring", "three squares")
-    machine.attempt(lambda: same_samples(glm, forward, *prompts, **SHAPING), settings, {})
+    memory.attempt(lambda: same_samples(glm, forward, *prompts, **SHAPING), settings, {})
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("from here on --micro-batch-size is 1")
     assert back == [torch.cuda.current_stream()]
@@ -704,7 +705,7 @@ def test_a_captured_step_that_is_wrong_is_given_up(wrong, capsys, recorded_graph
                 torch.manual_seed(0)
                 self.logits = self.logits + wrong * torch.randn_like(self.logits)
 
-    monkeypatch.setattr(cpu.Machine, "Trainer", CheckedGRPO)  # as on a GPU
+    monkeypatch.setattr(cpu, "Trainer", CheckedGRPO)  # as on a GPU
     run = build_run(settings := tiny_settings("--temperature 6 --top-p 1"))
     prompts = run.glm_image.encode(prompts_of("a ring"), settings)
     prompts = [(ids, positions[:, : len(ids) + LENGTH], LENGTH) for ids, positions, _ in prompts]
@@ -732,8 +733,7 @@ def test_a_gpu_captures_the_step_and_compiles_it(device, kind):
     model = GlmImage(train.load(settings.model, CPU))
     model.prepare_training(settings, device)
     policy = model.language_model
-    machine = train.backend_of(device).Machine(device, "bfloat16")
-    forward = machine.token_forward(model, settings)
+    forward = train.backend_of(device).token_forward(model, settings, "bfloat16")
     assert isinstance(forward, kind)
     if device == CUDA:
         assert forward.num_new_tokens == 256 + 4 * 4  # of the preview and the picture

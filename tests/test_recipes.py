@@ -221,7 +221,7 @@ def test_other_prompts_take_the_place_of_groups_without_spread(monkeypatch, teac
         shown[2 * i + k] for i in places for k in (0, 1)
     ]
     assert raw_rewards["mine"].tolist() == [0, teaches == "circle"] * 2
-    assert found[0] is groups[0] and run.machine.read()["drawn"] == 2 * (len(shown) // 2 - 2)
+    assert found[0] is groups[0] and run.clock.read()["drawn"] == 2 * (len(shown) // 2 - 2)
     encoded = run.glm_image.encode(prompts[places[1] :][:1], settings)
     (again,) = run.trainer.sample(encoded, 2, 3 + places[1])
     assert torch.equal(found[1].tokens, again.tokens)

@@ -19,7 +19,7 @@ from glm_image.editing import encode_edit, read_sources
 from glm_image.model import encode_prompt
 from grpo import generate_with_logprobs
 from rewards import Reward
-from runtime.cpu import Machine
+from runtime.cpu import Plan
 from runtime.data import Data, Prompt
 
 RED, BLUE, GREEN = ("circle", "red"), ("circle", "blue"), ("square", "green")
@@ -270,7 +270,7 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(r
     settings.group_size = 1
     held_out = train.read_inputs(settings, run_class.read_prompts).held_out
     some = held_out[::6]
-    run = run_class.load(settings, Data(some, some, {}, {}), Machine(CPU, "bfloat16"))
+    run = run_class.load(settings, Data(some, some, {}, {}), Plan(CPU, "bfloat16"))
     rewards = {name: Reward(name, 1.0, getattr(check, name)) for name in ("correct", "clean")}
     rollout = rolled_out(run, settings, rewards, some, 0)
     assert (
